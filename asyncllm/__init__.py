@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Says nothing unless the application listens; without this, Python would print warnings of an
-# application that has no logging set up to standard error.
+# Silent by default: without this handler, Python would print warnings to standard error in an
+# application that has no logging set up.
 logging.getLogger("asyncllm").addHandler(logging.NullHandler())
 
 _HOMES = {

@@ -1,4 +1,4 @@
-"""beam_search: the most likely outputs of a prompt, by beam search over an engine's streams."""
+"""beam_search: finds a prompt's most likely outputs, on an engine's streams."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from asyncllm.stream import TokenStream
 EarlyStopping = bool | Literal["never"]
 MAX_BEAM_WIDTH = 1024
 _LONGEST_WAIT = 1.0
-"""Seconds between two attempts to get into a queue full of other requests."""
+"""Most seconds between two attempts to submit to a full queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class BeamOutput(CompletionOutput):
-    """One beam. ``logprobs`` has its tokens' own, without alternatives.
+    """One output of a beam search. ``logprobs`` has those of its tokens, without alternatives.
 
     Attributes:
         score: ``cumulative_logprob / len(token_ids) ** length_penalty``.
@@ -54,23 +54,23 @@ async def beam_search(
     timeout: float | None = None,
     cache_salt: str | None = None,
 ) -> Completion:
-    """The ``beam_width`` outputs with the highest scores that beam search finds: those of
+    """Find the ``beam_width`` outputs with the highest scores by beam search. They are those of
     transformers' ``generate(num_beams=beam_width, do_sample=False)``.
 
-    Each step is a request of one token for every beam. It finds the KV of its beam in the prefix
-    cache but for what follows the last full block. An observer sees each as a request.
+    In each step every beam is a request of one token, which finds the KV of the beam's full blocks
+    in the prefix cache. Observers see these requests.
 
     Args:
         prompt: text or token ids, as for ``AsyncLLMEngine.stream``.
-        beam_width: beams that are kept in each step, and outputs that come back. A step asks
-            for so many ``logprobs``, and one more for each token that ends a beam.
+        beam_width: beams kept in each step, and number of outputs. A step asks for that many
+            ``logprobs``, and one more for each token that ends a beam.
         max_tokens: output tokens at most; a beam ends at the end of the context as well.
         length_penalty: in [-10, 10]; above 0 favours long outputs. See ``BeamOutput.score``.
-        early_stopping: True ends the search when ``beam_width`` outputs have ended, False when
-            no running beam has a better score than the worst of them at its present length,
-            "never" when none can come to have one at any length.
+        early_stopping: when the search ends once ``beam_width`` outputs have ended. True: at once.
+            False: when no running beam, at its present length, has a better score than the worst of
+            them. "never": when none can reach a better score at any length.
         ignore_eos: go on past the model's end-of-sequence tokens.
-        stop_token_ids: token ids that end a beam, beside those.
+        stop_token_ids: further token ids that end a beam.
         priority, cache_salt: as for ``AsyncLLMEngine.stream``.
         timeout: seconds for the whole search.
 
@@ -79,13 +79,13 @@ async def beam_search(
         tokens of these outputs.
 
     Raises:
-        InvalidRequestError: for an argument that makes no sense, or a ``beam_width`` for which
-            the engine does not report enough log-probabilities.
-        DeadlineExceededError: with the best outputs so far, whether they had ended or not.
-        EngineOverloadedError: if the queue is full when the search begins. Later it waits.
-        AsyncLLMError: any other that ends one of its requests ends the search.
+        InvalidRequestError: for an invalid argument, or a ``beam_width`` for which the engine does
+            not report enough log-probabilities.
+        DeadlineExceededError: with the best outputs so far, ended or not.
+        EngineOverloadedError: if the queue is full at the beginning. Later the search waits.
+        AsyncLLMError: any other error of one of its requests.
 
-    Cancelled, it aborts the requests that run.
+    Cancelling the search aborts its requests.
     """
     if not check.is_a(engine, AsyncLLMEngine):
         raise check.invalid("engine", engine, "an AsyncLLMEngine")
@@ -117,7 +117,7 @@ def _not_early_stopping(name: str, value: object, _: str) -> InvalidRequestError
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A sequence and the log-probability of each of its tokens."""
+    """A sequence of tokens with their log-probabilities."""
 
     entries: tuple[Logprob, ...] = ()
     logprob: float = 0.0
@@ -130,16 +130,16 @@ class Beam:
 
 @dataclass(slots=True, kw_only=True)
 class BeamSearch:
-    """The search itself, as transformers does it (``GenerationMixin._beam_search``, 5.x), but for
-    the number of candidates. It takes the (1 + s) * w likeliest of all beams' continuations, for
-    w beams and s stop tokens; what it uses of them are the w likeliest, and the w likeliest that
-    go on, which are among the w + s likeliest of each beam.
+    """Beam search as in transformers (``GenerationMixin._beam_search``, 5.x), with fewer
+    candidates. With w beams and s stop tokens, transformers takes the (1 + s) * w likeliest
+    continuations of all beams, but uses only the w likeliest, and the w likeliest without a stop
+    token. These are among the w + s likeliest of each beam.
 
     Attributes:
         running: beams that go on, the most likely first.
-        ended: at most ``beam_width``, the highest score first.
+        ended: at most ``beam_width`` beams that have ended, the highest score first.
         length: tokens of each running beam.
-        done: nothing that runs can change ``ended`` any more.
+        done: no running beam can change ``ended`` any more.
     """
 
     beam_width: int
@@ -154,15 +154,15 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Continuations of each beam that are looked at in a step: enough for ``beam_width``
-        that go on, even if its likeliest tokens are all the stop tokens."""
+        """Number of continuations of each beam to consider in a step: ``beam_width`` of them go on
+        even if all stop tokens are likelier."""
         return self.beam_width + len(self.stop_token_ids)
 
     def advance(self, tops: Iterable[Sequence[Logprob]]) -> None:
-        """One step.
+        """Advance every running beam by a token.
 
         Args:
-            tops: for each running beam its ``num_candidates`` likeliest tokens.
+            tops: the ``num_candidates`` likeliest tokens of each running beam.
         """
         candidates = [
             (beam.logprob + entry.logprob, beam, entry)
@@ -178,7 +178,7 @@ class BeamSearch:
                 break
             ends = self.length == self.max_tokens or entry.token_id in self.stop_token_ids
             chosen = self.ended if ends else going
-            # Only the likeliest may end; those behind them stand by to go on.
+            # Only the ``width`` likeliest candidates may end; the others replace those that ended.
             if rank < width if ends else len(going) < width:
                 chosen.append(Beam((*beam.entries, entry), logprob, logprob / divisor))
         self.running = going
@@ -198,18 +198,18 @@ class BeamSearch:
         return best <= self.ended[-1].score
 
     def cut(self) -> None:
-        """No beam can go on: what runs has ended as it is."""
+        """End the search with the running beams as they are, because none can go on."""
         self.ended = self.best()
         self.running, self.done = [], True
 
     def best(self) -> list[Beam]:
-        """The highest scores, whether their beams have ended or not."""
+        """Beams with the highest scores, ended or not."""
         both = [*self.ended, *self.running] if self.length else self.ended
         return sorted(both, key=lambda beam: -beam.score)[: self.beam_width]
 
 
 class _Driver:
-    """A search on an engine."""
+    """Runner of a search on an engine."""
 
     def __init__(
         self,
@@ -250,8 +250,8 @@ class _Driver:
         return self._completion(search.ended)
 
     async def _step(self, prompts: Sequence[str | Sequence[int]]) -> list[Sequence[Logprob]]:
-        """The likeliest next tokens of each prompt, with as many requests at a time as the
-        queue takes."""
+        """Compute the likeliest next tokens of each prompt, with as many requests at a time as the
+        queue accepts."""
         live: deque[TokenStream] = deque()
         tops = []
         try:
@@ -280,7 +280,7 @@ class _Driver:
             timeout = self._timeout - (time.monotonic() - self._began)
             if timeout <= 0:
                 raise DeadlineExceededError("no time is left")
-        # The token is of no interest, and log-probabilities are those of the model alone.
+        # Only the log-probabilities matter, and they are the model's own, before sampling.
         params = SamplingParams(max_tokens=1, temperature=0.0, repetition_penalty=1.0)
         try:
             return self._engine.stream(

@@ -34,7 +34,7 @@ ToolParser = Literal[
 ReasoningParser = Literal["auto", "deepseek_r1", "qwen3", "mistral", "gpt_oss"]
 
 PACKAGED_MODEL = "asyncllm/demo"
-"""Name of the model in the package: in metrics, by servers, on screens."""
+"""Name of the packaged model in metrics, servers and messages."""
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -48,7 +48,7 @@ _MAX_TOKENS = 2**31 - 1
 @check.known_fields("setting")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Checked once, when it is made; no environment variable is read.
+    """Settings of an engine, checked when they are made; no environment variable is read.
 
     None means that the engine decides when it knows the model and the device. Numbers may be
     numpy's; each has an upper bound, which its error names.
@@ -75,22 +75,22 @@ class EngineConfig:
             of the available memory, at most 4 GiB, on a CPU. On a GPU it is half
             of what ``gpu_memory_utilization`` leaves, at most ``max_num_seqs`` sequences of
             ``max_model_len``, and at least one.
-        gpu_memory_utilization: share of the GPU's memory that the engine may use. Of what weights
-            and steps leave of it the KV cache takes half at most, as said above.
+        gpu_memory_utilization: share of the GPU's memory that the engine may use. By default the KV
+            cache takes at most half of what weights and steps leave of it.
         num_blocks: usable KV blocks; overrides ``kv_cache_memory``. A block has the KV of all
             layers, or of those of one KV group in a model with sliding windows.
         enable_prefix_caching: keep and find the KV of shared prefixes; None is True, but for models
-            with recurrent layers where there is no memory for ``num_state_checkpoints``.
-        num_state_checkpoints: recurrent states kept of prefixes, in a model with recurrent layers,
-            beside one for each of ``max_num_seqs``. Each is as large as the KV of hundreds of
-            tokens or more. "auto" is four for each, in an eighth of the memory beside the weights
-            at most, and on a CPU in 1 GiB.
+            with recurrent layers where there is no memory for ``num_state_snapshots``.
+        num_state_snapshots: recurrent states to keep of cached prefixes, beside those of running
+            requests, in a model with recurrent layers. Each is as large as the KV of hundreds of
+            tokens or more. "auto" is four for each of ``max_num_seqs``, within an eighth of the
+            memory beside the weights, and on a CPU within 1 GiB.
         attention_backend: "auto" ("triton" on CUDA, "native" or "torch" on a CPU), "torch",
             "native", "triton", "flash_attn", "flash_attn_3", or one that another distribution
             registers.
         cuda_graphs: "auto" captures decode steps, and pieces of those with a prefill, when the
             engine starts; "decode" captures decode steps alone and launches the others op by op;
-            "off" launches all steps so.
+            "off" launches all steps op by op.
         cudagraph_capture_sizes: batch sizes to capture; None is the default set.
         async_scheduling: run one step ahead of the results; None is True on a GPU, and
             on a CPU where native ops take at most 10 ms for a full decode step, measured when the
@@ -98,20 +98,20 @@ class EngineConfig:
             there, not the speed.
         scheduling_policy: "fcfs", "priority" (smaller first) or "deadline" (earliest first
             within a priority). It orders admission and victims, not what runs already.
-        max_queued_requests: requests waiting at most; more are EngineOverloadedError.
-        max_queued_tokens: prompt tokens waiting at most.
+        max_queued_requests: most waiting requests; beyond it EngineOverloadedError is raised.
+        max_queued_tokens: most prompt tokens of waiting requests.
         max_logprobs: the most ``logprobs`` that a request may ask for; -1 is any number, up to the
             whole vocabulary.
-        seed: of the seeds that are drawn for requests without one; None draws them from the
-            operating system.
+        seed: seed of the generator that draws seeds for requests without one; None seeds it from
+            the operating system.
         quantization: "int8" rounds the weights of linear layers to 8 bits while they are loaded,
             with a scale per output channel, "int4" to 4 bits with a scale for 32 inputs of one,
             and the output head to 8; None computes with them as they are. On a CPU with
             native ops, from a checkpoint that is not quantised itself.
         load_format: "auto", "safetensors", or "dummy" for random weights.
-        model_impl: "native" is the engine's own decoder, "transformers" transformers' modules with
-            the engine's attention and linear layers, which is any architecture that gives the same
-            results so; "auto" is native where that has the architecture.
+        model_impl: "native" is the engine's own decoder. "transformers" is transformers' modules
+            with the engine's attention and linear layers, for any architecture whose results stay
+            the same. "auto" is "native" for the architectures that it supports.
         trust_remote_code: let transformers run code that the checkpoint brings, for its tokenizer
             and its model.
         num_threads: CPU threads for the model; None is one per core, and 1 for a model of
@@ -129,7 +129,7 @@ class EngineConfig:
         logits_processors: subclasses of LogitsProcessor, or their names as "module:Class", 64 at
             most; those of other distributions come by the entry points
             ``asyncllm.logits_processors``.
-        grammar_timeout: seconds after which a request fails whose grammar is being compiled.
+        grammar_timeout: seconds that compiling a grammar may take before its requests fail.
 
     Raises:
         InvalidRequestError: for a value outside its range or a field that does not exist, with
@@ -149,7 +149,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     num_blocks: int | None = None
     enable_prefix_caching: bool | None = None
-    num_state_checkpoints: int | Literal["auto"] = "auto"
+    num_state_snapshots: int | Literal["auto"] = "auto"
     attention_backend: str = "auto"
     cuda_graphs: CudaGraphs = "auto"
     cudagraph_capture_sizes: tuple[int, ...] | None = None
@@ -184,8 +184,8 @@ class EngineConfig:
         check.field(self, check.integer, "seed", 0, 2**64 - 1)
         if not check.same(self.max_num_batched_tokens, "auto"):
             check.field(self, check.integer, "max_num_batched_tokens", 1, _MAX_TOKENS)
-        if not check.same(self.num_state_checkpoints, "auto"):
-            check.field(self, check.integer, "num_state_checkpoints", 1, _MAX_SEQS)
+        if not check.same(self.num_state_snapshots, "auto"):
+            check.field(self, check.integer, "num_state_snapshots", 1, _MAX_SEQS)
         check.field(self, check.number, "gpu_memory_utilization", 0, 1, above=True)
         check.field(self, check.seconds, "step_timeout", above=True)
         check.field(self, check.seconds, "grammar_timeout", above=True)
@@ -232,12 +232,12 @@ class EngineConfig:
             self._check_path(name)
 
     def _check_path(self, name: str) -> None:
-        """A plain text in the place of a path, or of a subclass of str."""
+        """Replace a path, or a subclass of str, by a plain ``str``."""
         value = getattr(self, name)
         if value is None:
             return
         path: Any = None
-        with suppress(Exception):  # of the application's own path
+        with suppress(Exception):  # a path object of the application may raise anything
             path = os.fspath(value)
         try:
             path = check.string(name, path)
@@ -264,17 +264,17 @@ class EngineConfig:
 
     @property
     def model_name(self) -> str:
-        """The model as it was asked for; PACKAGED_MODEL for the one in the package."""
+        """Name or path of the model as given; PACKAGED_MODEL for the one in the package."""
         return PACKAGED_MODEL if self.model is None else os.fspath(self.model)
 
 
 def make_config(
     model: str | os.PathLike[str] | None, config: EngineConfig | None, overrides: dict[str, Any]
 ) -> EngineConfig:
-    """The configuration of an engine, from the arguments of its constructor.
+    """Make an engine's configuration from the arguments of its constructor.
 
     Raises:
-        InvalidRequestError: for a field that is not known, or a value that makes no sense.
+        InvalidRequestError: for an unknown field, or an invalid value.
     """
     if model is not None:
         overrides["model"] = model

@@ -1,4 +1,4 @@
-"""COUNTERPARTS: names in vLLM or an earlier asyncllm, and those that take their place here."""
+"""COUNTERPARTS: names in vLLM or an earlier asyncllm, to the names used here."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ COUNTERPARTS: Mapping[str, Mapping[str, str]] = {
         "guided_decoding_backend": "structured_outputs_backend",
         "kv_cache_memory_bytes": "kv_cache_memory",
         "num_gpu_blocks_override": "num_blocks",
+        "num_state_checkpoints": "num_state_snapshots",
         "tool_parser": "tool_call_parser",
     },
     "sampling parameter": {
@@ -23,4 +24,4 @@ COUNTERPARTS: Mapping[str, Mapping[str, str]] = {
         "params": "sampling_params",
     },
 }
-"""By the kind of name, as errors call it; names that are the same in both are not here."""
+"""By kind of name, as in error messages. Names that are equal in both are left out."""

@@ -1,4 +1,4 @@
-"""AsyncLLMEngine: lifecycle, submission, and the verbs of the engine as a whole."""
+"""AsyncLLMEngine: lifecycle, submission of requests, and control of the engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from asyncllm.runtime.mailbox import MailboxRegistry, ThreadMailbox
 from asyncllm.runtime.request_options import RequestOptions, request_ids
 from asyncllm.sampling_params import SamplingParams, with_response_format
 from asyncllm.stream import TokenStream
-from asyncllm.tools.tool_use import ToolUse
+from asyncllm.tool_calls.tool_use import ToolUse
 
 EngineState = Literal["new", "starting", "running", "dead", "closed"]
 _JOIN_TIMEOUT = 2.0
@@ -67,11 +67,11 @@ class AsyncLLMEngine(Handle):
         self._closed = False
         self._mailboxes = MailboxRegistry()
         self._observers = Observers()
-        self._intake: InputProcessor | None = None
+        self._input_processor: InputProcessor | None = None
 
     @classmethod
     def _with_loader(cls, loader: Loader, **overrides: Any) -> Self:
-        """An engine on something else than a model's files; the seam that tests use."""
+        """Make an engine with another loader than that of model files, for tests."""
         engine = cls(**overrides)
         engine._loader = loader
         return engine
@@ -93,8 +93,8 @@ class AsyncLLMEngine(Handle):
             thread.supervise()
 
     def _start_blocking(self) -> ThreadMailbox:
-        """``start`` for a thread without an event loop; returns what its streams are read
-        with."""
+        """``start`` for a thread without an event loop; returns the mailbox for reading its
+        streams."""
         with self._starting() as thread:
             thread.ready.result()
             self._take_in(thread)
@@ -114,11 +114,11 @@ class AsyncLLMEngine(Handle):
             yield thread
         except BaseException:
             thread.give_up()
-            self._thread = self._intake = None
+            self._thread = self._input_processor = None
             raise
 
     def _take_in(self, thread: EngineThread) -> None:
-        self._intake = InputProcessor(
+        self._input_processor = InputProcessor(
             thread.loaded,
             thread.core,
             self._mailboxes,
@@ -177,9 +177,9 @@ class AsyncLLMEngine(Handle):
 
     def _clean_up(self, thread: EngineThread) -> list[threading.Thread]:
         """Drops the mailboxes and closes the input processor. Returns the threads to join."""
-        assert self._intake is not None
+        assert self._input_processor is not None
         self._mailboxes.clear()
-        leftovers = (thread.leftover, *self._intake.close())
+        leftovers = (thread.leftover, *self._input_processor.close())
         return [leftover for leftover in leftovers if leftover is not None]
 
     async def wait_closed(self) -> None:
@@ -206,7 +206,7 @@ class AsyncLLMEngine(Handle):
         thread = self._thread
         if self._closed:
             return "closed"
-        if thread is None or self._intake is None:
+        if thread is None or self._input_processor is None:
             return "new" if thread is None else "starting"
         if thread.core.fatal_error is not None:
             return "dead"
@@ -214,10 +214,10 @@ class AsyncLLMEngine(Handle):
 
     @property
     def error(self) -> EngineError | None:
-        """Why the engine ended, if that was not the application's own ``aclose``: an
-        EngineDeadError, whose ``__cause__`` is what killed it, or an EngineClosedError, for
-        example because the event loop that it was started on has ended. Any thread."""
-        return None if self._intake is None else self._started().error
+        """Why the engine ended; None after the application's own ``aclose``. An EngineDeadError,
+        whose ``__cause__`` is the failure, or an EngineClosedError, for example because the event
+        loop that it was started on has ended. Any thread."""
+        return None if self._input_processor is None else self._started().error
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -228,7 +228,7 @@ class AsyncLLMEngine(Handle):
 
     def __del__(self) -> None:
         # May run on any thread, in the middle of anything, and so takes no lock.
-        if getattr(self, "_intake", None) is None or self.state != "running":
+        if getattr(self, "_input_processor", None) is None or self.state != "running":
             return
         assert self._thread is not None
         self._thread.close(0.0)
@@ -279,10 +279,10 @@ class AsyncLLMEngine(Handle):
             InvalidRequestError: for an argument that cannot be served, with ``param`` set.
             ContextLengthExceededError: if the prompt leaves no room for one token.
             EngineOverloadedError: if the queue is full.
-            EngineClosedError, EngineDeadError: if there is no engine to serve it.
+            EngineClosedError, EngineDeadError: if the engine is closed, not started, or dead.
 
-        A text of more than a few thousand characters is tokenised on a worker thread; an error
-        in such a one raises at the first read, unless its length proves it at once.
+        A text of more than a few thousand characters is tokenised on a worker thread. Its errors
+        are raised at the first read, except when its length alone is too large.
         """
         intake = self._running()
         options = RequestOptions(request_id, priority, timeout, max_unread, on_slow, cache_salt)
@@ -323,8 +323,8 @@ class AsyncLLMEngine(Handle):
             tools: what the model may call: OpenAI's schemas, Python functions, or Pydantic models
                 of the arguments; see docs/tools.md. Calls come as ``Delta.tool_calls``.
             tool_choice: "auto"; "none" does not show the tools to the model; "required" and
-                ``{"type": "function", "function": {"name": …}}`` hold it to calls, whose
-                arguments fit the tool's schema, by a grammar as of ``structured_outputs``.
+                ``{"type": "function", "function": {"name": …}}`` force calls whose arguments fit
+                the tool's schema, by a grammar as for ``structured_outputs``.
             parallel_tool_calls: several calls in one answer; False ends it with the first.
             response_format: OpenAI's: ``{"type": "text"}``, ``{"type": "json_object"}``, or
                 ``{"type": "json_schema", "json_schema": {"name": …, "schema": {…}}}``; or a
@@ -335,9 +335,9 @@ class AsyncLLMEngine(Handle):
                 are ordinary text, so that a user cannot write another's turn. False makes
                 control tokens of them, as of those that the template writes.
 
-        The rest is that of ``stream``, and so are the exceptions. Messages are copied. A
-        conversation of more than a few thousand characters, or one of which the template
-        makes so many, is rendered and tokenised on a worker thread; see docs/chat.md.
+        Other arguments and exceptions are those of ``stream``. Messages are copied. A conversation
+        or prompt of more than a few thousand characters is rendered and tokenised on a worker
+        thread; see docs/chat.md.
         """
         use = ToolUse.of(tools, tool_choice, parallel_tool_calls)
         sampling = with_response_format(sampling, sampling_params, response_format)
@@ -449,15 +449,15 @@ class AsyncLLMEngine(Handle):
     # --- checks of the state -----------------------------------------------------------
 
     def _started(self) -> EngineThread:
-        """The engine thread, which may have ended since."""
-        if self._thread is None or self._intake is None:
+        """Engine thread of a started engine; it may have ended since."""
+        if self._thread is None or self._input_processor is None:
             raise self._not_started()
         return self._thread
 
     def _running(self) -> InputProcessor:
-        """The way into an engine that takes requests or is dead: the one check that a call makes
-        of the state and the process."""
-        thread, intake = self._thread, self._intake
+        """Input processor of a running or dead engine. This is the only check of state and process
+        that a call makes."""
+        thread, intake = self._thread, self._input_processor
         if thread is None or intake is None:
             raise self._not_started()
         if os.getpid() != thread.pid:

@@ -29,15 +29,15 @@ class AsyncLLMError(Exception):
     """Base of every exception that asyncllm raises on purpose. Each survives pickle and copy."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exception's own would call the type with ``args`` alone, which lack what is keyword-only.
+        # Exception's own calls the type with ``args`` alone, without keyword-only arguments.
         make = copyreg.__newobj__  # pyright: ignore[reportAttributeAccessIssue]
         return make, (type(self),), {**vars(self), "args": self.args}
 
 
 def to_raise(error: BaseException) -> BaseException:
-    """A copy of what a stream keeps, for its reader: a traceback holds the frames of those who
-    read, these the stream, and that, if it kept what was raised, a cycle. What cannot be copied,
-    as an exception of the application's may, is itself."""
+    """Copy of an exception that a stream keeps, to raise to its reader. Raising the kept one would
+    make a cycle: its traceback refers to the reader's frames, and these to the stream. An exception
+    of the application that cannot be copied is returned as it is."""
     try:
         found = copy(error).with_traceback(error.__traceback__)
         found.__cause__, found.__context__ = error.__cause__, error.__context__
@@ -64,7 +64,7 @@ class InvalidRequestError(RequestError, ValueError):
 
 
 class InvalidOutputError(RequestError, ValueError):
-    """An output that ``parsed()`` cannot read: cut off, or not of the form asked for.
+    """An output that ``parsed()`` cannot parse: cut off, or not of the requested form.
 
     Attributes:
         text: the output, as far as it came.

@@ -22,7 +22,7 @@ from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
 
 _MAX_WAIT = 0.1
-"""Seconds between two attempts of a batch to get into a queue full of others."""
+"""Most seconds between a batch's attempts to submit to a full queue."""
 
 Prompt = str | Sequence[int]
 Messages = Sequence[dict[str, Any]]
@@ -224,7 +224,7 @@ class LLM(Handle):
         requests: Iterable[tuple[Any, Any]],
         options: dict[str, Any],
     ) -> Generator[Completion]:
-        """In order, with as many requests submitted at a time as the queue takes."""
+        """Yield the completions in order, with as many requests at a time as the queue accepts."""
         live: deque[LLMStream] = deque()
         begun = False
         try:
@@ -249,7 +249,7 @@ class LLM(Handle):
                 yield live[0].result()
                 live.popleft()
         finally:
-            # Not left to destructors: an exception that is kept keeps the streams as well.
+            # Not left to destructors: an exception that the caller keeps also keeps the streams.
             for stream in live:
                 stream.close()
 
@@ -294,7 +294,7 @@ def _begins_with(value: Any, name: str, kind: type) -> bool:
 
 @contextlib.contextmanager
 def _progress_bar(total: int, wanted: bool | None) -> Iterator[Callable[[], None]]:
-    """Yields a function that counts one more as done."""
+    """Show a bar; yields a function that counts one more prompt as done."""
     if wanted is None:
         # A process without a console has no standard error.
         wanted = sys.stderr is not None and sys.stderr.isatty()
@@ -306,7 +306,7 @@ def _progress_bar(total: int, wanted: bool | None) -> Iterator[Callable[[], None
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
-    # Where nothing can be taken back, in a file, the full bar is all there is to see.
+    # A file cannot be rewritten, so it only gets the full bar.
     with Progress(*columns, console=console, transient=console.is_terminal) as bar:
         task = bar.add_task("prompts", total=total)
         yield lambda: bar.advance(task)

@@ -11,13 +11,13 @@ from typing import Any
 
 
 class GuardedLogger(logging.LoggerAdapter[logging.Logger]):
-    """A logger whose calls do not raise: the application's filters and handlers run in them, and
-    what one of those raises must not end the engine. It is reported as
-    ``logging.Handler.handleError`` reports it; a Ctrl-C is passed on."""
+    """Logger whose calls do not raise, because an error in the application's filters and handlers
+    must not end the engine. It is reported like ``logging.Handler.handleError``; a Ctrl-C is passed
+    on."""
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         try:
-            # This frame is not the caller.
+            # stacklevel=2: log the caller's line, not this one.
             super().log(level, msg, *args, stacklevel=2, **kwargs)
         except BaseException as error:
             if is_interrupt(error):
@@ -28,8 +28,7 @@ class GuardedLogger(logging.LoggerAdapter[logging.Logger]):
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether an exception is the user's Ctrl-C, which Python raises on the main thread only, and
-    not the called code's own."""
+    """Whether an exception is the user's Ctrl-C, which Python raises on the main thread only."""
     main = threading.current_thread() is threading.main_thread()
     return main and issubclass(type(error), KeyboardInterrupt)
 

@@ -1,4 +1,4 @@
-"""LogitsProcessor: a processor of the logits of many requests at once, after vLLM v1's protocol."""
+"""LogitsProcessor: processes the logits of many requests at once, as in vLLM v1."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from asyncllm.sampling_params import SamplingParams
 from asyncllm.validation import describe, explain, invalid
 
 ENTRY_POINTS = "asyncllm.logits_processors"
-"""Group of the entry points by which other distributions add processors to every engine."""
+"""Entry point group by which other distributions add processors to every engine."""
 
 AddedRequest = tuple[int, SamplingParams, Sequence[int], Sequence[int]]
-"""``(index, params, prompt_token_ids, output_token_ids)``. The output is a live view: it has all
-tokens before the one that is sampled whenever ``apply`` is called."""
+"""``(index, params, prompt_token_ids, output_token_ids)``. The output is a live view: whenever
+``apply`` is called, it has all tokens before the one to sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchUpdate:
-    """How a processor's part of the batch changed since its last update: ``removed``, then
-    ``added``, an index at most once in each.
+    """Changes of a processor's requests since its last update: ``removed``, then ``added``. An
+    index occurs at most once in each.
 
     Attributes:
-        batch_size: requests of the processor's after the update.
-        removed: request indices that were given up.
-        added: requests that entered, at their start, or after a preemption or a pause with the
-            output that they have already.
-        moved: none, ever: a request keeps its index while it runs. There for processors that are
-            written for vLLM.
+        batch_size: number of the processor's requests after the update.
+        removed: indices of requests that left.
+        added: requests that entered. One that continues after a preemption or a pause has output
+            already.
+        moved: always empty, because a request keeps its index while it runs. For processors written
+            for vLLM.
     """
 
     batch_size: int
@@ -40,7 +40,7 @@ class BatchUpdate:
 
 
 class ProcessorConfig(Protocol):
-    """The limits that a processor may read of an EngineConfig; both are set."""
+    """Limits of the EngineConfig that a processor may read; both are set."""
 
     @property
     def max_num_seqs(self) -> int | None: ...
@@ -50,20 +50,20 @@ class ProcessorConfig(Protocol):
 
 
 class LogitsProcessor(ABC):
-    """A processor of the logits of all requests that it claims, made once per engine.
+    """Processor of the logits of all requests that it claims; made once per engine.
 
-    It is vLLM v1's interface but for two things. A request is given to it only if it claims the
-    request, and state is by request index: a step has some of the requests, in any order, so
-    ``apply`` is told which. Methods run on the engine thread, but for the class methods, which run
-    where a request is submitted. What any of them raises ends no request but those claimed.
+    The interface is vLLM v1's, with two differences. It only gets requests that it claims. State is
+    by request index: a step has some of the requests, in any order, and ``apply`` gets their
+    indices. Methods run on the engine thread, class methods on the thread that submits. An
+    exception ends claimed requests only.
 
     Args:
         config: the engine's EngineConfig, with ``max_num_seqs`` and ``max_model_len`` set.
-        device: torch's, of the logits.
-        is_pin_memory: whether tensors that are copied to it had better be pinned.
+        device: torch device of the logits.
+        is_pin_memory: whether tensors to copy to the device should be pinned.
 
     Attributes:
-        extra_args: keys of ``SamplingParams.extra_args`` that it reads.
+        extra_args: the keys of ``SamplingParams.extra_args`` that it reads.
     """
 
     extra_args: ClassVar[Sequence[str]] = ()
@@ -73,38 +73,37 @@ class LogitsProcessor(ABC):
 
     @classmethod  # noqa: B027
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raises, a ValueError for example, for parameters that it cannot honour: the request is
-        refused with an InvalidRequestError."""
+        """Raise (a ValueError, say) for invalid parameters. The request is then refused with an
+        InvalidRequestError."""
 
     @classmethod
     def claims(cls, sampling_params: SamplingParams) -> bool:
-        """Whether it takes part in a request: unless overridden, whether ``extra_args`` of the
-        request has a key that it reads."""
+        """Whether it applies to a request. By default: if the request's ``extra_args`` have a key
+        that it reads."""
         given = sampling_params.extra_args or {}
         return any(name in given for name in cls.extra_args)
 
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
-        """Whether it never changes which token is the likeliest. It then has no part in greedy
-        requests."""
+        """Whether it never changes the likeliest token. It is then left out of greedy requests."""
 
     @abstractmethod
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Called ahead of each ``apply``; None if its part of the batch has not changed.
+        """Update the state, before each ``apply``; None if its requests have not changed.
 
-        If it raises, all requests that it has by then end. It is told no more of them; others may
-        enter at their indices."""
+        If it raises, all its requests end without a further update about them. Others may enter at
+        their indices."""
 
     @abstractmethod
     def apply(self, logits: Any, indices: Sequence[int]) -> Any:
-        """The logits that it makes of these.
+        """Process the logits of a step.
 
         Args:
-            logits: ``[R, vocab_size]`` float32 on ``device``, its own to change in place.
-            indices: the R rows' request indices.
+            logits: ``[R, vocab_size]`` float32 on ``device``; may be changed in place.
+            indices: request index of each of the R rows.
 
-        If it raises, or returns anything else, these R requests end. Logits that are not finite
-        end their own.
+        If it raises, or returns anything else, these R requests end. A row that is not finite ends
+        its request.
 
         Returns:
             A tensor of that shape.
@@ -114,10 +113,10 @@ class LogitsProcessor(ABC):
 def claiming(
     processors: Sequence[LogitsProcessor], sampling_params: SamplingParams
 ) -> tuple[int, ...]:
-    """The numbers of the processors that have a part in a request.
+    """Indices of the processors that apply to a request.
 
     Raises:
-        InvalidRequestError: ``extra_args`` that none of them reads, or that one refuses.
+        InvalidRequestError: for ``extra_args`` that no processor reads, or that one refuses.
     """
     known = {name for processor in processors for name in processor.extra_args}
     for name in sampling_params.extra_args or ():

@@ -37,11 +37,11 @@ F = TypeVar("F", bound=Metric)
 
 
 TOKENS = (*(digit * 10.0**power for power in range(6) for digit in (1, 2, 5)), 1e6)
-"""1, 2, 5, 10, 20, 50 … up to a million."""
+"""Buckets of token counts: 1, 2, 5, 10, 20, 50 … up to a million."""
 FINE = tuple(value / 1000 for value in TOKENS)
-"""1 ms to 1000 s: for small models as well as for long queues."""
+"""Buckets of times: 1 ms to 1000 s, for small models as well as long queues."""
 OUTPUTS = (1.0, 2.0, 5.0, 10.0, 20.0)
-# vLLM's own, by which its dashboards and alerts are written.
+# vLLM's buckets, which its dashboards and alerts expect.
 _VLLM_FIRST_TOKEN = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -79,9 +79,9 @@ _HISTOGRAMS = (
     ("request_params_max_tokens", "The max_tokens of requests that set it.", TOKENS),
     ("request_params_n", "The n of requests: outputs asked for.", OUTPUTS),
 )
-"""Name, documentation, and vLLM's buckets."""
+"""Histograms: name, documentation, vLLM's buckets."""
 
-# Name, field of EngineStats, documentation. A name with a colon is one that vLLM lacks.
+# Name, field of EngineStats, documentation. Names with a colon do not exist in vLLM.
 _GAUGES = (
     ("num_requests_running", "num_running", "Requests in the batch."),
     ("num_requests_waiting", "num_waiting", "Requests waiting for a place."),
@@ -110,7 +110,7 @@ _REASONS = ("stop", "length", "tool_calls", "abort", "error")
 
 
 class _Histogram:
-    """Counts per bucket, and a sum."""
+    """Histogram: counts per bucket, and a sum."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -124,7 +124,7 @@ class _Histogram:
         self.total += value * times
 
     def buckets(self) -> list[tuple[str, float]]:
-        """As the exposition wants them: upper bound and how many are at most that."""
+        """Cumulative buckets for the exposition: upper bound, and count up to it."""
         names = [*(repr(bound) for bound in self.bounds), "+Inf"]
         return list(zip(names, itertools.accumulate(self.counts), strict=True))
 
@@ -133,7 +133,7 @@ class _EngineRecord:
     """Observations of one engine. The step loop writes, a scrape reads."""
 
     def __init__(self, engine: AsyncLLMEngine, labels: tuple[str, ...], vllm_buckets: bool) -> None:
-        # Weak: the engine thread knows its requests, and a request its observers.
+        # Weak: the engine thread refers to its requests, and these to this observer.
         self.engine = weakref.ref(engine)
         self.labels = labels
         self.lock = threading.Lock()
@@ -149,7 +149,7 @@ class _EngineRecord:
         """Nothing to count yet."""
 
     def on_first_token(self, request: Request) -> None:
-        """At once: of the requests that are slow to end, the end would tell too late."""
+        """Observe the time to first token now: slow requests end long after it."""
         assert request.first_token_at is not None
         waited = request.first_token_at - request.arrived_at
         with self.lock:
@@ -169,7 +169,7 @@ class _EngineRecord:
                 intervals.observe(usage.inter_token_time, usage.longest_output - 1)
 
     def stats(self) -> EngineStats:
-        """The engine's numbers; once it is closed, the last ones seen, with nothing live."""
+        """Statistics of the engine; once it is closed, the last ones, without live requests."""
         engine = self.engine()
         try:
             if engine is None:
@@ -183,7 +183,7 @@ class _EngineRecord:
 
 
 def _figures(request: Request, usage: Usage) -> Iterator[tuple[str, float]]:
-    """The histograms that a request counts in once, with its values."""
+    """Histograms that count a request once, with its values."""
     yield "e2e_request_latency_seconds", usage.total_time
     yield "request_queue_time_seconds", usage.queue_time
     yield "request_inference_time_seconds", usage.total_time - usage.queue_time
@@ -201,26 +201,24 @@ def _figures(request: Request, usage: Usage) -> Iterator[tuple[str, float]]:
 
 
 class EngineMetrics(Collector):
-    """Metrics of one engine or of several, for Prometheus.
+    """Prometheus metrics of one or several engines.
 
         metrics = EngineMetrics(engine)
         body = metrics.render()
 
-    Histograms are filled as requests end, that of the time to the first token when it comes;
-    gauges and counters are read from the engine at each scrape, so that an idle engine costs
-    nothing.
+    Histograms are filled when requests end, that of the time to first token when it arrives. Gauges
+    and counters are read from the engine at each scrape, so an idle engine costs nothing.
 
     Args:
         engine: an engine in any state, or several; the label ``engine`` counts them from 0.
-        registry: where to register; None makes a private one. prometheus_client's global
-            registry is used only if it is given.
+        registry: registry to use; None makes a private one. prometheus_client's global registry is
+            used only if it is passed.
         compat: "vllm" gives the metrics vLLM's names and buckets, so that dashboards made
             for vLLM work; None names them "asyncllm:…".
-        labels: further labels of every metric. ``model_name`` replaces the model as it was
-            asked for.
+        labels: further labels of every metric. ``model_name`` overrides the engine's model name.
 
     Raises:
-        InvalidRequestError: for another ``compat``, or labels that are no labels.
+        InvalidRequestError: for another ``compat``, or invalid labels.
         ValueError: if the registry has these metrics already. Engines that share a registry
             share one EngineMetrics.
     """
@@ -257,12 +255,12 @@ class EngineMetrics(Collector):
             one.add_observer(record)
 
     def render(self) -> bytes:
-        """The registry in Prometheus' text format, whose content type is
+        """Render the registry in Prometheus' text format; the content type is
         ``prometheus_client.CONTENT_TYPE_LATEST``."""
         return generate_latest(self.registry)
 
     def close(self) -> None:
-        """Leaves the engines and the registry alone from now on. Idempotent."""
+        """Unregister the collector, and stop observing the engines. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -280,14 +278,14 @@ class EngineMetrics(Collector):
     # --- what the registry asks --------------------------------------------------------
 
     def describe(self) -> Iterable[Metric]:
-        """The names, so that a registry refuses them a second time."""
+        """Describe the metrics without samples, so that a registry refuses duplicates."""
         return self._families(())
 
     def collect(self) -> Iterable[Metric]:
         return self._families(self._records)
 
     def _families(self, records: Sequence[_EngineRecord]) -> list[Metric]:
-        """Every family, with the samples of ``records``."""
+        """All metric families, with the samples of ``records``."""
         stats = [(record.labels, record.stats()) for record in records]
         families: list[Metric] = []
         for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
@@ -328,7 +326,7 @@ class EngineMetrics(Collector):
 
 
 def _checked(labels: Mapping[str, str] | None) -> dict[str, str]:
-    """A copy of the labels."""
+    """Check the labels; returns a copy."""
     checked = dict(labels or {})
     for name, value in checked.items():
         usable = isinstance(name, str) and name.isidentifier() and name.isascii()

@@ -1,4 +1,4 @@
-"""Observers: who wants to know which requests come and how they end."""
+"""Observers: objects that are notified when requests are submitted and end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RequestInfo:
 
     Attributes:
         operation: "chat" for a conversation, else "text_completion".
-        prompt: as it was given: text, token ids, or messages. Treat it as the caller's own.
+        prompt: the caller's object: text, token ids, or messages. Do not change it.
     """
 
     operation: Operation
@@ -33,55 +33,52 @@ class RequestInfo:
 
 
 class Observer(Protocol):
-    """Is told of every request that the engine accepted, when it comes and when it ends.
-    Requests that were refused (overload, bad arguments) are not reported. A request for several
-    outputs is one: ``request`` is its first output, and ``outputs_of(request)`` are all.
+    """Receives a call when a request is accepted, and when it ends. Requests that were refused
+    (overload, bad arguments) are not reported. A request for several outputs is reported once:
+    ``request`` is its first output, and ``outputs_of(request)`` returns all.
 
-    An observer that has a method ``on_first_token(request)`` as well is told of the first
-    token, at ``request.first_token_at``: once, between the other two, and not at all if no
-    token comes.
+    An optional method ``on_first_token(request)`` is called once, between the other two, if the
+    request gets a token; its time is ``request.first_token_at``.
 
-    The methods must be quick, for the first runs in the application's call and the others
-    in the step loop. What they raise is logged and reaches no request, be it CancelledError
-    or SystemExit; but Ctrl-C during ``on_submit`` is the caller's, a KeyboardInterrupt on the
-    main thread. They may read the request, and must not change it. They run among steps and
-    cannot wait for the engine there: its verbs and reads raise RuntimeError.
+    The methods must be quick: the first runs in the application's call, the others in the step
+    loop. Exceptions, even CancelledError and SystemExit, are logged and affect no request; only
+    Ctrl-C in ``on_submit``, a KeyboardInterrupt on the main thread, reaches the caller. The methods
+    may read the request, but must not change it. In the step loop they cannot wait for the engine:
+    its blocking methods and reads raise RuntimeError.
     """
 
     def on_submit(self, request: Request, submission: RequestInfo) -> None:
-        """In the thread and context of ``stream()`` or ``chat()``, before they return. The
+        """Called in the thread and context of ``stream()`` or ``chat()``, before they return. The
         prompt may not be tokenised yet."""
 
     def on_finish(self, request: Request, usage: Usage, error: BaseException | None) -> None:
-        """Once, after ``on_submit``, and before the reader can see the end. On the engine
-        thread as a rule; where that is stuck or gone, on the thread that found out.
+        """Called once, after ``on_submit`` and before the reader can see the end. Usually on the
+        engine thread; if that is stuck or gone, on the thread that found out.
 
         Args:
             usage: counts and timings up to the end, or up to the failure.
-            error: what the reader gets; None if the request ended with
-                ``request.finish_reason``.
+            error: the reader's exception; None if the request ended with ``request.finish_reason``.
         """
 
 
 def outputs_of(request: Request) -> list[Request]:
-    """All outputs of a request that an observer is being told of, in order of their index. The
-    first alone if its engine died while the request was announced."""
+    """All outputs of a request, in order of index, for use in an observer's methods. Only the first
+    if the engine died while the request was submitted."""
     return request.group.members or [request]
 
 
 @dataclass(slots=True, eq=False)
 class ObserverNotifier:
-    """One request and the observers that it was announced to. RequestInfo and end may meet
-    on two threads (the engine may die in the middle of ``stream()``); the later of them
-    reports the end. A first token that comes before the submission was announced is reported
-    just before the end."""
+    """Calls the observers of one request. Submission and end may run on two threads at once (the
+    engine may die in the middle of ``stream()``): the later one reports the end. A first token
+    before the submission was reported is reported just before the end."""
 
     _request: Request
     _observers: tuple[Observer, ...]
     _submitted: bool = False
     _first_token_seen: bool = False
     _end: tuple[Usage, BaseException | None] | None = None
-    # Popping from a list is atomic: it settles who delivers.
+    # Popping from a list is atomic: it decides which thread delivers.
     _undelivered: list[bool] = field(default_factory=lambda: [True])
     _to_tell_of_first_token: list[Observer] = field(init=False)
 
@@ -126,10 +123,10 @@ class ObserverNotifier:
 
 
 class Observers:
-    """The observers of one engine; any thread may add and remove.
+    """Observers of one engine; any thread may add and remove.
 
     Attributes:
-        all: as it is, and replaced whole.
+        all: the current observers, an immutable tuple.
     """
 
     def __init__(self) -> None:
@@ -137,12 +134,13 @@ class Observers:
         self.all: tuple[Observer, ...] = ()
 
     def add(self, observer: Observer) -> None:
-        """Observes requests from now on; adding one twice changes nothing.
+        """Add an observer of requests from now on; adding it twice changes nothing.
 
         Raises:
             InvalidRequestError: for an object without the methods of an Observer.
         """
-        # Looked up past the object's own code, which may raise; a mock makes what it is asked for.
+        # Static look-up, because the object's own code may raise. A mock makes attributes on
+        # demand, so it always passes.
         dynamic = hasattr(type(observer), "__getattr__")
         for method in ("on_submit", "on_finish"):
             if not dynamic and inspect.getattr_static(observer, method, None) is None:
@@ -153,7 +151,7 @@ class Observers:
                 self.all = (*self.all, observer)
 
     def remove(self, observer: Observer) -> None:
-        """Announces nothing more to it. It still hears of the end of what it knows."""
+        """Remove an observer. It is still called for the ends of requests that it knows."""
         with self._lock:
             self.all = tuple(one for one in self.all if one is not observer)
 
@@ -163,7 +161,8 @@ def _tell(observer: Observer, method: str, *args: Any) -> None:
         if method != "on_first_token" or getattr(observer, method, None) is not None:
             getattr(observer, method)(*args)
     except BaseException as error:
-        # An end that is being told has to be told to all: only the application's call can be left.
+        # An end has to reach all observers, so only ``on_submit``, in the application's call, may
+        # be interrupted.
         if method == "on_submit" and is_interrupt(error):
             raise
         logger.exception("an observer failed in %s.%s", type_name(observer), method)

@@ -1,4 +1,4 @@
-"""OutputReader: what was read of one of a request's outputs."""
+"""OutputReader: collects what was read of one output of a request."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from asyncllm.outputs import CompletionOutput, Delta, FinishReason, TokenLogprob
 
 @dataclass(slots=True, eq=False)
 class OutputReader:
-    """The reading side of one output, on the loop that reads its stream.
+    """Reading side of one output, on the loop that reads its stream.
 
     Attributes:
-        num_read: tokens; they are the first of the request's own output, to which the engine
-            thread only appends.
+        num_read: tokens read; the first ones of the request's output, to which the engine thread
+            only appends.
         finish_reason, stop_reason: None until the output's last delta was read.
     """
 
@@ -33,7 +33,7 @@ class OutputReader:
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
     def output(self) -> CompletionOutput:
-        """The output read so far."""
+        """Make the output read so far."""
         request = self.request
         begin = request.num_prompt_tokens
         return CompletionOutput(

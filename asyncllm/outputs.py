@@ -13,7 +13,7 @@ FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 
 
 class Logprob(NamedTuple):
-    """One candidate of one position: natural log-probability under the model's own
+    """A candidate token at a position, with its natural log-probability under the model's own
     distribution, before temperature, penalties and truncation. ``rank`` counts from 1."""
 
     token_id: int
@@ -48,13 +48,13 @@ class Usage:
     Attributes:
         prompt_tokens: tokens in the prompt, counted once.
         completion_tokens: tokens generated, by all outputs.
-        cached_tokens: prompt tokens whose KV was in the prefix cache when the request came to
-            be scheduled; what its outputs share among themselves is not counted.
+        cached_tokens: prompt tokens whose KV was in the prefix cache when the request was first
+            scheduled; KV that its own outputs share is not counted.
         queue_time: from ``stream()`` to the first step that computes a token of it; for a
             request that was never scheduled, to its end.
         ttft: from ``stream()`` to the first generated token; None if there was none.
         total_time: from ``stream()`` to the end of the request.
-        longest_output: tokens of the longest output; left out, there is one.
+        longest_output: tokens of the longest output; the default is ``completion_tokens``.
     """
 
     prompt_tokens: int
@@ -102,7 +102,7 @@ class ToolCall:
         return json.loads(self.arguments)
 
     def as_dict(self) -> dict[str, Any]:
-        """OpenAI's form, as messages have it."""
+        """Convert to OpenAI's form in messages."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
@@ -131,14 +131,14 @@ class ToolCallDelta:
 class Delta:
     """New text and tokens of one output since its last delta; ``str(delta)`` is the text.
 
-    ``text`` may be empty: half a character is never handed out, nor is text that may yet
-    become a stop string. ``token_ids`` are the new tokens whether their text is out or not.
-    ``index`` is the output's, 0 to n - 1. ``finish_reason`` is set on the last delta of each
-    output, ``usage`` on the last of the stream; ``stop_reason`` is the stop string or stop token
-    id that ended the output, None for EOS and for ``length``.
+    ``text`` may be empty: half a character is held back, and so is text that may become a stop
+    string. ``token_ids`` has the new tokens even while their text is held back. ``index`` is the
+    output's, 0 to n - 1. ``finish_reason`` is set on the last delta of each output, ``usage`` on
+    the last of the stream. ``stop_reason`` is the stop string or stop token id that ended the
+    output, None for EOS and for ``length``.
 
-    ``reasoning`` is new text of a model that thinks, and ``tool_calls`` are fragments of its calls;
-    neither is in ``text``. Both are there in ``chat()`` alone.
+    ``reasoning`` is new text of the model's thoughts, and ``tool_calls`` are fragments of its
+    calls; neither is in ``text``. Only ``chat()`` sets them.
     """
 
     text: str
@@ -156,9 +156,9 @@ class Delta:
 
 
 class _DeltaOfOneToken:
-    """Mutable twin of Delta, turned into one by assigning ``__class__``. A frozen dataclass sets
-    each field through ``object.__setattr__``, which takes four times as long, and a step makes
-    as many as it has streams."""
+    """Mutable twin of Delta, converted by assigning ``__class__``. A frozen dataclass sets each
+    field through ``object.__setattr__``, which takes four times as long, and each step makes a
+    delta per stream."""
 
     __slots__ = tuple(field.name for field in fields(Delta))
 
@@ -179,7 +179,7 @@ class _DeltaOfOneToken:
 def make_token_delta(
     token_id: int, text: str, logprobs: TokenLogprobs | None, index: int = 0
 ) -> Delta:
-    """The usual delta: not the last one, of a reader that keeps up."""
+    """Make the usual delta, of one token."""
     delta: Any = _DeltaOfOneToken(token_id, text, logprobs, index)
     delta.__class__ = Delta
     return delta
@@ -211,23 +211,23 @@ class CompletionOutput:
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """Sum of the log-probabilities of ``token_ids`` under the model's own distribution, to
-        rank outputs by; None without ``logprobs``, of which 0 are enough."""
+        """Sum of the log-probabilities of ``token_ids`` under the model's own distribution, to rank
+        outputs by; None unless ``logprobs`` was set, where 0 is enough."""
         if self.logprobs is None:
             return None
         return math.fsum(entry.logprob for entry in self.logprobs)
 
     def parsed(self, type: Any = None) -> Any:
-        """The value that the text is the JSON of.
+        """Parse the text as JSON.
 
         Args:
-            type: a Pydantic model, a dataclass, a TypedDict or any type that Pydantic knows, of
-                which the value will be; None is what ``json.loads`` makes.
+            type: type of the value: a Pydantic model, a dataclass, a TypedDict or any type that
+                Pydantic supports; None for plain ``json.loads``.
 
         Raises:
-            InvalidOutputError: for text that is no such JSON, with ``text``: an output that was
-                cut off, by ``max_tokens``, say, ends inside a value.
-            InvalidRequestError: for a type that Pydantic does not know.
+            InvalidOutputError: for text that is not such JSON; the error has the ``text``. An
+                output that was cut off, by ``max_tokens`` for example, ends inside a value.
+            InvalidRequestError: for a type that Pydantic does not support.
         """
         return parse_output(self.text, self.finish_reason, type)
 
@@ -240,9 +240,9 @@ class Completion:
     ``stop_reason``, ``logprobs``, ``reasoning``, ``tool_calls`` and ``message`` are those of
     ``outputs[0]``.
 
-    ``prompt_logprobs`` has a place for each token of the prompt, None for the first, which
-    nothing comes before; it is None without ``SamplingParams.prompt_logprobs``, and for a request
-    that ended before its prompt was computed.
+    ``prompt_logprobs`` has an entry for each token of the prompt, None for the first. It is None
+    without ``SamplingParams.prompt_logprobs``, and for a request that ended before its prompt was
+    computed.
     """
 
     request_id: str
@@ -307,10 +307,10 @@ class EngineStats:
         kv_cache_usage: share of the blocks that requests hold, 0 to 1.
         prefix_cache_queries: prompt tokens looked up in the prefix cache.
         prefix_cache_hits: of these, tokens found.
-        num_state_checkpoints: recurrent states that can be kept for prefixes, in a model with
+        num_state_snapshots: recurrent states that can be kept for prefixes, in a model with
             recurrent layers whose prefixes are cached; else 0.
         num_cached_states: of these, states that a request can go on from.
-        state_checkpoint_bytes: memory of ``num_state_checkpoints``.
+        state_snapshot_bytes: memory of ``num_state_snapshots``.
         num_preemptions: times a request lost its blocks to another.
         prompt_tokens: prompt tokens of the requests that were scheduled.
         generation_tokens: output tokens; grows with every step.
@@ -331,9 +331,9 @@ class EngineStats:
     kv_cache_usage: float = 0.0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
-    num_state_checkpoints: int = 0
+    num_state_snapshots: int = 0
     num_cached_states: int = 0
-    state_checkpoint_bytes: int = 0
+    state_snapshot_bytes: int = 0
     num_preemptions: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0

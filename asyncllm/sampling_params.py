@@ -14,20 +14,21 @@ from asyncllm.structured.response_format import parse_response_format
 from asyncllm.structured.spec import parse_structured_outputs
 
 MAX_OUTPUTS = 256
-"""Of one request. Each has a copy of the prompt's token ids."""
+"""Most outputs of one request. Each has a copy of the prompt's token ids."""
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
-"""Characters. Each token's text is searched for every stop string, while the batch waits."""
+"""Most characters of a stop string. Each token's text is searched for all of them while the batch
+waits."""
 
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_LENGTH = 1024
+"""Most characters of a bad word. All are looked for at each token while the batch waits."""
 MAX_BAD_CHARACTERS = 2**14
-"""Of all of them together: they are tokenised, twice, while an event loop waits."""
-"""Characters. The sequences are looked for at each token, while the batch waits."""
+"""Most characters of all bad words: they are tokenised, twice, while an event loop waits."""
 
 MAX_LOGITS_PROCESSORS = 64
-"""Each is called for each token, while the batch waits."""
+"""Most processors of a request. Each is called for each token while the batch waits."""
 
 RequestLogitsProcessor = Callable[[Sequence[int], Any], Any]
 """``(output_token_ids, logits) -> logits``: called for each token of the request, on the
@@ -41,8 +42,8 @@ class SamplingParams:
     """Sampling and stopping, with vLLM's names and meanings.
 
     A field that is None takes the model's ``generation_config`` where that has one, else the
-    neutral value given in brackets. Numbers may be numpy's; they are kept as Python's, and
-    where nothing else is said an integer has at most 63 bits.
+    neutral value given in brackets. Numbers may be numpy's, and are stored as Python's. Unless
+    stated otherwise, an integer has at most 63 bits.
 
     Attributes:
         n: outputs per request, 1 to 256; the prompt is computed once. Not with
@@ -70,8 +71,8 @@ class SamplingParams:
             reported; None reports nothing.
         logit_bias: token id to a number added to its logit, in [-100, 100].
         allowed_token_ids: nothing else may be sampled.
-        bad_words: texts, 1024 of 1024 characters at most and 16,384 in all, whose tokens may not
-            follow one another in the output, be it behind a space or not. Those of one token
+        bad_words: texts, 1024 of 1024 characters at most and 16,384 in all, whose token sequences
+            may not occur in the output, with or without a space before them. Words of one token
             cost nothing; longer ones are looked for on the host.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string at the end of the text.
@@ -82,7 +83,7 @@ class SamplingParams:
             ``structural_tag``; see docs/structured_output.md. Kept as a StructuredOutputs.
         prompt_logprobs: number of most likely tokens to report at each position of the prompt but
             the first, with the bounds of ``logprobs``; the prompt's own token is always reported.
-            Of the request's first output alone, which does not read the prefix cache.
+            Only the request's first output has them, and it does not read the prefix cache.
         extra_args: parameters of the engine's logits processors by name: plain data (None,
             booleans, numbers, text, and lists and dicts of them), 16 deep, and 65,536 values and
             characters at most. A name that no processor reads is refused.
@@ -152,8 +153,8 @@ class SamplingParams:
             raise check.invalid("n", self.n, accepted)
 
     def _freeze_collections(self) -> None:
-        """Turns every collection into an immutable one, so that a caller's later change of
-        its list cannot reach a running request."""
+        """Make every collection immutable, so that a caller's later change of its list cannot reach
+        a running request."""
         if check.is_a(self.stop, str):
             self._set("stop", (self.stop,))
         accepted = f"strings of {MAX_STOP_LENGTH} characters at most"
@@ -210,21 +211,20 @@ class SamplingParams:
         defaults: Mapping[str, Any],
         draw_seed: Callable[[], int],
     ) -> SamplingParams:
-        """A copy with ``overrides`` applied and nothing left open.
+        """Copy with ``overrides`` applied and no open fields left.
 
         Args:
             overrides: fields by name.
-            defaults: what the model's ``generation_config`` says about ``temperature``,
-                ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty``, checked when the
-                model was loaded.
+            defaults: values of the model's ``generation_config`` for ``temperature``, ``top_p``,
+                ``top_k``, ``min_p`` and ``repetition_penalty``, checked when the model was loaded.
             draw_seed: called if there is no seed.
 
         Raises:
             InvalidRequestError: for a name that does not exist, a value out of range, or an
                 ``n`` above 1 where the defaults are greedy.
         """
-        # What is filled in below is known to be good; checking all of it again would double
-        # the cost of a call that an event loop waits for.
+        # Not ``replace`` for the defaults below: they are valid, and checking every field again
+        # would double the time of a call that an event loop waits for.
         resolved = replace(self, **overrides) if overrides else copy(self)
         for name, neutral in NEUTRAL.items():
             if getattr(resolved, name) is None:
@@ -236,9 +236,9 @@ class SamplingParams:
         return resolved
 
     def of_output(self, index: int) -> SamplingParams:
-        """Parameters with which a request of its own (``n=1``) gives what output ``index`` of
-        this one is: with that output's seed. The first output's is ``seed`` itself, that of
-        output i a 64-bit BLAKE2b of ``seed`` and i, both as 8 bytes, little-endian.
+        """Parameters of a request with ``n=1`` that reproduces output ``index`` of this one. They
+        have that output's seed: ``seed`` itself for the first; for output i a 64-bit BLAKE2b of
+        ``seed`` and i, both as 8 bytes, little-endian.
 
         Raises:
             InvalidRequestError: for an index beyond ``n``, or without a seed.
@@ -252,7 +252,7 @@ class SamplingParams:
             data = struct.pack("<QQ", self.seed % 2**64, index)
             digest = hashlib.blake2b(data, digest_size=8).digest()
             alone._set("seed", int.from_bytes(digest, "little"))
-            # Of the prompt, which the first output has.
+            # Only the first output reports the prompt.
             alone._set("prompt_logprobs", None)
         return alone
 

@@ -24,7 +24,7 @@ from asyncllm.outputs import (
 from asyncllm.runtime.event_loop import EventLoopBackend
 from asyncllm.runtime.handle import Handle
 from asyncllm.runtime.mailbox import LoopMailbox, ThreadMailbox
-from asyncllm.tools.message_parser import MessageParser
+from asyncllm.tool_calls.message_parser import MessageParser
 
 _NO_TOKENS = Delta("", ())
 
@@ -33,15 +33,14 @@ _NO_TOKENS = Delta("", ())
 class TokenStream(Handle):
     """The output of one request, delta by delta.
 
-    Made by ``AsyncLLMEngine.stream``, which has submitted the request already. It ends in
-    exactly one of two ways: a last delta with a ``finish_reason``, or one exception, before
-    which everything generated was delivered.
+    Made by ``AsyncLLMEngine.stream``, which has submitted the request. It ends in exactly one of
+    two ways: a last delta with a ``finish_reason``, or one exception, after everything that was
+    generated.
 
     The request is aborted by ``abort()``, ``aclose()``, the end of ``async with stream``,
-    cancelling a pending read, and by losing the last reference to the stream. So a ``break``
-    out of ``async for delta in engine.stream(...)`` aborts, and a stream held in a variable
-    runs on and can be read again. A stream whose read was cancelled ends with a RequestError
-    that says so.
+    cancelling a pending read, and by losing the last reference to the stream. So a ``break`` out of
+    ``async for delta in engine.stream(...)`` aborts, and a stream held in a variable runs on and
+    can be read again. A stream whose read was cancelled ends with a RequestError that says so.
 
     One task reads a stream at a time, always on the same event loop; anything else is a
     RuntimeError.
@@ -52,7 +51,7 @@ class TokenStream(Handle):
 
     Attributes:
         request_id: the request's id.
-        finish_reason: of the output that ended last; None until the last delta was read.
+        finish_reason: that of the output that ended last; None until the last delta was read.
         usage: None until the last delta was read.
     """
 
@@ -76,7 +75,7 @@ class TokenStream(Handle):
 
     def __post_init__(self) -> None:
         self._group = self._request.group
-        # The group forgets its members when it ends.
+        # Copied, because a group drops its members when it ends.
         self._outputs = list(map(OutputReader, self._group.members))
         if len(self._outputs) == 1:
             self._texts_of_only = self._outputs[0].texts
@@ -85,18 +84,18 @@ class TokenStream(Handle):
 
     @property
     def prompt_token_ids(self) -> Sequence[int] | None:
-        """The prompt; None while it is still being tokenised."""
+        """Token ids of the prompt; None while it is still being tokenised."""
         length = self._request.num_prompt_tokens
         return tuple(self._request.token_ids[:length]) if length else None
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
-        """As ``Completion.prompt_logprobs``; there when the first delta is."""
+        """As ``Completion.prompt_logprobs``; complete when the first delta arrives."""
         return self._request.whole_prompt_logprobs
 
     @property
     def num_outputs(self) -> int:
-        """The ``n`` of the request."""
+        """Number of outputs, the ``n`` of the request."""
         return len(self._outputs)
 
     def __aiter__(self) -> TokenStream:
@@ -106,13 +105,13 @@ class TokenStream(Handle):
     async def __anext__(self) -> Delta: ...
 
     @overload
-    async def __anext__(self, within: float) -> Delta | None: ...
+    async def __anext__(self, timeout: float) -> Delta | None: ...
 
-    async def __anext__(self, within: float | None = None) -> Delta | None:
+    async def __anext__(self, timeout: float | None = None) -> Delta | None:
         """The next delta.
 
         Args:
-            within: seconds after which a silence is returned as None; for ``with_heartbeat``.
+            timeout: seconds without a delta after which None is returned; for ``with_heartbeat``.
 
         Raises:
             StopAsyncIteration: after the last delta, an exception, or ``aclose()``.
@@ -126,8 +125,7 @@ class TokenStream(Handle):
         channel = self._channel
         items = channel.items
         if not items and channel.final is None:
-            # All of it in this frame: each call here is paid for by every reader in every
-            # step.
+            # Inlined: every reader runs this in every step, so each call would count.
             backend = self._backend or self._bind()
             waiter = backend.make_waiter()
             if waiter is None:
@@ -137,17 +135,17 @@ class TokenStream(Handle):
                 while True:
                     channel.waiter = waiter
                     channel.has_reader = True
-                    # Only now: what was written before the flag was set is found here, what is
+                    # Checked after setting the flag: output written before it is found here; output
                     # written after it wakes this reader.
                     if items or channel.final is not None:
                         break
-                    if within is None:
+                    if timeout is None:
                         await waiter
                     else:
-                        await backend.wait_at_most(waiter, within)
+                        await backend.wait_at_most(waiter, timeout)
                     if items or channel.final is not None:
                         break
-                    if within is not None:
+                    if timeout is not None:
                         return None
                     waiter = backend.make_waiter()
             except BaseException:
@@ -162,8 +160,8 @@ class TokenStream(Handle):
         return self._take()
 
     def with_heartbeat(self, seconds: float) -> StreamWithHeartbeat:
-        """This stream with a None for every ``seconds`` in which no delta came, so that a
-        connection can be kept alive. The reads go on meanwhile; nothing is cancelled.
+        """This stream, with a None after every ``seconds`` without a delta, to keep a connection
+        alive. No read is cancelled for it.
 
             async for delta in stream.with_heartbeat(15):
                 await send(": keep-alive\\n\\n" if delta is None else event(delta))
@@ -174,7 +172,7 @@ class TokenStream(Handle):
         return StreamWithHeartbeat(self, check.seconds("seconds", seconds, above=True))
 
     def _bind(self) -> EventLoopBackend:
-        """The running loop, which is this stream's from its first wait on."""
+        """Bind this stream to the running loop, at its first wait."""
         self._core.check_waiting()
         mailbox = self._channel.mailbox
         if mailbox is None:
@@ -190,8 +188,8 @@ class TokenStream(Handle):
         )
 
     def read_blocking(self, mailbox: ThreadMailbox) -> Delta | None:
-        """``__anext__`` for a thread without an event loop; None at the end. A stream that
-        is read in this way has no loop and can be read from one thread at a time."""
+        """``__anext__`` for a thread without an event loop; None at the end. Such a stream belongs
+        to no loop, and one thread may read it at a time."""
         if self._reading:
             raise RuntimeError(f"stream {self.request_id!r} is being read by another thread")
         if self._done:
@@ -221,10 +219,10 @@ class TokenStream(Handle):
         return delta
 
     def _take(self) -> Delta:
-        """The next unread delta; the end, when it is next, comes with it. There is something
-        to read."""
+        """Take the next unread delta, together with the end if that is next. Something must be
+        unread."""
         channel = self._channel
-        # Before the items: those that were written before the end are all there then.
+        # Read before ``items``, which then have everything that was written before the end.
         final = channel.final
         items = channel.items
         delta = items.popleft() if items else _NO_TOKENS
@@ -240,20 +238,20 @@ class TokenStream(Handle):
         if texts is None:
             self._outputs[delta.index].add(delta)
         else:
-            # ``add`` in this frame, without what is known of a single output anyway.
+            # ``OutputReader.add`` inlined, for a request with a single output.
             texts.append(delta.text)
             if delta.logprobs is not None:
                 self._outputs[0].logprobs += delta.logprobs
         channel.num_read += len(delta.token_ids)
         if channel.is_backpressured and channel.num_unread <= channel.max_unread // 2:
-            # Lets a held request go on once it was read down far enough.
+            # Resume a request under backpressure.
             self._core.send(self._core.on_drained, self._group)
         return delta
 
     def _finish(self, delta: Delta, final: End | BaseException) -> Delta:
-        """``delta`` as the last one. The end is left for the next read if it is an exception,
-        which comes after all that was generated, if its own token would be one too many, or if
-        it is the end of another output."""
+        """Merge the end into ``delta``. It is left for the next read if it is an exception, which
+        follows everything that was generated; if merging its token would exceed ``max_merged``; or
+        if it belongs to another output."""
         if isinstance(final, End) and delta is not _NO_TOKENS and delta.index != final.output:
             return delta
         if isinstance(final, End) and final.finish_reason == "abort" and self._cut_off:
@@ -294,12 +292,12 @@ class TokenStream(Handle):
         )
 
     def abort(self) -> None:
-        """Ends the request with finish reason ``abort``; any thread, any number of times.
-        What was generated can still be read. Its blocks are free before the next step."""
+        """End the request with finish reason ``abort``; any thread, any number of times. Its output
+        so far can still be read. Its blocks are free before the next step."""
         self._core.abort(self._group)
 
     def close(self) -> None:
-        """Aborts the request and ends the iteration. Idempotent; waits for nothing."""
+        """Abort the request and end the iteration. Idempotent; waits for nothing."""
         self.abort()
         self._done = True
 
@@ -314,10 +312,10 @@ class TokenStream(Handle):
         await self.aclose()
 
     async def result(self) -> Completion:
-        """Reads to the end and returns the whole, deltas read before included.
+        """Read to the end; returns the completion, with deltas that were read before.
 
         Raises:
-            AsyncLLMError: if the request failed, as often as it is called.
+            AsyncLLMError: if the request failed; raised at every call.
         """
         async for _ in self:
             pass
@@ -345,7 +343,7 @@ class TokenStream(Handle):
         return tuple([reader.output() for reader in self._outputs])
 
     def __del__(self) -> None:
-        # Half-made streams, whose __init__ raised, have no group to abort.
+        # A stream whose __init__ raised has no group.
         group = getattr(self, "_group", None)
         if group is not None and not group.cancelled:
             self._core.abandon(group)
@@ -356,7 +354,8 @@ class TokenStream(Handle):
 
 
 class StreamWithHeartbeat:
-    """``TokenStream.with_heartbeat``. Losing the last reference to it and the stream aborts."""
+    """Iterator made by ``TokenStream.with_heartbeat``. Losing the last reference to it and the
+    stream aborts the request."""
 
     __slots__ = ("_seconds", "_stream")
 

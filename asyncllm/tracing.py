@@ -29,16 +29,16 @@ _NANOSECONDS = 1_000_000_000
 class EngineTracing:
     """A span for every request of an engine, by OpenTelemetry's conventions for generative AI.
 
-    The span is a child of the caller's current span at ``stream()`` or ``chat()``; it begins
-    there and ends with the request, however late its output is read. It ends on the engine
-    thread: the tracer provider's span processor should be one that hands spans on (a
-    ``BatchSpanProcessor``), not one that exports while the engine waits.
+    The span is a child of the caller's current span at ``stream()`` or ``chat()``; it begins there
+    and ends with the request, however late its output is read. It ends on the engine thread, so the
+    tracer provider's span processor should queue spans (a ``BatchSpanProcessor``) instead of
+    exporting them while the engine waits.
 
     Args:
         engine: in any state.
         tracer_provider: None takes OpenTelemetry's global one.
-        capture_content: record prompts and outputs as well. Off, no span holds any text of a
-            request, and of an error its type only, because messages may quote texts.
+        capture_content: record prompts and outputs too. If False, spans have no text of a request,
+            and only the type of an error, because messages may quote texts.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class EngineTracing:
     ) -> None:
         from asyncllm import __version__
 
-        # Weak: the engine thread knows its requests, and a request its observers.
+        # Weak: the engine thread refers to its requests, and these to this observer.
         self._engine = weakref.ref(engine)
         self._model = engine.config.model_name
         self._capture_content = capture_content
@@ -61,7 +61,7 @@ class EngineTracing:
         engine.add_observer(self)
 
     def close(self) -> None:
-        """Traces no further request; spans that are open end with theirs. Idempotent."""
+        """Trace no further requests; open spans end with their requests. Idempotent."""
         if (engine := self._engine()) is not None:
             engine.remove_observer(self)
 
@@ -82,7 +82,7 @@ class EngineTracing:
             attributes["gen_ai.input.messages"] = _input_messages(request, submission)
         span = self._tracer.start_span(
             f"{submission.operation} {self._model}",
-            kind=SpanKind.INTERNAL,  # what the conventions say of a model in the same process
+            kind=SpanKind.INTERNAL,  # the conventions' kind for a model in the same process
             attributes=attributes,
             start_time=start,
         )
@@ -117,14 +117,14 @@ def trace_engine(
     *,
     capture_content: bool = False,
 ) -> EngineTracing:
-    """Traces the requests of ``engine`` until ``close()``; see ``EngineTracing``."""
+    """Trace the requests of ``engine`` until ``close()``; see ``EngineTracing``."""
     return EngineTracing(engine, tracer_provider, capture_content=capture_content)
 
 
 def _request_attributes(request: Request, submission: RequestInfo, model: str) -> dict[str, Any]:
-    """Attributes known when a request comes. Settings that change nothing are left out, as the
-    conventions have it; the seed is the one in use, drawn or given, by which a sampled
-    output can be had again."""
+    """Span attributes that are known at submission. As the conventions ask, settings without effect
+    are left out. The seed is the one in use, given or drawn, so that a sampled output can be
+    reproduced."""
     sampling = request.sampling
     optional = {
         "max_tokens": sampling.max_tokens,
@@ -148,7 +148,8 @@ def _request_attributes(request: Request, submission: RequestInfo, model: str) -
 
 
 def _signed(seed: int) -> int:
-    """A 64-bit seed as attributes can hold it; the negative number is the same seed."""
+    """Convert a 64-bit seed to a signed integer, as attributes need; a negative number means the
+    same seed."""
     return seed if seed < 1 << 63 else seed - (1 << 64)
 
 
@@ -186,7 +187,7 @@ def _input_messages(request: Request, submission: RequestInfo) -> str:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """One message of a conversation, in the form of the conventions as far as it has one."""
+    """Convert a message of a conversation to the conventions' form, as far as possible."""
     if not isinstance(message, Mapping):
         return {"role": "user", "parts": [message]}
     content = message.get("content")

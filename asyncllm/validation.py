@@ -1,10 +1,11 @@
-"""Validation: arguments as plain Python values, or an error that names field, value and range.
+"""Validation: converts arguments to plain Python values, or raises a clear error.
 
-Numbers may be numpy's, and each has a bound: a number that is let through unbounded raises where
-it is converted, on the thread that serves every request.
+An error names the field, its value and the accepted range. Numbers may be numpy's. Each has a
+bound, because an unbounded one would raise later, where it is converted, on the thread that serves
+every request.
 
-Each function takes ``optional=True``, which accepts None, and ``refuse``, which makes the
-exception where that is not an InvalidRequestError.
+Each function takes ``optional=True``, which accepts None, and ``refuse``, which makes an exception
+other than InvalidRequestError.
 """
 
 from __future__ import annotations
@@ -29,18 +30,19 @@ T = TypeVar("T")
 MAX_INTEGER = 2**63 - 1
 
 MAX_ITEMS = 2**19
-"""Of a field that lists tokens, which is read while an event loop waits: twice the largest
+"""Most items of a list of tokens, which is read while an event loop waits: twice the largest
 vocabularies."""
 
 MAX_DATA = 2**16
 MAX_DEPTH = 16
-"""Of plain data, which is copied while an event loop waits."""
+"""Most values and characters, and most levels, of plain data, which is copied while an event loop
+waits."""
 
 MAX_SECONDS = 1e7
-"""115 days: less than the longest wait for a lock on every platform."""
+"""Longest duration, 115 days: less than any platform's longest wait for a lock."""
 
 Refuse = Callable[[str, object, str], Exception]
-"""``(name, value, accepted)`` to the exception that says so."""
+"""Function of ``(name, value, accepted)`` that makes an exception."""
 
 
 _SHORT = reprlib.Repr()
@@ -49,22 +51,21 @@ _SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = 8
 
 
 def describe(value: object) -> str:
-    """A ``repr`` for messages: short, and without exceptions. Python raises ValueError for an
-    integer of more than 4300 digits, and another object's ``__repr__`` may raise anything."""
+    """Short ``repr`` for messages that never raises. Python's raises ValueError for an integer of
+    more than 4300 digits, and an object's own may raise anything."""
     try:
-        return str.__str__(_SHORT.repr(value))  # not a subclass, whose methods may raise too
+        return str.__str__(_SHORT.repr(value))  # a subclass's methods may raise too
     except BaseException:
         return f"<{type_name(value)}>"
 
 
 def type_name(value: object) -> str:
-    """Past the object and its metaclass, which may raise."""
+    """Name of a value's type, without calling the object or its metaclass, which may raise."""
     return type.__dict__["__name__"].__get__(type(value))
 
 
 def explain(error: BaseException) -> str:
-    """An exception as a traceback ends, type and message, for messages: whole, and as
-    ``describe`` has it where it cannot be printed."""
+    """Type and message of an exception, in full; as from ``describe`` if it cannot be printed."""
     try:
         return f"{type(error).__name__}: {error}"
     except BaseException:
@@ -72,12 +73,12 @@ def explain(error: BaseException) -> str:
 
 
 def is_a(value: object, kind: type | tuple[type, ...]) -> bool:
-    """``isinstance`` by the type alone: it may ask a value's ``__class__``, which may raise."""
+    """``isinstance`` by the type alone, without the value's ``__class__``, which may raise."""
     return issubclass(type(value), kind)
 
 
 def plain_text(value: Any) -> str | None:
-    """A text as a ``str`` and no subclass, whose methods may raise; None for anything else."""
+    """Text as a plain ``str``, because a subclass's methods may raise; None for anything else."""
     kind = type(value)
     if kind is str:
         return value
@@ -86,7 +87,7 @@ def plain_text(value: Any) -> str | None:
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Around what reads an argument by its own methods: what they raise is an
+    """Context for reading an argument through its own methods. Their exceptions become an
     InvalidRequestError that names it."""
     try:
         yield
@@ -104,13 +105,13 @@ def invalid(name: str, value: object, accepted: str) -> InvalidRequestError:
 def _refuse(
     name: str, value: Any, accepted: str, *, optional: bool = False, refuse: Refuse = invalid
 ) -> None:
-    """Raises, unless None is accepted and given."""
+    """Refuse a value, unless it is None and None is accepted."""
     if value is not None or not optional:
         raise refuse(name, value, accepted + " or None" * optional)
 
 
 def integer(name: str, value: Any, low: int, high: int = MAX_INTEGER, **how: Any) -> Any:
-    """An int in ``[low, high]``."""
+    """Check an int in ``[low, high]``."""
     found = _integer_in(value, low, high)
     if found is None:
         _refuse(name, value, f"an integer from {low} to {high}", **how)
@@ -122,7 +123,7 @@ def _integer_in(value: Any, low: int, high: int) -> int | None:
         return None
     try:
         found = int(operator.index(value))
-    except Exception:  # of a tensor with several elements, say
+    except Exception:  # for example a tensor with several elements
         return None
     return found if low <= found <= high else None
 
@@ -137,7 +138,8 @@ def number(
     what: str = "a finite number",
     **how: Any,
 ) -> Any:
-    """A float in ``[low, high]``, or ``(low, high]`` with ``above``. Negative zero is zero."""
+    """Check a float in ``[low, high]``, or ``(low, high]`` with ``above``. Negative zero becomes
+    zero."""
     found = math.nan
     kind = type(value)
     if issubclass(kind, numbers.Real) and kind is not bool:
@@ -145,7 +147,7 @@ def number(
             found = float(value) + 0.0
         except OverflowError:
             found = math.inf
-        except Exception:  # of a type of the application's
+        except Exception:  # a type of the application may raise anything
             found = math.nan
     if low <= found <= high and not (above and found == low):
         return found
@@ -154,7 +156,7 @@ def number(
 
 
 def seconds(name: str, value: Any, **how: Any) -> Any:
-    """A duration, not 0 with ``above``."""
+    """Check a duration in seconds; with ``above`` not 0."""
     return number(name, value, 0, MAX_SECONDS, what="a number of seconds", **how)
 
 
@@ -168,7 +170,7 @@ def boolean(name: str, value: Any, **how: Any) -> Any:
 
 
 def string(name: str, value: Any, *, empty: bool = False, **how: Any) -> Any:
-    """Text that UTF-8 can express, which half of a surrogate pair is not."""
+    """Check a text that UTF-8 can express: no lone surrogates."""
     text = plain_text(value)
     if text or (empty and text is not None):
         with suppress(UnicodeEncodeError):
@@ -178,8 +180,8 @@ def string(name: str, value: Any, *, empty: bool = False, **how: Any) -> Any:
 
 
 def plain_data(name: str, value: Any, **how: Any) -> Any:
-    """A dict of plain data, copied: None, booleans, numbers, text, and lists and dicts with text
-    for keys. Numbers are finite, integers have 64 bits."""
+    """Copy a dict of plain data: None, booleans, finite numbers, 64-bit integers, text, lists, and
+    dicts with text for keys."""
     with suppress(Exception):
         if isinstance(value, Mapping):
             return _copied(value, [MAX_DATA], MAX_DEPTH)
@@ -188,7 +190,7 @@ def plain_data(name: str, value: Any, **how: Any) -> Any:
 
 
 def _copied(value: Any, left: list[int], depth: int) -> Any:
-    """Raises for what is no plain data, or for more than ``left[0]`` of it."""
+    """Copy plain data; raises for anything else, and beyond ``left[0]`` values and characters."""
     left[0] -= 1 + len(value) if isinstance(value, str) else 1
     if left[0] < 0 or depth < 0:
         raise ValueError
@@ -217,8 +219,8 @@ def choice(name: str, value: Any, choices: Sequence[str], **how: Any) -> Any:
 
 
 def items(name: str, value: Any, accepted: str, most: int = MAX_ITEMS, **how: Any) -> Any:
-    """The items of a sequence or a set, as a tuple; None has none. No more than ``most`` are
-    accepted, and of an endless iterable no more are read."""
+    """Items of a sequence or a set, as a tuple; None has none. At most ``most`` are accepted, and
+    only one more is read of an endless iterable."""
     kind: type = type(value)
     iterable: Any = value
     found: Any = value or () if value is None or kind is tuple else None
@@ -235,7 +237,7 @@ def items(name: str, value: Any, accepted: str, most: int = MAX_ITEMS, **how: An
 
 
 def strings(name: str, value: Any, *, optional: bool = False, refuse: Refuse = invalid) -> Any:
-    """Plain strings, none of them empty, from a sequence of them, as a tuple."""
+    """Check a sequence of non-empty strings; returns a tuple."""
     accepted = "a sequence of strings"
     if value is None:
         return _refuse(name, value, accepted, optional=optional, refuse=refuse)
@@ -246,7 +248,7 @@ def strings(name: str, value: Any, *, optional: bool = False, refuse: Refuse = i
 def token_ids(
     name: str, value: Any, below: int = MAX_INTEGER, most: int = MAX_ITEMS, **how: Any
 ) -> Any:
-    """Ints in ``[0, below)`` from a sequence of integers, as a tuple; None has none."""
+    """Check a sequence of integers in ``[0, below)``; returns a tuple, empty for None."""
     accepted = f"token ids, integers from 0 to {below - 1}"
     found = items(name, value, accepted, most, **how)
     with suppress(Exception):
@@ -255,13 +257,13 @@ def token_ids(
         if not ids or (min(ids) >= 0 and max(ids) < below and bool not in kinds):
             return ids
     wrong = (one for one in found if _integer_in(one, 0, below - 1) is None)
-    # Where the field may be None, an item may not.
+    # The field may be None, but not an item.
     return _refuse(name, next(wrong, value), accepted, **{**how, "optional": False})
 
 
 def field(owner: Any, validator: Callable[..., Any], name: str, *limits: Any, **how: Any) -> None:
-    """Validates a field of a frozen dataclass, unless it has its default, and keeps the plain
-    value. None is accepted where it is the default."""
+    """Validate a field of a frozen dataclass, unless it has its default, and store the plain value.
+    None is accepted if it is the default."""
     value, default = getattr(owner, name), owner.__dataclass_fields__[name].default
     if value is not default:
         found = validator(name, value, *limits, optional=default is None, **how)
@@ -278,7 +280,7 @@ def same(value: Any, other: Any) -> bool:
 
 
 def refuse_unknown(kind: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Raises InvalidRequestError for a name that does not exist, and names its counterpart."""
+    """Raise InvalidRequestError for an unknown name, with the name used here for vLLM's."""
     for name in given:
         if name not in known:
             ours = COUNTERPARTS.get(kind, {}).get(name)
@@ -292,7 +294,7 @@ def known_fields(kind: str) -> Callable[[type[T]], type[T]]:
     """Make a dataclass refuse an unknown field as ``refuse_unknown`` does.
 
     Args:
-        kind: of the fields, as errors call it.
+        kind: kind of the fields, for error messages.
     """
 
     def decorate(cls: type[T]) -> type[T]:

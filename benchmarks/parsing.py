@@ -14,9 +14,9 @@ from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from asyncllm.outputs import Delta, make_token_delta
-from asyncllm.tools.families import REASONING_FAMILIES, TOOL_FAMILIES
-from asyncllm.tools.message_parser import MessageParser
-from asyncllm.tools.response_format import ResponseFormats
+from asyncllm.tool_calls.families import REASONING_FAMILIES, TOOL_FAMILIES
+from asyncllm.tool_calls.message_parser import MessageParser
+from asyncllm.tool_calls.response_format import ResponseFormats
 from benchmarks.common import Report, cpu_time_of, options
 
 CALL = '<tool_call>\n{"name": "write", "arguments": {"text": "'

@@ -685,7 +685,8 @@ def test_a_destructor_takes_no_lock():
     engine = rig.engine()
     engine._start_blocking()
     core = engine._thread.core
-    last, locks = [engine], [core._lock, core.admission._lock, engine._intake._worker._lock]
+    last = [engine]
+    locks = [core._lock, core.admission._lock, engine._input_processor._worker._lock]
     del engine
 
     def collect_among_locks():

@@ -13,7 +13,7 @@ import torch
 from asyncllm import EngineConfig, InvalidRequestError
 from asyncllm.core.batch import StepBatch
 from asyncllm.core.scheduler import Scheduler
-from asyncllm.core.state_checkpoints import StateCheckpoints
+from asyncllm.core.state_snapshots import StateSnapshots
 from asyncllm.errors import EngineError
 from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
 from asyncllm.gpu.graph.step_queue import StepQueue
@@ -22,7 +22,7 @@ from asyncllm.gpu.memory import MemoryProbe
 from asyncllm.gpu.model_runner import Graphs, ModelRunner
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateCache, StateSpec
-from asyncllm.gpu.state_sizing import choose_checkpoints
+from asyncllm.gpu.state_sizing import choose_snapshots
 from asyncllm.gpu.step_runner import StepRunner
 from tests.families import make
 from tests.reference import Expected, check_tokens, generate
@@ -49,7 +49,7 @@ class Hybrid(Checkpoint):
         return self.known[key].first(count)
 
     def runner(self, **overrides: Any) -> ModelRunner:
-        return super().runner(**{"block_size": 1, "num_state_checkpoints": 20} | overrides)
+        return super().runner(**{"block_size": 1, "num_state_snapshots": 20} | overrides)
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +65,9 @@ class ModelRig(Rig):
         self.executor: Any = runner
         self.scheduler = Scheduler(runner.info)
         self.in_flight = []
-        kv, count = self.scheduler.kv, runner.info.num_state_checkpoints
+        kv, count = self.scheduler.kv, runner.info.num_state_snapshots
         sizes = [group.block_size for group in self.info.kv_groups]
-        kv.states = StateCheckpoints(count, sizes, interval)
+        kv.states = StateSnapshots(count, sizes, interval)
 
     def add(self, prompt, max_tokens=OUTPUT, **options):
         one = super().add(prompt, max_tokens, **options)
@@ -184,7 +184,7 @@ def _neighbours(monkeypatch) -> None:
     load = StateCache.load
 
     def wrong(self, loads):
-        load(self, [(slot, checkpoint % self.num_checkpoints + 1) for slot, checkpoint in loads])
+        load(self, [(slot, snapshot % self.num_snapshots + 1) for slot, snapshot in loads])
 
     monkeypatch.setattr(StateCache, "load", wrong)
 
@@ -234,9 +234,9 @@ def test_mistakes_are_seen(hybrid, monkeypatch, name, break_it):
 # --- the slots -------------------------------------------------------------------------------
 
 
-def test_states_are_copied_between_slots_and_checkpoints():
+def test_states_are_copied_between_slots_and_snapshots():
     specs = [StateSpec((3, 2)), StateSpec((4,), torch.bfloat16), StateSpec((5,))]
-    cache = StateCache(specs, 3, torch.float32, CPU, num_checkpoints=2)
+    cache = StateCache(specs, 3, torch.float32, CPU, num_snapshots=2)
     assert cache.num_bytes == 6 * (6 * 4 + 4 * 2 + 5 * 4)
     for tensor in cache.tensors:
         tensor.copy_(torch.arange(6).view(6, *[1] * (tensor.dim() - 1)).expand_as(tensor))
@@ -288,11 +288,11 @@ class Probe(MemoryProbe):
 
 def chosen(device: str, free: int, total: int = 10**9, **settings: Any) -> int:
     config = EngineConfig(**settings)
-    return choose_checkpoints(config, torch.device(device), 4, 1000, Probe(free, total))
+    return choose_snapshots(config, torch.device(device), 4, 1000, Probe(free, total))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_checkpoints_by_memory(monkeypatch, device):
+def test_snapshots_by_memory(monkeypatch, device):
     free = 0
     monkeypatch.setattr("asyncllm.gpu.state_sizing.available_memory", lambda: free)
     settings: dict[str, Any] = {"gpu_memory_utilization": 1.0}
@@ -301,11 +301,11 @@ def test_checkpoints_by_memory(monkeypatch, device):
         assert chosen(device, free, **settings, enable_prefix_caching=False) == 0
     free = 5000 + 8 * 3500
     assert chosen(device, free, **settings, kv_cache_memory=8000) == 2
-    assert chosen(device, free, **settings, num_state_checkpoints=28) == 28
+    assert chosen(device, free, **settings, num_state_snapshots=28) == 28
     with pytest.raises(EngineError) as caught:
-        chosen(device, free, **settings, num_state_checkpoints=29)
+        chosen(device, free, **settings, num_state_snapshots=29)
     assert str(caught.value) == (
-        "num_state_checkpoints=29 needs 29000 bytes, 1000 a state; 28000 are free beside the "
+        "num_state_snapshots=29 needs 29000 bytes, 1000 a state; 28000 are free beside the "
         "weights and the states of max_num_seqs=4: lower it to 28 at most"
     )
     free = 12_000
@@ -321,17 +321,17 @@ def test_the_share_of_a_gpu_that_the_engine_may_use_bounds_them():
 
 def test_a_large_memory_of_a_cpu_is_not_taken(monkeypatch):
     monkeypatch.setattr("asyncllm.gpu.state_sizing.available_memory", lambda: 2**40)
-    found = choose_checkpoints(EngineConfig(), CPU, 64, 50 * 2**20)
+    found = choose_snapshots(EngineConfig(), CPU, 64, 50 * 2**20)
     assert found == 20  # in 1 GiB
 
 
 def test_settings_that_nothing_would_use(hybrid, tmp_path):
     with pytest.raises(InvalidRequestError) as caught:
         hybrid.runner(enable_prefix_caching=False)
-    assert caught.value.param == "num_state_checkpoints"
+    assert caught.value.param == "num_state_snapshots"
     assert 'expected "auto" with enable_prefix_caching=False' in str(caught.value)
     make(tmp_path, "Arcee")
     without = Checkpoint.__new__(Checkpoint)
     without.path = tmp_path
     with pytest.raises(InvalidRequestError, match='"auto": the model has no recurrent layers'):
-        without.runner(num_state_checkpoints=3)
+        without.runner(num_state_snapshots=3)

@@ -227,7 +227,7 @@ def _tokenizer() -> Path:
     ("settings", "count", "words"),
     [
         ({}, 16, "16 more are for those of cached prefixes"),
-        ({"num_state_checkpoints": 3}, 3, "3 more are for those of cached prefixes"),
+        ({"num_state_snapshots": 3}, 3, "3 more are for those of cached prefixes"),
         ({"enable_prefix_caching": False}, 0, "prefixes are not cached"),
     ],
 )
@@ -236,7 +236,7 @@ def test_the_memory_of_states_is_said(lfm2, caplog, settings, count, words):
         runner = lfm2.runner(**settings)
     states, info = device_state(runner).cache.states, runner.info
     assert states.num_bytes == (5 + count) * info.state_bytes
-    assert (states.num_checkpoints, info.num_state_checkpoints) == (count, count)
+    assert (states.num_snapshots, info.num_state_snapshots) == (count, count)
     assert (
         f"recurrent states take {states.num_bytes} bytes, in a slot for each of max_num_seqs=4; "
         f"{words}"

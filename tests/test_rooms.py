@@ -27,7 +27,7 @@ ROOMS = (
     "engine",
     "stream runtime",  # The input processor makes the streams, which run on event loops.
     "output_reader",
-    "tools",
+    "tool_calls",
     "gpu",
     "native",
     "config",
@@ -131,7 +131,7 @@ def check_circles(graph: Mapping[str, set[str]]) -> None:
             ),
         ),
         ("checkpoint", ("torch", "asyncllm.core", "asyncllm.gpu", "asyncllm.runtime")),
-        ("tools", ("torch", "asyncio", "asyncllm.core", "asyncllm.gpu", "asyncllm.runtime")),
+        ("tool_calls", ("torch", "asyncio", "asyncllm.core", "asyncllm.gpu", "asyncllm.runtime")),
         ("text", ("torch", "asyncio", "asyncllm.core", "asyncllm.gpu", "asyncllm.runtime")),
         ("gpu", ("asyncio", "logging", "asyncllm.runtime", "asyncllm.engine", "asyncllm.stream")),
     ],

@@ -14,11 +14,11 @@ from asyncllm.structured.grammar import Grammar, Vocabulary
 from asyncllm.structured.spec import StructuredOutputs
 from asyncllm.testing import fake_engine
 from asyncllm.testing.fake_executor import mix
-from asyncllm.tools.families import TOOL_FAMILIES
-from asyncllm.tools.message_parser import OutputParser
-from asyncllm.tools.response_format import ResponseFormat, ResponseFormats
-from asyncllm.tools.tool_grammar import with_tool_grammar
-from asyncllm.tools.tool_use import ToolUse
+from asyncllm.tool_calls.families import TOOL_FAMILIES
+from asyncllm.tool_calls.message_parser import OutputParser
+from asyncllm.tool_calls.response_format import ResponseFormat, ResponseFormats
+from asyncllm.tool_calls.tool_grammar import with_tool_grammar
+from asyncllm.tool_calls.tool_use import ToolUse
 from tests.structured import ByteRig, byte_vocabulary, tokens_of
 from tests.test_tools import ONE, add
 

@@ -18,10 +18,10 @@ from asyncllm.config import ReasoningParser, ToolParser
 from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.testing import byte_tokenizer
 from asyncllm.text.tokenizer import Tokenizer
-from asyncllm.tools.delimiters import MAX_LENGTH, Delimiters, DelimiterScanner
-from asyncllm.tools.families import REASONING_FAMILIES, TOOL_FAMILIES
-from asyncllm.tools.message_parser import OutputParser
-from asyncllm.tools.response_format import ResponseFormat, ResponseFormats
+from asyncllm.tool_calls.delimiters import MAX_LENGTH, Delimiters, DelimiterScanner
+from asyncllm.tool_calls.families import REASONING_FAMILIES, TOOL_FAMILIES
+from asyncllm.tool_calls.message_parser import OutputParser
+from asyncllm.tool_calls.response_format import ResponseFormat, ResponseFormats
 
 TOOLS: dict[str, Any] = {
     "get_weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},

@@ -11,11 +11,11 @@ import pydantic
 import pytest
 
 from asyncllm.errors import InvalidRequestError
-from asyncllm.tools.families import TOOL_FAMILIES
-from asyncllm.tools.function_schema import function_schema
-from asyncllm.tools.response_format import ResponseFormats
-from asyncllm.tools.tool_grammar import tool_grammar, with_tool_grammar
-from asyncllm.tools.tool_use import ToolUse
+from asyncllm.tool_calls.families import TOOL_FAMILIES
+from asyncllm.tool_calls.function_schema import function_schema
+from asyncllm.tool_calls.response_format import ResponseFormats
+from asyncllm.tool_calls.tool_grammar import tool_grammar, with_tool_grammar
+from asyncllm.tool_calls.tool_use import ToolUse
 
 ADD = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
 TREE = {

@@ -1,6 +1,6 @@
-"""stream_with_callbacks: a stream that tells callback handlers what it does.
+"""stream_with_callbacks: a token stream that calls LangChain-style handlers.
 
-The handlers are those that LangChain knows, or any object with some of their methods:
+Handlers are LangChain's, or any object with some of their methods:
 
     class Printer:
         def on_llm_new_token(self, token, **kwargs):
@@ -9,12 +9,12 @@ The handlers are those that LangChain knows, or any object with some of their me
     async for delta in stream_with_callbacks(engine, "Tell me a story.", handlers=[Printer()]):
         ...
 
-LangChain need not be installed. ``on_llm_start(serialized, prompts)`` or, for a conversation,
-``on_chat_model_start(serialized, [messages])``, then ``on_llm_new_token(token, chunk=…)`` for
-each delta, then ``on_llm_end(result)`` or ``on_llm_error(error, response=…)``; each with
-``run_id``, ``parent_run_id`` and ``tags``, the first also with ``metadata``, ``name`` and
-``invocation_params``. Of a request for several outputs each chunk has the ``index`` of its own in
-its ``generation_info``, and ``result.generations[0]`` has one generation for each.
+LangChain need not be installed. The calls are ``on_llm_start(serialized, prompts)`` or, for a
+conversation, ``on_chat_model_start(serialized, [messages])``, then ``on_llm_new_token(token,
+chunk=…)`` for each delta, then ``on_llm_end(result)`` or ``on_llm_error(error, response=…)``; each
+with ``run_id``, ``parent_run_id`` and ``tags``, the first also with ``metadata``, ``name`` and
+``invocation_params``. With several outputs, each chunk has its output's ``index`` in
+``generation_info``, and ``result.generations[0]`` has one generation for each.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ def stream_with_callbacks(
     run_name: str | None = None,
     **options: Any,
 ) -> CallbackStream:
-    """Submits a request at once and returns its stream, which tells the handlers as it is
-    read.
+    """Submit a request at once; its stream calls the handlers as it is read.
 
     Args:
         prompt: text or token ids, as for ``AsyncLLMEngine.stream``; or messages, as for
@@ -66,18 +65,18 @@ def stream_with_callbacks(
         handlers: objects with any of the methods ``on_llm_start``, ``on_chat_model_start``,
             ``on_llm_new_token``, ``on_llm_end`` and ``on_llm_error``, synchronous or
             asynchronous.
-        run_id: of this run; None makes one up.
-        parent_run_id: of the run that this one is a part of.
-        tags, metadata, run_name: for the handlers.
+        run_id: id of this run; None for a random one.
+        parent_run_id: id of the run that this one is a part of.
+        tags, metadata, run_name: passed to the handlers.
 
-    A request that is refused raises at the first read, not here: only there can the handlers
-    be told, with ``on_llm_error``.
+    A request that is refused raises at the first read, because only then can ``on_llm_error`` be
+    called.
 
-    Handlers are called one after the other, and the next delta is read when all are through;
-    the engine does not wait for them, unread deltas merge meanwhile. A synchronous method runs
-    on a thread that belongs to this stream, unless the handler has ``run_inline = True``. An
-    exception in a handler, but for a KeyboardInterrupt, is logged and goes no further, unless the
-    handler has ``raise_error = True``: then it ends the stream, which raises it.
+    Handlers are called one after the other, and the next delta is read when all have returned. The
+    engine does not wait for them: unread deltas merge. A synchronous method runs on a thread of
+    this stream, unless the handler has ``run_inline = True``. An exception in a handler, except
+    KeyboardInterrupt, is only logged; with ``raise_error = True`` on the handler it ends the
+    stream, which raises it.
     """
     chat = not isinstance(prompt, str) and len(prompt) > 0
     chat = chat and not isinstance(prompt[0], numbers.Integral)
@@ -94,7 +93,7 @@ def stream_with_callbacks(
         refusal = error
     if isinstance(prompt, str):
         text = prompt
-    else:  # token ids that were refused may be anything, and any number
+    else:  # refused token ids may be any objects, and any number of them
         text = " ".join(map(str, prompt)) if stream is not None else describe(prompt)
     run = CallbackRun(
         handlers=tuple(handlers),
@@ -118,15 +117,15 @@ def _params(sampling_params: SamplingParams | None) -> dict[str, Any]:
 
 
 class CallbackStream(Handle):
-    """A token stream that calls handlers as it is read. Made by ``stream_with_callbacks``.
+    """Token stream that calls handlers as it is read; made by ``stream_with_callbacks``.
 
-    It is read and aborted as a ``TokenStream`` is. Each run ends with one call:
-    ``on_llm_end`` after the last delta, and with the partial result after ``aclose()`` or the
-    end of ``async with``; ``on_llm_error`` after an exception, cancellation included. A stream
-    that is dropped unfinished, as by ``break``, ends without one: use ``aclose()``.
+    It is read and aborted like a ``TokenStream``. Each run ends with one call: ``on_llm_end`` after
+    the last delta, or with the partial result after ``aclose()`` or the end of ``async with``;
+    ``on_llm_error`` after an exception, cancellation included. A stream that is dropped unfinished,
+    as after ``break``, makes no last call: use ``aclose()``.
 
     Attributes:
-        run_id: of this run, as the handlers see it.
+        run_id: id of this run that the handlers get.
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class CallbackStream(Handle):
 
     @property
     def request_id(self) -> str | None:
-        """None if the request was refused."""
+        """Id of the request; None if it was refused."""
         return self._stream.request_id if self._stream is not None else None
 
     @property
@@ -156,7 +155,7 @@ class CallbackStream(Handle):
         return self
 
     async def __anext__(self) -> Delta:
-        """The next delta, when every handler has been told of it.
+        """Next delta, after every handler was called with it.
 
         Raises:
             StopAsyncIteration: after the last delta, an exception, or ``aclose()``.
@@ -167,7 +166,7 @@ class CallbackStream(Handle):
         try:
             return await self._next()
         except GeneratorExit:
-            raise  # the task was destroyed with its loop: there is none to call handlers on
+            raise  # the task was destroyed with its loop, so no handler can be called
         except BaseException as error:
             await self._fail(error)
             raise
@@ -202,12 +201,12 @@ class CallbackStream(Handle):
         completion = getattr(error, "partial", None)
         if self._stream is not None:
             self._stream.close()
-            # A stream that failed has no completion; a deadline brings what there is.
+            # A failed stream has no completion; one that hit its deadline has a partial one.
             with contextlib.suppress(Exception):
                 completion = self._stream.completion()
         partial = {} if completion is None else {"response": self._result(completion)}
         try:
-            # Where a cancel scope has ended the reading, nothing else can be awaited.
+            # If a cancel scope has ended the reading, only a shielded scope can await.
             with anyio.CancelScope(shield=True):
                 await self._run.tell("on_llm_error", error, quiet=True, **partial)
         finally:
@@ -223,13 +222,12 @@ class CallbackStream(Handle):
         )
 
     def abort(self) -> None:
-        """Ends the request with finish reason ``abort``; what was generated can be read."""
+        """End the request with finish reason ``abort``; its output so far can still be read."""
         if self._stream is not None:
             self._stream.abort()
 
     async def aclose(self) -> None:
-        """Aborts the request, ends the iteration, and tells the handlers if there is
-        anything to tell."""
+        """Abort the request and end the iteration; calls ``on_llm_end`` if the run had started."""
         if self._stream is not None:
             self._stream.close()
         if self._ended or not self._started or self._stream is None:
@@ -245,7 +243,7 @@ class CallbackStream(Handle):
         await self.aclose()
 
     async def result(self) -> Completion:
-        """Reads to the end and returns the whole."""
+        """Read to the end, and return the completion."""
         async for _ in self:
             pass
         if self._stream is None:

@@ -1,8 +1,8 @@
-"""Messages, generations and results for callback handlers: LangChain's shapes without LangChain.
+"""Messages, generations and results for handlers, with LangChain's attributes.
 
 Handlers written for LangChain read attributes (``message.content``,
-``result.generations[0][0].text``) and call ``model_dump()``; nothing here is one of
-LangChain's own types, so that LangChain need not be installed.
+``result.generations[0][0].text``) and call ``model_dump()``. These types are not LangChain's own,
+so it need not be installed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SPEAKERS: Mapping[MessageType, str] = {
 
 
 class _Dumps:
-    """pydantic's ``model_dump`` for dataclasses, which tracers and loggers call."""
+    """Adds pydantic's ``model_dump``, which tracers and loggers call, to dataclasses."""
 
     def model_dump(self, **_: Any) -> dict[str, Any]:
         assert is_dataclass(self)
@@ -60,8 +60,8 @@ class CallbackMessage(_Dumps):
         content: the text, or the parts as they were given.
         type: "human", "ai", "system", "tool"; "chat" for any other role.
         role: the role that the message had.
-        usage_metadata: of an answer: ``input_tokens``, ``output_tokens``, ``total_tokens``
-            and ``input_token_details["cache_read"]``.
+        usage_metadata: token counts of an answer: ``input_tokens``, ``output_tokens``,
+            ``total_tokens`` and ``input_token_details["cache_read"]``.
     """
 
     content: Any
@@ -83,7 +83,7 @@ class CallbackMessage(_Dumps):
 
     @classmethod
     def from_chat(cls, message: Mapping[str, Any]) -> Self:
-        """From ``{"role": …, "content": …}``."""
+        """Convert a chat message ``{"role": …, "content": …}``."""
         role = str(message.get("role"))
         return cls(
             content=message.get("content") or "",
@@ -96,8 +96,8 @@ class CallbackMessage(_Dumps):
 
 @dataclass
 class CallbackGeneration(_Dumps):
-    """One output; ``message`` is set for conversations, as LangChain's ``ChatGeneration`` has
-    it. Also what ``chunk=`` of ``on_llm_new_token`` is."""
+    """One output, or a chunk of one for ``on_llm_new_token(chunk=…)``. For conversations
+    ``message`` is set, as in LangChain's ``ChatGeneration``."""
 
     text: str
     generation_info: dict[str, Any] | None = None
@@ -114,10 +114,10 @@ class CallbackChatGeneration(CallbackGeneration):
 
 @dataclass
 class CallbackResult(_Dumps):
-    """The argument of ``on_llm_end``, with the attributes of LangChain's ``LLMResult``.
+    """Argument of ``on_llm_end``, with the attributes of LangChain's ``LLMResult``.
 
     Attributes:
-        generations: for each prompt its outputs; here always one prompt.
+        generations: list of outputs for each prompt; here always one prompt.
         llm_output: ``token_usage`` and ``model_name``.
     """
 
@@ -127,12 +127,12 @@ class CallbackResult(_Dumps):
     type: str = "LLMResult"
 
     def flatten(self) -> list[Self]:
-        """One result for each prompt."""
+        """Split into one result for each prompt."""
         return [type(self)([outputs], self.llm_output) for outputs in self.generations]
 
 
 def messages_from_chat(messages: Any) -> list[CallbackMessage]:
-    """Raises InvalidRequestError if they are not dicts with a role."""
+    """Convert chat messages; InvalidRequestError if they are not dicts."""
     if not all(isinstance(message, Mapping) for message in messages):
         raise InvalidRequestError(
             'prompt: expected text, token ids, or messages {"role": …, "content": …}',
@@ -142,12 +142,12 @@ def messages_from_chat(messages: Any) -> list[CallbackMessage]:
 
 
 def buffer_string(messages: Sequence[CallbackMessage]) -> str:
-    """The conversation as one text, for handlers that know prompts only."""
+    """Conversation as one text, for handlers that only know prompts."""
     return "\n".join(f"{_SPEAKERS.get(m.type, m.role)}: {m.text}" for m in messages)
 
 
 def make_chunk(delta: Delta, several: bool, *, chat: bool, run_id: uuid.UUID) -> CallbackGeneration:
-    """A delta as a handler gets it; of ``several`` outputs, with the index of its own."""
+    """Convert a delta to a handler's chunk; with ``several`` outputs it has its output's index."""
     index = delta.index if several else None
     return _generation(delta, delta.usage, chat, run_id, "Chunk", index)
 
@@ -155,11 +155,11 @@ def make_chunk(delta: Delta, several: bool, *, chat: bool, run_id: uuid.UUID) ->
 def result_of(
     completion: Completion, *, chat: bool, run_id: uuid.UUID, model_name: str
 ) -> CallbackResult:
-    """A whole or partial completion as a handler gets it."""
+    """Convert a whole or partial completion to a handler's result."""
     usage = completion.usage
     several = len(completion.outputs) > 1
     generations = [
-        # The usage is that of all: a handler that adds generations up counts it once.
+        # Usage covers all outputs, so only the first has it: handlers may sum over generations.
         _generation(
             output,
             None if output.index else usage,
@@ -189,7 +189,8 @@ def _generation(
     index: int | None = None,
     **metadata: Any,
 ) -> CallbackGeneration:
-    """The output's text; of a conversation as a message, with ``metadata`` in its own."""
+    """Generation of an output's text. In a conversation it has a message, with ``metadata`` as its
+    metadata."""
     info: dict[str, Any] = {
         "index": index,
         "finish_reason": output.finish_reason,
@@ -210,7 +211,7 @@ def _generation(
 
 
 def usage_metadata(usage: Usage | None) -> dict[str, Any] | None:
-    """Token counts under LangChain's names."""
+    """Convert token counts to LangChain's names."""
     if usage is None:
         return None
     return {

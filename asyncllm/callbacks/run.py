@@ -1,4 +1,4 @@
-"""CallbackRun: the handlers of one stream, and how they are called."""
+"""CallbackRun: calls the handlers of one stream."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger("asyncllm.callbacks")
 
 @dataclass(eq=False)
 class CallbackRun:
-    """The handlers of one run, what they are called with, and how.
+    """Caller of one run's handlers.
 
     Attributes:
         messages: the conversation; None for a prompt.
@@ -45,7 +45,7 @@ class CallbackRun:
     _thread: ThreadPoolExecutor | None = None
 
     def __post_init__(self) -> None:
-        # A handler that wants to run inline (a tracer, which others build upon) comes first.
+        # Handlers that run inline come first: tracers, on which others build.
         self.handlers = sorted(self.handlers, key=lambda h: not _attribute(h, "run_inline"))
 
     @property
@@ -53,7 +53,7 @@ class CallbackRun:
         return {"run_id": self.run_id, "parent_run_id": self.parent_run_id, "tags": self.tags}
 
     async def start(self) -> None:
-        """Calls ``on_chat_model_start``, or ``on_llm_start``, of every handler."""
+        """Call ``on_chat_model_start`` or ``on_llm_start`` of every handler."""
         model = {
             "lc": 1,
             "type": "not_implemented",
@@ -75,8 +75,8 @@ class CallbackRun:
                 await self._call(handler, "on_llm_start", "ignore_llm", llm, extra)
 
     async def tell(self, event: str, *args: Any, quiet: bool = False, **extra: Any) -> None:
-        """Calls ``event`` of every handler, in order; ``quiet`` while an exception is on its way,
-        which a handler's own does not replace."""
+        """Call ``event`` of every handler, in order. With ``quiet``, handlers' exceptions are only
+        logged, so that they do not replace one that is being raised."""
         for handler in self.handlers:
             await self._call(handler, event, "ignore_llm", args, {**self.ids, **extra}, quiet)
 
@@ -89,8 +89,7 @@ class CallbackRun:
         extra: dict[str, Any],
         quiet: bool = False,
     ) -> bool:
-        """False if the handler does not have this event, or says so by
-        NotImplementedError."""
+        """Call one handler; False if it lacks the event or raises NotImplementedError."""
         method = _attribute(handler, event)
         if method is None:
             return False
@@ -112,20 +111,21 @@ class CallbackRun:
                 raise
             _log(handler, event)
             if _attribute(handler, "raise_error") and not quiet:
-                if isinstance(error, StopAsyncIteration):  # to the reader, the end of the stream
+                if isinstance(error, StopAsyncIteration):  # would end the reader's ``async for``
                     name = type(handler).__name__
                     raise RuntimeError(f"{name}.{event} raised StopAsyncIteration") from error
                 raise
         return True
 
     async def _on_thread(self, call: Any) -> None:
-        """A thread of this run's own, and not anyio's: a call that a cancelled task has left
-        behind ends before the next one begins, and handlers find what they keep by thread."""
+        """Run a call on the run's own thread. Unlike on anyio's threads, a call left behind by a
+        cancelled task ends before the next one begins, and handlers may use thread-local data."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-callbacks")
         context = contextvars.copy_context()
         if (sniffio := sys.modules.get("sniffio")) is not None:
-            # anyio.run notes its loop in the context; a handler may run another on this thread.
+            # The copied context names this loop's library, but a handler may run another loop on
+            # this thread.
             context.run(sniffio.current_async_library_cvar.set, None)
         await wait_for(self._thread.submit(context.run, call))
 
@@ -136,8 +136,7 @@ class CallbackRun:
 
 
 def _attribute(handler: Any, name: str) -> Any:
-    """None for what the handler does not have, or cannot say: ``__getattr__`` may raise
-    anything."""
+    """Attribute of a handler, or None; ``__getattr__`` may raise anything."""
     try:
         return getattr(handler, name, None)
     except Exception:
@@ -146,17 +145,17 @@ def _attribute(handler: Any, name: str) -> Any:
 
 
 def _ends_the_reading(error: BaseException) -> bool:
-    """Whether an exception came to the reading task from outside, and not from the handler."""
+    """Whether an exception came from outside, into the reading task, and not from the handler."""
     if isinstance(error, GeneratorExit):
-        # Thrown in, it closes the handler, and passes through none of its frames.
+        # If it was thrown into this task, its traceback has no frames of the handler.
         assert error.__traceback__ is not None
         return error.__traceback__.tb_next is None
     if isinstance(error, asyncio.CancelledError):
-        with contextlib.suppress(RuntimeError):  # on trio it is an exception as any other
+        with contextlib.suppress(RuntimeError):  # on trio it is an ordinary exception
             task = asyncio.current_task()
             return task is None or task.cancelling() > 0
     elif isinstance(error, anyio.get_cancelled_exc_class()):
-        return True  # only trio itself can make one
+        return True  # only trio can create one
     return isinstance(error, KeyboardInterrupt)
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints: a directory, a hub id or the packaged model, and what its files say."""
+"""Checkpoints: finding a model's files, and reading its configuration and tensors."""

@@ -1,5 +1,4 @@
-"""Codes: a quantised tensor as integers with scales, from which a loader makes plain weights, or
-weights that stay packed."""
+"""Codes: a quantised tensor as integers and scales. A loader dequantises it, or repacks it."""
 
 from __future__ import annotations
 
@@ -13,19 +12,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Codes:
-    """A tensor ``[out, in]`` whose elements are ``(code - zero) * scale``, with the zero and the
-    scale of their block of ``block`` rows and columns.
+    """Quantised tensor ``[out, in]`` with elements ``(code - zero) * scale``. Blocks of ``block``
+    (rows, columns) share a zero and a scale.
 
     Attributes:
-        bits: of a code.
-        rows: ``(start, stop)`` to the codes ``[stop - start, in]`` of these rows: uint8 from 0
-            on, or int8.
+        bits: bits of a code.
+        rows: function ``(start, stop)`` that returns the codes ``[stop - start, in]`` of these
+            rows, as uint8 or int8.
         scales: ``[ceil(out / block[0]), ceil(in / block[1])]``.
-        zeros: as ``scales``; None is 0.
-        column_groups: ``[in]`` int64, the column of ``scales`` that each input has, where those are
-            not in order; ``block[0]`` is 1 then.
-        is_signed: codes are int8.
-        step: rows that are stored together; ranges begin at multiples of it.
+        zeros: same shape as ``scales``; None is 0.
+        column_groups: ``[in]`` int64, the column of ``scales`` for each input, if inputs are not
+            grouped in order; ``block[0]`` is 1 then.
+        is_signed: whether codes are int8.
+        step: number of rows that are stored together; ranges begin at multiples of it.
     """
 
     bits: int

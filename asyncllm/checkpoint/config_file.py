@@ -12,11 +12,11 @@ from asyncllm import validation as check
 from asyncllm.errors import ModelLoadError
 
 MAX_SIZE = 2**24
-"""Of a dimension, far above any model's: what is larger would be allocated, or counted to."""
+"""Largest dimension, far above any model's: a larger value would be allocated, or counted to."""
 
 
 class _Required:
-    """The default of a field that has none."""
+    """Marker of a field that has no default."""
 
 
 REQUIRED: Final = _Required()
@@ -25,9 +25,9 @@ REQUIRED: Final = _Required()
 class ConfigFile:
     """The fields of a JSON object; JSON's null counts as absent.
 
-    Every getter raises ModelLoadError, naming the file, the field, its value and what would
-    have been accepted, for a value of the wrong kind, and for a missing field without a
-    ``default``.
+    Every getter raises ModelLoadError for a value of the wrong kind, and for a missing field
+    without a ``default``. The error names the file, the field, its value and what would have been
+    accepted.
 
     Attributes:
         path: the file, for messages.
@@ -40,7 +40,7 @@ class ConfigFile:
 
     @classmethod
     def read(cls, path: Path) -> ConfigFile:
-        """Raises ModelLoadError if the file is missing, unreadable or no JSON object."""
+        """Read a file; ModelLoadError if it is missing, unreadable or no JSON object."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
@@ -54,18 +54,18 @@ class ConfigFile:
 
     @classmethod
     def read_if_present(cls, path: Path) -> ConfigFile:
-        """As ``read``; a missing file is one without fields."""
+        """Read a file; a missing one has no fields."""
         return cls.read(path) if path.exists() else cls(path, {})
 
     def __contains__(self, name: str) -> bool:
         return self.values.get(name) is not None
 
     def bad(self, name: str, accepted: str) -> ModelLoadError:
-        """The error for the value that field ``name`` has."""
+        """Make the error for the value of field ``name``."""
         return self._refuse(name, self.values.get(name), accepted)
 
     def section(self, name: str) -> ConfigFile:
-        """The object in field ``name``; without fields if there is none."""
+        """Object in field ``name``; one without fields if absent."""
         value = self.values.get(name)
         if value is None:
             return ConfigFile(self.path, {})

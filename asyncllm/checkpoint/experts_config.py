@@ -8,21 +8,21 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class RoutingConfig:
-    """How a token's experts follow from the router's logits.
+    """Rules that choose and weight a token's experts from the router's logits.
 
     Attributes:
-        top_k: experts of a token.
-        scoring: of the logits; "softmax" is over all experts.
-        renormalise: the weights of a token are divided by their sum.
-        least_sum: that divides them where their sum is less.
-        scale: factor on the weights behind that.
-        num_groups, top_groups: experts are chosen from the groups, equally large, whose two best
-            scores have the greatest sums; one group is all experts.
-        correction: a bias per expert is added to the scores that choose, not to those that weigh.
-        correction_rows: its first dimension in a file, where it has two.
-        bias: the router's own, on the logits.
+        top_k: number of experts of a token.
+        scoring: function of the logits; "softmax" is over all experts.
+        renormalise: divide the weights of a token by their sum.
+        least_sum: lower bound of that sum.
+        scale: factor on the weights after renormalisation.
+        num_groups, top_groups: number of equal groups of experts, and of the groups to choose from:
+            those with the greatest sums of their two best scores.
+        correction: a bias per expert is added to the scores for choosing, not for the weights.
+        correction_rows: first dimension of that bias in a file, if it has two.
+        bias: the router has a bias on the logits.
         float32: logits are computed in float32, from weights in float32.
-        expert_scale: a factor per expert on its weights, behind all else.
+        expert_scale: a factor per expert on its weights, after everything else.
     """
 
     num_experts: int
@@ -42,9 +42,9 @@ class RoutingConfig:
 
 @dataclass(frozen=True, slots=True)
 class ActivationConfig:
-    """SiLU of the gate times up, or with ``gelu`` GELU by tanh; with a limit gpt-oss's clamped
-    SwiGLU, ``(up + 1) * gate * sigmoid(alpha * gate)``, gate at most and up within plus and minus
-    it."""
+    """Activation of experts: ``silu(gate) * up``; with ``gelu``, ``gelu_tanh(gate) * up``. With a
+    limit, gpt-oss's clamped SwiGLU: ``(up + 1) * gate * sigmoid(alpha * gate)``, gate at most
+    ``limit`` and up within ``±limit``."""
 
     limit: float | None = None
     alpha: float = 1.702
@@ -53,17 +53,17 @@ class ActivationConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsNames:
-    """Tensor names of a layer with experts, behind ``model.layers.N.``.
+    """Tensor names of a layer with experts, without the prefix ``model.layers.N.``.
 
     Attributes:
-        experts: what numbered experts are in; None where there are fused ones alone.
-        parts: of an expert: gate, up, down.
-        fused: what has all experts' ``gate_up_proj`` and ``down_proj``, in files that fuse them.
-        fused_router: the router's name in those.
-        transposed: fused tensors are ``[experts, in, out]``, and gate and up take turns.
-        correction, expert_scale, shared, shared_gate: of what not every family has.
-        router_norm, norm, mixed_norm, mlp_norm: of experts beside an MLP: before the router, before
-            and behind the experts, and behind the MLP.
+        experts: module of the numbered experts; None if files only have fused ones.
+        parts: an expert's projections: gate, up, down.
+        fused: module of all experts' ``gate_up_proj`` and ``down_proj``, in files that fuse them.
+        fused_router: the router's name in files with fused experts.
+        transposed: fused tensors are ``[experts, in, out]``, with gate and up interleaved.
+        correction, expert_scale, shared, shared_gate: names that only some families have.
+        router_norm, norm, mixed_norm, mlp_norm: norms of layers with experts beside an MLP: before
+            the router, before and after the experts, and after the MLP.
     """
 
     router: str = "mlp.gate"
@@ -87,12 +87,12 @@ class ExpertsConfig:
     """Experts in place of the MLP, or beside it, in the layers where ``layers[layer]`` is True.
 
     Attributes:
-        intermediate_size: of one expert.
-        shared_size: of the MLP that all tokens have beside their experts; 0 is none.
-        shared_gate: that is multiplied by the sigmoid of a logit of its own.
-        bias: on the experts' projections.
-        beside: the layers have their MLP as well, of which the experts are independent: all of them
-            read the residual, behind norms of their own.
+        intermediate_size: size of one expert.
+        shared_size: size of the shared MLP, which every token passes beside its experts; 0 is none.
+        shared_gate: the shared MLP's output is multiplied by the sigmoid of a logit of its own.
+        bias: the experts' projections have biases.
+        beside: the layers also have an ordinary MLP. MLP, router and experts all read the residual,
+            each through a norm of its own.
     """
 
     layers: tuple[bool, ...]

@@ -1,7 +1,7 @@
-"""FAMILIES: the architectures of the engine's own decoder, a row each, as data.
+"""FAMILIES: the architectures of the engine's own decoder, as data.
 
-A row says what transformers takes where a file is silent, what the tensors of a layer are called,
-and which fields of ModelConfig the family's own fields lead to. The decoder knows no family.
+A row has transformers' defaults for absent fields, the names of a layer's tensors, and functions
+that map the family's fields to those of ModelConfig. The decoder itself knows no families.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asyncllm.checkpoint.rope_config import (
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 Fields = dict[str, Any]
-"""Of ModelConfig."""
+"""Fields of a ModelConfig, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class TensorNames:
     """Names of a layer's tensors in a checkpoint.
 
     Attributes:
-        input_norm, post_norm: before attention and before the MLP; None where there is none.
-        mixer_norm, mlp_norm: behind attention and behind the MLP, before the residual is added.
-        qkv: projections whose rows are stacked to q, k and v, or one that has all of them.
-        mlp: module of the projections below.
-        gate_up: gate and up projection, or one that has both.
+        input_norm, post_norm: norms before attention and before the MLP; None if there is none.
+        mixer_norm, mlp_norm: norms after attention and after the MLP, before the residual is added.
+        qkv: the projections q, k and v, or one projection with the rows of all three.
+        mlp: module of the MLP's projections.
+        gate_up: gate and up projection, or one projection with the rows of both.
     """
 
     input_norm: str | None = "input_layernorm"
@@ -49,12 +49,12 @@ class TensorNames:
 
 
 BEFORE = TensorNames()
-"""Norms before attention and MLP, as Llama has them."""
+"""Names with norms before attention and MLP, as in Llama."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a model, that its rows need.
+    """Sizes of a model that functions of a family need.
 
     Attributes:
         rotary_dim: elements of a head that RoPE rotates.
@@ -68,17 +68,17 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """An architecture.
+    """An architecture of the engine's own decoder.
 
     Attributes:
-        defaults: transformers' own, of fields that a file may leave out.
-        eos_token_ids: where neither file names one.
-        names: of the tensors of a layer.
+        defaults: transformers' defaults of fields that a file may leave out.
+        eos_token_ids: used if neither configuration file has any.
+        names: names of a layer's tensors.
         activation: the field that names the activation of the MLP.
-        rotates: ``partial_rotary_factor`` where a file has none; None takes no other than 1.
-        text_part: text models of multimodal checkpoints are read as well.
-        covers: whether a file is of a model that the decoder computes; None is every one.
-        read: further fields of ModelConfig, from the file.
+        rotates: default of ``partial_rotary_factor``; None accepts only 1.
+        text_part: also reads the text models of multimodal checkpoints.
+        covers: tells whether the decoder supports the model of a file; None accepts all.
+        read: reads further fields of ModelConfig from a file.
     """
 
     architecture: str
@@ -96,13 +96,13 @@ class Family:
 
 
 def read_biases(config: ConfigFile) -> Fields:
-    """``attention_bias`` on all four projections of attention."""
+    """Read ``attention_bias``, which applies to all four projections of attention."""
     bias = config.boolean("attention_bias", False)
     return {"attention_bias": bias, "output_bias": bias}
 
 
 def read_window(config: ConfigFile, layers: tuple[bool, ...]) -> Fields:
-    """Sliding layers where ``layer_types`` says so, ``layers`` unless it is there."""
+    """Read the sliding window and its layers; ``layers`` if ``layer_types`` is absent."""
     layers = _layer_types(config, layers)
     window = config.integer("sliding_window", None, high=MAX_POSITIONS)
     if any(layers) and window is None:
@@ -111,7 +111,7 @@ def read_window(config: ConfigFile, layers: tuple[bool, ...]) -> Fields:
 
 
 def read_switched_window(config: ConfigFile, sizes: Sizes, layers: tuple[bool, ...]) -> Fields:
-    """As ``read_window``, where ``use_sliding_window`` switches it on."""
+    """Read the window if ``use_sliding_window`` is true; else there is none."""
     if config.boolean("use_sliding_window", False):
         return read_window(config, layers)
     file = ConfigFile(config.path, {**config.values, "sliding_window": None})
@@ -119,7 +119,7 @@ def read_switched_window(config: ConfigFile, sizes: Sizes, layers: tuple[bool, .
 
 
 def _window_everywhere(config: ConfigFile, sizes: Sizes) -> Fields:
-    """A sliding window in all layers, or in none where it is null."""
+    """Read a sliding window of all layers, or of none if it is null."""
     window = config.integer("sliding_window", None, high=MAX_POSITIONS)
     implied = (window is not None,) * sizes.num_layers
     if _layer_types(config, implied) != implied:
@@ -129,7 +129,7 @@ def _window_everywhere(config: ConfigFile, sizes: Sizes) -> Fields:
 
 
 def _layer_types(config: ConfigFile, default: tuple[bool, ...]) -> tuple[bool, ...]:
-    """True for each layer that ``layer_types`` calls sliding; ``default`` without it."""
+    """Read per layer whether ``layer_types`` calls it sliding; ``default`` if absent."""
     if "layer_types" not in config:
         return default
     kinds = config.values["layer_types"]
@@ -141,7 +141,7 @@ def _layer_types(config: ConfigFile, default: tuple[bool, ...]) -> tuple[bool, .
 
 
 def every(count: int, sizes: Sizes) -> tuple[bool, ...]:
-    """True but for each ``count``-th layer."""
+    """A bool per layer: False for every ``count``-th, else True."""
     return tuple((index + 1) % count != 0 for index in range(sizes.num_layers))
 
 
@@ -203,7 +203,7 @@ def _ropes_by_layer(config: ConfigFile, sizes: Sizes, rotates: tuple[bool, ...])
 
 
 def _by_kind(ropes: Mapping[str, RopeConfig], sliding: tuple[bool, ...]) -> Fields:
-    """The RoPE of each layer by its kind."""
+    """Set the RoPE of each layer by its kind."""
     return {"layer_ropes": tuple(ropes[SLIDING if each else FULL] for each in sliding)}
 
 
@@ -224,7 +224,7 @@ def _olmo3(config: ConfigFile, sizes: Sizes) -> Fields:
 
 
 def _phi3(config: ConfigFile, sizes: Sizes) -> Fields:
-    # Files of its first versions call longrope so.
+    # Its first files have other names for longrope.
     rope = read_rope(config, sizes.rotary_dim, {"su": "longrope", "yarn": "longrope"})
     return {"rope": rope, **_window_everywhere(config, sizes)}
 
@@ -240,7 +240,7 @@ def _granite(config: ConfigFile, sizes: Sizes) -> Fields:
 
 
 def _is_dense_granite4(config: ConfigFile) -> bool:
-    """Without experts, and attention in every layer."""
+    """Whether a Granite 4 has no experts, and attention in every layer."""
     kinds = config.values.get("layer_types")
     attends = isinstance(kinds, list) and all(each in ("attention", FULL) for each in kinds)
     return attends and config.values.get("num_local_experts") == 0
@@ -259,7 +259,7 @@ def _glm4(config: ConfigFile, sizes: Sizes) -> Fields:
 
 
 def _gemma(config: ConfigFile, sizes: Sizes) -> Fields:
-    """Fields that Gemma 2 and 3 share: norms of 1 + w in float32, scaled embeddings."""
+    """Read the fields that Gemma 2 and 3 share: norms of 1 + w in float32, scaled embeddings."""
     if config.values.get("use_bidirectional_attention"):
         raise config.bad("use_bidirectional_attention", "false: a decoder")
     return {
@@ -307,7 +307,7 @@ GLM4 = TensorNames(
 )
 
 AS_MANY = {"num_key_value_heads": None}
-"""As many key/value heads as query heads where the field is absent."""
+"""Default of families with as many key/value heads as query heads."""
 
 _GEMMA: Fields = {
     "head_dim": 256,
@@ -316,7 +316,7 @@ _GEMMA: Fields = {
     "sliding_window": 4096,
 }
 _GEMMA2 = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **_GEMMA}
-# Files of multimodal checkpoints leave out what is the default, sizes among it.
+# Files of multimodal checkpoints leave out defaults, sizes too.
 _GEMMA3 = {
     "vocab_size": 262_208,
     "max_position_embeddings": 131_072,
@@ -332,7 +332,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen2": Family("Qwen2ForCausalLM", {"sliding_window": 4096}, read=_qwen2),
     "qwen3": Family("Qwen3ForCausalLM", {"sliding_window": 4096, "head_dim": 128}, read=_qwen3),
-    # The positions of text are the same in the three parts of its RoPE.
+    # For text, the three parts of its RoPE have equal positions.
     "qwen3_vl_text": Family(
         "Qwen3ForCausalLM",
         {"sliding_window": 4096, "head_dim": 128, "rope_theta": 500_000.0},
@@ -405,4 +405,4 @@ FAMILIES: dict[str, Family] = {
         read=_gemma3,
     ),
 }
-"""By ``model_type``."""
+"""Families by ``model_type``."""

@@ -1,4 +1,4 @@
-"""FileVersion: a file of weights as it was first seen, to notice another in its place."""
+"""FileVersion: notices that a file of weights was replaced while it is read."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from asyncllm.errors import ModelLoadError
 
 
 class FileVersion:
-    """Size and time of a file, which is mapped and read bit by bit: were another written in its
-    place meanwhile, the weights would be a mixture of two checkpoints, and a read behind the end of
-    one that was cut short would end the process.
+    """Size and time of a file that is mapped and read piece by piece. If it were overwritten
+    meanwhile, the weights would mix two checkpoints; if it were truncated, a read beyond its end
+    would crash the process.
 
     Raises:
-        OSError: there is none.
+        OSError: if there is no such file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -22,7 +22,8 @@ class FileVersion:
         self.size, self._time = _seen(path)
 
     def check(self) -> None:
-        """Raises ModelLoadError if it has changed. What is mapped outlives its name."""
+        """Raise ModelLoadError if the file has changed. A deleted one is fine: its mapping
+        remains."""
         with suppress(FileNotFoundError):
             if _seen(self.path) != (self.size, self._time):
                 raise ModelLoadError(f"{self.path}: was changed while it was loaded")

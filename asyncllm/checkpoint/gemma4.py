@@ -1,4 +1,4 @@
-"""GEMMA4: the rows of Gemma 4, whose layers differ in their heads, their KV and their MLP."""
+"""GEMMA4: the families of Gemma 4, whose layers differ in heads, KV and MLP."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from asyncllm.checkpoint.rope_config import RENAMED, RopeConfig, RopeKind, rope_
 
 
 def _gemma4(config: ConfigFile, sizes: Sizes) -> Fields:
-    """Dense, or with experts beside the MLP of every layer."""
+    """Read Gemma 4: dense, or with experts beside the MLP of every layer."""
     if config.values.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise config.bad("use_bidirectional_attention", "null, or 'vision' for images alone")
     window = read_window(config, every(6, sizes))
-    # The last layer is full also where the file says sliding, as in transformers.
+    # As in transformers, the last layer is full even if the file says sliding.
     slides = (*window["sliding_layers"][:-1], False)
     kinds = tuple(SLIDING if each else FULL for each in slides)
     ropes = {kind: _rope(config, sizes, kind) for kind in sorted(set(kinds))}
@@ -65,8 +65,8 @@ def _gemma4(config: ConfigFile, sizes: Sizes) -> Fields:
 
 
 def _layers(config: ConfigFile, slides: tuple[bool, ...]) -> list[LayerConfig]:
-    """Full layers have other heads: files of transformers from 5.20 on name them by layer, earlier
-    ones for all of them."""
+    """Read the sizes of each layer. Full layers have other heads: files of transformers 5.20 and
+    later list them by layer, earlier files once for all."""
     shared = config.boolean("attention_k_eq_v", False)
     near = LayerConfig(
         config.integer("num_key_value_heads"),
@@ -138,4 +138,4 @@ GEMMA4: dict[str, Family] = {
         read=_gemma4,
     ),
 }
-"""By ``model_type``."""
+"""Families by ``model_type``."""

@@ -1,7 +1,7 @@
-"""gguf_config: what the metadata of a GGUF file says of the model, as a config.json says it.
+"""gguf_config: converts the metadata of a GGUF file to the fields of config.json.
 
-transformers has such a table too; it leaves out the head size and the RoPE factors, without which
-a model is computed that is not the file's.
+transformers' own table leaves out the head size and the RoPE factors, and so computes another model
+than the file's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-"""By ``general.architecture``; Mistral's files are "llama" as well."""
+"""Architectures by ``general.architecture``; Mistral's files say "llama" too."""
 
 _COPIED = {
     "context_length": "max_position_embeddings",
@@ -38,15 +38,15 @@ _READ = (
 ).split()
 
 LLAMA3_FREQUENCIES = (1.0, 4.0, 8192)
-"""low_freq_factor, high_freq_factor and original_max_position_embeddings of all Llama 3.1 to 3.3.
-A file has the factors that they lead to."""
+"""low_freq_factor, high_freq_factor and original_max_position_embeddings of Llama 3.1 to 3.3. A
+GGUF file only has the resulting factor of each frequency."""
 
 
 def gguf_config(file: GGUFFile) -> ConfigFile:
-    """The fields of config.json that ModelConfig reads.
+    """Convert a GGUF file's metadata to the fields that ModelConfig reads.
 
     Raises:
-        ModelLoadError: an architecture, a part of a split file, or a value that is not supported.
+        ModelLoadError: for an unsupported architecture or value, or a part of a split file.
     """
     metadata = ConfigFile(file.path, file.metadata)
     architecture = metadata.choice("general.architecture", tuple(ARCHITECTURES))
@@ -103,13 +103,14 @@ def _vocabulary(file: GGUFFile) -> int:
 
 
 def _end_tokens(metadata: ConfigFile) -> list[int]:
-    """Those that llama.cpp ends an answer at, as far as the file names them."""
+    """Tokens at which llama.cpp ends an answer, if the file has them."""
     names = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
     return [metadata.integer(name, low=0) for name in names if name in metadata]
 
 
 def _dtype(file: GGUFFile) -> str:
-    """float16 where all 16-bit tensors are, else what such models are trained in."""
+    """Model dtype: float32 or float16 if the tensors have no other; else bfloat16, as in
+    training."""
     kinds = {GGML_TYPES[tensor.type][0] for tensor in file.tensors.values()}
     if kinds == {"F32"}:
         return "float32"
@@ -130,7 +131,7 @@ def _rope(file: GGUFFile, fields: ConfigFile) -> dict[str, Any] | None:
 
 
 def _llama3(file: GGUFFile, fields: ConfigFile) -> dict[str, Any] | None:
-    """The rescaling whose result for each frequency the file has."""
+    """Llama 3 RoPE scaling that gives the file's frequency factors; None without scaling."""
     found, size = file.floats("rope_freqs.weight"), _head_dim(fields)
     factor = max(found)
     if factor == 1.0 == min(found):

@@ -1,4 +1,4 @@
-"""GGUFFile: the metadata and the tensor table of a GGUF file, checked against its length."""
+"""GGUFFile: metadata and tensor table of a GGUF file, checked against its length."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from asyncllm.checkpoint.file_version import FileVersion
 from asyncllm.errors import ModelLoadError
 
 MAX_ENTRIES = 2**17
-"""Of metadata and of tensors, far above any file's."""
+"""Most entries of metadata, and of tensors, far above any file's."""
 
 MAX_NAME = 256
-"""Bytes of a key or of a tensor's name, four times what llama.cpp takes of the latter: messages
-have names in them."""
+"""Most bytes of a key or a tensor's name, four times llama.cpp's limit. Bounded because error
+messages contain names."""
 
 MAX_ARRAY = 2**12
-"""Elements of an array that are kept; of a longer one, a vocabulary, its length."""
+"""Most elements of an array that is kept. Of a longer one, such as a vocabulary, only the length
+is."""
 
 _SCALARS = {
     0: "B",
@@ -64,17 +65,17 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = {
     35: ("TQ2_0", 256, 66),
     39: ("MXFP4", 32, 17),
 }
-"""By number: name, elements of a block, bytes of a block (``ggml.h``)."""
+"""Types by number: name, elements of a block, bytes of a block (``ggml.h``)."""
 
 PLAIN_TYPES = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """An entry of the table.
+    """Entry of the tensor table.
 
     Attributes:
-        shape: in torch's order, the dimension whose elements are adjacent last.
+        shape: in torch's order: the contiguous dimension is last.
         type: number in ``GGML_TYPES``.
         start: first byte in the file.
     """
@@ -89,14 +90,13 @@ class GGUFFile:
     """The header of a GGUF file, versions 2 and 3 (``ggml/docs/gguf.md``).
 
     Attributes:
-        metadata: values by key; an array of more than ``MAX_ARRAY`` elements, or of strings, is
+        metadata: values by key; for an array of strings, or of more than ``MAX_ARRAY`` elements,
             its length.
         tensors: by name.
-        version: of the file, as the header was read from it.
+        version: FileVersion of the file when its header was read.
 
     Raises:
-        ModelLoadError: the file cannot be read, is no such file, or says something that its
-            length contradicts.
+        ModelLoadError: if the file cannot be read, is no GGUF file, or contradicts its length.
     """
 
     def __init__(self, path: Path) -> None:
@@ -110,14 +110,14 @@ class GGUFFile:
                 self._read(_Cursor(path, data))
         except OSError as error:
             raise ModelLoadError(f"{path}: cannot be read ({error.strerror or error})") from error
-        except ValueError as error:  # of an empty file
+        except ValueError as error:  # an empty file
             raise ModelLoadError(f"{path}: not a GGUF file ({error})") from error
 
     def floats(self, name: str) -> tuple[float, ...]:
-        """The elements of a small tensor of type F32.
+        """Elements of a small tensor of type F32.
 
         Raises:
-            ModelLoadError: it is another.
+            ModelLoadError: for a tensor of another type, or a large one.
         """
         tensor = self.tensors[name]
         count = math.prod(tensor.shape)
@@ -193,7 +193,7 @@ class GGUFFile:
 
 
 class _Cursor:
-    """Reads values one after the other, none beyond the end of the file."""
+    """Reader of consecutive values that never reads beyond the end of the file."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.position = path, data, 0

@@ -1,5 +1,4 @@
-"""HYBRID_FAMILIES: the architectures with gated delta rules beside attention, a row each, as
-data."""
+"""HYBRID_FAMILIES: the architectures with gated delta rules and attention, as data."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ MAX_HEADS, MAX_HEAD_DIM, MAX_CONV_WIDTH = 1024, 1024, 16
 
 
 def _linear_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
-    """True for each layer that ``layer_types`` calls linear; without it all but every
+    """Read per layer whether it is linear: by ``layer_types``, else all but every
     ``full_attention_interval``-th."""
     kinds, count = config.values.get("layer_types"), sizes.num_layers
     if kinds is None:
@@ -32,7 +31,7 @@ def _linear_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
 
 
 def _gated_delta(config: ConfigFile, sizes: Sizes, *, by_key_head: bool = False) -> Fields:
-    """Three layers of a gated delta rule to one of attention, whose output has a gate."""
+    """Read the fields of a hybrid model: gated delta rules, and attention with a gated output."""
     config.choice("hidden_act", ("silu", "swish"), "silu")
     if not config.boolean("attn_output_gate", True):
         raise config.bad("attn_output_gate", "true: attention has a gate on its output")
@@ -76,7 +75,7 @@ def _experts(config: ConfigFile, layers: tuple[bool, ...], routing: RoutingConfi
 def _qwen3_5_moe(config: ConfigFile, sizes: Sizes) -> Fields:
     routing = RoutingConfig(*expert_counts(config, "num_experts"), renormalise=True)
     experts = _experts(config, (True,) * sizes.num_layers, routing)
-    # No layer has an MLP of its own, and so no file a size of one.
+    # No layer has an ordinary MLP, so files have no size for one.
     dense = {"intermediate_size": config.integer("moe_intermediate_size")}
     return {**_gated_delta(config, sizes), **experts, **dense}
 
@@ -97,7 +96,7 @@ _GATED_DELTA: Fields = {
 }
 
 HYBRID_FAMILIES: dict[str, Family] = {
-    # The positions of text are the same in the three parts of the RoPE of Qwen3.5.
+    # For text, the three parts of Qwen3.5's RoPE have equal positions.
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM", _GATED_DELTA, rotates=0.25, text_part=True, read=_gated_delta
     ),
@@ -111,4 +110,4 @@ HYBRID_FAMILIES: dict[str, Family] = {
         read=_qwen3_next,
     ),
 }
-"""By ``model_type``."""
+"""Families by ``model_type``."""

@@ -1,4 +1,4 @@
-"""importing_transformers: the turns of a process's engines at importing transformers."""
+"""importing_transformers: lets a process's engines import transformers one at a time."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 IMPORT_SECONDS = 60.0
-"""How long an engine waits for another that imports."""
+"""Seconds that an engine waits for another one's import."""
 
 _IMPORTING = threading.Lock()
-"""Of the process, as the imported modules are."""
+"""One lock per process, because modules are imported once per process."""
 
 
 @contextmanager
 def importing_transformers() -> Iterator[None]:
-    """Within it, names of transformers are looked up for the first time. Engines that start at once
-    take turns: transformers and many of its packages put another module into ``sys.modules`` when
-    they are complete, and an ``import`` that waits for another thread's keeps the one that it found
-    before, without most of its names. One that hangs there does not hold up the others for good."""
+    """Import transformers, and lock out other engines while its names are first looked up. Once
+    imported, transformers and many of its packages replace themselves in ``sys.modules``; a thread
+    that imports them at the same time keeps the incomplete module. An engine that hangs here blocks
+    the others for IMPORT_SECONDS only."""
     held = _IMPORTING.acquire(timeout=IMPORT_SECONDS)
     try:
-        # The application may import it at the same time. Unlike the statement, this looks again.
+        # The application may import it at the same time. Unlike ``import``, this looks into
+        # ``sys.modules`` again.
         importlib.import_module("transformers")
         yield
     finally:

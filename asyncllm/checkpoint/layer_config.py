@@ -10,12 +10,12 @@ from asyncllm.checkpoint.config_file import ConfigFile
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """Sizes of a layer.
+    """Sizes of one layer.
 
     Attributes:
-        intermediate_size: of its MLP.
-        kv_layer: the earlier layer whose keys and values it attends to; None where it has its own.
-        value_is_key: values are what the projection of keys gives, before its norm and RoPE.
+        intermediate_size: size of its MLP.
+        kv_layer: earlier layer whose keys and values it shares; None if it has its own.
+        value_is_key: values equal the output of the key projection, before norm and RoPE.
     """
 
     num_kv_heads: int
@@ -27,9 +27,8 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True)
 class LayerInputConfig:
-    """Inputs of each layer beside the hidden states (the per-layer embeddings of Gemma 3n and
-    4): a part of an embedding of its own, and of a projection of the first layer's
-    input.
+    """Per-layer embeddings (Gemma 3n and 4), an input of each layer beside the hidden states. Each
+    layer gets a slice of a second embedding and of a projection of the first layer's input.
 
     Attributes:
         size: elements per layer.
@@ -41,11 +40,11 @@ class LayerInputConfig:
 
 
 def read_heads(config: ConfigFile, layers: Sequence[LayerConfig]) -> list[LayerConfig]:
-    """``layers`` with the heads that ``per_layer_config`` has for some of them.
+    """Apply the heads that ``per_layer_config`` has for some layers.
 
     Raises:
-        ModelLoadError: layers that are not there, fields that no layer has of its own, and heads
-            that do not fit.
+        ModelLoadError: for layers that do not exist, other fields than heads, and heads that do not
+            fit.
     """
     section, found = config.section("per_layer_config"), list(layers)
     names = {"num_key_value_heads": "num_kv_heads", "head_dim": "head_dim"}
@@ -72,12 +71,11 @@ def read_heads(config: ConfigFile, layers: Sequence[LayerConfig]) -> list[LayerC
 def share_kv(
     config: ConfigFile, layers: Sequence[LayerConfig], kinds: Sequence[Hashable]
 ) -> tuple[LayerConfig, ...]:
-    """``layers`` of which the last ``num_kv_shared_layers`` attend to the keys and values of the
-    last layer of their kind before them; with ``use_double_wide_mlp`` these have an MLP of twice
-    the size.
+    """Let the last ``num_kv_shared_layers`` layers share the KV of the last layer of their kind
+    before them. With ``use_double_wide_mlp`` their MLP has twice the size.
 
     Raises:
-        ModelLoadError: there is no such layer, or its heads are others.
+        ModelLoadError: if there is no such layer, or its heads differ.
     """
     count = config.integer("num_kv_shared_layers", 0, low=0, high=len(layers) - 1)
     first, found = len(layers) - count, list(layers)

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LinearAttentionConfig:
-    """A gated delta rule behind a short convolution (Yang et al., 2025) in place of attention, in
-    the layers where ``layers[layer]`` is True.
+    """Gated delta rule after a short convolution (Yang et al., 2025). It replaces attention in the
+    layers where ``layers[layer]`` is True.
 
     Attributes:
-        num_key_heads: of queries and of keys; each serves equally many value heads, which follow
-            one another.
+        num_key_heads: heads of queries and of keys; each serves the same number of consecutive
+            value heads.
         key_dim, value_dim: size of a head.
-        conv_width: inputs that an output of the convolution sees, its own included.
-        by_key_head: a file has the rows of q, k, v and z of each key head together, and those of
-            the gates (Qwen3-Next), and not all of q, then all of k, and so on.
+        conv_width: kernel size of the convolution, the current input included.
+        by_key_head: a file groups the rows of q, k, v, z and of the gates by key head (Qwen3-Next),
+            instead of all rows of q, then all of k, and so on.
     """
 
     layers: tuple[bool, ...]
@@ -29,12 +29,12 @@ class LinearAttentionConfig:
 
     @property
     def key_size(self) -> int:
-        """Of all key heads."""
+        """Total size of all key heads."""
         return self.num_key_heads * self.key_dim
 
     @property
     def value_size(self) -> int:
-        """Of all value heads."""
+        """Total size of all value heads."""
         return self.num_value_heads * self.value_dim
 
     @property

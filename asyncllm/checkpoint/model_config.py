@@ -1,4 +1,4 @@
-"""ModelConfig: a checkpoint's description of itself, read without torch."""
+"""ModelConfig: configuration of a checkpoint, read without torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Activation = Literal["gelu_tanh", "silu"]
 QUANT_METHODS = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gguf", "gptq", "mxfp4")
 
 FAMILIES = DENSE_FAMILIES | MOE_FAMILIES | HYBRID_FAMILIES | GEMMA4
-"""By ``model_type``."""
+"""Families by ``model_type``."""
 
 MAX_LAYERS = 1024
 
@@ -38,55 +38,55 @@ ACTIVATIONS: dict[str, Activation] = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-"""By the name that a file has for it."""
+"""Activations by their name in a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder, from its ``config.json`` and ``generation_config.json``, or its GGUF file.
+    """Configuration of a decoder, from ``config.json`` and ``generation_config.json``, or a GGUF
+    file.
 
     Attributes:
         path: local directory of the files, or the GGUF file.
         architecture: e.g. "Qwen3ForCausalLM".
         max_position_embeddings: the model's context in tokens.
-        dtype: the checkpoint's own: "float32", "bfloat16" or "float16"; "float32" where the
-            files do not say.
-        is_text_part: the checkpoint has other towers as well.
-        names: of the tensors of a layer; which norms a layer has is what it has names for.
-        qk_norm: RMSNorm over each query and key head before RoPE (Qwen3), or over all of them
-            where ``norms_whole_projections`` (OLMo 2).
+        dtype: the checkpoint's dtype: "float32", "bfloat16" or "float16"; "float32" by default.
+        is_text_part: the model is the text part of a multimodal checkpoint.
+        names: names of a layer's tensors; a layer has the norms that have names.
+        qk_norm: RMSNorm over each query and key head before RoPE (Qwen3), or, with
+            ``norms_whole_projections``, over all heads together (OLMo 2).
         value_norm: RMSNorm without a weight over each value head.
-        norm_offset: what is added to the weights of norms (1 in Gemma's).
-        wide_norms: norms are multiplied by their weight in float32, and rounded once.
+        norm_offset: added to the weights of norms (1 for Gemma).
+        wide_norms: norms multiply by their weight in float32, and round once.
         attention_bias: biases on q, k and v; ``output_bias`` on o; ``mlp_bias`` on the MLP.
         attention_scale: factor of the scores; None is ``head_dim ** -0.5``.
-        attention_softcap, logits_softcap: ``cap * tanh(x / cap)`` of scores, and of logits.
-        embedding_multiplier: of embeddings; rounded to the model's dtype first where
-            ``rounds_embedding_multiplier``.
-        residual_multiplier: of what a block adds to the residual.
-        logits_divisor: of the logits.
-        rope: of all layers, unless ``layer_ropes`` has one for each.
-        rotary_dim: elements of a head that RoPE rotates; None is all. The others are behind them.
-        interleaved_rope: elements that are rotated together are neighbours in the head, and not in
-            the same place of its halves.
-        sliding_window: positions each token sees, itself included, in the layers where
-            ``sliding_layers[layer]`` is True; None where no layer has one.
+        attention_softcap, logits_softcap: caps of scores and of logits, ``cap * tanh(x / cap)``.
+        embedding_multiplier: factor of embeddings; with ``rounds_embedding_multiplier`` it is
+            rounded to the model's dtype first.
+        residual_multiplier: factor of a block's output, before it is added to the residual.
+        logits_divisor: divisor of the logits.
+        rope: RoPE of all layers, unless ``layer_ropes`` has one for each.
+        rotary_dim: number of leading elements of a head that RoPE rotates; None is all.
+        interleaved_rope: RoPE rotates pairs of neighbours, instead of pairs of the head's two
+            halves.
+        sliding_window: positions that a token sees, itself included, in the layers where
+            ``sliding_layers[layer]`` is True; None if there are none.
         sliding_layers: one entry per layer.
-        layers: of each layer, where they differ; () is alike.
-        layer_input: what each layer takes of a token beside the hidden states.
-        layer_scalar: the hidden states behind each layer are multiplied by a number of its own.
+        layers: sizes of each layer if they differ; () if all are equal.
+        layer_input: per-layer embeddings; None without.
+        layer_scalar: each layer's output is multiplied by a number from the checkpoint.
         sinks: each layer has a logit per query head that takes part in the softmax of its scores.
-        gated_attention: a gate for each element of attention's output, by whose sigmoid it is
-            multiplied; a file has those of a query head behind its queries.
-        linear_attention: of the layers that have it in place of attention.
-        experts: of the layers that have them in place of an MLP.
-        unused_layers: layers behind the last that the checkpoint has for other uses (predictors of
-            further tokens).
-        eos_token_ids: ids that end an output, those of ``generation_config`` first.
+        gated_attention: attention's output is multiplied by the sigmoid of a gate, element by
+            element. In a file the gates of a head follow its queries.
+        linear_attention: configuration of layers with linear attention; None without.
+        experts: configuration of layers with experts; None without.
+        unused_layers: number of further layers in the checkpoint, for other uses (multi-token
+            prediction).
+        eos_token_ids: ids that end an output; those of ``generation_config`` come first.
         quantization: ``quant_method`` of the checkpoint's weights; None for plain ones.
         generation_defaults: ``temperature``, ``top_p``, ``top_k``, ``min_p`` and
-            ``repetition_penalty`` where ``generation_config`` sets them, with any
-            ``do_sample``, as in vLLM.
+            ``repetition_penalty`` if ``generation_config`` sets them; ``do_sample`` is ignored, as
+            in vLLM.
     """
 
     path: Path
@@ -139,24 +139,24 @@ class ModelConfig:
     generation_defaults: Mapping[str, Any] | None = None
 
     def layer(self, index: int) -> LayerConfig:
-        """The sizes of a layer."""
+        """Sizes of one layer."""
         if self.layers:
             return self.layers[index]
         return LayerConfig(self.num_kv_heads, self.head_dim, self.intermediate_size)
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> ModelConfig:
-        """Reads the configuration in a directory or a GGUF file; both generations of
-        transformers' keys.
+        """Read the configuration in a directory or a GGUF file, with transformers' old and new
+        keys.
 
-        A field that is absent has the default that transformers gives it for that
-        architecture, except the sizes, which must be there.
+        An absent field has transformers' default for the architecture, except sizes, which must be
+        there.
 
         Raises:
-            ModelLoadError: for a missing or damaged file, an architecture, RoPE type,
-                activation or quantisation that is not supported, a field that is missing or
-                of the wrong kind, and numbers that contradict each other. The message names
-                the file, the field, its value and what would have been accepted.
+            ModelLoadError: for a missing or damaged file, an unsupported architecture, RoPE type,
+                activation or quantisation, a missing or invalid field, and numbers that contradict
+                each other. The message names the file, the field, its value and what would have
+                been accepted.
         """
         directory = Path(path)
         if directory.suffix == GGUF_SUFFIX:
@@ -202,13 +202,13 @@ class ModelConfig:
 
 
 def has_native_decoder(config: ConfigFile) -> bool:
-    """Whether the engine's own decoder has the architecture."""
+    """Whether the engine's own decoder supports the architecture."""
     return _find_family(config) is not None
 
 
 def _find_family(config: ConfigFile) -> tuple[Family, bool] | None:
-    """The row of a file's architecture, and whether it is the text part of a multimodal model; None
-    where there is none that covers it."""
+    """Family of a file's architecture, and whether it is the text part of a multimodal model; None
+    if the decoder does not support it."""
     found = _named_family(config)
     if found is None or found[0].covers is None or found[0].covers(config):
         return found
@@ -216,8 +216,8 @@ def _find_family(config: ConfigFile) -> tuple[Family, bool] | None:
 
 
 def _named_family(config: ConfigFile) -> tuple[Family, bool] | None:
-    """By ``architectures`` where it is set, else by what ``model_type`` implies, as for files that
-    were saved from a configuration without a model."""
+    """Family by ``architectures``, or by ``model_type`` if that is absent, as in a configuration
+    that was saved without its model."""
     text = config.values.get("text_config")
     if isinstance(text, dict):
         family = FAMILIES.get(str(text.get("model_type")))
@@ -233,8 +233,8 @@ def _named_family(config: ConfigFile) -> tuple[Family, bool] | None:
 
 
 def _family(config: ConfigFile) -> tuple[Family, ConfigFile, bool]:
-    """The row of a file's architecture, its fields with what the family takes for those that are
-    absent, and whether they are those of the text part."""
+    """Family of a file's architecture, the file's fields with the family's defaults, and whether
+    these are of a text part."""
     found = _find_family(config)
     if found is None:
         if "architectures" not in config and "model_type" in config:
@@ -244,7 +244,7 @@ def _family(config: ConfigFile) -> tuple[Family, ConfigFile, bool]:
     family, is_text_part = found
     values = dict(config.values)
     if is_text_part:
-        # What the whole model says of both, its text part may leave out, or contradict.
+        # The outer fields win: the text part may leave them out, or contradict them.
         shared = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
         outer = {name: values[name] for name in shared if values.get(name) is not None}
         inner = values["text_config"]
@@ -254,7 +254,7 @@ def _family(config: ConfigFile) -> tuple[Family, ConfigFile, bool]:
 
 
 def _joined(values: list[Any]) -> list[Any]:
-    """The entries of lists, and values that are none, but for null."""
+    """Flatten lists among values, and drop null."""
     return [
         entry
         for value in values
@@ -264,7 +264,7 @@ def _joined(values: list[Any]) -> list[Any]:
 
 
 def _rotary_dim(config: ConfigFile, family: Family, head_dim: int) -> int:
-    """Elements of a head that RoPE rotates: ``partial_rotary_factor`` of them."""
+    """Number of elements of a head that RoPE rotates, from ``partial_rotary_factor``."""
     section, name = rope_section(config), "partial_rotary_factor"
     for holder in (config, section):
         factor = holder.number(name, 1.0, high=1.0, open_low=True)
@@ -282,7 +282,7 @@ def quant_method(config: ConfigFile) -> str | None:
     """``quant_method`` of the checkpoint's weights; None for plain ones.
 
     Raises:
-        ModelLoadError: one that is not read.
+        ModelLoadError: for an unsupported method.
     """
     if "quantization_config" not in config:
         return None
@@ -292,8 +292,8 @@ def quant_method(config: ConfigFile) -> str | None:
 def _heads(config: ConfigFile) -> dict[str, Any]:
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
-    # null means "as many as query heads" everywhere, absence only where the family's defaults
-    # say so: elsewhere it is a number that fits no checkpoint but the first of its kind.
+    # null always means as many as query heads. If the field is absent, only some families' defaults
+    # mean this: transformers' default for the others fits their first checkpoint only.
     stated = "num_key_value_heads" in config.values
     num_kv_heads = config.integer("num_key_value_heads", num_heads if stated else REQUIRED)
     if num_heads % num_kv_heads:
@@ -331,8 +331,8 @@ def _eos_token_ids(
 
 
 def generation_defaults(generation: ConfigFile) -> dict[str, Any]:
-    # Checked here, because a request that merely leaves the field unset must not be the
-    # first to find a bad value in the file.
+    # Checked at load: else a request that leaves the field unset would fail for the file's bad
+    # value.
     values = {name: generation.values[name] for name in NEUTRAL if name in generation}
     try:
         params = SamplingParams(**values)

@@ -1,4 +1,4 @@
-"""Model files: in the package, in a directory, or on the hub."""
+"""Model files: finds them in the package, in a directory, or on the hub."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _TOKENIZER_PATTERNS = tuple(
     "tokenizer* special_tokens_map.json added_tokens.json vocab.json vocab.txt merges.txt "
     "*.tiktoken chat_template* additional_chat_templates/*.jinja tokenization_*.py".split()
 )
-# Shell patterns match across slashes, so these would bring a second copy of the weights, and
-# whole folders of other formats.
+# Shell patterns match across slashes: without these, a download would include a second copy of the
+# weights, and whole folders of other formats.
 _IGNORED_PATTERNS = ("consolidated*.safetensors", "*/*.safetensors", "*.bin", "*.pth", "*.pt")
 _TOKENIZER_FILES = tuple(
     "tokenizer.json tokenizer.model tokenizer_config.json vocab.json vocab.txt".split()
@@ -36,10 +36,10 @@ class HubOptions(TypedDict, total=False):
     """Options of a download.
 
     Attributes:
-        progress: called as bytes arrive; no progress bar is ever printed.
-        endpoint: the hub's address, if it is not huggingface_hub's default.
-        cache_dir: where downloads are kept, if it is not huggingface_hub's default. A cached
-            revision is used as it is when the hub cannot be reached.
+        progress: callback as bytes arrive; no progress bar is ever printed.
+        endpoint: address of the hub; huggingface_hub's default if absent.
+        cache_dir: directory of downloads; huggingface_hub's default if absent. If the hub cannot be
+            reached, a cached revision is used as it is.
     """
 
     progress: Progress | None
@@ -55,20 +55,20 @@ def resolve_model(
     code: bool = False,
     **hub: Unpack[HubOptions],
 ) -> Path:
-    """The directory or GGUF file that holds a model, after a download where it is needed.
+    """Find a model's directory or GGUF file, and download it if needed.
 
     Blocks on files and the network: not for an event loop's thread.
 
     Args:
         model: a directory, a GGUF file or a directory with one and no safetensors, a hub id
-            ("Qwen/Qwen3-0.6B"), or None for the model in the package. What begins with ".", "/"
-            or "~", has more than one separator, or is a file, is taken for a path.
+            ("Qwen/Qwen3-0.6B"), or None for the model in the package. A text that begins with ".",
+            "/" or "~", has more than one separator, or names a file, is a path.
         revision: branch, tag or commit; for hub ids only.
         weights: fetch and require safetensors; False for random weights.
         code: fetch Python files as well.
 
     Raises:
-        ModelLoadError: nothing usable is there; ``__cause__`` is the hub's error.
+        ModelLoadError: if there is nothing usable; ``__cause__`` is the hub's error.
     """
     patterns = _CONFIG_PATTERNS + _TOKENIZER_PATTERNS + (_WEIGHT_PATTERNS if weights else ())
     patterns += ("*.py",) if code else ()
@@ -91,9 +91,8 @@ def resolve_model(
 def resolve_tokenizer(
     tokenizer: str | os.PathLike[str], revision: str | None = None, **hub: Unpack[HubOptions]
 ) -> Path:
-    """The directory or GGUF file that holds a tokenizer; arguments and errors as for
-    ``resolve_model``."""
-    # config.json tells transformers the class of a tokenizer that has no tokenizer.json.
+    """Find a tokenizer's directory or GGUF file; arguments and errors as for ``resolve_model``."""
+    # Without tokenizer.json, transformers finds the tokenizer's class in config.json.
     patterns = ("config.json", *_TOKENIZER_PATTERNS)
     with _looking_at(tokenizer):
         directory = _resolve(tokenizer, revision, patterns, hub)
@@ -109,8 +108,8 @@ def resolve_tokenizer(
 
 @contextmanager
 def _looking_at(location: str | os.PathLike[str] | None) -> Iterator[None]:
-    """Around questions to the file system: one that it refuses to answer, as of a folder that may
-    not be read or of a name that is too long, is neither yes nor no."""
+    """Convert OSErrors of look-ups to ModelLoadError: a folder without permission, or too long a
+    name, must not count as absent."""
     try:
         yield
     except OSError as error:
@@ -120,10 +119,10 @@ def _looking_at(location: str | os.PathLike[str] | None) -> Iterator[None]:
 
 
 def _gguf_file(directory: Path, *instead: Path) -> Path:
-    """The GGUF file in a directory that has none of the files ``instead``, else the directory.
+    """GGUF file of a directory that has none of the files ``instead``; else the directory.
 
     Raises:
-        ModelLoadError: it has several.
+        ModelLoadError: if it has several.
     """
     if directory.suffix == GGUF_SUFFIX or any(file.is_file() for file in instead):
         return directory
@@ -183,10 +182,10 @@ def _contents(directory: Path) -> str:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: those in its index, or the single one.
+    """List a checkpoint's safetensors files: those in its index, or the single one.
 
     Raises:
-        ModelLoadError: one of them is missing, or the index is damaged.
+        ModelLoadError: if a file is missing, or the index is damaged.
     """
     index = directory / _INDEX_FILE
     if not index.is_file():
@@ -225,7 +224,7 @@ def _download(model: str, revision: str | None, patterns: tuple[str, ...], hub: 
             tqdm_class=_quiet_bar(hub.get("progress")),
             library_name="asyncllm",
         )
-    # The transport's exceptions are those of an HTTP library that is huggingface_hub's affair.
+    # Bare Exception, because huggingface_hub passes on errors of whatever HTTP library it uses.
     except Exception as error:
         raise ModelLoadError(_explain(model, revision, error)) from error
     return Path(directory)
@@ -262,17 +261,16 @@ def _explain(model: str, revision: str | None, error: Exception) -> str:
 
 
 def _quiet_bar(progress: Progress | None) -> type[Any]:
-    """A progress-bar class that prints nothing, starts nothing, and reports bytes.
+    """Make a progress-bar class that only reports bytes: no output, no threads.
 
-    The hub counts bytes in several bars (received, written); the one that is furthest is
-    reported.
+    The hub counts bytes in several bars (received, written); the furthest one is reported.
     """
     from tqdm import tqdm
 
     bars: list[Any] = []
 
     class QuietBar(tqdm):
-        monitor_interval = 0  # no thread of tqdm's that outlives the download
+        monitor_interval = 0  # tqdm's monitor thread would outlive the download
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self.counts_bytes = kwargs.get("unit") == "B"
@@ -288,6 +286,6 @@ def _quiet_bar(progress: Progress | None) -> type[Any]:
                 progress(int(furthest.n), int(furthest.total or 0))
             return None
 
-    # tqdm's own lock is one between processes, which may start a process to track it.
+    # tqdm's own lock is a multiprocessing lock, which may start a tracker process.
     QuietBar.set_lock(threading.RLock())
     return QuietBar

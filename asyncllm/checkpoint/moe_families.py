@@ -1,4 +1,4 @@
-"""MOE_FAMILIES: the architectures with a mixture of experts, a row each, as data."""
+"""MOE_FAMILIES: the architectures with a mixture of experts, as data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAX_EXPERTS = 1024
 def expert_counts(
     config: ConfigFile, *names: str, per_token: str = "num_experts_per_tok"
 ) -> tuple[int, int]:
-    """Experts of a layer, by the first of these fields that is there, and of a token."""
+    """Read the number of experts per layer, from the first of ``names`` present, and per token."""
     config.choice("hidden_act", ("silu", "swish"), "silu")
     name = next((name for name in names if name in config), names[0])
     count = config.integer(name, high=MAX_EXPERTS)
@@ -41,7 +41,7 @@ def expert_counts(
 
 
 def sparse_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
-    """Of Qwen: every ``decoder_sparse_step``-th, but for ``mlp_only_layers``."""
+    """Layers with experts in Qwen: every ``decoder_sparse_step``-th, except ``mlp_only_layers``."""
     step = config.integer("decoder_sparse_step", 1)
     dense = config.values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(
@@ -54,7 +54,7 @@ def sparse_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
 
 
 def _groups(config: ConfigFile, count: int, top_k: int) -> tuple[int, int]:
-    """``n_group`` and ``topk_group``, which have to leave ``top_k`` experts to choose from."""
+    """Read ``n_group`` and ``topk_group``; the chosen groups need at least ``top_k`` experts."""
     groups = config.integer("n_group", 1, high=count)
     if count % groups or (groups > 1 and count // groups < 2):
         raise config.bad("n_group", f"a divisor of n_routed_experts={count}, at most half of it")
@@ -74,13 +74,13 @@ def normalised_routing(config: ConfigFile, *names: str) -> RoutingConfig:
 
 
 def _some(experts: ExpertsConfig) -> Fields:
-    """No experts at all where no layer has any."""
+    """Set ``experts``, to None if no layer has any."""
     return {"experts": experts if any(experts.layers) else None}
 
 
 def _deepseek_v3_routing(config: ConfigFile, sizes: Sizes) -> Fields:
-    """Sigmoid scores, groups and a correction bias (DeepSeek-V3, arXiv 2412.19437, section 2.1.2),
-    behind ``first_k_dense_replace`` dense layers."""
+    """Read DeepSeek-V3's routing: sigmoid scores, groups and a correction bias (arXiv 2412.19437,
+    section 2.1.2), after ``first_k_dense_replace`` dense layers."""
     count, top_k = expert_counts(config, "n_routed_experts", "num_local_experts")
     groups, chosen = _groups(config, count, top_k)
     first = config.integer("first_k_dense_replace", low=0)
@@ -213,7 +213,8 @@ def _gpt_oss(config: ConfigFile, sizes: Sizes) -> Fields:
     limits = {"high": 1e6, "open_low": True}
     experts = ExpertsConfig(
         (True,) * sizes.num_layers,
-        # A softmax of the logits of a token's experts is that of all, renormalised.
+        # gpt-oss's softmax over a token's chosen experts equals that over all experts,
+        # renormalised.
         RoutingConfig(count, top_k, renormalise=True, bias=True),
         config.integer("intermediate_size"),
         ActivationConfig(
@@ -285,4 +286,4 @@ MOE_FAMILIES: dict[str, Family] = {
         read=_gpt_oss,
     ),
 }
-"""By ``model_type``."""
+"""Families by ``model_type``."""

@@ -1,4 +1,4 @@
-"""Progress: how far loading is."""
+"""Progress: callback that reports the progress of loading."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ LoadStage = Literal["weights", "kernels", "graphs"]
 
 
 class Progress(Protocol):
-    """Callback that loading reports to, also from downloading threads. It may raise, which
-    gives loading up."""
+    """Callback of loading, also called on downloading threads. If it raises, loading stops."""
 
     def __call__(self, done: int, total: int, stage: LoadStage = "weights") -> None:
-        """Bytes of weights downloaded or read, steps that compile kernels, or CUDA graphs captured
-        at start, and all of them. ``total`` grows while files are still being looked up."""
+        """Report ``done`` of ``total``: bytes of weights downloaded or read, steps that compile
+        kernels, or CUDA graphs captured. ``total`` grows while files are still being looked up."""

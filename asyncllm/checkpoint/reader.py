@@ -1,4 +1,4 @@
-"""CheckpointReader: the tensors of a checkpoint by name, in any file format."""
+"""CheckpointReader: reads a checkpoint's tensors by name, in any file format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TensorInfo:
     """Description of a stored tensor, read without loading it.
 
     Attributes:
-        file: named in error messages.
+        file: file of the tensor, for error messages.
         dtype: safetensors' name of the element type, e.g. "BF16".
         num_bytes: size in the file, with the scales of a quantised tensor.
     """
@@ -30,18 +30,18 @@ class TensorInfo:
 
 
 class CheckpointReader(Protocol):
-    """Access to a checkpoint's tensors under the names that its files give them. Which of
-    them a model needs, and what it makes of them, is the loader's business."""
+    """Access to a checkpoint's tensors under their names in the files. The loader decides which of
+    them a model needs."""
 
     @property
     def label(self) -> str:
-        """Names the quantisation with its numbers; empty for a plain checkpoint."""
+        """Name and parameters of the quantisation; empty for a plain checkpoint."""
         ...
 
     @property
     def ignored(self) -> str:
-        """The quantisation of activations and the KV cache that the files ask for, which stay in
-        the model's dtype; empty for none."""
+        """Ignored quantisation: that of activations and KV cache, which stay in the model's dtype;
+        empty for none."""
         ...
 
     @property
@@ -50,22 +50,21 @@ class CheckpointReader(Protocol):
         ...
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor on the host, contiguous; it may be a view of a mapped file.
+        """Read a tensor: on the host, contiguous, perhaps a view of a mapped file.
 
         Raises:
-            ModelLoadError: it cannot be read.
+            ModelLoadError: if it cannot be read.
         """
         ...
 
     def slices(self, name: str) -> Iterator[Tensor]:
-        """The tensor in consecutive slices of its first dimension, each as from ``tensor``: one
-        that is computed is made in small ones, so that it is never held whole beside its copy."""
+        """Iterate over a tensor in consecutive slices of its first dimension. Dequantised tensors
+        come in small slices, so that none is in memory twice."""
         ...
 
     def codes(self, name: str) -> Codes | None:
-        """The integers and scales that a quantised tensor is stored as; None for one that is
-        stored as floating point numbers, or in another way."""
+        """Integers and scales of a quantised tensor; None for a tensor that is stored otherwise."""
         ...
 
     def close(self) -> None:
-        """Releases the files; tensors that were handed out are not used after it."""
+        """Release the files. Tensors that were returned must not be used afterwards."""

@@ -1,4 +1,4 @@
-"""RopeConfig: rotary embedding as a checkpoint describes it."""
+"""RopeConfig: parameters of a checkpoint's rotary embedding."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, Literal
 from asyncllm.checkpoint.config_file import ConfigFile
 
 MAX_POSITIONS = 2**31 - 1
-"""Positions are int32 on a device."""
+"""Largest position: devices store positions as int32."""
 
 RopeKind = Literal["default", "linear", "llama3", "longrope", "none", "proportional", "yarn"]
 KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "longrope", "yarn")
-"""Those that a file may name, beside "proportional" where a family has it. "dynamic" is none of
-them: its frequencies follow the longest sequence of a batch, so that results would depend on
-company."""
+"""Kinds that a file may name; some families also have "proportional". "dynamic" is not supported:
+its frequencies depend on the longest sequence of a batch, so an output would depend on other
+requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +25,14 @@ class RopeConfig:
 
     Attributes:
         theta: base of the frequencies.
-        kind: how they are scaled; "none" rotates nothing (a layer without RoPE).
-        factor: by which "linear", "llama3", "proportional" and "yarn" stretch positions.
-        share: of the pairs of a head that "proportional" rotates, the first of them.
-        low_freq_factor, high_freq_factor: llama3's alone.
-        original_max_position: context of the first training, in tokens.
+        kind: how frequencies are scaled; "none" rotates nothing (a layer without RoPE).
+        factor: factor by which "linear", "llama3", "proportional" and "yarn" stretch positions.
+        share: share of a head's pairs, the leading ones, that "proportional" rotates.
+        low_freq_factor, high_freq_factor: parameters of "llama3".
+        original_max_position: context of pretraining, in tokens.
         beta_fast, beta_slow, truncate: yarn's bounds, in rotations within that context, and whether
             they are rounded outwards to whole frequencies.
-        attention_factor: on cosines and sines (yarn, longrope).
+        attention_factor: factor on cosines and sines (yarn, longrope).
         short_factors, long_factors: longrope's divisors of each frequency, for contexts up to
             ``original_max_position`` and for longer ones.
         query_scale_beta: queries at position p are multiplied by
@@ -58,26 +58,26 @@ class RopeConfig:
 NO_ROPE = RopeConfig(kind="none")
 
 RENAMED = "rope_parameters"
-"""The field's name since transformers 5."""
+"""Name of the section with RoPE parameters since transformers 5."""
 
 
 def rope_section(config: ConfigFile) -> ConfigFile:
-    """The object with the RoPE parameters; transformers reads ``rope_scaling`` first where a file
-    has both."""
+    """Section with the RoPE parameters. If a file has both, ``rope_scaling`` wins, as in
+    transformers."""
     return config.section("rope_scaling" if config.values.get("rope_scaling") else RENAMED)
 
 
 def read_rope(
     config: ConfigFile, rotary_dim: int, aliases: Mapping[str, RopeKind] | None = None
 ) -> RopeConfig:
-    """The RoPE of a model whose layers share one.
+    """Read the RoPE of a model whose layers share one.
 
     Args:
         rotary_dim: elements of a head that are rotated.
         aliases: further names of kinds.
 
     Raises:
-        ModelLoadError: parameters of several kinds of layers, and as ``rope_from``.
+        ModelLoadError: for parameters by kind of layer; and as for ``rope_from``.
     """
     section = rope_section(config)
     if any(isinstance(value, dict) for value in section.values.values()):
@@ -90,13 +90,12 @@ def read_rope(
 def read_layer_ropes(
     config: ConfigFile, rotary_dim: int, thetas: Mapping[str, float]
 ) -> dict[str, RopeConfig]:
-    """The RoPE of each kind of layer, for models that have one for full and one for sliding layers.
-
-    ``rope_parameters`` has an object for each; in files of transformers 4 ``rope_scaling`` is that
-    of full layers.
+    """Read the RoPE of each kind of layer, for models with one for full and one for sliding layers.
+    ``rope_parameters`` has an object for each kind; in files of transformers 4, ``rope_scaling`` is
+    that of full layers.
 
     Args:
-        thetas: base by kind of layer, where ``rope_parameters`` has none.
+        thetas: default base by kind of layer.
     """
     found: dict[str, RopeConfig] = {}
     legacy = config.section("rope_scaling")
@@ -115,15 +114,15 @@ def rope_from(
     rotary_dim: int,
     aliases: Mapping[str, RopeKind] | None = None,
 ) -> RopeConfig:
-    """The RoPE that ``section`` describes.
+    """Read the RoPE in ``section``.
 
     Args:
-        config: the model's, for its contexts.
-        theta: where the section has none.
+        config: the model's configuration, for its context lengths.
+        theta: default base.
 
     Raises:
-        ModelLoadError: a kind that is not supported, or a parameter that is missing, of the wrong
-            kind or out of bounds.
+        ModelLoadError: for an unsupported kind, or a parameter that is missing, of the wrong type
+            or out of bounds.
     """
     theta = section.number("rope_theta", theta, open_low=True)
     key = "rope_type" if "rope_type" in section else "type"
@@ -146,7 +145,8 @@ def rope_from(
 
 
 def _original(section: ConfigFile, config: ConfigFile) -> int:
-    """Beside the parameters it has priority over the one among them, in transformers as well."""
+    """Read the original context. As in transformers, a field of the model wins over one of the
+    section."""
     name, context = "original_max_position_embeddings", config.values["max_position_embeddings"]
     holder = config if name in config else section
     return holder.integer(name, context, high=MAX_POSITIONS)

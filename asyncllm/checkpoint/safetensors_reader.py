@@ -1,4 +1,4 @@
-"""SafetensorsReader: the tensors of one or several safetensors files."""
+"""SafetensorsReader: reads the tensors of one or several safetensors files."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 MAPPED = 2
-"""Files at once: a layer may begin in one and end in the next."""
+"""Files that stay mapped: a layer may begin in one and end in the next."""
 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Around what the system may refuse, which torch reports as a RuntimeError."""
+    """Convert errors of the system, which torch raises as RuntimeError, to ModelLoadError."""
     try:
         yield
     except (OSError, RuntimeError, MemoryError) as error:
@@ -35,12 +35,12 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 class SafetensorsReader:
-    """CheckpointReader for the safetensors files of a model directory, which it maps: those that
-    were read last, so that no more of a checkpoint is in memory beside what is made of it.
+    """CheckpointReader for the safetensors files of a model directory. Only the files that were
+    read last are mapped, so that little of the checkpoint is in memory beside the loaded weights.
 
     Raises:
-        ModelLoadError: a file is missing or damaged, or changes while it is loaded, two have a
-            tensor of the same name, or none has any.
+        ModelLoadError: if a file is missing, damaged, or changes while it is loaded, if two files
+            have a tensor of the same name, or if there are no tensors.
     """
 
     label = ignored = ""
@@ -58,7 +58,7 @@ class SafetensorsReader:
         with _reading(path):
             version = self._versions[path] = FileVersion(path)
         try:
-            # Checks the header against the length of the file.
+            # Mapping checks the header against the length of the file.
             with _reading(path):
                 self._map(path)
                 with path.open("rb") as file:
@@ -86,7 +86,7 @@ class SafetensorsReader:
         return file
 
     def tensor(self, name: str) -> Tensor:
-        """A view of the mapped file."""
+        """Read a tensor, as a view of the mapped file."""
         path = self.tensors[name].file
         try:
             with _reading(path):
@@ -95,7 +95,7 @@ class SafetensorsReader:
             raise ModelLoadError(f"{path}: tensor {name!r} cannot be read: {error}") from error
 
     def slices(self, name: str) -> Iterator[Tensor]:
-        """The mapped tensor as one slice."""
+        """Yield the mapped tensor as one slice."""
         yield self.tensor(name)
 
     def codes(self, name: str) -> Codes | None:

@@ -1,4 +1,4 @@
-"""TextPart: the tensors of a multimodal checkpoint's text model, under that model's own names."""
+"""TextPart: reads the text model's tensors in a multimodal checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HEAD = re.compile(r"^(?:model\.)?(?:language_model\.)?(lm_head\.)")
 
 
 def text_name(name: str) -> str | None:
-    """A tensor's name in the text model alone; None for one of another tower."""
+    """Name of a tensor in the plain text model; None for a tensor of another tower."""
     head = _HEAD.match(name)
     if head is not None:
         return head.group(1) + name[head.end() :]
@@ -31,14 +31,14 @@ def text_name(name: str) -> str | None:
 
 
 class TextPart:
-    """A CheckpointReader of the text model's tensors in another one, which it closes. The log says
-    how many are left out.
+    """CheckpointReader of the text model's tensors in another reader, under the plain text model's
+    names. It owns the other reader, and logs how many tensors it leaves out.
 
     Args:
-        architecture: for the log.
+        architecture: name for the log.
 
     Raises:
-        ModelLoadError: there are none but a head; the reader is closed.
+        ModelLoadError: if there are no tensors but a head; the other reader is closed then.
     """
 
     def __init__(self, reader: CheckpointReader, architecture: str) -> None:

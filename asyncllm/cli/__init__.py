@@ -14,20 +14,20 @@ from contextlib import suppress
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0, 1 for what failed, 2 for what was asked
-    wrongly, 130 for Ctrl-C."""
+    """Run one command; returns the exit code: 0, 1 for a failure, 2 for wrong arguments, 130 for
+    Ctrl-C."""
     from asyncllm.cli.arguments import parse
     from asyncllm.errors import AsyncLLMError, InvalidRequestError
 
     _open_missing()
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
-            # A character that the terminal or a file's encoding lacks ends no command.
+            # A character that the encoding lacks must not end a command.
             stream.reconfigure(errors="replace")
     arguments = parse(argv)
     try:
         code = arguments.run(arguments)
-        sys.stdout.flush()  # what cannot be written is found out here, and not at exit
+        sys.stdout.flush()  # raises here, not at exit
         return code
     except InvalidRequestError as error:
         return _complain(error, 2)
@@ -44,16 +44,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_missing() -> None:
-    """Gives the standard streams that the caller has closed to the null device. They are None to
-    Python, and their numbers would be those of the next files and sockets."""
+    """Open the null device for standard streams that the caller has closed. Python has None for
+    them, and the next files or sockets would get their numbers."""
     sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115  # until the end
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # likewise
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # likewise
 
 
 def _drop_output() -> None:
-    """The rest of the buffer must not raise at exit."""
-    with suppress(OSError):  # of an output that is no file
+    """Discard the rest of the buffer, so that it does not raise at exit."""
+    with suppress(OSError):  # the output may be no file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

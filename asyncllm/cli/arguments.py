@@ -1,4 +1,4 @@
-"""The command line: commands, their options, and what they become."""
+"""Command line: commands and their options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncllm import __version__
 from asyncllm.validation import describe
 
 _Option = tuple[str, type, str, str | None]
-"""Field, type, metavar, help."""
+"""Option: field, type, metavar, help."""
 
 _SAMPLING_OPTIONS: tuple[_Option, ...] = (
     ("temperature", float, "X", "0 is greedy"),
@@ -37,8 +37,8 @@ _MAX_COUNT = 1_000_000
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The arguments, with ``run``, the function of the command, among them. Exits with code 2
-    for a command line that cannot be read, 0 after ``--help`` and ``--version``."""
+    """Parse the arguments; ``run`` among them is the command's function. Exits with code 2 for an
+    invalid command line, and 0 after ``--help`` and ``--version``."""
     parser = argparse.ArgumentParser(
         prog="asyncllm",
         description="A streaming LLM engine that runs inside your application. Without a model "
@@ -54,12 +54,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Fields of EngineConfig that were given."""
+    """Fields of EngineConfig that the command line sets."""
     return _given(arguments, _ENGINE_OPTIONS)
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Fields of SamplingParams that were given, but for the seed."""
+    """Fields of SamplingParams that the command line sets, except the seed."""
     return _given(arguments, _SAMPLING_OPTIONS)
 
 
@@ -166,8 +166,8 @@ def _command(
     samples: bool = True,
     loop: Literal["--uvloop", "--no-uvloop"] = "--uvloop",
 ) -> argparse.ArgumentParser:
-    """A command with the options that all have, and with ``samples`` those of sampling. ``loop`` is
-    how it is told to depart from its usual event loop."""
+    """Add a command with the common options, and with ``samples`` those of sampling. ``loop`` is
+    its option to change the event loop."""
     parser = commands.add_parser(name, help=summary, description=description)
     parser.add_argument(
         "model", nargs="?", help="directory or hub id; the model in the package if left out"

@@ -26,7 +26,7 @@ _CANCELS_PER_ROW = 32
 
 @dataclass
 class Row:
-    """Figures of one concurrency; times in seconds."""
+    """Measurements at one concurrency; times in seconds."""
 
     concurrency: int
     requests: int = 0
@@ -38,7 +38,7 @@ class Row:
     cancel_to_free: list[float] = field(default_factory=list)
 
     def summary(self) -> dict[str, Any]:
-        """Medians and 99th percentiles instead of every value."""
+        """Summarise the measurements by medians and 99th percentiles."""
         figures: dict[str, Any] = {
             "concurrency": self.concurrency,
             "requests": self.requests,
@@ -54,7 +54,7 @@ class Row:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The command."""
+    """Run the command."""
     if arguments.json is not None:
         _check_writable(arguments.json)
     result = run_async(arguments, lambda: _main(arguments))
@@ -101,7 +101,7 @@ async def _main(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check_writable(file: str) -> None:
-    """Before the minutes are spent, not after."""
+    """Check the output file before the benchmark, not after minutes of work."""
     try:
         Path(file).open("a", encoding="utf-8").close()
     except OSError as error:
@@ -109,7 +109,7 @@ def _check_writable(file: str) -> None:
 
 
 def _check_lengths(engine: AsyncLLMEngine, arguments: argparse.Namespace) -> None:
-    """Answers that are cut at the context would make another workload of it."""
+    """Refuse lengths beyond the context: shortened answers would be another workload."""
     prompt_len, output_len = arguments.prompt_len, arguments.output_len
     context = context_length(engine)
     if prompt_len + output_len > context:
@@ -121,7 +121,7 @@ def _check_lengths(engine: AsyncLLMEngine, arguments: argparse.Namespace) -> Non
 
 
 class Load:
-    """Random prompts of one length, and answers of another."""
+    """Workload of random prompts of one length and answers of another."""
 
     def __init__(self, engine: AsyncLLMEngine, prompt_len: int, output_len: int, seed: int) -> None:
         self._engine = engine
@@ -135,13 +135,13 @@ class Load:
             yield [self._random.randrange(vocab_size) for _ in range(length)]
 
     async def warm_up(self) -> None:
-        """One request, so that the first row pays for nothing but its own work."""
+        """Run one request, so that the first row includes no work of the start."""
         await self._engine.generate(
             next(self._prompts), max_tokens=min(8, self._output_len), ignore_eos=True
         )
 
     async def measure(self, concurrency: int, rounds: int) -> Row:
-        """``concurrency`` readers, each of whom asks ``rounds`` times."""
+        """Measure ``concurrency`` readers, each with ``rounds`` requests in turn."""
         row = Row(concurrency)
         started = time.perf_counter()
         async with LagMeter() as meter:
@@ -163,7 +163,7 @@ class Load:
                 if seen == 0 and delta.token_ids:
                     row.ttft.append(now - began)
                 elif delta.token_ids:
-                    # A delta of several tokens: they came at once after so long a wait.
+                    # The tokens of one delta came together: this is one gap.
                     row.between_tokens.append(now - last)
                 last, seen, usage = now, seen + len(delta.token_ids), delta.usage
             assert usage is not None
@@ -171,8 +171,8 @@ class Load:
             row.tokens += seen
 
     async def _measure_cancelling(self, row: Row) -> None:
-        """Aborts running streams one after the other, under the load of the rest. A stream
-        ends when the engine has taken its blocks back."""
+        """Measure aborts of running streams, one by one, under the load of the others. A stream
+        ends when its blocks are free."""
         streams = [
             self._engine.stream(next(self._prompts), ignore_eos=True)
             for _ in range(row.concurrency)
@@ -191,7 +191,7 @@ class Load:
 
 
 def describe_path(report: ExecutionReport, attention_backend: str) -> str:
-    """The ops that run, why, and what memory allows them."""
+    """Text on the ops that run, the reason, and the bound of memory bandwidth."""
     count = report.num_threads
     threads = "" if count is None else f" on {count} thread{'s' * (count != 1)}"
     what = report.op_set
@@ -256,6 +256,6 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def _progress(text: str) -> None:
-    """The measurement in progress, on a terminal."""
+    """Show the measurement in progress on a terminal."""
     if sys.stderr.isatty():
         print(f"\r\033[2K{text}", end="", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """``asyncllm chat``: a conversation in the terminal.
 
-The main thread waits for the person, the event loop lives on another one: typing never holds
-up the loop, and Ctrl-C interrupts the main thread's wait without any signal handler.
+The main thread waits for input; the event loop runs on another thread. So typing never blocks the
+loop, and Ctrl-C interrupts the wait without a signal handler.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PROMPT = "› "
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The command."""
+    """Run the command."""
     config = checked_config(arguments)
     options = {"loop_factory": loop_factory(arguments)}
     with (
@@ -64,7 +64,7 @@ class Chat:
         }
 
     def converse(self) -> int:
-        """Takes turns until the person leaves. Returns the exit code."""
+        """Take turns until the person leaves; returns the exit code."""
         if self._terminal:
             self._greet()
         leaving = False
@@ -101,7 +101,7 @@ class Chat:
         )
 
     def _exit_code(self) -> int:
-        """A person has seen what failed; a script is told."""
+        """Exit code 1 after a failure, but only for scripts: a person has seen the message."""
         return 1 if self._failed and not self._terminal else 0
 
     def _take_turn(self, message: str) -> None:
@@ -121,7 +121,7 @@ class Chat:
     # --- an answer ---------------------------------------------------------------------
 
     def _answer(self, message: str) -> None:
-        """Sends the conversation with ``message``. A turn that is refused leaves it as it was."""
+        """Send the conversation with ``message``. A refused message is removed again."""
         self._conversation.say("user", message)
         try:
             start, answer = self._stream_answer()
@@ -137,7 +137,7 @@ class Chat:
             self._note(_figures(answer.usage, answer.finish_reason))
 
     def _stream_answer(self) -> tuple[int, Completion]:
-        """Sends as many turns as fit; returns where they began, and the answer."""
+        """Send as many turns as fit; returns the index of the first, and the answer."""
         sampling = dict(self._sampling)
         if self._seed is not None:
             sampling["seed"] = self._seed + len(self._conversation.messages)
@@ -147,7 +147,7 @@ class Chat:
                 stream = self._engine.chat(self._conversation.to_send(starts[0]), **sampling)
                 self._read(stream)
             except ContextLengthExceededError:
-                # The engine's own limit may be lower: that of its KV cache.
+                # The engine's limit, its KV cache, may be lower.
                 if len(starts) == 1:
                     raise
                 del starts[0]
@@ -155,9 +155,8 @@ class Chat:
                 return starts[0], self._loop.call(stream.result)
 
     def _starts_that_fit(self) -> list[int]:
-        """Turns that the messages to send may begin with, the oldest first, so that an answer
-        fits behind them. A message that is too long by itself is sent alone: no other turn
-        makes it shorter."""
+        """Indices of turns, oldest first, from which on the messages leave room for an answer. If
+        the newest turn alone is too long, only its index: dropping others cannot help."""
         starts = self._conversation.turn_starts()
         room = room_for_messages(self._engine, self._sampling.get("max_tokens"))
         if not self._fits(starts[-1], room):
@@ -170,8 +169,8 @@ class Chat:
         return count_tokens(self._engine, self._conversation.to_send(start)) <= room
 
     def _read(self, stream: TokenStream) -> None:
-        """Prints a stream as it comes. Ctrl-C aborts it, and what was said stays; should the
-        engine not let go of it, the next one leaves the program."""
+        """Print a stream as it arrives. Ctrl-C aborts it and keeps the text so far; if the engine
+        hangs, a second Ctrl-C leaves the program."""
         flow = Flow(sys.stdout, _width()) if self._terminal else None
         reading = self._loop.start_task_soon(_print, stream, flow)
         try:
@@ -222,7 +221,7 @@ class Chat:
         )
 
     def _note(self, text: str) -> None:
-        """A line that is not part of the conversation; a pipe gets it on standard error."""
+        """Print a line that is not part of the conversation, on standard error for a pipe."""
         if self._terminal:
             text = textwrap.fill(text, _width(), initial_indent="  ", subsequent_indent="  ")
             print(f"\033[2m{text}\033[0m", flush=True)
@@ -235,7 +234,7 @@ class Chat:
 
 
 async def _print(stream: TokenStream, flow: Flow | None) -> None:
-    """The answer; on a screen the thoughts before it as well."""
+    """Print the answer, and on a terminal the thoughts before it."""
     thinking = False
     async for delta in stream:
         text = printable(delta.text)
@@ -252,7 +251,7 @@ async def _print(stream: TokenStream, flow: Flow | None) -> None:
 
 
 def _width() -> int:
-    """Characters in a line that is good to read on this terminal."""
+    """Readable line width on this terminal, in characters."""
     return min(shutil.get_terminal_size().columns, _WIDEST)
 
 

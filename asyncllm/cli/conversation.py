@@ -1,4 +1,4 @@
-"""Conversation: the messages of a chat, and as many of them as fit the context."""
+"""Conversation: the messages of a chat, and the part that fits the context."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Message = dict[str, str]
 
 
 class Conversation:
-    """Messages of a chat so far.
+    """Messages of a chat.
 
     Attributes:
         system: the system prompt, if there is one; it is never left out.
-        messages: user and assistant in turn, oldest first.
+        messages: those of user and assistant in turn, oldest first.
     """
 
     def __init__(self, system: str | None = None) -> None:
@@ -37,19 +37,19 @@ class Conversation:
         return [i for i, message in enumerate(self.messages) if message["role"] == "user"]
 
     def save(self, file: Path) -> None:
-        """Writes the messages as JSON, as the chat function takes them."""
+        """Write the messages to a file, as JSON that ``chat()`` accepts."""
         text = json.dumps(self.to_send(), ensure_ascii=False, indent=2)
         file.write_text(text + "\n", encoding="utf-8")
 
 
 def room_for_messages(engine: AsyncLLMEngine, max_tokens: int | None) -> int:
-    """Tokens that the messages of a turn may have, so that an answer fits behind them: its
-    ``max_tokens``, or a quarter of the context."""
+    """Most tokens of the messages that leave room for an answer of ``max_tokens``, by default a
+    quarter of the context."""
     context = context_length(engine)
     answer = context // 4 if max_tokens is None else min(max_tokens, context // 2)
     return context - answer
 
 
 def count_tokens(engine: AsyncLLMEngine, messages: list[Message]) -> int:
-    """Tokens of the prompt that ``chat`` would make of ``messages``."""
+    """Number of tokens of the prompt that ``chat`` makes from ``messages``."""
     return len(engine.tokenizer.encode_chat(TemplateInput(messages, {})))

@@ -20,7 +20,7 @@ from asyncllm.stream import TokenStream
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The command."""
+    """Run the command."""
     return run_async(arguments, lambda: _main(arguments))
 
 
@@ -42,7 +42,7 @@ def _display() -> Callable[[Show], Any]:
 
 
 def _submit(engine: AsyncLLMEngine, arguments: argparse.Namespace) -> Show:
-    """Starts every stream. None of them has to be read for the others to run."""
+    """Start every stream. A stream runs whether or not others are read."""
     seed = arguments.seed
     chosen = prompts(arguments.streams, random.Random(0 if seed is None else seed))
     given = sampling_options(arguments)
@@ -64,7 +64,7 @@ def _start(engine: AsyncLLMEngine, prompt: Prompt, sampling: dict[str, Any]) -> 
 
 
 async def _print_when_done(show: Show) -> None:
-    """For pipes and files: every answer in one piece, in the order in which they end."""
+    """Print each answer as a whole when it ends, for pipes and files."""
     print(f"{show.count} at once on {show.title}", flush=True)
     unprinted = list(show.tracks)
 

@@ -1,4 +1,4 @@
-"""The demo on a terminal: a panel for each stream, and a line of the engine's figures."""
+"""Terminal view of the demo: a panel for each stream, and a line of engine statistics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CURSOR = "▌"
 
 
 async def watch(show: Show) -> None:
-    """Shows the streams while they run, then their whole answers and a table."""
+    """Show the streams while they run, then their whole answers and a table."""
     console = Console()
     view = View(console, show)
     with Live(console=console, auto_refresh=False, transient=True) as live:
@@ -35,7 +35,7 @@ async def watch(show: Show) -> None:
 
 
 class View:
-    """Lays the streams out for one console."""
+    """Layout of the streams on one console."""
 
     def __init__(self, console: Console, show: Show) -> None:
         self._console = console
@@ -49,7 +49,7 @@ class View:
         self._short_columns = max(min(columns, len(self._short)), 1)
 
     def moving(self) -> RenderableType:
-        """A frame that fits the window."""
+        """Frame that fits the window, while streams run."""
         rows = math.ceil(len(self._short) / self._short_columns)
         room = self._console.height - 4 - rows * _SHORT_HEIGHT
         tall_height = min(max(room, 3), _MOST_TALL)
@@ -62,7 +62,7 @@ class View:
         )
 
     def final(self) -> list[RenderableType]:
-        """The answers in full, and their figures."""
+        """Whole answers and the table of figures."""
         parts: list[RenderableType] = [self._header()]
         for tracks, columns in (
             (self._tall, self._tall_columns),
@@ -85,7 +85,7 @@ class View:
         return header
 
     def _grid(self, tracks: Sequence[Track], columns: int, height: int | None) -> RenderableType:
-        """Panels side by side; as high as the longest needs where ``height`` is None."""
+        """Panels side by side; ``height`` None fits the longest."""
         if not tracks:
             return Group()
         width = self._console.width // columns
@@ -126,7 +126,7 @@ class View:
         )
 
     def _strip(self) -> Text:
-        """One mark for each stream, however many there are."""
+        """One mark for each stream, as far as the line goes."""
         strip = Text(" ")
         for track in self._show.tracks:
             mark = "✗" if track.error else "●" if track.done else "◐" if track.first_at else "·"

@@ -1,4 +1,4 @@
-"""Flow: streamed text, wrapped at words while it comes."""
+"""Flow: wraps streamed text at words as it arrives."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _PARTS = re.compile(r"\n|[^\S\n]+|\S+")
 
 
 class Flow:
-    """Writes text with a margin and breaks lines between words. A word that is not complete
-    waits for its end, since it may not fit the line.
+    """Writes text with a margin and breaks lines between words. An incomplete word is held back,
+    because it may not fit the line.
 
     Args:
-        out: where to; flushed after every piece.
+        out: text file to write to; flushed after every piece.
         width: characters in a line, margin included.
         margin: spaces before each line.
     """
@@ -43,7 +43,7 @@ class Flow:
         self._out.flush()
 
     def finish(self) -> None:
-        """Writes what was held back and ends the line."""
+        """Write the word that was held back, and end the line."""
         self._put_word()
         if self._column:
             self._out.write("\n")

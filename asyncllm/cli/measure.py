@@ -1,4 +1,4 @@
-"""Measuring: percentiles, the lag of an event loop, the machine's name."""
+"""Measurements: percentiles, event-loop lag and a description of the machine."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ _TICK_SECONDS = 0.001
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """The value that ``share`` of ``values`` (0 to 1) do not exceed, by nearest rank; None if
-    there are none."""
+    """Percentile ``share`` (0 to 1) of ``values`` by nearest rank; None if there are none."""
     if not values:
         return None
     ordered = sorted(values)
@@ -27,8 +26,8 @@ def percentile(values: Sequence[float], share: float) -> float | None:
 
 
 class LagMeter:
-    """Lag of the running event loop: a task asks to be woken every millisecond and notes how
-    much later it was.
+    """Meter of the running event loop's lag: a task asks to be woken every millisecond, and notes
+    how late it is.
 
         async with LagMeter() as meter:
             ...
@@ -56,7 +55,7 @@ class LagMeter:
 
 
 def machine(device: str = "cpu") -> dict[str, str]:
-    """The machine that a figure holds for: processor or GPU, system, versions."""
+    """Describe the machine: processor or GPU, system, versions."""
     facts = {
         "processor": _processor(),
         "cores": str(_cores()),
@@ -75,7 +74,7 @@ def machine(device: str = "cpu") -> dict[str, str]:
 
 
 def describe(facts: dict[str, str]) -> str:
-    """``machine`` in a line."""
+    """Format the result of ``machine`` in one line."""
     gpu = f"{facts['gpu']}, " if "gpu" in facts else ""
     return (
         f"{gpu}{facts['processor']}, {facts['cores']} cores (load {facts['load']}), "
@@ -85,7 +84,7 @@ def describe(facts: dict[str, str]) -> str:
 
 
 def _cores() -> int | None:
-    """Those that this process may use, where the system tells."""
+    """Cores that this process may use, if the system tells; else all."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 

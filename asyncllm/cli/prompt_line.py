@@ -1,4 +1,4 @@
-"""The terminal while a person types, and while nothing should be typed."""
+"""Terminal input: reading a message, and hiding input meanwhile."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ except ImportError:  # Windows
 
 
 def read_message(prompt: str | None) -> str:
-    """One message from standard input, after ``prompt``; None, for a pipe, shows nothing. A
-    trailing backslash goes on in the next line; with GNU readline, which knows a paste from
-    typing, pasted lines are one message.
+    """Read one message from standard input, after ``prompt`` (None for a pipe). A trailing
+    backslash continues it on the next line. With GNU readline, which recognises pastes, pasted
+    lines are one message.
 
     Raises:
         EOFError, KeyboardInterrupt: for Ctrl-D and Ctrl-C.
@@ -31,8 +31,7 @@ def read_message(prompt: str | None) -> str:
 
 @contextmanager
 def without_echo() -> Iterator[None]:
-    """Keyboard input is not shown in here, where the system has a switch for that, and waits
-    for the next prompt."""
+    """Hide keyboard input, if the system can. It is kept for the next prompt."""
     if termios is None:
         yield
         return
@@ -48,14 +47,14 @@ def without_echo() -> Iterator[None]:
 
 
 def _shown(prompt: str) -> str:
-    """In bold where ``input`` edits lines, which it does once readline is imported; some
-    builds of Python lack it, some have libedit under its name. The escape codes are marked as
-    taking no space, as readline wants it."""
+    """Make the prompt bold if readline is available. Importing readline gives ``input`` line
+    editing; some builds of Python lack it, some have libedit under its name. The escape codes are
+    marked as zero-width for readline."""
     try:
         import readline
     except ImportError:
         return prompt
     if "GNU" in (readline.__doc__ or ""):
-        # Python turns this off, for the sake of its own prompt.
+        # Python turns this off for its own prompt.
         readline.parse_and_bind("set enable-bracketed-paste on")
     return f"\001\033[1;36m\002{prompt}\001\033[0m\002"

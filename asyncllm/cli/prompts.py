@@ -1,4 +1,4 @@
-"""Prompts of the demo: things that the packaged model is good at."""
+"""Prompts of the demo: tasks that the packaged model does well."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _THINGS = "boat kite lamp drum map clock train violin bell robot".split()
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation to be continued.
+    """One conversation that the model continues.
 
     Attributes:
         kind: one word for the heading.
-        title: what is asked, in a few words.
-        long: whether the answer is a text and not a line. The short ones have a right answer
-            and are taken greedily.
-        tools: JSON schemas that the model's chat template is given.
+        title: the question in a few words.
+        long: whether the answer is a text rather than a line. Short ones have a right answer and
+            are sampled greedily.
+        tools: JSON schemas of tools for the chat template.
     """
 
     kind: str
@@ -36,7 +36,7 @@ class Prompt:
 
 
 def prompts(count: int, rng: random.Random) -> list[Prompt]:
-    """``count`` prompts: one of each kind first, then more of all of them."""
+    """Make ``count`` prompts: first one of each kind, then random ones."""
     chosen = list(_first())[:count]
     makers = (_story, _story, _sum, _colour, _object)
     while len(chosen) < count:
@@ -45,7 +45,7 @@ def prompts(count: int, rng: random.Random) -> list[Prompt]:
 
 
 def _first() -> tuple[Prompt, ...]:
-    """The two questions about the same facts share a prefix, which is computed once."""
+    """The first prompts. Two questions about the same facts share a cached prefix."""
     return (
         _ask("story", "Tell me a story about Mia and a boat.", long=True),
         _ask("story", "Write a short story about Tom and a kite.", long=True),

@@ -19,18 +19,18 @@ from asyncllm.errors import EngineError, InvalidRequestError
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_SECONDS = 0.05
 _CLOSING_SECONDS = 5.0
-"""For what is left to be sent when the engine is idle."""
+"""Seconds to send remaining data after the engine is idle."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The command."""
+    """Run the command."""
     _log_to_stderr(arguments.log_level)
     run_async(arguments, lambda: _main(arguments))
     return 0
 
 
 async def _main(arguments: argparse.Namespace) -> None:
-    # The extra is asked for before a model is loaded, and so are the arguments' values.
+    # Imported first: a missing extra or a wrong argument is reported before a model is loaded.
     from asyncllm.serving import create_app
     from asyncllm.serving.access import is_loopback
     from asyncllm.serving.http_server import ConnectionLimits, HttpServer
@@ -79,7 +79,7 @@ async def _main(arguments: argparse.Namespace) -> None:
 
 
 async def _until_asked_or_dead(asked: asyncio.Event, engine: AsyncLLMEngine) -> None:
-    """Raises EngineDeadError, for what runs the command to start it anew."""
+    """Wait for a signal. EngineDeadError ends the command, so that a supervisor restarts it."""
     waits = [asyncio.ensure_future(asked.wait()), asyncio.ensure_future(engine.wait_closed())]
     try:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -91,7 +91,7 @@ async def _until_asked_or_dead(asked: asyncio.Event, engine: AsyncLLMEngine) -> 
 
 
 async def _idle(engine: AsyncLLMEngine, seconds: float, asked: asyncio.Event) -> None:
-    """Until nothing runs, for so many seconds at most, or until asked to hurry."""
+    """Wait until no request is left, at most ``seconds``, or until a signal asks to hurry."""
     with anyio.move_on_after(seconds):
         while not asked.is_set() and engine.state == "running":
             try:
@@ -104,8 +104,8 @@ async def _idle(engine: AsyncLLMEngine, seconds: float, asked: asyncio.Event) ->
 
 
 def _signals() -> asyncio.Event:
-    """Set by SIGINT and SIGTERM, until the loop is closed: one that comes while the server closes
-    must not end it in the middle."""
+    """Event set by SIGINT and SIGTERM. The handlers stay until the loop is closed, so that a signal
+    does not interrupt closing."""
     asked = asyncio.Event()
     for number in _SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, asked.set)
@@ -113,7 +113,7 @@ def _signals() -> asyncio.Event:
 
 
 def _tokens(arguments: argparse.Namespace) -> list[str] | None:
-    """Those of the command line, which other users of the machine can read, and of a file."""
+    """Tokens from a file and the command line; other users of the machine can read the latter."""
     tokens: list[str] = list(arguments.token or ())
     if arguments.token_file is not None:
         try:

@@ -38,14 +38,13 @@ def loop_factory(arguments: argparse.Namespace) -> Callable[[], asyncio.Abstract
 
 
 def run_async(arguments: argparse.Namespace, main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Runs ``main()`` on a loop of its own."""
+    """Run ``main()`` on an event loop of its own."""
     with asyncio.Runner(loop_factory=loop_factory(arguments)) as runner:
         return runner.run(main())
 
 
 def checked_config(arguments: argparse.Namespace) -> EngineConfig:
-    """The engine's configuration. What is wrong with the sampling options is found here too,
-    before a model is loaded.
+    """Make the engine's configuration; checks the sampling options too, before a model is loaded.
 
     Raises:
         InvalidRequestError: for a value out of range.
@@ -56,8 +55,8 @@ def checked_config(arguments: argparse.Namespace) -> EngineConfig:
 
 @asynccontextmanager
 async def open_engine(given: EngineConfig | AsyncLLMEngine) -> AsyncIterator[AsyncLLMEngine]:
-    """A started engine, or that which was given; a terminal is shown the progress of its
-    weights."""
+    """Start an engine, or the given one, and close it at the end. A terminal shows the progress of
+    loading."""
     engine = given if isinstance(given, AsyncLLMEngine) else AsyncLLMEngine(config=given)
     if sys.stderr.isatty():
         await _start_with_bar(engine)
@@ -98,13 +97,13 @@ async def _start_with_bar(engine: AsyncLLMEngine) -> None:
 
 
 def model_name(engine: AsyncLLMEngine) -> str:
-    """The model as a person would call it."""
+    """Short name of the model."""
     name = engine.config.model_name
     return name if engine.config.model is None else name.rstrip("/").split("/")[-1]
 
 
 def context_length(engine: AsyncLLMEngine) -> int:
-    """Tokens that a prompt and its answer may have together."""
+    """Most tokens of a prompt and its answer together."""
     context = engine.model_config.max_position_embeddings
     limit = engine.config.max_model_len
     return context if limit is None else min(context, limit)

@@ -1,4 +1,4 @@
-"""Text for a terminal: model output made harmless, and small figures made short."""
+"""Text for a terminal: removes control characters, and formats figures."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import unicodedata
 
 
 def printable(text: str) -> str:
-    """``text`` without control characters, so that a model cannot move the cursor or recolour
-    the screen; line ends stay, tabs become spaces."""
+    """Remove control characters, so that a model cannot move the cursor or recolour the screen.
+    Line ends stay; tabs become spaces."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(
@@ -17,7 +17,7 @@ def printable(text: str) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """A duration in three digits or so: 840 µs, 12 ms, 1.25 s."""
+    """Format a duration with two or three digits: 840 µs, 12 ms, 1.25 s."""
     if value is None:
         return "–"
     if value < 0.0009995:
@@ -28,11 +28,11 @@ def seconds(value: float | None) -> str:
 
 
 def rate(tokens: float, duration: float) -> str:
-    """Tokens per second."""
+    """Format tokens per second."""
     return "–" if duration <= 0 else f"{tokens / duration:.0f} tok/s"
 
 
 def one_line(text: str, width: int) -> str:
-    """``text`` on one line of at most ``width`` characters."""
+    """Shorten ``text`` to one line of at most ``width`` characters."""
     text = " ".join(text.split())
     return text if len(text) <= width else text[: max(width - 1, 0)].rstrip() + "…"

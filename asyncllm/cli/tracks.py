@@ -1,4 +1,4 @@
-"""Tracks: the streams of a demonstration, and what is known of each while it runs."""
+"""Tracks: the streams of a demonstration, with their times and texts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REFRESH_SECONDS = 0.08
 
 @dataclass(eq=False)
 class Track:
-    """One stream and what is known of it. Times are those of ``time.perf_counter``."""
+    """One stream with its text and times, which are of ``time.perf_counter``."""
 
     number: int
     prompt: Prompt
@@ -89,7 +89,7 @@ class Show:
 
     @property
     def num_at_once(self) -> int:
-        """Streams that were between their first and last token at the same moment, at most."""
+        """Most streams that were between first and last token at the same time."""
         spans = [(t.first_at, t.last_at) for t in self.tracks if t.first_at and t.last_at]
         return max((sum(a <= at <= b for a, b in spans) for at, _ in spans), default=0)
 
@@ -98,7 +98,7 @@ class Show:
         return self.stats.prefix_cache_hits / max(self.stats.prefix_cache_queries, 1)
 
     def totals(self) -> str:
-        """The whole demonstration in a line."""
+        """Summary of the demonstration in one line."""
         first = sorted(track.ttft for track in self.tracks if track.ttft is not None)
         median = seconds(first[len(first) // 2]) if first else "–"
         return (
@@ -110,7 +110,7 @@ class Show:
 
 
 async def follow_all(show: Show, refresh: Callable[[], None]) -> None:
-    """Reads every stream to its end and calls ``refresh`` about ten times a second."""
+    """Read every stream to its end, and call ``refresh`` about ten times a second."""
     readers = [asyncio.create_task(track.follow()) for track in show.tracks]
     try:
         pending = set(readers)

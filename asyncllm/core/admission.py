@@ -1,9 +1,8 @@
-"""Admission: which requests the engine has accepted, and how many more it takes.
+"""Admission: the accepted requests, and the limits of the queue.
 
-This is the one place that several threads share behind a lock: submission from any loop,
-and the engine thread. Aborts and destructors take no lock; they set the group's
-``cancelled`` flag, which frees its id at once, and put a command into the queue. The id is a
-group's, the places in the queue are its members'.
+Threads that submit and the engine thread share it behind a lock. Aborts and destructors take no
+lock: they set the group's ``cancelled`` flag, which frees its id at once, and send a command to the
+engine thread. An id belongs to a group, a place in the queue to each of its members.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _MAX_RETRY_AFTER = 60.0
 
 
 class Admission:
-    """Counts what is queued and knows every live request by its id.
+    """Registry of live requests by id, and the limits of the waiting queue.
 
     Args:
         max_queued_requests: requests that may wait for their first step.
@@ -62,7 +61,7 @@ class Admission:
         return None if group is None or group.cancelled else group
 
     def reserve(self, group: RequestGroup, num_tokens: int) -> None:
-        """Takes a place in the queue for each member and gives it its arrival index.
+        """Register a group: a place in the queue and an arrival index for each member.
 
         Args:
             num_tokens: tokens of the prompt, or an estimate until it is tokenised.
@@ -71,7 +70,7 @@ class Admission:
             EngineOverloadedError: if the queue is full.
             InvalidRequestError: if a live request has this id, or the queue is too short for
                 the group even when it is empty.
-            EngineError: once the engine takes no more; the one that ``close`` was given.
+            EngineError: after ``close``, the error that it was given.
         """
         with self._lock:
             if self._closed is not None:
@@ -87,7 +86,7 @@ class Admission:
             count = len(members)
             self._check_room(count, count * num_tokens)
             if other is not None:
-                # Aborted, but the engine thread has yet to hear of it.
+                # Aborted, but still known to the engine thread: ``forget`` will come for it.
                 self._replaced.add(other)
             self._live[group.request_id] = group
             self._num_members += count
@@ -130,7 +129,7 @@ class Admission:
         return max(surplus / rate, 0.01)
 
     def correct(self, group: RequestGroup, num_tokens: int) -> None:
-        """Replaces the estimate of a prompt's length once it is tokenised."""
+        """Replace the estimate of a prompt's length once it is tokenised."""
         with self._lock:
             for request in group.members:
                 if request in self._queued:
@@ -138,8 +137,8 @@ class Admission:
                     self._queued[request] = num_tokens
 
     def leave_queue(self, request: Request) -> None:
-        """The request was scheduled for the first time, or ended before that. Measures the
-        rate at which the queue drains: an exponential average with a half-life of 5 s."""
+        """Remove a request from the queue: first scheduled, or ended before that. Updates the rate
+        at which the queue drains, an exponential average with a half-life of 5 s."""
         with self._lock:
             num_tokens = self._queued.pop(request, None)
             if num_tokens is None:
@@ -151,13 +150,13 @@ class Admission:
             self._rate_at = now
 
     def leave(self, request: Request) -> None:
-        """The request has ended, and its group goes on."""
+        """Count a request as ended while its group goes on."""
         self.leave_queue(request)
         with self._lock:
             self._ended.add(request)
 
     def forget(self, group: RequestGroup) -> None:
-        """The group has ended; its id is free, unless another has taken it already."""
+        """Remove a group that has ended. Frees its id, unless a later group has it already."""
         for request in group.members:
             self.leave_queue(request)
         with self._lock:
@@ -171,8 +170,8 @@ class Admission:
             self._ended.difference_update(group.members)
 
     def close(self, error: Callable[[], AsyncLLMError]) -> list[RequestGroup]:
-        """From now on ``reserve`` raises ``error()``. Returns every group that has not ended,
-        aborted ones included."""
+        """Refuse new groups: ``reserve`` raises ``error()`` from now on. Returns every group that
+        has not ended, aborted ones included."""
         with self._lock:
             self._closed = error
             return [*self._live.values(), *self._replaced]

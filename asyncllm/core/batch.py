@@ -1,9 +1,9 @@
 """Messages between the core and the device: StepBatch, GrammarMask and StepResult.
 
-These are the only types that the scheduler and a model runner share: plain data that can be
-pickled, none of which the core changes or keeps once a step is launched. A step is described
-by parallel lists, one entry per row, because a step of 256 rows is scheduled in well under
-a millisecond only if a row costs no object.
+The scheduler and a model runner share these types alone. They are plain data that can be pickled,
+and the core neither changes nor keeps them once a step is launched. A step has parallel lists with
+one entry per row: an object per row would make a step of 256 rows take more than a millisecond to
+schedule.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class RequestAssignment:
         req_index: index from 0 to ``max_num_seqs - 1``; the request keeps it while it runs.
         request_id: for messages only.
         token_ids: every token, prompt and output; none is in flight when a request is assigned.
-        num_prompt_tokens: how many of them are the prompt.
-        block_ids: per KV group the blocks it holds, this step's included, in order of
-            position; the null block where it has given one back.
-        sampling: resolved parameters: no None among the fields that have a neutral value,
-            and ``seed`` set; without ``logits_processors``.
-        eos_token_ids: what ``min_tokens`` has to suppress beside ``stop_token_ids``; empty
-            with ``ignore_eos``.
-        processors_key: of its logits processors, which stay with the engine
-            (``InProcess.processors``); -1 if it has none.
-        bad_words: token sequences that may not occur in the output, of ``sampling.bad_words``.
-        claimed_by: numbers of the engine's logits processors (``InProcess.logits_processors``) that
-            have a part in it.
+        num_prompt_tokens: number of prompt tokens among them.
+        block_ids: per KV group the blocks it holds, this step's included, in order of position; the
+            null block in place of those it has given back.
+        sampling: resolved parameters: fields with a neutral value are not None, ``seed`` is set,
+            and there are no ``logits_processors``.
+        eos_token_ids: EOS token ids, which ``min_tokens`` suppresses together with
+            ``stop_token_ids``; empty with ``ignore_eos``.
+        processors_key: key in ``InProcess.processors`` of its own logits processors, which stay
+            with the engine; -1 if it has none.
+        bad_words: token sequences of ``sampling.bad_words``, which may not occur in the output.
+        claimed_by: indices into ``InProcess.logits_processors`` of the engine's processors that
+            apply to it.
     """
 
     req_index: int
@@ -52,13 +52,13 @@ class RequestAssignment:
 
 
 class PromptSpan(NamedTuple):
-    """Positions of a row that its request wants prompt log-probabilities of: the logits at a
-    position say how likely the prompt's token behind it was.
+    """Positions of a row whose logits give prompt log-probabilities. The logits at a position give
+    the log-probability of the prompt's next token.
 
     Attributes:
-        first: at least the row's start.
-        end: behind the last; at most the prompt's last position, and the row's end.
-        num_top: most likely tokens to report at each.
+        first: the first position; at least the row's start.
+        end: one past the last position; at most the prompt's last position and the row's end.
+        num_top: how many of the most likely tokens to report at each position.
     """
 
     first: int
@@ -71,11 +71,11 @@ class StepBatch:
     """One step: which rows compute which tokens.
 
     Row i computes ``counts[i]`` tokens of the request in ``req_indices[i]``, from position
-    ``starts[i]`` on, after ``starts[i]`` tokens whose KV is in its blocks. Rows with
-    ``samples[i]`` yield one token, which belongs at position ``starts[i] + counts[i]``, and
-    up to ``ExecutorInfo.max_tokens_per_row - 1`` more behind it; the runner keeps them,
-    because the next step may be launched before the core has seen them.
-    Decode rows (one token, sampled) come first: ``num_decodes`` of them.
+    ``starts[i]`` on; the KV of the tokens before that is in its blocks. A row with ``samples[i]``
+    yields one token, at position ``starts[i] + counts[i]``, and up to
+    ``ExecutorInfo.max_tokens_per_row - 1`` more after it. The runner keeps these tokens, because
+    the next step may be launched before the core has seen them. Decode rows (one token, sampled)
+    come first: ``num_decodes`` of them.
 
     Attributes:
         step: number of the step, from 0.
@@ -83,18 +83,18 @@ class StepBatch:
         assignments: requests that enter slots, to be applied after ``released``.
         new_blocks: ``(req_index, block ids per KV group)`` appended to tables of requests that
             had a slot.
-        trimmed: ``(req_index, KV group, first, end)``: entries of tables of requests that had a
-            slot that are the null block from this step on. Their tokens lie before the window of
-            every query to come, and their blocks may have a new owner in this very step.
-        state_loads: ``(req_index, checkpoint)``: a request enters a slot behind a cached prefix;
-            its recurrent state is copied from there before the step runs.
-        state_saves: ``(req_index, checkpoint)``: the state that the request has behind the step is
-            copied there, before a later one runs. Checkpoints are counted from 1.
+        trimmed: ``(req_index, KV group, first, end)``: table entries that become the null block
+            with this step, because every later query's window begins after their tokens. Their
+            blocks may have a new owner in this very step.
+        state_loads: ``(req_index, snapshot)``: a request continues a cached prefix; the snapshot is
+            copied into its slot before the step runs.
+        state_saves: ``(req_index, snapshot)``: the request's state after this step is copied to the
+            snapshot before a later step runs. Snapshots are numbered from 1.
         num_tokens: sum of ``counts``.
-        masked_rows: sampling rows, in ascending order, whose tokens a grammar restricts. The
-            step is sampled once ``Executor.sample`` brings their masks, and not before.
-        prompt_logprobs: row to the span that it wants prompt log-probabilities of. No decode row
-            is among them.
+        masked_rows: sampling rows, in ascending order, whose tokens a grammar restricts. The step
+            is not sampled before ``Executor.sample`` brings their masks.
+        prompt_logprobs: for rows whose request asks for prompt log-probabilities, the span. Never a
+            decode row.
     """
 
     step: int
@@ -126,10 +126,10 @@ class GrammarMask:
 
     Attributes:
         step: number of the StepBatch.
-        rows: of its ``masked_rows``, each at most once. A row that is left out is sampled
-            without a mask: its request has ended meanwhile, and its token is void.
-        masks: the mask of each of ``rows``, as bytes. One of another length, or one that allows
-            nothing, is an error of its row alone.
+        rows: a subset of the step's ``masked_rows``. A row that is missing is sampled without a
+            mask: its request has ended, and its token is discarded.
+        masks: the mask of each of ``rows``, as bytes. A mask of the wrong length, or one that
+            allows no token, is an error of its row alone.
     """
 
     step: int
@@ -154,15 +154,15 @@ class StepResult:
     """Tokens of a step, row by row in the order of its StepBatch.
 
     Attributes:
-        step: number of that StepBatch. Results come in the order of the launches, and one
-            that is out of order would give every request another's tokens.
+        step: number of that StepBatch. Results come in the order of the launches; out of order they
+            would give every request another's tokens.
         token_ids: sampled tokens of all rows, row after row.
         counts: tokens of each row: none for a row that does not sample or is in ``errors``,
             else 1 to ``max_tokens_per_row``. The KV of all of them but the last is written.
         logprobs: row to log-probabilities of each of its tokens, for rows whose request asked
             for them.
-        prompt_logprobs: row to those of the tokens behind the positions of its ``PromptSpan``, in
-            order; of all rows that wanted them and are not in ``errors``.
+        prompt_logprobs: row to prompt log-probabilities, one for each position of its
+            ``PromptSpan``, in order; for every row that has a span and no error.
         errors: row to the error that ends this row's request and no other (a logits
             processor that raised, logits that are not numbers). An executor in the engine's
             process leaves the exceptions in ``InProcess.errors``.

@@ -1,10 +1,10 @@
-"""BlockPool: the KV blocks, which are free, and which can be found by their hash.
+"""BlockPool: all KV blocks, the free list and the index by hash.
 
-The free list is intrusive and doubly linked, as in vLLM v1: popping the head, appending to
-the tail and removing from the middle on a prefix hit are O(1). A freed block keeps its hash
-and its contents and stays findable until it is popped for reuse, so eviction is lazy and
-least recently used. Blocks without a hash are of no use to another request and go to the head.
-A second pool has the recurrent states of prefixes in the place of KV (StateCheckpoints).
+The free list is intrusive and doubly linked, as in vLLM v1: popping the head, appending to the tail
+and removing from the middle on a prefix hit are O(1). A freed block keeps its hash and its contents
+and stays findable until it is popped for reuse, so eviction is lazy and least recently used. Blocks
+without a hash are of no use to another request and go to the head. StateSnapshots uses a second
+pool, whose blocks stand for recurrent states.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class FreeList:
             self.append(block)
 
     def popleft_n(self, count: int) -> list[Block]:
-        """The first ``count`` blocks."""
+        """Remove and return the first ``count`` blocks."""
         if count > self.count:
             raise IndexError(f"{count} blocks asked of a free list of {self.count}")
         taken = []
@@ -100,8 +100,8 @@ class FreeList:
 
 
 class BlockPool:
-    """All blocks of one KV cache. Block 0 is the null block: padding writes go there, tables have
-    it where they have given a block back, and it is never handed out.
+    """All blocks of one KV cache. Block 0 is the null block, which is never handed out: padding
+    writes go there, and it replaces the blocks that a table has given back.
 
     Args:
         num_blocks: blocks in all, the null block included; at least 2.
@@ -135,8 +135,8 @@ class BlockPool:
         return self._by_hash.get(block_hash)
 
     def allocate(self, count: int) -> list[Block]:
-        """Takes ``count`` blocks from the head of the free list, where the least recently used are.
-        A cached block is evicted here, and not when it is freed.
+        """Take ``count`` blocks from the head of the free list, the least recently used. This
+        evicts cached blocks; freeing a block does not.
 
         Raises:
             IndexError: if fewer are free; nothing is taken then.
@@ -151,16 +151,15 @@ class BlockPool:
         return taken
 
     def touch(self, block: Block) -> None:
-        """Takes a reference to a block that was found by its hash; a free one leaves the free
-        list."""
+        """Take a reference to a block found by its hash. A free block leaves the free list."""
         if block.ref_count == 0:
             self._free.remove(block)
         block.ref_count += 1
 
     def release(self, blocks: Sequence[Block]) -> None:
-        """Drops a reference to each of ``blocks``, given in order of position. They are freed from
-        the last to the first, so that the tail of a prefix is evicted before its head, without
-        which the tail could not be found."""
+        """Drop a reference to each of ``blocks``, given in order of position. They are freed from
+        the last to the first: the tail of a prefix has to be evicted before its head, because a
+        look-up finds the tail through the head."""
         for block in reversed(blocks):
             if block.ref_count <= 0:
                 raise ValueError(f"{block} is released more often than it was taken")
@@ -172,7 +171,7 @@ class BlockPool:
                     self._free.append(block)
 
     def publish(self, block: Block, block_hash: bytes) -> bool:
-        """Enters a held block into the prefix cache. False if another block has this hash already:
+        """Enter a held block into the prefix cache. False if another block has this hash already:
         that one stays, and this one is reused first once it is free."""
         if block.hash is not None:
             raise ValueError(f"{block} is published already")
@@ -182,7 +181,7 @@ class BlockPool:
         return True
 
     def unpublish(self, block: Block) -> None:
-        """Removes a block from the prefix cache; a free one goes to the head of the free list."""
+        """Remove a block from the prefix cache; a free one goes to the head of the free list."""
         if block.hash is None:
             return
         del self._by_hash[block.hash]
@@ -192,7 +191,7 @@ class BlockPool:
             self._free.appendleft(block)
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets every hash. False, with nothing done, while requests hold blocks."""
+        """Empty the prefix cache. False, with nothing done, while requests hold blocks."""
         if self.num_free != self.num_usable:
             return False
         for block in list(self._by_hash.values()):
@@ -200,7 +199,7 @@ class BlockPool:
         return True
 
     def check_integrity(self, holders: Iterable[Sequence[Block]] = ()) -> None:
-        """Raises AssertionError unless every block is accounted for.
+        """Raise AssertionError unless every block is accounted for.
 
         Args:
             holders: the block lists of all requests, to compare reference counts with.

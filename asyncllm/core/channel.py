@@ -4,28 +4,28 @@ It has no lock because every token passes through it. Two threads share a channe
 thread and the reader's, and a third may end it. Why that is correct:
 
 **One writer, one reader.** Only the engine thread adds to ``items``, only the reader removes from
-it, from the left. So its last item, if there is one, is what the engine thread put there last,
-and ``items[-1] = pending`` is a compare-and-swap: it replaces that item, or raises IndexError
-because the reader has taken it. An item that takes in another token never leaves the deque, so
-the reader cannot overtake what is being merged. A ``PendingDelta`` shares growing lists with the
-one that it replaces, and each says how many entries are its own: what was appended for a swap
-that failed is beyond the count of the item that the reader took. So a token costs O(1).
+it, from the left. So its last item, if there is one, is what the engine thread put there last, and
+``items[-1] = pending`` is a compare-and-swap: it replaces that item, or raises IndexError because
+the reader has taken it. An item stays in the deque while a token is merged into it, so the reader
+cannot overtake the merge. A ``PendingDelta`` shares growing lists with its predecessor, and each of
+them stores how many entries count: entries appended before a failed swap lie beyond the count of
+the item that the reader took. So a token costs O(1).
 
-**One end.** Apart from the engine thread, those that declare it hung end channels. The first end
-that is offered is the end: an append to a list settles which. Each thread that offers one then
-makes that first one readable, so that a stream ends although the thread that was first is stuck
-in an observer. The end is in a slot beside the deque, where no late token can replace it. The
-reader looks at ``final`` before it looks at ``items``: what the ending thread had put is then
-among them. What a late engine thread puts after the end is dropped, or read before it if the
-reader has not come to the end yet.
+**One end.** The engine thread ends channels, and so does a thread that declares it hung. The first
+end that is offered counts; an append to a list decides the order. Each thread that offers an end
+then makes the first one readable, so that a stream ends even if the first thread is stuck in an
+observer. The end is in ``final``, beside the deque, where no late token can replace it. The reader
+looks at ``final`` before it looks at ``items``, so ``items`` then has everything that was written
+before the end. A token that a late engine thread writes after the end is dropped, or is read before
+the end if the reader has not reached it yet.
 
 **Two flags, no lost wake** (Dekker). A reader that finds nothing sets ``has_reader`` and looks
 again; the engine thread writes and then looks at ``has_reader``. The second of them sees the other.
 The engine thread clears the flag when it queues the channel for a wake, so a channel is queued once
-for each wake, plus once for its end. It may clear the flag of a later wait than it saw: the wake
-that follows ends that one, and a woken reader sets the flag anew before it looks.
-``is_backpressured`` and ``num_read`` are such a pair too: the engine thread sets the flag and looks
-at the count again, the reader counts and then looks at the flag.
+for each wake, plus once for its end. The flag that it clears may belong to a later wait than the
+one it saw: the wake then ends that later wait, and a woken reader sets the flag anew before it
+looks. ``is_backpressured`` and ``num_read`` are such a pair too: the engine thread sets the flag
+and looks at the count again, the reader counts and then looks at the flag.
 
 All of this needs the GIL: single operations on a deque, a list or an attribute are atomic and
 every thread sees them in one order. A free-threaded build (3.13t, 3.14t) promises the former
@@ -51,9 +51,10 @@ class End(NamedTuple):
     """End of a request with a finish reason; one that fails ends with an exception instead.
 
     Attributes:
-        text: what was held back until the end.
-        last: the last token, if it is what ended the request: they are read together.
-        output: index of the output that ended last, whose end this is.
+        text: output text that the detokenizer held back until the end.
+        last: the delta of the token that ended the request, read together with this end; None if no
+            token did.
+        output: index of the output that ended last.
     """
 
     finish_reason: FinishReason
@@ -65,14 +66,14 @@ class End(NamedTuple):
 
 
 PendingDelta = tuple[int, list[str], list[int], list[TokenLogprobs], int]
-"""Unread tokens that become one Delta when they are read: how many, then their texts, ids and
-log-probabilities (of each token, or none at all) in lists that may go on behind that, and the
-index of their request in its group. A plain tuple, because one is made with every token, and a
-NamedTuple takes seven times as long."""
+"""Unread tokens that are read as one Delta: ``(count, texts, token ids, log-probabilities,
+index)``. Only the first ``count`` entries of the lists belong to it; ``index`` is that of the
+request in its group, and log-probabilities are there for every token or for none. A plain tuple,
+because one is made with every token, and a NamedTuple takes seven times as long."""
 
 
 def merged(pending: PendingDelta) -> Delta:
-    """The one Delta."""
+    """Convert unread tokens to one Delta."""
     size, texts, token_ids, logprobs, index = pending
     return Delta(
         "".join(texts[:size]), tuple(token_ids[:size]), index, tuple(logprobs[:size]) or None
@@ -80,11 +81,11 @@ def merged(pending: PendingDelta) -> Delta:
 
 
 class Mailbox(Protocol):
-    """One per event loop: how the engine thread wakes its readers."""
+    """Wakes the readers of one event loop from the engine thread."""
 
     def notify(self, channels: Iterable[Channel]) -> bool:
-        """Wakes the readers of ``channels`` with one call into the loop at most; False if
-        the loop is gone. Any thread; never waits for the loop."""
+        """Wake the readers of ``channels`` with at most one call into the loop; False if the loop
+        is gone. Any thread; never waits for the loop."""
         ...
 
     def is_closed(self) -> bool: ...
@@ -92,18 +93,17 @@ class Mailbox(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Channel:
-    """Output of one request group. Unread tokens merge with the one before them if both are of one
-    sequence of the group.
+    """Output of one request group. Consecutive unread tokens of one sequence merge into one delta.
 
     Attributes:
         max_unread: tokens that may be unread before ``on_slow`` applies.
         max_merged: the most tokens that are merged into one delta.
         items: unread output in order, without the end.
         final: the end, once there is one: an End, or the exception that the reader gets.
-        num_written, num_read: tokens; written by the engine thread and by the reader.
-        has_reader: the reader has found nothing and no wake is under way to it.
-        waiter: that reader, in the terms of its mailbox; touched on its loop's thread only.
-        is_backpressured: the request gets no tokens because ``max_unread`` are unread.
+        num_written, num_read: counts of tokens, kept by the engine thread and by the reader.
+        has_reader: the reader waits, and no wake is on its way to it.
+        waiter: the mailbox's object for the reader that waits; touched on its loop's thread only.
+        is_backpressured: the group is paused because ``max_unread`` tokens are unread.
     """
 
     max_unread: int = 256
@@ -131,8 +131,7 @@ class Channel:
         return self.final is not None
 
     def put(self, token_id: int, text: str, logprobs: TokenLogprobs | None, index: int = 0) -> None:
-        """Writes a token that is not its request's last; after the end it is dropped. Engine
-        thread."""
+        """Write a token other than its request's last; drop it after the end. Engine thread."""
         if self.final is not None:
             return
         items = self.items
@@ -141,14 +140,14 @@ class Channel:
         self.num_written += 1
 
     def append(self, last: Delta) -> None:
-        """Writes the last delta of a request whose group goes on. Engine thread."""
+        """Write the last delta of a request whose group goes on. Engine thread."""
         if self.final is None:
             self.items.append(last)
             self.num_written += len(last.token_ids)
 
     def _merge(self, token_id: int, text: str, logprobs: TokenLogprobs | None, index: int) -> bool:
-        """Merges a token into the last unread item; False if that is full, another request's, or
-        read by now."""
+        """Merge a token into the last unread item. False if that item is full, belongs to another
+        request, or has just been read."""
         items = self.items
         try:
             last = items[-1]
@@ -171,8 +170,8 @@ class Channel:
         return True
 
     def offer_end(self, final: End | BaseException) -> bool:
-        """Proposes ``final`` as the end; any thread. True for the first one, which is what ``end``
-        makes readable."""
+        """Propose ``final`` as the end; any thread. True for the first proposal, the one that
+        ``end`` makes readable."""
         offer = (final,)
         self._ends.append(offer)
         if self._ends[0] is not offer:
@@ -182,13 +181,13 @@ class Channel:
         return True
 
     def end(self) -> None:
-        """Makes the first offered end readable; any thread, after ``offer_end``. Nothing is written
-        or read behind it."""
+        """Make the first offered end readable; any thread, after ``offer_end``. Nothing is written
+        or read after it."""
         (self.final,) = self._ends[0]
 
 
 def check_gil() -> None:
-    """Raises EngineError where the GIL is off, as it may be in a free-threaded build."""
+    """Raise EngineError if this free-threaded Python runs without the GIL."""
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         raise EngineError(
             "the GIL is off in this free-threaded Python, which is not supported: expected a "

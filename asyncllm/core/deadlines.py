@@ -24,8 +24,8 @@ class DeadlineExceededError(RequestError, TimeoutError):
 
 
 class Deadlines:
-    """A heap of groups that have a deadline, of which those that ended before it are dropped late:
-    when they come to the top, or when they are most of it."""
+    """Heap of groups that have a deadline. Groups that have ended stay in it until they reach the
+    top, or make up most of it."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, RequestGroup]] = []
@@ -35,23 +35,24 @@ class Deadlines:
 
     @property
     def soonest(self) -> float:
-        """Seconds of the clock; infinity without any."""
+        """The earliest deadline in seconds of the clock; infinity without any."""
         return self._heap[0][0] if self._heap else math.inf
 
     def add(self, group: RequestGroup, num_live: int) -> None:
-        """
+        """Watch the deadline of a group.
+
         Args:
             num_live: requests of the engine that have not ended.
         """
         heap = self._heap
         if len(heap) > 64 and len(heap) > 4 * num_live:
-            # Most ended long before their deadline; their prompts need not be kept till then.
+            # Most entries have ended: drop them now, because each keeps its group's prompts alive.
             heap[:] = [entry for entry in heap if entry[2].unfinished]
             heapq.heapify(heap)
         heapq.heappush(heap, (group.deadline, group.members[0].arrival_index, group))
 
     def expire(self, now: float) -> Iterator[RequestGroup]:
-        """Removes the groups whose deadline has come, and yields those that have not ended."""
+        """Remove the groups whose deadline has passed, and yield those that have not ended."""
         heap = self._heap
         while heap and (heap[0][0] <= now or not heap[0][2].unfinished):
             group = heapq.heappop(heap)[2]

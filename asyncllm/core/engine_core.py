@@ -1,5 +1,5 @@
-"""EngineCore: the step loop. Everything in here runs on the engine thread, but for the
-methods that say otherwise."""
+"""EngineCore: the step loop. It runs on the engine thread, except for methods that say
+otherwise."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ logger = get_logger("asyncllm")
 
 
 class _DeclaredHung(BaseException):
-    """Unwinds the engine thread when it returns from a call in which it was declared hung."""
+    """Unwinds the engine thread that returns from a device call after it was declared hung."""
 
 
 class EngineCore:
-    """Drains commands, schedules, launches, collects, and passes results on.
+    """Step loop: drains commands, schedules, launches, collects and delivers results.
 
     Args:
         executor: the device; closed when ``run`` returns.
-        scheduler: made for that executor.
+        scheduler: the executor's scheduler.
         admission: shared with the submitting side.
         clock: seconds, monotonic.
 
     Attributes:
         fatal_error: what killed the engine.
         thread: the engine thread, on which ``check_waiting`` raises.
-        hung: it died because a call of the executor did not return in time.
-        close_reason: what closed it; CLOSED is the application's own ``aclose``.
+        hung: the engine died because a call of the executor did not return in time.
+        close_reason: message of EngineClosedError; CLOSED after the application's own ``aclose``.
     """
 
     def __init__(
@@ -96,19 +96,18 @@ class EngineCore:
     # --- from any thread ---------------------------------------------------------------
 
     def send(self, run: Callable[..., None], *args: Any) -> None:
-        """Asks the engine thread to call ``run(*args)``. ``SimpleQueue.put`` is re-entrant,
-        so a destructor may come here from within any other call of it."""
+        """Ask the engine thread to call ``run(*args)``. ``SimpleQueue.put`` is re-entrant, so a
+        destructor may call this in the middle of another ``put``."""
         self.inbox.put(partial(run, *args))
 
     def call(self, run: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Asks for ``run(*args)`` with no step in flight; any thread but the engine's. The
-        future gets what it returns. It is completed in every case: if the loop ends first, with
-        ``ending``."""
+        """Run ``run(*args)`` while no step is in flight; any thread but the engine's. The future
+        gets its result, or ``shutdown_error`` if the loop ends first."""
         self.check_waiting()
-        return self._calls.submit(run, args, self.ending)
+        return self._calls.submit(run, args, self.shutdown_error)
 
     def check_waiting(self) -> None:
-        """Raises RuntimeError on the engine thread, which would wait for itself for ever."""
+        """Raise RuntimeError on the engine thread, which would wait for itself for ever."""
         if threading.current_thread() is self.thread:
             raise RuntimeError(
                 "the engine thread cannot wait for the engine: in a logits processor, an observer "
@@ -116,15 +115,15 @@ class EngineCore:
             )
 
     def abort(self, group: RequestGroup) -> None:
-        """Any thread, any number of times. The flag is set before the command travels, so
-        that an abort is seen even if it overtakes the group's own arrival."""
+        """Abort a group; any thread, any number of times. The flag is set before the command is
+        sent, so that an abort counts even if it arrives before the group."""
         if not group.cancelled:
             group.cancelled = True
             self.send(self.on_abort, group)
 
     def abandon(self, group: RequestGroup) -> None:
-        """``abort`` for destructors: in a forked child, where no engine thread lives and the
-        queue may have been copied in mid-operation, it does nothing."""
+        """``abort`` for destructors: does nothing in a forked child, which has no engine thread and
+        may have a copy of the queue in mid-operation."""
         if os.getpid() == self.pid:
             self.abort(group)
 
@@ -134,7 +133,7 @@ class EngineCore:
         num_running, num_paused = len(scheduler.running), len(scheduler.paused)
         num_blocks, num_free = pool.num_usable, pool.num_free
         if self.fatal_error is not None:
-            # What the scheduler still holds is what the last step left it with.
+            # The scheduler of a dead engine still holds what it had in its last step.
             num_running, num_paused, num_free = 0, 0, num_blocks
         return EngineStats(
             num_running=num_running,
@@ -145,9 +144,9 @@ class EngineCore:
             kv_cache_usage=1.0 - num_free / num_blocks,
             prefix_cache_queries=scheduler.kv.num_queried_tokens,
             prefix_cache_hits=scheduler.kv.num_hit_tokens,
-            num_state_checkpoints=info.num_state_checkpoints,
+            num_state_snapshots=info.num_state_snapshots,
             num_cached_states=states.pool.num_cached if states is not None else 0,
-            state_checkpoint_bytes=info.num_state_checkpoints * info.state_bytes,
+            state_snapshot_bytes=info.num_state_snapshots * info.state_bytes,
             num_preemptions=scheduler.num_preemptions,
             prompt_tokens=scheduler.num_prompt_tokens,
             generation_tokens=scheduler.num_generated_tokens,
@@ -160,8 +159,8 @@ class EngineCore:
             last_step_time=self._last_step_time,
         )
 
-    def ending(self) -> EngineError:
-        """Why this engine takes nothing more; any thread, once it does not."""
+    def shutdown_error(self) -> EngineError:
+        """Error for a request to an engine that has closed or died; any thread."""
         if self.fatal_error is None:
             return EngineClosedError(self.close_reason)
         error = EngineDeadError(f"the engine died: {explain(self.fatal_error)}")
@@ -169,11 +168,11 @@ class EngineCore:
         return error
 
     def fail_hung(self, timeout: float, cause: Exception) -> bool:
-        """Fails everything if the engine thread has been in one call of the executor for
-        ``timeout`` seconds; any thread. True for the one caller that found out.
+        """Fail every request if one call of the executor has taken ``timeout`` seconds; any thread.
+        True for the one caller that found this.
 
-        The verdict falls in such a call only and under a lock, so the thread is not in the
-        middle of anything else; should it ever come back, it touches nothing.
+        The lock makes sure that the engine thread is inside that call and in the middle of nothing
+        else. Should the call ever return, the thread touches nothing.
         """
         with self._lock:
             since = self._on_device_since
@@ -188,7 +187,7 @@ class EngineCore:
     # --- the loop ----------------------------------------------------------------------
 
     def run(self) -> None:
-        """Runs until it is told to close or a step fails. Never raises."""
+        """Run the loop until the engine closes or a step fails. Never raises."""
         try:
             while not self._closed:
                 self.step()
@@ -197,17 +196,17 @@ class EngineCore:
         except BaseException as error:
             self.fatal_error = error
             self._fail_all()
-            # The error lives as long as the engine; what its frames refer to need not.
+            # The error lives as long as the engine; the objects in its frames need not.
             clear_frames(error)
         finally:
-            self._calls.close(self.ending)
+            self._calls.close(self.shutdown_error)
             self._in_flight.clear()
             self._calls.due.clear()
             with contextlib.suppress(_DeclaredHung):
                 self._on_device(close_executor, self.executor)
 
     def _on_device(self, run: Callable[..., Any], *args: Any) -> Any:
-        """A call into the executor, which may never return; see ``fail_hung``."""
+        """Call the executor. The call may never return; see ``fail_hung``."""
         self._on_device_since = self.clock()
         try:
             return run(*args)
@@ -218,15 +217,15 @@ class EngineCore:
                     raise _DeclaredHung
 
     def step(self) -> None:
-        """One turn. With a pipeline of depth 2, step N+1 is on the device while N's results
-        are taken in and N+2 is scheduled; results are announced last, right before the
-        thread waits again and gives up the GIL."""
+        """One turn of the loop. With a pipeline of depth 2, step N+1 runs on the device while N's
+        results are processed and N+2 is scheduled. Readers are woken last, right before the thread
+        waits and gives up the GIL."""
         self._drain()
         self._expire_deadlines()
         if self._closing_at is not None:
             self._check_closing(self._closing_at)
         if self._calls.due and not self._in_flight:
-            # What a call raises ends the engine, as a step does that fails.
+            # An exception of a call ends the engine, as one of a step does.
             self._calls.run_due()
         launched = not self._closed and self._launch()
         self.output_processor.flush_wakeups()
@@ -268,7 +267,7 @@ class EngineCore:
             self.output_processor.fail(request.group, error)
         self.scheduler.failed.clear()
         if step is None:
-            # Requests that could not run were failed; the next turn sees what is left.
+            # Requests that can never run were failed; the next turn schedules the others.
             return False
         now = self.clock()
         for request in step.admitted:
@@ -284,8 +283,8 @@ class EngineCore:
         return True
 
     def _send_masks(self) -> None:
-        """Queues the second half of a step with grammars, whose forward pass has begun: once it is
-        the oldest in flight, all tokens that its masks depend on are known."""
+        """Send the masks of a step with grammars, once it is the oldest in flight: only then are
+        all tokens known that its masks depend on."""
         step = self._in_flight[0][0] if self._in_flight else None
         if step is None or not step.is_masked or step.batch.step == self._masked_step:
             return
@@ -316,8 +315,8 @@ class EngineCore:
         self._send_masks()
 
     def _retry_smaller(self, error: StepOutOfMemoryError) -> None:
-        """Rolls back every step in flight and shrinks the token budget. A step of a single token
-        cannot be made smaller: its request fails."""
+        """Roll back every step in flight and shrink the token budget. A step of a single token
+        cannot shrink: its request fails."""
         steps = [step for step, _ in self._in_flight]
         self._in_flight.clear()
         self._on_device(self.executor.discard)
@@ -338,7 +337,7 @@ class EngineCore:
     # --- commands ----------------------------------------------------------------------
 
     def on_add(self, group: RequestGroup) -> None:
-        """Queues a group, which has its prompt and may have been aborted meanwhile."""
+        """Queue a group that has its prompt, unless it was aborted meanwhile."""
         if all(member.status is not Status.NEW for member in group.members):
             return
         if group.cancelled:
@@ -350,29 +349,29 @@ class EngineCore:
             self.scheduler.add(request)
 
     def on_watch_deadline(self, group: RequestGroup) -> None:
-        """Watches the deadline of a group whose prompt is still being tokenised."""
+        """Watch the deadline of a group whose prompt is still being tokenised."""
         if any(member.status is Status.NEW for member in group.members):
             self._deadlines.add(group, self.admission.num_live)
 
     def on_fail(self, group: RequestGroup, error: BaseException) -> None:
-        """Fails a group whose prompt or grammar could not be prepared."""
+        """Fail a group whose prompt or grammar could not be prepared."""
         self.output_processor.fail(group, as_request_error(group, error))
 
     def on_abort(self, group: RequestGroup) -> None:
         self.output_processor.abort(group)
 
     def on_drained(self, group: RequestGroup) -> None:
-        """Resumes a group under backpressure whose stream has been read down far enough."""
+        """Resume a group under backpressure whose stream has been read far enough."""
         self.output_processor.release(group)
 
     def suspend(self, suspended: bool) -> None:
-        """Stops or resumes scheduling; run through ``call``. A closing engine is not stopped: it
-        could not be resumed."""
+        """Stop or resume scheduling; run through ``call``. A closing engine goes on, because nobody
+        could resume it."""
         self._suspended = suspended and self._closing_at is None
 
     def on_close(self, drain: float | None) -> None:
-        """Ends the loop: at once, after ``drain`` seconds, or when all have finished, for which
-        a suspended engine goes on. The application is refused new requests already."""
+        """End the loop: at once, after ``drain`` seconds, or, for None, when all requests have
+        finished. Resumes a suspended engine for that; new requests are refused already."""
         self._suspended = False
         closing_at = math.inf if drain is None else self.clock() + drain
         if self._closing_at is None or closing_at < self._closing_at:
@@ -405,13 +404,14 @@ class EngineCore:
         since = self._only_paused_since
         unread = since is not None and now - since >= _PAUSED_GRACE
         if live == 0 or now >= closing_at or unread:
-            for group in self.admission.close(self.ending):
+            for group in self.admission.close(self.shutdown_error):
                 group.cancelled = True
                 self.on_abort(group)
             self._closed = True
 
     def _time_to_next_event(self) -> float | None:
-        """Seconds, an hour at most; None for no deadline and no closing."""
+        """Seconds to the next deadline or the end of closing, an hour at most; None without
+        either."""
         soonest = self._deadlines.soonest
         if self._closing_at is not None:
             soonest = min(soonest, self._closing_at)
@@ -420,17 +420,17 @@ class EngineCore:
         return None if soonest == math.inf else min(soonest - self.clock(), 3600.0)
 
     def _fail_all(self) -> None:
-        """Fails every live request of a dead engine, in any state, and all later calls. On the
-        engine thread, or on the one that declared it hung."""
-        self._calls.close(self.ending)
-        for group in self.admission.close(self.ending):
+        """Fail every live request of a dead engine, and all later calls. On the engine thread, or
+        on the one that declared it hung."""
+        self._calls.close(self.shutdown_error)
+        for group in self.admission.close(self.shutdown_error):
             for request in group.members[-1:]:
-                self.output_processor.close(request, self.ending())
+                self.output_processor.close(request, self.shutdown_error())
         self.output_processor.flush_all_wakeups()
 
 
 def close_executor(executor: Executor) -> None:
-    """Closes a device that may have failed, and may fail again; that is only logged."""
+    """Close a device that may have failed. An error in doing so is only logged."""
     try:
         executor.close()
     except BaseException:

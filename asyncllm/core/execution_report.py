@@ -1,4 +1,4 @@
-"""ExecutionReport: the path that an engine's steps take, and a lower bound of their time."""
+"""ExecutionReport: the device, ops and backends of an engine, and a lower bound on step time."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from dataclasses import dataclass
 class ExecutionReport:
     """How steps run on this machine.
 
-    A decode step reads each weight once, and the keys and values of its sequences: on a CPU it
-    cannot be shorter than ``floor`` (where the weights fit into a cache it can).
+    A decode step reads each weight once, and the keys and values of its sequences. So on a CPU it
+    takes at least ``floor`` seconds, unless the weights fit into a cache.
 
     Attributes:
         device: "cpu" or "cuda:N".
         dtype: of weights and KV, as torch names it.
         op_set: "native", "onednn", "cpu", "torch" or "triton".
-        attention_backend: of each kind of layer, by name.
+        attention_backend: names of the backends, one for each kind of layer.
         instruction_set: of the native ops; None without.
         num_threads: of the ops; None is torch's own number.
-        weight_bytes: of all linear layers, the output head included, as they are stored; of
-            experts those of one token.
+        weight_bytes: bytes of all linear layers as stored, the output head included; of experts
+            only those that one token uses.
         kv_bytes_per_token: of all layers, as far as the windows of those reach that have one.
-        memory_bandwidth: bytes a second that the engine's own threads read, the median of five
-            times 256 MiB; None on a GPU.
+        memory_bandwidth: bytes per second that the engine's own threads read, measured as the
+            median of five reads of 256 MiB; None on a GPU.
     """
 
     device: str
@@ -37,7 +37,7 @@ class ExecutionReport:
     memory_bandwidth: float | None
 
     def floor(self, num_kv_tokens: int) -> float | None:
-        """Seconds of a decode step whose sequences have ``num_kv_tokens`` in all; None on a
+        """Least seconds of a decode step whose sequences have ``num_kv_tokens`` in all; None on a
         GPU."""
         if self.memory_bandwidth is None:
             return None

@@ -12,18 +12,18 @@ from asyncllm.sampling_params import SamplingParams
 
 
 class StepOutOfMemoryError(Exception):
-    """The device ran out of memory in a step. Nothing of the step counts; the scheduler
-    takes it back and tries a smaller one."""
+    """The device ran out of memory in a step. The scheduler rolls the step back and tries a smaller
+    one."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingLimits:
-    """Limits of sampling on an executor's device, without the host.
+    """Limits within which an executor samples on its device, without the host.
 
     Attributes:
-        max_bias: entries of ``logit_bias``.
-        max_stop_ids: token ids that ``min_tokens`` suppresses.
-        max_logprobs: ``logprobs``.
+        max_bias: most entries of ``logit_bias``.
+        max_stop_ids: most token ids that ``min_tokens`` suppresses.
+        max_logprobs: largest ``logprobs``.
     """
 
     max_bias: int
@@ -36,12 +36,12 @@ class SamplingLimits:
         eos_token_ids: Sequence[int] = (),
         bad_words: Sequence[Sequence[int]] = (),
     ) -> bool:
-        """Whether a request needs the host: for one of these, for processors of its own, or for
+        """Whether a request needs the host: beyond a limit, with processors of its own, or with
         ``bad_words`` of several tokens.
 
         Args:
-            eos_token_ids: the model's.
-            bad_words: as token sequences.
+            eos_token_ids: EOS token ids of the model.
+            bad_words: token sequences of ``sampling.bad_words``.
         """
         num_stop_ids = 0
         if sampling.min_tokens:
@@ -74,23 +74,22 @@ class ExecutorInfo:
             reserves blocks for the KV of ``max_tokens_per_row - 1`` of them, within
             ``max_model_len`` (vLLM's lookahead slots). ``max_num_batched_tokens`` does not
             count them.
-        sampling_limits: of an executor that runs ahead. A request beyond them is left out of a
-            step while one in flight has yet to give its token, and the others are not. None
-            where a step can always be launched before the one ahead of it is sampled.
+        sampling_limits: for an executor that launches steps before earlier ones are sampled. A
+            request beyond the limits skips each step until its token in flight is known. None if no
+            request has to wait.
         step_timeout: seconds after which a step counts as hung, where the application has not
             said.
-        has_states: the executor keeps a recurrent state per request index, of all tokens computed
-            there. A request that leaves its index computes its tokens again, from position 0 or
-            from a checkpoint.
-        num_state_checkpoints: states that the executor keeps beside those, 1 to this, each of a
-            prefix. With 0 prefixes are not cached where there are states.
-        state_bytes: of one state.
+        has_states: the model is recurrent: each slot has a state of all tokens computed there. A
+            request that loses its slot computes its tokens again, from position 0 or from a
+            snapshot.
+        num_state_snapshots: further states that the executor keeps, each of a cached prefix,
+            numbered from 1. With 0, a recurrent model has no prefix cache.
+        state_bytes: size of one state.
 
     Raises:
-        ValueError: for several tokens per row with steps in flight. A second step starts
-            where the first one ends, which would be known on the device alone. Likewise with
-            states, which would have taken in the drafts that are rejected. For checkpoints
-            without states.
+        ValueError: for several tokens per row with two steps in flight (only the device would know
+            where the second begins) or with states (which would include rejected drafts), and for
+            snapshots without states.
     """
 
     vocab_size: int
@@ -104,7 +103,7 @@ class ExecutorInfo:
     sampling_limits: SamplingLimits | None = None
     step_timeout: float = 600.0
     has_states: bool = False
-    num_state_checkpoints: int = 0
+    num_state_snapshots: int = 0
     state_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -117,9 +116,9 @@ class ExecutorInfo:
             raise ValueError(
                 f"max_tokens_per_row={self.max_tokens_per_row} with has_states: expected 1"
             )
-        if self.num_state_checkpoints and not self.has_states:
+        if self.num_state_snapshots and not self.has_states:
             raise ValueError(
-                f"num_state_checkpoints={self.num_state_checkpoints} without has_states: expected 0"
+                f"num_state_snapshots={self.num_state_snapshots} without has_states: expected 0"
             )
 
     @property
@@ -137,20 +136,18 @@ class ExecutorInfo:
 class Executor(Protocol):
     """Runs steps on a device. Every method is called on the engine thread.
 
-    ``launch`` starts a step and returns; ``collect`` waits for the oldest step launched and
-    returns its result, with the GIL released while it waits. Up to
-    ``info.pipeline_depth`` steps are in flight. A step with ``masked_rows`` has two halves: its
-    forward pass begins with ``launch``, and ``sample``, which comes before its ``collect``,
-    brings the masks that its tokens are drawn under (vLLM's ``execute_model`` and
-    ``sample_tokens``). Its successor may be launched before that, and begins behind it.
-    An executor that has no device of its own
-    to run ahead (the CPU) does the work in ``collect``. One in the engine's process has an
-    ``InProcess`` as its attribute ``in_process``. A method ``report() -> ExecutionReport`` is
-    optional.
+    ``launch`` starts a step and returns; ``collect`` waits for the oldest step launched and returns
+    its result, with the GIL released while it waits. Up to ``info.pipeline_depth`` steps are in
+    flight. A step with ``masked_rows`` has two halves: its forward pass begins with ``launch``, and
+    ``sample``, which comes before its ``collect``, brings the masks for its sampling (vLLM's
+    ``execute_model`` and ``sample_tokens``). The next step may be launched before ``sample``, and
+    runs after it. An executor without a device that runs by itself (the CPU) does the work in
+    ``collect``. An executor in the engine's process has an attribute ``in_process``, an
+    ``InProcess``. A method ``report() -> ExecutionReport`` is optional.
 
     Raises:
-        StepOutOfMemoryError: from ``launch`` or ``collect``; the step left nothing behind that
-            counts. Every step in flight is void then: ``discard`` follows.
+        StepOutOfMemoryError: from ``launch`` or ``collect``. Every step in flight is void, and the
+            engine calls ``discard``.
         BaseException: anything else kills the engine.
     """
 
@@ -159,8 +156,8 @@ class Executor(Protocol):
     def launch(self, batch: StepBatch) -> None: ...
 
     def sample(self, masks: GrammarMask) -> None:
-        """Draws the tokens of the oldest step that awaits masks, which ``masks`` names. What
-        fails in it is raised by ``collect``.
+        """Sample the oldest step that awaits masks, step ``masks.step``. ``collect`` raises the
+        errors of sampling.
 
         Raises:
             RuntimeError: no step awaits masks, or another one does.
@@ -169,8 +166,8 @@ class Executor(Protocol):
     def collect(self) -> StepResult: ...
 
     def discard(self) -> None:
-        """Drops every step in flight, after waiting for the device where it has begun.
-        Slots and block tables are void: the next steps assign them anew."""
+        """Drop every step in flight, after waiting for those that the device has begun. Slots and
+        block tables are void: the next steps assign them anew."""
 
     def close(self) -> None:
-        """Gives back all memory and threads. Idempotent."""
+        """Release all memory and threads. Idempotent."""

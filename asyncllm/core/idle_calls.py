@@ -17,10 +17,10 @@ class IdleCalls:
     """Queue of calls, each with a future that is completed in every case.
 
     Args:
-        inbox: of the engine thread, which learns of a call there.
+        inbox: the engine thread's command queue, which delivers the calls.
 
     Attributes:
-        due: what the engine thread has drained and not yet run; its own.
+        due: calls that the engine thread has received and not yet run; touched by it alone.
     """
 
     def __init__(self, inbox: queue.SimpleQueue[Callable[[], Any]]) -> None:
@@ -30,24 +30,28 @@ class IdleCalls:
         self._unfinished: set[Future[Any]] | None = set()
 
     def __len__(self) -> int:
-        """Calls whose future has not been completed."""
+        """Number of calls whose future is not completed."""
         return len(self._unfinished or ())
 
     def submit(
-        self, run: Callable[..., Any], args: tuple[Any, ...], ending: Callable[[], EngineError]
+        self,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        shutdown_error: Callable[[], EngineError],
     ) -> Future[Any]:
-        """Any thread. Once closed, the future has ``ending()``."""
+        """Queue a call; any thread. After ``close`` the future has ``shutdown_error()`` at once."""
         future: Future[Any] = Future()
         with self._lock:
             if self._unfinished is None:
-                future.set_exception(ending())
+                future.set_exception(shutdown_error())
                 return future
             self._unfinished.add(future)
         self._inbox.put(partial(self.due.append, (future, run, args)))
         return future
 
     def run_due(self) -> None:
-        """On the engine thread, with no step in flight. Raises what a call raises."""
+        """Run the calls that are due; engine thread, no step in flight. Raises what a call
+        raises."""
         while self.due:
             future, run, args = self.due.popleft()
             result = run(*args)
@@ -56,9 +60,9 @@ class IdleCalls:
                 self._unfinished.discard(future)
             future.set_result(result)
 
-    def close(self, ending: Callable[[], EngineError]) -> None:
-        """Fails the calls that have not run, and all later ones; any thread."""
+    def close(self, shutdown_error: Callable[[], EngineError]) -> None:
+        """Fail the calls that have not run, and all later ones; any thread."""
         with self._lock:
             unfinished, self._unfinished = self._unfinished or set(), None
         for future in unfinished:
-            future.set_exception(ending())
+            future.set_exception(shutdown_error())

@@ -1,4 +1,4 @@
-"""InProcess: what an executor in the engine's process shares with it beside the wire types."""
+"""InProcess: objects that the engine shares with an executor in its own process."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class InProcess:
     executor in another process has none: its errors arrive as text.
 
     Attributes:
-        processors: by ``RequestAssignment.processors_key``, of requests that have not ended.
-        logits_processors: the engine's, which are the executor's own work; the requests that they
-            claim are told from their parameters before they are submitted.
-        errors: by step and row, the exceptions behind the last results' errors.
+        processors: logits processors of each live request, by ``RequestAssignment.processors_key``.
+        logits_processors: the engine's, run by the executor. Which of them apply to a request
+            follows from its parameters, before it is submitted.
+        errors: step to row to the exception behind ``StepResult.errors``, for the latest results.
     """
 
     processors: dict[int, Sequence[RequestLogitsProcessor]] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class InProcess:
     errors: dict[int, dict[int, Exception]] = field(default_factory=dict)
 
     def with_processors(self, assignment: RequestAssignment) -> RequestAssignment:
-        """The assignment with the processors that its request has."""
+        """Copy of an assignment with its request's own logits processors."""
         processors = self.processors.get(assignment.processors_key, ())
         if not processors:
             return assignment
@@ -38,8 +38,8 @@ class InProcess:
 
 
 def plain(sampling: SamplingParams) -> SamplingParams:
-    """Parameters as an assignment carries them: without callables, mappings shared with the
-    engine, or the grammar, of which the executor gets masks."""
+    """Parameters that can be pickled: no callables, no mappings shared with the engine, no
+    grammar."""
     if (
         not sampling.logits_processors
         and not sampling.logit_bias
@@ -57,7 +57,7 @@ def plain(sampling: SamplingParams) -> SamplingParams:
 def _changed(
     sampling: SamplingParams, processors: Sequence[RequestLogitsProcessor]
 ) -> SamplingParams:
-    # Not ``replace``, which would check all of it again.
+    # Not ``dataclasses.replace``, which would validate every field again.
     found = copy(sampling)
     object.__setattr__(found, "logits_processors", processors)
     return found

@@ -1,4 +1,4 @@
-"""KVCacheManager: the blocks that a request holds, and its hits in the prefix cache."""
+"""KVCacheManager: block tables of requests, and look-ups in the prefix cache."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Iterable, Sequence
 from asyncllm.core.block_pool import Block, BlockPool
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.request import NEVER, Request
-from asyncllm.core.state_checkpoints import StateCheckpoints
+from asyncllm.core.state_snapshots import StateSnapshots
 
 Trim = tuple[int, int, int]
-"""KV group, first entry and end of a range of its block table that became the null block."""
+"""``(KV group, first, end)``: entries of its block table that became the null block."""
 
 
 class FullAttentionGroup:
     """Block accounting of one KV group whose layers keep the KV of every token.
 
     Args:
-        index: the group's number, which its blocks are hashed with: equal tokens have other KV
-            in another group.
+        index: the group's number, a part of its block hashes: equal tokens have different KV in
+            each group.
     """
 
     def __init__(self, spec: KVCacheSpec, index: int, pool: BlockPool, step_tokens: int) -> None:
@@ -30,12 +30,11 @@ class FullAttentionGroup:
         self._suffix = index.to_bytes(index > 0, "big")
 
     def first_seen(self, num_computed: int) -> int:
-        """The first entry of a block table that the query at position ``num_computed`` reads."""
+        """First table entry that the query at position ``num_computed`` reads."""
         return 0
 
     def find_prefix(self, request: Request, num_tokens: int) -> list[Block]:
-        """The longest run of cached blocks that the first ``num_tokens`` tokens begin with, as
-        the entries of a table."""
+        """Longest cached prefix of the first ``num_tokens`` tokens, as entries of a block table."""
         found: list[Block] = []
         find, suffix = self.pool.find, self._suffix
         hashes = request.extend_hashes(self.block_size)
@@ -47,12 +46,12 @@ class FullAttentionGroup:
         return found
 
     def shorten(self, request: Request, found: list[Block], num_tokens: int) -> list[Block]:
-        """The part of a hit within ``num_tokens``, fewer than ``found`` has."""
+        """Cut a hit down to at most ``num_tokens``, fewer than it covers."""
         return found[: num_tokens // self.block_size]
 
     def publish(self, request: Request, end: int, published: list[Block]) -> None:
-        """Publishes the hashes of the blocks that have become full with ``end`` tokens. Blocks that
-        are no duplicates of cached ones are added to ``published``."""
+        """Publish the blocks that are full once ``end`` tokens are computed. Those that are new in
+        the cache are appended to ``published``."""
         blocks = request.blocks[self.index]
         hashes = request.extend_hashes(self.block_size)
         for i in range(self._first_unpublished(request), end // self.block_size):
@@ -65,15 +64,15 @@ class FullAttentionGroup:
 
 class SlidingWindowGroup(FullAttentionGroup):
     """Block accounting of one KV group whose queries see the last ``window`` keys, their own
-    included. Blocks of tokens before the window of every query to come are given back; tables
-    keep their absolute positions, with the null block there."""
+    included. Blocks that no later query sees are given back; the null block takes their place, so
+    that entries of a table keep their positions."""
 
     def __init__(self, spec: KVCacheSpec, index: int, pool: BlockPool, step_tokens: int) -> None:
         super().__init__(spec, index, pool, step_tokens)
         assert spec.window is not None
         self.window = spec.window
         self._most = spec.max_blocks(NEVER, step_tokens)
-        # A prefix ends with a block, and the next query sees this many.
+        # Cached prefixes end with a whole block; the query after one sees this many blocks of it.
         self._num_seen = -(-(self.window - 1) // self.block_size)
 
     def first_seen(self, num_computed: int) -> int:
@@ -81,17 +80,17 @@ class SlidingWindowGroup(FullAttentionGroup):
         return first_key // self.block_size if first_key > 0 else 0
 
     def max_entries(self, num_computed: int) -> int:
-        """Entries that a table has at most: what the sequence holds at once. It has them from the
-        start, so that a step takes what the one before it has left behind."""
+        """Most entries that a table needs with ``num_computed`` tokens computed: the null blocks
+        before the window, and as many blocks as a sequence holds at once."""
         return self.first_seen(num_computed) + self._most
 
     def trims_at(self, num_trimmed: int) -> int:
-        """Computed tokens with which the next block can be given back."""
+        """Number of computed tokens at which the next block leaves the window."""
         return (num_trimmed + 1) * self.block_size + self.window - 1
 
     def find_prefix(self, request: Request, num_tokens: int) -> list[Block]:
-        """The longest prefix within ``num_tokens`` of which the blocks are cached that the next
-        query sees, as the entries of a table: the null block, then those."""
+        """Longest prefix within ``num_tokens`` whose last blocks, those that the next query sees,
+        are cached. Entries before those are the null block."""
         find, suffix, num_seen = self.pool.find, self._suffix, self._num_seen
         hashes = request.extend_hashes(self.block_size)
         i = end = num_tokens // self.block_size
@@ -110,7 +109,8 @@ class SlidingWindowGroup(FullAttentionGroup):
         return self.find_prefix(request, num_tokens)
 
     def _first_unpublished(self, request: Request) -> int:
-        """A block may be given back before the last of its tokens is known."""
+        """First full block to publish that is still held: with tokens in flight, one may be given
+        back before it is published."""
         return max(super()._first_unpublished(request), request.num_trimmed[self.index])
 
 
@@ -124,21 +124,22 @@ _GROUPS = {"full_attention": FullAttentionGroup, "sliding_window": SlidingWindow
 class KVCacheManager:
     """Block tables of all KV groups over one pool.
 
-    All groups draw from one pool, in which a block is a number of bytes; the tokens that it
-    holds are the group's business, and its layout is the executor's.
+    All groups allocate from one pool, in which a block is a fixed number of bytes. How many tokens
+    fit into it depends on the group; the executor decides its layout.
 
     Args:
         num_blocks: blocks in all, the null block included.
-        specs: the groups.
-        step_tokens: that a step computes of a sequence at most, drafts included.
+        specs: the KV groups.
+        step_tokens: most tokens that a step computes of one sequence, drafts included.
         enable_prefix_caching: publish full blocks and look prefixes up.
-        num_state_checkpoints: of a model with recurrent states whose prefixes are cached.
+        num_state_snapshots: snapshots that the executor keeps of a recurrent model's states; else
+            0.
 
     Attributes:
-        watermark: blocks that stay free when a request is admitted beside running ones (1 % of the
-            pool, vLLM's share), or it would be preempted in their next step.
-        states: checkpoints of recurrent states, without which a cached prefix is of no use to a
-            model that has any; None for one without states, and where prefixes are not cached.
+        watermark: blocks that stay free when a request is admitted beside running ones, so that
+            their next step need not preempt it; 1 % of the pool, as in vLLM.
+        states: snapshots of recurrent states, which a recurrent model needs to continue a cached
+            prefix; None for other models, and without a prefix cache.
     """
 
     def __init__(
@@ -148,19 +149,19 @@ class KVCacheManager:
         *,
         step_tokens: int,
         enable_prefix_caching: bool = True,
-        num_state_checkpoints: int = 0,
+        num_state_snapshots: int = 0,
     ) -> None:
         self.pool = BlockPool(num_blocks)
-        self.states: StateCheckpoints | None = None
-        if enable_prefix_caching and num_state_checkpoints:
+        self.states: StateSnapshots | None = None
+        if enable_prefix_caching and num_state_snapshots:
             sizes = [spec.block_size for spec in specs]
-            self.states = StateCheckpoints(num_state_checkpoints, sizes)
+            self.states = StateSnapshots(num_state_snapshots, sizes)
         self.groups = [
             _GROUPS[spec.kind](spec, i, self.pool, step_tokens) for i, spec in enumerate(specs)
         ]
         self._sliding = [g for g in self.groups if isinstance(g, SlidingWindowGroup)]
         self._step_tokens = step_tokens
-        # A full block of any group ends at a multiple of it.
+        # Full blocks of every group end at multiples of the greatest common divisor.
         every = math.gcd(*(spec.block_size for spec in specs))
         self._publish_every = every if enable_prefix_caching else NEVER
         self.watermark = max(1, self.pool.num_usable // 100)
@@ -169,7 +170,7 @@ class KVCacheManager:
         self.num_hit_tokens = 0
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks of all groups that a sequence of ``num_tokens`` holds at most at once."""
+        """Most blocks, over all groups, that a sequence of ``num_tokens`` holds at once."""
         return sum(group.spec.max_blocks(num_tokens, self._step_tokens) for group in self.groups)
 
     def _missing(
@@ -187,9 +188,9 @@ class KVCacheManager:
         return missing
 
     def find_prefix(self, request: Request) -> tuple[list[Block], ...]:
-        """The longest prefix that all groups have in the cache, as a block table per group. It has
-        at most ``Request.max_cached_tokens``, so that a token with logits to sample from is left
-        to compute. With recurrent states it ends at a checkpoint."""
+        """Longest prefix that all groups have cached, as a block table per group. It has at most
+        ``Request.max_cached_tokens``, so that at least one token is left to compute and sample
+        from. With recurrent states it ends at a snapshot."""
         if not self.enable_prefix_caching:
             return tuple([] for _ in self.groups)
         length = request.max_cached_tokens
@@ -205,8 +206,8 @@ class KVCacheManager:
         return tuple(found)
 
     def _agree(self, request: Request, found: list[list[Block]], length: int) -> int:
-        """Shortens the tables to the longest prefix within ``length`` tokens that all groups
-        have, and returns its tokens."""
+        """Shorten the tables to the longest prefix within ``length`` tokens that all groups have
+        cached; returns its length in tokens."""
         agreed = False
         while not agreed:
             agreed = True
@@ -220,11 +221,10 @@ class KVCacheManager:
     def admit(
         self, request: Request, num_tokens: int, prefix: tuple[list[Block], ...], reserve: int = 0
     ) -> bool:
-        """Gives a request without blocks the cached ``prefix`` and new blocks for the rest of
-        ``num_tokens``: as many as it holds at any one time, so that a prompt that is prefilled in
-        chunks need not preempt another to go on. (It may with a window, whose blocks do not come
-        free while others share them.) False, with nothing taken, if they do not fit with
-        ``reserve`` blocks to spare."""
+        """Give a request without blocks the cached ``prefix`` and new blocks up to ``num_tokens``.
+        The blocks for the whole prompt are taken at once, so that later chunks of it need not
+        preempt others. (With a window they still may: a block that others share does not come
+        free.) False, with nothing taken, if fewer than ``reserve`` blocks would be left."""
         num_computed = len(prefix[0]) * self.groups[0].block_size
         missing = self._missing(prefix, num_tokens, num_computed)
         num_taken = sum(missing)
@@ -251,11 +251,11 @@ class KVCacheManager:
         return True
 
     def trim(self, request: Request) -> list[Trim]:
-        """Frees the blocks before the window of every query to come; their contents stay cached. A
-        step in flight may still read them: steps run in order, so a new owner writes later.
+        """Free the blocks that no later query sees; their contents stay cached. A step in flight
+        may still read them: steps run in order, so a new owner writes after it.
 
         Returns:
-            What became the null block in the request's tables.
+            The table entries that became the null block.
         """
         trims: list[Trim] = []
         for group in self._sliding:
@@ -272,9 +272,9 @@ class KVCacheManager:
     def grow(
         self, request: Request, num_tokens: int, reserve: int = 0
     ) -> tuple[list[int], ...] | None:
-        """Appends blocks until the tables hold ``num_tokens``, or all known tokens if those are
-        more, and returns their ids per group; None, with nothing taken, if the pool has too few
-        with ``reserve`` blocks to spare. ``trim`` comes before."""
+        """Append blocks until the tables hold ``num_tokens``, or all known tokens if those are
+        more; call ``trim`` first. Returns the new ids per group; None, with nothing taken, if fewer
+        than ``reserve`` blocks would be left."""
         if num_tokens < len(request.token_ids):
             num_tokens = len(request.token_ids)
         missing = self._missing(request.blocks, num_tokens, request.num_computed_tokens)
@@ -284,8 +284,8 @@ class KVCacheManager:
         return block_ids(self._append(request, missing))
 
     def _append(self, request: Request, counts: list[int]) -> list[list[Block]]:
-        # A row ends where a state is saved.
-        appended, num_slots = [], request.checkpoint_at
+        # A row ends where a snapshot is due.
+        appended, num_slots = [], request.snapshot_at
         for group in self.groups:
             blocks = request.blocks[group.index]
             count = counts[group.index]
@@ -296,15 +296,15 @@ class KVCacheManager:
                 num_slots = len(blocks) * group.block_size
         for group in self._sliding:
             trims_at = group.trims_at(request.num_trimmed[group.index])
-            # A single block can wait until the tables grow, or they would change twice as often.
+            # Trim a single block only when the tables grow, or they would change twice as often.
             if trims_at + group.block_size <= num_slots:
                 num_slots = trims_at
         request.num_slots = num_slots
         return appended
 
     def publish(self, request: Request) -> list[Block]:
-        """Publishes the hashes of full blocks whose tokens are all known and whose KV is computed
-        by steps that are launched or about to be. Returns those that are new in the cache."""
+        """Publish full blocks whose tokens are known and whose KV is computed by launched steps or
+        the one being scheduled. Returns those that are new in the cache."""
         end, known = request.num_computed_tokens, len(request.token_ids)
         if end > known:
             end = known
@@ -320,18 +320,18 @@ class KVCacheManager:
         request.num_published = num_tokens
         request.publish_at = (num_tokens // self._publish_every + 1) * self._publish_every
 
-    def withdraw(self, published: list[Block], checkpoints: list[Block]) -> None:
-        """Removes from the caches what was published for a step that failed."""
+    def withdraw(self, published: list[Block], snapshots: list[Block]) -> None:
+        """Unpublish the blocks and snapshots of a step that failed."""
         for block in published:
             self.pool.unpublish(block)
-        for block in checkpoints:
+        for block in snapshots:
             assert self.states is not None
             self.states.pool.unpublish(block)
         published.clear()
-        checkpoints.clear()
+        snapshots.clear()
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets every prefix. False, with nothing done, while requests hold blocks; no step may
+        """Empty the prefix cache. False, with nothing done, while requests hold blocks. No step may
         be in flight."""
         if not self.pool.reset_prefix_cache():
             return False
@@ -340,7 +340,7 @@ class KVCacheManager:
         return True
 
     def free(self, request: Request) -> None:
-        """Frees all blocks of the request; their contents stay cached."""
+        """Free all blocks of the request; their contents stay cached."""
         for blocks, first in zip(request.blocks, request.num_trimmed, strict=False):
             self.pool.release(blocks[first:])
         request.blocks = ()
@@ -348,8 +348,8 @@ class KVCacheManager:
         request.publish_at = NEVER
 
     def check_integrity(self, requests: list[Request]) -> None:
-        """Raises AssertionError unless every block of the pool is accounted for, and every
-        token computed that a query to come sees has a place in each group."""
+        """Raise AssertionError unless every block is accounted for, and every computed token that a
+        later query sees has a place in each group."""
         null = self.pool.null_block
         held = [[b for blocks in r.blocks for b in blocks if b is not null] for r in requests]
         self.pool.check_integrity(held)

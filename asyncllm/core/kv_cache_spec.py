@@ -18,7 +18,7 @@ class KVCacheSpec:
         window: keys that a query of a "sliding_window" group sees, its own included.
 
     Raises:
-        ValueError: a window that is not positive, or a kind without or with one.
+        ValueError: ``window`` below 1 or missing for a "sliding_window", or given for another kind.
     """
 
     layers: tuple[int, ...]
@@ -33,12 +33,12 @@ class KVCacheSpec:
             raise ValueError(f"window={self.window}: expected {expected} for kind={self.kind!r}")
 
     def max_blocks(self, num_tokens: int, step_tokens: int) -> int:
-        """Blocks that a sequence of ``num_tokens`` holds at most at once. With a window these are
-        as many as the keys of the first of ``step_tokens`` queries and the queries' own can lie
-        in, wherever a block begins.
+        """Most blocks that a sequence of ``num_tokens`` holds at once. With a window: blocks for
+        the keys that the first of ``step_tokens`` queries sees and for the queries' own keys, at
+        the worst alignment.
 
         Args:
-            step_tokens: that a step computes of a sequence at most, drafts included.
+            step_tokens: most tokens that a step computes of one sequence, drafts included.
         """
         whole = -(-num_tokens // self.block_size)
         if self.window is None:

@@ -1,4 +1,4 @@
-"""OutputProcessor: detokenises sampled tokens into a request's channel, and ends requests."""
+"""OutputProcessor: detokenises sampled tokens into channels, and ends requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from asyncllm.validation import describe
 
 
 class Detokenizer(Protocol):
-    """Turns tokens into text that may be handed out; see ``core.detokenizer``."""
+    """Incremental token-to-text conversion; see ``asyncllm.text.detokenizer``."""
 
     stopped: str | None
 
@@ -37,8 +37,9 @@ class Output:
     """Detokenisation of one request.
 
     Attributes:
-        decode: token ids to text, whole.
-        detokenizer: None until the prompt is known; an output's text may depend on its end.
+        decode: converts a whole list of token ids to text.
+        detokenizer: None until the prompt is known, because the output's first characters may
+            depend on the prompt's last tokens.
     """
 
     decode: Callable[[Sequence[int]], str]
@@ -46,8 +47,9 @@ class Output:
 
 
 class OutputProcessor:
-    """Turns token events into deltas, and ends requests. On the engine thread; ``close`` and
-    ``flush_all_wakeups`` also on a thread that declares it hung, and then maybe on both at once.
+    """Converts token events to deltas, and ends requests. Engine thread only, except ``close`` and
+    ``flush_all_wakeups``: a thread that declares the engine hung calls them too, perhaps at the
+    same time.
 
     Attributes:
         num_finished, num_aborted, num_failed: requests that ended in that way.
@@ -102,19 +104,19 @@ class OutputProcessor:
             self._apply_backpressure(group, channel)
 
     def _end_member(self, request: Request, channel: Channel, last: Delta) -> None:
-        """The end of a member whose group goes on, as a delta of its own."""
+        """End a member whose group goes on, with a delta of its own."""
         reason, stop_reason = request.finish_reason, request.stop_reason
         channel.append(replace(last, finish_reason=reason, stop_reason=stop_reason))
         self._admission.leave(request)
 
     def _detokenize(self, request: Request, detokenizer: Detokenizer, token_id: int) -> str:
-        """The new text. A stop token's own text is left out unless
-        ``include_stop_str_in_output`` is set, as in vLLM; a stop string ends the request here,
-        even in the middle of a token."""
+        """New text of the request. As in vLLM, a stop token's own text is left out unless
+        ``include_stop_str_in_output`` is set. A stop string ends the request here, even in the
+        middle of a token."""
         sampling = request.sampling
         by_token = request.status is Status.FINISHED and request.finish_reason == "stop"
         if by_token and request.structured_output is not None:
-            # A grammar that is complete ends with the last token of its own.
+            # A grammar may end the request with an ordinary token, whose text counts.
             by_token = token_id in request.stop_token_ids
         text = ""
         if not by_token or sampling.include_stop_str_in_output:
@@ -133,8 +135,7 @@ class OutputProcessor:
         return text
 
     def _apply_backpressure(self, group: RequestGroup, channel: Channel) -> None:
-        """Applies ``on_slow`` to a stream that is not read: aborts the group, or pauses it until
-        the stream is read."""
+        """Apply ``on_slow`` to a stream that is not read: abort the group, or pause it."""
         if channel.on_slow == "abort":
             self.abort(group)
             return
@@ -144,24 +145,24 @@ class OutputProcessor:
             self._scheduler.pause(request)
         channel.is_backpressured = True
         if channel.num_unread < channel.max_unread:
-            # Read in the moment between the test and the flag: the reader saw no flag.
+            # The reader read on before the flag was set, so it will not release the group.
             self.release(group)
 
     def close(self, request: Request, error: Exception | None, last: Delta | None = None) -> None:
-        """Ends the channel of a group with its last member, ``request``, which the scheduler has
-        finished or which ends with the engine. If several threads do so, the first decides how it
-        ends, counts it and tells the observers; each wakes the reader, for the others may be
-        stuck."""
+        """End a group's channel with ``request``, its last member: finished by the scheduler, or
+        ended with the engine. If several threads do so, the first decides the end, counts it and
+        tells the observers. Each of them wakes the reader, because the others may be stuck."""
         group = request.group
         channel = group.channel
         if not channel.ended:
             self._end(request, error, last)
             channel.end()
-        # Before the group is forgotten, so that a thread that looks for live ones wakes it.
+        # Before ``forget``: a thread that fails all live groups must find this one, or its wake.
         self._to_wake.append(channel)
         group.cancelled = True
         self._admission.forget(group)
-        # Members refer to the group: their tokens would wait for the garbage collector.
+        # Breaks the cycle with the members, so that their tokens are freed without the garbage
+        # collector.
         group.members = []
 
     def _end(self, request: Request, error: Exception | None, last: Delta | None) -> None:
@@ -184,12 +185,12 @@ class OutputProcessor:
         else:
             self.num_finished += 1
         if group.notifier is not None:
-            # Before the reader can see the end: a result that was read is in the metrics.
+            # Before the reader can see the end, so that metrics include every result that was read.
             group.notifier.finished(usage, error)
 
     def flush_wakeups(self) -> None:
-        """Wakes the readers of what was delivered, one call for each of their loops. A loop
-        with no reader to wake is asked whether it is still there."""
+        """Wake the readers of new output, with one call per event loop. Aborts the streams of a
+        closed loop."""
         if self._unread_in:
             mailboxes, self._unread_in = self._unread_in, set()
             for mailbox in mailboxes:
@@ -197,8 +198,8 @@ class OutputProcessor:
                     self._abort_readers_of(mailbox)
         if not self._to_wake:
             return
-        # Emptied by this thread alone and never replaced: what another appends is either in the
-        # copy, or is left for ``flush_all_wakeups``.
+        # Only this thread removes entries. One that another thread appends is in the copy, or stays
+        # for ``flush_all_wakeups``.
         channels = self._to_wake.copy()
         del self._to_wake[: len(channels)]
         by_mailbox: dict[Mailbox, list[Channel]] = {}
@@ -211,14 +212,14 @@ class OutputProcessor:
                 self._abort_readers_of(mailbox)
 
     def _abort_readers_of(self, mailbox: Mailbox) -> None:
-        """The loop was closed: its streams will never be read."""
+        """Abort the streams of a closed loop, which nobody will read."""
         for request in list(self._scheduler.requests()):
             group = request.group
             if group.channel.mailbox is mailbox:
                 self.abort(group)
 
     def flush_all_wakeups(self) -> None:
-        """``flush_wakeups`` of a dead engine: nothing is aborted where a loop is gone."""
+        """``flush_wakeups`` for a dead engine, without aborts for closed loops."""
         for channel in self._to_wake.copy():
             if channel.mailbox is not None:
                 channel.mailbox.notify((channel,))
@@ -236,7 +237,7 @@ class OutputProcessor:
                 self._end_member(request, group.channel, held)
 
     def complete(self, request: Request) -> None:
-        """Ends a request that is complete, without a token for it."""
+        """End a request whose grammar is complete, without a further token."""
         self._scheduler.finish(request, "stop")
         try:
             text = request.output.detokenizer.finish()
@@ -250,14 +251,14 @@ class OutputProcessor:
             self.close(request, None, last)
 
     def fail(self, group: RequestGroup, error: Exception) -> None:
-        """Ends the group with an exception; so does the failure of one member."""
+        """End the whole group with an exception, also when only one member failed."""
         if not group.channel.ended:
             for request in group.members:
                 self._scheduler.finish(request, None)
             self.close(group.members[-1], error)
 
     def release(self, group: RequestGroup) -> None:
-        """A stream that held its requests up was read down far enough."""
+        """Resume a group under backpressure, once its stream has been read far enough."""
         channel = group.channel
         if channel.is_backpressured:
             channel.is_backpressured = False
@@ -280,7 +281,7 @@ def make_usage(group: RequestGroup, members: Sequence[Request], now: float) -> U
 
 
 def make_partial(group: RequestGroup, now: float) -> Completion | None:
-    """The output of a group so far; None for no token."""
+    """Output of a group so far; None without any token."""
     members = group.members
     if not any(member.num_output_tokens for member in members):
         return None
@@ -300,14 +301,15 @@ def _partial_output(request: Request) -> CompletionOutput:
     try:
         text = request.output.decode(token_ids)
     except BaseException:
-        text = ""  # it has ended, whether that can be decoded or not
+        text = ""  # the request ends even if its tokens cannot be decoded
     return CompletionOutput(request.index, text, tuple(token_ids), None)
 
 
 def as_request_error(group: RequestGroup, error: BaseException) -> Exception:
-    """The reader's exception for one of the request's own code: a RequestError as it is.
-    Any other would speak of the engine, or be the reader's own, as a cancellation is."""
-    if issubclass(type(error), RequestError):  # isinstance may ask its ``__class__``
+    """RequestError for the reader, from an exception in the request's own code. One of another type
+    is wrapped: raised as it is, it might pass for an error of the engine, or for the reader's own
+    cancellation."""
+    if issubclass(type(error), RequestError):  # isinstance may run its ``__class__``
         return error  # pyright: ignore[reportReturnType]  # narrows by isinstance only
     wrapped = RequestError(f"request {group.request_id!r} failed: {describe(error)}")
     wrapped.__cause__ = error
@@ -315,8 +317,7 @@ def as_request_error(group: RequestGroup, error: BaseException) -> Exception:
 
 
 def _remaining_text(request: Request) -> str:
-    """Text of an aborted request that was held back. An error of its decoding does not stop the
-    abort."""
+    """Text that an aborted request still held back; empty if it cannot be decoded."""
     output: Output = request.output
     try:
         return "" if output.detokenizer is None else output.detokenizer.finish()

@@ -1,8 +1,8 @@
-"""Prompt log-probabilities: the positions that a step computes them at, and their way back.
+"""Prompt log-probabilities: the positions where a step computes them, and their collection.
 
-A chunk of the prompt brings those of its own positions, so that they come in order. A position
-whose KV comes from the prefix cache has no logits. So a request takes only as long a prefix from
-the cache as it has log-probabilities of: none at first, and more after a preemption.
+Each chunk of a prompt yields those of its own positions, so they arrive in order. A position whose
+KV comes from the prefix cache has no logits. So a request's cached prefix may only cover positions
+whose log-probabilities it has: none at first, more after a preemption.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ if TYPE_CHECKING:
 
 
 def prompt_spans(step: ScheduledStep, vocab_size: int) -> dict[int, PromptSpan]:
-    """The spans of a step's rows, decodes first, whose requests lack log-probabilities."""
+    """Spans of the rows whose requests still lack prompt log-probabilities. Decode rows come first
+    in the step, and have none."""
     batch, spans = step.batch, {}
     for row in range(batch.num_decodes, len(batch)):
         request = step.requests[row]
         if request.prompt_logprobs is None:
             continue
         start = batch.starts[row]
-        # After a preemption the prompt is computed again, and has a part of them already.
+        # After a preemption the prompt is computed again, but some of them are known already.
         first = max(start, len(request.prompt_logprobs))
         end = min(start + batch.counts[row], request.num_prompt_tokens - 1)
         if first < end:
@@ -35,7 +36,7 @@ def prompt_spans(step: ScheduledStep, vocab_size: int) -> dict[int, PromptSpan]:
 
 
 def keep_prompt_logprobs(step: ScheduledStep, result: StepResult) -> None:
-    """Appends them to the requests that still have the epoch of the step."""
+    """Append a step's prompt log-probabilities to requests whose epoch has not changed since."""
     for row, values in result.prompt_logprobs.items():
         request = step.requests[row]
         if request.epoch == step.epochs[row]:

@@ -1,4 +1,4 @@
-"""Reasoning: whether a request's model is thinking, told from its tokens."""
+"""Reasoning: tracks by tokens whether a request's model is thinking."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False)
 class Reasoning:
-    """Begin and end of the thoughts in one output; the engine thread pushes each token.
+    """Tracker of the thoughts in one output; the engine thread pushes each token.
 
-    What applies to the answer begins behind them: stop strings, and the mask of a grammar. While
-    ``may_begin`` is set all that was generated are the first tokens of ``begin``, and the model
-    opens its thoughts or answers.
+    Stop strings and grammars apply to the answer alone, after the thoughts. While ``may_begin`` is
+    set, the output so far is a prefix of ``begin``, and it is open whether the model thinks or
+    answers.
 
     Attributes:
         begin, end: token ids that open and close thoughts.
-        thinking: thoughts are open; as the request is made, the prompt opened them.
-        may_begin: the output may yet begin with thoughts; as the request is made, the prompt
+        thinking: thoughts are open; initially, whether the prompt has opened them.
+        may_begin: the output may still begin with thoughts; initially, whether the prompt has
             neither opened nor closed them.
-        once: no thoughts come behind an answer that has begun: under a grammar, what would open
-            them is a part of the answer.
+        once: no thoughts after the answer has begun. Set under a grammar: there ``begin`` is a part
+            of the answer.
     """
 
     begin: tuple[int, ...]
@@ -30,15 +30,16 @@ class Reasoning:
     _recent: list[int] = field(default_factory=list)
 
     def next_of_begin(self) -> int | None:
-        """The token by which the output goes on to open thoughts; None if it cannot."""
+        """Next token of ``begin``, if the output may still open thoughts; else None."""
         return self.begin[len(self._recent)] if self.may_begin else None
 
     def is_last_of_begin(self) -> bool:
-        """Whether that token is all that is missing."""
+        """Whether ``next_of_begin`` is the last token of ``begin``."""
         return len(self._recent) + 1 == len(self.begin)
 
     def push(self, token_id: int) -> bool:
-        """Takes the next token; whether it belongs to thoughts, with what opens and closes them."""
+        """Take the next token; returns whether it belongs to thoughts, their delimiters
+        included."""
         recent = self._recent
         was_thinking = self.thinking
         if self.once and not was_thinking and token_id != self.next_of_begin():

@@ -1,8 +1,8 @@
-"""Request: one sequence, from its prompt to its last token; RequestGroup: those of one call.
+"""Request: one sequence from prompt to last token; RequestGroup: the sequences of one call.
 
-A request is filled in by the thread that submits it (or the tokenizer's), and is the engine
-thread's from its command on. The reader of its stream reads the first tokens of ``token_ids``,
-to which the engine thread only appends.
+The thread that submits a request fills it in (or the tokenizer's thread does). Once its command is
+sent, the engine thread owns it. The reader of its stream may read the first tokens of
+``token_ids``, because the engine thread only appends to it.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ class Status(enum.IntEnum):
 
 
 def root_hash(cache_salt: str | None) -> bytes:
-    """Parent of a first block's hash. All else that changes the KV of equal tokens belongs
-    in here; the chain carries it to every later block."""
+    """Parent hash of a sequence's first block. Anything else that changes the KV of equal tokens
+    belongs in here; the chain of hashes carries it to every later block."""
     if cache_salt is None:
         return _ROOT
-    # Personalised as no block's hash is: a salt cannot be made to equal one.
+    # BLAKE2's ``person`` differs from that of block hashes, so no salt can imitate one.
     salt = b"salt\0" + cache_salt.encode()
     return hashlib.blake2b(salt, digest_size=_DIGEST_SIZE, person=_PERSON).digest()
 
 
 class Notifier(Protocol):
-    """Tells observers of a group's first token and of its end."""
+    """Notifies observers of a group's first token and of its end."""
 
     def first_token(self) -> None: ...
 
@@ -69,17 +69,16 @@ class OutputGrammar(Protocol):
 class RequestGroup:
     """One or more sequences with one id, one channel, one deadline and one end.
 
-    A group ends once: when its last member has ended, or whole, when it is aborted, its
-    deadline passes or a member fails. A failed member ends the others because the exception
-    is the end of the channel, behind which nothing is read. An observer is told of a group by
-    its first member.
+    A group ends once: when its last member has ended, or whole, when it is aborted, its deadline
+    passes or a member fails. A failed member ends the others because the exception is the end of
+    the channel, after which nothing is read. Observers get a group's first member.
 
     Attributes:
-        channel: to the reader of all members.
-        members: in order of their index. Added before the group is submitted, none once it has
-            ended.
-        cancelled: set once, by any thread, before the abort itself travels.
-        notifier: of the observers; None without any.
+        channel: carries all members' output to the reader.
+        members: requests in order of index; added before the group is submitted, and dropped when
+            it ends.
+        cancelled: set once, by any thread, before the abort command is sent.
+        notifier: calls the observers; None without any.
     """
 
     request_id: str
@@ -100,44 +99,43 @@ class Request:
     """One sequence of a group.
 
     Attributes:
-        group: what it shares with the other sequences of its call.
+        group: its group, shared with the other sequences of its call.
         index: its place in the group, the ``index`` of its deltas.
         token_ids: prompt, then output; empty until the prompt is tokenised.
         sampling: resolved: every field with a neutral value is set, and ``seed``.
-        arrival_index: order of submission; ties in every policy are broken by it.
-        max_total_tokens: prompt and output together at most.
-        run_ahead_end: tokens, placeholders included, from which on it is not scheduled before its
-            token in flight is known: ``max_total_tokens``, and 0 with ``needs_host``.
-        num_computed_tokens: tokens whose KV is computed by steps already launched; chases
+        arrival_index: order of submission; breaks ties in every policy.
+        max_total_tokens: most tokens of prompt and output together.
+        run_ahead_end: number of tokens, placeholders included, from which on it is scheduled only
+            when no token is in flight: ``max_total_tokens``, or 0 with ``needs_host``.
+        num_computed_tokens: tokens whose KV is computed by steps already launched; at most
             ``len(token_ids) + num_placeholders``.
         num_placeholders: sampled tokens of steps in flight, whose values are not known yet.
         epoch: bumped when in-flight results become void, by preemption or rollback.
-        blocks: per KV group the blocks held, in order of position; empty if none are. With
-            the next five, the KV cache manager's.
+        blocks: per KV group the blocks held, in order of position; empty if none are. The KV cache
+            manager owns this and the next five.
         num_trimmed: per KV group the leading entries of ``blocks`` that are the null block, because
             their tokens lie before the group's window.
-        block_hashes: by block size, of the full blocks of ``token_ids``, as far as computed.
-        num_slots: tokens up to which the tables need no change: every group has blocks for them,
-            and at most one to trim before.
+        block_hashes: by block size, hashes of the full blocks of ``token_ids`` computed so far.
+        num_slots: number of tokens up to which the tables need no change: every group has blocks
+            for them, and at most one block to trim.
         num_published: leading tokens whose full blocks were offered to the pool.
-        publish_at: tokens with which the next block is full and can be offered.
-        checkpoint_at: tokens with which its recurrent state is saved, at a row's end; of a model
-            without states they are never reached. With the next two, StateCheckpoints'.
-        num_shared_tokens: leading tokens whose KV was cached at the last look-up, with or without a
-            state behind them.
-        output_checkpoint: the newest one of its output, and the hash that it got.
+        publish_at: number of tokens at which the next block is full and can be offered.
+        snapshot_at: number of tokens at which its recurrent state is saved; never reached without
+            states. StateSnapshots owns this and the next two.
+        num_shared_tokens: leading tokens whose KV was cached at the last look-up, whether or not
+            there was a snapshot.
+        output_snapshot: the newest snapshot of its output, and that snapshot's hash.
         bad_words: token sequences that may not occur in the output.
-        claimed_by: numbers of the engine's logits processors that have a part in it.
-        needs_host: its tokens are drawn with the host, so that a step that goes on from one waits
-            until it is known; see SamplingLimits.
-        output: its tokens' way to text; the core only passes it along.
-        reasoning: of a model that thinks; set with the prompt.
-        first: the member of its group whose prompt and salt, and so whose block hashes, it shares;
-            None for that member itself.
+        claimed_by: indices of the engine's logits processors that apply to it.
+        needs_host: its sampling needs the host, so its next step waits until its last token is
+            known; see SamplingLimits.
+        output: its detokenisation; the core only passes it along.
+        reasoning: tracker of the model's thoughts, set with the prompt; None if it has none.
+        first: first member of its group, whose prompt and block hashes it shares; None for the
+            first itself.
         structured_output: the grammar that its tokens follow; None without.
-        prompt_logprobs: of the prompt's tokens from the second on, as far as they have come; None
-            if ``sampling`` does not ask for them. Only the engine thread appends, as to
-            ``token_ids``.
+        prompt_logprobs: those of the prompt's tokens from the second on, as far as computed; None
+            if ``sampling`` does not ask for them. Only the engine thread appends.
     """
 
     group: RequestGroup
@@ -175,9 +173,9 @@ class Request:
     num_slots: int = field(init=False, default=0)
     num_published: int = field(init=False, default=0)
     publish_at: int = field(init=False, default=0)
-    checkpoint_at: int = field(init=False, default=NEVER)
+    snapshot_at: int = field(init=False, default=NEVER)
     num_shared_tokens: int = field(init=False, default=0)
-    output_checkpoint: tuple[Block, bytes] | None = field(init=False, default=None)
+    output_snapshot: tuple[Block, bytes] | None = field(init=False, default=None)
     num_cached_tokens: int = field(init=False, default=0)
     num_preemptions: int = field(init=False, default=0)
     first_scheduled_at: float | None = field(init=False, default=None)
@@ -203,8 +201,8 @@ class Request:
             self.set_prompt(self.token_ids)
 
     def set_prompt(self, token_ids: list[int]) -> None:
-        """Gives the request its prompt, which may be known only after the request is, while
-        a long text is being tokenised. The list is the request's own from here on."""
+        """Set the prompt, which for a long text is known only after the request was queued. The
+        request owns the list from now on."""
         self.token_ids = token_ids
         self.num_prompt_tokens = len(token_ids)
         self.min_total_tokens = self.num_prompt_tokens + self.sampling.min_tokens
@@ -224,8 +222,9 @@ class Request:
 
     @property
     def max_cached_tokens(self) -> int:
-        """Leading tokens whose KV may come from the prefix cache: not the last, whose logits are
-        sampled from, nor one whose logits prompt log-probabilities still need."""
+        """Leading tokens whose KV may come from the prefix cache. The last token is never one of
+        them, because it is sampled from; nor is one whose prompt log-probability is still
+        missing."""
         found = self.prompt_logprobs
         if found is None or len(found) >= self.num_prompt_tokens - 1:
             return len(self.token_ids) - 1
@@ -233,8 +232,8 @@ class Request:
 
     @property
     def whole_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
-        """An entry for each token of the prompt, None for the first; or None if the request does
-        not ask for them, and until all have come."""
+        """Log-probabilities of every prompt token, None for the first; None until all are computed,
+        and if they were not asked for."""
         found = self.prompt_logprobs
         if found is None or len(found) != self.num_prompt_tokens - 1:
             return None
@@ -245,8 +244,8 @@ class Request:
         return self.status is Status.FINISHED
 
     def check_stop(self, token_id: int) -> FinishReason | None:
-        """Why the request ends with ``token_id``, just appended; None if it goes on. A stop
-        token on the last allowed position is a stop, not a length."""
+        """Finish reason if ``token_id``, just appended, ends the request; else None. A stop token
+        at the last allowed position counts as "stop", not "length"."""
         total = len(self.token_ids)
         if token_id in self.stop_token_ids and total >= self.min_total_tokens:
             if token_id not in self.eos_token_ids:
@@ -257,8 +256,8 @@ class Request:
         return None
 
     def extend_hashes(self, block_size: int) -> list[bytes]:
-        """Hashes of all full blocks of ``token_ids``, each computed once: a 128-bit BLAKE2b
-        of the parent's hash and the token ids, equal in every process."""
+        """Hashes of all full blocks of ``token_ids``; each is computed once. A hash is 128-bit
+        BLAKE2b of the parent's hash and the token ids, equal in every process."""
         hashes = self.block_hashes.get(block_size)
         if hashes is None:
             hashes = self.block_hashes[block_size] = self._hashes_of_first(block_size)

@@ -15,11 +15,11 @@ class ScheduledStep:
     """A step and the requests behind its rows.
 
     Attributes:
-        requests, epochs: by row. A result counts only while its request has that epoch.
+        requests, epochs: of each row. A result counts only if its request still has that epoch.
         admitted: requests that got a slot with this step.
-        published, checkpoints: KV blocks and states that entered the prefix cache because of this
+        published, snapshots: KV blocks and states that entered the prefix cache because of this
             step, and are withdrawn if it fails.
-        is_masked: a row that samples has a grammar.
+        is_masked: whether any sampling row has a grammar.
     """
 
     batch: StepBatch
@@ -27,11 +27,11 @@ class ScheduledStep:
     epochs: list[int] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     published: list[Block] = field(default_factory=list)
-    checkpoints: list[Block] = field(default_factory=list)
+    snapshots: list[Block] = field(default_factory=list)
     is_masked: bool = False
 
     def order_decodes_first(self) -> None:
-        """Moves the decode rows to the front, as ``StepBatch`` has them."""
+        """Move the decode rows to the front, where ``StepBatch`` needs them."""
         batch = self.batch
         rows = range(len(batch))
         decodes = [i for i in rows if batch.counts[i] == 1 and batch.samples[i]]
@@ -47,7 +47,7 @@ class ScheduledStep:
         batch.samples = [batch.samples[i] for i in order]
 
     def check_result(self, result: StepResult, info: ExecutorInfo) -> None:
-        """Raises ValueError unless the result fits the step: the executor is broken."""
+        """Raise ValueError if the result does not fit the step, which means a broken executor."""
         number = self.batch.step
         if result.step != number:
             raise ValueError(f"expected the result of step {number}, got that of {result.step}")
@@ -68,7 +68,7 @@ class ScheduledStep:
             )
 
     def _check_counts(self, result: StepResult, most: int) -> None:
-        """Checks a result with drafts, errors, or counts that do not fit."""
+        """Check the counts of each row, for a result with drafts, errors or unexpected counts."""
         number, rows = self.batch.step, len(self.requests)
         if len(result.counts) != rows:
             raise ValueError(f"step {number} has {rows} rows, its result {len(result.counts)}")

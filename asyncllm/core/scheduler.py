@@ -1,9 +1,9 @@
-"""Scheduler: what runs in the next step, under one token budget.
+"""Scheduler: chooses the requests and tokens of each step, under one token budget.
 
-There is no prefill phase and no decode phase (the design of vLLM v1): a request has
-``num_computed_tokens`` tokens that chase the tokens it has, known or in flight, and a step is a
-number of tokens for each of some requests. A long prompt is thereby chunked, a prefix hit is
-a head start, and a preempted request simply starts over.
+There is no prefill phase and no decode phase (the design of vLLM v1). A step computes some number
+of tokens for each of some requests, so that ``num_computed_tokens`` catches up with the tokens that
+a request has, known or in flight. A long prompt is thereby chunked, a prefix hit is a head start,
+and a preempted request simply starts over.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from asyncllm.errors import KVCacheTooSmallError, RequestError
 from asyncllm.outputs import FinishReason, TokenLogprobs
 
 TokenEvent = tuple[Request, int, TokenLogprobs | None, BaseException | None]
-"""A request, and the token that it got with its log-probabilities, or the exception that ends
-it. A plain tuple: one is made with every token, and a NamedTuple takes five times as long."""
+"""``(request, token id, log-probabilities, error)``: a sampled token, or the exception that ends
+the request. A plain tuple, because one is made with every token, and a NamedTuple takes five times
+as long."""
 
 
 class Scheduler:
-    """Decides which requests compute how many tokens, and accounts for blocks, slots and tokens in
-    flight.
+    """Decides how many tokens each request computes in a step, and accounts for blocks, slots and
+    tokens in flight.
 
     Args:
         info: the executor's limits.
         policy: "fcfs", "priority" or "deadline".
         enable_prefix_caching: find and publish shared prefixes, if the executor has no states or
-            keeps checkpoints of them.
+            keeps snapshots of them.
         in_process: the executor's, if it has one.
     """
 
@@ -54,8 +55,8 @@ class Scheduler:
             info.kv_groups,
             step_tokens=info.max_step_tokens,
             enable_prefix_caching=enable_prefix_caching
-            and (not info.has_states or info.num_state_checkpoints > 0),
-            num_state_checkpoints=info.num_state_checkpoints,
+            and (not info.has_states or info.num_state_snapshots > 0),
+            num_state_snapshots=info.num_state_snapshots,
         )
         self.in_process = in_process or InProcess()
         self.num_lookahead_tokens = info.max_tokens_per_row - 1
@@ -80,8 +81,8 @@ class Scheduler:
         self.waiting.push(request)
 
     def finish(self, request: Request, reason: FinishReason | None) -> None:
-        """Ends a request in any state and takes its blocks back. ``reason`` is
-        None if it ends with an exception. Idempotent."""
+        """End a request in any state and free its blocks. ``reason`` is None if it ends with an
+        exception. Idempotent."""
         if request.status is Status.FINISHED:
             return
         self._leave(request)
@@ -94,9 +95,10 @@ class Scheduler:
         self.in_process.processors.pop(request.arrival_index, None)
 
     def pause(self, request: Request) -> None:
-        """The request gets no more tokens until ``resume``. It gives up its slot, keeps its
-        blocks until another needs them, and takes a token that is in flight. A recurrent state is
-        its slot's, without which blocks are worth no more than a cached prefix."""
+        """Compute nothing more for a request until ``resume``. It loses its slot, keeps its blocks
+        until another request needs them, and still accepts a token in flight. With recurrent states
+        it frees its blocks too: the state is lost with the slot, and blocks without it are worth no
+        more than a cached prefix."""
         if request.status in (Status.FINISHED, Status.PAUSED):
             return
         self._leave(request)
@@ -124,7 +126,7 @@ class Scheduler:
             del self.paused[request]
 
     def requests(self) -> Iterable[Request]:
-        """Every request that has not finished."""
+        """Iterate over the requests that have not finished."""
         yield from self.running
         yield from self.waiting
         yield from self.paused
@@ -135,8 +137,8 @@ class Scheduler:
     # --- one step ----------------------------------------------------------------------
 
     def schedule(self) -> ScheduledStep | None:
-        """The next step, or None if there is nothing to compute now. Requests that can
-        never run are put into ``failed``."""
+        """Next step; None if there is nothing to compute now. Requests that can never run are put
+        into ``failed``."""
         step = ScheduledStep(StepBatch(self._num_steps))
         if self.kv.states is not None:
             self.kv.states.settle()
@@ -171,8 +173,8 @@ class Scheduler:
         scheduled: dict[Request, int],
         grown: dict[Request, tuple[tuple[list[int], ...], list[Trim]]],
     ) -> tuple[int, bool]:
-        """Gives tokens to running requests in order, and preempts where blocks run out. Returns the
-        budget left and whether a request was preempted."""
+        """Schedule running requests in order, and preempt when blocks run out. Returns the budget
+        left and whether a request was preempted."""
         budget = self.budget.tokens
         lookahead = self.num_lookahead_tokens
         preempted = False
@@ -189,7 +191,7 @@ class Scheduler:
                 count = budget
             end = request.num_computed_tokens + count + lookahead
             if end > request.num_slots:
-                end = min(end, self.info.max_model_len, request.checkpoint_at)
+                end = min(end, self.info.max_model_len, request.snapshot_at)
                 count = min(count, end - request.num_computed_tokens)
                 trims = self.kv.trim(request)
                 block_ids = self.kv.grow(request, end)
@@ -212,8 +214,8 @@ class Scheduler:
         return budget, preempted
 
     def _schedule_waiting(self, step: ScheduledStep, budget: int) -> None:
-        """Admits waiting requests in the policy's order while slots, blocks and budget
-        last. The first that does not fit holds up those behind it, or it would starve."""
+        """Admit waiting requests in the policy's order while slots, blocks and budget last. The
+        first one that does not fit blocks those behind it, so that it does not starve."""
         states, most = self.kv.states, self.info.max_num_seqs
         awaiting: list[Request] = []
         while budget > 0 and len(self.running) < most:
@@ -221,9 +223,8 @@ class Scheduler:
             if request is None or len(awaiting) > most:
                 break
             if request.num_placeholders or (states is not None and states.is_saving(request)):
-                # It can enter a slot only once its last token is known, which is at most a step
-                # away, and holds up no other meanwhile. A step that saves the state of its prefix
-                # is worth the same wait.
+                # It has to wait a step: for its token in flight, or for a snapshot of its prefix
+                # that this step saves. Others may pass it meanwhile.
                 self.waiting.discard(request)
                 awaiting.append(request)
                 continue
@@ -234,7 +235,7 @@ class Scheduler:
             step.admitted.append(request)
             if states is not None and request.num_computed_tokens:
                 step.batch.state_loads.append((request.req_index, states.load(request)))
-            end = min(len(request.token_ids), request.checkpoint_at)
+            end = min(len(request.token_ids), request.snapshot_at)
             count = min(end - request.num_computed_tokens, budget)
             self._commit(request, count, step)
             budget -= count
@@ -242,7 +243,7 @@ class Scheduler:
             self.waiting.push(request)
 
     def _admit(self, request: Request) -> bool:
-        # Requests that hold blocks without running are a reserve: they lose theirs first.
+        # Blocks of requests that do not run serve as the reserve: they are taken first.
         others_idle = len(self._evictable_requests) > (request in self._evictable_requests)
         reserve = self.kv.watermark if self.running and not others_idle else 0
         while not self._take_blocks(request, reserve):
@@ -269,11 +270,11 @@ class Scheduler:
         return self.kv.admit(request, num_tokens, self.kv.find_prefix(request), reserve)
 
     def _num_reserved_tokens(self, request: Request) -> int:
-        """Tokens that an admitted request has blocks for, drafts included."""
+        """Number of tokens to have blocks for on admission, drafts included."""
         return min(len(request.token_ids) + self.num_lookahead_tokens, self.info.max_model_len)
 
     def _commit(self, request: Request, count: int, step: ScheduledStep) -> None:
-        """Adds a row. From here on the request counts its tokens as computed."""
+        """Add a row to the step, and count its tokens as computed."""
         batch = step.batch
         start = request.num_computed_tokens
         end = start + count
@@ -294,14 +295,14 @@ class Scheduler:
                 step.is_masked = True
         if end >= request.publish_at:
             step.published += self.kv.publish(request)
-            if end == request.checkpoint_at:
+            if end == request.snapshot_at:
                 self._save_state(request, step)
 
     def _save_state(self, request: Request, step: ScheduledStep) -> None:
         assert self.kv.states is not None
-        checkpoint = self.kv.states.save(request, step.checkpoints)
-        if checkpoint is not None:
-            step.batch.state_saves.append((request.req_index, checkpoint))
+        snapshot = self.kv.states.save(request, step.snapshots)
+        if snapshot is not None:
+            step.batch.state_saves.append((request.req_index, snapshot))
 
     def _assignment(self, request: Request) -> RequestAssignment:
         processors_key = -1
@@ -324,12 +325,12 @@ class Scheduler:
     # --- results -----------------------------------------------------------------------
 
     def update(self, step: ScheduledStep, result: StepResult) -> Iterator[TokenEvent]:
-        """Applies the results of a step, token by token, as the events are iterated over. A request
-        whose token ends it is finished here. One that the caller ends before the next event, for
-        a stop string for example, gets none of its row's later tokens.
+        """Apply the result of a step, token by token, while the caller iterates. A token may finish
+        its request here. If the caller ends a request between two events (for a stop string), the
+        rest of its row's tokens is dropped.
 
         Raises:
-            ValueError: if the result does not fit the step: the executor is broken.
+            ValueError: if the result does not fit the step, which means a broken executor.
         """
         step.check_result(result, self.info)
         return self._accept(step, result)
@@ -368,7 +369,7 @@ class Scheduler:
                 if request.structured_output is not None:
                     try:
                         reason = request.structured_output.advance(request, token_id, reason)
-                    except BaseException as error:  # of a backend's native code too
+                    except BaseException as error:  # native code of a backend may raise it
                         self.finish(request, None)
                         yield request, -1, None, error
                         break
@@ -379,15 +380,15 @@ class Scheduler:
                 i += 1
                 if i == end or request.epoch != epoch:
                     break
-                # It was a draft, whose KV the step has written.
+                # The token was an accepted draft, whose KV the step has written.
                 request.num_computed_tokens += 1
 
     def rollback(self, steps: Iterable[ScheduledStep]) -> None:
-        """Undoes ``steps``, which are all that were in flight: withdraws what they published, and
-        resets every request that was in them or in a slot for recomputation."""
+        """Undo ``steps``, all those in flight: withdraw what they published, and reset every
+        request in them or in a slot for recomputation."""
         steps = list(steps)
         for step in steps:
-            self.kv.withdraw(step.published, step.checkpoints)
+            self.kv.withdraw(step.published, step.snapshots)
         affected = dict.fromkeys(self.running)
         for step in steps:
             for request, epoch in zip(step.requests, step.epochs, strict=True):
@@ -402,7 +403,8 @@ class Scheduler:
         return self._evictable_victim() or max(self.running, key=lambda r: r.sort_key)
 
     def _evictable_victim(self, besides: Request | None = None) -> Request | None:
-        """The request that is preempted before any running one; paused ones come first."""
+        """Best victim among requests that hold blocks without running, paused ones first; None
+        without any."""
         candidates = [r for r in self._evictable_requests if r is not besides]
         return max(candidates, key=lambda r: (r.status is Status.PAUSED, r.sort_key), default=None)
 
@@ -412,8 +414,8 @@ class Scheduler:
         self._reset_for_recompute(request)
 
     def _reset_for_recompute(self, request: Request) -> None:
-        """Frees the request's blocks and voids its results in flight; known tokens stay. A running
-        request goes back to waiting, where its arrival index puts it ahead of later ones."""
+        """Free the request's blocks and void its results in flight; known tokens stay. A running
+        request waits again, ahead of later arrivals."""
         if request.status is Status.RUNNING:
             self._leave(request)
             self.add(request)
@@ -434,7 +436,7 @@ class Scheduler:
     # --- invariants --------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every block, slot and count is accounted for."""
+        """Raise AssertionError unless every block, slot and count is accounted for."""
         live = list(self.requests())
         assert len(live) == len(set(live)), "a request is in two places"
         self.kv.check_integrity(live)

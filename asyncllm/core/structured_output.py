@@ -1,4 +1,4 @@
-"""StructuredOutput: the grammar that a request's output follows, and the masks of a step."""
+"""StructuredOutput: a request's grammar, and the token masks of a step."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class StructuredOutput:
-    """A request's grammar. Its state is a function of the tokens that the request took in, so
-    that preemption, rollback and late results leave it as it is.
+    """A request's grammar. Its state depends only on the tokens that the request has accepted, so
+    preemption, rollback and late results do not touch it.
 
-    The grammar begins behind the model's thoughts. An output that begins with the first tokens of
-    what opens them may also be an answer, if the grammar admits these: the matcher then follows
-    them, and goes back should thoughts be opened after all.
+    The grammar applies after the model's thoughts. Output that begins like the opening of thoughts
+    may also be an answer, if the grammar admits those tokens: the matcher then follows them, and
+    rolls back if thoughts are opened after all.
 
     Attributes:
-        special: ids of the tokens that add no text. One that ends the request and that the grammar
-            names is a part of it, and ends the output where the grammar may end.
-        allowed: of ``allowed_token_ids`` as a number with a bit for each; None for all.
-        num_opening: leading tokens that may become the opening of thoughts and that the matcher
-            followed; None if the grammar does not admit them.
+        special: ids of tokens that add no text. A stop token among them that the grammar names is
+            part of the output, and ends it only where the grammar may end.
+        allowed: ``allowed_token_ids`` as the bits of an integer, made at first use.
+        num_opening: tokens of a possible opening of thoughts that the matcher has followed; None if
+            the grammar does not admit them.
     """
 
     matcher: GrammarMatcher
@@ -42,16 +42,15 @@ class StructuredOutput:
     def advance(
         self, request: Request, token_id: int, reason: FinishReason | None
     ) -> FinishReason | None:
-        """Takes in the token just appended, which so far ends the request for ``reason``, and
-        which ``request.reasoning`` has not taken in yet. Returns why it does: an output that is
-        complete ends by itself, without EOS.
+        """Accept the token just appended, before ``request.reasoning`` does. ``reason`` is the
+        finish reason so far. Returns the final one: a complete output ends by itself, without EOS.
 
         Raises:
-            Exception: for a token that was not allowed, or any of the matcher.
+            Exception: RequestError for a token that is not allowed, or any error of the matcher.
         """
         reasoning = request.reasoning
         thinking = reasoning is not None and reasoning.thinking
-        if reason == "stop":  # a stop token, which the grammar does not know unless it names it
+        if reason == "stop":  # the grammar sees a stop token only if it names it
             if thinking or token_id not in self.special or self.matcher.may_end():
                 return reason
             return self._advance_by_named(request, token_id)
@@ -66,8 +65,8 @@ class StructuredOutput:
         return self._ended(reason)
 
     def _advance_by_named(self, request: Request, token_id: int) -> FinishReason | None:
-        """Advances by a stop token where the grammar cannot end: the mask allows it only if the
-        grammar names it."""
+        """Accept a stop token where the grammar cannot end. The mask allowed it, so the grammar
+        names it."""
         if not self.matcher.accept(token_id):
             raise _does_not_follow(request, token_id)
         if self.matcher.may_end():
@@ -93,14 +92,14 @@ class StructuredOutput:
                 self.num_opening = None
 
     def mask(self, request: Request) -> bytes | None:
-        """Bitmask of the next token; empty, which allows all, while the model thinks; None if the
-        output is complete and no token can follow.
+        """Bitmask of the tokens that may come next. Empty, which allows all, while the model
+        thinks; None if the output is complete and no token can follow.
 
         Stop tokens are allowed where the grammar may end, from ``min_tokens`` on, and where the
         grammar names them. A grammar that cannot go on ends the output before ``min_tokens``.
 
         Raises:
-            RequestError: if nothing may come, and the output is not complete.
+            RequestError: if no token is allowed and the output is not complete.
         """
         reasoning = request.reasoning
         if reasoning is not None and reasoning.thinking:
@@ -163,19 +162,19 @@ def masked_rows(step: ScheduledStep) -> list[int]:
 def make_masks(
     step: ScheduledStep,
 ) -> tuple[GrammarMask, list[tuple[Request, BaseException | None]]]:
-    """The masks of a step whose forward pass runs already, once all tokens before it are known;
-    and the requests that get none, because they end here: complete, or with an error."""
+    """Masks of a step, once all tokens before it are known, and the requests that end here instead:
+    complete (None), or with an error."""
     batch = step.batch
     masks = GrammarMask(batch.step)
     ends: list[tuple[Request, BaseException | None]] = []
     for row in batch.masked_rows:
         request = step.requests[row]
         if request.epoch != step.epochs[row]:
-            continue  # its token is void
+            continue  # its token is discarded
         try:
             assert request.structured_output is not None
             mask = request.structured_output.mask(request)
-        except BaseException as error:  # of a backend's native code too
+        except BaseException as error:  # native code of a backend may raise it
             ends.append((request, error))
             continue
         if mask is None:

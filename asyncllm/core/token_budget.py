@@ -1,4 +1,4 @@
-"""TokenBudget: the tokens of a step, fewer while steps run out of memory."""
+"""TokenBudget: most tokens of a step, lowered after one that ran out of memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _STEPS_TO_RECOVER = 32
 
 
 class TokenBudget:
-    """Token budget of a step: halved when one runs out of memory, and doubled again after every 32
-    that do not, up to ``limit``.
+    """Token budget of a step: halved when a step runs out of memory, and doubled after every 32
+    that succeed, up to ``limit``.
 
     Args:
         limit: ``max_num_batched_tokens``.
@@ -26,8 +26,8 @@ class TokenBudget:
         self._steps_since_shrink = 0
 
     def shrink(self, steps: Iterable[ScheduledStep]) -> list[Request]:
-        """Halves it after ``steps`` ran out of memory. Returns the requests of a step that was a
-        single token already: they are at fault."""
+        """Halve the budget after ``steps`` ran out of memory. If the largest was a single token
+        already, returns its requests, which have to fail."""
         largest = max(steps, key=lambda step: step.batch.num_tokens)
         self._steps_since_shrink = 0
         if largest.batch.num_tokens == 1:
@@ -36,7 +36,7 @@ class TokenBudget:
         return []
 
     def recover(self) -> None:
-        """Called after each step that succeeded."""
+        """Count a step that succeeded, and raise the budget after enough of them."""
         if self.tokens < self.limit:
             self._steps_since_shrink += 1
             if self._steps_since_shrink >= _STEPS_TO_RECOVER:

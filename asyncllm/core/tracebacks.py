@@ -1,4 +1,4 @@
-"""Tracebacks of exceptions that are kept, without the objects that their frames keep alive."""
+"""clear_frames: frees the objects that a kept exception's traceback keeps alive."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ _ATTRIBUTES = [vars(BaseException)[name] for name in ("__traceback__", "__cause_
 
 
 def clear_frames(error: BaseException) -> None:
-    """Clears the local variables of the frames that ``error``, and what led to it, came
-    through; those of frames that still run stay. File names and lines are kept."""
+    """Clear the local variables in the tracebacks of ``error`` and its causes. Frames that still
+    run keep theirs; file names and lines stay."""
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
     while pending:
@@ -17,7 +17,8 @@ def clear_frames(error: BaseException) -> None:
         if current is None or id(current) in seen:
             continue
         seen.add(id(current))
-        # Past the attributes of a class of the application's, which may raise.
+        # Through BaseException's descriptors: a class of the application may override these
+        # attributes, and raise.
         tb, *causes = (one.__get__(current) for one in _ATTRIBUTES)
         traceback.clear_frames(tb)
         pending += causes

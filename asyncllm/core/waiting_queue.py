@@ -18,8 +18,7 @@ POLICIES: Mapping[str, SortKey] = {
 
 
 class WaitingQueue:
-    """A heap with lazy deletion: push and pop are O(log n), discarding is O(1), and the
-    length of the queue costs a step nothing."""
+    """Heap with lazy deletion: push and pop take O(log n), discard O(1)."""
 
     def __init__(self, policy: str) -> None:
         self._key = POLICIES[policy]

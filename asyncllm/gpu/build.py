@@ -107,7 +107,7 @@ def _create(
         pipeline_depth=mode.pipeline_depth if ahead is None else 1 + ahead,
         step_timeout=mode.step_timeout,
         has_states=states is not None,
-        num_state_checkpoints=states.num_checkpoints if states else 0,
+        num_state_snapshots=states.num_snapshots if states else 0,
         state_bytes=slot_bytes(decoder.states, dtype),
     )
     cache = KVCache(groups, size.num_blocks, dtype, device, states)

@@ -22,7 +22,7 @@ from asyncllm.gpu.memory import check_cache, check_states, cuda_cache_bytes
 from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.profile import profile_run, recorded_bytes
 from asyncllm.gpu.state_cache import StateCache, slot_bytes
-from asyncllm.gpu.state_sizing import choose_checkpoints
+from asyncllm.gpu.state_sizing import choose_snapshots
 from asyncllm.gpu.token_budget import HIGHEST
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.logger import get_logger
@@ -135,13 +135,13 @@ def make_states(
     """
     specs, residence = decoder.states, decoder.embedding
     if not specs:
-        if config.num_state_checkpoints != "auto":
+        if config.num_state_snapshots != "auto":
             accepted = '"auto": the model has no recurrent layers'
-            raise invalid("num_state_checkpoints", config.num_state_checkpoints, accepted)
+            raise invalid("num_state_snapshots", config.num_state_snapshots, accepted)
         return None
     sizes = max_num_seqs, slot_bytes(specs, residence.dtype)
     check_states(residence.device, *sizes)
-    count = choose_checkpoints(config, residence.device, *sizes)
+    count = choose_snapshots(config, residence.device, *sizes)
     states = StateCache(specs, max_num_seqs, residence.dtype, residence.device, count)
     logger.info(
         "recurrent states take %d bytes, in a slot for each of max_num_seqs=%d; %s",

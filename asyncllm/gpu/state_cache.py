@@ -38,20 +38,20 @@ def slot_bytes(specs: Sequence[StateSpec], dtype: torch.dtype) -> int:
 
 class StateCache:
     """Recurrent states in slots: slot i is of request index i, the one behind them of padded rows,
-    which write it and whose results no row reads, and slot ``num_slots + i`` is checkpoint i.
+    which write it and whose results no row reads, and slot ``num_slots + i`` is snapshot i.
 
     A state says what all tokens before a position come to. What another request has left in a slot
     is cleared by the row that starts at position 0; a row that goes on from a cached prefix finds
-    its checkpoint there.
+    its snapshot there.
 
     On a CPU the operating system zeroes it page by page as it is first touched.
 
     Args:
         num_slots: of running requests.
-        num_checkpoints: of prefixes, counted from 1.
+        num_snapshots: of prefixes, counted from 1.
 
     Attributes:
-        tensors: per spec ``[num_slots + 1 + num_checkpoints, *shape]``.
+        tensors: per spec ``[num_slots + 1 + num_snapshots, *shape]``.
 
     Raises:
         EngineError: there is no memory for it.
@@ -63,11 +63,11 @@ class StateCache:
         num_slots: int,
         dtype: torch.dtype,
         device: torch.device,
-        num_checkpoints: int = 0,
+        num_snapshots: int = 0,
     ) -> None:
         self.specs = tuple(specs)
-        self.num_slots, self.num_checkpoints = num_slots, num_checkpoints
-        count = num_slots + 1 + num_checkpoints
+        self.num_slots, self.num_snapshots = num_slots, num_snapshots
+        count = num_slots + 1 + num_snapshots
         try:
             self.tensors = [
                 _zeros((count, *spec.shape), spec.dtype or dtype, device) for spec in specs
@@ -76,7 +76,7 @@ class StateCache:
             per_slot = slot_bytes(specs, dtype)
             raise EngineError(
                 f"recurrent states of {count} slots of {per_slot} bytes, {count * per_slot} bytes, "
-                "cannot be allocated: lower max_num_seqs or num_state_checkpoints"
+                "cannot be allocated: lower max_num_seqs or num_state_snapshots"
             ) from error
         alike: dict[torch.dtype, list[Tensor]] = {}
         for tensor in self.tensors:
@@ -88,14 +88,14 @@ class StateCache:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def load(self, loads: Sequence[tuple[int, int]]) -> None:
-        """Copies ``(request index, checkpoint)`` into the slots of the requests, before the step in
+        """Copies ``(request index, snapshot)`` into the slots of the requests, before the step in
         which they go on from there."""
-        self._copy([(slot, self.num_slots + checkpoint) for slot, checkpoint in loads])
+        self._copy([(slot, self.num_slots + snapshot) for slot, snapshot in loads])
 
     def save(self, saves: Sequence[tuple[int, int]]) -> None:
-        """Copies the slots of ``(request index, checkpoint)`` into the checkpoints, behind the step
+        """Copies the slots of ``(request index, snapshot)`` into the snapshots, behind the step
         that the states are of and before the next one."""
-        self._copy([(self.num_slots + checkpoint, slot) for slot, checkpoint in saves])
+        self._copy([(self.num_slots + snapshot, slot) for slot, snapshot in saves])
 
     def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies ``(to, source)``; no slot is among both. All layers' states of a dtype are one

@@ -1,4 +1,4 @@
-"""choose_checkpoints: how many recurrent states of prefixes are kept."""
+"""choose_snapshots: how many recurrent states of prefixes are kept."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from asyncllm.gpu.kv_cache import CPU_CACHE_LIMIT, available_memory
 from asyncllm.gpu.memory import MemoryProbe
 from asyncllm.validation import invalid
 
-CHECKPOINTS_PER_SEQ = 4
+SNAPSHOTS_PER_SEQ = 4
 """Of a request that runs: its shared prefix, its prompt and its output; and of one that has
 ended, whose conversation may go on."""
 
-CHECKPOINT_SHARE = 8
-"""The part of the memory beside the weights that checkpoints take at most."""
+SNAPSHOT_SHARE = 8
+"""The part of the memory beside the weights that snapshots take at most."""
 
-CPU_CHECKPOINT_LIMIT = CPU_CACHE_LIMIT // 4
+CPU_SNAPSHOT_LIMIT = CPU_CACHE_LIMIT // 4
 
 
-def choose_checkpoints(
+def choose_snapshots(
     config: EngineConfig,
     device: torch.device,
     max_num_seqs: int,
     slot_bytes: int,
     probe: MemoryProbe | None = None,
 ) -> int:
-    """Checkpoints of recurrent states; 0 where prefixes are not cached.
+    """Snapshots of recurrent states; 0 where prefixes are not cached.
 
     Args:
         slot_bytes: of one state. Those of ``max_num_seqs`` requests and of padded rows are not
@@ -38,11 +38,11 @@ def choose_checkpoints(
         EngineError: they do not fit beside the weights and the requests' own, or prefix caching is
             asked for and there is room for none.
     """
-    asked = config.num_state_checkpoints
+    asked = config.num_state_snapshots
     if config.enable_prefix_caching is False:
         if asked != "auto":
             accepted = '"auto" with enable_prefix_caching=False'
-            raise invalid("num_state_checkpoints", asked, accepted)
+            raise invalid("num_state_snapshots", asked, accepted)
         return 0
     held = (max_num_seqs + 1) * slot_bytes
     if device.type == "cuda":
@@ -54,19 +54,19 @@ def choose_checkpoints(
     if asked != "auto":
         if asked * slot_bytes > left:
             raise EngineError(
-                f"num_state_checkpoints={asked} needs {asked * slot_bytes} bytes, {slot_bytes} a "
+                f"num_state_snapshots={asked} needs {asked * slot_bytes} bytes, {slot_bytes} a "
                 f"state; {left} are free beside the weights and the states of "
                 f"max_num_seqs={max_num_seqs}: lower it to {left // slot_bytes} at most"
             )
         return asked
-    share = max(0, left - spared - int(config.kv_cache_memory or 0)) // CHECKPOINT_SHARE
+    share = max(0, left - spared - int(config.kv_cache_memory or 0)) // SNAPSHOT_SHARE
     if device.type != "cuda":
-        share = min(share, CPU_CHECKPOINT_LIMIT)
-    found = min(CHECKPOINTS_PER_SEQ * max_num_seqs, share // slot_bytes)
+        share = min(share, CPU_SNAPSHOT_LIMIT)
+    found = min(SNAPSHOTS_PER_SEQ * max_num_seqs, share // slot_bytes)
     if not found and config.enable_prefix_caching:
         raise EngineError(
             "enable_prefix_caching=True: the model has recurrent layers, a state of a prefix takes "
             f"{slot_bytes} bytes, and {share} are for them, an eighth of what is free beside the "
-            "weights: set num_state_checkpoints, or lower max_num_seqs"
+            "weights: set num_state_snapshots, or lower max_num_seqs"
         )
     return found

@@ -1,4 +1,4 @@
-"""DelimiterTokens: the delimiters of a response format, in a model's tokens."""
+"""DelimiterTokens: delimiters of a response format as token ids."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from asyncllm.core.reasoning import Reasoning
 from asyncllm.errors import InvalidRequestError
 from asyncllm.structured.spec import StructuredOutputs
-from asyncllm.tools.response_format import ResponseFormat
+from asyncllm.tool_calls.response_format import ResponseFormat
 
 if TYPE_CHECKING:
     from asyncllm.text.tokenizer import Tokenizer
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DelimiterTokens:
-    """The delimiters of a format, as tokens.
+    """Delimiters of a response format as token ids.
 
     Attributes:
-        special: ids of the special tokens among them, which are kept in the text.
-        begin, end, end_before_call: of reasoning; empty where they are no tokens of their own.
+        special: ids of the special tokens among them, which detokenisation must not skip.
+        begin, end, end_before_call: the reasoning delimiters; empty for one that tokens may share
+            with its neighbours.
     """
 
     special: frozenset[int]
@@ -37,10 +38,10 @@ class DelimiterTokens:
     def reasoning(
         self, form: ResponseFormat, prompt_end: str, grammar: StructuredOutputs | None
     ) -> Reasoning | None:
-        """The state in which a prompt leaves its model.
+        """Initial reasoning state of an output, after its prompt.
 
         Raises:
-            InvalidRequestError: for a grammar behind thoughts whose end no token tells.
+            InvalidRequestError: for a grammar if the prompt opens thoughts that no token closes.
         """
         prompt_end = prompt_end.rstrip()
         opened = bool(form.begin) and prompt_end.endswith(form.begin)

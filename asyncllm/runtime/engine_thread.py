@@ -1,4 +1,4 @@
-"""EngineThread: the daemon thread that runs the step loop, and the task that watches it."""
+"""EngineThread: the daemon thread of the step loop, and the task that watches it."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ logger = get_logger("asyncllm")
 
 
 class _GivenUp(BaseException):
-    """Loading was cancelled."""
+    """Unwinds the loading of a model that was cancelled."""
 
 
 class EngineThread:
-    """Loads a model and runs its step loop.
+    """Thread that loads a model and runs its step loop.
 
     Attributes:
-        ready: done when the model is loaded, or with what went wrong.
-        exited: done when the thread has given everything back.
+        ready: future, done when the model is loaded, or failed with the error of loading it.
+        exited: future, done when the thread has released everything, or is stuck.
         progress: (done, total) bytes of weights, steps that compile kernels, or CUDA graphs.
         stage: the unit of ``progress``.
         closing: ``close`` was called.
-        pid: the process that it lives in.
+        pid: process in which the thread runs.
         loaded, core, grammars: valid once ``ready`` is.
     """
 
@@ -126,7 +126,7 @@ class EngineThread:
         )
 
     def _log_end(self) -> None:
-        # A step that hung was reported when it was declared.
+        # ``check_step`` has logged a step that hung.
         if self.core.fatal_error is not None and not self.core.hung:
             logger.error("the engine died", exc_info=self.core.fatal_error)
         stats = self.core.stats()
@@ -139,7 +139,7 @@ class EngineThread:
         )
 
     def _exit(self) -> None:
-        """Completes ``exited``: the thread has nothing more to do, or is stuck; the first wins."""
+        """Complete ``exited``, unless it is: the thread has finished, or is stuck."""
         atexit.unregister(self._at_exit)
         with contextlib.suppress(InvalidStateError):
             self.exited.set_result(None)
@@ -152,9 +152,9 @@ class EngineThread:
     # --- from other threads ------------------------------------------------------------
 
     def start(self) -> None:
-        """Raises EngineError where no thread can be started."""
+        """Start the thread; EngineError if the system cannot."""
         if sys.is_finalizing():
-            # Other threads do not run any more, and Thread.start would wait for this one to.
+            # At exit no other thread runs any more, so Thread.start would wait for ever.
             raise EngineError("the engine could not start: the interpreter is exiting")
         try:
             self._thread.start()
@@ -162,37 +162,38 @@ class EngineThread:
             raise _as_start_error(error) from error
 
     def give_up(self) -> None:
-        """Ends a thread whose start failed or was cancelled."""
+        """End a thread whose start failed or was cancelled."""
         self._given_up = True
         if self.ready.done() and self.ready.exception() is None:
             self.close(0.0)
 
     def close(self, drain: float | None, reason: str = CLOSED) -> None:
-        """Ends the loop after ``drain`` seconds; from now on requests are refused. It sets a flag
-        and sends a command, and takes no lock: a destructor may call it in the middle of anything.
-        The first call's ``reason`` is that of ``error``."""
+        """Refuse requests from now on, and end the loop after ``drain`` seconds. Takes no lock, so
+        that a destructor may call it in the middle of anything. The first call's ``reason`` is the
+        message of ``error``."""
         if not self.closing:
             self.closing, self.core.close_reason = True, reason
         self.core.send(self.core.on_close, drain)
 
     @property
     def error(self) -> EngineError | None:
-        """Cause of the engine's end, unless that was the application's own ``aclose``."""
+        """Error for calls to an engine that has ended; None after the application's own
+        ``aclose``."""
         if not self.in_own_process():
             return self.forked()
         closed_by_application = self.core.fatal_error is None and self.core.close_reason == CLOSED
-        return None if closed_by_application else self.core.ending()
+        return None if closed_by_application else self.core.shutdown_error()
 
     @property
     def leftover(self) -> threading.Thread | None:
-        """The thread, to be joined once ``exited`` is done; None if it is stuck."""
+        """Thread to join once ``exited`` is done; None if it is stuck."""
         return None if self.core.hung else self._thread
 
     def in_own_process(self) -> bool:
         return os.getpid() == self.pid
 
     def check_process(self) -> None:
-        """Raises EngineClosedError in a forked child, where the thread does not exist."""
+        """Raise EngineClosedError in a forked child, which has no engine thread."""
         if not self.in_own_process():
             raise self.forked()
 
@@ -210,13 +211,14 @@ class EngineThread:
     # --- on the loop that started it ---------------------------------------------------
 
     def supervise(self) -> None:
-        """One background task on the starting loop: it ends with the thread, closes the
-        engine when the loop goes away, and notices a step that hangs."""
+        """Start the background task on this loop. It ends with the thread, closes the engine when
+        the loop ends, and notices a step that hangs."""
         loop = running_loop()
         if isinstance(loop, asyncio.AbstractEventLoop):
             # The loop keeps weak references to tasks only.
             self._task = loop.create_task(_watch(self), name="asyncllm-engine")
-            # A loop that is closed drops its timers, and forgets its tasks without ending them.
+            # A loop that is closed never ends its tasks, but drops its timers: that reveals its
+            # end.
             timer = loop.call_later(_FOREVER, bool)
             alarm = weakref.finalize(timer, self.loop_ended)
             alarm.atexit = False
@@ -228,7 +230,8 @@ class EngineThread:
             spawn_system_task(_watch, self, name="asyncllm-engine")
 
     def loop_ended(self) -> None:
-        """Takes no lock: it may run wherever a loop is closed."""
+        """Close an engine whose loop has ended. Takes no lock: it may run wherever a loop is
+        closed."""
         if self.in_own_process() and not self.exited.done():
             self.close(
                 0.0,
@@ -238,25 +241,25 @@ class EngineThread:
 
     @property
     def step_timeout(self) -> float:
-        """Seconds after which a step counts as hung; valid once ``ready`` is, because the device
-        decides where the configuration does not."""
+        """Seconds after which a step counts as hung. Valid once ``ready`` is done, because the
+        default is the device's."""
         timeout = self._config.step_timeout
         return self.loaded.executor.info.step_timeout if timeout is None else timeout
 
     @property
     def watch_interval(self) -> float:
-        """Seconds between two looks at the step under way."""
+        """Seconds between two checks of the step under way."""
         return max(self.step_timeout / 8, 0.01)
 
     async def unwatch(self) -> None:
-        """Lets the background task end, if it belongs to the running loop. It has nothing
-        left to do once the thread is gone, and takes a turn of the loop to notice."""
+        """Wait for the background task, if it belongs to the running loop. Once the thread has
+        exited, it ends within a turn of the loop."""
         task = self._task
         if task is not None and not task.done() and task.get_loop() is running_loop():
             await asyncio.wait({task})
 
     def check_step(self) -> None:
-        """Declares the engine dead if the device has not answered for ``step_timeout``."""
+        """Declare the engine dead if the device has not answered for ``step_timeout``."""
         timeout = self.step_timeout
         error = EngineError(
             f"a step has taken longer than step_timeout={timeout:g} s; the stuck thread is "
@@ -268,8 +271,8 @@ class EngineThread:
 
 
 async def _watch(thread: EngineThread) -> None:
-    """The background task. It refers to the thread and not to the engine, so that an engine
-    without other references is collected."""
+    """Background task of ``supervise``. It refers to the thread and not to the engine, so that an
+    engine without other references is collected."""
     backend = running_backend()
     exited = backend.make_waiter()
     post_when_done(thread.exited, partial(exited.set_result, None))
@@ -282,7 +285,7 @@ async def _watch(thread: EngineThread) -> None:
 
 
 def _as_start_error(error: BaseException) -> AsyncLLMError:
-    if issubclass(type(error), AsyncLLMError):  # isinstance may ask its ``__class__``
+    if issubclass(type(error), AsyncLLMError):  # isinstance may run its ``__class__``
         return error  # pyright: ignore[reportReturnType]  # narrows by isinstance only
     wrapped = EngineError(f"the engine could not start: {explain(error)}")
     wrapped.__cause__ = error

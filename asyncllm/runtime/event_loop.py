@@ -1,16 +1,16 @@
 """Event loop backends: asyncio (uvloop included) and trio.
 
-The backend is found, not configured: the loop that reads a stream is the loop that is woken. anyio
-says which loop that is, and carries what is not done per token: the waits of the engine's verbs,
-the shield of callbacks, the tasks of a server's connections. Three things are a loop's own:
+Nothing is configured: the loop that reads a stream is the loop that is woken. anyio tells which
+loop runs, and serves everything that is not done per token: waits of the engine's methods, the
+shield of callbacks, the tasks of a server's connections. Three things are done here for each loop:
 
-- *Waiters*, which every reader pays for in every step. An ``anyio.Event`` each would cost asyncio
-  2.6 times, and uvloop 3.1 times, what bare futures cost it; trio's own are as dear as anyio's
-  (``python -m benchmarks.engine --only wakes``, docs/performance.md).
+- *Waiters*, which every reader needs in every step. An ``anyio.Event`` costs 2.6 times as much as a
+  bare future on asyncio, and 3.1 times on uvloop; on trio both cost the same (``python -m
+  benchmarks.engine --only wakes``, docs/performance.md).
 - *Calls from another thread.* ``anyio.from_thread`` waits until the loop has made the call, and
   the engine thread waits for no loop.
-- *Timed waits* on asyncio. A task within an anyio cancel scope is not collected with a loop that
-  was closed under it, and before anyio 4.16 a deadline swallows a ``Task.cancel()`` of its turn.
+- *Timed waits* on asyncio. A task in an anyio cancel scope is never collected if its loop is
+  closed, and before anyio 4.16 a deadline swallows a ``Task.cancel()`` of the same turn.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ import anyio
 import anyio.lowlevel
 
 with contextlib.suppress(ImportError):
-    # anyio imports it at its first use, 30 ms in which start() would hold up the loop.
+    # Imported now: at its first use, in start(), it would block the loop for 30 ms.
     import anyio._backends._asyncio
 
 
 class AsyncioBackend:
-    """One asyncio loop. ``TrioBackend`` has the same methods.
+    """Backend of one asyncio loop. ``TrioBackend`` has the same methods.
 
     Attributes:
-        post: calls a function on the loop soon; any thread. RuntimeError if the loop is closed.
-        is_closed: any thread.
+        post: schedules a function on the loop; any thread. RuntimeError if the loop is closed.
+        is_closed: tells whether the loop is closed; any thread.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -46,14 +46,14 @@ class AsyncioBackend:
 
     def make_waiter(self) -> Any:
         """Awaitable of one wait, ended by ``set_result`` on the loop's thread; None if the caller
-        does not run on this loop. Asked for each wait, so the test is cheap rather than perfect:
-        a second asyncio loop of the same thread passes, and fails in asyncio itself."""
+        does not run on this loop. The test is cheap, because every wait makes it: a second asyncio
+        loop of the same thread passes, and fails in asyncio itself."""
         if threading.get_ident() != self._thread or self.is_closed():
             return None
         return self._loop.create_future()
 
     async def wait_at_most(self, waiter: asyncio.Future[None], seconds: float) -> None:
-        """Returns when the wait is ended or after ``seconds``; can be called again."""
+        """Wait at most ``seconds``; can be called again for the same waiter."""
         await asyncio.wait({waiter}, timeout=seconds)
 
 
@@ -74,12 +74,12 @@ class TrioWaiter:
 
 
 class TrioBackend:
-    """One trio run."""
+    """Backend of one trio run."""
 
     def __init__(self, token: Any) -> None:
         import trio
 
-        # trio.RunFinishedError is a RuntimeError, as a closed asyncio loop's is.
+        # trio.RunFinishedError is a RuntimeError, as AsyncioBackend.post raises.
         self.post: Callable[[Callable[[], Any]], Any] = token.run_sync_soon
         self._token = token
         self._trio = trio
@@ -95,7 +95,7 @@ class TrioBackend:
             await waiter
 
     def is_closed(self) -> bool:
-        # A trio run can only be asked by giving it something to do.
+        # Only scheduling a call tells whether a trio run has ended.
         try:
             self._token.run_sync_soon(bool, idempotent=True)
         except RuntimeError:
@@ -123,11 +123,11 @@ def running_backend() -> EventLoopBackend:
 
 
 def post_when_done(future: Future[Any], callback: Callable[[], Any]) -> None:
-    """Calls ``callback`` on the running loop once another thread has completed ``future``."""
+    """Call ``callback`` on the running loop once another thread has completed ``future``."""
     post = running_backend().post
 
     def completed(_: Future[Any]) -> None:
-        # Without the loop, when it is closed, nothing waits there any more.
+        # Nothing waits on a loop that is closed.
         with contextlib.suppress(RuntimeError):
             post(callback)
 
@@ -135,8 +135,8 @@ def post_when_done(future: Future[Any], callback: Callable[[], Any]) -> None:
 
 
 async def wait_for(future: Future[Any]) -> Any:
-    """The result of a future that another thread completes. If the wait is cancelled, the
-    future is left alone."""
+    """Wait for a future that another thread completes. Cancelling the wait leaves the future
+    alone."""
     completed = anyio.Event()
     post_when_done(future, completed.set)
     await completed.wait()
@@ -144,8 +144,8 @@ async def wait_for(future: Future[Any]) -> Any:
 
 
 async def join(thread: threading.Thread, timeout: float) -> None:
-    """``thread.join(timeout)`` on the running loop. Polls, for no thread can announce its
-    own end."""
+    """``thread.join(timeout)`` on the running loop. Polls, because no thread can announce its own
+    end."""
     deadline = anyio.current_time() + timeout
     while thread.is_alive() and anyio.current_time() < deadline:  # noqa: ASYNC110
         await anyio.sleep(0.002)

@@ -1,4 +1,4 @@
-"""Handle: an object that stands for something that runs, and ends it when it is dropped."""
+"""Handle: base of objects that stand for something running, and end it when they are dropped."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NoReturn, SupportsIndex
 
 
 class Handle:
-    """Base of what cannot be copied or pickled: dropping the copy would end the original."""
+    """Object that cannot be copied or pickled: dropping the copy would end the original's run."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""InputProcessor: from the arguments of a call to a request in the engine's queue."""
+"""InputProcessor: converts the arguments of a call to a queued request."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ from asyncllm.structured.grammar import Grammar
 from asyncllm.text.bad_words import bad_words_token_ids
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.tokenizer_thread import LONG_TEXT, TokenizerThread
-from asyncllm.tools.message_parser import MessageParser
-from asyncllm.tools.response_format import ResponseFormat, ResponseFormats
-from asyncllm.tools.tool_grammar import with_tool_grammar
-from asyncllm.tools.tool_use import ToolUse
+from asyncllm.tool_calls.message_parser import MessageParser
+from asyncllm.tool_calls.response_format import ResponseFormat, ResponseFormats
+from asyncllm.tool_calls.tool_grammar import with_tool_grammar
+from asyncllm.tool_calls.tool_use import ToolUse
 
 Asked = tuple[Operation, Any]
-"""Operation and prompt of a RequestInfo, which is made only where an observer reads it."""
+"""Operation and prompt; they become a RequestInfo only if there are observers."""
 
 _PROMPT_END = 32
-"""Tokens in which a prompt may begin the answer."""
+"""Tokens at a prompt's end in which the beginning of the answer is searched."""
 
 
 @dataclass(eq=False, repr=False)
 class InputProcessor:
     """Turns prompts into requests of one running engine.
 
-    Short texts are tokenised in the call. Long ones take their place in the queue at once and
-    go to a worker thread: they keep their arrival index and hold up no other.
+    Short texts are tokenised in the call. Long ones take their place in the queue at once and are
+    tokenised on a worker thread: they keep their arrival order and delay no other request.
 
     Args:
-        grammars: compiles those of ``structured_outputs``.
-        config: of the engine.
+        grammars: compiler of the grammars of ``structured_outputs``.
+        config: configuration of the engine.
     """
 
     loaded: LoadedModel
@@ -158,16 +158,16 @@ class InputProcessor:
         return made or ResponseFormats.of_tokenizer(self.loaded.tokenizer, self.config)
 
     def close(self) -> list[threading.Thread]:
-        """Forgets texts that wait to be tokenised and grammars that wait to be compiled; returns
-        the threads of those that are."""
+        """Drop texts that wait to be tokenised and grammars that wait to be compiled; returns the
+        threads that still work."""
         worker = self._worker.close()
         return self.grammars.close() + ([] if worker is None else [worker])
 
     def _checked_ids(self, prompt: Any) -> list[int]:
-        """A prompt of token ids as plain integers that the model has."""
+        """Check a prompt of token ids; returns plain integers."""
         info = self.loaded.executor.info
         length = 0
-        with suppress(Exception):  # of what has no length, or too large a one
+        with suppress(Exception):  # it has no length, or too large a one
             length = len(prompt)
         if length >= info.max_model_len:
             raise self._too_long(length)
@@ -179,8 +179,8 @@ class InputProcessor:
         sampling: dict[str, Any],
         options: RequestOptions,
     ) -> tuple[SamplingParams, tuple[int, ...], tuple[tuple[int, ...], ...]]:
-        """Sampling parameters that this engine can honour, the engine's logits processors that
-        claim the request, and its bad words as tokens."""
+        """Resolved and checked parameters, indices of the engine's logits processors that apply,
+        and bad words as token ids."""
         if options.priority and self.config.scheduling_policy == "fcfs":
             accepted = '0 with scheduling_policy="fcfs"; "priority" honours it'
             raise check.invalid("priority", options.priority, accepted)
@@ -216,8 +216,8 @@ class InputProcessor:
         sampling: dict[str, Any],
         options: RequestOptions,
     ) -> Request:
-        """Makes the group with its channel and members; returns the first member, checked but for
-        the prompt."""
+        """Make the group with its channel and members; returns the first member. Everything but the
+        prompt is checked."""
         resolved, claimed_by, bad_words = self._resolve(sampling_params, sampling, options)
         model, info = self.loaded.model_config, self.loaded.executor.info
         now = self.core.clock()
@@ -251,7 +251,7 @@ class InputProcessor:
     def _set_prompt(
         self, request: Request, token_ids: list[int], parser: MessageParser | None = None
     ) -> None:
-        """Gives all of a group its prompt, and each the decoder that continues it."""
+        """Set the prompt of a group's members, and make a detokenizer for each."""
         if not token_ids:
             raise InvalidRequestError(
                 "prompt: has no tokens, expected at least one", param="prompt"
@@ -295,11 +295,11 @@ class InputProcessor:
     def _enqueue(
         self, request: Request, asked: Asked, num_tokens: int, parser: MessageParser | None = None
     ) -> TokenStream:
-        """Reserves the group's place in the queue, tells the observers of it, and sends it off if
-        its prompt is known.
+        """Reserve the group's place in the queue, call the observers, and send the group to the
+        engine thread if its prompt is known.
 
         Args:
-            num_tokens: of the prompt, or an estimate until it is tokenised.
+            num_tokens: tokens of the prompt, or an estimate until it is tokenised.
         """
         group = request.group
         observers = self.observers.all
@@ -322,7 +322,8 @@ class InputProcessor:
         encode: Callable[[], list[int] | None],
         parser: MessageParser | None = None,
     ) -> TokenStream:
-        """Enqueues a request whose tokens, about ``estimate``, ``encode`` makes on a thread."""
+        """Enqueue a request whose prompt, of about ``estimate`` tokens, a thread makes with
+        ``encode``."""
         core, group = self.core, request.group
         stream = self._enqueue(request, asked, min(estimate, request.max_model_len), parser)
         if group.deadline < math.inf:
@@ -337,7 +338,7 @@ class InputProcessor:
                     return  # meanwhile; the engine may have ended
                 self._set_prompt(request, token_ids, parser)
             except BaseException as error:
-                if not issubclass(type(error), Exception):  # as a panic inside the tokenizer
+                if not issubclass(type(error), Exception):  # a panic inside the tokenizer
                     error = InvalidRequestError(f"prompt: {check.describe(error)}", param="prompt")
                 core.send(core.on_fail, group, error)
                 return
@@ -351,8 +352,8 @@ class InputProcessor:
         return stream
 
     def _add(self, request: Request) -> None:
-        """Sends the group to the engine thread, once its grammar is compiled; other requests are
-        not held up meanwhile."""
+        """Send the group to the engine thread once its grammar is compiled. Other requests do not
+        wait for it."""
         core, group, spec = self.core, request.group, request.sampling.structured_outputs
         if spec is None:
             core.send(core.on_add, group)
@@ -378,7 +379,7 @@ class InputProcessor:
         try:
             for member in group.members:
                 member.structured_output = StructuredOutput(grammar.new_matcher(), grammar.special)
-        except BaseException as failure:  # of a backend's native code too
+        except BaseException as failure:  # native code of a backend may raise it
             core.send(core.on_fail, group, failure)
             return
         core.send(core.on_add, group)

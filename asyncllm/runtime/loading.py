@@ -1,4 +1,4 @@
-"""Loading: from a configuration to everything that an engine runs on."""
+"""Loading: makes everything that an engine runs on from its configuration."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from asyncllm.structured.grammar import Vocabulary
 
 if TYPE_CHECKING:
     from asyncllm.text.tokenizer import Tokenizer
-    from asyncllm.tools.response_format import ResponseFormats
+    from asyncllm.tool_calls.response_format import ResponseFormats
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Executor, tokenizer and configuration of a loaded model. ``model_config`` has
-    ``eos_token_ids`` and ``generation_defaults``. Without ``response_formats`` those of the chat
-    template are made when the first conversation needs them."""
+    """Executor, tokenizer and configuration of a loaded model. ``model_config`` needs
+    ``eos_token_ids`` and ``generation_defaults``. If ``response_formats`` is None, the first
+    conversation makes them from the chat template."""
 
     executor: Executor
     tokenizer: Tokenizer
@@ -36,11 +36,11 @@ class LoadedModel:
 
 
 def make_grammar_compiler(config: EngineConfig, loaded: LoadedModel) -> GrammarCompiler:
-    """The engine's compiler of grammars. A backend that the configuration names is made ready
-    now: that holds the interpreter's lock for a second where the vocabulary is large.
+    """Grammar compiler of an engine. A backend that the configuration names is prepared now, which
+    holds the GIL for up to a second if the vocabulary is large.
 
     Raises:
-        InvalidRequestError: if the backend that it names is not installed.
+        InvalidRequestError: if the configured backend is not installed.
     """
     tokenizer, size = loaded.tokenizer, loaded.executor.info.vocab_size
 
@@ -58,8 +58,8 @@ def make_grammar_compiler(config: EngineConfig, loaded: LoadedModel) -> GrammarC
 
 
 def check_processors(config: EngineConfig, executor: Executor) -> None:
-    """Raises InvalidRequestError for logits processors that the executor does not have: one in
-    another process, or without a model."""
+    """Raise InvalidRequestError if the executor cannot run the engine's logits processors, because
+    it is in another process or has no model."""
     in_process = getattr(executor, "in_process", None)
     if config.logits_processors and (in_process is None or not in_process.logits_processors):
         accepted = "none with an executor that runs in another process, or has no model"
@@ -70,13 +70,13 @@ Loader = Callable[[EngineConfig, Progress], LoadedModel]
 
 
 def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
-    """Finds the files, reads the configuration and the tokenizer, loads the weights.
+    """Load model, tokenizer and configuration.
 
     Called on the engine thread, which owns the model.
 
     Raises:
         ModelLoadError: for files that are missing, damaged or of an unsupported kind.
-        InvalidRequestError: for a configuration that the model or the machine cannot do.
+        InvalidRequestError: for settings that the model or the machine does not support.
         KVCacheTooSmallError: if the KV cache cannot hold ``max_model_len``.
     """
     from asyncllm.checkpoint.model_files import resolve_model, resolve_tokenizer
@@ -100,7 +100,7 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
     try:
         executor = build_model_runner(config, model_config, partial(_report, text, progress))
     except BaseException:
-        # Its own error is the first, as it would be were it read before.
+        # An error of the tokenizer comes first, as if it had been read before the weights.
         text.result()
         raise
     try:
@@ -124,10 +124,10 @@ def _report(
 
 def _read_tokenizer(path: Path, config: EngineConfig) -> tuple[Tokenizer, ResponseFormats]:
     from asyncllm.text.tokenizer import Tokenizer
-    from asyncllm.tools.response_format import ResponseFormats
+    from asyncllm.tool_calls.response_format import ResponseFormats
 
     tokenizer = Tokenizer.from_directory(path, trust_remote_code=config.trust_remote_code)
-    # Here and not at the first chat, whose caller's loop would wait for it.
+    # Now, because the first chat would block its event loop.
     tokenizer.chat_template.compile()
     formats = ResponseFormats.of_tokenizer(tokenizer, config)
     formats.prepare()
@@ -135,8 +135,8 @@ def _read_tokenizer(path: Path, config: EngineConfig) -> tuple[Tokenizer, Respon
 
 
 def _may_read_aside(path: Path, model_config: Any) -> bool:
-    """Whether a tokenizer may be read on another thread than the model: two threads that import
-    transformers may see modules of it that are half made."""
+    """Whether the tokenizer can be read on a thread of its own. Not if both it and the model import
+    transformers: two threads may see half-initialised modules."""
     from asyncllm.checkpoint.model_config import ModelConfig
 
     return isinstance(model_config, ModelConfig) and (path / "tokenizer.json").is_file()

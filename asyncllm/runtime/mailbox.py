@@ -12,7 +12,7 @@ from asyncllm.runtime.event_loop import EventLoopBackend, running_backend, runni
 
 
 class LoopMailbox:
-    """Wakes the readers of one loop, with at most one call into the loop outstanding."""
+    """Wakes the readers of one event loop, with at most one call into it pending."""
 
     def __init__(self, backend: EventLoopBackend) -> None:
         self.backend = backend
@@ -32,12 +32,12 @@ class LoopMailbox:
         return True
 
     def _drain(self) -> None:
-        # The flag goes first: what is added from here on either is seen below or posts anew.
+        # The flag first: a channel that is added later is either seen below, or posts anew.
         self._posted = False
         ready = self._ready
         while ready:
             waiter = ready.popleft().waiter
-            # A waiter that was woken or cancelled before is left as it is.
+            # It may have been woken or cancelled before.
             if waiter is not None and not waiter.done():
                 waiter.set_result(None)
 
@@ -55,8 +55,8 @@ class ThreadMailbox:
     watchdog: Callable[[], None]
 
     def wait(self, waiter: threading.Event) -> None:
-        """Waits until ``waiter`` is set. After ``interval`` it calls the watchdog and returns, for
-        there is no event loop whose background task would call it."""
+        """Wait until ``waiter`` is set, but at most ``interval``: then call the watchdog, since no
+        event loop runs the background task."""
         if not waiter.wait(self.interval):
             self.watchdog()
 
@@ -72,13 +72,13 @@ class ThreadMailbox:
 
 
 class MailboxRegistry:
-    """The mailbox of every loop that reads streams of one engine."""
+    """The mailboxes of all event loops that read streams of one engine."""
 
     def __init__(self) -> None:
         self._by_loop: dict[object, LoopMailbox] = {}
 
     def of_running_loop(self) -> LoopMailbox:
-        """The running loop's mailbox, always the same one.
+        """Mailbox of the running event loop; always the same object.
 
         Raises:
             RuntimeError: if no event loop runs in this thread.
@@ -86,7 +86,7 @@ class MailboxRegistry:
         key = running_loop()
         mailbox = self._by_loop.get(key)
         if mailbox is None:
-            # A copy, which is made in one piece: other loops come and go meanwhile.
+            # A copy, which is atomic: other threads add and remove loops meanwhile.
             for old in [k for k, m in self._by_loop.copy().items() if m.is_closed()]:
                 self._by_loop.pop(old, None)
             mailbox = self._by_loop.setdefault(key, LoopMailbox(running_backend()))

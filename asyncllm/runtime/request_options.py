@@ -1,4 +1,4 @@
-"""RequestOptions: scheduling and delivery of a request; request_ids: those that a call names."""
+"""RequestOptions: scheduling and delivery of a request; request_ids: ids given to a call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class RequestOptions:
     """Scheduling and delivery of a request; see ``AsyncLLMEngine.stream``.
 
     Raises:
-        InvalidRequestError: for a value that makes no sense, with ``param`` set.
+        InvalidRequestError: for an invalid value, with ``param`` set.
     """
 
     request_id: str | None = None

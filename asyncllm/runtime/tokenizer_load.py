@@ -1,4 +1,4 @@
-"""TokenizerLoad: the tokenizer, read on a thread of its own while weights are packed."""
+"""TokenizerLoad: reads the tokenizer on a thread of its own while weights are packed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Read = TypeVar("Read")
 
 
 class TokenizerLoad(Generic[Read]):
-    """Reading a tokenizer holds the GIL for half a second where its vocabulary is large; packing
-    weights does not need it. So it begins with the first of them, the embedding, whose packing
-    takes longest.
+    """Reads a tokenizer on a thread. That holds the GIL for half a second if the vocabulary is
+    large, and packing weights does not need the GIL. So it begins with the embedding, the first
+    weight, whose packing takes longest.
 
     Args:
-        read: called once.
+        read: reads the tokenizer; called once.
     """
 
     def __init__(self, read: Callable[[], Read]) -> None:
@@ -26,20 +26,20 @@ class TokenizerLoad(Generic[Read]):
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Starts the thread, unless it was started or the tokenizer is read already; called as
-        loading goes on, which ends there if ``read`` has failed."""
+        """Start the thread, if it was not started yet. Called during loading, again and again;
+        raises the error of ``read``, if it has failed."""
         if self._found.done():
             self._found.result()
         elif self._thread is None:
             thread = threading.Thread(target=self._run, name="asyncllm-tokenizer-load", daemon=True)
-            # Where the system has no thread to give, the tokenizer is read behind the weights.
+            # Without a thread, ``result`` reads the tokenizer after the weights.
             with suppress(RuntimeError, MemoryError):
                 thread.start()
                 self._thread = thread
 
     def result(self) -> Read:
-        """What ``read`` returns or raises. Without a thread it is read here; with one, the thread
-        has ended."""
+        """Result or exception of ``read``. Waits for the thread; without one, ``read`` is called
+        here."""
         if self._thread is not None:
             self._thread.join()
         elif not self._found.done():

@@ -1,4 +1,4 @@
-"""Ways to reach an engine from outside its process; each needs the extra ``[server]``."""
+"""Servers that make an engine reachable from other processes; they need the extra ``[server]``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["create_app"]
 
 
 def __getattr__(name: str) -> Any:
-    # Not before it is asked for: the WebSocket server alone needs no web framework.
+    # Lazy: the WebSocket server alone needs no web framework.
     if name == "create_app":
         from asyncllm.serving.app import create_app
 

@@ -1,4 +1,4 @@
-"""AccessRules: which clients may open a connection."""
+"""AccessRules: decides which clients may open a connection."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROTOCOL = "asyncllm"
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An HTTP status instead of a connection."""
+    """Status and reason for refusing a connection."""
 
     status: int
     reason: str
@@ -26,13 +26,14 @@ class AccessRules:
     """Origin allow-list and bearer token.
 
     Args:
-        token: the value of ``Authorization: Bearer …``, or several, any of which will do; None
-            asks for none. A browser, whose WebSockets have no such header, offers the
-            subprotocols ``asyncllm`` and ``bearer.`` + base64url of the token instead.
-        origins: pages that may connect, as "https://app.example"; "*" is any. None is the
-            pages of this very server. Programs that are no browser send no origin and may connect.
-        local: the server is bound to a loopback address. Then a Host header must name one,
-            so that no page reaches it under a name that it made resolve to here.
+        token: accepted value or values of ``Authorization: Bearer …``; None accepts every client. A
+            browser's WebSockets cannot send this header: they offer the subprotocols ``asyncllm``
+            and ``bearer.`` + base64url of the token.
+        origins: origins whose pages may connect, such as "https://app.example"; "*" is any. None
+            allows only pages of this server. Clients other than browsers send no origin and may
+            connect.
+        local: the server is bound to a loopback address. The Host header must name one then, which
+            prevents DNS rebinding by web pages.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class AccessRules:
 
     @property
     def open_to_all(self) -> bool:
-        """Any machine that reaches the address may connect."""
+        """Whether any machine that reaches the address may connect."""
         return self._tokens is None and not self._local
 
     def check(
@@ -56,8 +57,8 @@ class AccessRules:
         authorizations: Sequence[str],
         protocols: Iterable[str],
     ) -> Refusal | None:
-        """None if the connection may be opened. Each argument holds every header of that
-        name: two of one kind are refused."""
+        """Check the headers of a connection; None if it may be opened. Each argument has all
+        headers of that name: duplicates are refused."""
         if len(hosts) != 1 or len(origins) > 1 or len(authorizations) > 1:
             return Refusal(400, "expected one Host, and at most one Origin and Authorization")
         if self._local and not is_loopback(_host_name(hosts[0])):
@@ -74,14 +75,14 @@ class AccessRules:
         return "*" in self._origins or origin in self._origins
 
     def owner(self, authorizations: Sequence[str], protocols: Iterable[str]) -> str:
-        """Digest of the token that is offered, which may be kept and compared. Empty where none
-        is asked for."""
+        """Digest of the client's token, safe to store and compare; empty if no token is
+        required."""
         offered = b"" if self._tokens is None else _offered(authorizations, protocols)
         return hashlib.sha256(offered).hexdigest() if offered else ""
 
     def _knows(self, offered: bytes) -> bool:
         assert self._tokens is not None
-        # All of them, so that the time tells nothing.
+        # Compares with every token, so that timing reveals nothing.
         return sum(hmac.compare_digest(offered, token) for token in self._tokens) > 0
 
 
@@ -99,7 +100,7 @@ def _offered(authorizations: Sequence[str], protocols: Iterable[str]) -> bytes:
 
 
 def _raw(text: str) -> bytes:
-    """Headers are read as ISO-8859-1, and clients write UTF-8."""
+    """Bytes of a header. It was decoded as ISO-8859-1, but clients send UTF-8."""
     try:
         return text.encode("latin-1")
     except UnicodeEncodeError:
@@ -107,7 +108,7 @@ def _raw(text: str) -> bytes:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a bind address or host name is this machine alone."""
+    """Whether a bind address or host name is a loopback one."""
     if host.lower() == "localhost":
         return True
     try:

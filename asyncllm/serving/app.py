@@ -1,9 +1,9 @@
-"""create_app: OpenAI's protocol over an engine, as an ASGI application.
+"""create_app: ASGI application that serves an engine with OpenAI's protocol.
 
     app = create_app(engine)
 
-to be mounted in Starlette, FastAPI or Litestar, or run by any ASGI server; ``asyncllm serve`` does.
-Needs the extra ``[server]``.
+It can be mounted in Starlette, FastAPI or Litestar, or run by any ASGI server, as ``asyncllm
+serve`` does. Needs the extra ``[server]``.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class Endpoint:
     """An ASGI application of one path.
 
     Args:
-        serving: given to the handlers.
-        handlers: by HTTP method.
-        names: the engine's parameters that the protocol calls otherwise, for errors.
-        limits: of an Exchange.
+        serving: passed to the handlers.
+        handlers: handlers by HTTP method.
+        names: for errors: names of engine parameters to the protocol's names, where they differ.
+        limits: keyword arguments of Exchange.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class Endpoint:
             await self._handler(scope)(self._serving, exchange)
         except ProtocolError as error:
             await exchange.refuse(error)
-        except AsyncLLMError as error:  # of which one is an OSError too
+        except AsyncLLMError as error:  # before OSError, which one of them also is
             await exchange.refuse(from_engine_error(error, self._names))
         except (ClientGoneError, OSError):
-            return  # servers raise OSError where the client is gone
+            return  # servers raise OSError if the client is gone
         except Exception:
             logger.exception("a request to %s failed", scope["path"])
             if exchange.started:
-                raise  # which closes the connection: the answer is not whole
+                raise  # closes the connection: the answer is incomplete
             await exchange.refuse(ProtocolError("internal error", code="server_error", status=500))
 
     def _handler(self, scope: Scope) -> Handler:
@@ -111,7 +111,7 @@ class Endpoint:
 
 
 class ServerApp:
-    """An ASGI application, made by ``create_app``."""
+    """ASGI application made by ``create_app``."""
 
     def __init__(self, app: App, serving: Serving) -> None:
         self._app = app
@@ -126,8 +126,7 @@ class ServerApp:
         return self._serving.model_names
 
     def drain(self) -> None:
-        """From now on every request is answered with 503, and ``/health`` is too; what is in
-        flight goes on."""
+        """Answer every new request with 503, ``/health`` too. Requests in flight go on."""
         self._serving.draining = True
 
 
@@ -147,31 +146,30 @@ def create_app(
     max_stored_size: int = 1 << 26,
     metrics: EngineMetrics | None = None,
 ) -> ServerApp:
-    """OpenAI's protocol over ``engine``, as an ASGI application.
+    """Make an ASGI application that serves ``engine`` with OpenAI's protocol.
 
     Args:
-        engine: borrowed if it is started. One that is new is started and closed with the
-            application, by a server that tells it of its lifespan; a mounted application is not
-            told, and its host starts the engine.
-        token: bearer tokens, one of which clients have to send; None asks for none.
-        origins: pages of other origins that may ask, as "https://app.example", and are sent CORS
-            headers; "*" is any. None lets no page ask but those of the same origin. Programs send
-            no origin.
-        local: the Host header has to name a loopback address, as is right for a server that
-            listens on one: no page reaches it then under a name that it made resolve to here.
-        model_names: the model's names to clients; None is the one that the engine was given.
+        engine: a started engine is only borrowed. A new one is started and closed by ASGI lifespan
+            events; a mounted application gets none, so its host has to start the engine.
+        token: accepted bearer tokens; None accepts every client.
+        origins: other origins whose pages may send requests, such as "https://app.example"; they
+            get CORS headers. "*" is any; None allows only the same origin. Clients other than
+            browsers send no origin.
+        local: require a loopback address in the Host header; for a server that listens on one.
+            Prevents DNS rebinding by web pages.
+        model_names: the model's names for clients; None is the engine's.
         timeout: seconds an answer may take.
-        ping_interval: seconds of silence, at most, before a stream of events has a comment.
-        max_body_size: bytes of a request, and of a WebSocket message.
-        body_timeout: seconds that a client has to send it.
-        max_frame_rate: events with text a second, of all answers together; where there would be
-            more of them, tokens are merged, for a tenth of a second at most.
-        max_stored_responses, max_stored_size: responses that can be continued and read again, and
-            characters of them and their conversations; the oldest are dropped. They are in memory.
-        metrics: of this engine, to be shown at ``/metrics``; None makes them.
+        ping_interval: seconds of silence after which a stream of events sends a comment.
+        max_body_size: most bytes of a request's body, and of a WebSocket message.
+        body_timeout: seconds that a client has to send its body.
+        max_frame_rate: most events with text per second, over all answers. Beyond it, tokens are
+            merged, for at most a tenth of a second.
+        max_stored_responses, max_stored_size: number of responses kept in memory to be continued
+            and read again, and their characters, conversations included. The oldest are dropped.
+        metrics: this engine's metrics for ``/metrics``; None makes them.
 
     Raises:
-        InvalidRequestError: for an argument that makes no sense.
+        InvalidRequestError: for an invalid argument.
     """
     pages = check.strings("origins", origins, optional=True)
     rules = AccessRules(token=_tokens(token), origins=pages, local=local)
@@ -238,7 +236,7 @@ def _router(serving: Serving, limits: Mapping[str, Any]) -> App:
 
 
 class _Nowhere(Endpoint):
-    """Every path that there is not."""
+    """Endpoint of unknown paths."""
 
     def __init__(self, serving: Serving, limits: Mapping[str, Any]) -> None:
         super().__init__(serving, {}, {}, limits)

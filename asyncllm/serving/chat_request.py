@@ -13,7 +13,7 @@ from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.request_body import JustFalse, RequestBody, few_fields, invalid, unsupported
 from asyncllm.serving.sampling_fields import Choices, text_or_list
 from asyncllm.stream import TokenStream
-from asyncllm.tools.tool_use import MAX_TOOLS
+from asyncllm.tool_calls.tool_use import MAX_TOOLS
 from asyncllm.validation import MAX_INTEGER
 
 FORBID = ConfigDict(extra="forbid", strict=True)
@@ -52,7 +52,8 @@ class MessageToolCall(TypedDict):
 
 @with_config(FORBID)
 class Message(TypedDict):
-    """One turn. ``tool`` answers a call of the assistant's, ``tool_call_id``."""
+    """One message of a conversation. A ``tool`` message answers the assistant's call
+    ``tool_call_id``."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: NotRequired[Content | None]
@@ -67,7 +68,7 @@ class Message(TypedDict):
     ]
     reasoning_content: NotRequired[str | None]
     reasoning: NotRequired[str | None]
-    # As the clients send an answer back; none of them says anything.
+    # Fields of answers that clients send back; always empty.
     refusal: NotRequired[None]
     audio: NotRequired[None]
     function_call: NotRequired[None]
@@ -126,27 +127,27 @@ StreamUsage = Literal["none", "end", "each chunk"]
 
 
 def usage_of_stream(options: StreamOptions | None) -> StreamUsage:
-    """The chunks of a stream that have ``usage``."""
+    """Chunks of a stream that have ``usage``."""
     if not options or not options.get("include_usage"):
         return "none"
     return "each chunk" if options.get("continuous_usage_stats") else "end"
 
 
 class TemplateFields(RequestBody):
-    """Variables of the chat template."""
+    """Fields with variables of the chat template."""
 
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: ReasoningEffort | None = None
 
     def template_variables(self, engine: AsyncLLMEngine) -> dict[str, Any]:
-        """Raises ProtocolError, as ``template_variables`` does."""
+        """Variables of the chat template; errors as for the function ``template_variables``."""
         return template_variables(
             self.chat_template_kwargs, self.reasoning_effort, engine, "reasoning_effort"
         )
 
 
 class ChatRequest(TemplateFields, Choices):
-    """A chat completion: OpenAI's fields, and SamplingParams' under their own names."""
+    """Body of a chat completion: OpenAI's fields, and those of SamplingParams."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "audio": (),
@@ -181,7 +182,7 @@ class ChatRequest(TemplateFields, Choices):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Alternatives of each token; None without log-probabilities."""
+        """Number of alternatives per token; None without log-probabilities."""
         if not self.logprobs:
             if self.top_logprobs is not None:
                 raise invalid("top_logprobs", self.top_logprobs, "null without logprobs=true")
@@ -189,11 +190,11 @@ class ChatRequest(TemplateFields, Choices):
         return self.top_logprobs or 0
 
     def submit(self, engine: AsyncLLMEngine, timeout: float | None) -> TokenStream:
-        """The stream of the answer.
+        """Submit the request; returns the stream of the answer.
 
         Raises:
             ProtocolError: for fields that contradict each other.
-            AsyncLLMError: what ``AsyncLLMEngine.chat`` raises.
+            AsyncLLMError: as for ``AsyncLLMEngine.chat``.
         """
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
@@ -220,8 +221,8 @@ class ChatRequest(TemplateFields, Choices):
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]], engine: AsyncLLMEngine) -> list[Any]:
-    """Messages as the model's template takes them. "developer" is what later models of OpenAI call
-    the system; most templates have never heard of it."""
+    """Convert messages for the model's template. The role "developer", a later name of "system",
+    becomes "system" unless the template knows it."""
     knows_developer = engine.tokenizer.chat_template.reads("developer")
     found = []
     for message in messages:
@@ -238,14 +239,14 @@ def template_messages(messages: Sequence[Mapping[str, Any]], engine: AsyncLLMEng
 def template_variables(
     given: Mapping[str, Any] | None, effort: str | None, engine: AsyncLLMEngine, param: str
 ) -> dict[str, Any]:
-    """Variables of the model's template beside the messages and the tools.
+    """Variables of the model's template besides messages and tools.
 
     Args:
-        given: by the client. A template of its own is not among them: that is a program.
-        effort: how much the model is to think; ``param`` is the field's name.
+        given: the client's variables. A template is refused, because it is a program.
+        effort: the client's reasoning effort; ``param`` is the field's name.
 
     Raises:
-        ProtocolError: for what cannot be told to the template.
+        ProtocolError: for a variable that the template does not support.
     """
     variables = dict(given or {})
     if "chat_template" in variables:

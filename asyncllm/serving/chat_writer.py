@@ -1,4 +1,4 @@
-"""ChatWriter: a chat completion as OpenAI's protocol tells it, whole or in chunks."""
+"""ChatWriter: writes a chat completion in OpenAI's protocol, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from asyncllm.stream import TokenStream
 
 
 class ChatWriter:
-    """One answer.
+    """Writer of one answer.
 
     Args:
-        model: as the client calls it.
+        model: the client's name for the model.
         num_choices: the request's ``n``.
-        num_logprobs: alternatives of each token, None without log-probabilities.
-        usage: where a stream tells it.
-        bytes_of: token id to its bytes.
+        num_logprobs: alternatives per token; None without log-probabilities.
+        usage: chunks of a stream that have ``usage``.
+        bytes_of: function from token id to bytes.
     """
 
     ENGINE_NAMES: ClassVar[dict[str, str]] = {"prompt": "messages"}
@@ -51,7 +51,7 @@ class ChatWriter:
         self._logprobs = None if num_logprobs is None else LogprobWriter(bytes_of, num_logprobs)
         self._calls = [WholeCalls() for _ in range(num_choices)]
         common = encode({"object": "chat.completion.chunk", **self._fields})[:-1]
-        # A chunk per token: what is the same in all of them is written once.
+        # There is a chunk per token: their constant parts are serialised once.
         self._head = f'data: {common},"choices":[{{"index":'
         self._tail = '}],"usage":null}\n\n' if self._tells_usage else "}]}\n\n"
         self._common = common

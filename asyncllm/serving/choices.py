@@ -1,5 +1,4 @@
-"""Choices: what chat completions and completions have in common. One or several streams are read,
-and told whole or in chunks."""
+"""Answers of completions and chat completions: one or several streams, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -17,14 +16,14 @@ from asyncllm.serving.protocol_error import ProtocolError, from_engine_error
 from asyncllm.stream import TokenStream
 
 PING = ": ping\n\n"
-"""A comment, which clients skip and proxies count as traffic."""
+"""Comment that clients ignore and proxies count as traffic."""
 
 
 class ChoicesWriter(Protocol):
-    """One answer in a protocol's own words. ``base`` is the index of a stream's first choice.
+    """Writer of one answer in a protocol. ``base`` is the index of a stream's first choice.
 
     Attributes:
-        ENGINE_NAMES: the engine's parameters that the protocol calls otherwise.
+        ENGINE_NAMES: names of engine parameters to the protocol's names, where they differ.
     """
 
     ENGINE_NAMES: ClassVar[dict[str, str]]
@@ -36,22 +35,22 @@ class ChoicesWriter(Protocol):
         ...
 
     def chunks(self, delta: Delta, base: int, stream: TokenStream) -> str:
-        """Events of a delta; none where it says nothing yet."""
+        """Events of a delta; empty if there is nothing to send yet."""
         ...
 
     def closing(self, usages: Sequence[Usage | None]) -> str: ...
 
 
 class Silence:
-    """Sends comments while there is nothing to say. A read with a time limit would cost each event
-    several times what it costs to be noted here.
+    """Sends comments during silence. Each event sets ``broken``, which costs a fraction of a read
+    with a time limit.
 
     Args:
-        seconds: of silence at most.
-        send: takes PING; for a client that is gone it raises OSError.
+        seconds: longest silence.
+        send: sends a text to the client; raises OSError if it is gone.
 
     Attributes:
-        broken: something was sent since the last look.
+        broken: whether anything was sent since the last check.
     """
 
     def __init__(self, seconds: float, send: Callable[[str], Awaitable[None]]) -> None:
@@ -60,7 +59,7 @@ class Silence:
         self._send = send
 
     async def fill(self) -> None:
-        """Until it is cancelled, or the client is gone."""
+        """Run until it is cancelled or the client is gone."""
         with suppress(OSError):
             while True:
                 await anyio.sleep(self._seconds / 2)
@@ -73,10 +72,10 @@ class Silence:
 async def abort_when_gone(
     exchange: Exchange, streams: Sequence[TokenStream], silence: Silence | None = None
 ) -> AsyncIterator[None]:
-    """Aborts the streams when the client closes its connection, and when the block is left.
+    """Abort the streams when the client closes its connection, or the block is left.
 
     Args:
-        silence: filled meanwhile.
+        silence: sends its comments meanwhile.
 
     Raises:
         ClientGoneError: at the end of the block, if the client has gone meanwhile.
@@ -98,7 +97,7 @@ async def abort_when_gone(
                 tasks.start_soon(silence.fill)
             try:
                 yield
-            except Exception as error:  # which the group would wrap
+            except Exception as error:  # the task group would wrap it
                 failure = error
             tasks.cancel_scope.cancel()
     finally:
@@ -113,7 +112,7 @@ async def abort_when_gone(
 async def answer_whole(
     exchange: Exchange, streams: Sequence[TokenStream], writer: ChoicesWriter
 ) -> None:
-    """Raises ProtocolError and AsyncLLMError, before anything is sent."""
+    """Send a whole answer. Raises ProtocolError or AsyncLLMError before anything is sent."""
     async with abort_when_gone(exchange, streams):
         completions = [await stream.result() for stream in streams]
     for completion in completions:
@@ -123,13 +122,13 @@ async def answer_whole(
 
 
 class EventAnswer:
-    """An answer in server-sent events.
+    """Answer in server-sent events.
 
-    It begins with its first chunk or comment, so that an error which the first read tells (of a
-    long text, say) has its HTTP status. Later ones are an event.
+    It begins with its first chunk or comment, so that an error of the first read (for too long a
+    prompt, say) still has its HTTP status. Later errors are events.
 
     Args:
-        ping_interval: seconds of silence at most, before a comment is sent.
+        ping_interval: seconds of silence after which a comment is sent.
     """
 
     def __init__(
@@ -149,7 +148,7 @@ class EventAnswer:
         self._opened = False
 
     async def run(self) -> None:
-        """Raises ProtocolError and AsyncLLMError while nothing has been sent."""
+        """Send the answer. Raises ProtocolError or AsyncLLMError if nothing was sent yet."""
         self._pacer.begin()
         try:
             async with abort_when_gone(self._exchange, self._streams, self._silence):
@@ -173,7 +172,7 @@ class EventAnswer:
         await self._send(self._writer.closing(usages) + "data: [DONE]\n\n")
 
     async def _tell_several(self) -> None:
-        """The chunks of several streams, as they come. The first error ends all."""
+        """Send the chunks of several streams as they arrive. The first error ends all."""
         failure: list[Exception] = []
 
         async def tell(stream: TokenStream, base: int) -> None:
@@ -201,7 +200,7 @@ class EventAnswer:
                 silence.broken = True
                 await (send(text) if self._opened else self._open(text))
             if delta.finish_reason is None and (pause := pacer.pause) > 0:
-                # What comes meanwhile is merged into one chunk.
+                # Tokens that arrive meanwhile are merged into one chunk.
                 await anyio.sleep(pause)
 
     async def _send(self, text: str) -> None:
@@ -211,7 +210,7 @@ class EventAnswer:
             await self._open(text)
 
     async def _open(self, text: str) -> None:
-        """Sends the opening before ``text``, unless another has done so. Others wait for it."""
+        """Send ``text``, with the opening before it if this stream is the first; others wait."""
         async with self._opening:
             if not self._opened:
                 await self._exchange.start_events()
@@ -221,7 +220,7 @@ class EventAnswer:
 
 
 def aborted() -> ProtocolError:
-    """For a request that was aborted by anything but its client."""
+    """Error for a request that something other than its client aborted."""
     return ProtocolError(
         "the request was aborted, as when the server closes; send it again",
         code="server_shutting_down",
@@ -230,7 +229,7 @@ def aborted() -> ProtocolError:
 
 
 def usage_fields(usages: Iterable[Usage | None]) -> dict[str, Any]:
-    """``usage`` of one stream or several."""
+    """Write ``usage`` for one or several streams."""
     known = [usage for usage in usages if usage is not None]
     return {
         "prompt_tokens": sum(usage.prompt_tokens for usage in known),

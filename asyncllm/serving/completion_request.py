@@ -16,7 +16,7 @@ from asyncllm.validation import MAX_INTEGER
 
 MAX_PROMPTS = 256
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's."""
+"""OpenAI's default."""
 
 
 def _kind(value: Any) -> str:
@@ -46,7 +46,7 @@ Prompt = Annotated[
 
 
 class CompletionRequest(Choices):
-    """A completion: OpenAI's fields, and SamplingParams' under their own names."""
+    """Body of a completion: OpenAI's fields, and those of SamplingParams."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"suffix": ("",)}
 
@@ -59,7 +59,7 @@ class CompletionRequest(Choices):
 
     @property
     def prompts(self) -> list[Any]:
-        """Texts and lists of token ids."""
+        """List of the prompts: texts and lists of token ids."""
         several = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
         return list(self.prompt) if several else [self.prompt]
 
@@ -69,15 +69,15 @@ class CompletionRequest(Choices):
 
     @property
     def generates(self) -> bool:
-        """False for a request that only scores its prompts."""
+        """Whether tokens are generated; a request may only score its prompts."""
         return self.max_tokens != 0
 
     def submit(self, engine: AsyncLLMEngine, timeout: float | None) -> Sequence[TokenStream]:
-        """A stream for each prompt; they run together.
+        """Submit a request for each prompt; returns their streams.
 
         Raises:
             ProtocolError: for fields that contradict each other.
-            AsyncLLMError: what ``AsyncLLMEngine.stream`` raises; no prompt is left running then.
+            AsyncLLMError: as for ``AsyncLLMEngine.stream``; all prompts are aborted then.
         """
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise unsupported("best_of", self.best_of, (self.n or 1,))
@@ -87,7 +87,7 @@ class CompletionRequest(Choices):
         params = self.sampling_params(
             {
                 "n": self.n or 1,
-                # One token is the least that has the whole prompt computed.
+                # At least one token, so that the whole prompt is computed.
                 "max_tokens": max(max_tokens, 1),
                 "logprobs": self.logprobs,
                 "prompt_logprobs": self.logprobs if self.echo else None,

@@ -1,4 +1,4 @@
-"""CompletionWriter: a completion as OpenAI's protocol tells it, whole or in chunks."""
+"""CompletionWriter: writes a completion in OpenAI's protocol, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from asyncllm.stream import TokenStream
 
 @dataclass(slots=True)
 class _Choice:
-    """Progress of one choice: what has been sent.
+    """Progress of one choice's output.
 
     Attributes:
-        echoed: its prompt was, if it is to be.
+        echoed: whether its prompt was sent.
     """
 
     logprobs: LegacyLogprobs | None
@@ -30,12 +30,12 @@ class _Choice:
 
 
 class CompletionWriter:
-    """One answer. The choices of a prompt stand together, in the order of the prompts.
+    """Writer of one answer. Choices are ordered by prompt.
 
     Args:
-        model: as the client calls it.
-        request: the client's.
-        tokenizer: the engine's.
+        model: the client's name for the model.
+        request: the client's request.
+        tokenizer: the engine's tokenizer.
     """
 
     ENGINE_NAMES: ClassVar[dict[str, str]] = {}

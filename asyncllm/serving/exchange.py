@@ -1,4 +1,4 @@
-"""Exchange: one HTTP request and its answer, over ASGI."""
+"""Exchange: one HTTP request and its answer over ASGI."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 JSON = "application/json"
 OWNER = "asyncllm.owner"
-"""Key of a scope: who asks, told from the token."""
+"""Scope key of the client's identity, a digest of its token."""
 
 LOG_LINE = "asyncllm.log_line"
-"""Key of a scope: the LogLine of the request."""
+"""Scope key of the request's LogLine."""
 
 
 _CLOSE = {"Connection": "close"}
-"""For an answer to a body that was not read to its end."""
+"""Headers of an answer before the body was read to its end."""
 
 
 class ClientGoneError(Exception):
@@ -31,14 +31,15 @@ class ClientGoneError(Exception):
 
 
 class Exchange:
-    """Reads the body and sends the answer.
+    """Reader of a request's body, and sender of its answer.
 
     Args:
-        max_body: bytes.
-        body_timeout: seconds that a client has to send it.
+        max_body: most bytes of the body.
+        body_timeout: seconds that a client has to send the body.
 
     Attributes:
-        owner: of what the request makes: told from its token, empty where none is asked for.
+        owner: owner of the responses that it creates, a digest of its token; empty if no token is
+            required.
         started: the answer has begun.
     """
 
@@ -61,8 +62,7 @@ class Exchange:
         return [v.decode("latin-1") for n, v in self.scope["headers"] if n == name]
 
     async def body(self) -> bytes:
-        """Raises ProtocolError for one that is too long, or comes too slowly, and
-        ClientGoneError."""
+        """Read the body. Raises ProtocolError if it is too long or too slow, or ClientGoneError."""
         for length in self.header_values(b"content-length"):
             if not length.isdecimal() or len(length) > 20 or int(length) > self._max_body:
                 raise self._too_large()
@@ -95,8 +95,7 @@ class Exchange:
         )
 
     async def gone(self) -> None:
-        """Returns when the client has closed its connection. Behind the body there is nothing
-        else to receive."""
+        """Wait until the client closes its connection, the only message after the body."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
@@ -109,7 +108,7 @@ class Exchange:
         content_type: str = JSON,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """The whole answer."""
+        """Send the whole answer."""
         await self._start(
             status, content_type, {"content-length": str(len(body)), **(headers or {})}
         )
@@ -121,13 +120,13 @@ class Exchange:
         await self.respond(status, encode(value).encode(), headers=headers)
 
     async def refuse(self, error: ProtocolError) -> None:
-        """The error as an answer; nothing if one has begun."""
+        """Send an error, unless the answer has begun."""
         if not self.started:
             await self.respond_json(error.body(), error.status, error.headers)
 
     async def start_events(self) -> None:
-        """Begins a stream of server-sent events."""
-        # Proxies that buffer would hold tokens back.
+        """Begin a stream of server-sent events."""
+        # x-accel-buffering: a proxy that buffers would delay tokens.
         await self._start(
             200,
             "text/event-stream; charset=utf-8",
@@ -151,9 +150,9 @@ class Exchange:
 
 
 def encode(value: Any) -> str:
-    """JSON as it is sent."""
+    """Serialise to compact JSON."""
     return _ENCODER.encode(value)
 
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
-"""``json.dumps`` makes one of each call."""
+"""Made once; ``json.dumps`` would make one per call."""

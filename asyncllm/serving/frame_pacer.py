@@ -1,4 +1,4 @@
-"""FramePacer: how often a response may send text, so that frames do not eat up the loop."""
+"""FramePacer: limits the frames per second that all responses send."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ SHORTEST, LONGEST = 0.008, 0.1
 
 
 class FramePacer:
-    """Shares out a number of frames a second among the responses in flight.
+    """Shares a frame rate among the responses in flight, so that frames do not block the loop.
 
-    A pause below 8 ms is not worth its timer, and above a tenth of a second text stutters.
+    A pause below 8 ms is not worth a timer; above a tenth of a second, text stutters.
 
     Args:
-        max_rate: frames of text a second, of all responses together.
+        max_rate: frames of text per second, over all responses.
     """
 
     def __init__(self, max_rate: float) -> None:
@@ -26,6 +26,6 @@ class FramePacer:
 
     @property
     def pause(self) -> float:
-        """Seconds between two frames of one response; 0 while there are few."""
+        """Seconds between two frames of one response; 0 while there are few responses."""
         pause = self._num_responses * self._seconds_each
         return 0.0 if pause < SHORTEST else min(pause, LONGEST)

@@ -1,5 +1,4 @@
-"""Gate: what happens to every request of the application before and after its endpoint: who may
-ask, a request's id, a line in the log."""
+"""Gate: ASGI middleware for access checks, request ids and the log."""
 
 from __future__ import annotations
 
@@ -18,18 +17,18 @@ logger = logging.getLogger("asyncllm.serving.access")
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = ("/health", "/health/live", "/health/ready")
-"""Answered without a token: health checks have none."""
+"""Paths that need no token: health checks have none."""
 
 _CODES = {400: "invalid_header", 401: "invalid_api_key", 403: "forbidden"}
 
 
 class Gate:
-    """ASGI middleware.
+    """Middleware that checks access, refuses requests while draining, and logs them.
 
     Args:
-        app: the application behind it.
-        rules: who may ask.
-        serving: says whether there are answers still.
+        app: the application that it wraps.
+        rules: rules of access.
+        serving: state of the server, which may be draining.
     """
 
     def __init__(self, app: App, rules: AccessRules, serving: Serving) -> None:
@@ -42,7 +41,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         if scope["path"].endswith("/"):
-            # Litestar ends the paths of what it mounts so.
+            # Litestar appends "/" to the paths of mounted applications.
             scope = {**scope, "path": scope["path"].rstrip("/")}
         line = scope[LOG_LINE] = LogLine(scope)
         try:
@@ -68,16 +67,16 @@ class Gate:
             protocols=protocols,
         )
         if refusal is not None:
-            raise _told(refusal)
+            raise _to_protocol_error(refusal)
         scope[OWNER] = self._rules.owner(authorizations, protocols)
 
 
 class LogLine:
-    """A request's line in the log. What answers notes its status here, rather than that all that
-    is sent passes through.
+    """A request's line in the log. Senders of answers set ``status`` here, so that sends need not
+    pass through a wrapper.
 
     Attributes:
-        status: of the answer; "-" while there is none.
+        status: HTTP status of the answer; "-" before there is one.
     """
 
     __slots__ = ("_began", "_id", "_scope", "status")
@@ -90,7 +89,7 @@ class LogLine:
 
     @property
     def header(self) -> tuple[bytes, bytes]:
-        """The request's id, for its answer."""
+        """Header with the request's id, for its answer."""
         return b"x-request-id", self._id.encode()
 
     def write(self) -> None:
@@ -100,7 +99,7 @@ class LogLine:
             "%s %s %s %s %.3f s %s",
             client[0] if client else "-",
             scope.get("method", "WEBSOCKET"),
-            # As it was sent, in which nothing ends a line of the log.
+            # raw_path is percent-encoded, so no line break can forge a log line.
             scope.get("raw_path", b"-").decode("latin-1")[:200],
             self.status,
             time.monotonic() - self._began,
@@ -109,18 +108,18 @@ class LogLine:
 
 
 def _path(scope: Scope) -> str:
-    """Below the place where the application is mounted."""
+    """Path within the application, without its mount point."""
     return scope["path"].removeprefix(scope.get("root_path", ""))
 
 
-def _told(refusal: Refusal) -> ProtocolError:
+def _to_protocol_error(refusal: Refusal) -> ProtocolError:
     headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else None
     code = _CODES.get(refusal.status, "refused")
     return ProtocolError(refusal.reason, code=code, status=refusal.status, headers=headers)
 
 
 async def refuse(error: ProtocolError, scope: Scope, receive: Receive, send: Send) -> None:
-    """The error as an answer to a request, or to a WebSocket's handshake."""
+    """Answer a request, or a WebSocket's handshake, with an error."""
     body = encode(error.body()).encode()
     fields = {"content-type": JSON, "content-length": str(len(body)), **(error.headers or {})}
     headers = [(name.lower().encode(), value.encode()) for name, value in fields.items()]

@@ -1,4 +1,4 @@
-"""submitted: requests whose submission takes long leave the event loop alone meanwhile."""
+"""submitted: runs a slow submission on a worker thread."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import anyio.to_thread
 T = TypeVar("T")
 
 MANY_TOOLS = 8
-"""Reading a tool takes 0.1 to 0.4 ms."""
+"""Tools from which on submission uses a thread; reading one takes 0.1 to 0.4 ms."""
 
 
 async def submitted(submit: Callable[[], T], num_tools: int) -> T:
-    """``submit()``, on a worker thread where there are many tools to be read."""
+    """Call ``submit()``, on a worker thread if there are many tools to read."""
     if num_tools < MANY_TOOLS:
         return submit()
     return await anyio.to_thread.run_sync(submit)

@@ -1,4 +1,4 @@
-"""ProtocolError: an error as the protocol's event, and the engine's errors as such."""
+"""ProtocolError: errors of the protocol, and their conversion from engine errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncllm.errors import (
 
 _ANSWERS: tuple[tuple[type[AsyncLLMError], str, int], ...] = (
     (DeadlineExceededError, "deadline_exceeded", 504),
-    # Well-formed, and it cannot be carried out: a retry would end in the same way.
+    # 422: the request is well-formed but failed, and would fail again.
     (RequestError, "request_failed", 422),
     (EngineOverloadedError, "server_overloaded", 429),
     (EngineClosedError, "server_shutting_down", 503),
@@ -28,14 +28,14 @@ _ANSWERS: tuple[tuple[type[AsyncLLMError], str, int], ...] = (
 
 
 class ProtocolError(Exception):
-    """Answered with ``{"error": {…}}`` over HTTP, and with ``{"type": "error", "status": …,
-    "error": {…}}`` as an event.
+    """Error that is sent as ``{"error": {…}}`` over HTTP, or as an event ``{"type": "error",
+    "status": …, "error": {…}}``.
 
     Attributes:
-        code: for programs.
+        code: machine-readable code.
         param: the field at fault, or None.
         status: the HTTP status of the same error.
-        headers: as ``Retry-After``.
+        headers: HTTP headers, such as ``Retry-After``.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ProtocolError(Exception):
         return self.status < 500 and self.status != 429
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's body of an HTTP error."""
+        """Body of an HTTP error, as in OpenAI's protocol."""
         kind = "invalid_request_error" if self.is_clients_fault else "server_error"
         if self.status == 429:
             kind = "rate_limit_error"
@@ -73,10 +73,10 @@ class ProtocolError(Exception):
 
 
 def from_engine_error(error: AsyncLLMError, names: dict[str, str]) -> ProtocolError:
-    """The protocol's error for an exception of the engine.
+    """Convert an exception of the engine.
 
     Args:
-        names: the engine's parameters that the protocol calls otherwise.
+        names: names of engine parameters to the protocol's names, where they differ.
     """
     message = str(error)
     if isinstance(error, (InvalidRequestError, ContextLengthExceededError)):
@@ -94,7 +94,7 @@ def from_engine_error(error: AsyncLLMError, names: dict[str, str]) -> ProtocolEr
     if isinstance(error, EngineOverloadedError):
         headers = {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
     if isinstance(error, EngineDeadError):
-        # What killed it is for the log, and not for every client.
+        # The cause goes to the log, not to clients.
         message = "the engine has failed"
     code, status = next((c, s) for kind, c, s in _ANSWERS if isinstance(error, kind))
     return ProtocolError(message, code=code, status=status, headers=headers)

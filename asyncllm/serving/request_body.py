@@ -1,7 +1,7 @@
-"""RequestBody: bytes of a request as checked fields, and how the fields are described.
+"""RequestBody: parses and checks a request's body, and describes its fields.
 
-pydantic checks the types and writes the OpenAPI schema, so that the two agree; the engine's own
-validators check what the values mean, as they do for every caller.
+pydantic checks types and writes the OpenAPI schema, so that the two agree. The engine's own
+validators check the values, as for every caller.
 """
 
 from __future__ import annotations
@@ -17,24 +17,23 @@ from asyncllm.counterparts import COUNTERPARTS
 from asyncllm.serving.protocol_error import ProtocolError
 
 MAX_SEPARATORS = 2**18
-"""Commas, braces and brackets of a body. A parser holds up the event loop by the values that it
-makes (some 0.2 microseconds each), not by the length of texts."""
+"""Most commas, braces and brackets of a body. Parsing blocks the event loop for about 0.2
+microseconds per value; the length of texts hardly matters."""
 
 UNSUPPORTED_TYPE = "unsupported_type"
-"""Type of the error of a union that has no alternative for an item's ``type``."""
+"""Error type of a union without an alternative for an item's ``type``."""
 
 MAX_FIELDS = 64
-"""Of an object within a body."""
+"""Most fields of an object within a body."""
 
 MAX_PARAM = 200
 
 
 def parse_json(data: bytes | str) -> dict[str, Any]:
-    """A JSON object.
+    """Parse a JSON object.
 
     Raises:
-        ProtocolError: ``invalid_json``; for text that UTF-8 cannot express too. 413 for more
-            values than MAX_SEPARATORS lets there be.
+        ProtocolError: ``invalid_json`` for invalid JSON or UTF-8; status 413 beyond MAX_SEPARATORS.
     """
     data = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
     count = data.count(b",") + data.count(b"[") + data.count(b"{")
@@ -61,17 +60,17 @@ def _check_false(value: bool) -> bool:
     return value
 
 
-# A Literal would take 0 for it.
+# Not a Literal, which would accept 0.
 JustFalse = Annotated[bool, AfterValidator(_check_false), WithJsonSchema({"enum": [False]})]
 
 
 class RequestBody(BaseModel):
-    """A request's fields. A field that is null is as good as left out; one that there is not is
-    refused by name, and so is one whose value asks for what this server does not do.
+    """Fields of a request. null counts as absent. An unknown field is refused by name, and so is
+    one whose value asks for something that this server does not do.
 
     Class attributes:
-        NEUTRAL: fields that are accepted only with a value that asks for nothing, and those
-            values; null is one of them.
+        NEUTRAL: unsupported fields to the values that have no effect, which are accepted; null
+            always is.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
@@ -79,10 +78,10 @@ class RequestBody(BaseModel):
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Self:
-        """Raises ProtocolError, with the field at fault in ``param``."""
+        """Check the fields. Raises ProtocolError with the field at fault in ``param``."""
         fields = {name: value for name, value in given.items() if value is not None}
         for name in fields.keys() - cls.model_fields.keys() - cls.NEUTRAL.keys():
-            # pydantic would make an error of each.
+            # Checked here, because pydantic would make an error for each.
             raise _unknown(name[:MAX_PARAM], cls.model_fields)
         for name in cls.NEUTRAL.keys() & fields.keys():
             value = fields.pop(name)
@@ -91,20 +90,20 @@ class RequestBody(BaseModel):
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
-            raise _told(error) from None
+            raise _to_protocol_error(error) from None
 
     def given(self, names: Mapping[str, str]) -> dict[str, Any]:
-        """Values of the fields that the request has, under the engine's names.
+        """Values of the fields that are present, under the engine's names.
 
         Args:
-            names: of fields, to the engine's.
+            names: field names to the engine's names.
         """
         fields = self.model_fields_set
         return {names[name]: getattr(self, name) for name in names if name in fields}
 
     @classmethod
     def openapi_schema(cls, ref_template: str) -> dict[str, Any]:
-        """The JSON schema, with its parts under ``$defs``."""
+        """JSON schema, with its parts under ``$defs``."""
         schema = cls.model_json_schema(ref_template=ref_template)
         properties, required = schema["properties"], schema.get("required", ())
         for name, field in properties.items():
@@ -122,7 +121,7 @@ def invalid(name: str, value: Any, accepted: str) -> ProtocolError:
 
 
 def unsupported(name: str, value: Any, accepted: tuple[Any, ...] = ()) -> ProtocolError:
-    """The error for a field that would change the answer, and cannot."""
+    """Error for an unsupported field that would change the answer."""
     message = f"{name}={check.describe(value)} is not supported here"
     if accepted:
         message += ", expected " + " or ".join(map(check.describe, accepted))
@@ -130,7 +129,8 @@ def unsupported(name: str, value: Any, accepted: tuple[Any, ...] = ()) -> Protoc
 
 
 def few_fields(value: Any) -> Any:
-    """For a BeforeValidator: pydantic makes an error of every field that an object lacks."""
+    """BeforeValidator that bounds an object's fields: pydantic makes an error for every unknown
+    one."""
     if isinstance(value, dict) and len(value) > MAX_FIELDS:
         raise ValueError(f"at most {MAX_FIELDS} fields")
     return value
@@ -143,17 +143,17 @@ def _unknown(param: str, known: Collection[str] = ()) -> ProtocolError:
     return ProtocolError(message, code="unknown_parameter", param=param)
 
 
-def _told(error: ValidationError) -> ProtocolError:
-    """The first of pydantic's errors."""
+def _to_protocol_error(error: ValidationError) -> ProtocolError:
+    """Convert the first of pydantic's errors."""
     first = error.errors(include_url=False, include_context=True)[0]
     param = _path(first["loc"])[:MAX_PARAM]
     if first["type"] == "extra_forbidden":
         return _unknown(param)
     if first["type"] == UNSUPPORTED_TYPE:
         accepted = first["msg"]
-        told = invalid(f"{param}.type", first["input"].get("type"), accepted)
-        told.code = "unsupported_parameter"
-        return told
+        refused = invalid(f"{param}.type", first["input"].get("type"), accepted)
+        refused.code = "unsupported_parameter"
+        return refused
     if first["type"] == "missing":
         return ProtocolError(f"{param}: is missing", code="invalid_value", param=param)
     message = first["msg"].removeprefix("Value error, ").partition(" after validation")[0]
@@ -163,7 +163,7 @@ def _told(error: ValidationError) -> ProtocolError:
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
-    """``messages[0].content``; tags of unions, which begin with "#", are no part of it."""
+    """Path such as ``messages[0].content``, without tags of unions, which begin with "#"."""
     path = ""
     for part in loc:
         if isinstance(part, int):

@@ -1,4 +1,4 @@
-"""ResponseEvents: one response as OpenAI's protocol tells it, event by event."""
+"""ResponseEvents: writes the events of one response in OpenAI's protocol."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from asyncllm.serving.token_logprobs import LogprobWriter
 from asyncllm.serving.whole_calls import WholeCalls
 
 Event = tuple[str, str]
-"""Its type, and all of it as JSON."""
+"""Type of the event, and the whole event as JSON."""
 
 
 class ResponseEvents:
-    """Events of one response; every method returns those that are to be sent, in order.
+    """Writer of one response's events; each method returns events to send, in order.
 
-    There is at most one message, whose text may go on behind calls, and so the items do not depend
-    on how the text was cut into deltas.
+    There is at most one message, whose text may continue after calls. So the items do not depend on
+    how the text was cut into deltas.
 
     Args:
-        request: the client's.
+        request: the client's request.
         model_name: the model's name in the protocol.
-        defaults: the values of sampling fields that the request leaves open.
-        bytes_of: token id to its bytes, for log-probabilities.
+        defaults: values of sampling fields that the request leaves out.
+        bytes_of: function from token id to bytes, for log-probabilities.
 
     Attributes:
-        id: the response's.
-        num_tokens: generated so far.
-        body: the response object of the last event, as JSON.
+        id: id of the response.
+        num_tokens: tokens generated so far.
+        body: response object of the last event, as JSON.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class ResponseEvents:
 
     @property
     def generates(self) -> bool:
-        """False for a request that only warms the cache."""
+        """Whether tokens are generated; a request may only warm the cache."""
         return self._request.generates
 
     def turn(self) -> dict[str, Any]:
-        """The assistant's message, for the conversation to go on with."""
+        """The assistant's message, to continue the conversation with."""
         turn: dict[str, Any] = {"role": "assistant", "content": ""}
         for item in self._items:
             if isinstance(item, CallItem):
@@ -81,13 +81,13 @@ class ResponseEvents:
         return turn
 
     def created(self) -> Iterator[Event]:
-        """The request was accepted."""
+        """Events of an accepted request."""
         response = self._response("in_progress")
         yield self._event("response.created", response=response)
         yield self._event("response.in_progress", response=response)
 
     def delta(self, delta: Delta) -> Iterable[Event]:
-        """Something has come."""
+        """Events of a delta."""
         self.num_tokens += len(delta.token_ids)
         message = self._message
         if (
@@ -98,7 +98,8 @@ class ResponseEvents:
             and not delta.reasoning
             and not delta.tool_calls
         ):
-            # Nearly every token: one event, without the generators of all that there may be.
+            # Fast path for nearly every token: one event, without the generators of the general
+            # case.
             message.texts.append(delta.text)
             return (self._text_event(delta.text, "[]"),)
         return self._parts(delta)
@@ -115,8 +116,7 @@ class ResponseEvents:
             yield from self._call(call)
 
     def completed(self, finish_reason: str | None, usage: Usage | None) -> Iterator[Event]:
-        """The end, in one of its kinds; ``abort`` is a response that the client
-        cancelled."""
+        """Events of a normal end; with ``abort``, the client cancelled the response."""
         if not self.generates:
             yield self._end("response.completed", self._response("completed", usage))
             return
@@ -134,13 +134,13 @@ class ResponseEvents:
         yield self._end(kind, self._response(status, usage))
 
     def failed(self, error: ProtocolError) -> Iterator[Event]:
-        """An error after the request was accepted."""
+        """Events of an error after the request was accepted."""
         for item in self._items:
             item.status = "incomplete" if item.status == "in_progress" else item.status
         response = self._response("failed")
         code = "invalid_prompt" if error.is_clients_fault else "server_error"
         if error.code == "context_length_exceeded":
-            code = error.code  # as OpenAI's servers have it
+            code = error.code  # as from OpenAI's servers
         response["error"] = {"code": code, "message": str(error), "param": error.param}
         yield self._end("response.failed", response)
 
@@ -168,7 +168,7 @@ class ResponseEvents:
         yield self._text_event(text, encode(logprobs))
 
     def _text_event(self, text: str, logprobs: str) -> Event:
-        """One per token: it is worth writing by hand."""
+        """Event of new text. One per token, so the JSON is written by hand."""
         number = self._sequence_number
         self._sequence_number = number + 1
         return (

@@ -1,4 +1,4 @@
-"""The items that a response's input consists of, and the messages that they stand for."""
+"""Input items of a response, and their conversion to messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 @with_config(FORBID)
 class ItemText(TypedDict):
-    """A part of a message. What an answer has beside the text says nothing to a model."""
+    """Part of a message. The fields besides its text come with answers, and mean nothing to a
+    model."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -107,7 +108,8 @@ InputItem = Annotated[
 
 
 def messages_of(items: Iterable[Any]) -> list[Message]:
-    """Messages as chat templates take them: the calls and thoughts of a turn are part of it."""
+    """Convert items to messages for chat templates, with calls and thoughts in the turn's
+    message."""
     found: list[Message] = []
     thoughts: list[str] = []
     for item in items:
@@ -145,7 +147,7 @@ def _text(content: Any) -> Any:
 
 
 def characters(messages: Iterable[Message]) -> int:
-    """Of all texts in them."""
+    """Characters of all texts in messages."""
     return sum(len(text) for message in messages for text in _texts(message))
 
 

@@ -1,4 +1,4 @@
-"""The items that a response's output consists of."""
+"""Output items of a response."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 @dataclass(slots=True)
 class TextItem:
-    """A message, or thoughts; its one part grows.
+    """Item with one growing part of text: a message, or reasoning.
 
     Args:
-        index: among the items of the response.
-        is_reasoning: which of the two.
+        index: index among the response's items.
+        is_reasoning: whether it is reasoning instead of a message.
     """
 
     index: int
@@ -32,7 +32,7 @@ class TextItem:
 
     @property
     def place(self) -> dict[str, Any]:
-        """Fields of an event that say which part it is about."""
+        """Fields of an event that identify this item's part."""
         return {"item_id": self.id, "output_index": self.index, "content_index": 0}
 
     @property
@@ -59,7 +59,7 @@ class TextItem:
 
 @dataclass(slots=True)
 class CallItem:
-    """A call of a tool."""
+    """Item with a call of a tool."""
 
     index: int
     call: ToolCall

@@ -1,4 +1,4 @@
-"""The response object, at any time of a response's life."""
+"""response_object: the JSON object of a response in any state."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def response_object(
     output: list[dict[str, Any]],
     usage: Usage | None,
 ) -> dict[str, Any]:
-    """A response as a JSON object of the protocol.
+    """Make the protocol's JSON object of a response.
 
     Args:
-        request: the client's, of which much is repeated.
-        defaults: the values of sampling fields that it leaves open.
+        request: the client's request, most of which is repeated.
+        defaults: values of sampling fields that it leaves out.
     """
     incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
     reasoning: Any = request.reasoning or {}
@@ -80,7 +80,7 @@ def _usage(usage: Usage | None) -> dict[str, Any] | None:
 
 
 def _timings(usage: Usage | None) -> dict[str, Any] | None:
-    """Seconds; beyond OpenAI's protocol."""
+    """Times in seconds, an extension of OpenAI's protocol."""
     if usage is None:
         return None
     return {"queue_time": usage.queue_time, "ttft": usage.ttft, "total_time": usage.total_time}

@@ -20,7 +20,7 @@ from asyncllm.serving.request_body import JustFalse, few_fields, unsupported
 from asyncllm.serving.response_input import InputItem, Message, messages_of
 from asyncllm.serving.sampling_fields import SamplingFields, text_or_list
 from asyncllm.stream import TokenStream
-from asyncllm.tools.tool_use import MAX_TOOLS
+from asyncllm.tool_calls.tool_use import MAX_TOOLS
 from asyncllm.validation import MAX_INTEGER
 
 LOGPROBS = "message.output_text.logprobs"
@@ -99,7 +99,7 @@ class TextConfig(TypedDict):
 @with_config(FORBID)
 class ReasoningConfig(TypedDict):
     effort: NotRequired[ReasoningEffort | None]
-    # There is nothing here that sums thoughts up; "auto" is content without.
+    # Thoughts are not summarised here; "auto" leaves that to the server.
     summary: NotRequired[Literal["auto"] | None]
     generate_summary: NotRequired[None]
 
@@ -116,8 +116,8 @@ Metadata = Annotated[
 
 
 class ResponseRequest(SamplingFields):
-    """A response: OpenAI's fields, SamplingParams' under their own names, and ``generate``: false
-    computes the prompt into the cache and generates nothing."""
+    """Body of a response: OpenAI's fields, those of SamplingParams, and ``generate``; false only
+    computes the prompt into the cache."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "background": (False,),
@@ -163,15 +163,15 @@ class ResponseRequest(SamplingFields):
 
     @property
     def stores(self) -> bool:
-        """Unless it is told not to, as OpenAI has it."""
+        """Whether to store the response; by default yes, as with OpenAI."""
         return self.store is not False
 
     @property
     def num_logprobs(self) -> int | None:
-        """Alternatives of each token; None without log-probabilities.
+        """Number of alternatives per token; None without log-probabilities.
 
         Raises:
-            ProtocolError: for anything else to be included.
+            ProtocolError: for any other item in ``include``.
         """
         include = self.include or ()
         for item in include:
@@ -181,7 +181,7 @@ class ResponseRequest(SamplingFields):
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The new ones, in the engine's form."""
+        """New messages of the request, in the engine's form."""
         if isinstance(self.input, str):
             return ({"role": "user", "content": self.input},)
         return tuple(messages_of(self.input))
@@ -189,15 +189,15 @@ class ResponseRequest(SamplingFields):
     def submit(
         self, engine: AsyncLLMEngine, conversation: tuple[Message, ...], timeout: float | None
     ) -> TokenStream:
-        """The stream of the answer to a conversation.
+        """Submit a conversation; returns the stream of the answer.
 
         Raises:
-            ProtocolError: for fields that cannot be honoured.
-            AsyncLLMError: what ``AsyncLLMEngine.chat`` raises.
+            ProtocolError: for unsupported fields.
+            AsyncLLMError: as for ``AsyncLLMEngine.chat``.
         """
         params = self.sampling_params(
             {
-                # One token is the least that has the whole prompt computed, and so cached.
+                # At least one token, so that the whole prompt is computed and cached.
                 "max_tokens": self.max_output_tokens if self.generates else 1,
                 "logprobs": self.num_logprobs,
             }
@@ -222,7 +222,7 @@ class ResponseRequest(SamplingFields):
         )
 
     def _response_format(self) -> dict[str, Any] | None:
-        """As chat completions have it."""
+        """Convert ``text.format`` to the ``response_format`` of chat completions."""
         found: Any = (self.text or {}).get("format")
         if found is None or found["type"] != "json_schema":
             return found

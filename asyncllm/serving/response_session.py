@@ -1,7 +1,7 @@
-"""ResponseSession: one connection that speaks OpenAI's Responses WebSocket mode.
+"""ResponseSession: one connection in OpenAI's Responses WebSocket mode.
 
-Reading and generating are two tasks: the reader sees a close, a cancellation or a second
-request while a response is on its way, and is the one that ends it.
+Reading and generating are two tasks. During a response, the reader sees a close, a cancellation or
+a second request, and ends the response.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ ENGINE_NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "prompt"
 
 MAX_CONTINUABLE = 32
 MAX_UNSTORED_SIZE = 1 << 24
-"""Responses of a connection that were not to be stored, and can be continued there all the same;
-and their characters."""
+"""Limits of responses with ``store=false`` that their own connection can still continue: their
+number, and their characters."""
 
 MAX_ERRORS = 64
-"""Requests that may fail in a row by the client's own fault."""
+"""Consecutive requests that may fail through the client's fault."""
 
 
 class Connection(Protocol):
-    """A WebSocket connection: the part that is used."""
+    """Part of a WebSocket connection that a session uses."""
 
     def send(self, message: str) -> Awaitable[None]: ...
 
@@ -54,10 +54,10 @@ class ResponseSession:
     """Reads requests of one connection and answers them, one at a time.
 
     Args:
-        connection: open. It is closed here only for the protocol's own reasons.
+        connection: open connection. The session closes it only for reasons of the protocol.
         serving: shared with the other connections.
-        owner: of the responses that are made and continued.
-        gone: what the connection raises when it is closed.
+        owner: owner of the responses that it creates and continues.
+        gone: exceptions that a closed connection raises.
 
     Attributes:
         current: the response in flight, if any.
@@ -76,9 +76,9 @@ class ResponseSession:
     _tasks: TaskGroup = field(init=False)
 
     async def run(self) -> None:
-        """Until the connection is closed, by either side."""
-        # A task of the group runs up to its first wait even if it is cancelled before, so each
-        # response ends what it has begun.
+        """Run until either side closes the connection."""
+        # A task of the group runs up to its first wait even if it was cancelled before, so each
+        # response is cleaned up.
         async with anyio.create_task_group() as self._tasks:
             with contextlib.suppress(*self.gone):
                 async for message in self.connection:
@@ -119,15 +119,15 @@ class ResponseSession:
             self._close(1008, f"{MAX_ERRORS} invalid messages in a row")
 
     def _close_with(self, error: AsyncLLMError) -> None:
-        """An engine that is gone takes its connections with it."""
+        """Close the connection if the engine has closed or died."""
         if isinstance(error, EngineClosedError):
             self._close(1001, "the engine is closed")
         elif isinstance(error, EngineDeadError):
             self._close(1011, "the engine failed")
 
     def _close(self, code: int, reason: str) -> None:
-        """Starts to close. The reader goes on, and drops what comes: behind unread messages the
-        client's answer to the close would not be read."""
+        """Start to close. The reader goes on and drops messages: else the client's close frame
+        would stay unread after them."""
         self._closing = True
         self._tasks.start_soon(self.connection.close, code, reason)
 
@@ -187,7 +187,7 @@ class ResponseSession:
 
 
 def _decode(message: str | bytes) -> dict[str, Any]:
-    """A message as an event.
+    """Decode a message to an event.
 
     Raises:
         ProtocolError: if it is no JSON object.

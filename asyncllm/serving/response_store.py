@@ -1,4 +1,4 @@
-"""ResponseStore: responses that can be continued and read again."""
+"""ResponseStore: keeps responses that can be continued and read again."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from asyncllm.serving.response_input import Message, characters
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """All messages up to the end of a response, but for instructions: each response has its own.
+    """All messages up to the end of a response, without instructions, which each request sets anew.
 
     Attributes:
-        size: characters of them.
+        size: characters of the messages.
     """
 
     messages: tuple[Message, ...] = ()
@@ -26,7 +26,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response that has ended.
+    """Response that has ended.
 
     Attributes:
         body: the response object, as JSON.
@@ -37,12 +37,12 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The last responses, each found by its id and by whom it belongs to. A foreign id is as good
-    as none. Conversations share their messages; here each counts in full.
+    """The latest responses by owner and id; another owner's id is unknown. Conversations share
+    their messages, but each counts in full.
 
     Args:
-        limit: responses; 0 stores none.
-        max_size: characters of all responses and conversations; the oldest are dropped.
+        limit: most responses; 0 stores none.
+        max_size: most characters of all responses and conversations; the oldest are dropped.
     """
 
     def __init__(self, limit: int, max_size: int) -> None:
@@ -61,7 +61,7 @@ class ResponseStore:
             self._left += _size(oldest)
 
     def remove(self, owner: str, response_id: str) -> bool:
-        """False if there was none."""
+        """Remove a response; False if there was none."""
         found = self._stored.pop((owner, response_id), None)
         if found is not None:
             self._left += _size(found)
@@ -73,8 +73,9 @@ def _size(stored: StoredResponse) -> int:
 
 
 def response_not_found(response_id: str, param: str | None = None) -> ProtocolError:
-    """For an id that is not known, or no more, or another's. ``param`` is the field of a request
-    that has it, which can send the conversation itself; without one, the id was asked for."""
+    """Error for an id that is unknown, dropped, or another owner's. With ``param``, the request's
+    field with the id, the client is told to send the conversation; without, the id was in the
+    URL."""
     message = f"there is no response {response_id[:64]!r} here, or no more"
     if param is None:
         return ProtocolError(message, code="response_not_found", status=404)

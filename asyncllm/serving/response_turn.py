@@ -1,4 +1,4 @@
-"""ResponseTurn: one response from its request to its end, over HTTP, SSE and WebSocket alike."""
+"""ResponseTurn: one response from request to end, for HTTP, SSE and WebSocket."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ SendEvents = Callable[[Iterable[Event]], Awaitable[None]]
 
 @dataclass(eq=False, repr=False)
 class ResponseTurn:
-    """Made by ``begin``.
+    """One response, made by ``begin``.
 
     Attributes:
-        stream: of the answer.
-        events: tell of it.
+        stream: stream of the answer.
+        events: writer of its events.
     """
 
     stream: TokenStream
@@ -46,11 +46,11 @@ class ResponseTurn:
         request: ResponseRequest,
         local: ResponseStore | None = None,
     ) -> Self:
-        """Submits a request.
+        """Submit a request.
 
         Args:
-            owner: whose responses it may continue.
-            local: has the responses that are not to be stored, of one connection.
+            owner: owner of the responses that it may continue.
+            local: store of one connection, for responses with ``store=false``.
 
         Raises:
             ProtocolError, AsyncLLMError: if it cannot be served.
@@ -68,14 +68,14 @@ class ResponseTurn:
     async def tell(
         self, send: SendEvents, *, before_end: Callable[[], None] = lambda: None
     ) -> None:
-        """Sends the events, and keeps the response.
+        """Send the events, and store the response.
 
         Args:
-            before_end: called before the last events are sent: the next request may be there
-                before that returns.
+            before_end: called before the last events are sent, because the next request may arrive
+                while they are being sent.
 
         Raises:
-            AsyncLLMError: if the request failed; and what ``send`` raises.
+            AsyncLLMError: if the request failed; or any error of ``send``.
         """
         events, pacer = self.events, self._serving.pacer
         generates = events.generates
@@ -84,7 +84,7 @@ class ResponseTurn:
             if generates:
                 await send(events.delta(delta))
                 if delta.finish_reason is None and (pause := pacer.pause) > 0:
-                    # What comes meanwhile is merged into one event.
+                    # Tokens that arrive meanwhile are merged into one event.
                     await anyio.sleep(pause)
         ending = list(events.completed(self.stream.finish_reason, self.stream.usage))
         if self._keep_in is not None:

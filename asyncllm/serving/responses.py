@@ -48,8 +48,8 @@ async def _send_nothing(events: Iterable[Event]) -> None:
 
 
 class _EventSender:
-    """Sends events over HTTP. The first ones wait for those of the first delta, or for a comment,
-    so that an error which the first read tells (of a long text, say) has its HTTP status."""
+    """Sends events over HTTP. The first events wait for the first delta or comment, so that an
+    error of the first read (for too long a prompt, say) still has its HTTP status."""
 
     def __init__(self, exchange: Exchange, ping_interval: float) -> None:
         self._exchange = exchange
@@ -102,7 +102,7 @@ async def delete_response(serving: Serving, exchange: Exchange) -> None:
 
 
 class AsgiConnection:
-    """A WebSocket connection over ASGI, as a ResponseSession uses it."""
+    """WebSocket connection over ASGI, for a ResponseSession."""
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive = receive
@@ -128,7 +128,7 @@ class AsgiConnection:
 
 
 class ResponsesSocket:
-    """The WebSocket mode, as an ASGI application."""
+    """ASGI application of the WebSocket mode."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
@@ -138,7 +138,7 @@ class ResponsesSocket:
         subprotocol = PROTOCOL if PROTOCOL in scope.get("subprotocols", ()) else None
         scope[LOG_LINE].status = 101
         await send({"type": "websocket.accept", "subprotocol": subprotocol})
-        # Servers raise OSError where the client is gone.
+        # Servers raise OSError if the client is gone.
         gone = (ClientGoneError, OSError)
         connection = AsgiConnection(receive, send)
         session = ResponseSession(connection, self._serving, scope.get(OWNER, ""), gone)

@@ -1,5 +1,5 @@
-"""RunningUsage: the usage of an answer after each of its chunks (vLLM's
-``stream_options.continuous_usage_stats``), by which load generators count tokens."""
+"""RunningUsage: usage in each chunk of an answer, by which load generators count tokens (vLLM's
+``stream_options.continuous_usage_stats``)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from asyncllm.stream import TokenStream
 
 @dataclass(slots=True)
 class RunningUsage:
-    """Tokens of the prompts whose choices have begun, and of all choices so far."""
+    """Counts of tokens: of prompts whose choices have begun, and of all choices."""
 
     _prompts: dict[int, int] = field(default_factory=dict)
     _generated: int = 0
 
     def add(self, delta: Delta, base: int, stream: TokenStream) -> str:
-        """``usage`` behind ``delta``, as JSON.
+        """Count ``delta``; returns ``usage`` as JSON.
 
         Args:
             base: index of the stream's first choice.

@@ -1,4 +1,4 @@
-"""``/v1/models``, ``/health`` and ``/metrics``: what is served, and how it is doing."""
+"""``/v1/models``, ``/health``, ``/metrics`` and the OpenAPI description."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ def _model(serving: Serving, name: str) -> dict[str, Any]:
 
 
 async def health(serving: Serving, exchange: Exchange) -> None:
-    """Whether requests are taken. Strangers are told the state; why it is so is for the log."""
+    """Answer whether requests are accepted. Only the state is told, since anyone may ask; reasons
+    are in the log."""
     await exchange.respond_json(_state(serving), 200 if _ready(serving) else 503)
 
 
 async def live(serving: Serving, exchange: Exchange) -> None:
-    """Whether the process is worth keeping: a dead engine does not come back."""
+    """Answer whether the process should live: a dead engine does not recover."""
     await exchange.respond_json(_state(serving), 503 if serving.engine.state == "dead" else 200)
 
 
@@ -50,7 +51,8 @@ async def show_metrics(serving: Serving, exchange: Exchange) -> None:
 
 
 async def description(serving: Serving, exchange: Exchange) -> None:
-    """OpenAPI's. pydantic takes tenths of a second to make it, once."""
+    """Answer with the OpenAPI description. pydantic takes tenths of a second to make it, once, on a
+    thread."""
     if serving.description is None:
         serving.description = await anyio.to_thread.run_sync(_described, serving)
     await exchange.respond(200, serving.description)

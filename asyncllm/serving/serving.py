@@ -1,4 +1,4 @@
-"""Serving: an engine, and how it is served; shared by the endpoints of one application."""
+"""Serving: an engine and settings that the endpoints of an application share."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from asyncllm.validation import describe
 
 @dataclass(eq=False, repr=False)
 class Serving:
-    """State that the endpoints share.
+    """State that the endpoints of an application share.
 
     Attributes:
-        model_names: of the one model; the first is told to clients that name none.
+        model_names: names of the model; the first is used for requests that name none.
         timeout: seconds an answer may take, or None.
-        ping_interval: seconds of silence, at most, before a stream of events has a comment.
-        pacer: shared by all answers that are streamed.
+        ping_interval: seconds of silence after which a stream of events sends a comment.
+        pacer: limits the frame rate of all streamed answers.
         store: responses that can be continued.
-        needs_token: clients have to send one.
-        description: OpenAPI's, once it was asked for.
-        draining: the server is about to close and takes no more.
+        needs_token: clients have to send a bearer token.
+        description: OpenAPI description as JSON, made at first use.
+        draining: the server is about to close and refuses requests.
     """
 
     engine: AsyncLLMEngine
@@ -43,10 +43,10 @@ class Serving:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def model_name(self, asked: str | None) -> str:
-        """The name under which an answer is given.
+        """Name of the model in an answer.
 
         Raises:
-            ProtocolError: for a model that is not served.
+            ProtocolError: for another model.
         """
         if asked is None:
             return self.model_names[0]
@@ -61,7 +61,7 @@ class Serving:
         return asked
 
     def check_open(self) -> None:
-        """Raises ProtocolError while the server drains."""
+        """Raise ProtocolError while the server drains."""
         if self.draining:
             raise ProtocolError(
                 "the server is about to close; ask another",
@@ -72,7 +72,7 @@ class Serving:
 
 
 def default_model_names(engine: AsyncLLMEngine) -> Sequence[str]:
-    """The model as it was asked for; of a directory its last part."""
+    """Name of the engine's model; for a directory, its last part."""
     name = engine.config.model_name
     is_path = engine.config.model is not None and os.path.exists(name)
     return (os.path.basename(name.rstrip("/")) or name,) if is_path else (name,)

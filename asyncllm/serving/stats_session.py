@@ -1,4 +1,4 @@
-"""StatsSession: a read-only connection that is sent the engine's statistics."""
+"""StatsSession: a connection that receives the engine's statistics."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ KEEP_ALIVE = 5.0
 
 @dataclass(eq=False, repr=False)
 class StatsSession:
-    """Sends a snapshot whenever it differs from the last one, and now and then anyway.
+    """Sends a snapshot when it differs from the last one, and sometimes anyway.
 
     Args:
-        connection: open.
-        snapshot: makes the event's fields.
+        connection: an open connection.
+        snapshot: function that returns the fields of an event.
         interval: seconds between two snapshots.
     """
 
@@ -32,14 +32,13 @@ class StatsSession:
     interval: float
 
     async def run(self) -> None:
-        """Until the connection is closed. A client that sends anything is closed with
-        1008."""
+        """Run until the connection is closed. A client that sends anything is closed with 1008."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._send)
             with contextlib.suppress(ConnectionClosed):
                 closing = False
                 async for _ in self.connection:
-                    if not closing:  # not awaited: behind unread messages its answer is not read
+                    if not closing:  # not awaited: the close frame follows unread messages
                         tasks.start_soon(
                             self.connection.close, 1008, "this connection is read-only"
                         )

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, in the two forms that OpenAI's protocols have."""
+"""Log-probabilities in the two formats of OpenAI's protocols."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Any
 from asyncllm.outputs import TokenLogprobs
 
 LOWEST = -1e9
-"""JSON has no infinity, which is the log-probability of a token that cannot be sampled."""
+"""Stands for minus infinity, the log-probability of a token that cannot be sampled, which JSON
+lacks."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobWriter:
-    """Of chat completions and responses: ``{"token", "logprob", "bytes", "top_logprobs"}``.
+    """Writer for chat completions and responses: ``{"token", "logprob", "bytes", "top_logprobs"}``.
 
     Args:
-        bytes_of: token id to its bytes.
-        num_top: alternatives of each token.
+        bytes_of: function from token id to bytes.
+        num_top: number of alternatives per token.
     """
 
     bytes_of: Callable[[int], bytes]
@@ -46,12 +47,12 @@ class LogprobWriter:
 
 @dataclass(slots=True)
 class LegacyLogprobs:
-    """Of completions: parallel lists, with the offset of each token in the text. It is counted in
-    the bytes of the tokens, which are decoded as they come.
+    """Writer for completions: parallel lists, with each token's offset in the text. Offsets follow
+    from the tokens' bytes, which are decoded incrementally.
 
     Args:
-        bytes_of: token id to its bytes.
-        num_top: alternatives of each token.
+        bytes_of: function from token id to bytes.
+        num_top: number of alternatives per token.
     """
 
     bytes_of: Callable[[int], bytes]
@@ -59,10 +60,10 @@ class LegacyLogprobs:
     _offset: int = field(default=0, init=False)
 
     def write(self, tokens: Sequence[TokenLogprobs | None], first: int | None = None) -> Any:
-        """``tokens`` as lists.
+        """Write ``tokens`` as lists.
 
         Args:
-            first: token id of the first one, where that has no log-probability.
+            first: token id of the first token if it has no log-probability.
         """
         found: dict[str, list[Any]] = {
             name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -78,8 +79,8 @@ class LegacyLogprobs:
         return found
 
     def _top(self, item: TokenLogprobs) -> dict[str, float]:
-        """By text: of two tokens with one text the likelier counts. The sampled one is always
-        there, as OpenAI has it."""
+        """Top log-probabilities by text; of two tokens with the same text the likelier counts. As
+        in OpenAI's protocol, the sampled token is always included."""
         top: dict[str, float] = {}
         for one in (*item.top[: self.num_top], item.sampled):
             top.setdefault(self._text(one.token_id), max(one.logprob, LOWEST))

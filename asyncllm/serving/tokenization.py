@@ -14,13 +14,13 @@ from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.request_body import RequestBody, parse_json
 from asyncllm.serving.serving import Serving
 from asyncllm.text.template_input import TemplateInput
-from asyncllm.tools.response_format import ResponseFormats
-from asyncllm.tools.tool_use import ToolUse
+from asyncllm.tool_calls.response_format import ResponseFormats
+from asyncllm.tool_calls.tool_use import ToolUse
 from asyncllm.validation import MAX_ITEMS
 
 
 class TokenizeRequest(TemplateFields):
-    """Either a text or a conversation."""
+    """Body of ``/tokenize``: either a text or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
@@ -31,7 +31,7 @@ class TokenizeRequest(TemplateFields):
     return_token_strs: bool | None = None
 
     def token_ids(self, engine: AsyncLLMEngine) -> list[int]:
-        """Raises ProtocolError and InvalidRequestError. Takes its time with a long text."""
+        """Tokenise the input; slow for a long text. Raises ProtocolError or InvalidRequestError."""
         tokenizer = engine.tokenizer
         if self.prompt is not None and self.messages is None:
             return tokenizer.encode(self.prompt, self.add_special_tokens is not False)
@@ -54,7 +54,7 @@ class TokenizeRequest(TemplateFields):
 
 
 class DetokenizeRequest(RequestBody):
-    """Token ids whose text is asked for."""
+    """Body of ``/detokenize``: token ids."""
 
     model: str | None = None
     tokens: Annotated[

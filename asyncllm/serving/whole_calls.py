@@ -1,4 +1,4 @@
-"""WholeCalls: tool calls of a stream, each once it is whole."""
+"""WholeCalls: collects the tool calls of a stream until each is complete."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from asyncllm.outputs import ToolCall, ToolCallDelta
 
 @dataclass(slots=True)
 class WholeCalls:
-    """Collects the fragments of one output.
+    """Collector of one output's fragments of tool calls.
 
-    A client cannot be told that a call which it was shown turned out to be text. So a call is sent
-    when it is known to be one, and what is streamed is what the whole answer has.
+    A call that was sent cannot be taken back if it turns out to be text. So a call is sent only
+    when it is complete, and a stream has the same calls as a whole answer.
 
     Attributes:
-        num_calls: that were whole so far.
+        num_calls: number of complete calls so far.
     """
 
     num_calls: int = 0
     _open: dict[int, tuple[str, str, list[str]]] = field(default_factory=dict)
 
     def push(self, fragments: tuple[ToolCallDelta, ...]) -> list[ToolCall]:
-        """The calls that are whole by now."""
+        """Take fragments; returns the calls that are now complete."""
         found = []
         for fragment in fragments:
             if fragment.id is not None:

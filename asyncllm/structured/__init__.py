@@ -1,1 +1,1 @@
-"""Structured output: what an output has to look like, as a grammar that masks tokens."""
+"""Structured output: grammars that restrict an output by masking tokens."""

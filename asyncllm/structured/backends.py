@@ -1,4 +1,4 @@
-"""Backends: which library compiles which grammar."""
+"""Backends: chooses the library that compiles a grammar."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ _EXTRAS = {"llguidance": "structured", "xgrammar": "xgrammar"}
 
 
 class Backends:
-    """The backends of one engine, each made at its first use.
+    """The grammar backends of one engine, each made at its first use.
 
-    With "auto", llguidance compiles what it enforces, and xgrammar, where it is installed, what
-    only that does.
+    With "auto", llguidance compiles what it can enforce. xgrammar, if installed, gets the rest.
 
     Args:
         choice: ``EngineConfig.structured_outputs_backend``.
-        vocabulary: makes the model's, once.
+        vocabulary: makes the model's vocabulary; called once.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class Backends:
         self._installed: tuple[str, ...] | None = None
 
     def check_installed(self) -> None:
-        """Raises InvalidRequestError, which names the extra, if no backend is there."""
+        """Raise InvalidRequestError, with the extra to install, if there is no backend."""
         if not self._names():
             wanted = "llguidance" if self._choice == "auto" else self._choice
             raise InvalidRequestError(
@@ -50,18 +49,18 @@ class Backends:
             )
 
     def prepare(self) -> None:
-        """Imports the first backend and gives it the vocabulary, which takes a second or so
-        where that is large."""
+        """Import the first backend and give it the vocabulary, which takes about a second if that
+        is large."""
         self._backend(self._names()[0])
 
     def compile(self, spec: StructuredOutputs, begin: Callable[[], None]) -> Grammar:
-        """A grammar that admits something.
+        """Compile a grammar that admits some output.
 
         Args:
-            begin: called as a backend, which may have to be imported first, begins.
+            begin: called before each backend compiles, after its import.
 
         Raises:
-            GrammarError: what each backend has against it.
+            GrammarError: with the reason of each backend.
         """
         refusals = []
         for name in self._names():
@@ -85,7 +84,7 @@ class Backends:
             names = ("llguidance", "xgrammar") if self._choice == "auto" else (self._choice,)
             found = tuple(name for name in names if importlib.util.find_spec(name) is not None)
             if not found:
-                return ()  # looked for again: it may be installed into a process that runs
+                return ()  # not cached: it may be installed while the process runs
             self._installed = found
         return self._installed
 
@@ -100,8 +99,8 @@ class Backends:
 
 
 def check_second(spec: StructuredOutputs) -> None:
-    """Raises GrammarError for what xgrammar is not asked for where llguidance has refused it:
-    what it would ignore, and what it has no more of than the other. Its import takes seconds."""
+    """Raise GrammarError for a spec that xgrammar need not try after llguidance: one that it would
+    partly ignore, or enforces no better. Its import takes seconds."""
     if spec.kind == "json":
         refuse_ignored_by_xgrammar(json.loads(spec.text))
     elif spec.kind != "structural_tag":
@@ -119,8 +118,8 @@ def make_backend(name: str, vocabulary: Vocabulary) -> GrammarBackend:
 
 
 def check_first_mask(grammar: Grammar) -> None:
-    """Raises GrammarError for a grammar that ends before it begins, or has nothing to begin with.
-    The first mask is also the longest to make, and is made here and not while a batch waits."""
+    """Raise GrammarError for a grammar that admits nothing, or only the empty output. The first
+    mask takes longest to compute, and is computed here, where no batch waits for it."""
     matcher = grammar.new_matcher()
     mask = matcher.bitmask()
     if mask == bytes(len(mask)):

@@ -1,4 +1,4 @@
-"""GrammarCompiler: grammars of one engine, compiled on threads of their own and kept."""
+"""GrammarCompiler: compiles and caches an engine's grammars, on threads of its own."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from asyncllm.structured.grammar import Grammar, GrammarError
 from asyncllm.structured.spec import StructuredOutputs
 
 MAX_THREADS = 2
-"""Compiles at a time."""
+"""Compilations at a time, without overdue ones."""
 
 MAX_OVERDUE = 4
-"""Compiles past their time that may still run. No more begin then: each has a thread, which
-nothing can end."""
+"""Overdue compilations that may run at a time; with so many, no new one begins. Each has a thread,
+which nothing can end."""
 
 CACHE_SIZE = 128
 
 Done = Callable[[Grammar | None, Exception | None], None]
-"""Called once with the grammar or what is wrong, on a thread of the compiler."""
+"""Callback with the grammar or an error, called once on a thread of the compiler."""
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A grammar that requests wait for. ``waiting`` is None once they have been told."""
+    """A grammar that requests wait for. ``waiting`` is None once they have a result."""
 
     spec: StructuredOutputs
     waiting: list[Done] | None = field(default_factory=list)
@@ -38,16 +38,15 @@ class _Job:
 
 
 class GrammarCompiler:
-    """Compiles each grammar once, at most ``MAX_THREADS`` at a time, and keeps the
-    ``CACHE_SIZE`` used last.
+    """Compiles each grammar once, ``MAX_THREADS`` at a time, and caches ``CACHE_SIZE``.
 
-    A compile that takes longer than ``timeout`` fails the requests that wait for it. It cannot
-    be interrupted: its thread goes on, others take its place, and what it yields is kept. One that
-    outlives the engine ends in silence.
+    The cache keeps the most recently used. A compilation that takes longer than ``timeout`` fails
+    the requests that wait for it. It cannot be interrupted: its thread goes on, another takes its
+    place, and the grammar is cached. A result after the end of the engine is dropped.
 
     Args:
-        backends: what compiles.
-        timeout: seconds, counted from the beginning of the compile.
+        backends: the libraries that compile.
+        timeout: seconds from the beginning of a compilation.
     """
 
     def __init__(self, backends: Backends, timeout: float) -> None:
@@ -62,11 +61,11 @@ class GrammarCompiler:
         self._closed = False
 
     def check_installed(self) -> None:
-        """Raises InvalidRequestError, which names the extra, if there is no backend."""
+        """Raise InvalidRequestError, with the extra to install, if there is no backend."""
         self._backends.check_installed()
 
     def find(self, spec: StructuredOutputs) -> Grammar | None:
-        """A grammar that is compiled already; any thread."""
+        """Cached grammar, or None; any thread."""
         with self._lock:
             grammar = self._cache.get(spec)
             if grammar is not None:
@@ -74,11 +73,10 @@ class GrammarCompiler:
             return grammar
 
     def submit(self, spec: StructuredOutputs, done: Done) -> None:
-        """Has it compiled; any thread.
+        """Compile a grammar on a thread, then call ``done``; any thread.
 
         Raises:
-            RequestError: if too many compiles are past their time and still run, or the system
-                starts no thread for one.
+            RequestError: if too many overdue compilations still run, or no thread can be started.
         """
         with self._lock:
             if self._closed:
@@ -99,7 +97,7 @@ class GrammarCompiler:
             job.waiting.append(done)
 
     def close(self) -> list[threading.Thread]:
-        """Forgets what has not begun; returns the threads that have still to end."""
+        """Drop compilations that have not begun; returns the threads that still run."""
         with self._lock:
             self._closed = True
             self._queue.clear()
@@ -111,13 +109,14 @@ class GrammarCompiler:
             return list(self._threads)
 
     def _start_thread(self) -> None:
-        """Has the lock, so that the thread waits for a job that is queued next."""
+        """Start a thread. The caller holds the lock, so the thread sees the job that is queued
+        next."""
         thread = threading.Thread(target=self._run, name="asyncllm-grammar", daemon=True)
         try:
             thread.start()
         except (RuntimeError, MemoryError) as error:
             if len(self._threads) > self._num_overdue:
-                return  # another is in time, and takes what is queued
+                return  # a thread that is not overdue takes the job
             raise RequestError(
                 "structured_outputs: a grammar needs a thread to be compiled on, and none can be "
                 f"started ({check.explain(error)})"
@@ -176,7 +175,8 @@ class GrammarCompiler:
                 done(None, copy(error))
 
     def _drop(self, job: _Job) -> list[Done]:
-        """Forgets a job that fails; returns what waits for it. Has the lock."""
+        """Remove a job that fails; returns the callbacks that wait for it. The caller holds the
+        lock."""
         waiting, job.waiting = job.waiting, None
         self._jobs.pop(job.spec, None)
         return waiting or []
@@ -198,7 +198,7 @@ class GrammarCompiler:
                 if len(self._cache) > CACHE_SIZE:
                     self._cache.popitem(last=False)
         for done in waiting or ():
-            done(grammar, copy(error))  # each request raises one of its own
+            done(grammar, copy(error))  # each request raises its own copy
 
 
 def _refusal(spec: StructuredOutputs, why: str) -> InvalidRequestError:

@@ -1,4 +1,4 @@
-"""Grammar, and the backends that compile them: the protocol, and what goes into it."""
+"""Grammar: the protocols of compiled grammars and backends, and the vocabulary."""
 
 from __future__ import annotations
 
@@ -11,34 +11,35 @@ from asyncllm.structured.spec import StructuredOutputs
 
 
 class GrammarError(Exception):
-    """The backend cannot compile it: it is malformed, asks for what the backend does not
-    enforce, or is past its limits. The message names what."""
+    """A grammar that a backend cannot compile: malformed, with a feature that it does not enforce,
+    or beyond its limits. The message says which."""
 
 
 def is_gbnf(text: str) -> bool:
-    """Whether a grammar defines a rule as GBNF does. Lark may begin in other ways than ``start:``,
-    as ``?start:`` and ``start[…]:``, and may have ``::=`` in a text or a comment."""
+    """Whether a grammar is GBNF rather than Lark: a line defines a rule with ``::=``. Lark's
+    ``start:`` is no test, because it may also be ``?start:`` or ``start[…]:``; and Lark may have
+    ``::=`` within a string or comment."""
     return re.search(r"(?m)^\s*[\w-]+\s*::=", text) is not None
 
 
 class GrammarMatcher(Protocol):
     """State of one output in a compiled grammar; used by one thread at a time.
 
-    It knows tokens as text, and special tokens where the grammar names them. EOS and stop tokens
-    are StructuredOutput's. Any method may raise, which ends its request alone.
+    It sees tokens as text, and special tokens only if the grammar names them; StructuredOutput
+    handles EOS and stop tokens. Any method may raise, which ends its request alone.
     """
 
     def accept(self, token_id: int) -> bool:
-        """Advances by a token; False if the grammar does not allow it here."""
+        """Advance by a token; False if the grammar does not allow it here."""
         ...
 
     def rollback(self, num_tokens: int) -> None:
-        """Takes back the last tokens accepted."""
+        """Undo the last ``num_tokens`` accepted tokens."""
         ...
 
     def bitmask(self) -> bytearray:
-        """The tokens that may come next, as ``GrammarMask`` has them; the caller's own. No bit
-        past the vocabulary is set."""
+        """Mask of the tokens that may come next, in the layout of ``GrammarMask``. The caller may
+        change it. No bit beyond the vocabulary is set."""
         ...
 
     def may_end(self) -> bool:
@@ -46,7 +47,7 @@ class GrammarMatcher(Protocol):
         ...
 
     def is_terminated(self) -> bool:
-        """Whether it is complete, and nothing more can come."""
+        """Whether the output is complete, and nothing more can come."""
         ...
 
 
@@ -54,13 +55,13 @@ class Grammar(Protocol):
     """A compiled grammar, shared by requests.
 
     Attributes:
-        special: ids of the special tokens that it may name.
+        special: ids of the special tokens that a grammar may name.
     """
 
     special: Collection[int]
 
     def new_matcher(self) -> GrammarMatcher:
-        """At its beginning; some microseconds, any thread."""
+        """Make a matcher at the beginning; takes microseconds, any thread."""
         ...
 
 
@@ -68,10 +69,10 @@ class GrammarBackend(Protocol):
     """A library that compiles grammars for one vocabulary."""
 
     def compile(self, spec: StructuredOutputs) -> Grammar:
-        """May take long; on a thread of its own.
+        """Compile a grammar. May take long; called on a thread of the compiler.
 
         Raises:
-            GrammarError: see there.
+            GrammarError: if the backend cannot compile it.
         """
         ...
 
@@ -81,9 +82,9 @@ class Vocabulary:
     """The tokens of a model as bytes.
 
     Attributes:
-        tokens: by id what each adds to a text; nothing for what is never allowed in one.
-        special: id to name of the special tokens, which a grammar may ask for by name.
-        encode: text to token ids, as the tokenizer has it.
+        tokens: by id, the bytes that a token adds to a text; empty for one that is never allowed.
+        special: id to name of the special tokens that a grammar may name.
+        encode: the tokenizer's function from text to token ids.
     """
 
     tokens: list[bytes]
@@ -92,11 +93,12 @@ class Vocabulary:
 
     @property
     def mask_size(self) -> int:
-        """Bytes of a mask: 32-bit words with a bit per token."""
+        """Bytes of a mask: 32-bit words with one bit per token."""
         return -(-len(self.tokens) // 32) * 4
 
     def cut(self, mask: bytes) -> bytearray:
-        """A backend's mask without the token behind the vocabulary that ends a grammar."""
+        """Cut off the bits of a backend's mask beyond the vocabulary, such as that of its end
+        token."""
         cut = bytearray(mask[: self.mask_size])
         size = len(self.tokens)
         if size % 32:
@@ -106,5 +108,5 @@ class Vocabulary:
 
 WHITESPACE = "[ \\n\\r\\t]"
 MAX_WHITESPACE = 1
-"""Characters between two parts of JSON. With room for indentation a small model writes little
-else."""
+"""Most white-space characters between two parts of JSON. Given room for indentation, a small model
+writes little else."""

@@ -1,7 +1,7 @@
-"""Which keywords of JSON Schema a backend enforces; a schema with another is refused by name.
+"""JSON Schema keywords that backends enforce; a schema with any other is refused.
 
-A backend that ignores a keyword would let an output pass that the schema does not admit, and the
-application would find out from the model's users.
+If a backend ignored a keyword, outputs would violate the schema, and the application would learn of
+it from its users.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ANNOTATIONS = frozenset(
     deprecated description discriminator example examples externalDocs id readOnly title
     writeOnly xml""".split()
 )
-"""They restrict nothing."""
+"""Keywords that restrict nothing."""
 
 LLGUIDANCE = frozenset(
     """$ref additionalItems additionalProperties allOf anyOf const enum exclusiveMaximum
@@ -25,7 +25,7 @@ LLGUIDANCE = frozenset(
     minProperties minimum multipleOf oneOf pattern patternProperties prefixItems properties
     required type""".split()
 )
-"""Keywords that llguidance enforces, or refuses itself where it cannot."""
+"""Keywords that llguidance enforces, or refuses itself if it cannot."""
 
 _OF_SCHEMAS = frozenset("$defs definitions dependentSchemas patternProperties properties".split())
 _LISTS = frozenset("allOf anyOf oneOf prefixItems items".split())
@@ -36,7 +36,7 @@ _SCHEMAS = frozenset(
 
 
 def subschemas(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """The schema and all within it, but for what is data (``enum``, ``const``, examples)."""
+    """Iterate over a schema and its subschemas; data (``enum``, ``const``, examples) is skipped."""
     pending = [schema]
     while pending:
         item = pending.pop()
@@ -53,11 +53,10 @@ def subschemas(schema: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def refuse_unenforced(schema: Any, enforced: frozenset[str]) -> None:
-    """Raises GrammarError, which names it, for a keyword that is neither ``enforced`` nor an
-    annotation."""
+    """Raise GrammarError for a keyword that is neither ``enforced`` nor an annotation."""
     for one in subschemas(schema):
         if one is not schema and "$ref" in one and ("$id" in one or "id" in one):
-            # Which of the two counts is another question in each draft.
+            # Each draft of JSON Schema lets another of the two win.
             raise GrammarError("'$id' beside '$ref' is not enforced")
         for keyword in one:
             if keyword not in enforced and keyword not in ANNOTATIONS:
@@ -66,7 +65,7 @@ def refuse_unenforced(schema: Any, enforced: frozenset[str]) -> None:
 
 
 XGRAMMAR = {
-    # Of a length or a pattern it makes strings with bare control characters, which no JSON has.
+    # Not length or pattern: xgrammar then allows bare control characters, which are invalid JSON.
     "string": frozenset[str](),
     "integer": frozenset("minimum maximum exclusiveMinimum exclusiveMaximum".split()),
     "number": frozenset("minimum maximum exclusiveMinimum exclusiveMaximum".split()),
@@ -79,9 +78,8 @@ XGRAMMAR = {
 
 
 def refuse_ignored_by_xgrammar(schema: Any) -> None:
-    """Raises GrammarError for a schema of which xgrammar would ignore a part, or that has no end.
-    It takes a schema for one thing: a reference, constants, alternatives, or a type with its own
-    keywords."""
+    """Raise GrammarError for a schema that is endless, or that xgrammar would partly ignore. It
+    reads each schema as one of: a reference, constants, alternatives, or a type with keywords."""
     refuse_endless(schema)
     for one in subschemas(schema):
         keywords = one.keys() - ANNOTATIONS

@@ -1,4 +1,4 @@
-"""LLGuidanceBackend: grammars by llguidance (derivatives of regular expressions, and Earley)."""
+"""LLGuidanceBackend: llguidance's grammars (regular-expression derivatives and Earley)."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ _JSON_OPTIONS = {
     "whitespace_pattern": f"{WHITESPACE}{{0,{MAX_WHITESPACE}}}",
     "lenient": False,
     "coerce_one_of": False,
-    # As the other backend, and as JSON has it.
+    # As JSON allows, and xgrammar does.
     "json_allow_general_unicode_escapes": True,
 }
 
 _MAX_PIECE = 32
-"""Bytes of a token that is looked for in a text."""
+"""Longest token, in bytes, of the greedy tokenisation."""
 
 
 class LLGuidanceBackend:
-    """The default: no dependencies, and it refuses what it does not enforce."""
+    """Default backend: has no dependencies, and refuses what it does not enforce."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._library: Any = importlib.import_module("llguidance")
         self._vocabulary = vocabulary
         wrapper = self._library.TokenizerWrapper(_Tokens(vocabulary))
-        # The ids of a mask are the model's; the token that ends a grammar is none of them.
+        # Masks use the model's ids; the token that ends a grammar comes after them.
         self._tokenizer = self._library.LLTokenizer(wrapper)
         self._limits = self._library.LLParserLimits(verbose_errors=False)
 
@@ -83,7 +83,7 @@ class LLGuidanceGrammar:
 
 
 class LLGuidanceMatcher:
-    """One output's place in a grammar; see GrammarMatcher."""
+    """State of one output in a grammar; see GrammarMatcher."""
 
     __slots__ = ("_matcher", "_vocabulary")
 
@@ -108,7 +108,7 @@ class LLGuidanceMatcher:
         if not self._matcher.is_error():
             return self._vocabulary.cut(mask)
         if self._matcher.stop_reason() == "NoExtensionBias":
-            return bytearray(self._vocabulary.mask_size)  # it found late that nothing follows
+            return bytearray(self._vocabulary.mask_size)  # nothing can follow: an empty mask
         raise GrammarError(explain(self._matcher.get_error()))
 
     def may_end(self) -> bool:
@@ -119,7 +119,7 @@ class LLGuidanceMatcher:
 
 
 class _Tokens:
-    """The vocabulary as llguidance reads it, with one token more, which is its end."""
+    """Vocabulary in llguidance's interface, with one more token for the end."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         special = vocabulary.special
@@ -136,14 +136,14 @@ class _Tokens:
         self._longest = min(max(map(len, self._ids), default=0), _MAX_PIECE)
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Tokens of a text that a grammar forces: where nothing else may follow, llguidance allows
-        the one token alone that the tokenizer would begin it with."""
+        """Tokenise a text that a grammar forces. If only one text can follow, llguidance allows
+        nothing but the first token of this tokenisation."""
         data = text.encode() if isinstance(text, str) else text
         with suppress(Exception):
             found = self._encode(data.decode())
             if b"".join(self._texts[i] for i in found) == data:
                 return found
-        # Half a character, a text that spells a special token, or a tokenizer that puts a space
+        # The text is half a character or spells a special token, or the tokenizer puts a space
         # before every text.
         return self._longest_first(data)
 
@@ -172,7 +172,7 @@ def _to_lark(text: str) -> str:
 
 
 def _without_anchors(regex: str) -> str:
-    """Without the anchors around the whole: an output is always matched whole."""
+    """Drop the anchors around a whole expression: an output is always matched whole."""
     if regex.startswith("^"):
         regex = regex[1:]
     if regex.endswith("$") and (len(regex) - len(regex[:-1].rstrip("\\"))) % 2:
@@ -181,5 +181,5 @@ def _without_anchors(regex: str) -> str:
 
 
 def _escape(text: str) -> str:
-    """A regular expression of the text alone."""
+    """Regular expression that matches exactly ``text``."""
     return "".join(c if c.isalnum() or ord(c) > 127 else f"\\x{{{ord(c):x}}}" for c in text)

@@ -1,4 +1,4 @@
-"""parse_output: the text of an output as a value."""
+"""parse_output: parses the text of an output as JSON or as a type."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asyncllm.structured.python_types import from_json
 
 
 def parse_output(text: str, finish_reason: str | None, kind: Any = None) -> Any:
-    """See ``Completion.parsed``."""
+    """Parse an output's text; see ``Completion.parsed``."""
     try:
         return json.loads(text) if kind is None else from_json(kind, text, "type")
     except InvalidRequestError:

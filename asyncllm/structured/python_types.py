@@ -1,5 +1,5 @@
-"""Python types as JSON schemas, and JSON as their values: Pydantic models, dataclasses and
-TypedDicts, by Pydantic."""
+"""Conversion of Pydantic models, dataclasses and TypedDicts to JSON schemas, and of JSON to their
+values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncllm.errors import InvalidRequestError
 
 
 def is_schema_type(value: Any) -> bool:
-    """Whether ``value`` is a Pydantic model, a dataclass or a TypedDict, the type itself."""
+    """Whether ``value`` is a type: a Pydantic model, a dataclass or a TypedDict."""
     return check.is_a(value, type) and (
         dataclasses.is_dataclass(value)
         or typing.is_typeddict(value)
@@ -27,22 +27,22 @@ def is_schema_type(value: Any) -> bool:
 
 
 def schema_of(kind: type, name: str) -> dict[str, Any]:
-    """The JSON schema of a type, whose objects have no other properties unless it says so: what it
-    does not know, it would drop.
+    """JSON schema of a type. Its objects are closed unless the type says otherwise, because the
+    type would drop unknown properties.
 
     Raises:
-        InvalidRequestError: for one that has none, or without Pydantic.
+        InvalidRequestError: for a type without a JSON schema, or if Pydantic is not installed.
     """
     adapter = _adapter(kind, name)
     try:
         schema = adapter.json_schema()
-    except Exception as error:  # of the type's own hooks
+    except Exception as error:  # the type's own hooks may raise anything
         raise check.invalid(name, kind, f"a type that JSON can express ({error})") from error
     return close_objects(schema)
 
 
 def close_objects(schema: dict[str, Any]) -> dict[str, Any]:
-    """Gives the objects of a JSON schema that name properties no others, unless they say so; in
+    """Set ``additionalProperties`` to False in objects with ``properties``, unless it is set; in
     place."""
     pending: list[Any] = [schema]
     while pending:
@@ -57,18 +57,18 @@ def close_objects(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_json(kind: Any, text: str, name: str) -> Any:
-    """The value of the type that ``text`` is the JSON of.
+    """Parse JSON text to a value of a type.
 
     Raises:
-        InvalidRequestError: for a type that Pydantic does not know, or without Pydantic.
-        ValueError: for another text.
+        InvalidRequestError: for a type that Pydantic does not support, or if it is not installed.
+        ValueError: if ``text`` does not fit the type.
     """
     adapter = _adapter(kind, name)
     try:
         return adapter.validate_json(text)
     except (ValueError, RecursionError):
         raise
-    # A name that leads to no type is looked up here, and a type's own validators run.
+    # Unresolved names of types surface here, and a type's own validators may raise anything.
     except Exception as error:
         raise check.invalid(name, kind, f"a type that Pydantic knows ({error})") from error
 
@@ -88,8 +88,8 @@ def _adapter(kind: Any, name: str) -> Any:
 
 
 def _with_known_typed_dicts(kind: Any) -> Any:
-    """The type with each TypedDict of ``typing`` as one of ``typing_extensions``: before Python
-    3.12 Pydantic takes no other."""
+    """Replace TypedDicts of ``typing`` by those of ``typing_extensions``: before Python 3.12
+    Pydantic accepts no other."""
     if sys.version_info >= (3, 12):
         return kind
     if typing.is_typeddict(kind) and type(kind).__module__ == "typing":
@@ -98,7 +98,7 @@ def _with_known_typed_dicts(kind: Any) -> Any:
         for key, hint in typing.get_type_hints(kind, include_extras=True).items():
             required = key in kind.__required_keys__
             if typing.get_origin(hint) in (typing.Required, typing.NotRequired):
-                # Of annotations that are text, the class does not know.
+                # With string annotations, ``__required_keys__`` is wrong.
                 required = typing.get_origin(hint) is typing.Required
             hint = _with_known_typed_dicts(hint)
             fields[key] = (extensions.Required if required else extensions.NotRequired)[hint]

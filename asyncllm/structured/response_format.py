@@ -1,4 +1,4 @@
-"""OpenAI's ``response_format`` as ``structured_outputs``."""
+"""parse_response_format: converts OpenAI's ``response_format`` to ``structured_outputs``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def parse_response_format(value: Any) -> StructuredOutputs | None:
     A schema is enforced whether it is ``strict`` or not.
 
     Raises:
-        InvalidRequestError: for a format that is not known, or a bad schema.
+        InvalidRequestError: for an unknown format or an invalid schema.
     """
     if value is None:
         return None

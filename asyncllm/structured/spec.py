@@ -1,4 +1,4 @@
-"""StructuredOutputs: what a request asks of its output's form, as plain text in bounds."""
+"""StructuredOutputs: checked specification of a request's grammar."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ Kind = Literal["json", "regex", "choice", "grammar", "json_object", "structural_
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 MAX_CHARACTERS = 2**17
-"""Of a schema, an expression, a grammar or all choices: they are read while an event loop waits."""
+"""Most characters of a schema, expression, grammar or list of choices, which is checked on an event
+loop."""
 
 MAX_DEPTH = 48
-"""Levels of a schema. The backends parse them by recursion."""
+"""Most levels of a schema: backends parse it recursively."""
 
 MAX_REGEX_CHARACTERS = 2**13
 MAX_CHOICES = 2**12
@@ -29,14 +30,14 @@ _ACCEPTED = "a dict with exactly one of " + ", ".join(KINDS)
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """One of the forms that an output can be held to.
+    """A regular expression, grammar, schema, structural tag or choice for an output.
 
     Attributes:
-        kind: which of them.
-        text: the regular expression, or the grammar; a JSON schema, a structural tag and the
-            list of choices as JSON. Equal texts are compiled once.
-        param: what the caller gave, and an error is about. In a structural tag that was made of
-            "tools" the names of special tokens stand for these.
+        kind: the kind of specification.
+        text: the regular expression or grammar; or, as JSON, the schema, structural tag or list of
+            choices. Equal texts are compiled once.
+        param: the caller's parameter, for errors. In a structural tag made from "tools", names of
+            special tokens mean the tokens.
     """
 
     kind: Kind
@@ -45,11 +46,10 @@ class StructuredOutputs:
 
 
 def parse_structured_outputs(value: Any) -> StructuredOutputs | None:
-    """``SamplingParams.structured_outputs`` in its checked form. No backend is imported.
+    """Check ``SamplingParams.structured_outputs``, without importing a backend.
 
     Raises:
-        InvalidRequestError: for anything but a dict with exactly one kind, or what is past the
-            bounds.
+        InvalidRequestError: for anything but a dict with exactly one kind, within the limits.
     """
     if value is None or check.is_a(value, StructuredOutputs):
         return value
@@ -151,12 +151,12 @@ def _loads(name: str, text: str) -> Any:
 
 
 def _dumps(name: str, value: Mapping[str, Any]) -> str:
-    """JSON of it, in the order of its keys: properties are written in that order."""
+    """Serialise a schema. Keys keep their order, in which the model writes the properties."""
     for count, (item, depth) in enumerate(_walk(value)):
         if depth > MAX_DEPTH:
             raise check.invalid(name, value, f"at most {MAX_DEPTH} levels")
         if count > MAX_CHARACTERS:
-            # Lists within lists may share what would be written out many times over.
+            # Shared lists within lists would be written out many times.
             raise check.invalid(name, value, f"at most {MAX_CHARACTERS} characters")
         if isinstance(item, Mapping) and not all(isinstance(key, str) for key in item):
             raise check.invalid(name, item, "strings for keys")
@@ -169,7 +169,7 @@ def _dumps(name: str, value: Mapping[str, Any]) -> str:
 
 
 def _walk(value: Any) -> Iterator[tuple[Any, int]]:
-    """Every item within and how deep it lies; endless for an object within itself."""
+    """Iterate over nested items with their depths; endless if an object contains itself."""
     pending = [(value, 1)]
     while pending:
         item, depth = pending.pop()
@@ -181,7 +181,7 @@ def _walk(value: Any) -> Iterator[tuple[Any, int]]:
 
 
 def _plain(value: Any) -> Any:
-    """A mapping of another type as a dict."""
+    """Convert any mapping to a dict."""
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"{check.type_name(value)} is no JSON")

@@ -1,4 +1,4 @@
-"""Structural tags as Lark: text in which a trigger begins a tag, and a tag holds JSON."""
+"""Structural tags: conversion to llguidance's Lark grammars."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ _NEEDS_XGRAMMAR = "takes the xgrammar backend: `pip install asyncllm[xgrammar]`"
 
 
 def to_lark(tag: dict[str, Any], special: Mapping[int, str] = MappingProxyType({})) -> str:
-    """A structural tag as a grammar in llguidance's Lark.
+    """Convert a structural tag to a grammar in llguidance's Lark.
 
-    Of the formats it has const_string, json_schema, sequence, or, tag, tags_with_separator, and
-    triggered_tags as the whole: text is free up to a trigger, where a tag that begins with it
-    follows.
+    Supported formats: const_string, json_schema, sequence, or, tag, tags_with_separator; and, at
+    the top level only, triggered_tags: free text up to a trigger, then a tag that begins with it.
 
     Args:
-        special: ids and names of tokens that are meant where a delimiter has their name.
+        special: ids and names of special tokens; their names in delimiters mean the tokens.
 
     Raises:
-        GrammarError: for a tag of another form.
+        GrammarError: for an unsupported format.
     """
     lark = _Lark(special)
     form = with_format(tag)["format"]
@@ -39,7 +38,7 @@ def to_lark(tag: dict[str, Any], special: Mapping[int, str] = MappingProxyType({
 
 
 class _Lark:
-    """Rules of a grammar, as they are written."""
+    """Builder of a Lark grammar's rules."""
 
     def __init__(self, special: Mapping[int, str]) -> None:
         self.rules: list[str] = []
@@ -55,7 +54,7 @@ class _Lark:
         return name
 
     def expression(self, form: Any) -> str:
-        """A rule of the format; its name."""
+        """Add a rule for a format; returns its name."""
         kind = _field(form, "type", str)
         if kind == "const_string":
             return self.rule(self._spelled(_field(form, "value", str)) or _EMPTY)
@@ -100,7 +99,8 @@ class _Lark:
             trigger = next((t for t in triggers if isinstance(t, str) and begin.startswith(t)), "")
             if not trigger:
                 raise GrammarError(f"no trigger begins {begin!r}")
-            # No text holds a special token, so one needs no laziness, which is of text alone.
+            # Free text cannot contain a special token, so only a textual trigger needs a lazy
+            # match.
             opens = self._spelled(trigger)
             head = self.rule(f"TEXT {opens}", "" if opens.startswith("<[") else "[lazy]")
             tags.append(self.rule(f"{head} {self._tag(tag, begin[len(trigger) :])}"))
@@ -132,7 +132,7 @@ def _json(schema: Any) -> str:
 
 
 def with_format(tag: dict[str, Any]) -> dict[str, Any]:
-    """A structural tag of "structures" and "triggers" in the form with "format"."""
+    """Convert a structural tag with "structures" and "triggers" to one with "format"."""
     if "format" in tag:
         return tag
     tags = []
@@ -144,7 +144,7 @@ def with_format(tag: dict[str, Any]) -> dict[str, Any]:
 
 
 def schemas_in_tag(tag: Any) -> Iterator[Any]:
-    """The JSON schemas of a structural tag of either form."""
+    """Iterate over the JSON schemas of a structural tag in either form."""
     pending = [tag]
     while pending:
         item = pending.pop()

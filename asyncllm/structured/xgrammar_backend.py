@@ -1,4 +1,4 @@
-"""XGrammarBackend: grammars by xgrammar (pushdown automata over bytes)."""
+"""XGrammarBackend: xgrammar's grammars (pushdown automata over bytes)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from asyncllm.structured.structural_tag import schemas_in_tag, with_format
 
 
 class XGrammarBackend:
-    """The second: what it ignores in a schema is refused before it sees it."""
+    """Second backend. Schemas that it would partly ignore are refused before."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._library: Any = importlib.import_module("xgrammar")
         library, size = self._library, len(vocabulary.tokens)
-        # One token more ends a grammar; it is none of the model's.
+        # One more token, after the model's, ends a grammar.
         info = library.TokenizerInfo(
             [*vocabulary.tokens, b""],
             library.VocabType.RAW,
@@ -46,7 +46,7 @@ class XGrammarBackend:
             RuntimeError,
             TypeError,
             ValueError,
-        ) as error:  # its own are RuntimeErrors
+        ) as error:  # xgrammar's own errors are RuntimeErrors
             raise GrammarError(_short(error)) from None
         return XGrammarGrammar(
             self._library.GrammarMatcher, compiled, self._num_words, self._vocabulary
@@ -91,7 +91,7 @@ class XGrammarGrammar:
 
 
 class XGrammarMatcher:
-    """One output's place in a grammar; see GrammarMatcher."""
+    """State of one output in a grammar; see GrammarMatcher."""
 
     __slots__ = ("_mask", "_matcher", "_vocabulary", "_words")
 
@@ -119,7 +119,7 @@ class XGrammarMatcher:
         return self._matcher.is_completed()
 
     def is_terminated(self) -> bool:
-        # Whether anything may follow is in the mask alone, which the next step needs anyway.
+        # Only the mask tells whether anything may follow; the next step needs it anyway.
         if not self._matcher.is_completed():
             return False
         mask = self.bitmask()
@@ -127,6 +127,6 @@ class XGrammarMatcher:
 
 
 def _short(error: Exception) -> str:
-    """Without the time and the place in its source that the library begins with."""
+    """Message of an error, without the time and source line that xgrammar puts before it."""
     text = str(error).strip().partition("\n")[0]
     return text.rpartition(": ")[2][:500] if text.startswith("[") else text[:500]

@@ -23,11 +23,11 @@ _TEMPLATE = (
 
 
 def byte_tokenizer() -> Tokenizer:
-    """The engine's own Tokenizer with 258 ids: a byte's id is the byte, and two special tokens
-    mark the turns of a ChatML template, which takes tools and writes calls as Hermes does.
+    """Make a Tokenizer with 258 ids: a byte's id is the byte, and two special tokens mark the turns
+    of a ChatML template. The template takes tools and writes calls as Hermes does.
 
-    So ``encode("Hé")`` is ``[72, 195, 169]``, a text has as many tokens as bytes, and half a
-    character, a stop string or a special token in a message is met as with a real model.
+    So ``encode("Hé")`` is ``[72, 195, 169]``, and a text has as many tokens as bytes. Half
+    characters, stop strings and special tokens in messages occur as with a real model.
     """
     backend = tokenizers.Tokenizer(models.BPE(byte_alphabet() | _SPECIAL, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

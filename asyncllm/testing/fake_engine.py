@@ -23,12 +23,12 @@ from asyncllm.testing.fake_executor import FakeExecutor
 from asyncllm.text.tokenizer import Tokenizer
 
 Answer = str | Exception | Sequence[str | int | Exception]
-"""Text, an exception that ends the request, or a sequence of texts, token ids and exceptions.
-An exception in it counts when the output has come so far."""
+"""Text, an exception that ends the request, or a sequence of texts, token ids and exceptions. An
+exception in a sequence is raised after the items before it."""
 
 Answers = Answer | Mapping[str, Answer] | Callable[[str], Answer]
-"""One answer for every prompt; an answer by prompt; or a function of the prompt. The prompt is
-its text, of a conversation the last message of the user."""
+"""One answer for every prompt, a mapping from prompt to answer, or a function of the prompt. For a
+conversation, the prompt is the user's last message."""
 
 _PIECE = "a text, an exception, or a sequence of texts, token ids and exceptions"
 _USER = b"user\n"
@@ -45,12 +45,12 @@ class FakeModelConfig:
 
 
 class ScriptedExecutor(FakeExecutor):
-    """FakeExecutor whose tokens are those of a script; sampling parameters change none of
-    them. Its KV cache is the fake's, so that a wrong block shows as an error.
+    """FakeExecutor with scripted tokens, which ignore sampling parameters. It still checks its KV
+    cache, so that a wrong block is an error.
 
     Args:
         info: limits to report.
-        answers: the script. A prompt that it lacks fails its request.
+        answers: the script. A request whose prompt it lacks fails.
         sleep: called before each step's result, on the engine thread.
     """
 
@@ -75,10 +75,10 @@ class ScriptedExecutor(FakeExecutor):
     def _execute(self, batch: StepBatch) -> StepResult:
         for assignment in batch.assignments:
             length = assignment.num_prompt_tokens
-            # The outputs of a request have one id, and each a seed of its own.
+            # A request's outputs share an id, but have different seeds.
             output = assignment.request_id, assignment.sampling.seed
             self._rows[assignment.req_index] = output, length
-            # One that was preempted comes back with its tokens, and goes on with its answer.
+            # A preempted request comes back with its tokens, and continues its answer.
             if len(assignment.token_ids) == length or output not in self._answers:
                 self._answers[output] = self._answer(assignment.token_ids[:length])
         return super()._execute(batch)
@@ -111,9 +111,9 @@ class ScriptedExecutor(FakeExecutor):
                 raise check.invalid("answers", answer, _PIECE)
             pieces = check.items("answers", answer, _PIECE, self.info.max_model_len)
             return [token for piece in pieces for token in self._piece(piece)]
-        except Exception as error:  # of the test's own function
+        except Exception as error:  # the test's own function raised
             return [error]
-        except BaseException as error:  # which would end the engine
+        except BaseException as error:  # would end the engine
             failure = RuntimeError(f"answers raised {check.describe(error)}")
             failure.__cause__ = error
             return [failure]
@@ -153,19 +153,19 @@ def fake_engine(
     load_error: BaseException | None = None,
     **overrides: Any,
 ) -> AsyncLLMEngine:
-    """An engine that is real but for its device: it needs no model and no torch, and gives the
-    answers of a script, one token (a byte) a step. Start it as any other.
+    """Make a real engine on a fake device, with scripted answers. It needs no model and no torch,
+    and yields a token (a byte) per step. Start it like any other engine.
 
     Args:
-        answers: what the prompts get; see ``Answers``. An answer ends with EOS. A function is
-            called for each output of a request.
-        step_time: seconds of each step, handed to ``sleep`` on the engine thread.
-        sleep: what makes them pass, or counts them.
-        gate: each step waits for a permit of it. Grant enough before the engine closes.
-        fail_at: number of a step, from 0, to the exception with which the device fails then.
+        answers: see ``Answers``. Each answer ends with EOS. A function is called for each output of
+            a request.
+        step_time: seconds of each step, passed to ``sleep`` on the engine thread.
+        sleep: function that sleeps for ``step_time``, or only counts it.
+        gate: semaphore that each step acquires. Release it often enough before the engine closes.
+        fail_at: number of a step, from 0, to the exception that the device raises in it.
         load_error: raised when the engine starts.
-        overrides: fields of EngineConfig. The scheduler's are honoured; those about weights and
-            devices have no effect, and logits processors are refused.
+        overrides: fields of EngineConfig. Those of the scheduler apply; those about weights and
+            devices have no effect; logits processors are refused.
     """
     config = EngineConfig(**overrides)
     faults = {} if fail_at is None else fail_at
@@ -192,7 +192,7 @@ def fake_engine(
 
 
 def fake_llm(answers: Answers, **options: Any) -> LLM:
-    """``LLM`` on a ``fake_engine``, started; arguments as there."""
+    """Make a started ``LLM`` on a ``fake_engine``; same arguments."""
     engine = fake_engine(answers, **options)
     engine._start_blocking()
     llm = LLM(engine=engine)

@@ -1,4 +1,4 @@
-"""FakeExecutor: an executor without a model, for tests of everything above it."""
+"""FakeExecutor: an executor without a model, for tests of the layers above it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def mix(state: int, value: int) -> int:
 
 
 class _Digests:
-    """The digests of a sequence in one KV group, position by position. Without a window each is
-    made from the one before, with one from all that it has and its position.
+    """Chain of a sequence's digests in one KV group. Without a window each digest is made from the
+    one before; with a window, from all digests in it and the position.
 
     Args:
-        start: the next position.
-        states: the digests before it, as far back as it sees.
+        start: position of the next digest.
+        states: the digests before that position, as far back as the window reaches.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class _Digests:
         self._next, self._states = start, states or []
 
     def append(self, token_id: int) -> int:
-        """The next one, of ``token_id``."""
+        """Append the digest of ``token_id``, and return it."""
         if self._window is None:
             state = self._states[-1] if self._states else self._group
         else:
@@ -57,10 +57,10 @@ class _Digests:
 
 
 def allowed_tokens(mask: bytes, vocab_size: int) -> list[int]:
-    """The tokens of a GrammarMask's mask, in ascending order.
+    """Tokens that a mask of GrammarMask allows, in ascending order.
 
     Raises:
-        ValueError: there are none, or it has another length.
+        ValueError: if there are none, or the mask has the wrong length.
     """
     size = 4 * -(-vocab_size // 32)
     if len(mask) != size:
@@ -74,38 +74,37 @@ def allowed_tokens(mask: bytes, vocab_size: int) -> list[int]:
 class FakeExecutor:
     """An executor without a model, for tests of everything above it.
 
-    It has a KV cache of its own: a position keeps a digest of all tokens up to there, made
-    from the digest that is read, through the block table, at the position before. The sampled
-    token is taken from the last digest. A wrong block, request index, start or stale token
-    therefore changes the output, and ``reference`` says what it should be.
+    Its KV cache stores at each position a digest of all tokens up to there, made from the digest at
+    the position before, which is read through the block table. The sampled token follows from the
+    last digest. A wrong block, request index, start or stale token therefore changes the output;
+    ``reference`` gives the right one.
 
-    Each KV group keeps digests of its own, so that a block of another group is a wrong one. In a
-    group with a window the digest is made from all those that the window has, and from no other:
-    so a block that is given back too early is one that is missed, and one that is given back too
-    late is not noticed.
-    With ``info.max_tokens_per_row`` above 1 it drafts as speculative decoding does: the digest
-    says how many drafts are accepted, and the rejected ones leave wrong KV behind.
+    Each KV group has different digests, so that a block of another group is wrong. In a group with
+    a window, a digest is made from exactly those in its window: a block that is given back too
+    early changes the output; one that is given back too late does not. With
+    ``info.max_tokens_per_row`` above 1 it imitates speculative decoding: the digest decides how
+    many drafts are accepted, and rejected ones leave wrong KV behind.
 
-    With ``info.has_states`` it keeps one more digest per request index, as a recurrent layer does:
-    a row at position 0 clears it, every other one goes on from what lies there. Checkpoints are
-    copied before and behind the step, as on a device.
+    With ``info.has_states`` it keeps one more digest per request index, like a recurrent layer's
+    state: a row at position 0 resets it, any other row continues it. Snapshots are copied before
+    and after the step, as on a device.
 
-    Its prompt log-probabilities are made of the digests too: the token that a digest says is the
-    likeliest, the next ones follow it, and the one of rank r has -r / 10.
+    Prompt log-probabilities follow from the digests too: the digest's token has rank 0, the
+    following ids the next ranks, and rank r has -r / 10.
 
-    A row under a grammar's mask keeps its token if that is allowed, else draws another by the
-    same digest; it yields one for any ``max_tokens_per_row``.
+    A row under a grammar's mask keeps its token if that is allowed, else the digest selects an
+    allowed one. Such a row yields one token, whatever ``max_tokens_per_row`` is.
 
     Args:
         info: limits to report.
         step_time: seconds each step takes, slept with the GIL released.
 
     Attributes:
-        faults: step number to what happens in ``collect`` of that step: an exception is
-            raised, a callable gets the result and returns another.
+        faults: step number to a fault in ``collect`` of that step: an exception to raise, or a
+            callable that gets the result and returns another.
         gate: if set, each ``collect`` waits for a permit: ``gate.release()`` lets one pass.
         batches: every batch executed, if ``record`` is True.
-        row_errors: request id to an exception for each of its sampled rows.
+        row_errors: request id to an exception that each of its sampled rows fails with.
     """
 
     def __init__(self, info: ExecutorInfo, *, step_time: float = 0.0, record: bool = False) -> None:
@@ -125,10 +124,10 @@ class FakeExecutor:
         self._tokens: dict[int, list[int]] = {}
         self._blocks: dict[int, tuple[list[int], ...]] = {}
         self._ids: dict[int, str] = {}
-        self._states = [0] * (info.max_num_seqs + info.num_state_checkpoints)
+        self._states = [0] * (info.max_num_seqs + info.num_state_snapshots)
 
     def reference(self, prompt: Sequence[int], count: int) -> list[int]:
-        """The ``count`` tokens that follow ``prompt``, computed without any cache."""
+        """Compute the ``count`` tokens after ``prompt`` without any cache."""
         digests = self._digests()
         states = list(range(len(digests)))
         for token_id in prompt:
@@ -140,7 +139,7 @@ class FakeExecutor:
         return tokens
 
     def reference_prompt_logprobs(self, prompt: Sequence[int], count: int) -> list[TokenLogprobs]:
-        """Those of ``prompt`` from the second token on, computed without any cache."""
+        """Compute prompt log-probabilities, from the second token on, without any cache."""
         digests = self._digests()[: len(self.info.kv_groups)]
         found = []
         for position in range(1, len(prompt)):
@@ -149,7 +148,7 @@ class FakeExecutor:
         return found
 
     def _digests(self) -> list[_Digests]:
-        """Of each KV group, and of the recurrent state if there is one."""
+        """Make the digests of each KV group, and of the recurrent state if there is one."""
         windows = [spec.window for spec in self.info.kv_groups] + [None] * self.info.has_states
         return [_Digests(index, window) for index, window in enumerate(windows)]
 
@@ -160,7 +159,7 @@ class FakeExecutor:
         return TokenLogprobs(Logprob(token_id, -rank / 10, rank), tuple(top))
 
     def _token(self, states: Sequence[int]) -> int:
-        """Of the digests of all groups."""
+        """Token that follows from the digests of all groups."""
         return functools.reduce(operator.xor, states) % self.info.vocab_size
 
     def launch(self, batch: StepBatch) -> None:
@@ -244,9 +243,9 @@ class FakeExecutor:
         return found
 
     def _forward(self, batch: StepBatch, group: int) -> list[int]:
-        """The digest at the last position of each row. A row may read what another writes
-        in the same step (a model writes a layer's KV before it reads it), so a writer goes
-        before its readers."""
+        """Compute the digest at the last position of each row. A row may read what another one
+        writes in the same step (a model writes a layer's KV before it reads it), so writers come
+        first."""
         writer = {
             self._index(group, batch.req_indices[row], position): row
             for row in range(len(batch))
@@ -271,22 +270,22 @@ class FakeExecutor:
         return [states[row] for row in range(len(batch))]
 
     def _advance(self, batch: StepBatch) -> list[int]:
-        """The state behind each row."""
-        first = self.info.max_num_seqs - 1  # checkpoints are counted from 1
-        for req_index, checkpoint in batch.state_loads:
-            self._states[req_index] = self._states[first + checkpoint]
+        """Compute the recurrent state after each row."""
+        first = self.info.max_num_seqs - 1  # snapshots are numbered from 1
+        for req_index, snapshot in batch.state_loads:
+            self._states[req_index] = self._states[first + snapshot]
         for req_index, start, count in zip(
             batch.req_indices, batch.starts, batch.counts, strict=True
         ):
             state = self._states[req_index] if start else len(self.info.kv_groups)
             tokens = self._tokens[req_index][start : start + count]
             self._states[req_index] = functools.reduce(mix, tokens, state)
-        for req_index, checkpoint in batch.state_saves:
-            self._states[first + checkpoint] = self._states[req_index]
+        for req_index, snapshot in batch.state_saves:
+            self._states[first + snapshot] = self._states[req_index]
         return [self._states[req_index] for req_index in batch.req_indices]
 
     def _write(self, group: int, req_index: int, start: int, tokens: Sequence[int]) -> int:
-        """Digests of ``tokens`` from position ``start`` on; returns the last."""
+        """Write the digests of ``tokens`` from position ``start`` on; returns the last."""
         seen = self._seen(group, start)
         states = [self._kv[self._index(group, req_index, position)] for position in seen]
         if None in states:
@@ -303,7 +302,7 @@ class FakeExecutor:
         return state
 
     def _seen(self, group: int, position: int) -> range:
-        """Positions whose digests the one at ``position`` is made from, before its own."""
+        """Earlier positions whose digests the one at ``position`` is made from."""
         window = self.info.kv_groups[group].window
         return range(max(0, position - (1 if window is None else window - 1)), position)
 
@@ -348,7 +347,7 @@ class FakeExecutor:
             result.token_ids += yielded
             result.counts[row] = len(yielded)
         else:
-            # The next step may be launched already, and needs a token to go on with.
+            # The next step may be launched already, and needs some token.
             result.prompt_logprobs.pop(row, None)
             result.errors[row] = RowError.of(error)
             self.in_process.errors.setdefault(batch.step, {})[row] = error

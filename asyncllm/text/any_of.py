@@ -1,4 +1,4 @@
-"""any_of: a pattern of many literal texts, which takes no longer where there are more of them."""
+"""any_of: a regular expression that finds any of many literal texts in the same time."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Collection
 from itertools import groupby
 
 _MAX_DEPTH = 64
-"""Groups within groups: the compiler of patterns calls itself for each."""
+"""Nested groups at most: ``re`` compiles them recursively."""
 
 
 def any_of(texts: Collection[str]) -> re.Pattern[str]:
-    """A pattern that finds the longest of ``texts`` that begins at a place; of none, it finds
-    nothing. Alternatives share their beginnings (a radix tree), because ``re`` tries those of one
-    group in turn: a text of a thousand "<" would be compared with each token that begins so."""
+    """Pattern that matches the longest of ``texts`` at each position; nothing, if there are none.
+    Alternatives share prefixes (a radix tree), because ``re`` tries alternatives one by one: in a
+    text of a thousand "<" it would try every token that begins so."""
     return re.compile(_tree(sorted({text for text in texts if text}), 0) or r"(?!)")
 
 
 def _tree(texts: list[str], depth: int) -> str:
-    """The source for ``texts``, sorted and each once. An empty one among them ends where its group
-    begins, and is tried behind those that go on."""
+    """Pattern source for sorted, distinct ``texts``. An empty text is tried last, after the longer
+    ones."""
     if depth == _MAX_DEPTH:
         return "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
     ends = [text for text in texts[:1] if not text]
     branches = []
     for _, group in groupby(texts[len(ends) :], key=lambda text: text[0]):
         alike = list(group)
-        # Of sorted texts the first and the last differ earliest.
+        # The first and the last of sorted texts have the shortest common prefix.
         shared = _shared(alike[0], alike[-1])
         rest = _tree([text[len(shared) :] for text in alike], depth + 1)
         branches.append(re.escape(shared) + (f"(?:{rest})" if rest else ""))
@@ -34,7 +34,7 @@ def _tree(texts: list[str], depth: int) -> str:
 
 
 def _shared(first: str, last: str) -> str:
-    """The beginning that two texts have in common."""
+    """Common prefix of two texts."""
     if first == last:
         return first
     pairs = enumerate(zip(first, last, strict=False))

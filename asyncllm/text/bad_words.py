@@ -1,4 +1,4 @@
-"""bad_words_token_ids: texts that an output must not contain, as tokens."""
+"""bad_words_token_ids: converts ``bad_words`` to token sequences."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from asyncllm import validation as check
 def bad_words_token_ids(
     words: Sequence[str], tokenizer: Any, vocab_size: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Token sequences of ``bad_words``, as in vLLM: each as it is, and behind a space if that makes
-    another sequence of the same length.
+    """Token sequences of ``bad_words``, as in vLLM: each word as it is, and with a space before it
+    if that gives another sequence of the same length.
 
     Raises:
-        InvalidRequestError: for one that has no tokens, or some that the model has not.
+        InvalidRequestError: for a word without tokens, or with tokens beyond the model's
+            vocabulary.
     """
     accepted = "texts whose tokens the model has"
     found: list[tuple[int, ...]] = []

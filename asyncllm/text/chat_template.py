@@ -1,4 +1,4 @@
-"""ChatTemplate: messages to a prompt, in a sandbox, as transformers renders them."""
+"""ChatTemplate: renders messages to a prompt in a sandbox, as transformers does."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.template_sandbox import RenderLimits, TemplateLimitError, TemplateSandbox
 
 _MAX_SOURCE = 1 << 17
-"""Characters of a template: some ten times the longest that models have. Compiling holds the
-interpreter's lock for a second where it is as long, and for a minute with a few megabytes."""
+"""Most characters of a template: ten times the longest known one. Compiling one of this length
+holds the GIL for a second, and one of a few megabytes for a minute."""
 
 
 class ChatTemplate:
-    """A model's chat templates; compiled when they are first used.
+    """A model's chat templates, compiled at first use.
 
     Attributes:
-        sources: name to Jinja source; the usual one is "default", one for calls with tools
-            "tool_use". Empty for a model without a template.
-        special_tokens: what templates see as ``bos_token``, ``eos_token`` and so on.
+        sources: name to Jinja source: "default", and "tool_use" for conversations with tools. Empty
+            for a model without a template.
+        special_tokens: the template variables ``bos_token``, ``eos_token`` and so on.
     """
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
@@ -36,7 +36,7 @@ class ChatTemplate:
 
     @classmethod
     def from_directory(cls, path: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
-        """Reads the templates of a tokenizer's directory.
+        """Read the templates in a tokenizer's directory.
 
         ``chat_template.jinja`` and ``additional_chat_templates/*.jinja`` come before
         ``chat_template.json``, and that before ``chat_template`` in
@@ -59,15 +59,14 @@ class ChatTemplate:
         return cls(sources, special_tokens)
 
     def compile(self) -> None:
-        """Compiles the templates, which takes some 50 ms with the import of jinja2: for a
-        start, so that no call has to. One that does not compile is reported where it is
-        used."""
+        """Compile the templates at start, so that no call waits the 50 ms that it takes with the
+        import of jinja2. One that does not compile is reported when it is used."""
         for source in self.sources.values():
             with contextlib.suppress(InvalidRequestError):
                 self._compile(source)
 
     def reads(self, variable: str) -> bool:
-        """Whether a template may read ``variable``, as one that knows tools reads ``tools``."""
+        """Whether a template may read ``variable``, such as ``tools``."""
         word = re.compile(rf"\b{re.escape(variable)}\b")
         return any(word.search(source) for source in self.sources.values())
 
@@ -80,15 +79,15 @@ class ChatTemplate:
         limits: RenderLimits,
         change: Callable[[str], str] | None = None,
     ) -> str:
-        """The prompt for a conversation.
+        """Render the prompt of a conversation.
 
         Args:
-            change: is made to every string of the conversation, except where it takes the
-                place of one of ``special_tokens``.
+            change: applied to every string of the conversation, except variables that override one
+                of ``special_tokens``.
 
         Raises:
-            InvalidRequestError: for a template that is not there, does not compile, or
-                refuses the conversation.
+            InvalidRequestError: for a template that is missing, does not compile, or raises an
+                error.
             TemplateLimitError: for a template that needs more than ``limits``.
         """
         source = self._source(conversation)
@@ -100,7 +99,7 @@ class ChatTemplate:
             return self._sandbox.render(template, {**self.special_tokens, **values}, limits)
         except TemplateLimitError:
             raise
-        # A template is a program from elsewhere: any exception of its ends this request alone.
+        # A template is a foreign program: any exception that it raises ends this request alone.
         except Exception as error:
             raise InvalidRequestError(
                 f"messages: the chat template refused them "
@@ -135,7 +134,7 @@ class ChatTemplate:
             )
         try:
             template = self._sandbox.from_string(source)
-        # Not only syntax errors of Jinja: also of Python, for too many nested loops.
+        # Not only Jinja's syntax errors: Python's too, for too many nested loops.
         except Exception as error:
             raise InvalidRequestError(
                 f"chat_template: does not compile ({type(error).__name__}: {error!s:.1000})",

@@ -1,4 +1,4 @@
-"""ControlTokens: special tokens of a template, told apart from text that spells them."""
+"""ControlTokens: separates a template's special tokens from text that spells them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from asyncllm.text.any_of import any_of
 
 _FIRST_SURROGATE = 0xD800
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
-# From the most to the least telling sign in ordinary text; any other is more so.
+# Characters of ordinary text, from the rarest to the most frequent; any other is rarer still.
 _COMMON_SIGNS = "[]<>{}()#*=\"'`-/:;!?.,\n "
 
 
 class ControlTokens:
-    """Special tokens of a tokenizer, in prompts that a template makes of messages.
+    """Encoder of rendered prompts that keeps special tokens in messages plain text.
 
-    A special token is a control token where the template wrote its delimiter, as the "|" of
-    "<|im_end|>", and text where a message brought it. To tell which, a conversation is
-    rendered with the delimiters in its messages hidden: each is replaced by a lone surrogate,
-    which no text that can be tokenised has, and which templates leave alone. What spells a
-    special token then is the template's own, however the template cuts, joins or rewrites
-    the messages.
+    A special token is a control token if the template wrote its delimiter (the "|" of
+    "<|im_end|>"), and text if the delimiter came from a message. To tell which, a conversation is
+    rendered with the delimiters in its messages hidden: each is replaced by a lone surrogate, which
+    no valid text has and templates leave alone. Every special token in the result is then the
+    template's own, however the template cuts, joins or rewrites the messages.
 
     Args:
-        backend: is not changed. Text is encoded by another tokenizer around the same model,
-            which knows a mark for each control token, and no special token.
+        backend: the model's tokenizer, which is not changed. Prompts are encoded by a second one
+            with the same model, which has a unique mark for each control token and no special
+            tokens.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -51,21 +51,21 @@ class ControlTokens:
         self._encodable = next(
             sign for sign in map(chr, range(0xE000, 0xF8FF)) if sign not in spelling
         )
-        # A token that is a word is hidden where it is spelled out, and only there: templates
-        # know fields and roles by words.
+        # A special token that is a word is hidden only where it stands in full: templates compare
+        # fields and roles with words.
         self._delimiters = [sign for sign in surrogates if not _in_words(sign)]
         self._words = [text for text, sign in signs.items() if _in_words(sign)]
         self._pattern = any_of(self._ids)
         normalizers = {step["type"] for step in steps_of(backend.normalizer)}
         self._rewrites = not normalizers <= {"NFC", "Prepend", "Replace"}
         self._add_marks(backend, added)
-        # What stands for characters that the model does not know is a part of ordinary text.
+        # The unknown token stands for ordinary text, so it is no control token.
         self._controls = frozenset(self._ids.values()).difference(_unknown(self._marking))
 
     def _add_marks(
         self, backend: tokenizers.Tokenizer, added: list[tuple[int, tokenizers.AddedToken]]
     ) -> None:
-        # Its parts are shared, not copied.
+        # Shares the parts of ``backend``: nothing is copied.
         self._marking = tokenizers.Tokenizer(backend.model)
         if backend.normalizer is not None:
             self._marking.normalizer = backend.normalizer
@@ -91,18 +91,18 @@ class ControlTokens:
         }
 
     def may_be_spelled_by(self, texts: Iterable[str]) -> bool:
-        """Whether a special token may be a matter of ``texts``, or of parts of them."""
+        """Whether ``texts`` may spell a special token, or a part of one."""
         text = "".join(texts)
         if self._rewrites and not text.isascii():
             return True
         return any(sign in text for sign in (*self._delimiters, *self._words))
 
     def render(self, texts: Iterable[str], render: Callable[[Callable[[str], str]], str]) -> str:
-        """The prompt with delimiters hidden where it matters, for ``encode``.
+        """Render a prompt for ``encode``, with delimiters in messages hidden where needed.
 
         Args:
             texts: all strings of a conversation.
-            render: gives the prompt, with a function made to all of them.
+            render: renders the prompt, with the given function applied to every string.
         """
         text = "".join(texts)
         if _SURROGATE.search(text):
@@ -114,7 +114,7 @@ class ControlTokens:
         except InvalidRequestError as error:
             raise InvalidRequestError(self._show(str(error)), param=error.param) from error
         if "\\ud8" not in text:
-            # As JSON and Python write a surrogate in a string.
+            # JSON and Python escape a surrogate in this way.
             for surrogate in self._surrogates.values():
                 prompt = prompt.replace(f"\\u{ord(surrogate):x}", surrogate)
         return prompt
@@ -122,9 +122,9 @@ class ControlTokens:
     def _least_hidden(
         self, spelled: set[str], render: Callable[[Callable[[str], str]], str]
     ) -> str:
-        """A prompt with the control tokens that it has with all delimiters hidden. Templates
-        look into messages, as for the thoughts in old turns, and find what is not hidden: at
-        first nothing is, then what messages brought too much of, then all that they spell."""
+        """Prompt with the same control tokens as with all delimiters hidden, but as few hidden as
+        possible: templates search messages, for thoughts in old turns for example. First nothing is
+        hidden, then the tokens of which there are too many, then all that messages spell."""
         refusal = None
         try:
             strict = render(self._hide_all)
@@ -138,8 +138,8 @@ class ControlTokens:
             )
             if spelled:
                 raise refusal from error
-            # A filter that encodes, as urlencode, refuses surrogates. With no token to hide, this
-            # prompt is there to be compared alone, and one sign may stand for all delimiters.
+            # A filter such as urlencode refuses surrogates. With no token to hide, this prompt only
+            # serves for comparison, so one character may stand for all delimiters.
             strict = render(lambda text: _SURROGATE.sub(self._encodable, self._hide_all(text)))
         written = self._pattern.findall(strict)
         hidden: set[str] = set()
@@ -155,8 +155,8 @@ class ControlTokens:
         return strict
 
     def _is_part(self, prompt: str, strict: str) -> bool:
-        """Whether ``prompt`` only leaves out text of ``strict``, between control tokens: then
-        no message moved one."""
+        """Whether ``prompt`` is ``strict`` with text left out between control tokens. Then no
+        message has moved a control token."""
         parts = zip(self._pattern.split(prompt), self._pattern.split(strict), strict=True)
         for part, whole in parts:
             rest = iter(self._show(whole))
@@ -183,19 +183,19 @@ class ControlTokens:
     def encode(
         self, prompt: str, encode: Callable[[tokenizers.Tokenizer, str], list[int]]
     ) -> list[int]:
-        """Token ids of what ``render`` gave.
+        """Token ids of a prompt that ``render`` returned.
 
         Args:
-            encode: text to ids by a tokenizer.
+            encode: encodes a text with a tokenizer.
 
         Raises:
-            InvalidRequestError: for text of a message that would be a control token however it
-                is encoded, as one that the tokenizer's normalizer makes.
+            InvalidRequestError: for message text that becomes a control token in every encoding,
+                for example through the tokenizer's normalizer.
         """
         written = self._pattern.findall(prompt)
         controls = [i for i in map(self._ids.__getitem__, written) if i in self._controls]
         marked = self._pattern.sub(lambda match: self._marks[match[0]], prompt)
-        # A vocabulary may hold a special token's text as a piece of text as well.
+        # The vocabulary may also have a special token's text as an ordinary token.
         for around in ("", self._break):
             ids = encode(self._marking, self._show(marked, around))
             ids = [self._renumbered.get(i, i) for i in ids]
@@ -210,13 +210,12 @@ class ControlTokens:
 
 
 def steps_of(part: Any) -> list[dict[str, Any]]:
-    """The steps of a tokenizer's normalizer, pre-tokenizer or decoder, as tokenizer.json has
-    them."""
+    """Steps of a tokenizer's normalizer, pre-tokenizer or decoder, as in tokenizer.json."""
     if part is None:
         return []
     if not isinstance(part, dict):
-        # The pickled state of a part is its part of tokenizer.json, without the 0.7 s that
-        # writing and reading a whole file of 150,000 tokens takes.
+        # A part's pickled state is its section of tokenizer.json. Serialising the whole tokenizer
+        # would take 0.7 s with 150,000 tokens.
         part = json.loads(part.__getstate__())
     if part["type"] != "Sequence":
         return [part]
@@ -225,8 +224,7 @@ def steps_of(part: Any) -> list[dict[str, Any]]:
 
 
 def _unknown(backend: tokenizers.Tokenizer) -> list[int]:
-    """Ids that stand for characters that the model does not know; none where those are an error,
-    which is then that of the text that has them."""
+    """Ids of unknown characters; none if the tokenizer raises an error for them."""
     try:
         return backend.encode("\U0010fffd\ufffe", add_special_tokens=False).ids
     except Exception:  # the library raises no other
@@ -234,7 +232,7 @@ def _unknown(backend: tokenizers.Tokenizer) -> list[int]:
 
 
 def _delimiter(text: str) -> str:
-    """The character of a special token that is rarest in ordinary text."""
+    """Character of a special token that is rarest in ordinary text."""
     signs = [sign for sign in text if not _in_words(sign)] or [text[0]]
     return min(signs, key=_COMMON_SIGNS.find)
 

@@ -1,4 +1,4 @@
-"""Detokenizer: the text side of one output, with its stop strings."""
+"""Detokenizer: incremental text of one output, with stop strings."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from asyncllm.text.text_decoder import TextDecoder
 class StopMatcher:
     """Finds stop strings in text that arrives in pieces, and holds back as little as possible.
 
-    A piece is searched together with the text held back before it. The match that begins
-    earliest wins, and of several that begin there the one listed first. Without a match,
-    everything is handed out but the longest suffix that some stop string begins with, so a
-    match can never begin in text that is out already.
+    A piece is searched together with the text held back before it. The match that begins earliest
+    wins, and of several that begin there the one listed first. Without a match, the longest suffix
+    that is a prefix of a stop string is held back and the rest released, so a match never begins in
+    text that was released.
 
     Attributes:
         stopped: the stop string that was found, or None.
@@ -30,7 +30,7 @@ class StopMatcher:
         self.stopped: str | None = None
 
     def push(self, text: str, *, search: bool = True) -> str:
-        """Takes the next piece and returns what may be handed out.
+        """Take the next piece; returns the text that can be released.
 
         Only a match that ends in this piece counts, and none without ``search``.
         """
@@ -49,7 +49,7 @@ class StopMatcher:
         return buffer[: len(buffer) - held]
 
     def finish(self) -> str:
-        """The text held back, when no more will come."""
+        """Text that was held back, after the last piece."""
         held, self._held = self._held, ""
         return held
 
@@ -76,7 +76,7 @@ class StopMatcher:
 
 
 class Detokenizer:
-    """Turns the tokens of one output into text that may be handed out.
+    """Converts the tokens of one output to text, up to a stop string.
 
     Not thread-safe; made for one output, with a decoder of its own. A token whose text does
     not belong to the output (EOS, a stop token) is not pushed.
@@ -85,7 +85,7 @@ class Detokenizer:
         decoder: made for this output and its prompt.
         stop: non-empty strings that end the output.
         include_stop_str_in_output: keep the stop string at the end of the text.
-        min_tokens: stop strings that end in one of the first so many tokens do not count.
+        min_tokens: number of first tokens in which a stop string does not count.
 
     Attributes:
         stopped: the stop string that ended the output, or None.
@@ -107,13 +107,13 @@ class Detokenizer:
         self.stopped: str | None = None
 
     def push(self, token_id: int, *, search: bool = True) -> str:
-        """Takes the next token and returns the text that may be handed out now.
+        """Take the next token; returns the text that can be released now.
 
         Args:
             search: False for a token in which no stop string may begin or end.
 
         Raises:
-            Exception: any of the decoder; it concerns this output alone.
+            Exception: any error of the decoder; it ends this output alone.
             RuntimeError: after a stop string was found.
         """
         text = self._decoder.push(token_id)
@@ -133,8 +133,8 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """The rest of the text: what was held back, with replacement characters for an
-        unfinished character. Empty after a stop string."""
+        """Rest of the text: held-back text, and replacement characters for an unfinished character.
+        Empty after a stop string."""
         if self.stopped is not None:
             return ""
         text = self._decoder.flush()

@@ -1,4 +1,4 @@
-"""read_gguf_tokenizer: the tokenizer and the chat templates in a GGUF file."""
+"""read_gguf_tokenizer: reads the tokenizer and chat templates of a GGUF file."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ _TEMPLATE = "tokenizer.chat_template"
 
 
 def read_gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[str, str]]:
-    """The tokenizer that transformers makes of a GGUF file, its special tokens by name
-    ("eos_token"), and its templates by name.
+    """Tokenizer, special tokens by name ("eos_token") and templates by name of a GGUF file, as
+    transformers reads them.
 
     Raises:
-        ModelLoadError: the file is damaged, or of a kind of tokenizer that transformers does not
-            make.
+        ModelLoadError: the file is damaged, or transformers does not support its tokenizer.
     """
-    metadata = GGUFFile(path).metadata  # raises before transformers reads unchecked lengths
+    metadata = GGUFFile(path).metadata  # checks the lengths, which transformers does not
     with importing_transformers():
         _check_split(path, metadata)
         from transformers import PreTrainedTokenizerFast
@@ -35,7 +34,7 @@ def read_gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str
                 str(path.parent), gguf_file=path.name, local_files_only=True
             )
             backend = _within(loaded.backend_tokenizer, metadata["tokenizer.ggml.tokens"])
-        except Exception as error:  # it raises what its many builders raise
+        except Exception as error:  # its many converters raise anything
             raise ModelLoadError(
                 f"{path}: transformers makes no tokenizer of it ({explain(error)})"
             ) from error
@@ -53,11 +52,11 @@ def read_gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str
 
 
 def _check_split(path: Path, metadata: Mapping[str, Any]) -> None:
-    """Raises ModelLoadError for a byte-level vocabulary whose way to split words transformers does
-    not know: it would take GPT-2's in silence."""
+    """Raise ModelLoadError for a byte-level vocabulary with a pre-tokenizer that transformers does
+    not know: it would silently use GPT-2's."""
     try:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-    except ImportError:  # of versions that take the class of the architecture instead
+    except ImportError:  # other versions choose by architecture
         return
     known, split = {"gpt-2", *GGUF_PRE_TOKENIZER_SPLITS}, metadata.get("tokenizer.ggml.pre")
     if metadata.get("tokenizer.ggml.model") == "gpt2" and split not in known:
@@ -68,8 +67,8 @@ def _check_split(path: Path, metadata: Mapping[str, Any]) -> None:
 
 
 def _within(backend: tokenizers.Tokenizer, size: int) -> tokenizers.Tokenizer:
-    """The tokenizer without tokens beyond the file's: the class that transformers takes for it adds
-    those of the model it was written for, which this one has no embedding of."""
+    """Drop tokens beyond the file's vocabulary: transformers' class adds those of the model that it
+    was written for, and this model has no embedding for them."""
     description = json.loads(backend.to_str())
     description["added_tokens"] = [
         token for token in description["added_tokens"] if token["id"] < size

@@ -1,4 +1,4 @@
-"""TemplateInput: what one call gives to a chat template, checked and copied."""
+"""TemplateInput: checked copy of a call's input to a chat template."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _MAX_VALUES = 100_000
 
 
 class TemplateInput:
-    """Messages, tools and further variables of a chat template, of JSON's types alone:
-    nothing with methods of its own reaches a template, and what the caller changes later
-    does not either.
+    """Input of a chat template, copied to JSON types: messages, tools and other variables. So no
+    object with methods of its own reaches a template, and no later change by the caller.
 
-    The arguments of earlier tool calls, which clients send as JSON text, are given to a template
-    as a dict, as transformers documents it.
+    Clients send the arguments of earlier tool calls as JSON text; templates get them as a dict, as
+    transformers documents it.
 
     Args:
-        messages: dicts with a ``role``; ``content`` is a string, a list of text parts (joined
-            by newlines), or absent. Dataclasses and pydantic models will do.
-        variables: ``tools``, JSON schemas of functions; ``add_generation_prompt``, True
-            unless told otherwise; ``chat_template``, the name of one of the model's templates
-            or the source of another; anything else that the template reads.
-        arguments_as_text: for a template that wants those arguments as JSON text.
+        messages: dicts with a ``role``; ``content`` is a string, a list of text parts (joined by
+            newlines), or absent. Dataclasses and pydantic models are accepted too.
+        variables: ``tools``, JSON schemas of functions; ``add_generation_prompt``, True by default;
+            ``chat_template``, the name of one of the model's templates or the source of another;
+            any other variable that the template reads.
+        arguments_as_text: keep arguments of tool calls as JSON text, for a template that wants
+            this.
 
     Raises:
         InvalidRequestError: ``param`` is "messages", "tools", "chat_template" or
@@ -38,7 +38,7 @@ class TemplateInput:
 
     Attributes:
         chat_template: as given, or None.
-        values: what the template sees.
+        values: all variables of the template.
         texts: every string in ``values``.
     """
 
@@ -78,7 +78,7 @@ class TemplateInput:
     def with_texts(
         self, change: Callable[[str], str], keep: Collection[str] = ()
     ) -> dict[str, Any]:
-        """``values`` with ``change`` made to every string, but for variables in ``keep``."""
+        """``values`` with ``change`` applied to every string, except in the variables ``keep``."""
         return {
             name: value if name in keep else _changed(value, change)
             for name, value in self.values.items()
@@ -86,10 +86,10 @@ class TemplateInput:
 
 
 def plain_values(value: Any, where: str, param: str) -> Any:
-    """A copy of ``value`` in JSON's types.
+    """Copy of ``value`` in JSON types.
 
     Raises:
-        InvalidRequestError: for any other type, and for too many values or too deep a nest of them.
+        InvalidRequestError: for any other type, too many values, or too deep nesting.
     """
     return _Copier().copy_of(value, where, param)
 
@@ -105,7 +105,7 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
 
 
 class _Copier:
-    """Copies values to JSON's types, and notes their strings."""
+    """Copies values to JSON types, and collects their strings."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -137,7 +137,7 @@ class _Copier:
         if kind is dict or isinstance(value, Mapping):
             copied = {}
             for key, item in value.items():
-                # Most are strings, which need no path for an error.
+                # Most items are strings, for which no error can need a path.
                 at = where if type(item) is str else f"{where}.{key!s:.40}"
                 copied[self._copy(key, where, depth)] = self._copy(item, at, depth + 1)
             return copied
@@ -157,7 +157,7 @@ class _Copier:
 
 
 class _NotJson(Exception):
-    """A value of another type, or of too many."""
+    """A value that is no JSON type, or one too many."""
 
 
 def _check_messages(messages: Any, copier: _Copier, as_text: bool) -> list[dict[str, Any]]:
@@ -173,7 +173,7 @@ def _check_messages(messages: Any, copier: _Copier, as_text: bool) -> list[dict[
         plain = copier.copy_of(message, where, "messages")
         if not isinstance(plain, dict):
             raise _bad(where, f"a {type(message).__name__}", "a dict with a role")
-        # Clients send null for what is not there, and templates only test for presence.
+        # Clients send null for absent fields, and templates only test for presence.
         plain = {key: value for key, value in plain.items() if value is not None}
         role = plain.get("role")
         if not isinstance(role, str):
@@ -209,7 +209,8 @@ def _content(content: Any, where: str) -> str:
 
 
 def _convert_arguments(call: Any, copier: _Copier, as_text: bool, where: str) -> None:
-    """A call's arguments in the form that the template wants. What is no JSON stays as it is."""
+    """Convert a call's arguments to the form that the template wants. Invalid JSON stays as it
+    is."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return
@@ -228,7 +229,8 @@ def _convert_arguments(call: Any, copier: _Copier, as_text: bool, where: str) ->
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Reasoning goes by several names; templates read ``reasoning_content``, or ``thinking``."""
+    """Copy a message's reasoning to the fields that templates read: ``reasoning_content`` and
+    ``thinking``."""
     for name in _REASONING_FIELDS:
         if message.get(name) is not None:
             return {"thinking": message[name], **message, "reasoning_content": message[name]}

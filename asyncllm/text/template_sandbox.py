@@ -1,4 +1,4 @@
-"""TemplateSandbox: the Jinja environment of chat templates, with a meter on what they use."""
+"""TemplateSandbox: Jinja environment of chat templates, with limits on time and memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import jinja2.sandbox
 import jinja2.utils
 import jinja2.visitor
 
-# A list's item counts as so many characters, and an integer's bit.
+# Characters that an item of a list counts as, or a bit of an integer.
 _ITEM = 16
 
 # Filters that read a list or a dict without writing it as text.
@@ -28,7 +28,7 @@ _READERS = frozenset(
     "attr batch count d default dictsort first float groupby int items last length list map max "
     "min random reject rejectattr reverse select selectattr slice sort unique".split()
 )
-# Filters and methods whose result grows with a number or a text that they are given.
+# Filters and methods whose result grows with an argument.
 _WIDENING = frozenset(
     "batch center expandtabs indent join ljust rjust round slice to_bytes tojson translate urlize "
     "wordwrap zfill".split()
@@ -37,11 +37,11 @@ _COMPUTED_WIDTH = re.compile(r"%[-+ #0]*(?:\*|\d*\.\*)|\{[^{}]*\{")
 
 
 class TemplateLimitError(Exception):
-    """A template needs more than it may have."""
+    """A template exceeds its limits of time or memory."""
 
 
 class TemplateOutputError(TemplateLimitError):
-    """A template writes more than it may."""
+    """A template writes more than ``max_output`` characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class RenderLimits:
 
     Attributes:
         max_output: characters of the text.
-        max_value: characters of any string that the template makes on the way, with 16 for
-            each item of a list; all of them together may have 16 times as many.
+        max_value: characters of any intermediate string, a list's item counting 16; all
+            intermediate values together may have 16 times as many.
         seconds: processor time of the rendering thread.
     """
 
@@ -61,8 +61,8 @@ class RenderLimits:
 
 
 class Meter:
-    """Counts what one rendering uses, and raises TemplateLimitError before memory is taken for
-    what is too much."""
+    """Meter of one rendering. Raises TemplateLimitError before memory beyond the limits is
+    allocated."""
 
     __slots__ = ("_charges", "_deadline", "_left", "_limits")
 
@@ -73,17 +73,17 @@ class Meter:
         self._deadline = time.thread_time() + limits.seconds
 
     def charge(self, size: int) -> None:
-        """One operation that makes a value of ``size``, or one step of a loop."""
+        """Charge one operation that makes a value of ``size``, or one step of a loop."""
         self._left -= max(size, 0)
         if size > self._limits.max_value or self._left < 0:
             raise TemplateLimitError(f"makes more than {self._limits.max_value} characters")
         self._charges += 1
-        # The clock is dearer than most operations.
+        # Reading the clock costs more than most operations.
         if self._charges % 32 == 0 and time.thread_time() > self._deadline:
             raise TemplateLimitError(f"takes more than {self._limits.seconds} s")
 
     def charge_text(self, *values: Any) -> int:
-        """Charges ``values`` as text: a list may hold another many times over."""
+        """Charge ``values`` as text. The same list may occur many times within another."""
         stack, size = list(values), 0
         while stack and size <= self._limits.max_value:
             value = stack.pop()
@@ -99,7 +99,7 @@ class Meter:
         return size
 
     def charge_growth(self, name: str, value: Any, given: tuple[Any, ...]) -> None:
-        """Charges the most that filter or method ``name`` may make of ``value``."""
+        """Charge the largest result that filter or method ``name`` can have for ``value``."""
         size = _size(value)
         if name not in _READERS and not isinstance(value, (str, bytes)):
             size = self.charge_text(value)
@@ -126,11 +126,11 @@ class Meter:
 
 
 class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The environment that Hugging Face's chat templates are written for.
+    """Jinja environment that Hugging Face's chat templates are written for.
 
-    Loops, calls, filters and operators report to a Meter, which bounds the processor time of
-    a rendering and the memory for what it makes. Time is looked at between operations: one
-    that is under way goes on, with strings of bounded length.
+    Loops, calls, filters and operators report to a Meter, which bounds the processor time and
+    memory of a rendering. Time is checked between operations; each of them is short, because
+    strings have bounded length.
     """
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
@@ -146,7 +146,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _to_json
         for name, function in self.filters.items():
             self.filters[name] = self._metered(name, function)
-        # The blanks keep templates from calling these by name.
+        # Templates cannot call these: no name contains a blank.
         self.filters |= {" each": self._each, " text": self.concat, " slice": self._charged}
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
@@ -157,7 +157,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def render(
         self, template: jinja2.Template, values: dict[str, Any], limits: RenderLimits
     ) -> str:
-        """The text of ``template``.
+        """Render ``template``.
 
         Raises:
             TemplateLimitError: for a template that needs more than ``limits``.
@@ -177,11 +177,11 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     @property
     def _meter(self) -> Meter:
-        # Jinja folds constants while it compiles, except where that raises: as this does
-        # then, because there is a meter only while a template renders.
+        # While a template is compiled there is no meter, and this raises. So Jinja does not fold
+        # constants, which would escape the limits.
         return self._rendering.meter
 
-    # What Jinja's compiled code calls.
+    # Called by Jinja's compiled code.
 
     def _generate(self, source: Any, *args: Any, **kwargs: Any) -> str:
         return super()._generate(_MeterNodes().visit(source), *args, **kwargs)
@@ -192,7 +192,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return "".join(map(str, values))
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        # Jinja wraps str.format.
+        # Jinja wraps str.format; look at the method itself.
         method = getattr(function, "__wrapped__", function)
         owner = getattr(method, "__self__", None)
         if isinstance(owner, (str, bytes, int)):
@@ -212,7 +212,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return value
 
     def _metered(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        # Jinja hands some filters the context or the environment before the value.
+        # Jinja passes some filters the context or environment before the value.
         before = int(hasattr(function, "jinja_pass_arg"))
 
         @functools.wraps(function)
@@ -220,7 +220,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             given = (*args[before + 1 :], *kwargs.values())
             self._meter.charge_growth(name, args[before], given)
             result = function(*args, **kwargs)
-            # What a filter leaves to be computed later is computed, so that it has a size.
+            # A lazy result is computed now, so that it has a size.
             return self._charged(list(result) if isinstance(result, Iterator) else result)
 
         return metered
@@ -244,7 +244,7 @@ def _size(value: Any) -> int:
 
 
 def _combined(operator: str, left: Any, right: Any) -> int:
-    """The size of a sum, a product or a power, at most."""
+    """Upper bound of the size of a sum, a product or a power."""
     integers = isinstance(left, int) and isinstance(right, int)
     if operator == "+" or (operator == "*" and integers):
         return _size(left) + _size(right)
@@ -254,7 +254,7 @@ def _combined(operator: str, left: Any, right: Any) -> int:
 
 
 class _MeterNodes(jinja2.visitor.NodeTransformer):
-    """Leads loops, ``~`` and slices, which Jinja compiles to plain Python, over the meter."""
+    """Makes loops, ``~`` and slices report to the meter; Jinja compiles them to plain Python."""
 
     def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.Node:
         self.generic_visit(node)
@@ -275,8 +275,7 @@ def _filter(node: jinja2.nodes.Expr, name: str) -> jinja2.nodes.Filter:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """``{% generation %}`` marks what the assistant said, for training; here it is
-    transparent."""
+    """Ignores ``{% generation %}`` tags, which mark the assistant's text for training."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
 
@@ -287,13 +286,13 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Without underscored attributes, which lead into the interpreter's internals, and
-    without its values in its text."""
+    """Jinja's namespace without underscored attributes, which expose the interpreter's internals,
+    and without its values in its ``repr``."""
 
     __repr__ = object.__repr__
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        # Jinja's own signature: an attribute may be called "self".
+        # No named ``self``, as in Jinja: an attribute may have this name.
         jinja2.utils.Namespace.__init__(args[0])
         for name, value in dict(*args[1:], **kwargs).items():
             args[0][name] = value
@@ -305,8 +304,8 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _DictFactory:
-    """The uses that templates have for ``dict``. The type itself, and ``dict[0]``, have methods
-    that would change what they are given."""
+    """Replacement for ``dict`` in templates. The type itself, and ``dict[0]``, have methods that
+    change their arguments."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -322,7 +321,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes HTML, which a prompt is not.
+    # Jinja's own filter escapes HTML; a prompt is plain text.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

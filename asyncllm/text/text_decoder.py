@@ -1,9 +1,9 @@
-"""Text decoders: token ids to text, one token at a time, equal to decoding them at once.
+"""Text decoders: token ids to text one by one, equal to decoding all at once.
 
-There is one for each family of tokenizer decoders:
+There is a class for each family of tokenizer decoders:
 
 - ByteLevelDecoder: each token is a sequence of bytes (GPT-2, Qwen, Llama 3).
-- ByteFallbackDecoder: each token is a string, or one byte of one (Llama 2, Mistral, Gemma).
+- ByteFallbackDecoder: each token is a string or a single byte (Llama 2, Mistral, Gemma).
 - WindowDecoder: any other, by decoding the last few tokens anew.
 
 Each is made for one output and knows the end of its prompt: a character that the prompt left
@@ -24,14 +24,14 @@ _PRIMING_BYTES = 16
 _HEX_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 IdToToken = Callable[[int], str | None]
-"""The vocabulary's string of a token id, or None for an id that has none."""
+"""Function from token id to the vocabulary's string; None for an unknown id."""
 
 
 class TextDecoder(Protocol):
     """Incremental decoding of one output."""
 
     def push(self, token_id: int) -> str:
-        """The text that is certain now and was not before; never half a character."""
+        """Take a token; returns the new text that is certain now, never half a character."""
         ...
 
     def flush(self) -> str:
@@ -40,11 +40,10 @@ class TextDecoder(Protocol):
 
 
 class ByteTable(dict[int, bytes]):
-    """Token id to bytes for a byte-level vocabulary; shared by all requests.
+    """Map from token id to bytes for a byte-level vocabulary; shared by all requests.
 
-    Filled as tokens are met: a whole table of 150,000 entries would cost a start some
-    100 ms and every entry but a few thousand would never be read. Ids in ``skip``, and ids
-    that the vocabulary does not have, are no bytes.
+    Filled as tokens occur: a whole table of 150,000 entries would take 100 ms at start, and most
+    entries are never read. Ids in ``skip`` and ids outside the vocabulary have no bytes.
     """
 
     def __init__(self, id_to_token: IdToToken, skip: Collection[int] = ()) -> None:
@@ -60,7 +59,7 @@ class ByteTable(dict[int, bytes]):
             try:
                 data = bytes([self._byte_of[c] for c in token])
             except KeyError:
-                # An added token with a character outside the alphabet stands for itself.
+                # An added token with a character outside the alphabet is plain text.
                 data = token.encode()
         self[token_id] = data
         return data
@@ -76,7 +75,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 class ByteLevelDecoder:
-    """Bytes through an incremental UTF-8 decoder; about half a microsecond per token."""
+    """Incremental UTF-8 decoder of byte-level tokens; about half a microsecond per token."""
 
     __slots__ = ("_decode", "_joint", "_table")
 
@@ -96,7 +95,8 @@ class ByteLevelDecoder:
         return self._without_prompt(text, b"") if self._joint else text
 
     def _without_prompt(self, text: str, data: bytes) -> str:
-        """Drops the replacement character of a prompt's tail that the output did not finish."""
+        """Drop the replacement character of a prompt's unfinished character, unless the output
+        finishes it."""
         self._joint += data
         if not text:
             return text
@@ -106,7 +106,7 @@ class ByteLevelDecoder:
 
 
 def _unfinished_tail(table: ByteTable, token_ids: Sequence[int]) -> bytes:
-    """The bytes of an incomplete character at the end, at most three."""
+    """Bytes of an incomplete character at the end, at most three."""
     tail = b""
     for token_id in reversed(token_ids):
         tail = table[token_id] + tail
@@ -118,10 +118,10 @@ def _unfinished_tail(table: ByteTable, token_ids: Sequence[int]) -> bytes:
 
 
 class PieceTable(dict[int, str | int]):
-    """Token id to its text, or to the byte that it stands for; shared by all requests.
+    """Map from token id to its text or byte; shared by all requests.
 
-    Made for the decoder chain of SentencePiece models with byte fallback: the word mark
-    becomes a space, "<0xNN>" a byte. Filled as tokens are met; see ByteTable.
+    Made for the decoder chain of SentencePiece models with byte fallback: the word mark becomes a
+    space, "<0xNN>" a byte. Filled as tokens occur; see ByteTable.
     """
 
     def __init__(
@@ -140,8 +140,8 @@ class PieceTable(dict[int, str | int]):
 
 
 def word_mark_of(steps: list[dict[str, Any]]) -> str | None:
-    """The word mark of a SentencePiece chain with byte fallback, None for another chain:
-    replace the mark by a space, bytes to text, join, and perhaps strip one leading space."""
+    """Word mark of a SentencePiece decoder with byte fallback; None for any other decoder. Its
+    steps: replace the mark by a space, bytes to text, join, and perhaps strip one leading space."""
     kinds = [step["type"] for step in steps]
     if kinds[:3] != ["Replace", "ByteFallback", "Fuse"] or len(kinds) > 4:
         return None
@@ -153,13 +153,12 @@ def word_mark_of(steps: list[dict[str, Any]]) -> str | None:
 
 
 class ByteFallbackDecoder:
-    """Strings as they are, runs of byte tokens as UTF-8.
+    """Decoder of strings and single bytes; runs of bytes are UTF-8.
 
-    ``tokenizers`` decodes a run of byte tokens at once: if any of it is not UTF-8, each byte
-    of the run becomes a replacement character. Here a character is handed out as soon as its
-    bytes are there, because a newline is such a byte and a stop string must not wait for the
-    token after it. So the two differ in one case: characters that were complete before their
-    run turned invalid stay as they were.
+    ``tokenizers`` decodes a run of byte tokens at once: if any of it is not UTF-8, each byte of the
+    run becomes a replacement character. Here a character is released as soon as it is complete: a
+    newline is such a byte, and a stop string must not wait for the next token. So the two differ in
+    one case: characters that were complete before their run became invalid stay as they were.
 
     Args:
         strip_start: drop one space at the beginning of the text.
@@ -215,7 +214,7 @@ class ByteFallbackDecoder:
         return text
 
     def _replaced(self) -> str:
-        """One replacement character for each pending byte that is not the prompt's."""
+        """Replacement characters, one for each pending byte that is not the prompt's."""
         text = REPLACEMENT * (len(self._pending) - self._prompt_bytes)
         self._pending = b""
         self._prompt_bytes = 0
@@ -223,8 +222,8 @@ class ByteFallbackDecoder:
 
 
 def _trailing_bytes(table: PieceTable, token_ids: Sequence[int]) -> tuple[bytes, bool]:
-    """The run of byte tokens at the end, or the last characters of a long one; and whether
-    there is any text at all."""
+    """Run of byte tokens at the end, or the last characters of a long run; and whether there is any
+    text at all."""
     run: list[int] = []
     for token_id in reversed(token_ids):
         piece = table[token_id]
@@ -232,7 +231,7 @@ def _trailing_bytes(table: PieceTable, token_ids: Sequence[int]) -> tuple[bytes,
             run.append(piece)
             if len(run) < _PRIMING_BYTES:
                 continue
-            # Begin with a character, not in the middle of one.
+            # Begin at a whole character.
             while run and run[-1] & 0xC0 == 0x80:
                 run.pop()
         elif not piece:
@@ -242,16 +241,16 @@ def _trailing_bytes(table: PieceTable, token_ids: Sequence[int]) -> tuple[bytes,
 
 
 class WindowDecoder:
-    """Decodes the last tokens anew with each one and hands out what came to the end.
+    """Decodes the last few tokens with each new one, and returns the text added at the end.
 
-    Needs only that a token's text depends on the few tokens before it. Text that ends in one
-    to three replacement characters is held back, for they may be an unfinished character;
-    four are certainly none. Where bytes are no UTF-8 at all, how many replacement characters
-    stand for them may differ from decoding at once.
+    Correct for any decoder in which a token's text depends on a few tokens before it. Text that
+    ends in one to three replacement characters is held back, for they may be an unfinished
+    character; four cannot be one. For bytes that are no UTF-8 at all, the number of replacement
+    characters may differ from decoding all at once.
 
     Args:
         decode: token ids to text, special tokens included.
-        skip: ids without text of their own; they never reach ``decode``.
+        skip: ids without text, which never reach ``decode``.
     """
 
     __slots__ = ("_context", "_decode", "_prefix", "_prompt_text", "_skip", "_window")
@@ -267,17 +266,17 @@ class WindowDecoder:
         self._skip = skip
         tail = self._priming_tokens(prompt_token_ids)
         while len(tail) > _PRIMING_TOKENS - 3 and decode(tail).startswith(REPLACEMENT):
-            # A window that begins inside a character would spoil what follows it.
+            # A window that begins inside a character would garble the text after it.
             del tail[0]
-        # The window is the context, whose text is out, and the tokens whose text is not.
+        # The window is the context, whose text was returned, and the tokens after it.
         self._window = tail
         self._context, self._prefix = self._finished_part(tail)
         unfinished = tail[self._context :]
         self._prompt_text = decode(unfinished) if unfinished else ""
 
     def _priming_tokens(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        """The last few tokens of the prompt, and among them enough that have text of their
-        own: what follows may look different behind no text at all."""
+        """Last few tokens of the prompt, enough of them with text: a token's text may differ at the
+        beginning of a text."""
         tail: list[int] = []
         with_text = 0
         for token_id in reversed(prompt_token_ids):
@@ -309,8 +308,7 @@ class WindowDecoder:
         return self._without_prompt(text)
 
     def _finished_part(self, token_ids: list[int]) -> tuple[int, str]:
-        """The number of ids to keep, and their text, so that it ends in no unfinished
-        character."""
+        """Number of leading ids whose text ends in no unfinished character, and that text."""
         text = self._decode(token_ids) if token_ids else ""
         if not text.endswith(REPLACEMENT):
             return len(token_ids), text
@@ -321,17 +319,17 @@ class WindowDecoder:
         return len(token_ids), text
 
     def _new_text(self) -> str:
-        """The text of the window beyond that of its context."""
+        """Text of the window after that of its context."""
         if len(self._window) == self._context:
             return ""
         text = self._decode(self._window)
         if text.startswith(self._prefix):
             return text[len(self._prefix) :]
-        # The new tokens changed text that is out: bytes beside each other that are no UTF-8
-        # together, so far or for good. Alone they show which.
+        # The new tokens changed text that was returned: their bytes are invalid UTF-8 after the
+        # context's, perhaps only for now. Decoded alone they show which.
         return self._decode(self._window[self._context :])
 
     def _without_prompt(self, text: str) -> str:
-        """Drops what a prompt left unfinished and the output did not finish."""
+        """Drop the text of a prompt's unfinished character that the output does not finish."""
         dropped, self._prompt_text = self._prompt_text, ""
         return text.removeprefix(dropped)

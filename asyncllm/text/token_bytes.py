@@ -1,4 +1,4 @@
-"""token_bytes: what each token of a vocabulary adds to a text."""
+"""token_bytes: bytes that each token of a vocabulary adds to a text."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from asyncllm.text.text_decoder import REPLACEMENT, ByteTable, PieceTable, word_
 
 
 def token_bytes(backend: tokenizers.Tokenizer, skip: frozenset[int], size: int) -> list[bytes]:
-    """The bytes of each token id below ``size`` in the middle of a text.
+    """Bytes of each token id below ``size``, in the middle of a text.
 
-    No bytes stand for a token that adds none: one in ``skip`` (special tokens), one that the
-    vocabulary does not have, the unknown token, and one whose text depends on its neighbours.
+    They are empty for a token in ``skip`` (special tokens), one outside the vocabulary, the unknown
+    token, and one whose text depends on its neighbours.
     """
     skip |= _unknown(backend)
     bytes_of = token_table(backend, skip)
@@ -27,8 +27,7 @@ def token_bytes(backend: tokenizers.Tokenizer, skip: frozenset[int], size: int) 
 def token_table(
     backend: tokenizers.Tokenizer, skip: frozenset[int] = frozenset()
 ) -> Callable[[int], bytes] | None:
-    """From a token id to its bytes, read as it is asked for; None for a decoder by which what a
-    token adds depends on its neighbours."""
+    """Function from token id to bytes; None if a token's bytes depend on its neighbours."""
     steps = steps_of(backend.decoder)
     if [step["type"] for step in steps] == ["ByteLevel"]:
         return ByteTable(backend.id_to_token, skip).__getitem__
@@ -47,8 +46,8 @@ def _unknown(backend: tokenizers.Tokenizer) -> frozenset[int]:
 
 
 def _by_decoding(backend: tokenizers.Tokenizer, skip: frozenset[int], size: int) -> list[bytes]:
-    """For any other decoder: what a token adds behind each of two others, where that is the
-    same."""
+    """Token bytes for any other decoder: the text that a token adds after each of two anchors, if
+    it is the same."""
     found: list[bytes | None] = [None] * size
     known = [i for i in range(size) if i not in skip and backend.id_to_token(i) is not None]
     for anchor in _anchors(backend, known):
@@ -64,6 +63,6 @@ def _by_decoding(backend: tokenizers.Tokenizer, skip: frozenset[int], size: int)
 
 
 def _anchors(backend: tokenizers.Tokenizer, known: list[int]) -> list[int]:
-    """Two ordinary tokens: the first that are letters."""
+    """Two ordinary tokens: the first ones that are letters."""
     letters = [i for i in known if (backend.id_to_token(i) or "").isalpha()]
     return (letters or known)[:2]

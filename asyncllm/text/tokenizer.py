@@ -55,8 +55,8 @@ class Tokenizer:
         special_tokens: "bos_token", "eos_token" and so on, as far as the model has them.
         special_token_ids: ids that decoding skips.
         response_template: how the model writes reasoning and tool calls, if its files say so.
-        vocab_size: number of token ids, added tokens included: the highest id and one. A
-            model's ``vocab_size`` may be larger, where its embedding is padded.
+        vocab_size: highest token id plus one, added tokens included. A model's ``vocab_size`` may
+            be larger, if its embedding is padded.
     """
 
     def __init__(
@@ -80,14 +80,13 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: Path, *, trust_remote_code: bool = False) -> Tokenizer:
-        """Loads ``tokenizer.json``, ``tokenizer_config.json`` and the chat templates, or what a
-        GGUF file has of them.
+        """Load ``tokenizer.json``, ``tokenizer_config.json`` and chat templates, or a GGUF file's.
 
-        Without a ``tokenizer.json``, transformers converts what is there, where it can;
-        ``trust_remote_code`` lets it run the checkpoint's own code for that.
+        Without a ``tokenizer.json``, transformers converts the other files if it can;
+        ``trust_remote_code`` lets it run the checkpoint's own code.
 
         Raises:
-            ModelLoadError: for files that are missing, damaged, or of no fast tokenizer.
+            ModelLoadError: for files that are missing or damaged, or make no fast tokenizer.
         """
         with _reading(Path(path)):
             return cls._read(Path(path), trust_remote_code)
@@ -103,7 +102,7 @@ class Tokenizer:
                 backend = tokenizers.Tokenizer.from_file(str(file))
         else:
             backend = _convert(path, trust_remote_code)
-        # A prompt must not be cut or padded in silence.
+        # Prompts must not be truncated or padded silently.
         backend.no_truncation()
         backend.no_padding()
         special_tokens = _special_tokens(path)
@@ -126,24 +125,22 @@ class Tokenizer:
         return _encode(self.backend, text, add_special_tokens, param="prompt")
 
     def min_tokens(self, num_characters: int) -> int:
-        """A number of tokens that no text of so many characters can fall below, so that a
-        text far too long for the context is refused before it is tokenised; 0 where there is
-        no telling."""
+        """Fewest tokens that a text of ``num_characters`` can have; 0 if unknown. A text far too
+        long for the context is thereby refused before it is tokenised."""
         return -(-num_characters // self._token_characters) if self._token_characters else 0
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of ``token_ids``; ids that the vocabulary does not have are no text."""
+        """Text of ``token_ids``; ids outside the vocabulary have none."""
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
         self, messages: Any, *, add_generation_prompt: bool = True, **kwargs: Any
     ) -> str:
-        """The prompt for a conversation as text; arguments and errors as for
-        ``TemplateInput``.
+        """Prompt of a conversation as text; arguments and errors as for ``TemplateInput``.
 
-        It holds the special tokens that the template writes, so it is encoded with
-        ``add_special_tokens=False``: else the model would see two BOS tokens. What a message
-        holds of them cannot be told apart in it; see ``encode_chat``.
+        The template writes the special tokens, so encode the text with
+        ``add_special_tokens=False``, or the model sees two BOS tokens. The text does not tell them
+        from special tokens that a message spells; ``encode_chat`` does.
         """
         conversation = TemplateInput(
             messages, kwargs | {"add_generation_prompt": add_generation_prompt}
@@ -161,18 +158,18 @@ class Tokenizer:
         split_special_tokens: bool = True,
         at_once: bool = False,
     ) -> list[int] | None:
-        """Token ids of the prompt for a conversation.
+        """Token ids of a conversation's prompt.
 
         Args:
-            max_tokens: of the prompt; one that has more for certain is not tokenised.
-            split_special_tokens: special tokens in the conversation's own strings are text.
-            at_once: return None for a prompt that is to be made on another thread, because
-                it is long or its template takes its time.
+            max_tokens: limit of the prompt; one that certainly has more is not tokenised.
+            split_special_tokens: encode special tokens in the conversation's own strings as text.
+            at_once: return None for a prompt that a worker thread should make, because it is long
+                or its template slow.
 
         Raises:
-            InvalidRequestError: for a template that refuses the conversation or needs too
-                much, and for text that cannot be tokenised.
-            ContextLengthExceededError: for what is longer than ``max_tokens`` for certain.
+            InvalidRequestError: for a template that raises an error or exceeds its limits, and for
+                text that cannot be tokenised.
+            ContextLengthExceededError: for a prompt that is certainly longer than ``max_tokens``.
         """
         if at_once and not self.chat_template.is_compiled(conversation):
             return None
@@ -199,15 +196,15 @@ class Tokenizer:
         return RenderLimits(min(fitting, _MAX_CHARACTERS), _MAX_CHARACTERS, seconds=2.0)
 
     def token_bytes(self, size: int) -> list[bytes]:
-        """The bytes that each token id below ``size`` adds to a text, none for one that cannot
-        be told: a special or unknown token, or none at all. About 0.3 s for 150,000."""
+        """Bytes that each token id below ``size`` adds to a text; empty for special and unknown
+        tokens and ids without a token. Takes about 0.3 s for 150,000 ids."""
         return token_bytes(self.backend, self.special_token_ids, size)
 
     @cached_property
     def bytes_of(self) -> Callable[[int], bytes]:
-        """The bytes of one token id as it is met in the middle of a text, half a character
-        included; a special token's are its name. Where they depend on the neighbours, those of
-        the token alone."""
+        """Function from token id to its bytes in the middle of a text, perhaps half a character. A
+        special token's bytes are its name. If they depend on neighbours: the bytes of the token
+        alone."""
         decode = self.decode
         return token_table(self.backend) or (
             lambda token_id: decode([token_id], skip_special_tokens=False).encode()
@@ -220,8 +217,8 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         visible: frozenset[int] = frozenset(),
     ) -> TextDecoder:
-        """A decoder for one output that follows the prompt. ``visible`` are special tokens that
-        are never skipped."""
+        """Decoder for one output after the prompt. ``visible`` are ids of special tokens that are
+        never skipped."""
         skip = self.special_token_ids - visible if skip_special_tokens else frozenset()
         return self._decoders(skip)(prompt_token_ids)
 
@@ -232,7 +229,7 @@ class Tokenizer:
         *,
         visible: frozenset[int] = frozenset(),
     ) -> Detokenizer:
-        """The text side of one output: incremental decoding and stop strings."""
+        """Incremental decoding and stop strings for one output."""
         decoder = self.text_decoder(
             prompt_token_ids, skip_special_tokens=params.skip_special_tokens, visible=visible
         )
@@ -244,16 +241,16 @@ class Tokenizer:
         )
 
     def special_tokens_of(self, holds: Callable[[str], bool]) -> frozenset[int]:
-        """Ids of the special tokens whose text ``holds``."""
+        """Ids of the special tokens for whose text ``holds`` is true."""
         added = self.backend.get_added_tokens_decoder()
         return frozenset(i for i in self.special_token_ids if holds(added[i].content))
 
     def delimiter_ids(self, text: str) -> tuple[int, ...]:
-        """The token ids that stand for ``text`` wherever a model writes it; none if its neighbours
-        may share a token with it."""
+        """Token ids of ``text``, the same in any context; empty if a token may span it and its
+        neighbours."""
         try:
             ids = self.encode(text, add_special_tokens=False)
-        except InvalidRequestError:  # characters that the model does not know
+        except InvalidRequestError:  # characters unknown to the model
             return ()
         added = self.backend.get_added_tokens_decoder()
         return tuple(ids) if ids and ids[0] in added and ids[-1] in added else ()
@@ -273,7 +270,7 @@ class Tokenizer:
     def _decoder_factory(
         self,
     ) -> Callable[[frozenset[int]], Callable[[Sequence[int]], TextDecoder]]:
-        """A function of the skipped tokens, whose results make a decoder for a prompt."""
+        """Factory of decoders: called with the ids to skip, then with a prompt."""
         steps = steps_of(self.backend.decoder)
         kinds = [step["type"] for step in steps]
         id_to_token = self.backend.id_to_token
@@ -294,7 +291,7 @@ class Tokenizer:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Around what the library reads: it raises bare Exception, or panics, which is none."""
+    """Convert errors of the library, bare exceptions and Rust panics, to ModelLoadError."""
     try:
         yield
     except (AsyncLLMError, KeyboardInterrupt, SystemExit):
@@ -311,10 +308,9 @@ def _encode(
 ) -> list[int]:
     """Token ids of ``text``.
 
-    Texts from LONG_TEXT characters on are encoded without the interpreter lock, so that a
-    worker thread does not stop the others: ``tokenizers`` holds it in ``encode`` (483 ms for
-    1.2 MB) and gives it up in its batched calls (14 ms at most), of which the "fast" one also
-    leaves out offsets, which are not needed.
+    Texts of LONG_TEXT characters or more go through a batched call, which does not block other
+    threads: ``encode`` holds the GIL (483 ms for 1.2 MB), batched calls release it (14 ms at most).
+    The "fast" one also skips offsets, which are not needed.
     """
     try:
         if len(text) < LONG_TEXT:
@@ -323,8 +319,8 @@ def _encode(
         return batch[0].ids
     except (KeyboardInterrupt, SystemExit):
         raise
-    # A lone surrogate reaches the library as a TypeError or UnicodeEncodeError. Anything else
-    # that it raises is bare Exception, or a panic, which is none, and is about this text too.
+    # The library raises TypeError or UnicodeEncodeError for a lone surrogate, and bare exceptions
+    # or Rust panics for anything else in the text.
     except BaseException as error:
         raise InvalidRequestError(f"{param}: cannot be tokenised ({error})", param=param) from error
 
@@ -336,11 +332,11 @@ def _refused(error: TemplateLimitError) -> InvalidRequestError:
 
 
 def _token_characters(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> int:
-    """Characters that a single token can stand for at most; 0 where there is no telling,
-    because characters may be dropped, or any number of them be one unknown token."""
+    """Most characters of a single token; 0 if unknown, because characters may be dropped or merged
+    into one unknown token."""
     model: Any = backend.model
     normalizer = type(backend.normalizer).__name__
-    # A canonical composition joins four code points at most.
+    # NFC joins at most four code points.
     joined = {"NoneType": 1, "NFC": 4}.get(normalizer, 0)
     splits = steps_of(backend.pre_tokenizer)
     kinds = {split["type"] for split in splits}
@@ -378,7 +374,7 @@ def _special_tokens(path: Path) -> dict[str, str]:
 
 
 def _convert(path: Path, trust_remote_code: bool) -> tokenizers.Tokenizer:
-    """Lets transformers make a fast tokenizer of other files."""
+    """Convert other files to a fast tokenizer with transformers."""
     try:
         with importing_transformers():
             from transformers import AutoTokenizer
@@ -386,7 +382,7 @@ def _convert(path: Path, trust_remote_code: bool) -> tokenizers.Tokenizer:
             loaded = AutoTokenizer.from_pretrained(
                 str(path), use_fast=True, trust_remote_code=trust_remote_code, local_files_only=True
             )
-    except Exception as error:  # it raises what its many backends raise
+    except Exception as error:  # its many backends raise anything
         raise ModelLoadError(
             f"{path}: no tokenizer.json, and transformers makes no tokenizer of the other files "
             f"({explain(error)})"
@@ -397,7 +393,7 @@ def _convert(path: Path, trust_remote_code: bool) -> tokenizers.Tokenizer:
             f"{path}: no tokenizer.json, and {type(loaded).__name__} is a slow tokenizer, "
             "expected a fast one"
         )
-    # Without its files, transformers makes a tokenizer of a few special tokens by model type.
+    # If the files are missing, transformers makes a tokenizer of a few special tokens.
     if len(backend.get_vocab(with_added_tokens=True).keys() - set(loaded.all_special_tokens)) < 2:
         others = ", ".join(sorted(set(loaded.vocab_files_names.values()) - {"tokenizer.json"}))
         made_of = f", or what makes a {type(loaded).__name__}: {others}" if others else ""

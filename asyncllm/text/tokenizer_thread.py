@@ -1,4 +1,4 @@
-"""TokenizerThread: a thread for texts that would take the event loop too long."""
+"""TokenizerThread: worker thread for texts too long for the event loop."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from asyncllm.errors import RequestError
 from asyncllm.validation import explain
 
 LONG_TEXT = 4096
-"""Characters from which a text is handled on a worker thread."""
+"""Texts of this many characters or more go to a worker thread."""
 
 
 class TokenizerThread:
-    """Runs jobs one after the other on a daemon thread that lives only while there are any.
+    """Runs jobs in order on a daemon thread that lives only while there are any.
 
-    A job reports its own result; one that raises ends the thread with the interpreter's
-    usual message, because that is an error of asyncllm itself.
+    A job reports its own result. One that raises ends the thread with Python's usual message: that
+    is a bug of asyncllm.
     """
 
     def __init__(self, name: str) -> None:
@@ -27,10 +27,10 @@ class TokenizerThread:
         self._thread: threading.Thread | None = None
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Has it run; any thread.
+        """Queue a job; any thread.
 
         Raises:
-            RequestError: if the system starts no thread for it; the next job may have one.
+            RequestError: if no thread can be started; a later job may succeed.
         """
         with self._lock:
             if self._thread is None:
@@ -45,7 +45,7 @@ class TokenizerThread:
             self._jobs.append(job)
 
     def close(self) -> threading.Thread | None:
-        """Forgets jobs that have not begun; returns the thread of one that has."""
+        """Drop jobs that have not begun; returns the thread if one is running."""
         with self._lock:
             self._jobs.clear()
             return self._thread

@@ -20,7 +20,7 @@ from pydantic import model_validator
 from asyncllm import Completion, Delta, InvalidRequestError
 from asyncllm.structured.python_types import close_objects
 from asyncllm.text.template_input import TemplateInput
-from asyncllm.tools.tool_use import ToolUse
+from asyncllm.tool_calls.tool_use import ToolUse
 from langchain_asyncllm.engine_model import (
     CONFIG,
     EngineModel,

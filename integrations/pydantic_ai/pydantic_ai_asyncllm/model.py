@@ -25,7 +25,7 @@ from pydantic_ai.usage import RequestUsage
 from asyncllm import LLM, AsyncLLMEngine
 from asyncllm.structured.python_types import close_objects
 from asyncllm.text.template_input import TemplateInput
-from asyncllm.tools.tool_use import ToolUse
+from asyncllm.tool_calls.tool_use import ToolUse
 from pydantic_ai_asyncllm.errors import as_model_errors
 from pydantic_ai_asyncllm.messages import FINISH_REASONS, to_chat, to_parts, to_usage
 from pydantic_ai_asyncllm.streamed_response import AsyncLLMStreamedResponse

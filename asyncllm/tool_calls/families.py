@@ -1,9 +1,8 @@
-"""Families: how models write reasoning and tool calls, as data.
+"""Families: formats of reasoning and tool calls, as data.
 
-A format is written as transformers' response templates are
-(``transformers.utils.chat_parsing``): a field has the ``open`` and ``close`` of its text, literal
-or as a pattern, and how its content becomes a call. What a template cannot say is beside it: how
-the model's chat template writes a call, from which a grammar is made.
+A format is a response template of transformers (``transformers.utils.chat_parsing``): each field
+has the ``open`` and ``close`` of its text, literal or a pattern, and a rule that turns its content
+into a call. A CallForm adds how the model's chat template writes a call, to make grammars from.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ class CallForm:
     """A call as the chat template writes it: ``begin``, the arguments, ``end``.
 
     Attributes:
-        begin: NAME in it stands for the tool's.
-        separator: between two calls.
-        prefix, suffix: around all of them.
-        trigger: what begins calls and no text; None for ``prefix`` and ``begin`` up to the name.
-        style: of the arguments: JSON, or Qwen's ``<parameter=…>``.
-        parallel: an answer may have several. Harmony's ends with its first.
-        restart: what may come before a call behind thoughts.
+        begin: text before the arguments; NAME in it stands for the tool's name.
+        separator: text between two calls.
+        prefix, suffix: text around all calls.
+        trigger: text that always begins calls; None for ``prefix`` and ``begin`` up to the name.
+        style: syntax of the arguments: JSON, or Qwen's ``<parameter=…>``.
+        parallel: an answer may have several calls. In Harmony it ends with its first.
+        restart: text that may come between thoughts and a call.
     """
 
     begin: str
@@ -40,46 +39,47 @@ class CallForm:
 
 @dataclass(frozen=True, slots=True)
 class ToolFamily:
-    """A format of calls.
+    """Format of a model family's tool calls.
 
     Attributes:
         calls: the template's field ``tool_calls``.
         form: how calls are written.
-        signs: the chat template has one of these lists of texts, all of a list. The first family
-            in TOOL_FAMILIES for which that is so is the model's.
-        unlike: it has none of these, which are signs of a format that is not known.
-        skip: a pattern of what is neither text nor call, as the end of a list of calls.
-        arguments_as_text: the chat template joins a past call's arguments as JSON text, where
-            others write a dict as JSON.
-        prompt_end: what the prompt ends in and is a part of the answer, literally.
+        markers: lists of texts; the chat template has all texts of at least one list. The first
+            family in TOOL_FAMILIES that matches is the model's.
+        excluded_markers: texts of similar, unknown formats; the chat template has none of them.
+        ignored_pattern: pattern of output that is neither text nor call, such as the end of a list
+            of calls.
+        arguments_as_text: the chat template expects the arguments of past calls as JSON text, not
+            as a dict.
+        prompt_end: literal text at the prompt's end that belongs to the answer.
     """
 
     calls: Mapping[str, Any]
     form: CallForm | None
-    signs: tuple[tuple[str, ...], ...]
-    unlike: tuple[str, ...] = ()
-    skip: str | None = None
+    markers: tuple[tuple[str, ...], ...]
+    excluded_markers: tuple[str, ...] = ()
+    ignored_pattern: str | None = None
     arguments_as_text: bool = False
     prompt_end: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFamily:
-    """A format of reasoning.
+    """Format of a model family's reasoning.
 
     Attributes:
         thoughts: the template's field ``reasoning_content``.
-        begin, end: what thinking begins and ends with as the engine looks for it, by token id.
-        end_before_call: what it ends with where a call has to follow; ``end`` if empty.
-        signs, unlike, skip, prompt_end: as of a ToolFamily.
+        begin, end: texts whose token ids the engine takes as the begin and end of thinking.
+        end_before_call: the end of thinking where a call must follow; empty for ``end``.
+        markers, excluded_markers, ignored_pattern, prompt_end: as for a ToolFamily.
     """
 
     thoughts: Mapping[str, Any]
     begin: str
     end: str
-    signs: tuple[tuple[str, ...], ...]
-    unlike: tuple[str, ...] = ()
-    skip: str | None = None
+    markers: tuple[tuple[str, ...], ...]
+    excluded_markers: tuple[str, ...] = ()
+    ignored_pattern: str | None = None
     prompt_end: str = ""
     end_before_call: str = ""
 
@@ -99,7 +99,7 @@ _HARMONY_CALL = (
     rf"{_START}<\|channel\|>(?:commentary|analysis){_RECIPIENT}{_CONSTRAINT}"
     rf"|<\|start\|>assistant{_RECIPIENT}<\|channel\|>(?:commentary|analysis){_CONSTRAINT}"
 )
-_HARMONY_SKIP = (
+_HARMONY_IGNORED = (
     rf"{_START}<\|channel\|>(?:final|commentary)\s*(?:<\|constrain\|>\w+)?<\|message\|>"
     r"|<\|(?:end|return|call)\|>"
 )
@@ -123,7 +123,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             trigger="<tool_call>",
             style="qwen_xml",
         ),
-        signs=(("<tool_call>", "<function=", "<parameter="),),
+        markers=(("<tool_call>", "<function=", "<parameter="),),
     ),
     "hermes": ToolFamily(
         calls={
@@ -139,9 +139,9 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             separator="\n",
             trigger="<tool_call>",
         ),
-        signs=(("<tool_call>",),),
+        markers=(("<tool_call>",),),
         # GLM's <arg_key>…</arg_key><arg_value>…</arg_value>, and calls as elements.
-        unlike=("<arg_key>", "<function"),
+        excluded_markers=("<arg_key>", "<function"),
     ),
     "mistral_v11": ToolFamily(
         calls={
@@ -151,7 +151,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "transform": _NAMED,
         },
         form=CallForm("[TOOL_CALLS]NAME[ARGS]", ""),
-        signs=(("[TOOL_CALLS]", "[ARGS]"),),
+        markers=(("[TOOL_CALLS]", "[ARGS]"),),
     ),
     "mistral": ToolFamily(
         calls={
@@ -163,7 +163,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
         form=CallForm(
             '{"name": "NAME", "arguments": ', "}", ", ", "[TOOL_CALLS][", "]", "[TOOL_CALLS]"
         ),
-        signs=(("[TOOL_CALLS]",),),
+        markers=(("[TOOL_CALLS]",),),
     ),
     "deepseek_v3": ToolFamily(
         calls={
@@ -182,8 +182,8 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "<｜tool▁calls▁end｜>",
             trigger="<｜tool▁calls▁begin｜>",
         ),
-        signs=(("<｜tool▁calls▁begin｜>", "```json"),),
-        skip="<｜tool▁calls▁end｜>",
+        markers=(("<｜tool▁calls▁begin｜>", "```json"),),
+        ignored_pattern="<｜tool▁calls▁end｜>",
         arguments_as_text=True,
     ),
     "deepseek_v31": ToolFamily(
@@ -203,8 +203,8 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "<｜tool▁calls▁end｜>",
             trigger="<｜tool▁calls▁begin｜>",
         ),
-        signs=(("<｜tool▁calls▁begin｜>",),),
-        skip="<｜tool▁calls▁end｜>",
+        markers=(("<｜tool▁calls▁begin｜>",),),
+        ignored_pattern="<｜tool▁calls▁end｜>",
         arguments_as_text=True,
     ),
     "gpt_oss": ToolFamily(
@@ -221,8 +221,8 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             parallel=False,
             restart="<|start|>assistant",
         ),
-        signs=(("<|channel|>", "<|constrain|>", "<|message|>"),),
-        skip=_HARMONY_SKIP,
+        markers=(("<|channel|>", "<|constrain|>", "<|message|>"),),
+        ignored_pattern=_HARMONY_IGNORED,
         prompt_end="<|start|>assistant",
     ),
     "llama3_json": ToolFamily(
@@ -233,7 +233,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "transform": _function("{content.name}", "{content.parameters}"),
         },
         form=CallForm('{"name": "NAME", "parameters": ', "}", "; "),
-        signs=(("<|python_tag|>",), ("<|start_header_id|>", '"parameters"')),
+        markers=(("<|python_tag|>",), ("<|start_header_id|>", '"parameters"')),
     ),
 }
 
@@ -263,7 +263,7 @@ REASONING_FAMILIES: Mapping[str, ReasoningFamily] = {
         "<|channel|>analysis<|message|>",
         "<|channel|>final<|message|>",
         (("<|channel|>", "analysis", "<|message|>"),),
-        skip=_HARMONY_SKIP,
+        ignored_pattern=_HARMONY_IGNORED,
         prompt_end="<|start|>assistant",
         end_before_call="<|end|>",
     ),

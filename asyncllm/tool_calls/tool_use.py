@@ -1,4 +1,4 @@
-"""ToolUse: the tools that a call of ``chat()`` offers, and how the model may use them."""
+"""ToolUse: the tools that a call of ``chat()`` offers, and the tool choice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asyncllm import validation as check
 from asyncllm.errors import InvalidRequestError
 from asyncllm.structured.references import is_local, resolve
 from asyncllm.text.template_input import plain_values
-from asyncllm.tools.function_schema import function_schema, is_function, is_model
+from asyncllm.tool_calls.function_schema import function_schema, is_function, is_model
 
 MAX_TOOLS = 1024
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -20,12 +20,12 @@ _ACCEPTED = "OpenAI's dicts, Python functions or Pydantic models"
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Checked and copied.
+    """Tools and tool choice of one call, checked and copied.
 
     Attributes:
         schemas: ``{"type": "function", "function": {...}}`` each, as chat templates take them.
         choice: "auto", "required", or ``{"name": …}``.
-        parallel: several calls in one answer.
+        parallel: whether an answer may have several calls.
     """
 
     schemas: tuple[dict[str, Any], ...]
@@ -34,7 +34,7 @@ class ToolUse:
 
     @classmethod
     def of(cls, tools: Any, tool_choice: Any, parallel_tool_calls: Any) -> ToolUse | None:
-        """None if no tool is offered.
+        """Check the arguments of ``chat()``; None if no tool is offered.
 
         Raises:
             InvalidRequestError: ``param`` is "tools", "tool_choice" or "parallel_tool_calls"; the
@@ -57,25 +57,25 @@ class ToolUse:
             raise check.invalid("tool_choice", tool_choice, accepted)
         if choice == "required" and not names:
             raise check.invalid("tool_choice", tool_choice, '"auto" or "none" without tools')
-        # A model that is to call none is not told of any.
+        # With "none", the model does not see the tools.
         if not names or choice == "none":
             return None
         return cls(schemas, choice, parallel)
 
     @property
     def parameters(self) -> dict[str, dict[str, Any]]:
-        """Schemas of the parameters, by the tools' names."""
+        """Schema of the parameters by name of the tool."""
         functions = [schema["function"] for schema in self.schemas]
         return {function["name"]: function.get("parameters") or {} for function in functions}
 
     @property
     def is_constrained(self) -> bool:
-        """Whether it takes a grammar to do as the caller says."""
+        """Whether the choice needs a grammar."""
         return self.choice != "auto" or not self.parallel or self.is_strict
 
     @property
     def is_strict(self) -> bool:
-        """Whether the arguments of some tool have to fit its schema, however it comes to a call."""
+        """Whether any tool is strict: its arguments have to fit its schema."""
         return any(schema["function"].get("strict") for schema in self.schemas)
 
 
@@ -137,8 +137,8 @@ def _check_parameters(schema: Any, where: str) -> None:
 
 
 def _check_references(root: dict[str, Any], where: str) -> None:
-    """Each ``$ref`` leads to a schema in the same one, and not in a circle of ``$ref`` alone. A
-    schema that holds itself, as a tree does, is no such circle."""
+    """Check that each ``$ref`` leads to a schema within ``root``. A cycle of nothing but ``$ref``
+    is refused; a recursive schema, such as a tree, is no such cycle."""
     pending: list[Any] = [root]
     while pending:
         value = pending.pop()

@@ -1,4 +1,4 @@
-"""tool_grammar: what a model may write when tools and a grammar come together."""
+"""tool_grammar: makes a grammar of tool calls, and of an answer's schema."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ from asyncllm.errors import InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.structured.json_schema import ANNOTATIONS
 from asyncllm.structured.spec import StructuredOutputs, parse_structured_outputs
-from asyncllm.tools.families import CallForm
-from asyncllm.tools.response_format import ResponseFormat
-from asyncllm.tools.tool_use import ToolUse
+from asyncllm.tool_calls.families import CallForm
+from asyncllm.tool_calls.response_format import ResponseFormat
+from asyncllm.tool_calls.tool_use import ToolUse
 
 _CLOSED = ANNOTATIONS | {"type", "properties", "required"}
-"""Keywords of parameters that name all that there are."""
+"""Keywords of a parameters schema that needs no further properties."""
 
 
 def with_tool_grammar(
     sampling: dict[str, Any], params: Any, use: ToolUse, template: ResponseFormat
 ) -> tuple[dict[str, Any], bool]:
-    """Fields of ``SamplingParams``, with the grammar that ``use`` takes, if it takes one; and
-    whether the answer may have text that no grammar holds.
+    """Add the grammar that ``use`` needs, if any, to fields of ``SamplingParams``. Also returns
+    whether the answer may have free text.
 
-    A form of the answer and tools that the model may call make a grammar of both: calls, or an
-    answer of that form.
+    Tools together with ``structured_outputs`` make a grammar of both: calls, or an answer of that
+    schema.
 
     Raises:
-        InvalidRequestError: for a form of the answer where a call is asked for, or one that is no
-            JSON; for a model whose way of writing calls is not known; for what is past the bounds
-            of a grammar.
+        InvalidRequestError: for ``structured_outputs`` if a call is required, or other than JSON;
+            for a model whose format of calls is unknown; for a grammar beyond the limits.
     """
     given = sampling.get("structured_outputs")
     if given is None and isinstance(params, SamplingParams):
@@ -75,21 +74,21 @@ def tool_grammar(
     parallel: bool,
     answer: StructuredOutputs | None = None,
 ) -> dict[str, Any]:
-    """A structural tag, in xgrammar's terms, that makes the model write calls.
+    """Structural tag (as in xgrammar) that makes the model write calls.
 
-    They are written as the model's chat template writes them, so they always parse: a tag for
-    each tool, whose content is the schema of its parameters.
+    It has a tag for each tool, whose content is the schema of its parameters. Calls are written as
+    in the model's chat template, so they always parse.
 
     Args:
         template: how the model writes calls.
         tools: in OpenAI's schema.
         choice: "required" for any tool; ``{"name": …}`` for one; "auto" for text that may have
             calls.
-        parallel: several calls. One that is named is called once.
-        answer: JSON that comes in the place of text, and of calls.
+        parallel: allow several calls. A named tool is called once.
+        answer: JSON schema of an answer, as an alternative to calls.
 
     Raises:
-        InvalidRequestError: for a model whose way of writing calls is not known.
+        InvalidRequestError: for a model whose format of calls is unknown.
     """
     form = template.form
     if form is None:
@@ -100,7 +99,7 @@ def tool_grammar(
         )
     name = choice["name"] if isinstance(choice, dict) else None
     functions = [tool["function"] for tool in tools]
-    # Such a grammar is there for the sake of the tools that are strict.
+    # Free text with parallel calls needs a grammar only for the strict tools.
     just_strict = choice == "auto" and parallel and answer is None
     tags = [
         _tag(form, one, before, just_strict and not one.get("strict"))
@@ -120,12 +119,12 @@ def tool_grammar(
 
 
 def _ends_with_a_call(use: ToolUse, form: CallForm | None) -> bool:
-    """Whether the model's answers have one call by themselves, which is all that is asked."""
+    """Whether the format allows one call per answer anyway, so that no grammar is needed."""
     return use.choice == "auto" and form is not None and not form.parallel
 
 
 def _tag(form: CallForm, function: dict[str, Any], before: str, free: bool) -> dict[str, Any]:
-    """Args: free: its arguments are any JSON object."""
+    """Tag of one tool; with ``free``, its arguments may be any JSON object."""
     schema = {"type": "object"} if free else _arguments(function)
     content: dict[str, Any] = {"type": "json_schema", "json_schema": schema}
     if form.style != "json":
@@ -135,8 +134,8 @@ def _tag(form: CallForm, function: dict[str, Any], before: str, free: bool) -> d
 
 
 def _arguments(function: dict[str, Any]) -> dict[str, Any]:
-    """The schema of the arguments, which has no others than those that it names, unless it says
-    so: a function could not take them."""
+    """Schema of the arguments. Closed unless it says otherwise, because a function accepts no
+    further arguments."""
     schema = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
     return schema | {"additionalProperties": False} if schema.keys() <= _CLOSED else schema
 

@@ -1,4 +1,4 @@
-"""StateCheckpoints: recurrent states behind prefixes, for other requests to go on from."""
+"""StateSnapshots: saved recurrent states of prefixes, from which other requests continue."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from asyncllm.core.block_pool import Block, BlockPool
 from asyncllm.core.request import Request
 
 OUTPUT_INTERVAL = 256
-"""Tokens of output from one checkpoint to the next."""
+"""Output tokens between two snapshots."""
 
 
 @dataclass(slots=True)
 class _Save:
-    """A checkpoint that a step writes which is launched or about to be.
+    """A snapshot written by a launched step, or by the one being scheduled.
 
     Attributes:
-        num_tokens: of the prefix whose state it is.
-        published: of that step: what is withdrawn if it fails.
+        num_tokens: length of the prefix.
+        published: the step's list of snapshots to withdraw if it fails.
     """
 
     block: Block
@@ -29,37 +29,37 @@ class _Save:
     published: list[Block]
 
 
-class StateCheckpoints:
-    """Checkpoints of recurrent states, in a BlockPool of their own: a block is a slot for the
-    states of all layers behind a prefix, hashed as the prefix's last KV block is.
+class StateSnapshots:
+    """Snapshots of recurrent states, in a BlockPool of their own. A block is a slot for the states
+    of all layers after a prefix, under the hash of the prefix's last KV block.
 
-    The states behind one position take the memory of the KV of a thousand tokens and more, and are
-    of no use to a request that has other tokens. So a request leaves few of them (after Marconi,
-    Pan et al. 2024, arXiv:2411.19379):
+    The states at one position take as much memory as the KV of a thousand tokens or more, and serve
+    only requests with exactly that prefix. So a request saves few of them (after Marconi, Pan et
+    al. 2024, arXiv:2411.19379):
 
-    - where the KV groups had more of its tokens than there is a state for: the first request that
-      shows a shared prefix saves its state, and the next ones find it;
+    - where the cached KV of its prompt ends, if no snapshot reaches that far: the first request
+      that shows a shared prefix saves its state, and the next ones find it;
     - at the last full block of its prompt, before its last token;
-    - every ``interval`` tokens of its output, and at the last full block of output that is
-      computed anew, of which the newest alone is kept.
+    - every ``interval`` tokens of its output, and at the last full block of output that is computed
+      anew. Only the newest of these is kept.
 
-    A row ends at a checkpoint, because a state is that of the row's end. The executor saves it
-    behind the step's forward pass, so that it counts from the next step on, if the request still
-    has the epoch that it had, and once the last of its tokens is known.
+    A row ends at a snapshot, because the executor has the state at the row's end only. It saves it
+    after the step's forward pass. So a snapshot is findable from the next step on, once the last of
+    its tokens is known, and only if the request's epoch has not changed.
 
     Args:
-        num_checkpoints: slots, beside those of running requests.
-        block_sizes: of the KV groups: a prefix ends where a block of every group does.
-        interval: tokens of output between two checkpoints, rounded up to whole blocks.
+        num_snapshots: slots for snapshots, in addition to those of running requests.
+        block_sizes: those of the KV groups; a prefix ends where a block of every group ends.
+        interval: tokens of output between two snapshots, rounded up to whole blocks.
 
     Attributes:
-        pool: its block i is the executor's checkpoint i.
+        pool: its block i is the executor's snapshot i.
     """
 
     def __init__(
-        self, num_checkpoints: int, block_sizes: Sequence[int], interval: int = OUTPUT_INTERVAL
+        self, num_snapshots: int, block_sizes: Sequence[int], interval: int = OUTPUT_INTERVAL
     ) -> None:
-        self.pool = BlockPool(num_checkpoints + 1)
+        self.pool = BlockPool(num_snapshots + 1)
         self._block_size = block_sizes[0]
         self._unit = math.lcm(*block_sizes)
         self._interval = -(-interval // self._unit) * self._unit
@@ -70,7 +70,8 @@ class StateCheckpoints:
         return request.extend_hashes(self._block_size)[num_tokens // self._block_size - 1]
 
     def find(self, request: Request, num_tokens: int) -> int:
-        """Tokens of the longest prefix within ``num_tokens`` that has a checkpoint; else 0."""
+        """Length in tokens of the longest prefix within ``num_tokens`` that has a snapshot; else
+        0."""
         if not self.pool.num_cached:
             return 0
         for end in range(num_tokens // self._unit * self._unit, 0, -self._unit):
@@ -79,8 +80,8 @@ class StateCheckpoints:
         return 0
 
     def is_saving(self, request: Request) -> bool:
-        """Whether the step being scheduled saves a prefix of a waiting request, longer than any
-        that has a checkpoint: a step later the request need not compute it again."""
+        """Whether the step being scheduled saves a longer prefix of a waiting request than any
+        snapshot has. If so, the request had better wait a step."""
         if not self._saving:
             return False
         for end in range(request.max_cached_tokens // self._unit * self._unit, 0, -self._unit):
@@ -92,12 +93,13 @@ class StateCheckpoints:
         return False
 
     def admit(self, request: Request) -> None:
-        """A request has its blocks, and goes on behind ``num_computed_tokens``."""
-        request.checkpoint_at = self._next(request)
+        """Choose the first snapshot of a request that has its blocks and
+        ``num_computed_tokens``."""
+        request.snapshot_at = self._next(request)
 
     def load(self, request: Request) -> int:
-        """The checkpoint that an admitted request goes on from; it is the most recently used from
-        now on. A later step may write it: the executor loads before it saves."""
+        """Snapshot that an admitted request continues from; it becomes the most recently used. A
+        step may load and overwrite it: the executor loads before it saves."""
         block = self.pool.find(self._key(request, request.num_computed_tokens))
         assert block is not None
         self.pool.touch(block)
@@ -105,15 +107,15 @@ class StateCheckpoints:
         return block.block_id
 
     def save(self, request: Request, published: list[Block]) -> int | None:
-        """The checkpoint for the state that a request has with the step being scheduled, with
-        which it has come to ``checkpoint_at``. None if there is one already, or if half of the
-        slots are being written: a burst of prompts would push out the prefix that they share.
+        """Snapshot to write for a request that reaches ``snapshot_at`` with the step being
+        scheduled. None if the prefix has one already, or if half of the slots are being written: a
+        burst of prompts would evict the prefix that they share.
 
         Args:
-            published: where the block is put once it is findable.
+            published: list that the block is appended to once it is findable.
         """
         num_tokens = request.num_computed_tokens
-        request.checkpoint_at = self._next(request)
+        request.snapshot_at = self._next(request)
         if 2 * len(self._saves) >= self.pool.num_usable:
             return None
         if num_tokens <= len(request.token_ids):
@@ -126,8 +128,8 @@ class StateCheckpoints:
         return block.block_id
 
     def settle(self) -> None:
-        """Makes findable what steps before the one to be scheduled have saved, but for those whose
-        last token is still in flight. What was saved under another epoch is void."""
+        """Publish the snapshots that earlier steps have saved, except those whose last token is
+        still in flight. Snapshots of an outdated epoch are dropped."""
         if not self._saves:
             return
         waiting = []
@@ -149,15 +151,15 @@ class StateCheckpoints:
         save.published.append(save.block)
         if save.num_tokens <= request.num_prompt_tokens:
             return
-        if request.output_checkpoint is not None:
-            block, former = request.output_checkpoint
+        if request.output_snapshot is not None:
+            block, former = request.output_snapshot
             if block.hash == former:
                 self.pool.unpublish(block)
-        request.output_checkpoint = save.block, key
+        request.output_snapshot = save.block, key
 
     def _next(self, request: Request) -> int:
-        """Tokens with which the request comes to its next checkpoint. Output that is computed anew
-        has one behind all of it: a request that was paused or preempted may be so again."""
+        """Number of tokens at the request's next snapshot. Recomputed output gets one at its end: a
+        request that was paused or preempted may be so again."""
         computed = request.num_computed_tokens
         last = (request.num_prompt_tokens - 1) // self._unit * self._unit
         if computed < last:
@@ -169,7 +171,7 @@ class StateCheckpoints:
         return last + ((computed - last) // self._interval + 1) * self._interval
 
     def reset(self) -> None:
-        """Forgets every checkpoint; no step may be in flight."""
+        """Forget every snapshot; no step may be in flight."""
         for save in self._saves:
             self.pool.release((save.block,))
         self._saves.clear()
@@ -177,5 +179,5 @@ class StateCheckpoints:
         self.pool.reset_prefix_cache()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every checkpoint is free or being saved."""
+        """Raise AssertionError unless every snapshot is free or being saved."""
         self.pool.check_integrity([[save.block] for save in self._saves])

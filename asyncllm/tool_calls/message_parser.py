@@ -1,4 +1,4 @@
-"""MessageParser: text, reasoning and tool calls of a model's answer, on the reader's side."""
+"""MessageParser: splits a model's answer into text, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from functools import partial
 from typing import Any
 
 from asyncllm.outputs import CompletionOutput, Delta, ToolCall, ToolCallDelta
-from asyncllm.tools.call_reader import CallReader, Event
-from asyncllm.tools.delimiters import DelimiterScanner, Found
-from asyncllm.tools.response_format import CALLS, SKIP, ResponseFormat
+from asyncllm.tool_calls.call_reader import CallReader, Event
+from asyncllm.tool_calls.delimiters import DelimiterScanner, Found
+from asyncllm.tool_calls.response_format import CALLS, SKIP, ResponseFormat
 
 _PIECE = 4096
-"""Characters of a delta that are looked at at a time: what follows a call is scanned anew."""
+"""Characters that are parsed at a time: the rest of a piece is scanned again after each call."""
 
 _ID_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _ID_LENGTH = 9
 
 
 def make_call_id() -> str:
-    """Nine letters and digits, because Mistral's templates take no other id."""
+    """Random id of a call: nine letters and digits, because Mistral's templates take no other."""
     number = uuid.uuid4().int
     digits = []
     for _ in range(_ID_LENGTH):
@@ -31,11 +31,11 @@ def make_call_id() -> str:
 
 
 class TrimmedText:
-    """Text between delimiters. White space beside a delimiter is part of the format: it is left
-    out, but where text is on both sides.
+    """Text between delimiters, without the white space of the format. White space next to a
+    delimiter is dropped, unless there is text on both sides.
 
     Attributes:
-        begun: there was more than white space.
+        begun: there was text other than white space.
     """
 
     __slots__ = ("_behind_delimiter", "_space", "begun")
@@ -46,7 +46,7 @@ class TrimmedText:
         self._space: list[str] = []
 
     def push(self, text: str) -> str:
-        """The text that may be handed out; white space at its end waits."""
+        """Take a piece; returns the text to release. White space at the end waits."""
         body = text.rstrip()
         if not body:
             if text:
@@ -72,18 +72,18 @@ class TrimmedText:
 class OutputParser:
     """Parses one output of a request.
 
-    What it makes of a text does not depend on how the text is cut into deltas. A region of calls
-    that is none, or calls a tool that is not on offer, is text; so is one that the output ends in.
+    The result does not depend on how the text is cut into deltas. A region that is malformed,
+    unfinished, or calls a tool that is not on offer is text.
 
     Args:
         tools: parameters of the tools on offer, by name.
-        answer_begin: the part of the answer that the prompt has written.
-        one_call: what follows the first call is text.
-        text_is_free: text may have calls and thoughts behind it. Under a grammar, what looks
-            like one in it is a part of it.
+        answer_begin: beginning of the answer that the prompt already has.
+        one_call: everything after the first call is text.
+        text_is_free: calls and thoughts may follow text. Under a grammar they do not: a delimiter
+            in the text is part of it.
 
     Attributes:
-        calls: those that are whole.
+        calls: the complete calls.
     """
 
     def __init__(
@@ -124,11 +124,11 @@ class OutputParser:
 
     @property
     def reasoning(self) -> str:
-        """All of it so far."""
+        """The reasoning so far."""
         return "".join(self._thoughts_read)
 
     def finish(self) -> None:
-        """Takes in that no more text will come."""
+        """End the output: no more text will come."""
         self._push("", last=True)
         self._think(self._thoughts.finish())
         if rest := self._content.finish():
@@ -165,7 +165,7 @@ class OutputParser:
                 if found is None:
                     return
                 if self._is_text(found):
-                    # A delimiter may be empty, and would be found again.
+                    # A delimiter may be an empty match, which would be found again.
                     rest = self._say_first(found.text, rest)
                 else:
                     self._open(found)
@@ -224,14 +224,14 @@ class OutputParser:
 
 
 class MessageParser:
-    """Parses the outputs of one request, delta by delta, where they are read.
+    """Parses the outputs of one request, delta by delta, on the reader's thread.
 
     Args:
         tools, one_call, text_is_free: as for an OutputParser.
 
     Attributes:
-        form: of its answers.
-        answer_begin: the part of the answer that the prompt has written; set before the first
+        form: format of the answers.
+        answer_begin: beginning of the answer that the prompt already has; set before the first
             delta is read.
     """
 
@@ -253,7 +253,7 @@ class MessageParser:
         self._interrupted = False
 
     def push(self, delta: Delta) -> Delta:
-        """``delta`` with its text told apart."""
+        """Split the text of ``delta`` into text, reasoning and calls."""
         if self._interrupted and self._unfinished and not delta.finish_reason:
             delta = replace(delta, index=min(self._unfinished))
         output = self.output(delta.index)
@@ -280,13 +280,13 @@ class MessageParser:
         )
 
     def interrupt(self) -> bool:
-        """Takes in that an exception comes next. Whether there may be text held back, which the
-        next ``push`` of an empty delta hands out before it."""
+        """Note that an exception ends the stream. Returns whether text may be held back; pushing an
+        empty delta releases it before the exception."""
         self._interrupted = True
         return bool(self._unfinished)
 
     def complete(self, output: CompletionOutput) -> CompletionOutput:
-        """``output`` with what was parsed of it beside its text."""
+        """Add reasoning and tool calls to ``output``."""
         parsed = self.output(output.index)
         return replace(output, reasoning=parsed.reasoning, tool_calls=tuple(parsed.calls))
 
@@ -300,7 +300,7 @@ class MessageParser:
 
 
 def _joined(deltas: list[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
-    """One fragment for each call."""
+    """Join fragments of the same call."""
     if len(deltas) < 2:
         return tuple(deltas)
     joined: list[ToolCallDelta] = []

@@ -1,4 +1,4 @@
-"""ResponseFormat: what a model's output consists of, and how its parts are told apart."""
+"""ResponseFormat: the delimiters and syntax of a model's reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from asyncllm.checkpoint.importing import importing_transformers
 from asyncllm.errors import InvalidRequestError, ModelLoadError
-from asyncllm.tools.call_reader import CallReader, RegionCallReader
-from asyncllm.tools.delimiters import Delimiters, Found, literals_or_pattern
-from asyncllm.tools.families import (
+from asyncllm.tool_calls.call_reader import CallReader, RegionCallReader
+from asyncllm.tool_calls.delimiters import Delimiters, Found, literals_or_pattern
+from asyncllm.tool_calls.families import (
     REASONING_FAMILIES,
     TOOL_FAMILIES,
     CallForm,
     ReasoningFamily,
     ToolFamily,
 )
-from asyncllm.tools.json_call_reader import JsonCallReader, JsonSyntax
+from asyncllm.tool_calls.json_call_reader import JsonCallReader, JsonSyntax
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 CALLS = "tool_calls"
@@ -30,7 +30,7 @@ SKIP = "skip"
 if TYPE_CHECKING:
     from asyncllm.config import EngineConfig
 
-# Of a pattern that is matched behind text which is no longer there.
+# Look-behind constructs, which cannot work: earlier text is dropped.
 _LOOKING_BACK = ("(?<=", "(?<!", r"\A")
 
 
@@ -38,25 +38,26 @@ _LOOKING_BACK = ("(?<=", "(?<!", r"\A")
 class ResponseFormat:
     """A response template, compiled for text that arrives in pieces.
 
-    The templates are transformers' (``transformers.utils.chat_parsing``), and so is what they
-    mean. They are read here rather than by its ``ResponseParser``, which hands a call out when it
-    has ended, raises for one that is malformed and drops its delimiters, ends it at a delimiter in
-    a string, and copies the whole output with each piece (4 microseconds for a token of a short
-    one, up to 550 at one megabyte; ``benchmarks.parsing``). Calls in another syntax than plain
-    JSON are parsed by it, a region at a time.
+    Templates and their meaning are transformers' (``transformers.utils.chat_parsing``). Its
+    ``ResponseParser`` does not fit streaming: it releases a call only when it is complete, raises
+    for a malformed one and drops its delimiters, ends a call at a delimiter in a string, and copies
+    the whole output with each piece (4 microseconds for a token of a short output, up to 550 at one
+    megabyte; ``benchmarks.parsing``). It is used for calls in other syntaxes than plain JSON, a
+    region at a time.
 
     Attributes:
-        delimiters: what opens a region, and what is skipped.
+        delimiters: openings of regions, and the ignored pattern.
         calls, thoughts: the template's fields; None if they are not looked for.
-        form: how the chat template writes calls; None where that is not known.
-        prompt_ends: literals that belong to the answer where the prompt ends in them.
-        begin, end: of thinking, as the engine looks for it; empty where the template has patterns.
-        end_before_call: as of a ReasoningFamily.
+        form: how the chat template writes calls; None if unknown.
+        prompt_ends: literal texts that belong to the answer if the prompt ends with them.
+        begin, end: delimiters of thinking that the engine looks for; empty if the template has
+            patterns.
+        end_before_call: as for a ReasoningFamily.
     """
 
     calls: Mapping[str, Any] | None = None
     thoughts: Mapping[str, Any] | None = None
-    skip: str | None = None
+    ignored_pattern: str | None = None
     form: CallForm | None = None
     prompt_ends: tuple[str, ...] = ()
     begin: str = ""
@@ -73,8 +74,8 @@ class ResponseFormat:
         for name, part in ((CALLS, self.calls), (THOUGHTS, self.thoughts)):
             if part is not None and (given := literals_or_pattern(part, "open")) is not None:
                 opens.append((name, given))
-        if self.skip is not None:
-            opens.append((SKIP, self.skip))
+        if self.ignored_pattern is not None:
+            opens.append((SKIP, self.ignored_pattern))
         put = partial(object.__setattr__, self)
         put("delimiters", Delimiters(opens))
         put("calls_close", _close(self.calls))
@@ -83,7 +84,7 @@ class ResponseFormat:
 
     def spells(self, token: str) -> bool:
         """Whether ``token`` may be a part of a delimiter."""
-        sources = [self.skip, *self.prompt_ends]
+        sources = [self.ignored_pattern, *self.prompt_ends]
         for part in (self.calls, self.thoughts):
             for side in ("open", "close"):
                 given = None if part is None else literals_or_pattern(part, side)
@@ -91,12 +92,12 @@ class ResponseFormat:
         return any(token in source.replace("\\", "") for source in sources if source)
 
     def answer_begins_in(self, prompt_end: str) -> str:
-        """The part of the answer that the prompt has written: an opened thought, say."""
+        """Beginning of the answer that the prompt already has, such as the opening of thoughts."""
         prompt_end = prompt_end.rstrip()
         return next((end for end in self.prompt_ends if prompt_end.endswith(end)), "")
 
     def call_reader(self, tools: Mapping[str, Mapping[str, Any]], found: Found) -> CallReader:
-        """A reader of the region that ``found`` opens.
+        """Make a reader for the region that ``found`` opens.
 
         Args:
             tools: parameters of the tools on offer, by name.
@@ -118,7 +119,7 @@ class ResponseFormat:
         ]
         try:
             message = parse_response(raw, template, prefix="", tools=schemas)
-        except Exception:  # of a template's own parser: this is no call
+        except Exception:  # any error of the template's parser: this is no call
             return None
         found = message.get(CALLS)
         calls = [_name_and_arguments(call) for call in _flat(found)]
@@ -149,7 +150,7 @@ def _close(part: Mapping[str, Any] | None) -> Delimiters | None:
 
 
 def _json_syntax(calls: Mapping[str, Any]) -> JsonSyntax | None:
-    """The syntax of calls in plain JSON, from a field ``tool_calls``; None for any other."""
+    """JSON syntax of a field ``tool_calls``; None for any other syntax."""
     transform = calls.get("transform")
     if calls.get("content") != "json" or calls.get("content_args") or not transform:
         return None
@@ -180,11 +181,11 @@ def _keys(function: Any, prefix: str) -> tuple[str, str] | None:
 
 
 class ResponseFormats:
-    """The formats of one model.
+    """The response formats of one model, with and without tools.
 
     Args:
         sources: the model's chat templates.
-        template: the tokenizer's own ``response_template``, which comes first.
+        template: the tokenizer's own ``response_template``, which takes precedence.
         tool_call_parser, reasoning_parser: as in ``EngineConfig``.
     """
 
@@ -197,13 +198,15 @@ class ResponseFormats:
     ) -> None:
         fields = _checked(template) if template is not None else {}
         own = next((fields[name] for name in REASONING_FIELDS if name in fields), None)
-        skip = _skipped(fields)
+        ignored = _content_end(fields)
         thinking: ReasoningFamily | None = None
         if reasoning_parser == "auto" and own is not None:
             begin, end = own.get("open"), own.get("close")
             if not isinstance(begin, str) or not isinstance(end, str):
                 begin = end = ""
-            thinking = ReasoningFamily(own, begin, end, (), skip=skip, prompt_end=begin)
+            thinking = ReasoningFamily(
+                own, begin, end, (), ignored_pattern=ignored, prompt_end=begin
+            )
         elif reasoning_parser == "auto" and template is None:
             thinking = _recognised(REASONING_FAMILIES, sources)
         elif reasoning_parser is not None and reasoning_parser != "auto":
@@ -213,7 +216,9 @@ class ResponseFormats:
         if tool_call_parser == "auto" and CALLS in fields:
             form = known.form if known is not None else None
             as_text = known is not None and known.arguments_as_text
-            calling = ToolFamily(fields[CALLS], form, (), skip=skip, arguments_as_text=as_text)
+            calling = ToolFamily(
+                fields[CALLS], form, (), ignored_pattern=ignored, arguments_as_text=as_text
+            )
         else:
             calling = known if tool_call_parser == "auto" else TOOL_FAMILIES[tool_call_parser]
         self._thinking = thinking
@@ -227,16 +232,16 @@ class ResponseFormats:
         return cls(sources, template, config.tool_call_parser, config.reasoning_parser)
 
     def prepare(self) -> None:
-        """Imports what parsing takes, for a start: no event loop has to wait for it later."""
+        """Import what parsing needs at start, so that no event loop waits for it later."""
         if self._calling is not None and _json_syntax(self._calling.calls) is None:
             with importing_transformers():
                 importlib.import_module("transformers.utils.chat_parsing")
 
     def of(self, with_tools: bool) -> ResponseFormat | None:
-        """The format of an answer; None if it is text and nothing else.
+        """Format of an answer; None if it is plain text.
 
         Raises:
-            InvalidRequestError: ``with_tools``, for a model whose format of calls is not known.
+            InvalidRequestError: with tools, if the model's format of calls is unknown.
         """
         if with_tools and self._calling is None:
             raise InvalidRequestError(
@@ -257,7 +262,7 @@ class ResponseFormats:
         return ResponseFormat(
             calls=None if calling is None else calling.calls,
             thoughts=None if thinking is None else thinking.thoughts,
-            skip=next((family.skip for family in families if family.skip), None),
+            ignored_pattern=next((f.ignored_pattern for f in families if f.ignored_pattern), None),
             form=None if calling is None else calling.form,
             prompt_ends=tuple(dict.fromkeys(end for end in ends if end)),
             begin="" if thinking is None else thinking.begin,
@@ -274,17 +279,17 @@ class ResponseFormats:
 def _recognised(families: Mapping[str, Any], sources: Sequence[str]) -> Any:
     source = "\n".join(sources)
     for family in families.values():
-        if any(all(sign in source for sign in signs) for signs in family.signs):
-            if not any(sign in source for sign in family.unlike):
+        if any(all(text in source for text in texts) for texts in family.markers):
+            if not any(text in source for text in family.excluded_markers):
                 return family
     return None
 
 
 def _checked(template: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """The fields of a tokenizer's own template.
+    """Check a tokenizer's own template; returns its fields.
 
     Raises:
-        ModelLoadError: for one that transformers refuses, or that looks back in the text.
+        ModelLoadError: if transformers refuses it, or a pattern has a look-behind.
     """
     with importing_transformers():
         from transformers.utils.chat_parsing.response_templates import load_response_template
@@ -304,8 +309,8 @@ def _checked(template: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     return template["fields"]
 
 
-def _skipped(fields: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Pattern of the end of the content, from a tokenizer's own template."""
+def _content_end(fields: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Pattern that ends the content, from a tokenizer's own template; it is no text."""
     import regex
 
     for part in fields.values():

@@ -1,8 +1,8 @@
-"""function_schema: Python functions and Pydantic models as tools, in OpenAI's schema.
+"""function_schema: converts Python functions and Pydantic models to OpenAI tools.
 
-As ``transformers.utils.get_json_schema`` makes them. That takes a second to import, on the caller's
-event loop, and refuses a function whose docstring lacks an argument; here a docstring may say as
-much as it likes.
+The schemas are made like those of ``transformers.utils.get_json_schema``, which takes a second to
+import on the caller's event loop and refuses a docstring that leaves out an argument; here any
+docstring will do.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def is_model(tool: Any) -> bool:
 
 
 def function_schema(tool: Any, where: str = "tools") -> dict[str, Any]:
-    """The tool that a function, or a Pydantic model of its arguments, stands for.
+    """OpenAI tool for a function, or for a Pydantic model of its arguments.
 
     A function's name, type hints and docstring become name, parameters and descriptions. The
     docstring may describe arguments in Google's style or Sphinx's. A parameter is a ``str``,
@@ -44,7 +44,7 @@ def function_schema(tool: Any, where: str = "tools") -> dict[str, Any]:
     ``Any``.
 
     Raises:
-        InvalidRequestError: for a parameter without a type hint, or with another one, or that
+        InvalidRequestError: for a parameter without a type hint, with an unsupported one, or that
             cannot be passed by name.
     """
     try:
@@ -57,7 +57,7 @@ def function_schema(tool: Any, where: str = "tools") -> dict[str, Any]:
         raise
     except _Unsupported as error:
         raise InvalidRequestError(f"{where}: {error}", param="tools") from None
-    # Annotations and models are the application's code, and are evaluated here.
+    # Evaluates the application's annotations and models, which may raise anything.
     except Exception as error:
         name = getattr(tool, "__name__", "?")
         raise InvalidRequestError(
@@ -66,7 +66,8 @@ def function_schema(tool: Any, where: str = "tools") -> dict[str, Any]:
 
 
 def _model_schema(model: Any) -> dict[str, Any]:
-    """With its properties at the root, where a model that holds itself has a reference."""
+    """Schema of a Pydantic model with its properties at the root. A recursive model has a reference
+    there, which is resolved."""
     schema = model.model_json_schema()
     reference = schema.pop("$ref", None)
     if reference is not None:
@@ -166,7 +167,8 @@ def _enumeration(values: Sequence[Any], at: str) -> dict[str, Any]:
 
 
 def _of_model(model: Any, at: str, definitions: dict[str, Any]) -> dict[str, Any]:
-    """A Pydantic model's schema, whose definitions go to the root: there its references look."""
+    """Schema of a Pydantic model, with its definitions moved to the root, where its references
+    point."""
     schema = model.model_json_schema()
     for name, definition in schema.pop("$defs", {}).items():
         if definitions.setdefault(name, definition) != definition:
@@ -177,7 +179,7 @@ def _of_model(model: Any, at: str, definitions: dict[str, Any]) -> dict[str, Any
 def _of_fields(kind: Any, schema_of: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
     hints = typing.get_type_hints(kind, include_extras=True)
     if typing.is_typeddict(kind):
-        # Where annotations are strings, the class knows nothing of NotRequired.
+        # With string annotations, ``__required_keys__`` ignores NotRequired.
         required = [
             name
             for name, hint in hints.items()
@@ -207,7 +209,7 @@ def _without_marker(hint: Any) -> Any:
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """The description, up to the first section, and those of the arguments."""
+    """Description up to the first section, and descriptions of the arguments."""
     description: list[str] = []
     arguments: dict[str, list[str]] = {}
     section = current = indent = ""

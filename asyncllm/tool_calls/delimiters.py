@@ -1,4 +1,4 @@
-"""Delimiters: patterns found in text that arrives in pieces, as soon as they are certain."""
+"""Delimiters: finds patterns in text that arrives in pieces, as soon as possible."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 MAX_LENGTH = 4096
-"""Characters of a delimiter. What may become a longer one is text."""
+"""Most characters of a delimiter; a longer match is plain text."""
 
 _SAMPLES = string.printable
-# In no class that a pattern lists, so a pattern that accepts it accepts about anything.
+# A private-use character: a pattern that accepts it as a beginning accepts nearly any.
 _ODD = "\U000f1234"
 
 
 class Found(NamedTuple):
-    """A delimiter: its name, the text that matched, the named groups in it."""
+    """A delimiter that was found: name, matched text and named groups."""
 
     name: str
     text: str
@@ -23,14 +23,14 @@ class Found(NamedTuple):
 
 
 class Delimiters:
-    """Patterns to look for, compiled; shared by all outputs.
+    """Compiled patterns of delimiters; shared by all outputs.
 
     Args:
-        patterns: pairs of a name and literals or a pattern, as ``literals_or_pattern`` gives them.
+        patterns: pairs of a name and a result of ``literals_or_pattern``.
     """
 
     def __init__(self, patterns: Sequence[tuple[str, list[str] | str]]) -> None:
-        import regex  # takes 15 ms, and few processes need it
+        import regex  # lazy: takes 15 ms
 
         self.patterns: list[tuple[str, Any, bool]] = []
         starters: set[str] | None = set()
@@ -50,7 +50,8 @@ class Delimiters:
         return self._starters is None or not self._starters.isdisjoint(text)
 
     def match(self, text: str, *, last: bool = False) -> tuple[Any, bool]:
-        """The match at the beginning, if it is certain, and whether there may yet be one."""
+        """Match at the beginning of ``text`` if it is certain, and whether more text may give
+        one."""
         pending = False
         for _, pattern, literal in self.patterns:
             match = pattern.match(text, partial=not last)
@@ -63,7 +64,7 @@ class Delimiters:
 
 
 def _starters(pattern: Any, source: str) -> set[str] | None:
-    """Characters that a match may begin with; None for any."""
+    """Characters that a match can begin with; None for any."""
 
     def begins(character: str) -> bool:
         match = pattern.match(character, partial=True)
@@ -73,18 +74,19 @@ def _starters(pattern: Any, source: str) -> set[str] | None:
 
 
 def literals_or_pattern(field: Mapping[str, Any], side: str) -> list[str] | str | None:
-    """``open`` or ``close`` of a response template's field; None without one."""
+    """The ``open`` or ``close`` of a response template's field: literals or a pattern; None if
+    absent."""
     value = field.get(side, field.get(f"{side}_pattern"))
     return [value] if side in field and isinstance(value, str) else value
 
 
 class DelimiterScanner:
-    """Finds the delimiters of one output, with the semantics of transformers' ResponseParser:
-    the earliest match wins, of those the longest; a match at the end of what is there waits if
-    more text could change it; and what can still become a match is held back, nothing else.
+    """Finds delimiters in one output, with the semantics of transformers' ResponseParser. The
+    earliest match wins, and of several there the longest. A match at the end of the text waits if
+    more text could change it. Only text that may become a match is held back.
 
-    Most pieces hold nothing that a delimiter begins with, and are handed out as they are. What
-    is held is kept, and nothing before it, so the cost of a piece does not grow with the output.
+    Most pieces have no character that a delimiter begins with, and are returned as they are. Only
+    held text is kept, so the cost of a piece does not grow with the output.
     """
 
     __slots__ = ("_delimiters", "_held")
@@ -94,8 +96,9 @@ class DelimiterScanner:
         self._held = ""
 
     def feed(self, text: str, last: bool = False) -> tuple[str, Found | None, str]:
-        """The text before the first delimiter, the delimiter, and the text behind it, which is
-        to be fed again. Without one, what is certainly text.
+        """Take a piece; returns the text before the first delimiter, the delimiter, and the text
+        after it, which the caller feeds again. Without a delimiter: text that is certainly none,
+        None, "".
 
         Args:
             last: no more text will come.
@@ -120,7 +123,7 @@ class DelimiterScanner:
                 return buffer[:hold], None, ""
 
     def _scan(self, buffer: str, position: int, last: bool) -> tuple[tuple[str, Any] | None, int]:
-        """The first certain match, and where the first uncertain one begins."""
+        """First certain match, and the position of the first uncertain one."""
         best: tuple[str, Any] | None = None
         hold = end = len(buffer)
         for name, pattern, literal in self._delimiters.patterns:

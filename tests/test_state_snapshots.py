@@ -1,4 +1,4 @@
-"""Checkpoints of recurrent states: where they are saved, who goes on from them, what voids them."""
+"""Snapshots of recurrent states: where they are saved, who goes on from them, what voids them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
-from asyncllm.core.state_checkpoints import StateCheckpoints
+from asyncllm.core.state_snapshots import StateSnapshots
 from asyncllm.metrics import EngineMetrics
 from asyncllm.testing import FakeExecutor
 from tests.fakes import Fake, FakeModelConfig, FakeTokenizer
@@ -24,20 +24,20 @@ class StateRig(Rig):
 
     Args:
         groups: block size and window of each KV group.
-        checkpoints: slots for states of prefixes.
+        snapshots: slots for states of prefixes.
         interval: tokens of output between two of them.
     """
 
-    def __init__(self, *groups, checkpoints=8, interval=256, **changes):
+    def __init__(self, *groups, snapshots=8, interval=256, **changes):
         sizes, windows = zip(*(groups or [(4, None)]), strict=True)
-        states = dict(has_states=True, num_state_checkpoints=checkpoints)
+        states = dict(has_states=True, num_state_snapshots=snapshots)
         super().__init__(block_size=sizes, windows=windows, **states | changes)
         kv = self.scheduler.kv
         if kv.states is not None:
-            kv.states = StateCheckpoints(checkpoints, sizes, interval)
+            kv.states = StateSnapshots(snapshots, sizes, interval)
 
     @property
-    def states(self) -> StateCheckpoints:
+    def states(self) -> StateSnapshots:
         assert self.scheduler.kv.states is not None
         return self.scheduler.kv.states
 
@@ -114,9 +114,9 @@ def test_a_prefix_ends_where_a_block_of_every_group_does():
     assert rig.run([*range(14), 93])[0].num_cached_tokens == 12
 
 
-@pytest.mark.parametrize(("checkpoints", "most"), [(1, 1), (2, 1), (3, 2), (8, 4)])
-def test_half_of_the_slots_are_written_at_once(checkpoints, most):
-    rig = StateRig(checkpoints=checkpoints, num_blocks=40)
+@pytest.mark.parametrize(("snapshots", "most"), [(1, 1), (2, 1), (3, 2), (8, 4)])
+def test_half_of_the_slots_are_written_at_once(snapshots, most):
+    rig = StateRig(snapshots=snapshots, num_blocks=40)
     requests = [rig.add(range(20 * i, 20 * i + 6), max_tokens=1) for i in range(5)]
     step = rig.launch()
     assert step is not None
@@ -130,24 +130,24 @@ def test_half_of_the_slots_are_written_at_once(checkpoints, most):
 
 
 def test_the_least_recently_used_gives_way():
-    rig = StateRig(checkpoints=2, num_blocks=60)
+    rig = StateRig(snapshots=2, num_blocks=60)
     for first in (0, 20, 0, 40):
         rig.run(range(first, first + 6))
     found = [rig.run([*range(first, first + 5), 7, 8])[0] for first in (40, 0, 20)]
     assert [one.num_cached_tokens for one in found] == [4, 4, 0]
 
 
-def test_without_checkpoints_there_are_no_prefixes():
-    for changes in (dict(checkpoints=0), dict(caching=False)):
+def test_without_snapshots_there_are_no_prefixes():
+    for changes in (dict(snapshots=0), dict(caching=False)):
         rig = StateRig(**changes)
         assert rig.scheduler.kv.states is None
         for _ in range(2):
             assert rig.run(range(9))[1] == [9]
 
 
-def test_checkpoints_are_of_states():
-    with pytest.raises(ValueError, match="num_state_checkpoints=2 without has_states: expected 0"):
-        info(num_state_checkpoints=2)
+def test_snapshots_are_of_states():
+    with pytest.raises(ValueError, match="num_state_snapshots=2 without has_states: expected 0"):
+        info(num_state_snapshots=2)
 
 
 # --- from the next step on -------------------------------------------------------------------
@@ -169,7 +169,7 @@ def test_a_state_is_read_a_step_after_it_was_saved(depth):
     ((_, saved),) = first.batch.state_saves
     assert second.batch.counts == [1, 1, 1]
     assert second.batch.state_loads == [(one.req_index, saved) for one in requests[1:]]
-    assert first.checkpoints == [rig.states.pool.blocks[saved]]
+    assert first.snapshots == [rig.states.pool.blocks[saved]]
     rig.collect()
     rig.finish_all()
     for one in requests:
@@ -190,9 +190,9 @@ def test_a_burst_with_a_shared_prefix_computes_it_twice():
 def test_those_that_wait_for_a_state_do_not_cost_a_step_their_number(monkeypatch):
     rig, asked = StateRig(num_blocks=60, max_num_seqs=4), []
     requests = [rig.add([*range(8), 50 + i], max_tokens=1) for i in range(40)]
-    is_saving = StateCheckpoints.is_saving
+    is_saving = StateSnapshots.is_saving
     monkeypatch.setattr(
-        StateCheckpoints, "is_saving", lambda self, one: asked.append(one) or is_saving(self, one)
+        StateSnapshots, "is_saving", lambda self, one: asked.append(one) or is_saving(self, one)
     )
     assert rig.step() == {"r0": 8}
     assert len(asked) == 6
@@ -309,7 +309,7 @@ def test_prompt_logprobs_are_of_tokens_that_are_computed():
 
 @pytest.mark.asyncio
 async def test_an_engine_tells_of_its_states():
-    limits = info(num_blocks=40, has_states=True, num_state_checkpoints=5, state_bytes=300)
+    limits = info(num_blocks=40, has_states=True, num_state_snapshots=5, state_bytes=300)
     device = Fake(limits, FakeExecutor(limits), FakeTokenizer(), FakeModelConfig())
     async with device.engine() as engine:
         metrics, shared = EngineMetrics(engine), list(range(16))
@@ -317,8 +317,8 @@ async def test_an_engine_tells_of_its_states():
         assert [usage.cached_tokens for usage in usages] == [0, 16, 16]
         stats = engine.stats()
         assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (51, 32)
-        assert (stats.num_state_checkpoints, stats.num_cached_states) == (5, 1)
-        assert stats.state_checkpoint_bytes == 1500
+        assert (stats.num_state_snapshots, stats.num_cached_states) == (5, 1)
+        assert stats.state_snapshot_bytes == 1500
         assert samples(metrics)["asyncllm:cached_states",] == 1
         assert await engine.reset_prefix_cache()
         assert engine.stats().num_cached_states == 0
@@ -329,7 +329,7 @@ async def test_an_engine_tells_of_its_states():
 # --- a plain model of what is found ----------------------------------------------------------
 
 
-class PlainCheckpoints:
+class PlainSnapshots:
     """Hits of requests that run one after the other, from prefixes as tuples alone."""
 
     def __init__(self, unit: int, capacity: int, interval: int):
@@ -375,8 +375,8 @@ def test_hits_equal_the_plain_model(seed):
     rng = random.Random(seed)
     unit, capacity = rng.choice([1, 2, 3]), rng.randint(2, 7)
     interval = unit * rng.randint(1, 3)
-    rig = StateRig((unit, None), checkpoints=capacity, interval=interval, num_blocks=4000)
-    model = PlainCheckpoints(unit, capacity, interval)
+    rig = StateRig((unit, None), snapshots=capacity, interval=interval, num_blocks=4000)
+    model = PlainSnapshots(unit, capacity, interval)
     former, total = [], 0
     for _ in range(40):
         begin = rng.choice(former[:4])[: rng.randint(0, 20)] if former else []
@@ -398,7 +398,7 @@ def _scenario(depth: int) -> None:
     """Prompts that share prefixes, a step that fails, and others that go on from the outputs and
     from the middle of the prompts."""
     rig = StateRig(
-        checkpoints=20, interval=4, num_blocks=200, max_num_batched_tokens=60, pipeline_depth=depth
+        snapshots=20, interval=4, num_blocks=200, max_num_batched_tokens=60, pipeline_depth=depth
     )
     prompts = [[*range(11), *[40 + i] * 6] for i in range(4)]
     for round_ in range(3):
@@ -421,9 +421,9 @@ def _scenario(depth: int) -> None:
 
 
 def _neighbours(monkeypatch) -> None:
-    """Another checkpoint is loaded than the one that was found."""
-    load = StateCheckpoints.load
-    monkeypatch.setattr(StateCheckpoints, "load", lambda self, one: load(self, one) % 20 + 1)
+    """Another snapshot is loaded than the one that was found."""
+    load = StateSnapshots.load
+    monkeypatch.setattr(StateSnapshots, "load", lambda self, one: load(self, one) % 20 + 1)
 
 
 def _kept(monkeypatch) -> None:
@@ -439,19 +439,19 @@ def _kept(monkeypatch) -> None:
 
 def _too_old(monkeypatch) -> None:
     """A state is of a block less than its hash says."""
-    publish = StateCheckpoints._publish
+    publish = StateSnapshots._publish
 
     def older(self, save):
         if save.num_tokens + self._unit <= len(save.request.token_ids):
             save.num_tokens += self._unit
         publish(self, save)
 
-    monkeypatch.setattr(StateCheckpoints, "_publish", older)
+    monkeypatch.setattr(StateSnapshots, "_publish", older)
 
 
 def _same_step(monkeypatch) -> None:
     """It can be found in the step that writes it."""
-    save = StateCheckpoints.save
+    save = StateSnapshots.save
 
     def at_once(self, request, published):
         found = save(self, request, published)
@@ -461,19 +461,19 @@ def _same_step(monkeypatch) -> None:
             self._saving.clear()
         return found
 
-    monkeypatch.setattr(StateCheckpoints, "save", at_once)
+    monkeypatch.setattr(StateSnapshots, "save", at_once)
 
 
 def _any_epoch(monkeypatch) -> None:
     """It counts though its request has started over, and its step has failed."""
-    settle = StateCheckpoints.settle
+    settle = StateSnapshots.settle
 
     def ignorant(self):
         for save in self._saves:
             save.epoch = save.request.epoch
         settle(self)
 
-    monkeypatch.setattr(StateCheckpoints, "settle", ignorant)
+    monkeypatch.setattr(StateSnapshots, "settle", ignorant)
 
 
 def _early(monkeypatch) -> None:
@@ -482,8 +482,8 @@ def _early(monkeypatch) -> None:
 
     def early(self, batch):
         saves, batch.state_saves = batch.state_saves, []
-        for req_index, checkpoint in saves:
-            self._states[self.info.max_num_seqs - 1 + checkpoint] = self._states[req_index]
+        for req_index, snapshot in saves:
+            self._states[self.info.max_num_seqs - 1 + snapshot] = self._states[req_index]
         return advance(self, batch)
 
     monkeypatch.setattr(FakeExecutor, "_advance", early)
@@ -499,14 +499,14 @@ def test_the_fake_device_notices(break_it, depth, monkeypatch):
 
 
 def test_withdrawn_with_the_step_in_flight_that_wrote_it(monkeypatch):
-    """A checkpoint that was found already goes with its step, or the next one would find it."""
+    """A snapshot that was found already goes with its step, or the next one would find it."""
     _scenario(2)
     monkeypatch.setattr("asyncllm.core.kv_cache.KVCacheManager.withdraw", _withdraw_blocks_alone)
     with pytest.raises(AssertionError):
         _scenario(2)
 
 
-def _withdraw_blocks_alone(self, published, checkpoints):
+def _withdraw_blocks_alone(self, published, snapshots):
     for block in published:
         self.pool.unpublish(block)
 
@@ -515,7 +515,7 @@ def _withdraw_blocks_alone(self, published, checkpoints):
 
 
 class StateMachine(SchedulerMachine):
-    """As SchedulerMachine, with checkpoints of recurrent states, few of them, and windows."""
+    """As SchedulerMachine, with snapshots of recurrent states, few of them, and windows."""
 
     @initialize(
         num_blocks=st.integers(3, 14),
@@ -533,16 +533,16 @@ class StateMachine(SchedulerMachine):
         budget=st.integers(1, 24),
         depth=st.integers(1, 2),
         policy=st.sampled_from(["fcfs", "priority", "deadline"]),
-        checkpoints=st.integers(1, 5),
+        snapshots=st.integers(1, 5),
         interval=st.integers(1, 6),
     )
-    def make(self, num_blocks, groups, seqs, budget, depth, policy, checkpoints, interval):
+    def make(self, num_blocks, groups, seqs, budget, depth, policy, snapshots, interval):
         specs = [group(i, *one) for i, one in enumerate(groups)]
         while (longest := WindowMachine.longest(specs, num_blocks - 1, budget)) < 2:
             num_blocks += 1
         self.rig = StateRig(
             *groups,
-            checkpoints=checkpoints,
+            snapshots=snapshots,
             interval=interval,
             policy=policy,
             num_blocks=num_blocks,

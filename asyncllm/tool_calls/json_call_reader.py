@@ -1,4 +1,4 @@
-"""JsonCallReader: calls in JSON, whose arguments are handed out as they come."""
+"""JsonCallReader: parses calls in JSON, and streams their arguments."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Literal, NamedTuple
 
-from asyncllm.tools.call_reader import Event
-from asyncllm.tools.delimiters import Delimiters
+from asyncllm.tool_calls.call_reader import Event
+from asyncllm.tool_calls.delimiters import Delimiters
 
 _MAX_HEAD = 1024
-"""Characters of a key, or of a name."""
+"""Most characters of a key or a name."""
 
 _SPACE = " \t\r\n"
 _OUTSIDE = re.compile(r'["{}\[\]]')
@@ -26,12 +26,12 @@ class _NoCall(Exception):
 
 
 class JsonSyntax(NamedTuple):
-    """Calls in JSON.
+    """Layout of calls in JSON.
 
     Attributes:
-        kind: of what a region holds: "object", a call; "array" of such; or "arguments" alone,
-            where the opening has the name.
-        name, arguments: keys of a call.
+        kind: content of a region: "object", one call; "array", a list of calls; "arguments", if the
+            opening delimiter has the name.
+        name, arguments: the keys of a call's object.
     """
 
     kind: Literal["object", "array", "arguments"]
@@ -40,17 +40,17 @@ class JsonSyntax(NamedTuple):
 
 
 class JsonCallReader:
-    """Calls in JSON, whose arguments are handed out as they come.
+    """Parses calls in JSON, and streams their arguments.
 
-    Strings and nesting decide where a call ends, so that a string may hold the closing delimiter.
-    The arguments are parsed once, when they are complete; until then nothing but their brackets
-    is looked at.
+    Brackets outside strings decide where a call ends, so a string may contain the closing
+    delimiter. The arguments are parsed once, when they are complete; until then only their brackets
+    are counted.
 
     Args:
-        tools: names of those on offer. A call of another is text.
+        tools: names of the tools on offer. A call of another tool is text.
         opening: the delimiter before the region.
-        name: the tool's, if the opening has it.
-        close: delimiters after the region; None where the JSON ends it.
+        name: the tool's name, if the opening has it.
+        close: delimiters after the region; None if it ends with the JSON.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class JsonCallReader:
         self._syntax = syntax
         self._tools = tools
         self._close = close
-        # The text since the last whole call: earlier pieces, and this one from the mark on.
+        # Text since the last complete call: earlier pieces, and the current one from ``_mark`` on.
         self._raw = [opening]
         self._mark = 0
         self._tail: str | None = None
@@ -104,7 +104,7 @@ class JsonCallReader:
         return text[position:] if self._close is None else self._push_close(text[position:])
 
     def _push_close(self, text: str) -> str | None:
-        """White space, then the closing delimiter and nothing else."""
+        """Take white space and the closing delimiter; anything else is no call."""
         assert self._close is not None
         self._tail = (self._tail or "") + text
         rest = self._tail.lstrip()
@@ -129,7 +129,7 @@ class JsonCallReader:
         return self._give_up("")
 
     def _give_up(self, rest: str) -> str:
-        """The call so far is text, up to what shows it."""
+        """Report the call so far as text; ``rest`` follows it."""
         self.events.append(Event("text", "".join(self._raw)))
         return rest
 
@@ -190,7 +190,7 @@ class JsonCallReader:
             self.events.append(Event("arguments", "".join(self._arguments)))
 
     def _open_other(self, text: str, position: int) -> int:
-        """A string or a scalar that says nothing about the call."""
+        """Skip the value of a key without meaning, a string or a scalar."""
         character = text[position]
         if character in _SPACE:
             return position + 1
@@ -244,7 +244,7 @@ class JsonCallReader:
         return end
 
     def _end_of_value(self, text: str, position: int) -> int | None:
-        """Behind the bracket that closes the value; None if that is still to come."""
+        """Position after the bracket that closes the value; None if it is still to come."""
         while True:
             match = (_INSIDE if self._quoted else _OUTSIDE).search(text, position)
             if match is None:
@@ -266,7 +266,7 @@ class JsonCallReader:
                     return position
 
     def _escaped(self, text: str, position: int) -> int:
-        """The character behind a backslash that ended a piece."""
+        """Take the character after a backslash that ended a piece."""
         assert self._arguments is not None
         self._arguments.append(text[position])
         if self._begun:
@@ -304,7 +304,7 @@ class JsonCallReader:
     # --- pieces of the states ----------------------------------------------------------
 
     def _expect(self, text: str, position: int, states: Mapping[str, _State]) -> int:
-        """Skips white space; the character behind it decides on the next state."""
+        """Skip white space; the next character selects the next state."""
         character = text[position]
         if character in _SPACE:
             return position + 1
@@ -314,7 +314,7 @@ class JsonCallReader:
         return position + 1
 
     def _read_string(self, text: str, position: int) -> int | None:
-        """Reads a string on, its opening quote being behind; returns where it ends."""
+        """Read on in a string after its opening quote; returns the position after it, or None."""
         while position < len(text):
             if self._room == 0:
                 raise _NoCall(position)

@@ -1,7 +1,7 @@
-"""Readers of tool calls: a call's text, from its opening on, to its name and arguments.
+"""Call readers: parse the text of a tool call to its name and arguments.
 
-Each takes text in pieces, and what it makes of it does not depend on where they are cut. What turns
-out to be no call is handed back as text, whole, and so is what follows it.
+Text arrives in pieces, and the result does not depend on where they are cut. A text that turns out
+to be no call is returned whole, as text.
 """
 
 from __future__ import annotations
@@ -9,43 +9,43 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
-from asyncllm.tools.delimiters import Delimiters, DelimiterScanner
+from asyncllm.tool_calls.delimiters import Delimiters, DelimiterScanner
 
 
 class Event(NamedTuple):
-    """ "begin" with a tool's name, "arguments" with more of their JSON text, "done", or "text"
-    that is no call."""
+    """Event of parsing: "begin" with a tool's name, "arguments" with more of their JSON text,
+    "done", or "text" that is no call."""
 
     kind: Literal["begin", "arguments", "done", "text"]
     text: str = ""
 
 
 class CallReader(Protocol):
-    """Reads one region of calls.
+    """Parser of one region of calls, which an opening delimiter begins.
 
     Attributes:
-        events: what was read, to be taken by the caller.
+        events: parsed events, which the caller removes.
     """
 
     events: list[Event]
 
     def push(self, text: str) -> str | None:
-        """Takes more text. None if all of it belongs here; else the region has ended, and this
-        is what follows it."""
+        """Take more text. Returns None while the region goes on; else the text after its end."""
         ...
 
     def finish(self) -> str:
-        """Ends the region with the output; returns what does not belong to it."""
+        """End the region at the end of the output; returns the text after the region."""
         ...
 
 
 class RegionCallReader:
-    """Calls in any other syntax, which ``parse`` reads when the region is complete.
+    """Reader of calls in a syntax other than JSON, which ``parse`` parses once the region is
+    complete.
 
     Args:
-        parse: the text of a region, delimiters included, to its calls as names and arguments; None
-            for what is no call.
-        close: None where only the end of the output ends the region.
+        parse: converts a region's text, delimiters included, to names and arguments of its calls;
+            None if it is no call.
+        close: delimiters that end the region; None if only the end of the output does.
     """
 
     def __init__(
