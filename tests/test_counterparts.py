@@ -20,6 +20,7 @@ SETTINGS = {
     "guided_decoding_backend": "structured_outputs_backend",
     "kv_cache_memory_bytes": "kv_cache_memory",
     "num_gpu_blocks_override": "num_blocks",
+    "num_state_checkpoints": "num_state_snapshots",
     "tool_parser": "tool_call_parser",
 }
 SAMPLING = {
