@@ -26,6 +26,11 @@ MAX_BAD_CHARACTERS = 2**14
 """Of all of them together: they are tokenised, twice, while an event loop waits."""
 """Characters. The sequences are looked for at each token, while the batch waits."""
 
+MAX_BIAS = 1024
+MAX_STOP_IDS = 128
+"""Of ``logit_bias``, and those that ``min_tokens`` suppresses. Each request index has a line of as
+many on the device, so that sampling does not wait for the host."""
+
 MAX_LOGITS_PROCESSORS = 64
 """Each is called for each token, while the batch waits."""
 
@@ -64,11 +69,12 @@ class SamplingParams:
             has at most 524,288.
         ignore_eos: go on past the model's end-of-sequence tokens.
         max_tokens: output tokens at most; None goes up to the context.
-        min_tokens: neither EOS nor a stop token or string before so many tokens.
+        min_tokens: neither EOS nor a stop token or string before so many tokens. With it there
+            are 128 stop tokens at most, ``stop_token_ids`` and the model's EOS tokens together.
         logprobs: number of most likely tokens to report at each position, at most
             ``EngineConfig.max_logprobs``; -1 for all, where that is -1. The sampled token is always
             reported; None reports nothing.
-        logit_bias: token id to a number added to its logit, in [-100, 100].
+        logit_bias: token id to a number added to its logit, in [-100, 100]; 1024 entries at most.
         allowed_token_ids: nothing else may be sampled.
         bad_words: texts, 1024 of 1024 characters at most and 16,384 in all, whose tokens may not
             follow one another in the output, be it behind a space or not. Those of one token
@@ -171,7 +177,7 @@ class SamplingParams:
             if not check.is_a(bias, Mapping):
                 raise check.invalid("logit_bias", bias, "a mapping of token id to number")
             with check.reading("logit_bias"):
-                ids = check.token_ids("logit_bias", bias.keys())
+                ids = check.token_ids("logit_bias", bias.keys(), most=MAX_BIAS)
                 values = [check.number("logit_bias", value, -100, 100) for value in bias.values()]
                 self._set("logit_bias", dict(zip(ids, values, strict=True)))
         check.field(self, check.items, "logits_processors", "callables", MAX_LOGITS_PROCESSORS)
@@ -189,13 +195,29 @@ class SamplingParams:
             accepted = f"at most {MAX_BAD_CHARACTERS} characters in all"
             raise check.invalid("bad_words", self.bad_words, accepted)
 
-    def check_limits(self, vocab_size: int, max_logprobs: int) -> None:
-        """Raises InvalidRequestError for a token id of ``vocab_size`` or more, or more
-        log-probabilities than ``max_logprobs``; -1 is any number."""
+    def check_limits(
+        self, vocab_size: int, max_logprobs: int, eos_token_ids: Sequence[int] = ()
+    ) -> None:
+        """Check what depends on the model and the engine.
+
+        Args:
+            max_logprobs: -1 is any number.
+            eos_token_ids: the model's.
+
+        Raises:
+            InvalidRequestError: for a token id of ``vocab_size`` or more, more log-probabilities
+                than ``max_logprobs``, or more stop tokens than ``min_tokens`` can suppress.
+        """
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             largest = max(getattr(self, name) or (), default=0)
             if largest >= vocab_size:
                 raise check.invalid(name, largest, f"token ids from 0 to {vocab_size - 1}")
+
+        num_eos = 0 if self.ignore_eos else len(eos_token_ids)
+        if self.min_tokens and len(self.stop_token_ids) + num_eos > MAX_STOP_IDS:
+            accepted = f"at most {MAX_STOP_IDS - num_eos} token ids with min_tokens"
+            accepted += f" beside the model's {num_eos} of its own" * bool(num_eos)
+            raise check.invalid("stop_token_ids", self.stop_token_ids, accepted)
 
         most = max_logprobs
         for name in ("logprobs", "prompt_logprobs"):

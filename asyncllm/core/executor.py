@@ -21,37 +21,23 @@ class SamplingLimits:
     """Limits of sampling on an executor's device, without the host.
 
     Attributes:
-        max_bias: entries of ``logit_bias``.
-        max_stop_ids: token ids that ``min_tokens`` suppresses.
         max_logprobs: ``logprobs``.
     """
 
-    max_bias: int
-    max_stop_ids: int
     max_logprobs: int
 
     def exceeded_by(
-        self,
-        sampling: SamplingParams,
-        eos_token_ids: Sequence[int] = (),
-        bad_words: Sequence[Sequence[int]] = (),
+        self, sampling: SamplingParams, bad_words: Sequence[Sequence[int]] = ()
     ) -> bool:
-        """Whether a request needs the host: for one of these, for processors of its own, or for
-        ``bad_words`` of several tokens.
+        """Whether a request needs the host: for more log-probabilities, for processors of its own,
+        or for ``bad_words`` of several tokens.
 
         Args:
-            eos_token_ids: the model's.
             bad_words: as token sequences.
         """
-        num_stop_ids = 0
-        if sampling.min_tokens:
-            num_stop_ids = len(sampling.stop_token_ids)
-            num_stop_ids += 0 if sampling.ignore_eos else len(eos_token_ids)
         logprobs = sampling.logprobs
         return (
             bool(sampling.logits_processors)
-            or len(sampling.logit_bias or ()) > self.max_bias
-            or num_stop_ids > self.max_stop_ids
             or (logprobs is not None and not 0 <= logprobs <= self.max_logprobs)
             or any(len(words) > 1 for words in bad_words)
         )

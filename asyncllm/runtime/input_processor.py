@@ -186,11 +186,11 @@ class InputProcessor:
             raise check.invalid("priority", options.priority, accepted)
         if sampling_params is not None and not check.is_a(sampling_params, SamplingParams):
             raise check.invalid("sampling_params", sampling_params, "SamplingParams or None")
-        info = self.loaded.executor.info
+        info, model = self.loaded.executor.info, self.loaded.model_config
         resolved = (sampling_params or self._neutral_params).resolve(
-            sampling, self.loaded.model_config.generation_defaults or {}, self._draw_seed
+            sampling, model.generation_defaults or {}, self._draw_seed
         )
-        resolved.check_limits(info.vocab_size, self.config.max_logprobs)
+        resolved.check_limits(info.vocab_size, self.config.max_logprobs, model.eos_token_ids)
         in_process = getattr(self.loaded.executor, "in_process", None)
         for name in ("logits_processors", "extra_args") if in_process is None else ():
             if getattr(resolved, name):
@@ -230,7 +230,7 @@ class InputProcessor:
         limits, skip = info.sampling_limits, resolved.skip_special_tokens
         decode = partial(self.loaded.tokenizer.decode, skip_special_tokens=skip)
         needs_host = limits is not None and (
-            bool(claimed_by) or limits.exceeded_by(resolved, model.eos_token_ids, bad_words)
+            bool(claimed_by) or limits.exceeded_by(resolved, bad_words)
         )
         for index in range(resolved.n):
             Request(  # adds itself to the group
