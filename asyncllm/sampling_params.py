@@ -13,8 +13,28 @@ from asyncllm import validation as check
 from asyncllm.structured.response_format import parse_response_format
 from asyncllm.structured.spec import parse_structured_outputs
 
-MAX_OUTPUTS = 256
-"""Of one request. Each has a copy of the prompt's token ids."""
+INTEGERS: Mapping[str, tuple[int, int]] = {
+    # Each output has a copy of the prompt's token ids.
+    "n": (1, 256),
+    "top_k": (-1, check.MAX_INTEGER),
+    "seed": (-(2**63), 2**64 - 1),
+    "max_tokens": (1, check.MAX_INTEGER),
+    "min_tokens": (0, check.MAX_INTEGER),
+    "logprobs": (-1, check.MAX_INTEGER),
+    "prompt_logprobs": (-1, check.MAX_INTEGER),
+}
+NUMBERS: Mapping[str, tuple[float, float]] = {
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0.01, 100),
+}
+"""The least and the greatest value of each field; ``top_p`` has to be above its least."""
+
+BIAS_RANGE = (-100, 100)
+"""Of each number in ``logit_bias``."""
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
@@ -28,8 +48,8 @@ MAX_BAD_CHARACTERS = 2**14
 
 MAX_BIAS = 1024
 MAX_STOP_IDS = 128
-"""Of ``logit_bias``, and those that ``min_tokens`` suppresses. Each request index has a line of as
-many on the device, so that sampling does not wait for the host."""
+"""Entries of ``logit_bias``, and stop tokens that ``min_tokens`` suppresses. The device's tables
+have room for as many per request, so that sampling does not wait for the host."""
 
 MAX_LOGITS_PROCESSORS = 64
 """Each is called for each token, while the batch waits."""
@@ -126,19 +146,10 @@ class SamplingParams:
     _set = object.__setattr__
 
     def __post_init__(self) -> None:
-        check.field(self, check.integer, "n", 1, MAX_OUTPUTS)
-        check.field(self, check.number, "temperature", 0, 100)
-        check.field(self, check.number, "top_p", 0, 1, above=True)
-        check.field(self, check.integer, "top_k", -1)
-        check.field(self, check.number, "min_p", 0, 1)
-        check.field(self, check.number, "presence_penalty", -2, 2)
-        check.field(self, check.number, "frequency_penalty", -2, 2)
-        check.field(self, check.number, "repetition_penalty", 0.01, 100)
-        check.field(self, check.integer, "seed", -(2**63), 2**64 - 1)
-        check.field(self, check.integer, "max_tokens", 1)
-        check.field(self, check.integer, "min_tokens", 0)
-        check.field(self, check.integer, "logprobs", -1)
-        check.field(self, check.integer, "prompt_logprobs", -1)
+        for name, bounds in INTEGERS.items():
+            check.field(self, check.integer, name, *bounds)
+        for name, bounds in NUMBERS.items():
+            check.field(self, check.number, name, *bounds, above=name == "top_p")
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             check.field(self, check.boolean, name)
         if self.top_k == -1:
@@ -178,7 +189,7 @@ class SamplingParams:
                 raise check.invalid("logit_bias", bias, "a mapping of token id to number")
             with check.reading("logit_bias"):
                 ids = check.token_ids("logit_bias", bias.keys(), most=MAX_BIAS)
-                values = [check.number("logit_bias", value, -100, 100) for value in bias.values()]
+                values = [check.number("logit_bias", value, *BIAS_RANGE) for value in bias.values()]
                 self._set("logit_bias", dict(zip(ids, values, strict=True)))
         check.field(self, check.items, "logits_processors", "callables", MAX_LOGITS_PROCESSORS)
         if not all(callable(processor) for processor in self.logits_processors):

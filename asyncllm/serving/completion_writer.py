@@ -50,7 +50,7 @@ class CompletionWriter:
         }
         self._request = request
         self._tokenizer = tokenizer
-        self._num_each = request.n or 1
+        self._num_each = request.num_outputs
         top = request.logprobs
         self._choices = [
             _Choice(None if top is None else LegacyLogprobs(tokenizer.bytes_of, top), False)
