@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from asyncllm.outputs import Completion, Delta, TokenLogprobs, Usage
+from asyncllm.serving.answers import TokenUsage
 from asyncllm.serving.choices import usage_fields
 from asyncllm.serving.completion_request import CompletionRequest
 from asyncllm.serving.exchange import encode
@@ -97,7 +98,7 @@ class CompletionWriter:
             return ""
         return f'{self._head},"choices":[],"usage":{encode(self._usage(usages))}}}\n\n'
 
-    def _usage(self, usages: Sequence[Usage | None]) -> dict[str, Any]:
+    def _usage(self, usages: Sequence[Usage | None]) -> TokenUsage:
         usage = usage_fields(usages)
         if not self._request.generates:
             usage["completion_tokens"], usage["total_tokens"] = 0, usage["prompt_tokens"]
