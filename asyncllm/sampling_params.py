@@ -171,7 +171,7 @@ class SamplingParams:
     def _freeze_collections(self) -> None:
         """Turns every collection into an immutable one, so that a caller's later change of
         its list cannot reach a running request."""
-        if check.is_a(self.stop, str):
+        if isinstance(self.stop, str):
             self._set("stop", (self.stop,))
         accepted = f"strings of {MAX_STOP_LENGTH} characters at most"
         check.field(self, check.items, "stop", accepted, MAX_STOP_STRINGS)
@@ -185,12 +185,11 @@ class SamplingParams:
             raise check.invalid("allowed_token_ids", (), "at least one token id, or None")
         if self.logit_bias is not None:
             bias: Any = self.logit_bias
-            if not check.is_a(bias, Mapping):
+            if not isinstance(bias, Mapping):
                 raise check.invalid("logit_bias", bias, "a mapping of token id to number")
-            with check.reading("logit_bias"):
-                ids = check.token_ids("logit_bias", bias.keys(), most=MAX_BIAS)
-                values = [check.number("logit_bias", value, *BIAS_RANGE) for value in bias.values()]
-                self._set("logit_bias", dict(zip(ids, values, strict=True)))
+            ids = check.token_ids("logit_bias", bias.keys(), most=MAX_BIAS)
+            values = [check.number("logit_bias", value, *BIAS_RANGE) for value in bias.values()]
+            self._set("logit_bias", dict(zip(ids, values, strict=True)))
         check.field(self, check.items, "logits_processors", "callables", MAX_LOGITS_PROCESSORS)
         if not all(callable(processor) for processor in self.logits_processors):
             raise check.invalid("logits_processors", self.logits_processors, "callables")

@@ -184,7 +184,7 @@ class InputProcessor:
         if options.priority and self.config.scheduling_policy == "fcfs":
             accepted = '0 with scheduling_policy="fcfs"; "priority" honours it'
             raise check.invalid("priority", options.priority, accepted)
-        if sampling_params is not None and not check.is_a(sampling_params, SamplingParams):
+        if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
             raise check.invalid("sampling_params", sampling_params, "SamplingParams or None")
         info, model = self.loaded.executor.info, self.loaded.model_config
         resolved = (sampling_params or self._neutral_params).resolve(
@@ -386,10 +386,8 @@ class InputProcessor:
 
 def _variables(given: Any) -> dict[str, Any]:
     accepted = "a dict of names to values, or None"
-    if given is not None and not check.is_a(given, dict):
+    if given is None:
+        return {}
+    if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
         raise check.invalid("chat_template_kwargs", given, accepted)
-    with check.reading("chat_template_kwargs"):
-        found = dict(given or {})
-        if not all(isinstance(name, str) for name in found):
-            raise check.invalid("chat_template_kwargs", given, accepted)
-        return found
+    return dict(given)
