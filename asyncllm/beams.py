@@ -87,7 +87,7 @@ async def beam_search(
 
     Cancelling the search aborts its requests.
     """
-    if not check.is_a(engine, AsyncLLMEngine):
+    if not isinstance(engine, AsyncLLMEngine):
         raise check.invalid("engine", engine, "an AsyncLLMEngine")
     ignore_eos = check.boolean("ignore_eos", ignore_eos)
     eos_token_ids = frozenset(() if ignore_eos else engine.model_config.eos_token_ids)

@@ -246,7 +246,7 @@ class EngineConfig:
             raise check.invalid(name, value, accepted) from None
         if "\0" in path:
             raise check.invalid(name, value, "a path without null characters")
-        if check.is_a(value, str):
+        if isinstance(value, str):
             object.__setattr__(self, name, path)
 
     def _check_processors(self) -> None:
@@ -254,8 +254,8 @@ class EngineConfig:
         check.field(self, check.items, name, accepted, _MAX_PROCESSORS)
         one: Any
         for one in self.logits_processors:
-            named = check.is_a(one, str) and re.fullmatch(r"[\w.]{1,256}:\w{1,256}", one)
-            if not named and not (check.is_a(one, type) and LogitsProcessor in type.mro(one)):
+            named = isinstance(one, str) and re.fullmatch(r"[\w.]{1,256}:\w{1,256}", one)
+            if not named and not (isinstance(one, type) and issubclass(one, LogitsProcessor)):
                 raise check.invalid(name, one, accepted)
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> EngineConfig:
@@ -293,7 +293,7 @@ def parse_bytes(value: int | str) -> int:
     """
     accepted = 'a positive number of bytes below 2**63, or text such as "4GiB"'
     size: Any = value
-    if check.is_a(value, str):
+    if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([a-zA-Z]*)\s*", size)
         unit = _UNITS.get(match.group(2).lower()) if match else None
         size = None if match is None or unit is None else int(float(match.group(1)) * unit)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from asyncllm.logger import get_logger, is_interrupt
 from asyncllm.outputs import Usage
-from asyncllm.validation import invalid, type_name
+from asyncllm.validation import invalid
 
 if TYPE_CHECKING:
     from asyncllm.core.request import Request
@@ -139,13 +138,9 @@ class Observers:
         Raises:
             InvalidRequestError: for an object without the methods of an Observer.
         """
-        # Static look-up, because the object's own code may raise. A mock makes attributes on
-        # demand, so it always passes.
-        dynamic = hasattr(type(observer), "__getattr__")
-        for method in ("on_submit", "on_finish"):
-            if not dynamic and inspect.getattr_static(observer, method, None) is None:
-                accepted = "an object with the methods on_submit and on_finish"
-                raise invalid("observer", observer, accepted)
+        if not (hasattr(observer, "on_submit") and hasattr(observer, "on_finish")):
+            accepted = "an object with the methods on_submit and on_finish"
+            raise invalid("observer", observer, accepted)
         with self._lock:
             if not any(one is observer for one in self.all):
                 self.all = (*self.all, observer)
@@ -165,4 +160,4 @@ def _tell(observer: Observer, method: str, *args: Any) -> None:
         # be interrupted.
         if method == "on_submit" and is_interrupt(error):
             raise
-        logger.exception("an observer failed in %s.%s", type_name(observer), method)
+        logger.exception("an observer failed in %s.%s", type(observer).__name__, method)

@@ -13,8 +13,28 @@ from asyncllm import validation as check
 from asyncllm.structured.response_format import parse_response_format
 from asyncllm.structured.spec import parse_structured_outputs
 
-MAX_OUTPUTS = 256
-"""Most outputs of one request. Each has a copy of the prompt's token ids."""
+INTEGERS: Mapping[str, tuple[int, int]] = {
+    # Each output has a copy of the prompt's token ids.
+    "n": (1, 256),
+    "top_k": (-1, check.MAX_INTEGER),
+    "seed": (-(2**63), 2**64 - 1),
+    "max_tokens": (1, check.MAX_INTEGER),
+    "min_tokens": (0, check.MAX_INTEGER),
+    "logprobs": (-1, check.MAX_INTEGER),
+    "prompt_logprobs": (-1, check.MAX_INTEGER),
+}
+NUMBERS: Mapping[str, tuple[float, float]] = {
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0.01, 100),
+}
+"""The least and the greatest value of each field; ``top_p`` has to be above its least."""
+
+BIAS_RANGE = (-100, 100)
+"""Of each number in ``logit_bias``."""
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
@@ -26,6 +46,11 @@ MAX_BAD_WORD_LENGTH = 1024
 """Most characters of a bad word. All are looked for at each token while the batch waits."""
 MAX_BAD_CHARACTERS = 2**14
 """Most characters of all bad words: they are tokenised, twice, while an event loop waits."""
+
+MAX_BIAS = 1024
+MAX_STOP_IDS = 128
+"""Entries of ``logit_bias``, and stop tokens that ``min_tokens`` suppresses. The device's tables
+have room for as many per request, so that sampling does not wait for the host."""
 
 MAX_LOGITS_PROCESSORS = 64
 """Most processors of a request. Each is called for each token while the batch waits."""
@@ -65,11 +90,12 @@ class SamplingParams:
             has at most 524,288.
         ignore_eos: go on past the model's end-of-sequence tokens.
         max_tokens: output tokens at most; None goes up to the context.
-        min_tokens: neither EOS nor a stop token or string before so many tokens.
+        min_tokens: neither EOS nor a stop token or string before so many tokens. With it there
+            are 128 stop tokens at most, ``stop_token_ids`` and the model's EOS tokens together.
         logprobs: number of most likely tokens to report at each position, at most
             ``EngineConfig.max_logprobs``; -1 for all, where that is -1. The sampled token is always
             reported; None reports nothing.
-        logit_bias: token id to a number added to its logit, in [-100, 100].
+        logit_bias: token id to a number added to its logit, in [-100, 100]; 1024 entries at most.
         allowed_token_ids: nothing else may be sampled.
         bad_words: texts, 1024 of 1024 characters at most and 16,384 in all, whose token sequences
             may not occur in the output, with or without a space before them. Words of one token
@@ -121,19 +147,10 @@ class SamplingParams:
     _set = object.__setattr__
 
     def __post_init__(self) -> None:
-        check.field(self, check.integer, "n", 1, MAX_OUTPUTS)
-        check.field(self, check.number, "temperature", 0, 100)
-        check.field(self, check.number, "top_p", 0, 1, above=True)
-        check.field(self, check.integer, "top_k", -1)
-        check.field(self, check.number, "min_p", 0, 1)
-        check.field(self, check.number, "presence_penalty", -2, 2)
-        check.field(self, check.number, "frequency_penalty", -2, 2)
-        check.field(self, check.number, "repetition_penalty", 0.01, 100)
-        check.field(self, check.integer, "seed", -(2**63), 2**64 - 1)
-        check.field(self, check.integer, "max_tokens", 1)
-        check.field(self, check.integer, "min_tokens", 0)
-        check.field(self, check.integer, "logprobs", -1)
-        check.field(self, check.integer, "prompt_logprobs", -1)
+        for name, bounds in INTEGERS.items():
+            check.field(self, check.integer, name, *bounds)
+        for name, bounds in NUMBERS.items():
+            check.field(self, check.number, name, *bounds, above=name == "top_p")
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             check.field(self, check.boolean, name)
         if self.top_k == -1:
@@ -155,7 +172,7 @@ class SamplingParams:
     def _freeze_collections(self) -> None:
         """Make every collection immutable, so that a caller's later change of its list cannot reach
         a running request."""
-        if check.is_a(self.stop, str):
+        if isinstance(self.stop, str):
             self._set("stop", (self.stop,))
         accepted = f"strings of {MAX_STOP_LENGTH} characters at most"
         check.field(self, check.items, "stop", accepted, MAX_STOP_STRINGS)
@@ -169,12 +186,11 @@ class SamplingParams:
             raise check.invalid("allowed_token_ids", (), "at least one token id, or None")
         if self.logit_bias is not None:
             bias: Any = self.logit_bias
-            if not check.is_a(bias, Mapping):
+            if not isinstance(bias, Mapping):
                 raise check.invalid("logit_bias", bias, "a mapping of token id to number")
-            with check.reading("logit_bias"):
-                ids = check.token_ids("logit_bias", bias.keys())
-                values = [check.number("logit_bias", value, -100, 100) for value in bias.values()]
-                self._set("logit_bias", dict(zip(ids, values, strict=True)))
+            ids = check.token_ids("logit_bias", bias.keys(), most=MAX_BIAS)
+            values = [check.number("logit_bias", value, *BIAS_RANGE) for value in bias.values()]
+            self._set("logit_bias", dict(zip(ids, values, strict=True)))
         check.field(self, check.items, "logits_processors", "callables", MAX_LOGITS_PROCESSORS)
         if not all(callable(processor) for processor in self.logits_processors):
             raise check.invalid("logits_processors", self.logits_processors, "callables")
@@ -190,13 +206,29 @@ class SamplingParams:
             accepted = f"at most {MAX_BAD_CHARACTERS} characters in all"
             raise check.invalid("bad_words", self.bad_words, accepted)
 
-    def check_limits(self, vocab_size: int, max_logprobs: int) -> None:
-        """Raises InvalidRequestError for a token id of ``vocab_size`` or more, or more
-        log-probabilities than ``max_logprobs``; -1 is any number."""
+    def check_limits(
+        self, vocab_size: int, max_logprobs: int, eos_token_ids: Sequence[int] = ()
+    ) -> None:
+        """Check what depends on the model and the engine.
+
+        Args:
+            max_logprobs: -1 is any number.
+            eos_token_ids: the model's.
+
+        Raises:
+            InvalidRequestError: for a token id of ``vocab_size`` or more, more log-probabilities
+                than ``max_logprobs``, or more stop tokens than ``min_tokens`` can suppress.
+        """
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             largest = max(getattr(self, name) or (), default=0)
             if largest >= vocab_size:
                 raise check.invalid(name, largest, f"token ids from 0 to {vocab_size - 1}")
+
+        num_eos = 0 if self.ignore_eos else len(eos_token_ids)
+        if self.min_tokens and len(self.stop_token_ids) + num_eos > MAX_STOP_IDS:
+            accepted = f"at most {MAX_STOP_IDS - num_eos} token ids with min_tokens"
+            accepted += f" beside the model's {num_eos} of its own" * bool(num_eos)
+            raise check.invalid("stop_token_ids", self.stop_token_ids, accepted)
 
         most = max_logprobs
         for name in ("logprobs", "prompt_logprobs"):

@@ -17,13 +17,13 @@ import operator
 import reprlib
 import sys
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import wraps
 from typing import Any, TypeVar
 
 from asyncllm.counterparts import COUNTERPARTS
-from asyncllm.errors import AsyncLLMError, InvalidRequestError
+from asyncllm.errors import InvalidRequestError
 
 T = TypeVar("T")
 
@@ -56,12 +56,7 @@ def describe(value: object) -> str:
     try:
         return str.__str__(_SHORT.repr(value))  # a subclass's methods may raise too
     except BaseException:
-        return f"<{type_name(value)}>"
-
-
-def type_name(value: object) -> str:
-    """Name of a value's type, without calling the object or its metaclass, which may raise."""
-    return type.__dict__["__name__"].__get__(type(value))
+        return f"<{type(value).__name__}>"
 
 
 def explain(error: BaseException) -> str:
@@ -72,30 +67,10 @@ def explain(error: BaseException) -> str:
         return describe(error)
 
 
-def is_a(value: object, kind: type | tuple[type, ...]) -> bool:
-    """``isinstance`` by the type alone, without the value's ``__class__``, which may raise."""
-    return issubclass(type(value), kind)
-
-
-def plain_text(value: Any) -> str | None:
-    """Text as a plain ``str``, because a subclass's methods may raise; None for anything else."""
-    kind = type(value)
-    if kind is str:
-        return value
-    return str.__str__(value) if issubclass(kind, str) else None
-
-
-@contextmanager
-def reading(name: str) -> Iterator[None]:
-    """Context for reading an argument through its own methods. Their exceptions become an
-    InvalidRequestError that names it."""
-    try:
-        yield
-    except AsyncLLMError:
-        raise
-    except Exception as error:
-        why = f"{name}: cannot be read ({explain(error)})"
-        raise InvalidRequestError(why, param=name.partition(".")[0]) from error
+def plain_text(value: object) -> str | None:
+    """A text as a ``str`` and no subclass, whose methods would run on the engine thread; None for
+    anything else."""
+    return str.__str__(value) if isinstance(value, str) else None
 
 
 def invalid(name: str, value: object, accepted: str) -> InvalidRequestError:
@@ -141,14 +116,11 @@ def number(
     """Check a float in ``[low, high]``, or ``(low, high]`` with ``above``. Negative zero becomes
     zero."""
     found = math.nan
-    kind = type(value)
-    if issubclass(kind, numbers.Real) and kind is not bool:
+    if isinstance(value, numbers.Real) and type(value) is not bool:
         try:
             found = float(value) + 0.0
         except OverflowError:
             found = math.inf
-        except Exception:  # a type of the application may raise anything
-            found = math.nan
     if low <= found <= high and not (above and found == low):
         return found
     word = "above" if above else "from"
@@ -219,18 +191,13 @@ def choice(name: str, value: Any, choices: Sequence[str], **how: Any) -> Any:
 
 
 def items(name: str, value: Any, accepted: str, most: int = MAX_ITEMS, **how: Any) -> Any:
-    """Items of a sequence or a set, as a tuple; None has none. At most ``most`` are accepted, and
-    only one more is read of an endless iterable."""
-    kind: type = type(value)
-    iterable: Any = value
-    found: Any = value or () if value is None or kind is tuple else None
-    if (
-        found is None
-        and not issubclass(kind, (str, bytes, bytearray, Mapping))
-        and issubclass(kind, Iterable)
-    ):
-        with suppress(Exception):  # an array without dimensions raises TypeError
-            found = tuple(itertools.islice(iterable, most + 1))
+    """The items of a sequence or a set, as a tuple; None has none. No more than ``most`` are
+    accepted, and of an endless iterable no more are read."""
+    found: Any = value or () if value is None or type(value) is tuple else None
+    is_text = isinstance(value, (str, bytes, bytearray, Mapping))
+    if found is None and not is_text and isinstance(value, Iterable):
+        with suppress(TypeError):  # of an array without dimensions
+            found = tuple(itertools.islice(value, most + 1))
     if found is not None and len(found) <= most:
         return found
     return _refuse(name, value, accepted if found is None else f"at most {most} {accepted}", **how)
@@ -279,10 +246,11 @@ def same(value: Any, other: Any) -> bool:
     return bool(value == other)
 
 
-def refuse_unknown(kind: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Raise InvalidRequestError for an unknown name, with the name used here for vLLM's."""
+def refuse_unknown(kind: str, given: Iterable[Any], known: Collection[str]) -> None:
+    """Raises InvalidRequestError for a name that does not exist, and names its counterpart."""
     for name in given:
         if name not in known:
+            name = f"{name:.80}" if isinstance(name, str) else describe(name)
             ours = COUNTERPARTS.get(kind, {}).get(name)
             hint = (
                 f" (there are {', '.join(sorted(known))})" if ours is None else f", expected {ours}"

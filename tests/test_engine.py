@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -295,6 +296,13 @@ async def test_pause_keeps_everything_and_resume_goes_on():
         ([1], {"stop_token_ids": [1000]}, "stop_token_ids", "1000"),
         ([1], {"logit_bias": {1000: 1.0}}, "logit_bias", "1000"),
         ([1], {"logit_bias": {1: math.nan}}, "logit_bias", "nan"),
+        ([1], {"logit_bias": dict.fromkeys(range(1025), 0.0)}, "logit_bias", "at most 1024"),
+        (
+            [1],
+            {"stop_token_ids": range(129), "min_tokens": 1},
+            "stop_token_ids",
+            "at most 128 token ids with min_tokens",
+        ),
         ([1], {"allowed_token_ids": []}, "allowed_token_ids", "at least one"),
         ([1], {"logits_processors": [3]}, "logits_processors", "callables"),
         ([1], {"n": 0}, "n", "from 1 to 256"),
@@ -334,6 +342,20 @@ async def test_bad_requests_raise_at_once_and_leave_no_trace(prompt, options, pa
         assert isinstance(caught.value, ValueError)
         assert engine.stats().num_requests == 0
         assert (await engine.generate([1], max_tokens=1)).finish_reason == "length"
+
+
+async def test_the_models_eos_tokens_count_among_the_stop_tokens_of_min_tokens():
+    rig = fake(eos_token_ids=(990, 991))
+    async with rig.engine() as engine:
+        given: dict[str, Any] = {"stop_token_ids": list(range(127)), "max_tokens": 1}
+        says = "at most 126 token ids with min_tokens beside the model's 2 of its own"
+        with pytest.raises(InvalidRequestError, match=says) as caught:
+            engine.stream([1], min_tokens=1, **given)
+        assert caught.value.param == "stop_token_ids"
+        for fits in ({"min_tokens": 0}, {"min_tokens": 1, "ignore_eos": True}):
+            assert len((await engine.generate([1], **given, **fits)).token_ids) == 1
+        given["stop_token_ids"] = range(126)
+        assert len((await engine.generate([1], **given, min_tokens=1)).token_ids) == 1
 
 
 @pytest.mark.parametrize(

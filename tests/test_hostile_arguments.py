@@ -1,4 +1,4 @@
-"""Arguments whose own methods raise: an error that names the argument, or they are read."""
+"""Arguments whose own methods raise: they fail their own call, and no other request."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from asyncllm import (
     AsyncLLMEngine,
+    AsyncLLMError,
     ContextLengthExceededError,
     EngineConfig,
     InvalidRequestError,
@@ -20,12 +21,11 @@ from asyncllm import (
 )
 from tests.hostile import hostile
 
-HOSTILE = sorted(hostile())
 
-
-async def named(call: Callable[[], Any], *params: str) -> None:
-    """Asserts that a call works, or raises an error about one of ``params``."""
-    error = None
+async def alone(call: Callable[[], Any], *params: str) -> None:
+    """Makes a call and ends what it began. It may fail, by what the argument raised or by an
+    error that names one of ``params``, and not as if the engine were gone."""
+    told: Exception | None = None
     try:
         found = call()
         if hasattr(found, "abort"):
@@ -33,57 +33,48 @@ async def named(call: Callable[[], Any], *params: str) -> None:
             await found.result()
         elif inspect.isawaitable(found):
             await found
-    except (ContextLengthExceededError, InvalidRequestError) as raised:
-        error = raised
-    about(error, *params)
-
-
-def about(error: RequestError | None, *params: str) -> None:
-    if isinstance(error, InvalidRequestError):
-        assert error.param is not None
-        assert error.param.startswith(params)
-    if error is not None:
-        assert any(param in str(error) for param in params), error
-
-
-@pytest.mark.parametrize("kind", [SamplingParams, EngineConfig])
-@pytest.mark.parametrize("name", HOSTILE)
-def test_fields(kind: Any, name: str) -> None:
-    for field in dataclasses.fields(kind):
-        error = None
-        try:
-            kind(**{field.name: hostile()[name]})
-        except InvalidRequestError as raised:
-            error = raised
-        about(error, field.name)
+    except Exception as error:
+        told = error
+    if isinstance(told, AsyncLLMError):
+        assert isinstance(told, RequestError)
+    if isinstance(told, (InvalidRequestError, ContextLengthExceededError)):
+        assert any(param in str(told) for param in params), told
 
 
 @pytest.mark.asyncio
-async def test_the_arguments_of_each_call() -> None:
+async def test_an_argument_whose_methods_raise_fails_its_own_call() -> None:
     message = [{"role": "user", "content": "x"}]
     common = "request_id priority timeout max_unread on_slow cache_salt sampling_params".split()
+    sampling = [field.name for field in dataclasses.fields(SamplingParams)]
     chat = """tools tool_choice parallel_tool_calls response_format chat_template_kwargs
     split_special_tokens""".split()
     beams = """beam_width max_tokens length_penalty early_stopping ignore_eos stop_token_ids
     priority timeout cache_salt""".split()
     async with AsyncLLMEngine() as engine:
+        asked: dict[str, Any] = {"prompt": "Tell me", "max_tokens": 6, "seed": 3}
+        expected = (await engine.generate(**asked)).token_ids
         for value in hostile().values():
-            await named(lambda v=value: engine.stream(v, max_tokens=1), "prompt")
-            await named(lambda v=value: engine.chat(v, max_tokens=1), "messages", "prompt")
-            for name in common:
+            neighbour = engine.stream(**asked)
+            await alone(lambda v=value: engine.stream(v, max_tokens=1), "prompt")
+            await alone(lambda v=value: engine.chat(v, max_tokens=1), "messages", "prompt")
+            for name in (*common, *sampling):
                 options = {"max_tokens": 1, name: value}
-                await named(lambda o=options: engine.stream("x", **o), name)
+                await alone(lambda o=options: engine.stream("x", **o), name)
             for name in chat:
                 options = {"max_tokens": 1, name: value}
-                await named(lambda o=options: engine.chat(message, **o), *chat)
+                await alone(lambda o=options: engine.chat(message, **o), *chat)
             for name in beams:
                 options: dict[str, Any] = {"beam_width": 2, "max_tokens": 1, name: value}
-                await named(lambda o=options: beam_search(engine, "x", **o), name)
-            await named(lambda v=value: beam_search(engine, v, 2, max_tokens=1), "prompt")
-            await named(lambda v=value: beam_search(v, "x", 2, max_tokens=1), "engine")
-            await named(lambda v=value: engine.abort(v), "request_id")
-            await named(lambda v=value: engine.add_observer(v), "observer")
-        assert (await engine.generate("x", max_tokens=1)).token_ids
+                await alone(lambda o=options: beam_search(engine, "x", **o), name)
+            await alone(lambda v=value: beam_search(engine, v, 2, max_tokens=1), "prompt")
+            await alone(lambda v=value: beam_search(v, "x", 2, max_tokens=1), "engine")
+            await alone(lambda v=value: engine.abort(v), "request_id")
+            await alone(lambda v=value: engine.add_observer(v), "observer")
+            assert (await neighbour.result()).token_ids == expected
+        assert (await engine.generate(**asked)).token_ids == expected
+        stats = engine.stats()
+        assert (stats.num_running, stats.num_waiting, stats.num_failed) == (0, 0, 0)
+        assert stats.num_free_blocks == stats.num_blocks
 
 
 @pytest.mark.asyncio

@@ -13,8 +13,6 @@ from torch.profiler import ProfilerActivity, profile
 from asyncllm.gpu.batch.grammar_masks import num_words
 from asyncllm.gpu.batch.sampling_inputs import (
     LOGITS_STAGES,
-    MAX_BIAS,
-    MAX_STOP_IDS,
     LogitsTables,
     SamplingRows,
     Stages,
@@ -23,6 +21,7 @@ from asyncllm.gpu.batch.sampling_inputs import (
 from asyncllm.gpu.batch.sampling_table import RULES
 from asyncllm.gpu.execution_mode import GRAPH_BYTES, graph_reserve
 from asyncllm.gpu.ops import logits as logits_ops
+from asyncllm.sampling_params import MAX_BIAS, MAX_STOP_IDS
 
 CPU = torch.device("cpu")
 ROWS, VOCAB = 48, 8192

@@ -187,8 +187,10 @@ async def test_what_an_observer_raises_on_the_engine_thread_kills_nothing(kind):
 )
 async def test_what_an_observer_raises_in_the_callers_thread_reaches_no_request(kind, caplog):
     class Failing:
-        def __getattr__(self, name):
-            raise kind(name)
+        def on_submit(self, *told):
+            raise kind("on purpose")
+
+        on_first_token = on_finish = on_submit
 
     rig = fake()
     async with rig.engine() as engine:

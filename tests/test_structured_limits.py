@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from asyncllm import InvalidRequestError
+from asyncllm import InvalidRequestError, RequestError
 from asyncllm.structured.grammar import GrammarError
 from asyncllm.structured.llguidance_backend import LLGuidanceBackend
-from asyncllm.structured.parser_limits import refuse_many_properties
 from asyncllm.structured.references import refuse_endless
 from asyncllm.structured.spec import parse_structured_outputs
 from tests.structured import ByteRig, accepts, byte_vocabulary
@@ -61,30 +60,48 @@ def test_as_many_properties_as_the_parser_takes(llguidance, count, required, oth
     assert accepts(compiled(llguidance, json=schema), last_of(schema))
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        with_properties(501),
-        with_properties(499, additionalProperties=True),
-        with_properties(1003, (0,)),
-        {"anyOf": [with_properties(100) for _ in range(6)]},
-        {
-            "$defs": {"a": with_properties(300)},
-            "anyOf": [{"$ref": "#/$defs/a"}, with_properties(300)],
-        },
-    ],
-    ids=lambda schema: json.dumps(schema)[:40],
-)
-def test_more_are_refused_wherever_they_are(llguidance, schema) -> None:
-    for where in (
-        schema,
-        {"type": "object", "properties": {"deep": {"type": "array", "items": schema}}},
-    ):
-        root = where if where is schema else where | {"$defs": schema.get("$defs", {})}
-        with pytest.raises(GrammarError, match="expected at most 2000"):
-            refuse_many_properties(root)
-        with pytest.raises(GrammarError, match="expected at most 2000"):
-            compiled(llguidance, json=root)
+TOO_MANY = [
+    with_properties(501),
+    with_properties(499, additionalProperties=True),
+    with_properties(1003, (0,)),
+    {"anyOf": [with_properties(100) for _ in range(6)]},
+    {
+        "$defs": {"a": with_properties(300)},
+        "anyOf": [{"$ref": "#/$defs/a"}, with_properties(300)],
+    },
+]
+LONG = "deep" * 50
+"""A name behind which there are more states than are tried at submission."""
+
+too_many = pytest.mark.parametrize("schema", TOO_MANY, ids=lambda schema: json.dumps(schema)[:40])
+
+
+@too_many
+def test_more_are_refused_where_an_output_begins(llguidance, schema) -> None:
+    with pytest.raises(GrammarError, match="max is 2000"):
+        compiled(llguidance, json=schema)
+
+
+@too_many
+@pytest.mark.asyncio
+async def test_more_within_an_output_end_their_own_request(schema) -> None:
+    deep = {
+        "type": "object",
+        "properties": {LONG: {"type": "array", "items": schema, "minItems": 1}},
+        "required": [LONG],
+        "additionalProperties": False,
+        "$defs": schema.get("$defs", {}),
+    }
+    async with ByteRig().engine(structured_outputs_backend="llguidance") as engine:
+        neighbour = engine.stream("y", max_tokens=200, seed=1)
+        alone = engine.stream("y", max_tokens=200, seed=1)
+        expected = (await alone.result()).token_ids
+        with pytest.raises(RequestError, match="GrammarError") as caught:
+            await engine.generate("x", structured_outputs={"json": deep}, max_tokens=400)
+        assert "max is 2000" in str(caught.value.__cause__)
+        assert (await neighbour.result()).token_ids == expected
+        again = await engine.generate("x", structured_outputs={"choice": ["a"]})
+        assert again.text == "a"
 
 
 def test_xgrammar_takes_what_is_past_the_others_limits() -> None:

@@ -16,10 +16,6 @@ def raises(kind: type[BaseException]) -> Any:
     return method
 
 
-class Meta(type):
-    __name__ = property(stop)  # pyright: ignore[reportAssignmentType]
-
-
 class Text(str):
     __slots__ = ()
     __str__ = __format__ = __len__ = stop  # pyright: ignore[reportAssignmentType]
@@ -34,5 +30,4 @@ UNPRINTABLE: dict[str, Any] = {
     "traceback": type("Odd", (Exception,), {"__traceback__": property(stop)}),
     "class": type("Odd", (Exception,), {"__class__": property(stop)}),
     "attributes": type("Odd", (Exception,), {"__getattribute__": stop}),
-    "metaclass": Meta("Odd", (Exception,), {"__str__": stop, "__repr__": stop}),
 }

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from asyncllm.outputs import TokenLogprobs
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.validation import describe, type_name
+from asyncllm.validation import describe
 
 
 @dataclass(slots=True)
@@ -146,7 +146,7 @@ class RowError:
 
     @classmethod
     def of(cls, error: BaseException) -> RowError:
-        return cls(type_name(error), describe(error))
+        return cls(type(error).__name__, describe(error))
 
 
 @dataclass(slots=True)

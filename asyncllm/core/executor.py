@@ -21,37 +21,23 @@ class SamplingLimits:
     """Limits within which an executor samples on its device, without the host.
 
     Attributes:
-        max_bias: most entries of ``logit_bias``.
-        max_stop_ids: most token ids that ``min_tokens`` suppresses.
         max_logprobs: largest ``logprobs``.
     """
 
-    max_bias: int
-    max_stop_ids: int
     max_logprobs: int
 
     def exceeded_by(
-        self,
-        sampling: SamplingParams,
-        eos_token_ids: Sequence[int] = (),
-        bad_words: Sequence[Sequence[int]] = (),
+        self, sampling: SamplingParams, bad_words: Sequence[Sequence[int]] = ()
     ) -> bool:
         """Whether a request needs the host: beyond a limit, with processors of its own, or with
         ``bad_words`` of several tokens.
 
         Args:
-            eos_token_ids: EOS token ids of the model.
             bad_words: token sequences of ``sampling.bad_words``.
         """
-        num_stop_ids = 0
-        if sampling.min_tokens:
-            num_stop_ids = len(sampling.stop_token_ids)
-            num_stop_ids += 0 if sampling.ignore_eos else len(eos_token_ids)
         logprobs = sampling.logprobs
         return (
             bool(sampling.logits_processors)
-            or len(sampling.logit_bias or ()) > self.max_bias
-            or num_stop_ids > self.max_stop_ids
             or (logprobs is not None and not 0 <= logprobs <= self.max_logprobs)
             or any(len(words) > 1 for words in bad_words)
         )

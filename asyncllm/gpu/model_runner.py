@@ -18,7 +18,6 @@ from asyncllm.core.executor import ExecutorInfo, SamplingLimits
 from asyncllm.core.in_process import InProcess
 from asyncllm.core.tracebacks import clear_frames
 from asyncllm.errors import EngineError
-from asyncllm.gpu.batch.sampling_inputs import MAX_BIAS, MAX_STOP_IDS
 from asyncllm.gpu.execution_report import execution_report
 from asyncllm.gpu.graph.compile_turn import compiling_alone
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, StepGraphs
@@ -63,8 +62,9 @@ class ModelRunner:
     **On an asynchronous stream** ``launch`` queues the step's work on the device, behind the step
     before it, whose sampled tokens it reads there. Of a step that awaits masks the forward pass is
     queued; ``sample`` queues the rest, and the steps behind it. Rows that need the host (logits
-    processors, rules of no fixed size) are sampled by ``collect``, from copies of all that they
-    depend on. A step that continues such a row could start only then, and the scheduler makes none.
+    processors, bad words of several tokens) are sampled by ``collect``, from copies of all that
+    they depend on. A step that continues such a row could start only then, and the scheduler makes
+    none.
 
     A result is written back only if the request index still has the step's epoch, so that a late
     token of a finished request cannot reach the next one at that index.
@@ -108,7 +108,7 @@ class ModelRunner:
                 padded_tokens=max(graphs.token_sizes, default=0) if graphs is not None else 0,
             )  # fmt: skip
         if self._stream.is_async:
-            held = SamplingLimits(MAX_BIAS, MAX_STOP_IDS, runner.sampler.state.num_logprobs)
+            held = SamplingLimits(runner.sampler.state.num_logprobs)
             self.info = replace(info, sampling_limits=held)
         self._runner: StepRunner | None = runner
         self._steps: deque[LaunchedStep] = deque()

@@ -184,13 +184,13 @@ class InputProcessor:
         if options.priority and self.config.scheduling_policy == "fcfs":
             accepted = '0 with scheduling_policy="fcfs"; "priority" honours it'
             raise check.invalid("priority", options.priority, accepted)
-        if sampling_params is not None and not check.is_a(sampling_params, SamplingParams):
+        if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
             raise check.invalid("sampling_params", sampling_params, "SamplingParams or None")
-        info = self.loaded.executor.info
+        info, model = self.loaded.executor.info, self.loaded.model_config
         resolved = (sampling_params or self._neutral_params).resolve(
-            sampling, self.loaded.model_config.generation_defaults or {}, self._draw_seed
+            sampling, model.generation_defaults or {}, self._draw_seed
         )
-        resolved.check_limits(info.vocab_size, self.config.max_logprobs)
+        resolved.check_limits(info.vocab_size, self.config.max_logprobs, model.eos_token_ids)
         in_process = getattr(self.loaded.executor, "in_process", None)
         for name in ("logits_processors", "extra_args") if in_process is None else ():
             if getattr(resolved, name):
@@ -230,7 +230,7 @@ class InputProcessor:
         limits, skip = info.sampling_limits, resolved.skip_special_tokens
         decode = partial(self.loaded.tokenizer.decode, skip_special_tokens=skip)
         needs_host = limits is not None and (
-            bool(claimed_by) or limits.exceeded_by(resolved, model.eos_token_ids, bad_words)
+            bool(claimed_by) or limits.exceeded_by(resolved, bad_words)
         )
         for index in range(resolved.n):
             Request(  # adds itself to the group
@@ -387,10 +387,8 @@ class InputProcessor:
 
 def _variables(given: Any) -> dict[str, Any]:
     accepted = "a dict of names to values, or None"
-    if given is not None and not check.is_a(given, dict):
+    if given is None:
+        return {}
+    if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
         raise check.invalid("chat_template_kwargs", given, accepted)
-    with check.reading("chat_template_kwargs"):
-        found = dict(given or {})
-        if not all(isinstance(name, str) for name in found):
-            raise check.invalid("chat_template_kwargs", given, accepted)
-        return found
+    return dict(given)

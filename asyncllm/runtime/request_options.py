@@ -42,7 +42,7 @@ def request_ids(given: Any) -> list[str]:
     """
     accepted = "a string, or several"
     ids: Iterable[Any] = (given,)
-    if given is not None and not check.is_a(given, str):
+    if given is not None and not isinstance(given, str):
         ids = check.items("request_id", given, accepted)
     found = []
     for one in ids:

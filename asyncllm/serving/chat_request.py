@@ -166,7 +166,7 @@ class ChatRequest(TemplateFields, Choices):
     }
 
     messages: Messages
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
+    max_tokens: int | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_INTEGER)] | None = None
@@ -202,7 +202,7 @@ class ChatRequest(TemplateFields, Choices):
             raise invalid("max_completion_tokens", self.max_completion_tokens, accepted)
         params = self.sampling_params(
             {
-                "n": self.n or 1,
+                "n": self.num_outputs,
                 "max_tokens": next(iter(limits), None),
                 "logprobs": self.num_logprobs,
             }

@@ -10,6 +10,7 @@ import anyio
 
 from asyncllm.errors import AsyncLLMError
 from asyncllm.outputs import Completion, Delta, Usage
+from asyncllm.serving.answers import TokenUsage
 from asyncllm.serving.exchange import ClientGoneError, Exchange, encode
 from asyncllm.serving.frame_pacer import FramePacer
 from asyncllm.serving.protocol_error import ProtocolError, from_engine_error
@@ -228,7 +229,7 @@ def aborted() -> ProtocolError:
     )
 
 
-def usage_fields(usages: Iterable[Usage | None]) -> dict[str, Any]:
+def usage_fields(usages: Iterable[Usage | None]) -> TokenUsage:
     """Write ``usage`` for one or several streams."""
     known = [usage for usage in usages if usage is not None]
     return {

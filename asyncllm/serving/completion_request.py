@@ -79,14 +79,14 @@ class CompletionRequest(Choices):
             ProtocolError: for fields that contradict each other.
             AsyncLLMError: as for ``AsyncLLMEngine.stream``; all prompts are aborted then.
         """
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise unsupported("best_of", self.best_of, (self.n or 1,))
+        if self.best_of is not None and self.best_of != self.num_outputs:
+            raise unsupported("best_of", self.best_of, (self.num_outputs,))
         if self.min_tokens and not self.generates:
             raise invalid("min_tokens", self.min_tokens, "at most max_tokens=0")
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         params = self.sampling_params(
             {
-                "n": self.n or 1,
+                "n": self.num_outputs,
                 # At least one token, so that the whole prompt is computed.
                 "max_tokens": max(max_tokens, 1),
                 "logprobs": self.logprobs,

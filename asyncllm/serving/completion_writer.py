@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from asyncllm.outputs import Completion, Delta, TokenLogprobs, Usage
+from asyncllm.serving.answers import TokenUsage
 from asyncllm.serving.choices import usage_fields
 from asyncllm.serving.completion_request import CompletionRequest
 from asyncllm.serving.exchange import encode
@@ -50,7 +51,7 @@ class CompletionWriter:
         }
         self._request = request
         self._tokenizer = tokenizer
-        self._num_each = request.n or 1
+        self._num_each = request.num_outputs
         top = request.logprobs
         self._choices = [
             _Choice(None if top is None else LegacyLogprobs(tokenizer.bytes_of, top), False)
@@ -97,7 +98,7 @@ class CompletionWriter:
             return ""
         return f'{self._head},"choices":[],"usage":{encode(self._usage(usages))}}}\n\n'
 
-    def _usage(self, usages: Sequence[Usage | None]) -> dict[str, Any]:
+    def _usage(self, usages: Sequence[Usage | None]) -> TokenUsage:
         usage = usage_fields(usages)
         if not self._request.generates:
             usage["completion_tokens"], usage["total_tokens"] = 0, usage["prompt_tokens"]

@@ -15,6 +15,7 @@ from asyncllm.errors import (
     InvalidRequestError,
     RequestError,
 )
+from asyncllm.serving.answers import Error, ErrorFields
 
 _ANSWERS: tuple[tuple[type[AsyncLLMError], str, int], ...] = (
     (DeadlineExceededError, "deadline_exceeded", 504),
@@ -57,16 +58,16 @@ class ProtocolError(Exception):
     def is_clients_fault(self) -> bool:
         return self.status < 500 and self.status != 429
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Error:
         """Body of an HTTP error, as in OpenAI's protocol."""
         kind = "invalid_request_error" if self.is_clients_fault else "server_error"
         if self.status == 429:
             kind = "rate_limit_error"
-        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        error = ErrorFields(message=str(self), type=kind, param=self.param, code=self.code)
         return {"error": error}
 
     def event(self) -> dict[str, Any]:
-        error = self.body()["error"]
+        error: dict[str, Any] = {**self.body()["error"]}
         if self.headers is not None:
             error["headers"] = self.headers
         return {"type": "error", "status": self.status, "error": error}

@@ -9,6 +9,7 @@ from json.encoder import encode_basestring
 from typing import Any
 
 from asyncllm.outputs import Delta, ToolCall, Usage
+from asyncllm.serving.answers import TokenLogprob
 from asyncllm.serving.exchange import encode
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.response_items import CallItem, ItemStatus, TextItem
@@ -60,7 +61,7 @@ class ResponseEvents:
         self._message: TextItem | None = None
         self._thoughts: TextItem | None = None
         self._calls = WholeCalls()
-        self._waiting_logprobs: list[dict[str, Any]] = []
+        self._waiting_logprobs: list[TokenLogprob] = []
         self._delta_head = ""
 
     @property

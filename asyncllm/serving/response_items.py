@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from asyncllm.outputs import ToolCall
+from asyncllm.serving.answers import TokenLogprob
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -23,7 +24,7 @@ class TextItem:
     index: int
     is_reasoning: bool
     texts: list[str] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     status: ItemStatus = "in_progress"
     id: str = field(init=False)
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Iterable
 
 from asyncllm.errors import AsyncLLMError
 from asyncllm.serving.access import PROTOCOL
+from asyncllm.serving.answers import DeletedResponse
 from asyncllm.serving.choices import Silence, abort_when_gone, aborted
 from asyncllm.serving.exchange import (
     LOG_LINE,
@@ -98,7 +99,7 @@ async def delete_response(serving: Serving, exchange: Exchange) -> None:
     response_id = exchange.path_params["response_id"]
     if not serving.store.remove(exchange.owner, response_id):
         raise response_not_found(response_id)
-    await exchange.respond_json({"id": response_id, "object": "response", "deleted": True})
+    await exchange.respond_json(DeletedResponse(id=response_id, object="response", deleted=True))
 
 
 class AsgiConnection:

@@ -8,10 +8,14 @@ from typing import Annotated, Any
 from pydantic import Discriminator, Field, Tag, WithJsonSchema
 
 from asyncllm.sampling_params import (
+    BIAS_RANGE,
+    INTEGERS,
+    MAX_BAD_WORD_LENGTH,
     MAX_BAD_WORDS,
-    MAX_OUTPUTS,
+    MAX_BIAS,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
+    NUMBERS,
     SamplingParams,
 )
 from asyncllm.serving.request_body import RequestBody, invalid
@@ -24,11 +28,18 @@ def text_or_list(value: Any) -> str:
     return "#text" if isinstance(value, str) else "#list"
 
 
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+# SamplingParams holds values to their bounds; ``json_schema_extra`` is the description of them.
+StopString = Annotated[str, Field(min_length=1, json_schema_extra={"maxLength": MAX_STOP_LENGTH})]
+StopStrings = Annotated[
+    list[StopString], Field(fail_fast=True, json_schema_extra={"maxItems": MAX_STOP_STRINGS})
+]
 Stop = Annotated[
-    Annotated[StopString, Tag("#text")]
-    | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True), Tag("#list")],
+    Annotated[StopString, Tag("#text")] | Annotated[StopStrings, Tag("#list")],
     Discriminator(text_or_list),
+]
+BadWord = Annotated[str, Field(min_length=1, json_schema_extra={"maxLength": MAX_BAD_WORD_LENGTH})]
+BadWords = Annotated[
+    list[BadWord], Field(fail_fast=True, json_schema_extra={"maxItems": MAX_BAD_WORDS})
 ]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_ITEMS, fail_fast=True)]
@@ -39,7 +50,12 @@ Bias = Annotated[
         {
             "type": "object",
             "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": MAX_BIAS,
+            "additionalProperties": {
+                "type": "number",
+                "minimum": BIAS_RANGE[0],
+                "maximum": BIAS_RANGE[1],
+            },
         }
     ),
 ]
@@ -57,27 +73,21 @@ class SamplingFields(RequestBody):
     ``SamplingParams`` and ``AsyncLLMEngine.stream``."""
 
     model: str | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MAX_INTEGER)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
     stop: Stop | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=MAX_INTEGER)] | None = None
+    min_tokens: int | None = None
     logit_bias: Bias | None = None
-    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
-    bad_words: (
-        Annotated[
-            list[Annotated[str, Field(min_length=1, max_length=1024)]],
-            Field(max_length=MAX_BAD_WORDS, fail_fast=True),
-        ]
-        | None
-    ) = None
+    allowed_token_ids: Annotated[TokenIds, Field(json_schema_extra={"minItems": 1})] | None = None
+    bad_words: BadWords | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -94,11 +104,26 @@ class SamplingFields(RequestBody):
 
         Args:
             more: fields that the protocol calls otherwise.
+
+        Raises:
+            InvalidRequestError: for a value that SamplingParams refuses.
         """
         given = self.given({name: name for name in ENGINE_FIELDS})
         if self.logit_bias is not None:
             given["logit_bias"] = _bias(self.logit_bias)
         return SamplingParams(**given, **more)
+
+    @classmethod
+    def openapi_schema(cls, ref_template: str) -> dict[str, Any]:
+        schema = super().openapi_schema(ref_template)
+        for kind, bounds in (int | None, INTEGERS), (float | None, NUMBERS):
+            for name, (low, high) in bounds.items():
+                field = cls.model_fields.get(name)
+                # One of another type is the protocol's own.
+                if field is not None and field.annotation == kind:
+                    least = "exclusiveMinimum" if name == "top_p" else "minimum"
+                    schema["properties"][name] |= {least: low, "maximum": high}
+        return schema
 
     @property
     def options(self) -> dict[str, Any]:
@@ -117,5 +142,9 @@ def _bias(given: Mapping[str, Any]) -> dict[int, Any]:
 class Choices(SamplingFields):
     """The fields of the two protocols whose answers have ``choices``."""
 
-    n: Annotated[int, Field(ge=1, le=MAX_OUTPUTS)] | None = None
+    n: int | None = None
     stream: bool | None = None
+
+    @property
+    def num_outputs(self) -> int:
+        return 1 if self.n is None else self.n

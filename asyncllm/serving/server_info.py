@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import anyio.to_thread
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from asyncllm.serving.answers import HealthState, Model, ModelList
 from asyncllm.serving.exchange import Exchange, encode
 from asyncllm.serving.openapi import openapi
 from asyncllm.serving.serving import Serving
@@ -14,14 +13,14 @@ from asyncllm.serving.serving import Serving
 
 async def list_models(serving: Serving, exchange: Exchange) -> None:
     data = [_model(serving, name) for name in serving.model_names]
-    await exchange.respond_json({"object": "list", "data": data})
+    await exchange.respond_json(ModelList(object="list", data=data))
 
 
 async def get_model(serving: Serving, exchange: Exchange) -> None:
     await exchange.respond_json(_model(serving, serving.model_name(exchange.path_params["model"])))
 
 
-def _model(serving: Serving, name: str) -> dict[str, Any]:
+def _model(serving: Serving, name: str) -> Model:
     return {"id": name, "object": "model", "created": serving.created, "owned_by": "asyncllm"}
 
 
@@ -36,7 +35,7 @@ async def live(serving: Serving, exchange: Exchange) -> None:
     await exchange.respond_json(_state(serving), 503 if serving.engine.state == "dead" else 200)
 
 
-def _state(serving: Serving) -> dict[str, Any]:
+def _state(serving: Serving) -> HealthState:
     state = serving.engine.state
     return {"status": state, "live": state != "dead", "ready": _ready(serving)}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from asyncllm.outputs import TokenLogprobs
+from asyncllm.serving.answers import CompletionLogprobs, TokenLogprob, TopLogprob
 
 LOWEST = -1e9
 """Stands for minus infinity, the log-probability of a token that cannot be sampled, which JSON
@@ -25,7 +25,7 @@ class LogprobWriter:
     bytes_of: Callable[[int], bytes]
     num_top: int
 
-    def write(self, tokens: Iterable[TokenLogprobs]) -> list[dict[str, Any]]:
+    def write(self, tokens: Iterable[TokenLogprobs]) -> list[TokenLogprob]:
         return [
             {
                 **self._one(item.token_id, item.logprob),
@@ -36,7 +36,7 @@ class LogprobWriter:
             for item in tokens
         ]
 
-    def _one(self, token_id: int, logprob: float) -> dict[str, Any]:
+    def _one(self, token_id: int, logprob: float) -> TopLogprob:
         data = self.bytes_of(token_id)
         return {
             "token": data.decode(errors="replace"),
@@ -59,15 +59,15 @@ class LegacyLogprobs:
     num_top: int
     _offset: int = field(default=0, init=False)
 
-    def write(self, tokens: Sequence[TokenLogprobs | None], first: int | None = None) -> Any:
+    def write(
+        self, tokens: Sequence[TokenLogprobs | None], first: int | None = None
+    ) -> CompletionLogprobs:
         """Write ``tokens`` as lists.
 
         Args:
             first: token id of the first token if it has no log-probability.
         """
-        found: dict[str, list[Any]] = {
-            name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        }
+        found = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for item in tokens:
             token_id = first if item is None else item.token_id
             text = "" if token_id is None else self._text(token_id)

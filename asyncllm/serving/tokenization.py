@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import anyio.to_thread
 from pydantic import Field
 
 from asyncllm.engine import AsyncLLMEngine
+from asyncllm.serving.answers import Text, Tokens
 from asyncllm.serving.chat_request import Messages, TemplateFields, Tools, template_messages
 from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.protocol_error import ProtocolError
@@ -67,7 +68,7 @@ async def tokenize(serving: Serving, exchange: Exchange) -> None:
     serving.model_name(request.model)
     engine = serving.engine
     token_ids = await anyio.to_thread.run_sync(request.token_ids, engine)
-    body: dict[str, Any] = {"count": len(token_ids), "tokens": token_ids, "token_strs": None}
+    body = Tokens(count=len(token_ids), tokens=token_ids, token_strs=None)
     if request.return_token_strs:
         bytes_of = engine.tokenizer.bytes_of
         body["token_strs"] = [bytes_of(one).decode(errors="replace") for one in token_ids]
@@ -79,4 +80,4 @@ async def detokenize(serving: Serving, exchange: Exchange) -> None:
     serving.model_name(request.model)
     decode = serving.engine.tokenizer.decode
     text = await anyio.to_thread.run_sync(decode, request.tokens, False)
-    await exchange.respond_json({"prompt": text})
+    await exchange.respond_json(Text(prompt=text))

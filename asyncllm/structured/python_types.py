@@ -16,7 +16,7 @@ from asyncllm.errors import InvalidRequestError
 
 def is_schema_type(value: Any) -> bool:
     """Whether ``value`` is a type: a Pydantic model, a dataclass or a TypedDict."""
-    return check.is_a(value, type) and (
+    return isinstance(value, type) and (
         dataclasses.is_dataclass(value)
         or typing.is_typeddict(value)
         or callable(getattr(value, "__pydantic_validator__", None))

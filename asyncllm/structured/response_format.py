@@ -29,8 +29,7 @@ def parse_response_format(value: Any) -> StructuredOutputs | None:
     if value is None:
         return None
     try:
-        with check.reading(_NAME):
-            found = parse_structured_outputs(_structured_outputs(value))
+        found = parse_structured_outputs(_structured_outputs(value))
     except InvalidRequestError as error:
         error.param = _NAME
         raise
@@ -52,12 +51,12 @@ def _structured_outputs(value: Any) -> dict[str, Any] | None:
 
 
 def _schema(value: Mapping[str, Any]) -> Mapping[str, Any]:
-    check.refuse_unknown(f"field of {_NAME}", map(str, value), ("type", "json_schema"))
+    check.refuse_unknown(f"field of {_NAME}", value, ("type", "json_schema"))
     found: Any = value.get("json_schema")
     if not isinstance(found, Mapping) or not isinstance(found.get("schema"), Mapping):
         raise check.invalid(f"{_NAME}.json_schema", found, 'a dict with a "name" and a "schema"')
     known = ("name", "schema", "strict", "description")
-    check.refuse_unknown(f"field of {_NAME}.json_schema", map(str, found), known)
+    check.refuse_unknown(f"field of {_NAME}.json_schema", found, known)
     check.string(f"{_NAME}.json_schema.name", found.get("name"), optional=True)
     check.boolean(f"{_NAME}.json_schema.strict", found.get("strict"), optional=True)
     return found["schema"]

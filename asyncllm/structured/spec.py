@@ -51,11 +51,10 @@ def parse_structured_outputs(value: Any) -> StructuredOutputs | None:
     Raises:
         InvalidRequestError: for anything but a dict with exactly one kind, within the limits.
     """
-    if value is None or check.is_a(value, StructuredOutputs):
+    if value is None or isinstance(value, StructuredOutputs):
         return value
     try:
-        with check.reading(_NAME):
-            return _parse(value)
+        return _parse(value)
     except InvalidRequestError as error:
         error.param = _NAME  # the messages name the kind as well
         raise
@@ -64,7 +63,7 @@ def parse_structured_outputs(value: Any) -> StructuredOutputs | None:
 def _parse(value: Any) -> StructuredOutputs:
     if not isinstance(value, Mapping):
         raise check.invalid(_NAME, value, _ACCEPTED + ", or None")
-    check.refuse_unknown(f"kind of {_NAME}", map(str, value), KINDS)
+    check.refuse_unknown(f"kind of {_NAME}", value, KINDS)
     given: dict[Kind, Any] = {kind: value[kind] for kind in KINDS if value.get(kind) is not None}
     if given.get("json_object") is False:
         del given["json_object"]
@@ -118,7 +117,7 @@ def _structural_tag(value: Any) -> str:
     name = f"{_NAME}.structural_tag"
     if isinstance(value, str):
         value = _loads(name, value)
-    if not isinstance(value, Mapping) or value.get("type") != "structural_tag":
+    if not isinstance(value, Mapping) or not check.same(value.get("type"), "structural_tag"):
         raise check.invalid(name, value, 'a dict, or JSON text, with "type": "structural_tag"')
     if ("structures" in value) == ("format" in value):
         raise check.invalid(name, value, 'either "structures" and "triggers", or "format"')
@@ -184,4 +183,4 @@ def _plain(value: Any) -> Any:
     """Convert any mapping to a dict."""
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"{check.type_name(value)} is no JSON")
+    raise TypeError(f"{type(value).__name__} is no JSON")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from asyncllm.errors import InvalidRequestError
-from asyncllm.validation import describe, explain, is_a, reading, type_name
+from asyncllm.validation import describe, explain
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _RESERVED = ("messages", "continue_final_message", "tokenize", "return_dict", "documents")
@@ -161,10 +161,8 @@ class _NotJson(Exception):
 
 
 def _check_messages(messages: Any, copier: _Copier, as_text: bool) -> list[dict[str, Any]]:
-    if not is_a(messages, (list, tuple)):
-        raise _bad("messages", f"a {type_name(messages)}", "a list of at least one message")
-    with reading("messages"):
-        messages = tuple(messages)
+    if not isinstance(messages, (list, tuple)):
+        raise _bad("messages", f"a {type(messages).__name__}", "a list of at least one message")
     if not messages:
         raise _bad("messages", "empty", "a list of at least one message")
     chat = []

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from asyncllm.errors import InvalidRequestError
-from asyncllm.validation import explain, is_a
+from asyncllm.validation import explain
 
 _SCALARS = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns?|Yields?|Raises|Examples?|Notes?):\s*$")
@@ -31,7 +31,7 @@ def is_function(tool: Any) -> bool:
 
 
 def is_model(tool: Any) -> bool:
-    return is_a(tool, type) and hasattr(tool, "model_json_schema")
+    return isinstance(tool, type) and hasattr(tool, "model_json_schema")
 
 
 def function_schema(tool: Any, where: str = "tools") -> dict[str, Any]:

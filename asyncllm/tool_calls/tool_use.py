@@ -41,16 +41,14 @@ class ToolUse:
                 message says where.
         """
         given = check.items("tools", tools, _ACCEPTED, MAX_TOOLS)
-        with check.reading("tools"):
-            schemas = tuple(_schema(tool, f"tools[{i}]") for i, tool in enumerate(given))
+        schemas = tuple(_schema(tool, f"tools[{i}]") for i, tool in enumerate(given))
         names = [schema["function"]["name"] for schema in schemas]
         seen: set[str] = set()
         for i, name in enumerate(names):
             if name in seen:
                 raise _bad(f"tools[{i}]", f"the name {name!r} a second time", "different names")
             seen.add(name)
-        with check.reading("tool_choice"):
-            choice = _choice(tool_choice)
+        choice = _choice(tool_choice)
         parallel = check.boolean("parallel_tool_calls", parallel_tool_calls)
         if isinstance(choice, dict) and choice["name"] not in names:
             accepted = f"one of the tools on offer: {', '.join(names) or 'there are none'}"
@@ -84,7 +82,7 @@ def _choice(value: Any) -> str | dict[str, str]:
         return "auto"
     if (text := check.plain_text(value)) in ("auto", "none", "required"):
         return text
-    if isinstance(value, Mapping) and value.get("type") == "function":
+    if isinstance(value, Mapping) and check.same(value.get("type"), "function"):
         function = value.get("function", value)
         name = function.get("name") if isinstance(function, Mapping) else None
         if (text := check.plain_text(name)) is not None:

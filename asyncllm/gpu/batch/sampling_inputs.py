@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.gpu.batch.grammar_masks import num_words
-
-MAX_BIAS = 1024
-"""Entries of a ``logit_bias`` that a device applies; a longer one is applied on the host."""
-
-MAX_STOP_IDS = 128
-"""Token ids that a device suppresses for ``min_tokens``; more are suppressed on the host."""
+from asyncllm.sampling_params import MAX_BIAS, MAX_STOP_IDS
 
 
 class Stages(enum.Flag):

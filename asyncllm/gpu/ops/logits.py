@@ -11,13 +11,8 @@ import torch
 from torch import Tensor
 
 from asyncllm.gpu.batch.grammar_masks import mask_logits, unpack_bits
-from asyncllm.gpu.batch.sampling_inputs import (
-    MAX_BIAS,
-    MAX_STOP_IDS,
-    SamplingRows,
-    Stages,
-    TopLogprobs,
-)
+from asyncllm.gpu.batch.sampling_inputs import SamplingRows, Stages, TopLogprobs
+from asyncllm.sampling_params import MAX_BIAS, MAX_STOP_IDS
 
 CHUNK_ELEMENTS = 1 << 22
 """Logits that the stages take at a time: what they allocate beside the result does not grow with

@@ -13,12 +13,7 @@ from asyncllm.gpu.batch.sampling_table import DRAW
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
 from asyncllm.gpu.sample.batched_processors import Claim
-from asyncllm.gpu.sample.host_rules import (
-    apply_bias,
-    apply_processors,
-    hide_bad_words,
-    hide_stop_tokens,
-)
+from asyncllm.gpu.sample.host_rules import apply_processors, hide_bad_words
 from asyncllm.gpu.sample.logprobs import logprobs_of_row, token_logprobs
 from asyncllm.gpu.sample.sample_output import NONE_LEFT, NOT_FINITE, SampleOutput
 from asyncllm.gpu.sample.sampler import Sampler
@@ -29,8 +24,8 @@ class HostRows:
 
     ``take`` is queued behind the forward pass and copies all that the rows are sampled from: the
     next step may be queued, and run, before the host comes to them, and their request indices may
-    have other requests by then. ``sample`` applies the rules of no fixed size and the logits
-    processors, and draws; the step's end has to be waited for first.
+    have other requests by then. ``sample`` applies ``bad_words`` and the logits processors, and
+    draws; the step's end has to be waited for first.
 
     Args:
         places: ``[K]``, their places among the rows that are sampled.
@@ -42,15 +37,15 @@ class HostRows:
         self, sampler: Sampler, places: np.ndarray, req_indices: np.ndarray, positions: np.ndarray
     ) -> None:
         self.places, self.req_indices = places, req_indices
-        self._sampler, self._positions = sampler, positions.tolist()
-        state, indices = sampler.state, req_indices.tolist()
+        self._sampler, state = sampler, sampler.state
+        indices, at = req_indices.tolist(), positions.tolist()
         self._stages, self._num_logprobs = state.stages[req_indices], state.logprobs[req_indices]
         self._host_logprobs = [state.host_logprobs.get(index) for index in indices]
         self._rules = {
             row: state.host[index] for row, index in enumerate(indices) if index in state.host
         }
         self._outputs = {
-            row: sampler.inputs.output_token_ids(indices[row], self._positions[row]).copy()
+            row: sampler.inputs.output_token_ids(indices[row], at[row]).copy()
             for row in self._rules
         }
         self._num_changes = sampler.batched.num_changes
@@ -76,15 +71,9 @@ class HostRows:
         lines = torch.cat((own.lines(), own.lines()[:1]))
         self._scalars = {name: scalars[name][lines] for name in DRAW}
         self._logits, self._at = logits[index], own.positions
-        raw = self._logits
-        if any(rules.bias is not None for rules in self._rules.values()):
-            raw = raw.to(torch.float32, copy=True)
-            for row, rules in self._rules.items():
-                apply_bias(raw[row], rules)
         needed = Stages(int(np.bitwise_or.reduce(self._stages))) | (stages & Stages.MASKS)
-        self._processed = self._sampler.ops.process_logits(raw, own, needed & LOGITS_STAGES)
-        for row, rules in self._rules.items():
-            hide_stop_tokens(self._processed[row], rules, self._positions[row])
+        needed &= LOGITS_STAGES
+        self._processed = self._sampler.ops.process_logits(self._logits, own, needed)
         return index
 
     def sample(self) -> SampleOutput:

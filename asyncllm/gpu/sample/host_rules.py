@@ -1,4 +1,4 @@
-"""The rules of one row that need the host: those of no fixed size, and logits processors."""
+"""The rules of one row that need the host: bad words of several tokens, logits processors."""
 
 from __future__ import annotations
 
@@ -8,46 +8,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.sample.claim import Claim
 from asyncllm.sampling_params import RequestLogitsProcessor
 from asyncllm.validation import describe
 
-IdsAndValues = tuple[np.ndarray, np.ndarray]
-
 
 @dataclass(slots=True)
 class HostRules:
-    """Sampling parameters of a request that have no fixed size, or need the host.
+    """Sampling parameters of a request that need the host.
 
     Attributes:
-        bias: token ids and the numbers added to their logits, if there are too many for the
-            device.
-        stop_ids: tokens that ``min_tokens`` suppresses, likewise.
-        min_end: position from which on they may be sampled.
         bad_words: sequences of two tokens or more, of which the last may not follow the others.
         processors: the request's own, in order.
         claim: of the engine's processors that have a part in it.
     """
 
-    bias: IdsAndValues | None
-    stop_ids: np.ndarray | None
-    min_end: int
-    bad_words: tuple[tuple[int, ...], ...]
-    processors: tuple[RequestLogitsProcessor, ...]
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    processors: tuple[RequestLogitsProcessor, ...] = ()
     claim: Claim | None = None
-
-
-def apply_bias(row: Tensor, rules: HostRules) -> None:
-    if rules.bias is not None:
-        ids, values = rules.bias
-        row[_tensor(ids, row).long()] += _tensor(values, row)
-
-
-def hide_stop_tokens(row: Tensor, rules: HostRules, position: int) -> None:
-    """Hides stop tokens before ``min_tokens``."""
-    if rules.stop_ids is not None and position < rules.min_end:
-        row[_tensor(rules.stop_ids, row).long()] = -torch.inf
 
 
 def hide_bad_words(row: Tensor, rules: HostRules, output: np.ndarray) -> None:
@@ -102,7 +80,3 @@ def kind_of(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return f"a {type(value).__name__}"
-
-
-def _tensor(values: np.ndarray, row: Tensor) -> Tensor:
-    return copy_to_device(values, row.device)

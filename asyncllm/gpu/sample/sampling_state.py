@@ -10,18 +10,17 @@ import torch
 
 from asyncllm.core.batch import RequestAssignment
 from asyncllm.gpu.batch.grammar_masks import num_words
-from asyncllm.gpu.batch.sampling_inputs import (
-    MAX_BIAS,
-    MAX_STOP_IDS,
-    LogitsTables,
-    Stages,
-)
+from asyncllm.gpu.batch.sampling_inputs import LogitsTables, Stages
 from asyncllm.gpu.batch.sampling_table import SCALARS, scalar_sections
 from asyncllm.gpu.batch.sections import Sections
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops.gumbel import MIN_TEMPERATURE
-from asyncllm.gpu.sample.host_rules import HostRules, IdsAndValues
+from asyncllm.gpu.sample.host_rules import HostRules
 from asyncllm.gpu.sample.rng import mix_seed
+from asyncllm.sampling_params import MAX_BIAS, MAX_STOP_IDS
+from asyncllm.validation import MAX_ITEMS
+
+IdsAndValues = tuple[np.ndarray, np.ndarray]
 
 _MAX_TOP_K = 2**31 - 1
 
@@ -141,28 +140,22 @@ class SamplingState:
             )
 
     def _assign_rules(self, update: LineUpdate, assignment: RequestAssignment) -> None:
-        req_index, params = update.req_index, assignment.sampling
-        bias, stop_ids = self._bias(params.logit_bias), None
+        req_index, params, scalars = update.req_index, assignment.sampling, self._scalars
+        update.bias = self._bias(params.logit_bias)
+        if update.bias is not None:
+            scalars["num_bias"][req_index] = len(update.bias[0])
         if params.min_tokens:
-            stop_ids = self._ids([*assignment.eos_token_ids, *params.stop_token_ids])
-            self._scalars["min_end"][req_index] = assignment.num_prompt_tokens + params.min_tokens
-        allowed = self._allowed(params.allowed_token_ids, assignment.bad_words)
-        host = HostRules(
-            bias if bias is not None and len(bias[0]) > MAX_BIAS else None,
-            stop_ids if stop_ids is not None and len(stop_ids) > MAX_STOP_IDS else None,
-            int(self._scalars["min_end"][req_index]),
-            tuple(words for words in assignment.bad_words if len(words) > 1),
-            tuple(params.logits_processors),
-        )
-        if host.bias is None and bias is not None:
-            update.bias, self._scalars["num_bias"][req_index] = bias, len(bias[0])
-        if host.stop_ids is None and stop_ids is not None:
-            update.stop_ids, self._scalars["num_stop_ids"][req_index] = stop_ids, len(stop_ids)
-        update.allowed, self._scalars["restricted"][req_index] = allowed, allowed is not None
-        if allowed is not None or update.bias is not None or update.stop_ids is not None:
+            stop_ids = [*assignment.eos_token_ids, *params.stop_token_ids]
+            update.stop_ids = self._ids(stop_ids, MAX_STOP_IDS)
+            scalars["num_stop_ids"][req_index] = len(stop_ids)
+            scalars["min_end"][req_index] = assignment.num_prompt_tokens + params.min_tokens
+        update.allowed = self._allowed(params.allowed_token_ids, assignment.bad_words)
+        scalars["restricted"][req_index] = update.allowed is not None
+        if any(one is not None for one in (update.allowed, update.bias, update.stop_ids)):
             update.stages |= Stages.RULES
-        if host.bias or host.stop_ids is not None or host.bad_words or host.processors:
-            self.host[req_index] = host
+        bad_words = tuple(words for words in assignment.bad_words if len(words) > 1)
+        if bad_words or params.logits_processors:
+            self.host[req_index] = HostRules(bad_words, tuple(params.logits_processors))
 
     def _assign_penalties(self, update: LineUpdate, assignment: RequestAssignment) -> None:
         tokens = np.asarray(assignment.token_ids, dtype=np.int64)
@@ -177,7 +170,7 @@ class SamplingState:
         if not bias:
             return None
         with np.errstate(over="raise", invalid="raise"):
-            return self._ids(list(bias)), np.array(list(bias.values()), np.float32)
+            return self._ids(list(bias), MAX_BIAS), np.array(list(bias.values()), np.float32)
 
     def _allowed(self, allowed: Any, bad_words: tuple[tuple[int, ...], ...]) -> np.ndarray | None:
         single = [words[0] for words in bad_words if len(words) == 1]
@@ -186,9 +179,11 @@ class SamplingState:
         words = self._packed(self._ids(allowed)) if allowed is not None else ~self._packed([])
         return words & ~self._packed(self._ids(single))
 
-    def _ids(self, token_ids: Any) -> np.ndarray:
-        """As int32; raises IndexError for what is no token."""
+    def _ids(self, token_ids: Any, most: int = MAX_ITEMS) -> np.ndarray:
+        """As int32; raises IndexError for what is no token, and for more than ``most``."""
         ids = np.array(token_ids, np.int64)
+        if len(ids) > most:
+            raise IndexError(f"{len(ids)} token ids, expected at most {most}")
         if len(ids) and (ids.min() < 0 or ids.max() >= self.vocab_size):
             raise IndexError(f"token ids {ids.min()} to {ids.max()} in {self.vocab_size} tokens")
         return ids.astype(np.int32)
@@ -212,11 +207,11 @@ class SamplingState:
     def rules_of(self, req_index: int) -> HostRules:
         """The rules of an index for the host, which it has from now on."""
         self.needs_logits[req_index] = True
-        return self.host.setdefault(req_index, HostRules(None, None, 0, (), ()))
+        return self.host.setdefault(req_index, HostRules())
 
     def needing_host(self, req_indices: np.ndarray) -> np.ndarray:
-        """Places of those of ``req_indices`` that have rules of no fixed size, logits processors,
-        or more log-probabilities than a step keeps room for."""
+        """Places of those of ``req_indices`` that have bad words of several tokens, logits
+        processors, or more log-probabilities than a step keeps room for."""
         known = self.host.keys() | self.host_logprobs.keys()
         if not known:
             return NO_ROWS

@@ -1,0 +1,172 @@
+"""The JSON of answers, as the writers make it and ``/openapi.json`` describes it.
+
+An answer has these fields, and may have others.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+Count = Annotated[int, Field(ge=0)]
+StopReason = Literal["stop", "length", "tool_calls"]
+
+
+class ErrorFields(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class Error(TypedDict):
+    error: ErrorFields
+
+
+class CachedTokens(TypedDict):
+    cached_tokens: Count
+
+
+class TokenUsage(TypedDict):
+    prompt_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
+    prompt_tokens_details: CachedTokens
+
+
+class TopLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[Count]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[TokenLogprob]
+
+
+class CalledFunction(TypedDict):
+    name: str
+    arguments: str
+
+
+class CalledTool(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ChatMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str | None
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[CalledTool]]
+
+
+class ChatChoice(TypedDict):
+    index: Count
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: StopReason
+
+
+class ChatCompletion(TypedDict):
+    id: str
+    object: Literal["chat.completion"]
+    created: Count
+    model: str
+    choices: list[ChatChoice]
+    usage: TokenUsage
+
+
+class CompletionLogprobs(TypedDict):
+    """Parallel lists, of the tokens."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[Count]
+
+
+class CompletionChoice(TypedDict):
+    index: Count
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: StopReason
+
+
+class Completion(TypedDict):
+    id: str
+    object: Literal["text_completion"]
+    created: Count
+    model: str
+    choices: list[CompletionChoice]
+    usage: TokenUsage
+
+
+class OutputItem(TypedDict):
+    id: str
+    type: Literal["message", "reasoning", "function_call"]
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+class ResponseUsage(TypedDict):
+    input_tokens: Count
+    output_tokens: Count
+    total_tokens: Count
+
+
+class Response(TypedDict):
+    id: str
+    object: Literal["response"]
+    created_at: float
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: list[OutputItem]
+    usage: ResponseUsage | None
+
+
+class DeletedResponse(TypedDict):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class Model(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: Count
+    owned_by: str
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class HealthState(TypedDict):
+    status: Literal["new", "starting", "running", "dead", "closed"]
+    live: bool
+    ready: bool
+
+
+class Tokens(TypedDict):
+    count: Count
+    tokens: list[Count]
+    token_strs: list[str] | None
+
+
+class Text(TypedDict):
+    prompt: str
+
+
+class Event(TypedDict):
+    """An event, whose data is JSON; the last one of completions is [DONE]."""
+
+    event: NotRequired[str]
+    data: str
