@@ -290,7 +290,7 @@ def test_interrupted_demo() -> None:
 def test_bench_writes_what_it_prints(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     done = asyncllm(
-        *("bench", "--concurrency", "2,1", "--prompt-len", "9", "--output-len", "5"),
+        *("bench", "--concurrency", "2,1", "--prompt-len", "9", "--output-len", "20"),
         *("--rounds", "2", "--json", str(file)),
     )
     assert (done.returncode, done.stderr) == (0, "")
@@ -303,11 +303,11 @@ def test_bench_writes_what_it_prints(tmp_path: Path) -> None:
     assert [row["concurrency"] for row in result["rows"]] == [1, 2]
     for row in result["rows"]:
         assert row["requests"] == 2 * row["concurrency"]
-        assert row["output_tokens"] == 5 * row["requests"]
+        assert row["output_tokens"] == 20 * row["requests"]
         for name in ("ttft", "between_tokens", "loop_lag", "cancel_to_free"):
             assert 0 <= row[f"{name}_p50"] <= row[f"{name}_p99"]
         execution = result["execution"]
-        read = execution["weight_bytes"] + row["concurrency"] * 11 * execution["kv_bytes_per_token"]
+        read = execution["weight_bytes"] + row["concurrency"] * 19 * execution["kv_bytes_per_token"]
         assert row["step_floor"] == pytest.approx(read / execution["memory_bandwidth"])
 
 
