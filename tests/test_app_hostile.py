@@ -208,6 +208,23 @@ async def test_frames_that_are_none(caplog):
         await all_left(server)
 
 
+async def test_a_socket_behind_an_answer_that_is_read_late(caplog):
+    async with attacked(caplog, limits={"send_timeout": 0.5}) as server:
+        request = GET.replace(b"health", b"openapi.json") + b"\r\n" + UPGRADE
+        async with deaf(server, request) as (sock, transport), asyncio.timeout(10):
+            loop, heard = asyncio.get_running_loop(), b""
+            while not transport.get_write_buffer_size():
+                await asyncio.sleep(0.001)
+            while not heard.endswith(b"\r\n\r\n"):
+                heard += await loop.sock_recv(sock, 4096)
+            assert heard.count(b"HTTP/1.1 101 ") == 1
+            await asyncio.sleep(0.6)  # no timer of the answer ends the socket
+            await loop.sock_sendall(sock, frame(FIN | TEXT, CREATE))
+            while b'"response.completed"' not in heard:
+                heard += await loop.sock_recv(sock, 4096)
+        await all_left(server)
+
+
 async def test_pings_whose_answers_are_not_read_pile_up_nowhere(caplog):
     async with attacked(caplog) as server:
         async with deaf(server, UPGRADE) as (sock, transport):

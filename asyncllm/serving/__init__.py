@@ -11,7 +11,7 @@ __all__ = ["create_app"]
 
 
 def __getattr__(name: str) -> Any:
-    # Not before it is asked for: the WebSocket server alone needs no web framework.
+    # Not before it is asked for: it needs the extra.
     if name == "create_app":
         from asyncllm.serving.app import create_app
 

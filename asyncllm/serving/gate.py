@@ -1,5 +1,5 @@
-"""Gate: what happens to every request of the application before and after its endpoint: who may
-ask, a request's id, a line in the log."""
+"""Gate: what happens to a request before and after its endpoint: who may ask, a request's id, a
+line in the log."""
 
 from __future__ import annotations
 
@@ -17,37 +17,28 @@ logger = logging.getLogger("asyncllm.serving.access")
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN_PATHS = ("/health", "/health/live", "/health/ready")
-"""Answered without a token: health checks have none."""
-
 _CODES = {400: "invalid_header", 401: "invalid_api_key", 403: "forbidden"}
 
 
 class Gate:
-    """ASGI middleware.
+    """ASGI middleware of an endpoint.
 
     Args:
-        app: the application behind it.
-        rules: who may ask.
+        app: the endpoint.
+        rules: who may ask; None lets all, also while the server drains.
         serving: says whether there are answers still.
     """
 
-    def __init__(self, app: App, rules: AccessRules, serving: Serving) -> None:
+    def __init__(self, app: App, rules: AccessRules | None, serving: Serving) -> None:
         self._app = app
         self._rules = rules
         self._serving = serving
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket"):
-            await self._app(scope, receive, send)
-            return
-        if scope["path"].endswith("/"):
-            # Litestar ends the paths of what it mounts so.
-            scope = {**scope, "path": scope["path"].rstrip("/")}
         line = scope[LOG_LINE] = LogLine(scope)
         try:
-            if _path(scope) not in OPEN_PATHS:
-                self._check(scope)
+            if self._rules is not None:
+                self._check(scope, self._rules)
                 self._serving.check_open()
             await self._app(scope, receive, send)
         except ProtocolError as error:
@@ -55,13 +46,13 @@ class Gate:
         finally:
             line.write()
 
-    def _check(self, scope: Scope) -> None:
+    def _check(self, scope: Scope, rules: AccessRules) -> None:
         def all_of(name: bytes) -> list[str]:
             return [v.decode("latin-1") for n, v in scope["headers"] if n == name]
 
         authorizations = all_of(b"authorization")
         protocols = scope.get("subprotocols", ())
-        refusal = self._rules.check(
+        refusal = rules.check(
             hosts=all_of(b"host"),
             origins=all_of(b"origin"),
             authorizations=authorizations,
@@ -69,7 +60,7 @@ class Gate:
         )
         if refusal is not None:
             raise _told(refusal)
-        scope[OWNER] = self._rules.owner(authorizations, protocols)
+        scope[OWNER] = rules.owner(authorizations, protocols)
 
 
 class LogLine:
@@ -106,11 +97,6 @@ class LogLine:
             time.monotonic() - self._began,
             self._id,
         )
-
-
-def _path(scope: Scope) -> str:
-    """Below the place where the application is mounted."""
-    return scope["path"].removeprefix(scope.get("root_path", ""))
 
 
 def _told(refusal: Refusal) -> ProtocolError:

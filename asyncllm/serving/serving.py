@@ -25,9 +25,11 @@ class Serving:
         ping_interval: seconds of silence, at most, before a stream of events has a comment.
         pacer: shared by all answers that are streamed.
         store: responses that can be continued.
+        stats_interval: seconds between two looks at the statistics.
         needs_token: clients have to send one.
         description: OpenAPI's, once it was asked for.
         draining: the server is about to close and takes no more.
+        sessions: of the WebSockets that are open.
     """
 
     engine: AsyncLLMEngine
@@ -36,10 +38,12 @@ class Serving:
     ping_interval: float
     pacer: FramePacer
     store: ResponseStore
+    stats_interval: float
     metrics: EngineMetrics | None = None
     needs_token: bool = False
     draining: bool = False
     description: bytes | None = None
+    sessions: set[object] = field(default_factory=set)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def model_name(self, asked: str | None) -> str:
