@@ -95,8 +95,8 @@ class _Timer:
 class _BoundedProtocol(asyncio.Protocol):
     """Mixin of both protocols: a client that leaves its answer unread is closed in the end.
 
-    The transport pauses its protocol with the first byte that the kernel does not take. So no
-    answer is made ahead of its client, and one that is whole is timed like any other.
+    The transport pauses its protocol with what the kernel does not take; with TLS after 64 KiB of
+    it. So no answer is made ahead of its client, and one that is whole is timed like any other.
     """
 
     limits: ClassVar[ConnectionLimits]
