@@ -22,14 +22,14 @@ MODULES = {
     "asyncllm.serving": ("create_app",),
     "asyncllm.serving.app": ("ServerApp",),
     "asyncllm.serving.http_server": ("ConnectionLimits", "HttpServer"),
-    "asyncllm.serving.websocket": ("WebSocketServer", "serve"),
+    "asyncllm.serving.websocket": ("EngineServer", "serve"),
     "asyncllm.tracing": ("EngineTracing", "trace_engine"),
     "asyncllm.gpu.ops.backend": ("AttentionBackend", "AttentionRequest", "Constraints"),
     "asyncllm.llm": ("LLMStream",),
     "asyncllm.testing": ("FakeExecutor", "byte_tokenizer", "fake_engine", "fake_llm"),
 }
 
-MADE_FOR_THE_CALLER = {"CallbackStream", "LLMStream", "ServerApp", "TokenStream", "WebSocketServer"}
+MADE_FOR_THE_CALLER = {"CallbackStream", "EngineServer", "LLMStream", "ServerApp", "TokenStream"}
 """Classes whose constructors are no part of the API."""
 
 

@@ -191,6 +191,22 @@ async def test_tokens_and_origins():
         assert (await client.options(CHAT, headers=asked)).status_code == 400
 
 
+async def test_a_page_is_shown_to_all_and_hides_nothing():
+    def page(path):
+        return ("text/plain", path.encode())
+
+    async with app_client(fake_engine("x"), token="secret", page=page) as client:
+        for path, shown in (("/", "/"), ("/a/b.js?c", "/a/b.js"), ("/v1/nothing/", "/v1/nothing")):
+            answer = await client.get(path)
+            assert (answer.status_code, answer.text) == (200, shown)
+        head = await client.head("/a")
+        assert (head.status_code, head.headers["content-length"]) == (200, "2")
+        for path in ("/v1/models", "/v1/models/x", "/metrics", "/openapi.json", CHAT):
+            assert (await client.get(path)).status_code == 401
+        assert (await client.post("/a")).status_code == 401
+        assert (await client.get("/health")).json()["ready"] is True
+
+
 async def test_pages_of_another_origin_are_kept_out_and_sent_no_cors_headers():
     async with app_client(fake_engine("x"), local=True) as client:
         other = await client.post(CHAT, json=BODY, headers={"origin": "https://evil.example"})
@@ -402,7 +418,7 @@ async def test_a_server_that_closes_lets_answers_end():
                 asking = asyncio.ensure_future(client.post(CHAT, json=BODY))
                 while not engine.stats().num_running:
                     await asyncio.sleep(0.001)
-                await server.__aexit__()
+                await server.aclose()
                 answer = await asking
     assert answer.json()["choices"][0]["message"]["content"] == "x" * 100
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import sys
 from contextlib import asynccontextmanager
@@ -18,7 +19,6 @@ from asyncllm.testing import fake_engine
 from tests.app_clients import events_of, served_app, url_of, user
 from tests.idle import idle
 from tests.test_app import CHAT
-from tests.test_websocket_openai import OLD_CLIENT, environment_of
 
 BUILD = Path(__file__).parent.parent / "build"
 
@@ -104,6 +104,39 @@ async def test_curl_goes_away_in_the_middle(stream):
 
 # --- websockets -------------------------------------------------------------------------
 
+OLD_WEBSOCKETS = BUILD / "websockets-15"
+OLD_CLIENT = """
+import asyncio, json, sys, websockets
+from websockets.asyncio.client import connect
+
+async def main(port):
+    async with connect(f"ws://127.0.0.1:{port}/v1/responses") as connection:
+        text = ""
+        previous = None
+        for prompt in ("1 2", "3"):
+            await connection.send(json.dumps({
+                "type": "response.create", "input": prompt,
+                "max_output_tokens": 4, "previous_response_id": previous}))
+            async for message in connection:
+                event = json.loads(message)
+                if event["type"] == "response.incomplete":
+                    break
+            response = event["response"]
+            previous = response["id"]
+        print(json.dumps([websockets.__version__, response]))
+
+asyncio.run(main(sys.argv[1]))
+"""
+
+
+def environment_of(version: str) -> dict[str, str]:
+    """For a process with that version of websockets; skips where it is not there."""
+    if version == "installed":
+        return dict(os.environ)
+    if not OLD_WEBSOCKETS.is_dir():
+        pytest.skip(f"pip install --target {OLD_WEBSOCKETS.name} 'websockets>=15,<16' first")
+    return os.environ | {"PYTHONPATH": str(OLD_WEBSOCKETS)}
+
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("version", ["installed", "15"])
@@ -155,8 +188,9 @@ async def hosted(host, **options):
 @pytest.mark.asyncio
 @pytest.mark.parametrize("host", [in_starlette, in_fastapi, in_litestar])
 async def test_it_is_mounted(host):
-    """HTTP, events, WebSockets and errors, each below the path of the host."""
-    async with hosted(host, token="secret") as server:
+    """HTTP, events, WebSockets, a page and errors, each below the path of the host."""
+    page = {"/": ("text/html", b"<p>hello")}.get
+    async with hosted(host, token="secret", page=page) as server:
         headers = {"authorization": "Bearer secret"}
         async with httpx.AsyncClient(base_url=url_of(server) + "/llm", headers=headers) as client:
             body = {"messages": user("Hi")}
@@ -172,6 +206,7 @@ async def test_it_is_mounted(host):
             assert (await client.get(CHAT)).status_code == 405
         async with httpx.AsyncClient(base_url=url_of(server) + "/llm") as client:
             assert (await client.get("/health")).status_code == 200
+            assert (await client.get("/")).text == "<p>hello"
             assert (await client.get("/v1/models")).status_code == 401
         from websockets.asyncio.client import connect
 

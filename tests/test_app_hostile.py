@@ -11,7 +11,7 @@ import socket
 import httpx
 import pytest
 
-from asyncllm.serving.connections import MAX_FRAGMENTS
+from asyncllm.serving.connections import MAX_FRAGMENTS, WebSocketProtocol
 from asyncllm.testing import fake_engine
 from tests.app_clients import served_app, url_of, user
 from tests.test_app import BODY, CHAT, HEAD, open_to, read_to_end
@@ -137,6 +137,18 @@ async def test_an_answer_that_is_not_read_holds_no_connection(caplog):
             await all_left(server)
 
 
+async def test_a_server_that_closes_leaves_no_connection():
+    async with served_app(fake_engine("x"), drain=0.1) as server:
+        async with deaf(server, GET.replace(b"health", b"openapi.json") + b"\r\n") as (
+            _,
+            transport,
+        ):
+            while not transport.get_write_buffer_size():
+                await asyncio.sleep(0.001)
+            await server.aclose()
+            await all_left(server)
+
+
 # --- WebSockets -------------------------------------------------------------------------
 
 UPGRADE = (
@@ -205,6 +217,24 @@ async def test_frames_that_are_none(caplog):
         for kind, code in ((BINARY, "invalid_message"), (TEXT, "invalid_json")):
             answer, *_ = await told(server, frame(FIN | kind, b"\x00") * 70, end=b"}}")
             assert json.loads(answer[1])["error"]["code"] == code
+        await all_left(server)
+
+
+async def test_a_socket_behind_an_answer_that_is_read_late(caplog):
+    async with attacked(caplog, limits={"send_timeout": 0.5}) as server:
+        request = GET.replace(b"health", b"openapi.json") + b"\r\n" + UPGRADE
+        async with deaf(server, request) as (sock, transport), asyncio.timeout(10):
+            while not isinstance(served := transport.get_protocol(), WebSocketProtocol):
+                await asyncio.sleep(0.001)
+            assert not served.writable.is_set()
+            reader, writer = await asyncio.open_connection(sock=sock.dup())
+            assert b" 200 " in await reader.readline()
+            await reader.readuntil(b"HTTP/1.1 101 ")
+            await reader.readuntil(b"\r\n\r\n")
+            await asyncio.sleep(0.6)  # no timer of the answer ends the socket
+            writer.write(frame(FIN | TEXT, CREATE))
+            await reader.readuntil(b'"response.completed"')
+            writer.transport.abort()
         await all_left(server)
 
 

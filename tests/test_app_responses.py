@@ -6,7 +6,6 @@ import json
 from itertools import groupby
 
 import pytest
-from websockets.exceptions import InvalidStatus
 
 from asyncllm import RequestError
 from asyncllm.serving.response_input import messages_of
@@ -273,24 +272,3 @@ async def test_structured_output_is_asked_for_as_in_chat():
     assert answer.json()["text"] == {"format": form}
     assert seen[0] == seen[1]
     assert json.loads(seen[0].text) == schema
-
-
-async def test_who_may_open_a_websocket():
-    rig = fake()
-    async with served_app(rig.engine(), token="secret", local=True) as server:
-
-        async def status(path="/v1/responses", **options):
-            try:
-                async with client_of(server, path, **options) as client:
-                    answer = await client.ask(max_output_tokens=1)
-                    return answer["status"]
-            except InvalidStatus as error:
-                return error.response.status_code
-
-        right = {"additional_headers": {"Authorization": "Bearer secret"}}
-        assert await status(**right) == "incomplete"
-        assert await status(subprotocols=["asyncllm", "bearer.c2VjcmV0"]) == "incomplete"
-        assert await status() == 401
-        assert await status(additional_headers={"Authorization": "Bearer x"}) == 401
-        assert await status(**right, origin="https://evil.example") == 403
-        assert await status("/v1/other", **right) == 404

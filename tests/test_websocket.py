@@ -1,15 +1,16 @@
-"""The WebSocket server on the fake executor: the protocol, its limits, and who may connect."""
+"""serve() on the fake executor: the WebSocket protocol, its limits, and who may connect."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import contextlib
+import itertools
 import json
-import logging
+import shutil
 import socket
+import ssl
 import subprocess
-import sys
 import threading
 
 import httpx
@@ -18,13 +19,16 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from asyncllm import EngineClosedError, EngineDeadError, InvalidRequestError
+from asyncllm.serving import create_app
 from asyncllm.serving.frame_pacer import FramePacer
 from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.serving.response_session import ResponseSession
 from asyncllm.serving.websocket import serve
 from tests.fakes import fake
 from tests.idle import idle
-from tests.websocket_clients import ENDS, client_of, served, text_of
+from tests.missing_package import import_error
+from tests.test_app_hostile import CLOSE, FIN, TEXT, UPGRADE, frame, heard
+from tests.websocket_clients import ENDS, Client, client_of, served, text_of
 
 pytestmark = pytest.mark.asyncio
 
@@ -234,7 +238,7 @@ async def test_many_responses_share_a_number_of_frames():
         async with client_of(server) as client:
             await client.create(max_output_tokens=60)
             events = await client.until(*ENDS)
-            assert server._serving.pacer.pause == 0
+            assert server._app._serving.pacer.pause == 0
     texts = [e["delta"] for e in events if e["type"] == "response.output_text.delta"]
     assert len(texts) < 60
     expected = rig.executor.reference([1, 2, 3], 60)
@@ -252,8 +256,8 @@ async def test_a_connection_that_ends_in_the_turn_of_a_request_leaves_nothing():
             await asyncio.sleep(10)
 
     async with rig.engine() as engine:
-        serving = serve(engine)._serving
-        session = ResponseSession(Connection(), serving, "", (ConnectionClosed,))
+        serving = create_app(engine)._serving
+        session = ResponseSession(Connection(), serving, "")
         await session.run()
         assert (session.current, serving.pacer._num_responses) == (None, 0)
         assert (await idle(engine)).num_aborted == 1
@@ -277,83 +281,83 @@ async def test_frames_are_shared_out():
 # --- what goes wrong --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("fields", "code", "param"),
-    [
-        ({"input": None}, "invalid_value", "input"),
-        ({"input": []}, "invalid_value", "input"),
-        ({"input": 5}, "invalid_value", "input"),
-        ({"input": ["x"]}, "invalid_value", "input[0]"),
-        ({"input": [{"role": "king", "content": "1"}]}, "invalid_value", "input[0].role"),
-        ({"input": [{"role": "user", "content": 3}]}, "invalid_value", "input[0].content"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "invalid_value",
-            "input[0].content[0].type",
-        ),
-        (
-            {"input": [{"role": "user", "content": [{"type": "text", "text": 1}]}]},
-            "invalid_value",
-            "input[0].content[0].text",
-        ),
-        (
-            {"input": [{"type": "item_reference", "id": "1"}]},
-            "unsupported_parameter",
-            "input[0].type",
-        ),
-        (
-            {"input": [{"type": "function_call_output", "output": "1"}]},
-            "invalid_value",
-            "input[0].call_id",
-        ),
-        (
-            {"input": [{"role": "user", "content": "1", "phase": "commentary"}]},
-            "invalid_value",
-            "input[0].phase",
-        ),
-        ({"input": "words that are no numbers"}, "invalid_value", "input"),
-        ({"model": "gpt"}, "model_not_found", "model"),
-        ({"model": 5}, "invalid_value", "model"),
-        ({"tools": [{"type": "function"}]}, "invalid_value", "tools[0].name"),
-        ({"tools": [{"type": "web_search"}]}, "invalid_value", "tools[0].type"),
-        ({"tool_choice": "required"}, "invalid_value", "tool_choice"),
-        ({"store": 1}, "invalid_value", "store"),
-        ({"stream": 1}, "invalid_value", "stream"),
-        ({"stream": False}, "unsupported_parameter", "stream"),
-        ({"background": True}, "unsupported_parameter", "background"),
-        ({"text": {"format": {"type": "xml"}}}, "invalid_value", "text.format.type"),
-        ({"reasoning": {"effort": "low"}}, "unsupported_parameter", "reasoning.effort"),
-        ({"include": ["reasoning.encrypted_content"]}, "unsupported_parameter", "include"),
-        ({"include": "x"}, "invalid_value", "include"),
-        ({"top_logprobs": 21}, "invalid_value", "logprobs"),
-        ({"top_logprobs": True}, "invalid_value", "top_logprobs"),
-        ({"generate": "no"}, "invalid_value", "generate"),
-        ({"temperature": "hot"}, "invalid_value", "temperature"),
-        ({"temperature": -1}, "invalid_value", "temperature"),
-        ({"max_output_tokens": 0}, "invalid_value", "max_output_tokens"),
-        ({"top_p": 2}, "invalid_value", "top_p"),
-        ({"seed": 2**70}, "invalid_value", "seed"),
-        ({"stop": [""]}, "invalid_value", "stop[0]"),
-        ({"priority": 3}, "invalid_value", "priority"),
-        ({"cache_salt": 3}, "invalid_value", "cache_salt"),
-        ({"metadata": []}, "invalid_value", "metadata"),
-        ({"metadata": {"a": 1}}, "invalid_value", "metadata.a"),
-        ({"metadata": {str(i): "" for i in range(17)}}, "invalid_value", "metadata"),
-        ({"instructions": ["x"]}, "invalid_value", "instructions"),
-        ({"user": 5}, "invalid_value", "user"),
-        ({"previous_response_id": 5}, "invalid_value", "previous_response_id"),
-        ({"colour": "blue"}, "unknown_parameter", "colour"),
-    ],
-)
-async def test_what_cannot_be_done_is_refused_by_name(fields, code, param):
+REFUSED = [
+    ({"input": None}, "invalid_value", "input"),
+    ({"input": []}, "invalid_value", "input"),
+    ({"input": 5}, "invalid_value", "input"),
+    ({"input": ["x"]}, "invalid_value", "input[0]"),
+    ({"input": [{"role": "king", "content": "1"}]}, "invalid_value", "input[0].role"),
+    ({"input": [{"role": "user", "content": 3}]}, "invalid_value", "input[0].content"),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        "invalid_value",
+        "input[0].content[0].type",
+    ),
+    (
+        {"input": [{"role": "user", "content": [{"type": "text", "text": 1}]}]},
+        "invalid_value",
+        "input[0].content[0].text",
+    ),
+    (
+        {"input": [{"type": "item_reference", "id": "1"}]},
+        "unsupported_parameter",
+        "input[0].type",
+    ),
+    (
+        {"input": [{"type": "function_call_output", "output": "1"}]},
+        "invalid_value",
+        "input[0].call_id",
+    ),
+    (
+        {"input": [{"role": "user", "content": "1", "phase": "commentary"}]},
+        "invalid_value",
+        "input[0].phase",
+    ),
+    ({"input": "words that are no numbers"}, "invalid_value", "input"),
+    ({"model": "gpt"}, "model_not_found", "model"),
+    ({"model": 5}, "invalid_value", "model"),
+    ({"tools": [{"type": "function"}]}, "invalid_value", "tools[0].name"),
+    ({"tools": [{"type": "web_search"}]}, "invalid_value", "tools[0].type"),
+    ({"tool_choice": "required"}, "invalid_value", "tool_choice"),
+    ({"store": 1}, "invalid_value", "store"),
+    ({"stream": 1}, "invalid_value", "stream"),
+    ({"stream": False}, "unsupported_parameter", "stream"),
+    ({"background": True}, "unsupported_parameter", "background"),
+    ({"text": {"format": {"type": "xml"}}}, "invalid_value", "text.format.type"),
+    ({"reasoning": {"effort": "low"}}, "unsupported_parameter", "reasoning.effort"),
+    ({"include": ["reasoning.encrypted_content"]}, "unsupported_parameter", "include"),
+    ({"include": "x"}, "invalid_value", "include"),
+    ({"top_logprobs": 21}, "invalid_value", "logprobs"),
+    ({"top_logprobs": True}, "invalid_value", "top_logprobs"),
+    ({"generate": "no"}, "invalid_value", "generate"),
+    ({"temperature": "hot"}, "invalid_value", "temperature"),
+    ({"temperature": -1}, "invalid_value", "temperature"),
+    ({"max_output_tokens": 0}, "invalid_value", "max_output_tokens"),
+    ({"top_p": 2}, "invalid_value", "top_p"),
+    ({"seed": 2**70}, "invalid_value", "seed"),
+    ({"stop": [""]}, "invalid_value", "stop[0]"),
+    ({"priority": 3}, "invalid_value", "priority"),
+    ({"cache_salt": 3}, "invalid_value", "cache_salt"),
+    ({"metadata": []}, "invalid_value", "metadata"),
+    ({"metadata": {"a": 1}}, "invalid_value", "metadata.a"),
+    ({"metadata": {str(i): "" for i in range(17)}}, "invalid_value", "metadata"),
+    ({"instructions": ["x"]}, "invalid_value", "instructions"),
+    ({"user": 5}, "invalid_value", "user"),
+    ({"previous_response_id": 5}, "invalid_value", "previous_response_id"),
+    ({"colour": "blue"}, "unknown_parameter", "colour"),
+]
+
+
+async def test_what_cannot_be_done_is_refused_by_name():
     rig = fake()
     async with served(rig.engine()) as server, client_of(server) as client:
-        await client.send(**{"type": "response.create", "input": "1", **fields})
-        error = (await client.until(*ENDS))[-1]
-        assert error["type"] == "error", error
-        assert (error["error"]["code"], error["error"]["param"]) == (code, param)
-        assert error["error"]["type"] == "invalid_request_error"
-        assert (await client.ask(max_output_tokens=1))["status"] == "incomplete"
+        for fields, code, param in REFUSED:
+            await client.send(**{"type": "response.create", "input": "1", **fields})
+            error = (await client.until(*ENDS))[-1]
+            assert error["type"] == "error", (fields, error)
+            assert (error["error"]["code"], error["error"]["param"]) == (code, param)
+            assert error["error"]["type"] == "invalid_request_error"
+            assert (await client.ask(max_output_tokens=1))["status"] == "incomplete"
 
 
 async def test_values_that_ask_for_nothing_are_accepted():
@@ -384,14 +388,13 @@ WEIRD = [True, 0, -1, 1.5, 10**30, "", "x", [], ["x"], [[]], [None], {}, {"a": 1
 FIELDS = sorted({*ResponseRequest.model_fields, *ResponseRequest.NEUTRAL})
 
 
-@pytest.mark.parametrize("field", FIELDS)
-async def test_no_value_of_a_field_breaks_a_connection(field):
+async def test_no_value_of_a_field_breaks_a_connection():
     rig = fake(max_model_len=8)
     async with served(rig.engine()) as server, client_of(server) as client:
-        for value in WEIRD:
+        for field, value in itertools.product(FIELDS, WEIRD):
             await client.send(**{"type": "response.create", "input": "1", field: value})
             end = (await client.until(*ENDS))[-1]
-            assert end["type"] != "response.failed", (value, end)
+            assert end["type"] != "response.failed", (field, value, end)
             if end["type"] == "error":
                 # Instructions are a part of the prompt, and "x" is no word of the fake tokenizer.
                 name = "input" if (field, value) == ("instructions", "x") else field
@@ -427,16 +430,16 @@ MALFORMED = [
 ]
 
 
-@pytest.mark.parametrize("message", MALFORMED, ids=range(len(MALFORMED)))
-async def test_malformed_messages_are_answered(message):
+async def test_malformed_messages_are_answered():
     rig = fake()
     async with served(rig.engine()) as server, client_of(server) as client:
-        await client.connection.send(message)
-        error = await client.recv()
-        assert error["type"] == "error", error
-        assert error["status"] in (400, 404, 413)
-        assert len(json.dumps(error)) < 1000
-        assert (await client.ask(max_output_tokens=1))["status"] == "incomplete"
+        for message in MALFORMED:
+            await client.connection.send(message)
+            error = await client.recv()
+            assert error["type"] == "error", error
+            assert error["status"] in (400, 404, 413)
+            assert len(json.dumps(error)) < 1000
+            assert (await client.ask(max_output_tokens=1))["status"] == "incomplete"
         await idle(server.engine)
 
 
@@ -570,7 +573,7 @@ async def test_a_client_that_does_not_read_hurts_no_other():
         sock.setblocking(False)
         async with client_of(server, sock=sock) as slow, client_of(server) as other:
             slow.connection.transport.pause_reading()
-            transports = [c.transport for c in server._server.connections]
+            transports = [c.transport for c in server._server.server_state.connections]
             for transport in transports:
                 transport.get_extra_info("socket").setsockopt(
                     socket.SOL_SOCKET, socket.SO_SNDBUF, 4096
@@ -581,7 +584,7 @@ async def test_a_client_that_does_not_read_hurts_no_other():
                 return max(transport.get_write_buffer_size() for transport in transports)
 
             # From here on the operating system takes no more, and sending waits.
-            while unsent() < 32_768:
+            while not unsent():
                 assert (await other.ask(max_output_tokens=5))["usage"]["output_tokens"] == 5
             tokens = server.engine.stats().generation_tokens
             while server.engine.stats().generation_tokens < tokens + 500:
@@ -610,14 +613,11 @@ async def test_a_message_that_is_too_long_closes_with_1009():
             assert (await other.ask(max_output_tokens=1))["status"] == "incomplete"
 
 
-async def test_too_many_connections_are_closed_with_1013():
+async def test_too_many_connections_are_answered_with_503():
     rig = fake()
     async with served(rig.engine(), max_connections=2) as server:
         async with client_of(server) as one, client_of(server, "/v1/stats"):
-            async with client_of(server) as three:
-                error = await three.recv()
-                assert error["error"]["code"] == "websocket_connection_limit_reached"
-                assert await closed_with(three) == (1013, "too many connections")
+            assert await status_of(server) == 503
             assert (await one.ask(max_output_tokens=1))["status"] == "incomplete"
         while server.num_connections:
             await asyncio.sleep(0.001)
@@ -628,10 +628,11 @@ async def test_too_many_connections_are_closed_with_1013():
 async def test_a_failure_of_ours_closes_with_1011(caplog):
     rig = fake()
     async with served(rig.engine()) as server, client_of(server) as client:
-        server._sessions.pop().serving = None
+        (session,) = server._app._serving.sessions
+        session.serving = None
         await client.create(max_output_tokens=1)
-        with caplog.at_level(logging.CRITICAL, "asyncllm.serving.websocket"):
-            assert (await closed_with(client))[0] == 1011
+        assert await closed_with(client) == (1011, "internal error")
+        assert "a WebSocket at /v1/responses failed" in caplog.text
         async with client_of(server) as other:
             assert (await other.ask(max_output_tokens=1))["status"] == "incomplete"
 
@@ -729,16 +730,42 @@ async def test_bound_elsewhere_without_a_token_is_said_aloud(caplog):
 async def test_pages_and_paths():
     pages = {"/": ("text/html", b"<p>hello")}
     rig = fake()
-    async with served(rig.engine(), page=pages.get) as server, httpx.AsyncClient() as http:
-        url = f"http://127.0.0.1:{server.port}"
-        home = await http.get(url)
-        lost = await http.get(url + "/nothing")
+    async with (
+        served(rig.engine(), page=pages.get, model_name="tiny") as server,
+        httpx.AsyncClient(base_url=server.url) as http,
+    ):
+        home = await http.get("/")
+        models = (await http.get("/v1/models")).json()["data"]
+        lost = [await http.get(path) for path in ("/nothing", "/v1/stats", "/v1/responses")]
         assert await status_of(server, "/v1/other") == 404
-        upgrade = await http.get(url + "/v1/responses")
+        assert server.url == f"http://127.0.0.1:{server.port}"
     assert (home.status_code, home.text) == (200, "<p>hello")
     assert home.headers["content-type"] == "text/html; charset=utf-8"
-    assert lost.status_code == 404
-    assert upgrade.status_code == 426
+    assert (home.headers["cache-control"], server.model_name) == ("no-store", "tiny")
+    assert [model["id"] for model in models] == ["tiny"]
+    assert [answer.status_code for answer in lost] == [404, 404, 405]
+
+
+async def test_tls(tmp_path):
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificate")
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    make = "req -x509 -nodes -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -days 2"
+    name = "-subj /CN=localhost -addext subjectAltName=IP:127.0.0.1 -addext "
+    name += "keyUsage=critical,digitalSignature,keyCertSign"
+    command = ["openssl", *make.split(), *name.split(), "-keyout", key, "-out", cert]
+    await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(cert, key)
+    trusting = ssl.create_default_context(cafile=str(cert))
+    async with served(fake().engine(), ssl=context) as server:
+        url = f"wss://127.0.0.1:{server.port}/v1/responses"
+        async with connect(url, ssl=trusting) as connection:
+            answer = await Client(connection).ask(max_output_tokens=1)
+        async with httpx.AsyncClient(base_url=server.url, verify=trusting) as http:
+            assert (await http.get("/health")).status_code == 200
+        assert server.url.startswith("https://")
+    assert answer["status"] == "incomplete"
 
 
 # --- statistics -------------------------------------------------------------------------
@@ -788,6 +815,10 @@ async def test_arguments_are_checked():
         ("origins", "https://app.example"),
         ("stats_interval", 0),
         ("max_frame_rate", 0),
+        ("close_timeout", 0),
+        ("page", "page.html"),
+        ("ssl", True),
+        ("host", ""),
     ):
         with pytest.raises(InvalidRequestError, match=name):
             serve(engine, **{name: value})
@@ -862,17 +893,9 @@ async def test_serve_forever_tells_of_an_engine_whose_own_loop_has_ended():
 
 
 async def test_a_missing_extra_is_named():
-    code = (
-        "import sys; sys.modules['websockets'] = None\n"
-        "import asyncllm\n"
-        "try:\n"
-        "    import asyncllm.serving.websocket\n"
-        "except ImportError as error:\n"
-        "    assert \"'asyncllm[server]'\" in str(error), error\n"
-        "else:\n"
-        "    sys.exit('imported')\n"
-    )
-    await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], check=True)
+    for package in ("websockets", "uvicorn", "starlette"):
+        told = await asyncio.to_thread(import_error, "asyncllm.serving.websocket", without=package)
+        assert "'asyncllm[server]'" in told
 
 
 async def test_nothing_of_ours_is_left_behind():
@@ -898,3 +921,20 @@ async def test_a_close_is_completed_behind_messages_that_nothing_reads(path):
                 async for _ in connection:
                     pass
         assert connection.close_code == 1008
+
+
+@pytest.mark.parametrize("closer", ["session", "server"])
+async def test_a_close_that_is_not_answered_is_waited_for_as_long_as_is_asked(closer):
+    async with served(fake().engine(), close_timeout=0.2) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(UPGRADE.replace(b"responses", b"stats").replace(b": x", b": 127.0.0.1"))
+        async with asyncio.timeout(5):
+            assert b" 101 " in await reader.readuntil(b"\r\n\r\n")
+            if closer == "session":
+                writer.write(frame(FIN | TEXT, b"{}"))
+            else:
+                await server.aclose()
+            *_, (opcode, payload) = heard(await reader.read())
+        writer.transport.abort()
+    code = 1008 if closer == "session" else 1001
+    assert (opcode, int.from_bytes(payload[:2], "big")) == (CLOSE, code)

@@ -10,9 +10,8 @@ import resource
 import struct
 
 import pytest
-from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.exceptions import ConnectionClosed
 
-from asyncllm.serving.websocket import MAX_REFUSING
 from tests.fakes import fake
 from tests.idle import idle
 from tests.test_websocket import MALFORMED
@@ -126,23 +125,6 @@ async def attack(server, num_messages: int) -> int:
                     assert (await client.recv())["type"] == "error"
                     answered += 1
     return answered
-
-
-async def test_connections_that_cannot_even_be_refused_get_a_status():
-    rig = fake()
-    async with served(rig.engine(), max_connections=1, close_timeout=30) as server:
-        async with client_of(server) as client:
-            # None of these answers the close that it is sent.
-            raw = [await open_raw(server) for _ in range(MAX_REFUSING)]
-            while server._num_refusing < MAX_REFUSING:
-                await asyncio.sleep(0.001)
-            with pytest.raises(InvalidStatus) as refused:
-                async with client_of(server):
-                    pass
-            assert refused.value.response.status_code == 503
-            for _, writer in raw:
-                writer.transport.abort()
-            assert (await client.ask(max_output_tokens=1))["status"] == "incomplete"
 
 
 async def test_10_000_malformed_messages_hurt_no_other_client():

@@ -1,18 +1,14 @@
-"""The openai client against the packaged model, and other versions of ``websockets``."""
+"""The openai client on a WebSocket, against the packaged model."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from asyncllm import AsyncLLMEngine
+from asyncllm.serving.websocket import serve
 from tests.fakes import fake
 from tests.idle import idle
 from tests.websocket_clients import served
@@ -20,8 +16,6 @@ from tests.websocket_clients import served
 pytestmark = pytest.mark.asyncio
 
 openai = pytest.importorskip("openai")
-
-OLD_WEBSOCKETS = Path(__file__).parent.parent / "build" / "websockets-15"
 
 
 def client_for(server, api_key="secret"):
@@ -126,7 +120,7 @@ def _until_end(connection):
 
 async def test_a_server_that_goes_away_is_a_closed_connection():
     async with fake(step_time=0.005).engine() as engine:
-        async with served_only(engine) as server, client_for(server) as client:
+        async with serve(engine, port=0) as server, client_for(server) as client:
             connection = await client.responses.connect().enter()
             await connection.response.create(input="1", max_output_tokens=200)
             while (await connection.recv()).type != "response.output_text.delta":
@@ -138,63 +132,3 @@ async def test_a_server_that_goes_away_is_a_closed_connection():
             assert closed.value.rcvd.code == 1001
             await closing
         await idle(engine)
-
-
-def served_only(engine):
-    from asyncllm.serving.websocket import serve
-
-    return serve(engine, port=0)
-
-
-OLD_CLIENT = """
-import asyncio, json, sys, websockets
-from websockets.asyncio.client import connect
-
-async def main(port):
-    async with connect(f"ws://127.0.0.1:{port}/v1/responses") as connection:
-        text = ""
-        previous = None
-        for prompt in ("1 2", "3"):
-            await connection.send(json.dumps({
-                "type": "response.create", "input": prompt,
-                "max_output_tokens": 4, "previous_response_id": previous}))
-            async for message in connection:
-                event = json.loads(message)
-                if event["type"] == "response.incomplete":
-                    break
-            response = event["response"]
-            previous = response["id"]
-        print(json.dumps([websockets.__version__, response]))
-
-asyncio.run(main(sys.argv[1]))
-"""
-
-
-def environment_of(version: str) -> dict[str, str]:
-    """For a process with that version of websockets; skips where it is not there."""
-    if version == "installed":
-        return dict(os.environ)
-    if not OLD_WEBSOCKETS.is_dir():
-        pytest.skip(f"pip install --target {OLD_WEBSOCKETS.name} 'websockets>=15,<16' first")
-    return os.environ | {"PYTHONPATH": str(OLD_WEBSOCKETS)}
-
-
-@pytest.mark.parametrize("version", ["installed", "15"])
-async def test_other_versions_of_websockets(version):
-    environment = environment_of(version)
-    rig = fake()
-    async with served(rig.engine()) as server:
-        result = await asyncio.to_thread(
-            subprocess.run,
-            [sys.executable, "-c", OLD_CLIENT, str(server.port)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            check=True,
-            timeout=30,
-        )
-    used, response = json.loads(result.stdout)
-    assert used.startswith("15.") == (version == "15")
-    first = rig.executor.reference([1, 2], 4)
-    expected = rig.executor.reference([1, 2, *first, 3], 4)
-    text = response["output"][0]["content"][0]["text"]
-    assert text.split() == [str(token) for token in expected]

@@ -68,8 +68,7 @@ async def _main(arguments: argparse.Namespace) -> None:
         )
     async with open_engine(engine), server:
         asked = _signals()
-        shown = f"[{host}]" if ":" in host else host
-        print(f"{app.model_names[0]}: http://{shown}:{server.port}/v1", flush=True)
+        print(f"{app.model_names[0]}: {server.url}/v1", flush=True)
         await _until_asked_or_dead(asked, engine)
         asked.clear()
         app.drain()

@@ -44,11 +44,6 @@ class AccessRules:
         self._origins = None if origins is None else frozenset(origins)
         self._local = local
 
-    @property
-    def open_to_all(self) -> bool:
-        """Whether any machine that reaches the address may connect."""
-        return self._tokens is None and not self._local
-
     def check(
         self,
         *,

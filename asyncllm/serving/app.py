@@ -15,18 +15,13 @@ from typing import Any
 
 try:
     from starlette.middleware.cors import CORSMiddleware
-    from starlette.routing import BaseRoute, Route, Router, WebSocketRoute
+    from starlette.routing import BaseRoute, Match, Route, Router, WebSocketRoute
 
     from asyncllm.metrics import EngineMetrics
     from asyncllm.serving.chat_completions import chat_completions
     from asyncllm.serving.completions import completions
-    from asyncllm.serving.response_session import ENGINE_NAMES
-    from asyncllm.serving.responses import (
-        ResponsesSocket,
-        create_response,
-        delete_response,
-        get_response,
-    )
+    from asyncllm.serving.response_session import ENGINE_NAMES, ResponseSession
+    from asyncllm.serving.responses import create_response, delete_response, get_response
     from asyncllm.serving.server_info import (
         description,
         get_model,
@@ -35,6 +30,8 @@ try:
         live,
         show_metrics,
     )
+    from asyncllm.serving.sockets import Socket
+    from asyncllm.serving.stats_session import StatsSession
     from asyncllm.serving.tokenization import detokenize, tokenize
 except ModuleNotFoundError as missing:
     if (missing.name or "").partition(".")[0] == "asyncllm":
@@ -47,7 +44,7 @@ from asyncllm import validation as check
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import AsyncLLMError
 from asyncllm.serving.access import AccessRules
-from asyncllm.serving.exchange import ClientGoneError, Exchange, Receive, Scope, Send
+from asyncllm.serving.exchange import GONE, Exchange, Receive, Scope, Send
 from asyncllm.serving.frame_pacer import FramePacer
 from asyncllm.serving.gate import App, Gate, refuse
 from asyncllm.serving.protocol_error import ProtocolError, from_engine_error
@@ -57,6 +54,13 @@ from asyncllm.serving.serving import Serving, default_model_names
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[Serving, Exchange], Awaitable[None]]
+Page = Callable[[str], "tuple[str, bytes] | None"]
+
+OPEN_PATHS = ("/health", "/health/live", "/health/ready")
+"""Answered without a token: health checks have none."""
+
+FOUND = "asyncllm.found"
+"""Key of a scope: the file of the page that is at its path."""
 
 
 class Endpoint:
@@ -89,8 +93,8 @@ class Endpoint:
             await exchange.refuse(error)
         except AsyncLLMError as error:  # before OSError, which one of them also is
             await exchange.refuse(from_engine_error(error, self._names))
-        except (ClientGoneError, OSError):
-            return  # servers raise OSError if the client is gone
+        except GONE:
+            return
         except Exception:
             logger.exception("a request to %s failed", scope["path"])
             if exchange.started:
@@ -118,7 +122,19 @@ class ServerApp:
         self._serving = serving
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan" and scope["path"].endswith("/"):
+            # Litestar ends the paths of what it mounts so.
+            scope = {**scope, "path": scope["path"].rstrip("/")}
         await self._app(scope, receive, send)
+
+    @property
+    def engine(self) -> AsyncLLMEngine:
+        return self._serving.engine
+
+    @property
+    def needs_token(self) -> bool:
+        """Clients have to send a token."""
+        return self._serving.needs_token
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -137,6 +153,7 @@ def create_app(
     origins: Sequence[str] | None = None,
     local: bool = False,
     model_names: Sequence[str] | None = None,
+    page: Page | None = None,
     timeout: float | None = None,
     ping_interval: float = 15.0,
     max_body_size: int = 4 << 20,
@@ -144,6 +161,7 @@ def create_app(
     max_frame_rate: float = 1000.0,
     max_stored_responses: int = 1024,
     max_stored_size: int = 1 << 26,
+    stats_interval: float = 0.1,
     metrics: EngineMetrics | None = None,
 ) -> ServerApp:
     """Make an ASGI application that serves ``engine`` with OpenAI's protocol.
@@ -158,6 +176,9 @@ def create_app(
         local: require a loopback address in the Host header; for a server that listens on one.
             Prevents DNS rebinding by web pages.
         model_names: the model's names for clients; None is the engine's.
+        page: function of the decoded path of a GET request that matches no endpoint, without a
+            slash at its end ("/" alone has one). It returns a content type and a body, or None.
+            Pages need no token: a browser has none before it has the page.
         timeout: seconds an answer may take.
         ping_interval: seconds of silence after which a stream of events sends a comment.
         max_body_size: most bytes of a request's body, and of a WebSocket message.
@@ -166,11 +187,14 @@ def create_app(
             merged, for at most a tenth of a second.
         max_stored_responses, max_stored_size: number of responses kept in memory to be continued
             and read again, and their characters, conversations included. The oldest are dropped.
+        stats_interval: seconds between two snapshots on ``/v1/stats``.
         metrics: this engine's metrics for ``/metrics``; None makes them.
 
     Raises:
         InvalidRequestError: for an invalid argument.
     """
+    if not (page is None or callable(page)):
+        raise check.invalid("page", page, "a function of a path, or None")
     pages = check.strings("origins", origins, optional=True)
     rules = AccessRules(token=_tokens(token), origins=pages, local=local)
     names = check.strings("model_names", model_names, optional=True)
@@ -184,6 +208,7 @@ def create_app(
             check.integer("max_stored_responses", max_stored_responses, 0),
             check.integer("max_stored_size", max_stored_size, 0),
         ),
+        check.seconds("stats_interval", stats_interval, above=True),
         EngineMetrics(engine) if metrics is None else metrics,
         needs_token=token is not None,
     )
@@ -191,7 +216,7 @@ def create_app(
         "max_body": check.integer("max_body_size", max_body_size, 1, 2**30),
         "body_timeout": check.seconds("body_timeout", body_timeout, above=True),
     }
-    app: App = Gate(_router(serving, limits), rules, serving)
+    app = _router(serving, rules, limits, page)
     if pages is not None:
         app = CORSMiddleware(
             app,
@@ -203,7 +228,9 @@ def create_app(
     return ServerApp(app, serving)
 
 
-def _router(serving: Serving, limits: Mapping[str, Any]) -> App:
+def _router(
+    serving: Serving, rules: AccessRules, limits: Mapping[str, Any], page: Page | None
+) -> App:
     chat = {"prompt": "messages"}
     table: list[tuple[str, dict[str, Handler], dict[str, str]]] = [
         ("/v1/chat/completions", {"POST": chat_completions}, chat),
@@ -224,15 +251,47 @@ def _router(serving: Serving, limits: Mapping[str, Any]) -> App:
         ("/metrics", {"GET": show_metrics}, {}),
         ("/openapi.json", {"GET": description}, {}),
     ]
-    routes: list[BaseRoute] = [
-        Route(path, Endpoint(serving, handlers, names, limits)) for path, handlers, names in table
-    ]
+    routes: list[BaseRoute] = []
+    for path, handlers, names in table:
+        endpoint = Endpoint(serving, handlers, names, limits)
+        routes.append(Route(path, Gate(endpoint, None if path in OPEN_PATHS else rules, serving)))
+    responses = Socket(serving, lambda socket, owner: ResponseSession(socket, serving, owner))
+    stats = Socket(serving, lambda socket, owner: StatsSession(socket, serving))
+    for path, socket in (("/v1/responses", responses), ("/v1/stats", stats)):
+        routes.append(WebSocketRoute(path, Gate(socket, rules, serving)))
+    if page is not None:
+        shown = Endpoint(serving, {"GET": _show_page}, {}, limits)
+        routes.append(_PageRoute(page, Gate(shown, None, serving)))
     return Router(
-        [*routes, WebSocketRoute("/v1/responses", ResponsesSocket(serving))],
+        routes,
         redirect_slashes=False,
-        default=_Nowhere(serving, limits),
+        default=Gate(_Nowhere(serving, limits), rules, serving),
         lifespan=lambda _: _lifespan(serving),
     )  # pyright: ignore[reportReturnType]
+
+
+class _PageRoute(BaseRoute):
+    """The paths at which the page has a file."""
+
+    def __init__(self, page: Page, app: App) -> None:
+        self._page = page
+        self._app = app
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        if scope["type"] == "http" and scope["method"] in ("GET", "HEAD"):
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            if (found := self._page(path or "/")) is not None:
+                return Match.FULL, {FOUND: found}
+        return Match.NONE, {}
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+async def _show_page(serving: Serving, exchange: Exchange) -> None:
+    content_type, body = exchange.scope[FOUND]
+    headers = {"cache-control": "no-store"}
+    await exchange.respond(200, body, f"{content_type}; charset=utf-8", headers)
 
 
 class _Nowhere(Endpoint):

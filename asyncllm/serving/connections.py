@@ -40,6 +40,7 @@ class ConnectionLimits:
             its answer.
         send_timeout: seconds that a client may leave its answer unread.
         keep_alive: seconds that a connection may be idle between two requests.
+        close_timeout: seconds that a client has to answer a WebSocket's close.
         ping_interval, ping_timeout: of WebSockets, in seconds; None sends no pings.
     """
 
@@ -49,13 +50,14 @@ class ConnectionLimits:
     header_timeout: float = 10.0
     send_timeout: float = 60.0
     keep_alive: int = 15
+    close_timeout: float = 10.0
     ping_interval: float | None = 30.0
     ping_timeout: float | None = 20.0
 
     def __post_init__(self) -> None:
         for name in ("max_connections", "max_header_size", "max_message_size", "keep_alive"):
             check.field(self, check.integer, name, 1, 2**30)
-        for name in ("header_timeout", "send_timeout"):
+        for name in ("header_timeout", "send_timeout", "close_timeout"):
             check.field(self, check.seconds, name, above=True)
         for name in ("ping_interval", "ping_timeout"):
             value = check.seconds(name, getattr(self, name), above=True, optional=True)
@@ -93,8 +95,8 @@ class _Timer:
 class _BoundedProtocol(asyncio.Protocol):
     """Mixin of both protocols: a client that leaves its answer unread is closed in the end.
 
-    The transport pauses its protocol with the first byte that the kernel does not take. So no
-    answer is made ahead of its client, and one that is whole is timed like any other.
+    The transport pauses its protocol with what the kernel does not take; with TLS after 64 KiB of
+    it. So no answer is made ahead of its client, and one that is whole is timed like any other.
     """
 
     limits: ClassVar[ConnectionLimits]
@@ -109,7 +111,8 @@ class _BoundedProtocol(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)
+        # At 0 a transport of TLS, which pauses at its limit and not above it, pauses when empty.
+        transport.set_write_buffer_limits(high=1)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -156,12 +159,15 @@ class HttpProtocol(_BoundedProtocol, H11Protocol):
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         self._header_timer.stop()
-        if self.flow.write_paused:
-            self.transport.abort()  # an answer before this one was not read
-        elif len(self.connections) > self.limits.max_connections:
+        if len(self.connections) > self.limits.max_connections:
             self._refuse_upgrade()
-        else:
-            super().handle_websocket_upgrade(event)
+            return
+        # The transport may wait for an answer to be read, or with TLS for its own tickets.
+        paused = self.flow.write_paused
+        self.resume_writing()
+        super().handle_websocket_upgrade(event)
+        if paused:
+            self.transport.get_protocol().pause_writing()
 
     def _refuse_upgrade(self) -> None:
         text = b"Service Unavailable"
@@ -259,15 +265,35 @@ class _Answer:
 class WebSocketProtocol(_BoundedProtocol, WebSocketsSansIOProtocol):
     """A connection that speaks WebSocket."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.close_timeout = self.limits.close_timeout
+
+    def shutdown(self) -> None:
+        """Closes with 1001, and waits for the answer as behind a close of the application."""
+        if not self.handshake_complete:
+            super().shutdown()
+        elif self.conn.state is State.OPEN:  # else a close is under way
+            self.queue.put_nowait({"type": "websocket.disconnect", "code": CloseCode.GOING_AWAY})
+            self.conn.send_close(CloseCode.GOING_AWAY, "the server is closing")
+            self.transport.write(b"".join(self.conn.data_to_send()))
+            self.close_sent = True
+            self.close_timer = self.loop.call_later(self.close_timeout, self.transport.close)
+            if self.read_paused:
+                self.read_paused = False
+                self.transport.resume_reading()
+
     async def send(self, message: Any) -> None:
-        text = message.get("text")
-        if text is None or not self.handshake_complete:
+        if not self.handshake_complete:
             await super().send(message)
             return
         if not self.writable.is_set():
             await self.writable.wait()
         if self.disconnected or self.close_sent or self.conn.state is not State.OPEN:
             raise ClientDisconnected
+        if (text := message.get("text")) is None:
+            await super().send(message)
+            return
         # websockets makes a Frame and a buffer of each, which costs more than the rest.
         self.transport.write(_text_frame(text.encode()))
 

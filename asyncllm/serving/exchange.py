@@ -30,6 +30,10 @@ class ClientGoneError(Exception):
     """The client closed its connection before the answer."""
 
 
+GONE = (ClientGoneError, OSError)
+"""Raised where the client is gone: servers raise OSError."""
+
+
 class Exchange:
     """Reader of a request's body, and sender of its answer.
 

@@ -16,37 +16,28 @@ logger = logging.getLogger("asyncllm.serving.access")
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN_PATHS = ("/health", "/health/live", "/health/ready")
-"""Paths that need no token: health checks have none."""
-
 _CODES = {400: "invalid_header", 401: "invalid_api_key", 403: "forbidden"}
 
 
 class Gate:
-    """Middleware that checks access, refuses requests while draining, and logs them.
+    """Middleware of an endpoint: checks access, refuses requests while draining, and logs them.
 
     Args:
-        app: the application that it wraps.
-        rules: rules of access.
+        app: the endpoint.
+        rules: rules of access; None admits every request, also while draining.
         serving: state of the server, which may be draining.
     """
 
-    def __init__(self, app: App, rules: AccessRules, serving: Serving) -> None:
+    def __init__(self, app: App, rules: AccessRules | None, serving: Serving) -> None:
         self._app = app
         self._rules = rules
         self._serving = serving
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket"):
-            await self._app(scope, receive, send)
-            return
-        if scope["path"].endswith("/"):
-            # Litestar appends "/" to the paths of mounted applications.
-            scope = {**scope, "path": scope["path"].rstrip("/")}
         line = scope[LOG_LINE] = LogLine(scope)
         try:
-            if _path(scope) not in OPEN_PATHS:
-                self._check(scope)
+            if self._rules is not None:
+                self._check(scope, self._rules)
                 self._serving.check_open()
             await self._app(scope, receive, send)
         except ProtocolError as error:
@@ -54,13 +45,13 @@ class Gate:
         finally:
             line.write()
 
-    def _check(self, scope: Scope) -> None:
+    def _check(self, scope: Scope, rules: AccessRules) -> None:
         def all_of(name: bytes) -> list[str]:
             return [v.decode("latin-1") for n, v in scope["headers"] if n == name]
 
         authorizations = all_of(b"authorization")
         protocols = scope.get("subprotocols", ())
-        refusal = self._rules.check(
+        refusal = rules.check(
             hosts=all_of(b"host"),
             origins=all_of(b"origin"),
             authorizations=authorizations,
@@ -68,7 +59,7 @@ class Gate:
         )
         if refusal is not None:
             raise _to_protocol_error(refusal)
-        scope[OWNER] = self._rules.owner(authorizations, protocols)
+        scope[OWNER] = rules.owner(authorizations, protocols)
 
 
 class LogLine:
@@ -105,11 +96,6 @@ class LogLine:
             time.monotonic() - self._began,
             self._id,
         )
-
-
-def _path(scope: Scope) -> str:
-    """Path within the application, without its mount point."""
-    return scope["path"].removeprefix(scope.get("root_path", ""))
 
 
 def _to_protocol_error(refusal: Refusal) -> ProtocolError:

@@ -5,12 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from ssl import SSLContext
 from typing import Any, Self
 
-import uvicorn
+try:
+    import uvicorn
+
+    from asyncllm.serving.connections import ConnectionLimits, protocols
+except ModuleNotFoundError as missing:
+    if (missing.name or "").partition(".")[0] == "asyncllm":
+        raise
+    raise ImportError(
+        "asyncllm.serving.http_server needs the extra 'server': pip install 'asyncllm[server]'"
+    ) from missing
 
 from asyncllm import validation as check
-from asyncllm.serving.connections import ConnectionLimits, protocols
 from asyncllm.serving.gate import App
 
 
@@ -37,6 +46,7 @@ class HttpServer:
         host, port: where to listen; port 0 takes a free one.
         limits: on connections.
         drain: seconds that answers may take to end when the server closes.
+        ssl: speaks TLS with this; None speaks none.
     """
 
     def __init__(
@@ -47,11 +57,17 @@ class HttpServer:
         *,
         limits: ConnectionLimits | None = None,
         drain: float = 30.0,
+        ssl: SSLContext | None = None,
     ) -> None:
         limits = limits or ConnectionLimits()
-        self._address = check.string("host", host), check.integer("port", port, 0, 65535)
+        self.host: str = check.string("host", host)
+        self._port = check.integer("port", port, 0, 65535)
+        self._ssl = ssl
+        if not (ssl is None or isinstance(ssl, SSLContext)):
+            raise check.invalid("ssl", ssl, "an ssl.SSLContext, or None")
         http, websocket = protocols(limits)
         self._socket: socket.socket | None = None
+        self._task: asyncio.Future[None] | None = None
         self._config = uvicorn.Config(
             app,  # pyright: ignore[reportArgumentType]
             http=http,
@@ -71,7 +87,9 @@ class HttpServer:
             timeout_keep_alive=limits.keep_alive,
             timeout_graceful_shutdown=drain,  # pyright: ignore[reportArgumentType]
             h11_max_incomplete_event_size=limits.max_header_size,
+            ssl_context_factory=None if ssl is None else lambda config, default: ssl,
         )
+        self._server = _Uvicorn(self._config)
 
     @property
     def port(self) -> int:
@@ -79,15 +97,26 @@ class HttpServer:
         assert self._socket is not None
         return self._socket.getsockname()[1]
 
+    @property
+    def url(self) -> str:
+        """The server's address, as "http://127.0.0.1:8000"."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http{'s' if self._ssl else ''}://{host}:{self.port}"
+
+    @property
+    def num_connections(self) -> int:
+        """Connections that are open, busy or idle."""
+        return len(self._server.server_state.connections)
+
     def bind(self) -> None:
         """Takes the address before the server is started, so that nothing else is done in vain.
 
         Raises:
             OSError: if it is taken, or not this machine's.
         """
-        host, port = self._address
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=2048)
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        address = self.host, self._port
+        self._socket = socket.create_server(address, family=family, backlog=2048)
         # Connections inherit it. asyncio sets it only where a socket's protocol number says TCP,
         # which is 0 here; with Nagle's algorithm a second event waits 40 ms for the first's ACK.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -96,7 +125,6 @@ class HttpServer:
         """Raises OSError, as ``bind``."""
         if self._socket is None:
             self.bind()
-        self._server = _Uvicorn(self._config)
         assert self._socket is not None
         self._task = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
         listening = asyncio.ensure_future(self._server.listening.wait())
@@ -110,9 +138,17 @@ class HttpServer:
         """Lets a close that is under way wait no longer."""
         self._server.force_exit = True
 
-    async def __aexit__(self, *exc_info: object) -> None:
-        """Stops to listen, and waits for the answers in flight, ``drain`` seconds at most."""
+    async def aclose(self) -> None:
+        """Stops to listen, closes WebSockets with 1001, which aborts what they generate, and waits
+        for the other answers in flight; after ``drain`` seconds those are cut. Idempotent."""
+        if self._task is None:
+            return
         self._server.should_exit = True
         await self._task
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
         if self._socket is not None:
             self._socket.close()
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.aclose()

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
 
 from asyncllm.errors import AsyncLLMError, EngineClosedError, EngineDeadError
-from asyncllm.serving.exchange import encode
+from asyncllm.serving.exchange import GONE, encode
 from asyncllm.serving.offload import submitted
 from asyncllm.serving.protocol_error import ProtocolError, from_engine_error
 from asyncllm.serving.request_body import parse_json, unsupported
@@ -25,8 +25,9 @@ from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.serving.response_store import ResponseStore
 from asyncllm.serving.response_turn import ResponseTurn
 from asyncllm.serving.serving import Serving
+from asyncllm.serving.sockets import SocketConnection
 
-logger = logging.getLogger("asyncllm.serving.websocket")
+logger = logging.getLogger(__name__)
 
 ENGINE_NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "prompt": "input"}
 
@@ -39,16 +40,6 @@ MAX_ERRORS = 64
 """Consecutive requests that may fail through the client's fault."""
 
 
-class Connection(Protocol):
-    """Part of a WebSocket connection that a session uses."""
-
-    def send(self, message: str) -> Awaitable[None]: ...
-
-    async def close(self, code: int = 1000, reason: str = "") -> None: ...
-
-    def __aiter__(self) -> AsyncIterator[str | bytes]: ...
-
-
 @dataclass(eq=False, repr=False)
 class ResponseSession:
     """Reads requests of one connection and answers them, one at a time.
@@ -57,16 +48,14 @@ class ResponseSession:
         connection: open connection. The session closes it only for reasons of the protocol.
         serving: shared with the other connections.
         owner: owner of the responses that it creates and continues.
-        gone: exceptions that a closed connection raises.
 
     Attributes:
         current: the response in flight, if any.
     """
 
-    connection: Connection
+    connection: SocketConnection
     serving: Serving
     owner: str
-    gone: tuple[type[Exception], ...]
     current: ResponseTurn | None = None
     _unstored: ResponseStore = field(
         default_factory=lambda: ResponseStore(MAX_CONTINUABLE, MAX_UNSTORED_SIZE)
@@ -80,7 +69,7 @@ class ResponseSession:
         # A task of the group runs up to its first wait even if it was cancelled before, so each
         # response is cleaned up.
         async with anyio.create_task_group() as self._tasks:
-            with contextlib.suppress(*self.gone):
+            with contextlib.suppress(*GONE):
                 async for message in self.connection:
                     if not self._closing:
                         await self._receive(message)
@@ -164,10 +153,10 @@ class ResponseSession:
                 await turn.tell(self._send_all, before_end=self._end)
         except AsyncLLMError as error:
             self._end()
-            with contextlib.suppress(*self.gone):
+            with contextlib.suppress(*GONE):
                 await self._send_all(turn.events.failed(from_engine_error(error, ENGINE_NAMES)))
                 self._close_with(error)
-        except self.gone:
+        except GONE:
             return
         except Exception:
             logger.exception("response %s failed", turn.events.id)

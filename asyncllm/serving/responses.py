@@ -1,28 +1,19 @@
-"""``/v1/responses`` over HTTP, whole and as server-sent events, and on a WebSocket."""
+"""``/v1/responses`` over HTTP, whole and as server-sent events."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Iterable
+from collections.abc import Iterable
 
 from asyncllm.errors import AsyncLLMError
-from asyncllm.serving.access import PROTOCOL
 from asyncllm.serving.answers import DeletedResponse
 from asyncllm.serving.choices import Silence, abort_when_gone, aborted
-from asyncllm.serving.exchange import (
-    LOG_LINE,
-    OWNER,
-    ClientGoneError,
-    Exchange,
-    Receive,
-    Scope,
-    Send,
-)
+from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.offload import submitted
 from asyncllm.serving.protocol_error import from_engine_error
 from asyncllm.serving.request_body import parse_json
 from asyncllm.serving.response_events import Event
 from asyncllm.serving.response_request import ResponseRequest
-from asyncllm.serving.response_session import ENGINE_NAMES, ResponseSession
+from asyncllm.serving.response_session import ENGINE_NAMES
 from asyncllm.serving.response_store import response_not_found
 from asyncllm.serving.response_turn import ResponseTurn
 from asyncllm.serving.serving import Serving
@@ -100,48 +91,3 @@ async def delete_response(serving: Serving, exchange: Exchange) -> None:
     if not serving.store.remove(exchange.owner, response_id):
         raise response_not_found(response_id)
     await exchange.respond_json(DeletedResponse(id=response_id, object="response", deleted=True))
-
-
-class AsgiConnection:
-    """WebSocket connection over ASGI, for a ResponseSession."""
-
-    def __init__(self, receive: Receive, send: Send) -> None:
-        self._receive = receive
-        self._send = send
-        self._open = True
-
-    def send(self, message: str) -> Awaitable[None]:
-        if not self._open:
-            raise ClientGoneError
-        return self._send({"type": "websocket.send", "text": message})
-
-    async def close(self, code: int = 1000, reason: str = "") -> None:
-        if self._open:
-            self._open = False
-            await self._send({"type": "websocket.close", "code": code, "reason": reason})
-
-    async def __aiter__(self) -> AsyncIterator[str | bytes]:
-        while (message := await self._receive())["type"] != "websocket.disconnect":
-            if message["type"] == "websocket.receive":
-                text = message.get("text")
-                yield message.get("bytes") or b"" if text is None else text
-        self._open = False
-
-
-class ResponsesSocket:
-    """ASGI application of the WebSocket mode."""
-
-    def __init__(self, serving: Serving) -> None:
-        self._serving = serving
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await receive()
-        subprotocol = PROTOCOL if PROTOCOL in scope.get("subprotocols", ()) else None
-        scope[LOG_LINE].status = 101
-        await send({"type": "websocket.accept", "subprotocol": subprotocol})
-        # Servers raise OSError if the client is gone.
-        gone = (ClientGoneError, OSError)
-        connection = AsgiConnection(receive, send)
-        session = ResponseSession(connection, self._serving, scope.get(OWNER, ""), gone)
-        await session.run()
-        await connection.close()

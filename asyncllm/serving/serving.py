@@ -25,9 +25,11 @@ class Serving:
         ping_interval: seconds of silence after which a stream of events sends a comment.
         pacer: limits the frame rate of all streamed answers.
         store: responses that can be continued.
+        stats_interval: seconds between two snapshots of the statistics.
         needs_token: clients have to send a bearer token.
         description: OpenAPI description as JSON, made at first use.
         draining: the server is about to close and refuses requests.
+        sessions: sessions of the open WebSockets.
     """
 
     engine: AsyncLLMEngine
@@ -36,10 +38,12 @@ class Serving:
     ping_interval: float
     pacer: FramePacer
     store: ResponseStore
+    stats_interval: float
     metrics: EngineMetrics | None = None
     needs_token: bool = False
     draining: bool = False
     description: bytes | None = None
+    sessions: set[object] = field(default_factory=set)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def model_name(self, asked: str | None) -> str:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import anyio
-from websockets.exceptions import ConnectionClosed
 
 from asyncllm.errors import AsyncLLMError
-from asyncllm.serving.exchange import encode
-from asyncllm.serving.response_session import Connection
+from asyncllm.serving.exchange import GONE, encode
+from asyncllm.serving.response_session import ResponseSession
+from asyncllm.serving.serving import Serving
+from asyncllm.serving.sockets import SocketConnection
 
 KEEP_ALIVE = 5.0
+MAX_RESPONSES = 64
 
 
 @dataclass(eq=False, repr=False)
@@ -23,38 +24,47 @@ class StatsSession:
 
     Args:
         connection: an open connection.
-        snapshot: function that returns the fields of an event.
-        interval: seconds between two snapshots.
+        serving: state whose engine and sessions are reported.
     """
 
-    connection: Connection
-    snapshot: Callable[[], dict[str, Any]]
-    interval: float
+    connection: SocketConnection
+    serving: Serving
 
     async def run(self) -> None:
         """Run until the connection is closed. A client that sends anything is closed with 1008."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._send)
-            with contextlib.suppress(ConnectionClosed):
-                closing = False
-                async for _ in self.connection:
-                    if not closing:  # not awaited: the close frame follows unread messages
-                        tasks.start_soon(
-                            self.connection.close, 1008, "this connection is read-only"
-                        )
-                        closing = True
+            closing = False
+            async for _ in self.connection:
+                if not closing:  # not awaited: the close frame follows unread messages
+                    tasks.start_soon(self.connection.close, 1008, "this connection is read-only")
+                    closing = True
             tasks.cancel_scope.cancel()
 
     async def _send(self) -> None:
         last, sent_at = None, 0.0
-        with contextlib.suppress(ConnectionClosed):
+        with contextlib.suppress(*GONE):
             while True:
                 try:
-                    event = {"type": "asyncllm.stats", **self.snapshot()}
+                    event = self._snapshot()
                 except AsyncLLMError:
                     await self.connection.close(1001, "the engine is gone")
                     return
                 if event != last or anyio.current_time() - sent_at > KEEP_ALIVE:
                     last, sent_at = event, anyio.current_time()
                     await self.connection.send(encode(event))
-                await anyio.sleep(self.interval)
+                await anyio.sleep(self.serving.stats_interval)
+
+    def _snapshot(self) -> dict[str, Any]:
+        sessions = self.serving.sessions
+        responses = [
+            {"id": turn.events.id, "tokens": turn.events.num_tokens}
+            for session in sessions
+            if isinstance(session, ResponseSession) and (turn := session.current) is not None
+        ]
+        return {
+            "type": "asyncllm.stats",
+            "stats": asdict(self.serving.engine.stats()),
+            "connections": len(sessions),
+            "responses": sorted(responses, key=lambda one: one["id"])[:MAX_RESPONSES],
+        }

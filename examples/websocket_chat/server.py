@@ -35,7 +35,7 @@ async def main() -> None:
         AsyncLLMEngine(args.model) as engine,
         serve(engine, args.host, args.port, token=args.token, page=page) as server,
     ):
-        print(f"http://{args.host}:{server.port}/", flush=True)
+        print(f"{server.url}/", flush=True)
         await server.serve_forever()
 
 

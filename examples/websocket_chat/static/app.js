@@ -156,8 +156,8 @@ function showCurrent() {
   const lost = current.connection === "lost";
   $("banner").hidden = !lost;
   if (lost) {
-    const { delay, code, reason } = current.lost;
-    const why = code === 1013 ? "The server has too many connections" : reason ? `Connection closed (${reason})` : "Connection lost";
+    const { delay, reason } = current.lost;
+    const why = reason ? `Connection closed (${reason})` : "Connection lost";
     $("banner").textContent = `${why}. Reconnecting in ${(delay / 1000).toFixed(delay < 1000 ? 1 : 0)} s…`;
   }
 }

@@ -9,7 +9,6 @@ const FRIENDLY = {
   context_length_exceeded:
     "This conversation no longer fits into the model's context. Edit an earlier message, or start a new chat.",
   server_overloaded: "The engine's queue is full. Try again in a moment.",
-  websocket_connection_limit_reached: "The server has no connection left.",
 };
 
 export class Conversation {

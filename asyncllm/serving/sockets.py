@@ -1,0 +1,86 @@
+"""WebSockets over ASGI: the connections of ResponseSession and StatsSession."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Protocol
+
+from asyncllm.serving.access import PROTOCOL
+from asyncllm.serving.exchange import (
+    GONE,
+    LOG_LINE,
+    OWNER,
+    ClientGoneError,
+    Receive,
+    Scope,
+    Send,
+)
+from asyncllm.serving.serving import Serving
+
+logger = logging.getLogger(__name__)
+
+
+class SocketConnection:
+    """A WebSocket connection that is open. Sending raises one of GONE where the client is gone."""
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self._send = send
+        self._open = True
+
+    def send(self, message: str) -> Awaitable[None]:
+        if not self._open:
+            raise ClientGoneError
+        return self._send({"type": "websocket.send", "text": message})
+
+    async def close(self, code: int = 1000, reason: str = "") -> None:
+        if self._open:
+            self._open = False
+            with contextlib.suppress(*GONE):
+                await self._send({"type": "websocket.close", "code": code, "reason": reason})
+
+    async def __aiter__(self) -> AsyncIterator[str | bytes]:
+        """Messages, until the connection is closed by either side."""
+        while (message := await self._receive())["type"] != "websocket.disconnect":
+            if message["type"] == "websocket.receive":
+                text = message.get("text")
+                yield message.get("bytes") or b"" if text is None else text
+        self._open = False
+
+
+class Session(Protocol):
+    async def run(self) -> None: ...
+
+
+class Socket:
+    """An ASGI application that accepts WebSockets, and runs a session on each.
+
+    Args:
+        serving: notes the sessions.
+        session: makes one, of a connection and the owner of its responses.
+    """
+
+    def __init__(
+        self, serving: Serving, session: Callable[[SocketConnection, str], Session]
+    ) -> None:
+        self._serving = serving
+        self._session = session
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        subprotocol = PROTOCOL if PROTOCOL in scope.get("subprotocols", ()) else None
+        scope[LOG_LINE].status = 101
+        await send({"type": "websocket.accept", "subprotocol": subprotocol})
+        connection = SocketConnection(receive, send)
+        session = self._session(connection, scope.get(OWNER, ""))
+        self._serving.sessions.add(session)
+        try:
+            await session.run()
+            await connection.close()
+        except Exception:
+            logger.exception("a WebSocket at %s failed", scope["path"])
+            await connection.close(1011, "internal error")
+        finally:
+            self._serving.sessions.discard(session)
