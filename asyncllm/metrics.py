@@ -216,8 +216,8 @@ class EngineMetrics(Collector):
             registry is used only if it is given.
         compat: "vllm" gives the metrics vLLM's names and buckets, so that dashboards made
             for vLLM work; None names them "asyncllm:…".
-        labels: further labels of every metric. ``model_name`` replaces the model as it was
-            asked for.
+        labels: further labels of every metric. ``model_name`` replaces
+            ``EngineConfig.model_name``.
 
     Raises:
         InvalidRequestError: for another ``compat``, or labels that are no labels.

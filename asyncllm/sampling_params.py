@@ -73,6 +73,9 @@ class SamplingParams:
         bad_words: texts, 1024 of 1024 characters at most and 16,384 in all, whose tokens may not
             follow one another in the output, be it behind a space or not. Those of one token
             cost nothing; longer ones are looked for on the host.
+        detokenize: make text of the tokens; False leaves ``text`` empty and spends no time on it.
+            Not with ``stop``, nor in a chat whose answer is read from its text: with tools,
+            thoughts or a response format.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string at the end of the text.
         logits_processors: callables ``(output_token_ids, logits) -> logits``, 64 at most.
@@ -111,6 +114,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
+    detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     structured_outputs: Any = None
@@ -133,8 +137,9 @@ class SamplingParams:
         check.field(self, check.integer, "min_tokens", 0)
         check.field(self, check.integer, "logprobs", -1)
         check.field(self, check.integer, "prompt_logprobs", -1)
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens"):
             check.field(self, check.boolean, name)
+        check.field(self, check.boolean, "include_stop_str_in_output")
         if self.top_k == -1:
             self._set("top_k", 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -161,6 +166,9 @@ class SamplingParams:
         self._set("stop", tuple([check.string("stop", one) for one in self.stop]))
         if max(map(len, self.stop), default=0) > MAX_STOP_LENGTH:
             raise check.invalid("stop", self.stop, accepted)
+        if self.stop and not self.detokenize:
+            accepted = "true with stop strings, which are looked for in the text"
+            raise check.invalid("detokenize", self.detokenize, accepted)
         self._check_bad_words()
         check.field(self, check.token_ids, "stop_token_ids")
         check.field(self, check.token_ids, "allowed_token_ids")

@@ -35,7 +35,7 @@ ELSEWHERE = {
 """Pages whose own tests look at more than that they run."""
 HERE = {
     "docs/callbacks.md": 1,
-    "docs/chat.md": 2,
+    "docs/chat.md": 4,
     "docs/formats.md": 1,
     "docs/kernels.md": 1,
     "docs/langchain.md": 2,
@@ -162,6 +162,8 @@ def test_chat(capsys: pytest.CaptureFixture[str], llm: LLM) -> None:
     async def main() -> None:
         await run("docs/chat.md", names, capsys)
         assert (await names["stream"].result()).text
+        assert names["room"] == names["engine"].max_model_len - len(names["prompt"])
+        assert names["engine"].tokenizer.decode(names["prompt"]).count("Hello!") == 1
 
     asyncio.run(main())
 

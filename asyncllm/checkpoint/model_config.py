@@ -145,9 +145,14 @@ class ModelConfig:
         return LayerConfig(self.num_kv_heads, self.head_dim, self.intermediate_size)
 
     @classmethod
-    def from_directory(cls, path: str | os.PathLike[str]) -> ModelConfig:
+    def from_directory(
+        cls, path: str | os.PathLike[str], *, has_defaults: bool = True
+    ) -> ModelConfig:
         """Reads the configuration in a directory or a GGUF file; both generations of
         transformers' keys.
+
+        Args:
+            has_defaults: read ``generation_defaults``; False leaves them empty.
 
         A field that is absent has the default that transformers gives it for that
         architecture, except the sizes, which must be there.
@@ -163,7 +168,7 @@ class ModelConfig:
             config, generation = gguf_config(GGUFFile(directory)), ConfigFile(directory, {})
         else:
             config = ConfigFile.read(directory / "config.json")
-            generation = ConfigFile.read_if_present(directory / "generation_config.json")
+            generation = read_generation_config(directory, has_defaults)
         family, config, is_text_part = _family(config)
         vocab_size = config.integer("vocab_size")
         num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
@@ -328,6 +333,13 @@ def _eos_token_ids(
     if not eos and "eos_token_id" not in config.values:
         eos = tuple(each for each in family.eos_token_ids if each < vocab_size)
     return tuple(dict.fromkeys(eos))
+
+
+def read_generation_config(directory: Path, has_defaults: bool) -> ConfigFile:
+    """``generation_config.json``, with its sampling parameters or without."""
+    file = ConfigFile.read_if_present(directory / "generation_config.json")
+    kept = {name: file.values[name] for name in file.values if has_defaults or name not in NEUTRAL}
+    return ConfigFile(file.path, kept)
 
 
 def generation_defaults(generation: ConfigFile) -> dict[str, Any]:

@@ -32,6 +32,8 @@ _ENGINE_OPTIONS: tuple[_Option, ...] = (
     ("num_threads", int, "N", "CPU threads of the model"),
     ("quantization", str, "NAME", "int8 or int4, with native ops on a CPU"),
     ("load_format", str, "NAME", "auto, safetensors, or dummy for random weights"),
+    ("chat_template", str, "FILE", "a Jinja template in place of the model's"),
+    ("generation_config", str, "NAME", "auto, or none: the model's sampling defaults are ignored"),
 )
 _MAX_COUNT = 1_000_000
 
@@ -114,7 +116,7 @@ def _add_serve(commands: Any) -> None:
         "--served-model-name",
         action="append",
         metavar="NAME",
-        help="the model's name to clients; repeatable",
+        help="the model's name to clients and in metrics; repeatable",
     )
     add("--timeout", type=float, metavar="S", help="seconds an answer may take")
     add("--drain", type=float, default=30.0, metavar="S", help="seconds to end in (30)")

@@ -159,7 +159,8 @@ def create_app(
             no origin.
         local: the Host header has to name a loopback address, as is right for a server that
             listens on one: no page reaches it then under a name that it made resolve to here.
-        model_names: the model's names to clients; None is the one that the engine was given.
+        model_names: the model's names to clients; None is ``EngineConfig.served_model_name``, else
+            the model as the engine was asked for it.
         timeout: seconds an answer may take.
         ping_interval: seconds of silence, at most, before a stream of events has a comment.
         max_body_size: bytes of a request, and of a WebSocket message.

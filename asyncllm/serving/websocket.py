@@ -87,7 +87,8 @@ def serve(
         token: bearer token that clients must send in ``Authorization``; None asks for none.
         origins: pages that may connect, as "https://app.example"; None is those that this
             server serves itself, "*" is any. Programs send no origin and may connect.
-        model_name: the model's name to clients; None is the configured one.
+        model_name: the model's name to clients; None is ``EngineConfig.served_model_name``, else
+            the model as the engine was asked for it.
         page: called with the path of every other GET request; returns a content type and a
             body, or None for 404.
         max_connections: at once; more are closed with 1013.

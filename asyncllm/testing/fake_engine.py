@@ -164,8 +164,9 @@ def fake_engine(
         gate: each step waits for a permit of it. Grant enough before the engine closes.
         fail_at: number of a step, from 0, to the exception with which the device fails then.
         load_error: raised when the engine starts.
-        overrides: fields of EngineConfig. The scheduler's are honoured; those about weights and
-            devices have no effect, and logits processors are refused.
+        overrides: fields of EngineConfig. The scheduler's are honoured, and those about names and
+            the chat template; those about weights and devices have no effect, and logits processors
+            are refused.
     """
     config = EngineConfig(**overrides)
     faults = {} if fail_at is None else fail_at
@@ -181,6 +182,8 @@ def fake_engine(
         if load_error is not None:
             raise load_error
         tokenizer = byte_tokenizer()
+        if config.chat_template is not None:
+            tokenizer = tokenizer.with_chat_template(config.chat_template)
         tokenizer.chat_template.compile()
         info = _limits(config, tokenizer.vocab_size)
         executor = ScriptedExecutor(info, tokenizer, answers, pause)

@@ -19,6 +19,7 @@ from asyncllm.checkpoint.model_config import (
     generation_defaults,
     has_native_decoder,
     quant_method,
+    read_generation_config,
 )
 from asyncllm.checkpoint.model_files import GGUF_SUFFIX
 from asyncllm.errors import AsyncLLMError, ModelLoadError
@@ -74,12 +75,17 @@ class TransformersConfig:
 
     @classmethod
     def from_directory(
-        cls, path: str | os.PathLike[str], *, trust_remote_code: bool = False
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        trust_remote_code: bool = False,
+        has_defaults: bool = True,
     ) -> TransformersConfig:
         """Reads a checkpoint's configuration and builds its skeleton.
 
         Args:
             trust_remote_code: run Python code that the checkpoint brings.
+            has_defaults: read ``generation_defaults``; False leaves them empty.
 
         Raises:
             ModelLoadError: files that are missing or damaged, a model that transformers does not
@@ -91,13 +97,13 @@ class TransformersConfig:
             transformers_errors(file.path, "transformers cannot read it"),
             importing_transformers(),
         ):
-            return cls._read(directory, file, trust_remote_code)
+            return cls._read(directory, file, trust_remote_code, has_defaults)
 
     @classmethod
     def _read(
-        cls, directory: Path, file: ConfigFile, trust_remote_code: bool
+        cls, directory: Path, file: ConfigFile, trust_remote_code: bool, has_defaults: bool
     ) -> TransformersConfig:
-        generation = ConfigFile.read_if_present(directory / "generation_config.json")
+        generation = read_generation_config(directory, has_defaults)
         quantization = quant_method(file)
         _check_fields(file)
         whole = _read(directory, file, trust_remote_code)
@@ -143,10 +149,13 @@ class TransformersConfig:
 
 
 def read_config(
-    path: Path, model_impl: str, trust_remote_code: bool = False
+    path: Path, model_impl: str, trust_remote_code: bool = False, *, has_defaults: bool = True
 ) -> ModelConfig | TransformersConfig:
     """The configuration for the implementation that ``EngineConfig.model_impl`` names; "auto" is
     the engine's own decoder where that has the architecture, else transformers' modules.
+
+    Args:
+        has_defaults: read ``generation_defaults``; False leaves them empty.
 
     Raises:
         ModelLoadError: files that are missing or damaged, or a model that it does not cover.
@@ -160,8 +169,10 @@ def read_config(
     if model_impl == "auto" and not native:
         native = has_native_decoder(ConfigFile.read(path / "config.json"))
     if native:
-        return ModelConfig.from_directory(path)
-    return TransformersConfig.from_directory(path, trust_remote_code=trust_remote_code)
+        return ModelConfig.from_directory(path, has_defaults=has_defaults)
+    return TransformersConfig.from_directory(
+        path, trust_remote_code=trust_remote_code, has_defaults=has_defaults
+    )
 
 
 @contextmanager
