@@ -68,6 +68,9 @@ class SamplingParams:
         logprobs: number of most likely tokens to report at each position, at most
             ``EngineConfig.max_logprobs``; -1 for all, where that is -1. The sampled token is always
             reported; None reports nothing.
+        truncate_prompt_tokens: keep the last so many tokens of a prompt that has more, at most
+            ``max_model_len - 1``; -1 is that many. ``Usage.truncated_prompt_tokens`` counts the
+            others. None refuses a prompt that leaves no room for one token.
         logit_bias: token id to a number added to its logit, in [-100, 100].
         allowed_token_ids: nothing else may be sampled.
         bad_words: texts, 1024 of 1024 characters at most and 16,384 in all, whose tokens may not
@@ -111,6 +114,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
@@ -137,6 +141,9 @@ class SamplingParams:
         check.field(self, check.integer, "min_tokens", 0)
         check.field(self, check.integer, "logprobs", -1)
         check.field(self, check.integer, "prompt_logprobs", -1)
+        check.field(self, check.integer, "truncate_prompt_tokens", -1)
+        if self.truncate_prompt_tokens == 0:
+            raise check.invalid("truncate_prompt_tokens", 0, "1 or more, -1 or None")
         for name in ("ignore_eos", "detokenize", "skip_special_tokens"):
             check.field(self, check.boolean, name)
         check.field(self, check.boolean, "include_stop_str_in_output")

@@ -35,7 +35,8 @@ pytestmark = pytest.mark.filterwarnings("error")
 SAMPLING_FIELDS = [
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens",
-    "min_tokens", "logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids", "bad_words",
+    "min_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", "logit_bias",
+    "allowed_token_ids", "bad_words",
     "detokenize", "skip_special_tokens", "include_stop_str_in_output", "structured_outputs",
     "logits_processors", "extra_args",
 ]  # fmt: skip

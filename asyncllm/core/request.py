@@ -80,6 +80,7 @@ class RequestGroup:
             ended.
         cancelled: set once, by any thread, before the abort itself travels.
         notifier: of the observers; None without any.
+        num_truncated_tokens: cut from the start of the prompt.
     """
 
     request_id: str
@@ -89,6 +90,7 @@ class RequestGroup:
     members: list[Request] = field(default_factory=list)
     cancelled: bool = False
     notifier: Notifier | None = None
+    num_truncated_tokens: int = 0
 
     @property
     def unfinished(self) -> list[Request]:

@@ -45,6 +45,9 @@ Asked = tuple[Operation, Any]
 _PROMPT_END = 32
 """Tokens in which a prompt may begin the answer."""
 
+_MAX_TRUNCATED = 2**24
+"""Characters of a text of which the last tokens are kept: all of it is tokenised."""
+
 
 @dataclass(eq=False, repr=False)
 class InputProcessor:
@@ -83,21 +86,19 @@ class InputProcessor:
         if prompt is None or text == "":
             raise check.invalid("prompt", prompt, "text or token ids, not empty")
         asked: Asked = ("text_completion", prompt)
+        request = self._build(sampling_params, sampling, options)
         if text is None:
-            token_ids = self._checked_ids(prompt)
-            request = self._build(sampling_params, sampling, options)
+            token_ids = self._checked_ids(prompt, self._kept(request))
         else:
-            request = self._build(sampling_params, sampling, options)
             tokenizer = self.loaded.tokenizer
             if len(text) >= LONG_TEXT:
                 least = tokenizer.min_tokens(len(text))
-                if least >= request.max_model_len:
-                    raise self._too_long(least, "at least ")
+                self._check_length(request, len(text), least)
                 encode, estimate = partial(tokenizer.encode, text), max(least, len(text) // 4)
                 return self._enqueue_long(request, asked, estimate, encode)
             token_ids = tokenizer.encode(text)
         self._set_prompt(request, token_ids)
-        return self._enqueue(request, asked, len(token_ids))
+        return self._enqueue(request, asked, request.num_prompt_tokens)
 
     def conversation(
         self,
@@ -135,11 +136,11 @@ class InputProcessor:
                 text_is_free=free if use else request.sampling.structured_outputs is None,
             )
         asked: Asked = ("chat", messages)
-        longest = self.loaded.executor.info.max_model_len - 1
+        longest = request.max_model_len - 1 if self._kept(request) is None else None
         encode = partial(self._encode_chat, chat, longest, split_special_tokens)
         if (token_ids := encode(at_once=True)) is not None:
             self._set_prompt(request, token_ids, parser)
-            return self._enqueue(request, asked, len(token_ids), parser)
+            return self._enqueue(request, asked, request.num_prompt_tokens, parser)
         return self._enqueue_long(request, asked, chat.num_characters // 4, encode, parser)
 
     def tokenizing(
@@ -251,9 +252,29 @@ class InputProcessor:
         worker = self._worker.close()
         return self.grammars.close() + ([] if worker is None else [worker])
 
-    def _checked_ids(self, prompt: Any) -> list[int]:
+    def _kept(self, request: Request) -> int | None:
+        """Tokens of its prompt that a request keeps at most; None for one that is not cut."""
+        kept = request.sampling.truncate_prompt_tokens
+        return request.max_model_len - 1 if kept == -1 else kept
+
+    def _check_length(self, request: Request, num_characters: int, least: int) -> None:
+        """Refuses a text by its length alone: of ``least`` tokens or more, or, for one that will be
+        cut, too long to be tokenised."""
+        if self._kept(request) is None:
+            if least >= request.max_model_len:
+                raise self._too_long(least, "at least ")
+        elif num_characters > _MAX_TRUNCATED:
+            raise ContextLengthExceededError(
+                f"prompt: has {num_characters} characters, expected at most {_MAX_TRUNCATED} "
+                "with truncate_prompt_tokens"
+            )
+
+    def _checked_ids(self, prompt: Any, kept: int | None) -> list[int]:
         """A prompt of token ids as plain integers that the model has."""
         info = self.loaded.executor.info
+        if kept is not None:
+            most = max(check.MAX_ITEMS, info.max_model_len)
+            return list(check.token_ids("prompt", prompt, info.vocab_size, most))
         length = 0
         with suppress(Exception):  # of what has no length, or too large a one
             length = len(prompt)
@@ -279,6 +300,10 @@ class InputProcessor:
             sampling, self.loaded.model_config.generation_defaults or {}, self._draw_seed
         )
         resolved.check_limits(info.vocab_size, self.config.max_logprobs)
+        kept, longest = resolved.truncate_prompt_tokens, info.max_model_len - 1
+        if kept is not None and kept > longest:
+            accepted = f"at most {longest}, so that one more fits into max_model_len, -1 or None"
+            raise check.invalid("truncate_prompt_tokens", kept, accepted)
         in_process = getattr(self.loaded.executor, "in_process", None)
         for name in ("logits_processors", "extra_args") if in_process is None else ():
             if getattr(resolved, name):
@@ -346,6 +371,9 @@ class InputProcessor:
             raise InvalidRequestError(
                 "prompt: has no tokens, expected at least one", param="prompt"
             )
+        if (kept := self._kept(request)) is not None and len(token_ids) > kept:
+            request.group.num_truncated_tokens = len(token_ids) - kept
+            token_ids = token_ids[-kept:]
         if len(token_ids) >= request.max_model_len:
             raise self._too_long(len(token_ids))
         vocab_size = self.loaded.executor.info.vocab_size
@@ -419,7 +447,8 @@ class InputProcessor:
     ) -> TokenStream:
         """Enqueues a request whose tokens, about ``estimate``, ``encode`` makes on a thread."""
         core, group = self.core, request.group
-        stream = self._enqueue(request, asked, min(estimate, request.max_model_len), parser)
+        most = self._kept(request) or request.max_model_len
+        stream = self._enqueue(request, asked, min(estimate, most), parser)
         if group.deadline < math.inf:
             core.send(core.on_watch_deadline, group)
 

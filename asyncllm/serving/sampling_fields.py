@@ -46,8 +46,8 @@ Bias = Annotated[
 
 ENGINE_FIELDS = (
     "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed stop "
-    "stop_token_ids ignore_eos min_tokens allowed_token_ids bad_words skip_special_tokens "
-    "include_stop_str_in_output structured_outputs extra_args"
+    "stop_token_ids ignore_eos min_tokens truncate_prompt_tokens allowed_token_ids bad_words "
+    "skip_special_tokens include_stop_str_in_output structured_outputs extra_args"
 ).split()
 """Fields that are SamplingParams' of the same name."""
 
@@ -69,6 +69,7 @@ class SamplingFields(RequestBody):
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_INTEGER)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_INTEGER)] | None = None
     logit_bias: Bias | None = None
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     bad_words: (
