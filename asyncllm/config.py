@@ -120,6 +120,10 @@ class EngineConfig:
         model_impl: "native" is the engine's own decoder, "transformers" transformers' modules with
             the engine's attention and linear layers, which is any architecture that gives the same
             results so; "auto" is native where that has the architecture.
+        hf_overrides: values in place of those of the checkpoint's ``config.json``, as its reader or
+            transformers' finds them: a dict of plain data, 16 deep, 65,536 values and characters at
+            most. A dict is merged into a nested configuration, as ``text_config``, and replaces any
+            other value. Not with a GGUF file, nor for ``quantization_config``.
         chat_template: one template in place of all that the model has: its text, or the path of a
             file with it. A string without "{" is a path, and kept as one.
         generation_config: "auto" takes sampling parameters that a request leaves open from the
@@ -176,6 +180,7 @@ class EngineConfig:
     quantization: Quantization | None = None
     load_format: LoadFormat = "auto"
     model_impl: ModelImpl = "auto"
+    hf_overrides: Mapping[str, Any] | None = None
     chat_template: str | os.PathLike[str] | None = None
     generation_config: GenerationConfig = "auto"
     trust_remote_code: bool = False
@@ -240,6 +245,7 @@ class EngineConfig:
             families = get_args(ReasoningParser)
             found = check.choice("reasoning_parser", self.reasoning_parser, families, optional=True)
             object.__setattr__(self, "reasoning_parser", found)
+        check.field(self, check.plain_data, "hf_overrides")
         check.field(self, check.string, "attention_backend")
         check.field(self, check.string, "revision")
         device = check.plain_text(self.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,16 @@ import pytest
 
 from asyncllm import LLM, AsyncLLMEngine, EngineConfig, InvalidRequestError, ModelLoadError
 from asyncllm.callbacks import stream_with_callbacks
+from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.cli.arguments import engine_options, parse
 from asyncllm.cli.session import model_name
-from asyncllm.gpu.transformers_model.config import TransformersConfig
+from asyncllm.gpu.transformers_model.config import TransformersConfig, _read, read_config
 from asyncllm.metrics import EngineMetrics
 from asyncllm.serving import create_app
 from asyncllm.testing import fake_engine, fake_llm
 from tests.app_clients import app_client, user
 from tests.checkpoints import DEMO_MODEL, make_checkpoint
+from tests.test_model_config import LLAMA, QWEN3
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 SMALL: dict[str, Any] = {"num_blocks": 16, "max_num_seqs": 2, "max_num_batched_tokens": 64}
@@ -208,12 +211,139 @@ def test_only_the_last_templates_of_calls_are_kept_compiled() -> None:
         assert len(template._compiled) == 1
 
 
+# --- hf_overrides -----------------------------------------------------------------------
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+def write(path: Path, values: dict[str, Any]) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(values))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changed"),
+    [
+        ({"max_position_embeddings": 64}, {"max_position_embeddings": 64}),
+        ({"rope_scaling": YARN}, {"rope_scaling": YARN}),
+        ({"torch_dtype": None, "unread": {"a": [1]}}, {"torch_dtype": None}),
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, LLAMA),
+    ],
+)
+@pytest.mark.parametrize("model_impl", ["native", "transformers", "auto"])
+def test_an_override_is_read_as_if_the_file_had_it(
+    tmp_path: Path, overrides: dict[str, Any], changed: dict[str, Any], model_impl: str
+) -> None:
+    plain, edited = write(tmp_path / "a", QWEN3), write(tmp_path / "b", QWEN3 | changed)
+    found: Any = read_config(plain, model_impl, overrides=overrides)
+    expected: Any = read_config(edited, model_impl)
+    unchanged: Any = read_config(plain, model_impl)
+    for name in ("architecture", "vocab_size", "max_position_embeddings", "eos_token_ids"):
+        assert getattr(found, name) == getattr(expected, name)
+    if model_impl == "transformers":
+        ours, theirs, plains = (
+            each.config.to_dict() | {"_name_or_path": "", "unread": None}
+            for each in (found, expected, unchanged)
+        )
+        assert ours == theirs != plains
+        assert found.model_class is expected.model_class
+    else:
+        assert replace(found, path=edited) == expected != replace(unchanged, path=edited)
+
+
+def test_nested_configurations_are_merged_and_other_objects_replaced() -> None:
+    file = ConfigFile(
+        Path("/m/config.json"),
+        {
+            "text_config": {"hidden_size": 8, "rope_parameters": {"rope_theta": 1e4, "factor": 2}},
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+            "vision_config": 5,
+        },
+    )
+    found = file.overridden(
+        {
+            "text_config": {"rope_parameters": {"rope_theta": 1e6}, "new": 1},
+            "rope_scaling": {"rope_type": "yarn"},
+            "vision_config": {"a": 1},
+        }
+    )
+    assert found.values == {
+        "text_config": {"hidden_size": 8, "rope_parameters": {"rope_theta": 1e6}, "new": 1},
+        "rope_scaling": {"rope_type": "yarn"},
+        "vision_config": {"a": 1},
+    }
+    assert file.values["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+    assert file.overridden(None) is file.overridden({}) is file
+    with pytest.raises(
+        ModelLoadError, match=r"/m/config\.json with hf_overrides: vision_config is"
+    ):
+        found.integer("vision_config")
+    for wrong in ({"quantization_config": None}, {"text_config": {"quantization_config": {}}}):
+        with pytest.raises(InvalidRequestError, match="no quantization_config") as caught:
+            file.overridden(wrong)
+        assert caught.value.param == "hf_overrides"
+
+
+@pytest.mark.asyncio
+async def test_a_model_computes_with_the_overrides(tmp_path: Path) -> None:
+    theta = {"rope_theta": 30.0, "rope_type": "default"}
+    overrides = {"max_position_embeddings": 48, "rope_parameters": theta, "rope_theta": 30.0}
+    edited = demo_with(tmp_path / "edited", "config.json", **overrides)
+    prompt, options = "Once upon a time there was", {"temperature": 0, "max_tokens": 12}
+    with LLM(edited, **SMALL) as llm, LLM(**SMALL) as plain:
+        expected = llm.generate(prompt, ignore_eos=True, **options).token_ids
+        assert plain.generate(prompt, ignore_eos=True, **options).token_ids != expected
+    for model_impl in ("native", "transformers"):
+        with LLM(hf_overrides=overrides, model_impl=model_impl, **SMALL) as llm:
+            assert llm.engine.max_model_len == 48
+            assert llm.generate(prompt, ignore_eos=True, **options).token_ids == expected
+    async with AsyncLLMEngine(hf_overrides=overrides, **SMALL) as engine:
+        done = await engine.generate(prompt, ignore_eos=True, **options)
+        assert done.token_ids == expected
+    with pytest.raises(ModelLoadError, match="hidden_size is 'wide'"):
+        await AsyncLLMEngine(hf_overrides={"hidden_size": "wide"}, **SMALL).start()
+
+
+def test_a_gguf_file_has_nothing_to_override(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+    with pytest.raises(InvalidRequestError, match=r"^hf_overrides=.*a GGUF file has no") as caught:
+        read_config(path, "auto", overrides={"rope_theta": 1.0})
+    assert caught.value.param == "hf_overrides"
+
+
+@pytest.mark.usefixtures("own_code")
+def test_a_checkpoints_own_configuration_is_overridden_where_its_code_is_trusted(
+    tmp_path: Path,
+) -> None:
+    code = (
+        "from transformers import PreTrainedConfig, Qwen3Config\n"
+        "class Own(Qwen3Config):\n"
+        "    model_type = 'own'\n"
+    )
+    values = QWEN3 | {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
+    path = write(tmp_path / "own", values)
+    (path / "own.py").write_text(code)
+    file = ConfigFile.read(path / "config.json").overridden({"hidden_size": 32})
+    found = _read(path, file, True, is_overridden=True)
+    assert (type(found).__name__, found.hidden_size) == ("Own", 32)
+    with pytest.raises(ModelLoadError, match="trust_remote_code=True runs that"):
+        _read(path, file, False, is_overridden=True)
+    known = ConfigFile(file.path, {**file.values, "model_type": "qwen3"})
+    assert type(_read(path, known, False, is_overridden=True)).__name__ == "Qwen3Config"
+
+
 # --- commands ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", ["chat", "demo", "serve", "bench"])
 def test_options_of_the_commands(command: str) -> None:
     given = ["--generation-config", "none", "--chat-template", "a.jinja"]
+    given += ["--hf-overrides", '{"rope_theta": 1e6}']
     config = EngineConfig(**engine_options(parse([command, *given])))
     assert config.generation_config == "none"
     assert config.chat_template == Path("a.jinja")
+    assert config.hf_overrides == {"rope_theta": 1e6}
+    with pytest.raises(SystemExit):
+        parse([command, "--hf-overrides", "{"])

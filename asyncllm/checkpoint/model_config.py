@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from asyncllm import validation as check
 from asyncllm.checkpoint.config_file import REQUIRED, ConfigFile
 from asyncllm.checkpoint.experts_config import ExpertsConfig
 from asyncllm.checkpoint.families import BEFORE, Family, Sizes, TensorNames
@@ -146,12 +147,17 @@ class ModelConfig:
 
     @classmethod
     def from_directory(
-        cls, path: str | os.PathLike[str], *, has_defaults: bool = True
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        overrides: Mapping[str, Any] | None = None,
+        has_defaults: bool = True,
     ) -> ModelConfig:
         """Reads the configuration in a directory or a GGUF file; both generations of
         transformers' keys.
 
         Args:
+            overrides: ``EngineConfig.hf_overrides``.
             has_defaults: read ``generation_defaults``; False leaves them empty.
 
         A field that is absent has the default that transformers gives it for that
@@ -162,12 +168,16 @@ class ModelConfig:
                 activation or quantisation that is not supported, a field that is missing or
                 of the wrong kind, and numbers that contradict each other. The message names
                 the file, the field, its value and what would have been accepted.
+            InvalidRequestError: for ``overrides`` of a GGUF file.
         """
         directory = Path(path)
         if directory.suffix == GGUF_SUFFIX:
+            if overrides:
+                accepted = f"None with {directory}: a GGUF file has no config.json"
+                raise check.invalid("hf_overrides", overrides, accepted)
             config, generation = gguf_config(GGUFFile(directory)), ConfigFile(directory, {})
         else:
-            config = ConfigFile.read(directory / "config.json")
+            config = ConfigFile.read(directory / "config.json").overridden(overrides)
             generation = read_generation_config(directory, has_defaults)
         family, config, is_text_part = _family(config)
         vocab_size = config.integer("vocab_size")

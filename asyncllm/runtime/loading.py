@@ -97,6 +97,7 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
         path,
         config.model_impl,
         config.trust_remote_code,
+        overrides=config.hf_overrides,
         has_defaults=config.generation_config == "auto",
     )
     text = TokenizerLoad(partial(_read_tokenizer, tokenizer_path, config))

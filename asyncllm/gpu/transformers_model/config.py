@@ -79,12 +79,14 @@ class TransformersConfig:
         path: str | os.PathLike[str],
         *,
         trust_remote_code: bool = False,
+        overrides: Mapping[str, Any] | None = None,
         has_defaults: bool = True,
     ) -> TransformersConfig:
         """Reads a checkpoint's configuration and builds its skeleton.
 
         Args:
             trust_remote_code: run Python code that the checkpoint brings.
+            overrides: ``EngineConfig.hf_overrides``.
             has_defaults: read ``generation_defaults``; False leaves them empty.
 
         Raises:
@@ -92,21 +94,24 @@ class TransformersConfig:
                 know or that generates no text, and a quantisation that is not read.
         """
         directory = Path(path)
-        file = ConfigFile.read(directory / "config.json")
+        file = ConfigFile.read(directory / "config.json").overridden(overrides)
         with (
             transformers_errors(file.path, "transformers cannot read it"),
             importing_transformers(),
         ):
-            return cls._read(directory, file, trust_remote_code, has_defaults)
+            whole = _read(directory, file, trust_remote_code, is_overridden=bool(overrides))
+            return cls._of(directory, file, whole, trust_remote_code, has_defaults)
 
     @classmethod
-    def _read(
-        cls, directory: Path, file: ConfigFile, trust_remote_code: bool, has_defaults: bool
+    def _of(
+        cls,
+        directory: Path,
+        file: ConfigFile,
+        whole: Any,
+        trust_remote_code: bool,
+        has_defaults: bool,
     ) -> TransformersConfig:
         generation = read_generation_config(directory, has_defaults)
-        quantization = quant_method(file)
-        _check_fields(file)
-        whole = _read(directory, file, trust_remote_code)
         config = copy.deepcopy(whole.get_text_config(decoder=True))
         # The whole model ties its head by its own field, which a part may contradict.
         if type(config) is not type(whole):
@@ -134,7 +139,7 @@ class TransformersConfig:
             max_position_embeddings=seen.integer("max_position_embeddings", high=MAX_POSITIONS),
             dtype=_dtype(file, config, whole),
             eos_token_ids=tuple(dict.fromkeys(eos)),
-            quantization=quantization,
+            quantization=quant_method(file),
             generation_defaults=generation_defaults(generation),
             config=config,
             model_class=model_class,
@@ -149,12 +154,18 @@ class TransformersConfig:
 
 
 def read_config(
-    path: Path, model_impl: str, trust_remote_code: bool = False, *, has_defaults: bool = True
+    path: Path,
+    model_impl: str,
+    trust_remote_code: bool = False,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    has_defaults: bool = True,
 ) -> ModelConfig | TransformersConfig:
     """The configuration for the implementation that ``EngineConfig.model_impl`` names; "auto" is
     the engine's own decoder where that has the architecture, else transformers' modules.
 
     Args:
+        overrides: ``EngineConfig.hf_overrides``.
         has_defaults: read ``generation_defaults``; False leaves them empty.
 
     Raises:
@@ -167,11 +178,15 @@ def read_config(
             'or "native" with GGUF'
         )
     if model_impl == "auto" and not native:
-        native = has_native_decoder(ConfigFile.read(path / "config.json"))
+        file = ConfigFile.read(path / "config.json").overridden(overrides)
+        native = has_native_decoder(file)
     if native:
-        return ModelConfig.from_directory(path, has_defaults=has_defaults)
+        return ModelConfig.from_directory(path, overrides=overrides, has_defaults=has_defaults)
     return TransformersConfig.from_directory(
-        path, trust_remote_code=trust_remote_code, has_defaults=has_defaults
+        path,
+        trust_remote_code=trust_remote_code,
+        overrides=overrides,
+        has_defaults=has_defaults,
     )
 
 
@@ -217,9 +232,14 @@ def _check_fields(file: ConfigFile) -> None:
             part.choice(name, _DTYPES, _DTYPES[0])
 
 
-def _read(directory: Path, file: ConfigFile, trust_remote_code: bool) -> Any:
+def _read(
+    directory: Path, file: ConfigFile, trust_remote_code: bool, *, is_overridden: bool
+) -> Any:
+    """transformers' configuration of a file."""
     import transformers
 
+    quant_method(file)
+    _check_fields(file)
     if "auto_map" in file and not trust_remote_code and not _is_known(file):
         raise ModelLoadError(
             f"{file.path}: model_type is {describe(file.values.get('model_type'))}, which "
@@ -229,14 +249,30 @@ def _read(directory: Path, file: ConfigFile, trust_remote_code: bool) -> Any:
     if "auto_map" not in file and not _is_known(file):
         accepted = f"one that transformers {transformers.__version__} knows"
         raise file.bad("model_type", accepted)
-    config = transformers.AutoConfig.from_pretrained(
-        directory, trust_remote_code=trust_remote_code, local_files_only=True
-    )
+    if is_overridden:
+        config_class = _config_class(directory, file, trust_remote_code)
+        config = config_class.from_dict(copy.deepcopy(dict(file.values)))
+    else:
+        config = transformers.AutoConfig.from_pretrained(
+            directory, trust_remote_code=trust_remote_code, local_files_only=True
+        )
     if config.is_encoder_decoder:
         raise ModelLoadError(
             f"{file.path}: is_encoder_decoder is True, expected a model with a decoder alone"
         )
     return config
+
+
+def _config_class(directory: Path, file: ConfigFile, trust_remote_code: bool) -> Any:
+    """The class that AutoConfig takes for a file: the checkpoint's own, where it has one and its
+    code is trusted, or transformers'."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    own = file.section("auto_map").values.get("AutoConfig")
+    if own is None or not trust_remote_code:
+        return CONFIG_MAPPING[file.values["model_type"]]
+    return get_class_from_dynamic_module(own, directory, local_files_only=True)
 
 
 def _is_known(file: ConfigFile) -> bool:
