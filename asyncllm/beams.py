@@ -281,7 +281,9 @@ class _Driver:
             if timeout <= 0:
                 raise DeadlineExceededError("no time is left")
         # Only the log-probabilities matter, and they are the model's own, before sampling.
-        params = SamplingParams(max_tokens=1, temperature=0.0, repetition_penalty=1.0)
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, repetition_penalty=1.0, detokenize=False
+        )
         try:
             return self._engine.stream(
                 prompt,

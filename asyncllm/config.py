@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from asyncllm import validation as check
@@ -19,6 +20,7 @@ SchedulingPolicy = Literal["fcfs", "priority", "deadline"]
 CudaGraphs = Literal["auto", "decode", "off"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 Quantization = Literal["int8", "int4"]
+GenerationConfig = Literal["auto", "none"]
 ModelImpl = Literal["auto", "native", "transformers"]
 ToolParser = Literal[
     "auto",
@@ -40,6 +42,8 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 _MAX_PROCESSORS = 64
+_MAX_NAMES = 64
+_MAX_NAME_LENGTH = 1024
 _MAX_SEQS = 2**16
 _MAX_TOKENS = 2**31 - 1
 """Positions and block ids are int32 on a device."""
@@ -58,6 +62,10 @@ class EngineConfig:
             model in the package.
         tokenizer: directory, hub id or GGUF file of the tokenizer, if it is not the model's own.
         revision: branch, tag or commit on the hub.
+        served_model_name: what servers, metrics, traces, callbacks and integrations call the model:
+            a name, or 64 at most of 1024 characters, of which clients of a server may use each and
+            the first is used by all else. Kept as a tuple. None is ``model`` as it was asked for,
+            and to a server's clients the last part of a directory.
         dtype: of weights and KV; "auto" is the checkpoint's on a GPU, and on a CPU bfloat16 for
             a 16-bit checkpoint of 32 million parameters or more, where native ops run or the
             processor computes in it, else float32.
@@ -112,6 +120,15 @@ class EngineConfig:
         model_impl: "native" is the engine's own decoder. "transformers" is transformers' modules
             with the engine's attention and linear layers, for any architecture whose results stay
             the same. "auto" is "native" for the architectures that it supports.
+        hf_overrides: values that replace those of the checkpoint's ``config.json``: a dict of plain
+            data, 16 deep, 65,536 values and characters at most. A dict is merged into a nested
+            configuration such as ``text_config``, and replaces any other value. Not with a GGUF
+            file, nor for ``quantization_config``.
+        chat_template: one template in place of all that the model has: its text, or the path of a
+            file with it. A string without "{" is a path, and kept as one.
+        generation_config: "auto" takes sampling parameters that a request leaves open from the
+            model's ``generation_config``, "none" takes the neutral values. EOS tokens are read from
+            it with either.
         trust_remote_code: let transformers run code that the checkpoint brings, for its tokenizer
             and its model.
         num_threads: CPU threads for the model; None is one per core, and 1 for a model of
@@ -139,6 +156,7 @@ class EngineConfig:
     model: str | os.PathLike[str] | None = None
     tokenizer: str | os.PathLike[str] | None = None
     revision: str | None = None
+    served_model_name: str | Sequence[str] | None = None
     dtype: Dtype = "auto"
     device: str = "auto"
     max_model_len: int | None = None
@@ -162,6 +180,9 @@ class EngineConfig:
     quantization: Quantization | None = None
     load_format: LoadFormat = "auto"
     model_impl: ModelImpl = "auto"
+    hf_overrides: Mapping[str, Any] | None = None
+    chat_template: str | os.PathLike[str] | None = None
+    generation_config: GenerationConfig = "auto"
     trust_remote_code: bool = False
     num_threads: int | None = None
     step_timeout: float | None = None
@@ -190,6 +211,7 @@ class EngineConfig:
         check.field(self, check.seconds, "step_timeout", above=True)
         check.field(self, check.seconds, "grammar_timeout", above=True)
         self._check_processors()
+        self._check_names()
         if self.kv_cache_memory is not None:
             object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory))
         if self.cudagraph_capture_sizes is not None:
@@ -212,6 +234,7 @@ class EngineConfig:
         check.field(self, check.choice, "load_format", get_args(LoadFormat))
         check.field(self, check.choice, "quantization", get_args(Quantization))
         check.field(self, check.choice, "model_impl", get_args(ModelImpl))
+        check.field(self, check.choice, "generation_config", get_args(GenerationConfig))
         backends = get_args(StructuredOutputsBackend)
         check.field(self, check.choice, "structured_outputs_backend", backends)
         check.field(self, check.boolean, "enable_prefix_caching")
@@ -222,6 +245,7 @@ class EngineConfig:
             families = get_args(ReasoningParser)
             found = check.choice("reasoning_parser", self.reasoning_parser, families, optional=True)
             object.__setattr__(self, "reasoning_parser", found)
+        check.field(self, check.plain_data, "hf_overrides")
         check.field(self, check.string, "attention_backend")
         check.field(self, check.string, "revision")
         device = check.plain_text(self.device)
@@ -229,9 +253,13 @@ class EngineConfig:
             raise check.invalid("device", self.device, "auto, cpu, cuda or cuda:N")
         object.__setattr__(self, "device", device)
         for name in ("model", "tokenizer"):
-            self._check_path(name)
+            self._check_path(name, "a directory, a hub id or None")
+        self._check_path("chat_template", "the text of a template, the path of a file, or None")
+        template: Any = self.chat_template
+        if isinstance(template, str) and "{" not in template:
+            object.__setattr__(self, "chat_template", Path(template))
 
-    def _check_path(self, name: str) -> None:
+    def _check_path(self, name: str, accepted: str) -> None:
         """Replace a path, or a subclass of str, by a plain ``str``."""
         value = getattr(self, name)
         if value is None:
@@ -242,7 +270,6 @@ class EngineConfig:
         try:
             path = check.string(name, path)
         except InvalidRequestError:
-            accepted = "a directory, a hub id or None"
             raise check.invalid(name, value, accepted) from None
         if "\0" in path:
             raise check.invalid(name, value, "a path without null characters")
@@ -258,13 +285,29 @@ class EngineConfig:
             if not named and not (isinstance(one, type) and issubclass(one, LogitsProcessor)):
                 raise check.invalid(name, one, accepted)
 
+    def _check_names(self) -> None:
+        names: Any = self.served_model_name
+        if names is None:
+            return
+        accepted = f"a name, or up to {_MAX_NAMES}, of {_MAX_NAME_LENGTH} characters at most"
+        if isinstance(names, str):
+            names = (names,)
+        found = check.items("served_model_name", names, accepted, _MAX_NAMES)
+        found = tuple([check.string("served_model_name", name) for name in found])
+        if not found or max(map(len, found)) > _MAX_NAME_LENGTH:
+            raise check.invalid("served_model_name", names, accepted)
+        object.__setattr__(self, "served_model_name", found)
+
     def with_overrides(self, overrides: Mapping[str, Any]) -> EngineConfig:
         """A copy with some fields replaced, checked anew."""
         return replace(self, **overrides) if overrides else self
 
     @property
     def model_name(self) -> str:
-        """Name or path of the model as given; PACKAGED_MODEL for the one in the package."""
+        """First ``served_model_name``; else the name or path of the model as given, PACKAGED_MODEL
+        for the one in the package."""
+        if self.served_model_name is not None:
+            return self.served_model_name[0]
         return PACKAGED_MODEL if self.model is None else os.fspath(self.model)
 
 

@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, Self
 
+import anyio.to_thread
+
 from asyncllm import validation as check
 from asyncllm.checkpoint.progress import LoadStage
 from asyncllm.config import EngineConfig, make_config
@@ -27,6 +29,7 @@ from asyncllm.runtime.mailbox import MailboxRegistry, ThreadMailbox
 from asyncllm.runtime.request_options import RequestOptions, request_ids
 from asyncllm.sampling_params import SamplingParams, with_response_format
 from asyncllm.stream import TokenStream
+from asyncllm.text.tokenizer_thread import LONG_TEXT
 from asyncllm.tool_calls.tool_use import ToolUse
 
 EngineState = Literal["new", "starting", "running", "dead", "closed"]
@@ -306,6 +309,7 @@ class AsyncLLMEngine(Handle):
         tool_choice: str | dict[str, Any] | None = "auto",
         parallel_tool_calls: bool = True,
         response_format: Any = None,
+        chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         split_special_tokens: bool = True,
         request_id: str | None = None,
@@ -316,7 +320,7 @@ class AsyncLLMEngine(Handle):
         cache_salt: str | None = None,
         **sampling: Any,
     ) -> TokenStream:
-        """Submits a conversation, rendered by the model's own chat template.
+        """Submits a conversation, rendered by the model's own chat template, or the call's.
 
         Args:
             messages: ``{"role": …, "content": …}`` each.
@@ -330,6 +334,8 @@ class AsyncLLMEngine(Handle):
                 ``{"type": "json_schema", "json_schema": {"name": …, "schema": {…}}}``; or a
                 Pydantic model, a dataclass or a TypedDict. See docs/structured_output.md. With
                 tools that the model may call, it calls some or answers in that format.
+            chat_template: a template's text, or the name of one of the model's, in place of the
+                usual one. It is a program: take it from where you would take code.
             chat_template_kwargs: further variables of the template, as ``enable_thinking``.
             split_special_tokens: special tokens written in the messages, tools and variables
                 are ordinary text, so that a user cannot write another's turn. False makes
@@ -346,6 +352,7 @@ class AsyncLLMEngine(Handle):
         return intake.conversation(
             messages,
             use,
+            chat_template,
             chat_template_kwargs,
             split_special_tokens,
             sampling_params,
@@ -365,6 +372,61 @@ class AsyncLLMEngine(Handle):
             group = core.admission.get(one)
             if group is not None:
                 core.abort(group)
+
+    # --- text and tokens ---------------------------------------------------------------
+
+    async def tokenize(
+        self,
+        prompt: str | Sequence[dict[str, Any]],
+        *,
+        add_special_tokens: bool | None = None,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        split_special_tokens: bool = True,
+    ) -> list[int]:
+        """Token ids of the prompt that ``stream`` makes of a text, or ``chat`` of messages.
+
+        Args:
+            prompt: a text, which may be empty, or messages.
+            add_special_tokens: add the tokenizer's to a text; None is True, and False with
+                messages, whose template writes them.
+            add_generation_prompt: begin the assistant's turn behind the messages.
+            tools, chat_template, chat_template_kwargs, split_special_tokens: as for ``chat``; with
+                messages alone.
+
+        Raises:
+            InvalidRequestError: for an argument that cannot be tokenised, with ``param`` set. A
+                prompt longer than the context is no error.
+            EngineClosedError: if the engine is not started, or closed.
+
+        What takes long is done on another thread.
+        """
+        encode = self._running().tokenizing(
+            prompt,
+            add_special_tokens=add_special_tokens,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+            split_special_tokens=split_special_tokens,
+        )
+        found = encode(at_once=True)
+        return await anyio.to_thread.run_sync(encode) if found is None else found  # pyright: ignore[reportReturnType]
+
+    async def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = False
+    ) -> str:
+        """Text of up to 524,288 token ids; ids that the vocabulary lacks are no text. What takes
+        long is done on another thread.
+
+        Raises:
+            InvalidRequestError: for anything but integers from 0 to 2**32 - 1.
+            EngineClosedError: if the engine is not started, or closed.
+        """
+        length, decode = self._running().detokenizing(token_ids, skip_special_tokens)
+        return decode() if length < LONG_TEXT else await anyio.to_thread.run_sync(decode)
 
     # --- the engine as a whole ---------------------------------------------------------
 

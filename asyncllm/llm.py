@@ -191,6 +191,14 @@ class LLM(Handle):
         """``stream`` for a conversation."""
         return LLMStream(self.engine.chat(messages, sampling_params, **options), self._mailbox)
 
+    def tokenize(self, prompt: str | Messages, **options: Any) -> list[int]:
+        """``AsyncLLMEngine.tokenize`` in the calling thread; arguments and errors as there."""
+        return self.engine._running().tokenizing(prompt, **options)()  # pyright: ignore[reportReturnType]
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """``AsyncLLMEngine.detokenize`` in the calling thread; arguments and errors as there."""
+        return self.engine._running().detokenizing(token_ids, skip_special_tokens)[1]()
+
     def _batch(
         self,
         submit: Callable[..., TokenStream],

@@ -215,7 +215,8 @@ class EngineMetrics(Collector):
             used only if it is passed.
         compat: "vllm" gives the metrics vLLM's names and buckets, so that dashboards made
             for vLLM work; None names them "asyncllm:…".
-        labels: further labels of every metric. ``model_name`` overrides the engine's model name.
+        labels: further labels of every metric. ``model_name`` overrides
+            ``EngineConfig.model_name``.
 
     Raises:
         InvalidRequestError: for another ``compat``, or invalid labels.

@@ -55,6 +55,8 @@ class Usage:
         ttft: from ``stream()`` to the first generated token; None if there was none.
         total_time: from ``stream()`` to the end of the request.
         longest_output: tokens of the longest output; the default is ``completion_tokens``.
+        truncated_prompt_tokens: tokens cut from the prompt's start, not among ``prompt_tokens``;
+            see ``SamplingParams.truncate_prompt_tokens``.
     """
 
     prompt_tokens: int
@@ -64,6 +66,7 @@ class Usage:
     ttft: float | None
     total_time: float
     longest_output: int = -1
+    truncated_prompt_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.longest_output < 0:

@@ -22,6 +22,7 @@ INTEGERS: Mapping[str, tuple[int, int]] = {
     "min_tokens": (0, check.MAX_INTEGER),
     "logprobs": (-1, check.MAX_INTEGER),
     "prompt_logprobs": (-1, check.MAX_INTEGER),
+    "truncate_prompt_tokens": (-1, check.MAX_INTEGER),
 }
 NUMBERS: Mapping[str, tuple[float, float]] = {
     "temperature": (0, 100),
@@ -95,11 +96,17 @@ class SamplingParams:
         logprobs: number of most likely tokens to report at each position, at most
             ``EngineConfig.max_logprobs``; -1 for all, where that is -1. The sampled token is always
             reported; None reports nothing.
+        truncate_prompt_tokens: keep the last so many tokens of a prompt that has more, at most
+            ``max_model_len - 1``; -1 is that many. ``Usage.truncated_prompt_tokens`` counts the
+            others. None refuses a prompt that leaves no room for one token.
         logit_bias: token id to a number added to its logit, in [-100, 100]; 1024 entries at most.
         allowed_token_ids: nothing else may be sampled.
         bad_words: texts, 1024 of 1024 characters at most and 16,384 in all, whose token sequences
             may not occur in the output, with or without a space before them. Words of one token
             cost nothing; longer ones are looked for on the host.
+        detokenize: make text of the tokens; False leaves ``text`` empty and spends no time on it.
+            Not with ``stop``, nor in a chat whose answer is read from its text: with tools,
+            thoughts or a response format.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string at the end of the text.
         logits_processors: callables ``(output_token_ids, logits) -> logits``, 64 at most.
@@ -135,9 +142,11 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
+    detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     structured_outputs: Any = None
@@ -151,8 +160,11 @@ class SamplingParams:
             check.field(self, check.integer, name, *bounds)
         for name, bounds in NUMBERS.items():
             check.field(self, check.number, name, *bounds, above=name == "top_p")
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+        if self.truncate_prompt_tokens == 0:
+            raise check.invalid("truncate_prompt_tokens", 0, "1 or more, -1 or None")
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens"):
             check.field(self, check.boolean, name)
+        check.field(self, check.boolean, "include_stop_str_in_output")
         if self.top_k == -1:
             self._set("top_k", 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -179,6 +191,9 @@ class SamplingParams:
         self._set("stop", tuple([check.string("stop", one) for one in self.stop]))
         if max(map(len, self.stop), default=0) > MAX_STOP_LENGTH:
             raise check.invalid("stop", self.stop, accepted)
+        if self.stop and not self.detokenize:
+            accepted = "true with stop strings, which are looked for in the text"
+            raise check.invalid("detokenize", self.detokenize, accepted)
         self._check_bad_words()
         check.field(self, check.token_ids, "stop_token_ids")
         check.field(self, check.token_ids, "allowed_token_ids")

@@ -173,10 +173,26 @@ async def test_tokens_and_back():
         await stream.aclose()
         shorter = await post("/tokenize", messages=user("Hi"), add_generation_prompt=False)
         assert shorter.json()["tokens"] == chat[: shorter.json()["count"]] != chat
+        tool = {"type": "function", "function": {"name": "f"}}
+        offered = (await post("/tokenize", messages=user("Hi"), tools=[tool])).json()["tokens"]
+        with_tools = engine.chat(user("Hi"), tools=[tool])
+        assert offered == list(with_tools.prompt_token_ids) != chat
+        await with_tools.aclose()
+        assert (await post("/tokenize", prompt="")).json()["tokens"] == []
+        long = "Hé" * 5000
+        found = (await post("/tokenize", prompt=long)).json()["tokens"]
+        assert (await post("/detokenize", tokens=found)).json() == {"prompt": long}
         for path, body, param in (
             ("/tokenize", {}, "prompt"),
             ("/tokenize", {"prompt": "a", "messages": user("Hi")}, "prompt"),
             ("/tokenize", {"prompt": 5}, "prompt"),
+            ("/tokenize", {"prompt": "a", "tools": [tool]}, "tools"),
+            ("/tokenize", {"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt"),
+            (
+                "/tokenize",
+                {"messages": user("a"), "add_special_tokens": True},
+                "add_special_tokens",
+            ),
             ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
             ("/detokenize", {"tokens": [2**32]}, "tokens[0]"),
             ("/detokenize", {"tokens": "abc"}, "tokens"),

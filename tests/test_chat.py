@@ -113,7 +113,7 @@ async def test_what_a_template_writes_decides_on_the_thread(
 async def test_a_template_that_is_not_compiled_is_compiled_elsewhere() -> None:
     rig = rig_with()
     async with rig.engine() as engine:
-        stream = engine.chat(HELLO, chat_template_kwargs={"chat_template": "ab"}, max_tokens=1)
+        stream = engine.chat(HELLO, chat_template="ab{{ '' }}", max_tokens=1)
         assert stream.prompt_token_ids is None
         await stream.result()
         assert list(stream.prompt_token_ids or ()) == tokenizer_of(engine).encode("ab", False)
@@ -134,7 +134,7 @@ async def test_a_hostile_template_ends_its_own_request(template: str, match: str
     tokenizer._token_characters = 0
     async with rig.engine() as engine:
         neighbour = engine.stream([5], max_tokens=20)
-        stream = engine.chat(HELLO, chat_template_kwargs={"chat_template": template})
+        stream = engine.chat(HELLO, chat_template=template)
         after = engine.stream("ab " * 3000, max_tokens=1)
         with pytest.raises(InvalidRequestError, match=match) as caught:
             await stream.result()

@@ -35,10 +35,11 @@ ELSEWHERE = {
 """Pages whose own tests look at more than that they run."""
 HERE = {
     "docs/callbacks.md": 1,
-    "docs/chat.md": 2,
+    "docs/chat.md": 4,
     "docs/formats.md": 1,
     "docs/kernels.md": 1,
     "docs/langchain.md": 2,
+    "docs/models.md": 1,
     "docs/observability.md": 7,
     "docs/pydantic_ai.md": 3,
     "docs/sampling.md": 2,
@@ -162,8 +163,17 @@ def test_chat(capsys: pytest.CaptureFixture[str], llm: LLM) -> None:
     async def main() -> None:
         await run("docs/chat.md", names, capsys)
         assert (await names["stream"].result()).text
+        assert names["room"] == names["engine"].max_model_len - len(names["prompt"])
+        assert names["engine"].tokenizer.decode(names["prompt"]).count("Hello!") == 1
 
     asyncio.run(main())
+
+
+def test_models(capsys: pytest.CaptureFixture[str]) -> None:
+    """An engine reads nothing until it is started."""
+    names: Names = {"AsyncLLMEngine": AsyncLLMEngine}
+    asyncio.run(run("docs/models.md", names, capsys))
+    assert names["engine"].config.hf_overrides["rope_scaling"]["factor"] == 4.0
 
 
 def test_formats(capsys: pytest.CaptureFixture[str]) -> None:

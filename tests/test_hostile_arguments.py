@@ -46,8 +46,8 @@ async def test_an_argument_whose_methods_raise_fails_its_own_call() -> None:
     message = [{"role": "user", "content": "x"}]
     common = "request_id priority timeout max_unread on_slow cache_salt sampling_params".split()
     sampling = [field.name for field in dataclasses.fields(SamplingParams)]
-    chat = """tools tool_choice parallel_tool_calls response_format chat_template_kwargs
-    split_special_tokens""".split()
+    chat = """tools tool_choice parallel_tool_calls response_format chat_template
+    chat_template_kwargs split_special_tokens""".split()
     beams = """beam_width max_tokens length_penalty early_stopping ignore_eos stop_token_ids
     priority timeout cache_salt""".split()
     async with AsyncLLMEngine() as engine:

@@ -35,8 +35,9 @@ pytestmark = pytest.mark.filterwarnings("error")
 SAMPLING_FIELDS = [
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens",
-    "min_tokens", "logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids", "bad_words",
-    "skip_special_tokens", "include_stop_str_in_output", "structured_outputs",
+    "min_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", "logit_bias",
+    "allowed_token_ids", "bad_words",
+    "detokenize", "skip_special_tokens", "include_stop_str_in_output", "structured_outputs",
     "logits_processors", "extra_args",
 ]  # fmt: skip
 OPTIONS = [
@@ -48,7 +49,13 @@ OPTIONS = [
     "cache_salt",
     "sampling_params",
 ]
-CHAT_OPTIONS = ["tools", "tool_choice", "response_format", "chat_template_kwargs"]
+CHAT_OPTIONS = [
+    "tools",
+    "tool_choice",
+    "response_format",
+    "chat_template",
+    "chat_template_kwargs",
+]
 
 # --- what is sent ------------------------------------------------------------------------
 

@@ -552,6 +552,7 @@ def test_bad_messages(make: Callable[..., Path], messages: Any, where: str) -> N
         ({"tokenize": True}, "chat_template_kwargs"),
         ({"value": object()}, "chat_template_kwargs"),
         ({"chat_template": "{% if %}"}, "chat_template"),
+        ({"chat_template": "no_such_name"}, "chat_template"),
     ],
 )
 def test_bad_arguments(make: Callable[..., Path], kwargs: dict[str, Any], param: str) -> None:

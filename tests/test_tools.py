@@ -237,7 +237,7 @@ async def test_a_stop_string_that_cuts_a_call() -> None:
 @pytest.mark.parametrize(
     ("options", "param", "says"),
     [
-        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "beside those of tools"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "beside tools="),
         (
             {"response_format": {"type": "json_object"}, "tool_choice": "required"},
             "response_format",

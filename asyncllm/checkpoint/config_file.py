@@ -57,6 +57,17 @@ class ConfigFile:
         """Read a file; a missing one has no fields."""
         return cls.read(path) if path.exists() else cls(path, {})
 
+    def overridden(self, overrides: Mapping[str, Any] | None) -> ConfigFile:
+        """The fields with those of ``EngineConfig.hf_overrides`` in their place.
+
+        Raises:
+            InvalidRequestError: for a ``quantization_config``.
+        """
+        if not overrides:
+            return self
+        path = self.path.with_name(f"{self.path.name} with hf_overrides")
+        return ConfigFile(path, _merged(self.values, overrides))
+
     def __contains__(self, name: str) -> bool:
         return self.values.get(name) is not None
 
@@ -113,3 +124,18 @@ class ConfigFile:
     def _refuse(self, name: str, value: object, accepted: str) -> ModelLoadError:
         found = "missing" if value is None else check.describe(value)
         return ModelLoadError(f"{self.path}: {name} is {found}, expected {accepted}")
+
+
+def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Values with others in their place, as vLLM has it: objects are replaced, as that of RoPE is,
+    and nested configurations merged."""
+    found = dict(values)
+    for name, value in overrides.items():
+        if name == "quantization_config":
+            accepted = "no quantization_config, which says how the weights are stored"
+            raise check.invalid("hf_overrides", {name: value}, accepted)
+        old = values.get(name)
+        if name.endswith("_config") and isinstance(old, dict) and isinstance(value, dict):
+            value = _merged(old, value)
+        found[name] = value
+    return found

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from asyncllm import validation as check
 from asyncllm.checkpoint.config_file import REQUIRED, ConfigFile
 from asyncllm.checkpoint.experts_config import ExpertsConfig
 from asyncllm.checkpoint.families import BEFORE, Family, Sizes, TensorNames
@@ -145,25 +146,39 @@ class ModelConfig:
         return LayerConfig(self.num_kv_heads, self.head_dim, self.intermediate_size)
 
     @classmethod
-    def from_directory(cls, path: str | os.PathLike[str]) -> ModelConfig:
+    def from_directory(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        overrides: Mapping[str, Any] | None = None,
+        has_defaults: bool = True,
+    ) -> ModelConfig:
         """Read the configuration in a directory or a GGUF file, with transformers' old and new
         keys.
 
         An absent field has transformers' default for the architecture, except sizes, which must be
         there.
 
+        Args:
+            overrides: ``EngineConfig.hf_overrides``.
+            has_defaults: read ``generation_defaults``; False leaves them empty.
+
         Raises:
             ModelLoadError: for a missing or damaged file, an unsupported architecture, RoPE type,
                 activation or quantisation, a missing or invalid field, and numbers that contradict
                 each other. The message names the file, the field, its value and what would have
                 been accepted.
+            InvalidRequestError: for ``overrides`` of a GGUF file.
         """
         directory = Path(path)
         if directory.suffix == GGUF_SUFFIX:
+            if overrides:
+                accepted = f"None with {directory}: a GGUF file has no config.json"
+                raise check.invalid("hf_overrides", overrides, accepted)
             config, generation = gguf_config(GGUFFile(directory)), ConfigFile(directory, {})
         else:
-            config = ConfigFile.read(directory / "config.json")
-            generation = ConfigFile.read_if_present(directory / "generation_config.json")
+            config = ConfigFile.read(directory / "config.json").overridden(overrides)
+            generation = read_generation_config(directory, has_defaults)
         family, config, is_text_part = _family(config)
         vocab_size = config.integer("vocab_size")
         num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
@@ -328,6 +343,13 @@ def _eos_token_ids(
     if not eos and "eos_token_id" not in config.values:
         eos = tuple(each for each in family.eos_token_ids if each < vocab_size)
     return tuple(dict.fromkeys(eos))
+
+
+def read_generation_config(directory: Path, has_defaults: bool) -> ConfigFile:
+    """``generation_config.json``, with its sampling parameters or without."""
+    file = ConfigFile.read_if_present(directory / "generation_config.json")
+    kept = {name: file.values[name] for name in file.values if has_defaults or name not in NEUTRAL}
+    return ConfigFile(file.path, kept)
 
 
 def generation_defaults(generation: ConfigFile) -> dict[str, Any]:

@@ -5,14 +5,23 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from asyncllm import __version__
 from asyncllm.validation import describe
 
-_Option = tuple[str, type, str, str | None]
+_Option = tuple[str, Callable[[str], Any], str, str | None]
 """Option: field, type, metavar, help."""
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise argparse.ArgumentTypeError(f"{describe(text)} is no JSON") from None
+
 
 _SAMPLING_OPTIONS: tuple[_Option, ...] = (
     ("temperature", float, "X", "0 is greedy"),
@@ -32,6 +41,9 @@ _ENGINE_OPTIONS: tuple[_Option, ...] = (
     ("num_threads", int, "N", "CPU threads of the model"),
     ("quantization", str, "NAME", "int8 or int4, with native ops on a CPU"),
     ("load_format", str, "NAME", "auto, safetensors, or dummy for random weights"),
+    ("hf_overrides", _json, "JSON", "fields in place of config.json's"),
+    ("chat_template", str, "FILE", "a Jinja template in place of the model's"),
+    ("generation_config", str, "NAME", "auto, or none: the model's sampling defaults are ignored"),
 )
 _MAX_COUNT = 1_000_000
 
@@ -114,7 +126,7 @@ def _add_serve(commands: Any) -> None:
         "--served-model-name",
         action="append",
         metavar="NAME",
-        help="the model's name to clients; repeatable",
+        help="the model's name to clients and in metrics; repeatable",
     )
     add("--timeout", type=float, metavar="S", help="seconds an answer may take")
     add("--drain", type=float, default=30.0, metavar="S", help="seconds to end in (30)")

@@ -45,11 +45,11 @@ async def _main(arguments: argparse.Namespace) -> None:
         "token": tokens,
         "origins": arguments.origin,
         "local": is_loopback(host),
-        "model_names": arguments.served_model_name,
         "timeout": arguments.timeout,
         "max_body_size": arguments.max_body_size,
     }
-    engine = AsyncLLMEngine(config=checked_config(arguments))
+    config = checked_config(arguments)
+    engine = AsyncLLMEngine(config=config, served_model_name=arguments.served_model_name)
     app = create_app(engine, **options)
     try:
         server = HttpServer(app, host, arguments.port, limits=limits, drain=_CLOSING_SECONDS)

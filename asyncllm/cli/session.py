@@ -98,8 +98,10 @@ async def _start_with_bar(engine: AsyncLLMEngine) -> None:
 
 def model_name(engine: AsyncLLMEngine) -> str:
     """Short name of the model."""
-    name = engine.config.model_name
-    return name if engine.config.model is None else name.rstrip("/").split("/")[-1]
+    config = engine.config
+    name = config.model_name
+    asked_for = config.model is not None and config.served_model_name is None
+    return name.rstrip("/").split("/")[-1] if asked_for else name
 
 
 def context_length(engine: AsyncLLMEngine) -> int:

@@ -277,6 +277,7 @@ def make_usage(group: RequestGroup, members: Sequence[Request], now: float) -> U
         ttft=min(first) - group.arrived_at if first else None,
         total_time=now - group.arrived_at,
         longest_output=max(member.num_output_tokens for member in members),
+        truncated_prompt_tokens=group.num_truncated_tokens,
     )
 
 

@@ -79,6 +79,7 @@ class RequestGroup:
             it ends.
         cancelled: set once, by any thread, before the abort command is sent.
         notifier: calls the observers; None without any.
+        num_truncated_tokens: tokens cut from the prompt's start.
     """
 
     request_id: str
@@ -88,6 +89,7 @@ class RequestGroup:
     members: list[Request] = field(default_factory=list)
     cancelled: bool = False
     notifier: Notifier | None = None
+    num_truncated_tokens: int = 0
 
     @property
     def unfinished(self) -> list[Request]:

@@ -31,6 +31,7 @@ from asyncllm.stream import TokenStream
 from asyncllm.structured.compiler import GrammarCompiler
 from asyncllm.structured.grammar import Grammar
 from asyncllm.text.bad_words import bad_words_token_ids
+from asyncllm.text.detokenizer import NoText
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.tokenizer_thread import LONG_TEXT, TokenizerThread
 from asyncllm.tool_calls.message_parser import MessageParser
@@ -43,6 +44,9 @@ Asked = tuple[Operation, Any]
 
 _PROMPT_END = 32
 """Tokens at a prompt's end in which the beginning of the answer is searched."""
+
+_MAX_TRUNCATED = 2**24
+"""Characters of a text of which the last tokens are kept: all of it is tokenised."""
 
 
 @dataclass(eq=False, repr=False)
@@ -82,46 +86,47 @@ class InputProcessor:
         if prompt is None or text == "":
             raise check.invalid("prompt", prompt, "text or token ids, not empty")
         asked: Asked = ("text_completion", prompt)
+        request = self._build(sampling_params, sampling, options)
         if text is None:
-            token_ids = self._checked_ids(prompt)
-            request = self._build(sampling_params, sampling, options)
+            token_ids = self._checked_ids(prompt, self._kept(request))
         else:
-            request = self._build(sampling_params, sampling, options)
             tokenizer = self.loaded.tokenizer
             if len(text) >= LONG_TEXT:
                 least = tokenizer.min_tokens(len(text))
-                if least >= request.max_model_len:
-                    raise self._too_long(least, "at least ")
+                self._check_length(request, len(text), least)
                 encode, estimate = partial(tokenizer.encode, text), max(least, len(text) // 4)
                 return self._enqueue_long(request, asked, estimate, encode)
             token_ids = tokenizer.encode(text)
         self._set_prompt(request, token_ids)
-        return self._enqueue(request, asked, len(token_ids))
+        return self._enqueue(request, asked, request.num_prompt_tokens)
 
     def conversation(
         self,
         messages: Sequence[dict[str, Any]],
         use: ToolUse | None,
+        template: str | None,
         variables: dict[str, Any] | None,
         split_special_tokens: bool,
         sampling_params: SamplingParams | None,
         sampling: dict[str, Any],
         options: RequestOptions,
     ) -> TokenStream:
-        """Submits messages, rendered by the model's chat template with ``variables``."""
-        variables = _variables(variables)
+        """Submits messages, rendered by the chat template with ``variables``."""
         split_special_tokens = check.boolean("split_special_tokens", split_special_tokens)
-        form, given, free = self._form(use), variables, True
+        template = check.string("chat_template", template, optional=True)
+        form, free = self._form(use, template), True
+        chat = self._template_input(messages, use, template, variables)
         if use is not None:
-            if "tools" in given:
-                accepted = "no tools beside those of tools="
-                raise check.invalid("chat_template_kwargs", variables, accepted)
-            given["tools"] = use.schemas
             assert form is not None
             sampling, free = with_tool_grammar(sampling, sampling_params, use, form)
-        as_text = form is not None and form.arguments_as_text
-        chat = TemplateInput(messages, given, arguments_as_text=as_text)
         request = self._build(sampling_params, sampling, options)
+        asks_for_form = request.sampling.structured_outputs is not None
+        if not request.sampling.detokenize and (form is not None or asks_for_form):
+            accepted = (
+                "true in a chat with tools, thoughts or a response format, which are read from "
+                "the text; or stream(await engine.tokenize(messages))"
+            )
+            raise check.invalid("detokenize", False, accepted)
         parser = None
         if form is not None:
             parser = MessageParser(
@@ -131,25 +136,109 @@ class InputProcessor:
                 text_is_free=free if use else request.sampling.structured_outputs is None,
             )
         asked: Asked = ("chat", messages)
-        encode = partial(
-            self.loaded.tokenizer.encode_chat,
-            chat,
-            self.loaded.executor.info.max_model_len - 1,
-            split_special_tokens=split_special_tokens,
-        )
-        if chat.num_characters < LONG_TEXT and (token_ids := encode(at_once=True)) is not None:
+        longest = request.max_model_len - 1 if self._kept(request) is None else None
+        encode = partial(self._encode_chat, chat, longest, split_special_tokens)
+        if (token_ids := encode(at_once=True)) is not None:
             self._set_prompt(request, token_ids, parser)
-            return self._enqueue(request, asked, len(token_ids), parser)
+            return self._enqueue(request, asked, request.num_prompt_tokens, parser)
         return self._enqueue_long(request, asked, chat.num_characters // 4, encode, parser)
 
-    def _form(self, use: ToolUse | None) -> ResponseFormat | None:
+    def tokenizing(
+        self,
+        prompt: Any,
+        *,
+        add_special_tokens: bool | None = None,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        split_special_tokens: bool = True,
+    ) -> Callable[..., list[int] | None]:
+        """Checks the arguments of ``AsyncLLMEngine.tokenize`` and returns the function that makes
+        the tokens: for another thread, or with ``at_once=True``, which gives None for a prompt that
+        takes long."""
+        special = check.boolean("add_special_tokens", add_special_tokens, optional=True)
+        generation = check.boolean("add_generation_prompt", add_generation_prompt)
+        split = check.boolean("split_special_tokens", split_special_tokens)
+        template = check.string("chat_template", chat_template, optional=True)
+        text = check.plain_text(prompt)
+        if text is None:
+            if special:
+                accepted = "None or False with messages, whose special tokens the template writes"
+                raise check.invalid("add_special_tokens", special, accepted)
+            use, variables = ToolUse.of(tools, "auto", True), chat_template_kwargs
+            self._form(use, template)
+            if not generation:
+                variables = _variables(variables) | {"add_generation_prompt": False}
+            chat = self._template_input(prompt, use, template, variables)
+            return partial(self._encode_chat, chat, None, split)
+        of_chat: dict[str, tuple[Any, Any]] = {
+            "tools": (tools, None),
+            "add_generation_prompt": (generation, True),
+            "chat_template": (template, None),
+            "chat_template_kwargs": (chat_template_kwargs, None),
+            "split_special_tokens": (split, True),
+        }
+        for name, (value, neutral) in of_chat.items():
+            if value is not neutral:
+                raise check.invalid(name, value, f"{neutral} with a text: it is for messages")
+        return partial(self._encode_text, text, special is not False)
+
+    def detokenizing(
+        self, token_ids: Any, skip_special_tokens: bool
+    ) -> tuple[int, Callable[[], str]]:
+        """Checks the arguments of ``AsyncLLMEngine.detokenize``; returns the number of tokens and
+        the function that makes the text."""
+        skip = check.boolean("skip_special_tokens", skip_special_tokens)
+        ids = check.token_ids("token_ids", token_ids, 2**32)
+        return len(ids), partial(self.loaded.tokenizer.decode, ids, skip_special_tokens=skip)
+
+    def _encode_text(
+        self, text: str, add_special_tokens: bool, *, at_once: bool = False
+    ) -> list[int] | None:
+        if at_once and len(text) >= LONG_TEXT:
+            return None
+        return self.loaded.tokenizer.encode(text, add_special_tokens)
+
+    def _encode_chat(
+        self, chat: TemplateInput, most: int | None, split: bool, *, at_once: bool = False
+    ) -> list[int] | None:
+        if at_once and chat.num_characters >= LONG_TEXT:
+            return None
+        return self.loaded.tokenizer.encode_chat(
+            chat, most, split_special_tokens=split, at_once=at_once
+        )
+
+    def _template_input(
+        self,
+        messages: Any,
+        use: ToolUse | None,
+        template: str | None,
+        variables: dict[str, Any] | None,
+    ) -> TemplateInput:
+        given = _variables(variables)
+        own = {"tools": None if use is None else use.schemas, "chat_template": template}
+        for name, value in own.items():
+            if value is None:
+                continue
+            if name in given:
+                accepted = f"no {name} beside {name}="
+                raise check.invalid("chat_template_kwargs", variables, accepted)
+            given[name] = value
+        as_text = self._formats.arguments_as_text
+        return TemplateInput(messages, given, arguments_as_text=as_text)
+
+    def _form(self, use: ToolUse | None, template: str | None) -> ResponseFormat | None:
         """The format of an answer.
+
+        Args:
+            template: the call's own, or None.
 
         Raises:
             InvalidRequestError: for tools that the model cannot be offered.
         """
-        if use is not None and not self.loaded.tokenizer.chat_template.reads("tools"):
-            raise InvalidRequestError("tools: the model's chat template takes none", param="tools")
+        if use is not None and not self.loaded.tokenizer.chat_template.reads("tools", template):
+            raise InvalidRequestError("tools: the chat template takes none", param="tools")
         return self._formats.of(use is not None)
 
     @cached_property
@@ -163,9 +252,29 @@ class InputProcessor:
         worker = self._worker.close()
         return self.grammars.close() + ([] if worker is None else [worker])
 
-    def _checked_ids(self, prompt: Any) -> list[int]:
+    def _kept(self, request: Request) -> int | None:
+        """Most prompt tokens that a request keeps; None for a prompt that is not cut."""
+        kept = request.sampling.truncate_prompt_tokens
+        return request.max_model_len - 1 if kept == -1 else kept
+
+    def _check_length(self, request: Request, num_characters: int, least: int) -> None:
+        """Refuse a text by its length alone: if it has at least ``least`` tokens and these are too
+        many, or, with a prompt that is cut, if it is too long to be tokenised."""
+        if self._kept(request) is None:
+            if least >= request.max_model_len:
+                raise self._too_long(least, "at least ")
+        elif num_characters > _MAX_TRUNCATED:
+            raise ContextLengthExceededError(
+                f"prompt: has {num_characters} characters, expected at most {_MAX_TRUNCATED} "
+                "with truncate_prompt_tokens"
+            )
+
+    def _checked_ids(self, prompt: Any, kept: int | None) -> list[int]:
         """Check a prompt of token ids; returns plain integers."""
         info = self.loaded.executor.info
+        if kept is not None:
+            most = max(check.MAX_ITEMS, info.max_model_len)
+            return list(check.token_ids("prompt", prompt, info.vocab_size, most))
         length = 0
         with suppress(Exception):  # it has no length, or too large a one
             length = len(prompt)
@@ -191,6 +300,10 @@ class InputProcessor:
             sampling, model.generation_defaults or {}, self._draw_seed
         )
         resolved.check_limits(info.vocab_size, self.config.max_logprobs, model.eos_token_ids)
+        kept, longest = resolved.truncate_prompt_tokens, info.max_model_len - 1
+        if kept is not None and kept > longest:
+            accepted = f"at most {longest}, so that one more fits into max_model_len, -1 or None"
+            raise check.invalid("truncate_prompt_tokens", kept, accepted)
         in_process = getattr(self.loaded.executor, "in_process", None)
         for name in ("logits_processors", "extra_args") if in_process is None else ():
             if getattr(resolved, name):
@@ -229,6 +342,8 @@ class InputProcessor:
         )
         limits, skip = info.sampling_limits, resolved.skip_special_tokens
         decode = partial(self.loaded.tokenizer.decode, skip_special_tokens=skip)
+        if not resolved.detokenize:
+            decode = NoText.decode
         needs_host = limits is not None and (
             bool(claimed_by) or limits.exceeded_by(resolved, bad_words)
         )
@@ -256,6 +371,9 @@ class InputProcessor:
             raise InvalidRequestError(
                 "prompt: has no tokens, expected at least one", param="prompt"
             )
+        if (kept := self._kept(request)) is not None and len(token_ids) > kept:
+            request.group.num_truncated_tokens = len(token_ids) - kept
+            token_ids = token_ids[-kept:]
         if len(token_ids) >= request.max_model_len:
             raise self._too_long(len(token_ids))
         vocab_size = self.loaded.executor.info.vocab_size
@@ -274,7 +392,12 @@ class InputProcessor:
                 grammar = member.sampling.structured_outputs
                 member.reasoning = delimiters.reasoning(parser.form, end, grammar)
         for member in request.group.members:
-            member.output.detokenizer = tokenizer.detokenizer(member.sampling, token_ids, **shown)
+            sampling = member.sampling
+            member.output.detokenizer = (
+                tokenizer.detokenizer(sampling, token_ids, **shown)
+                if sampling.detokenize
+                else NoText()
+            )
             member.set_prompt(token_ids if member is request else token_ids.copy())
 
     def _too_long(self, num_tokens: int, how: str = "") -> ContextLengthExceededError:
@@ -325,7 +448,8 @@ class InputProcessor:
         """Enqueue a request whose prompt, of about ``estimate`` tokens, a thread makes with
         ``encode``."""
         core, group = self.core, request.group
-        stream = self._enqueue(request, asked, min(estimate, request.max_model_len), parser)
+        most = self._kept(request) or request.max_model_len
+        stream = self._enqueue(request, asked, min(estimate, most), parser)
         if group.deadline < math.inf:
             core.send(core.on_watch_deadline, group)
 

@@ -93,7 +93,13 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
     tokenizer_path = path
     if config.tokenizer is not None:
         tokenizer_path = resolve_tokenizer(config.tokenizer, progress=progress)
-    model_config = read_config(path, config.model_impl, config.trust_remote_code)
+    model_config = read_config(
+        path,
+        config.model_impl,
+        config.trust_remote_code,
+        overrides=config.hf_overrides,
+        has_defaults=config.generation_config == "auto",
+    )
     text = TokenizerLoad(partial(_read_tokenizer, tokenizer_path, config))
     if not _may_read_aside(tokenizer_path, model_config):
         text.result()
@@ -127,6 +133,8 @@ def _read_tokenizer(path: Path, config: EngineConfig) -> tuple[Tokenizer, Respon
     from asyncllm.tool_calls.response_format import ResponseFormats
 
     tokenizer = Tokenizer.from_directory(path, trust_remote_code=config.trust_remote_code)
+    if config.chat_template is not None:
+        tokenizer = tokenizer.with_chat_template(config.chat_template)
     # Now, because the first chat would block its event loop.
     tokenizer.chat_template.compile()
     formats = ResponseFormats.of_tokenizer(tokenizer, config)

@@ -175,7 +175,8 @@ def create_app(
             browsers send no origin.
         local: require a loopback address in the Host header; for a server that listens on one.
             Prevents DNS rebinding by web pages.
-        model_names: the model's names for clients; None is the engine's.
+        model_names: the model's names for clients; None is ``EngineConfig.served_model_name``, else
+            the model as given to the engine.
         page: function of the decoded path of a GET request that matches no endpoint, without a
             slash at its end ("/" alone has one). It returns a content type and a body, or None.
             Pages need no token: a browser has none before it has the page.

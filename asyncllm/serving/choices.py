@@ -232,9 +232,16 @@ def aborted() -> ProtocolError:
 def usage_fields(usages: Iterable[Usage | None]) -> TokenUsage:
     """Write ``usage`` for one or several streams."""
     known = [usage for usage in usages if usage is not None]
+    cut = sum(usage.truncated_prompt_tokens for usage in known)
     return {
         "prompt_tokens": sum(usage.prompt_tokens for usage in known),
         "completion_tokens": sum(usage.completion_tokens for usage in known),
         "total_tokens": sum(usage.total_tokens for usage in known),
         "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in known)},
+        **truncation_field(cut),
     }
+
+
+def truncation_field(num_tokens: int) -> dict[str, int]:
+    """A field of ``usage`` that OpenAI's protocol does not have, where a prompt was cut."""
+    return {"truncated_prompt_tokens": num_tokens} if num_tokens else {}

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncllm.outputs import Usage
+from asyncllm.serving.choices import truncation_field
 from asyncllm.serving.response_request import ResponseRequest
 
 
@@ -76,6 +77,7 @@ def _usage(usage: Usage | None) -> dict[str, Any] | None:
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage.total_tokens,
+        **truncation_field(usage.truncated_prompt_tokens),
     }
 
 

@@ -62,8 +62,8 @@ Bias = Annotated[
 
 ENGINE_FIELDS = (
     "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed stop "
-    "stop_token_ids ignore_eos min_tokens allowed_token_ids bad_words skip_special_tokens "
-    "include_stop_str_in_output structured_outputs extra_args"
+    "stop_token_ids ignore_eos min_tokens truncate_prompt_tokens allowed_token_ids bad_words "
+    "skip_special_tokens include_stop_str_in_output structured_outputs extra_args"
 ).split()
 """Fields that are SamplingParams' of the same name."""
 
@@ -85,6 +85,7 @@ class SamplingFields(RequestBody):
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
+    truncate_prompt_tokens: int | None = None
     logit_bias: Bias | None = None
     allowed_token_ids: Annotated[TokenIds, Field(json_schema_extra={"minItems": 1})] | None = None
     bad_words: BadWords | None = None

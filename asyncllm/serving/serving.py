@@ -76,7 +76,11 @@ class Serving:
 
 
 def default_model_names(engine: AsyncLLMEngine) -> Sequence[str]:
-    """Name of the engine's model; for a directory, its last part."""
-    name = engine.config.model_name
-    is_path = engine.config.model is not None and os.path.exists(name)
+    """``EngineConfig.served_model_name``, else the model as given; for a directory, its last
+    part."""
+    config = engine.config
+    if config.served_model_name is not None:
+        return config.served_model_name
+    name = config.model_name
+    is_path = config.model is not None and os.path.exists(name)
     return (os.path.basename(name.rstrip("/")) or name,) if is_path else (name,)

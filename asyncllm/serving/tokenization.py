@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import anyio.to_thread
 from pydantic import Field
 
 from asyncllm.engine import AsyncLLMEngine
@@ -14,9 +13,6 @@ from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.request_body import RequestBody, parse_json
 from asyncllm.serving.serving import Serving
-from asyncllm.text.template_input import TemplateInput
-from asyncllm.tool_calls.response_format import ResponseFormats
-from asyncllm.tool_calls.tool_use import ToolUse
 from asyncllm.validation import MAX_ITEMS
 
 
@@ -31,27 +27,20 @@ class TokenizeRequest(TemplateFields):
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
-    def token_ids(self, engine: AsyncLLMEngine) -> list[int]:
-        """Tokenise the input; slow for a long text. Raises ProtocolError or InvalidRequestError."""
-        tokenizer = engine.tokenizer
-        if self.prompt is not None and self.messages is None:
-            return tokenizer.encode(self.prompt, self.add_special_tokens is not False)
-        if self.messages is None or self.prompt is not None:
+    async def token_ids(self, engine: AsyncLLMEngine) -> list[int]:
+        """Tokenise the input. Raises ProtocolError, or as ``AsyncLLMEngine.tokenize``."""
+        if (self.prompt is None) == (self.messages is None):
             raise ProtocolError(
                 "prompt: expected either prompt or messages", code="invalid_value", param="prompt"
             )
-        variables = self.template_variables(engine)
-        variables["add_generation_prompt"] = self.add_generation_prompt is not False
-        use = ToolUse.of(self.tools, "auto", True)
-        if use is not None:
-            variables["tools"] = use.schemas
-        formats = ResponseFormats.of_tokenizer(tokenizer, engine.config)
-        chat = TemplateInput(
-            template_messages(self.messages, engine),
-            variables,
-            arguments_as_text=formats.arguments_as_text,
+        messages = self.messages
+        return await engine.tokenize(
+            self.prompt or "" if messages is None else template_messages(messages, engine),
+            add_special_tokens=self.add_special_tokens,
+            tools=self.tools,
+            add_generation_prompt=self.add_generation_prompt is not False,
+            chat_template_kwargs=self.template_variables(engine) or None,
         )
-        return tokenizer.encode_chat(chat)
 
 
 class DetokenizeRequest(RequestBody):
@@ -67,7 +56,7 @@ async def tokenize(serving: Serving, exchange: Exchange) -> None:
     request = TokenizeRequest.parse(parse_json(await exchange.body()))
     serving.model_name(request.model)
     engine = serving.engine
-    token_ids = await anyio.to_thread.run_sync(request.token_ids, engine)
+    token_ids = await request.token_ids(engine)
     body = Tokens(count=len(token_ids), tokens=token_ids, token_strs=None)
     if request.return_token_strs:
         bytes_of = engine.tokenizer.bytes_of
@@ -78,6 +67,4 @@ async def tokenize(serving: Serving, exchange: Exchange) -> None:
 async def detokenize(serving: Serving, exchange: Exchange) -> None:
     request = DetokenizeRequest.parse(parse_json(await exchange.body()))
     serving.model_name(request.model)
-    decode = serving.engine.tokenizer.decode
-    text = await anyio.to_thread.run_sync(decode, request.tokens, False)
-    await exchange.respond_json(Text(prompt=text))
+    await exchange.respond_json(Text(prompt=await serving.engine.detokenize(request.tokens)))

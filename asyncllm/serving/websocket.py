@@ -54,7 +54,8 @@ def serve(
         host, port: where to listen; port 0 takes a free one. Bound to anything but a
             loopback address without a token, the server logs a warning.
         token, origins, page, timeout, stats_interval, max_frame_rate: as ``create_app``'s.
-        model_name: the model's name to clients; None is the configured one.
+        model_name: the model's name to clients; None is ``EngineConfig.served_model_name``, else
+            the model as given to the engine.
         max_connections: at once; more are answered with 503.
         max_message_size: bytes of a message, a longer one closes its connection with 1009; and of
             a request's body.

@@ -164,8 +164,8 @@ def fake_engine(
         gate: semaphore that each step acquires. Release it often enough before the engine closes.
         fail_at: number of a step, from 0, to the exception that the device raises in it.
         load_error: raised when the engine starts.
-        overrides: fields of EngineConfig. Those of the scheduler apply; those about weights and
-            devices have no effect; logits processors are refused.
+        overrides: fields of EngineConfig. Those of the scheduler, of names and of the chat template
+            apply; those about weights and devices have no effect; logits processors are refused.
     """
     config = EngineConfig(**overrides)
     faults = {} if fail_at is None else fail_at
@@ -181,6 +181,8 @@ def fake_engine(
         if load_error is not None:
             raise load_error
         tokenizer = byte_tokenizer()
+        if config.chat_template is not None:
+            tokenizer = tokenizer.with_chat_template(config.chat_template)
         tokenizer.chat_template.compile()
         info = _limits(config, tokenizer.vocab_size)
         executor = ScriptedExecutor(info, tokenizer, answers, pause)

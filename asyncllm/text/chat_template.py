@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 
 import jinja2
@@ -13,10 +15,15 @@ from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.template_sandbox import RenderLimits, TemplateLimitError, TemplateSandbox
+from asyncllm.validation import invalid
 
 _MAX_SOURCE = 1 << 17
 """Most characters of a template: ten times the longest known one. Compiling one of this length
 holds the GIL for a second, and one of a few megabytes for a minute."""
+
+
+_MAX_RECENT = 8
+"""Compiled templates that are kept of those that calls bring."""
 
 
 class ChatTemplate:
@@ -33,6 +40,7 @@ class ChatTemplate:
         self.special_tokens = dict(special_tokens)
         self._sandbox = TemplateSandbox()
         self._compiled: dict[str, jinja2.Template] = {}
+        self._compile_recent = lru_cache(_MAX_RECENT)(self._compile)
 
     @classmethod
     def from_directory(cls, path: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
@@ -58,6 +66,22 @@ class ChatTemplate:
                     break
         return cls(sources, special_tokens)
 
+    @classmethod
+    def from_setting(
+        cls, given: str | os.PathLike[str], special_tokens: Mapping[str, str]
+    ) -> ChatTemplate:
+        """The one template that ``EngineConfig.chat_template`` gives: text, or a file's path.
+
+        Raises:
+            ModelLoadError: for a file that cannot be read.
+            InvalidRequestError: for a template that is too long or does not compile.
+        """
+        if not isinstance(given, str):
+            given = _read_text(Path(given), _MAX_SOURCE + 1)
+        template = cls({"default": given}, special_tokens)
+        template._compile(given)
+        return template
+
     def compile(self) -> None:
         """Compile the templates at start, so that no call waits the 50 ms that it takes with the
         import of jinja2. One that does not compile is reported when it is used."""
@@ -65,10 +89,12 @@ class ChatTemplate:
             with contextlib.suppress(InvalidRequestError):
                 self._compile(source)
 
-    def reads(self, variable: str) -> bool:
-        """Whether a template may read ``variable``, such as ``tools``."""
+    def reads(self, variable: str, chosen: str | None = None) -> bool:
+        """Whether a template may read ``variable``, such as ``tools``: any of the model's, or the
+        one that a call has ``chosen``."""
         word = re.compile(rf"\b{re.escape(variable)}\b")
-        return any(word.search(source) for source in self.sources.values())
+        sources = self.sources.values() if chosen is None else (self._named(chosen),)
+        return any(word.search(source) for source in sources)
 
     def is_compiled(self, conversation: TemplateInput) -> bool:
         return self._source(conversation) in self._compiled
@@ -91,7 +117,7 @@ class ChatTemplate:
             TemplateLimitError: for a template that needs more than ``limits``.
         """
         source = self._source(conversation)
-        template = self._compiled.get(source) or self._compile(source)
+        template = self._compiled.get(source) or self._compile_recent(source)
         try:
             values = conversation.values
             if change is not None:
@@ -110,7 +136,7 @@ class ChatTemplate:
     def _source(self, conversation: TemplateInput) -> str:
         chosen = conversation.chat_template
         if chosen is not None:
-            return self.sources.get(chosen, chosen)
+            return self._named(chosen)
         if conversation.values["tools"] is not None and "tool_use" in self.sources:
             return self.sources["tool_use"]
         if "default" in self.sources:
@@ -125,6 +151,15 @@ class ChatTemplate:
             "messages: the model has no chat template; pass chat_template, or a prompt",
             param="messages",
         )
+
+    def _named(self, chosen: str) -> str:
+        """The source of a template that a call names or brings. Text without "{" would be the
+        whole prompt; it is the path of a file, or a name that is wrong."""
+        if chosen in self.sources or "{" in chosen:
+            return self.sources.get(chosen, chosen)
+        names = ", ".join(map(repr, sorted(self.sources))) or "none"
+        accepted = f"the text of a template, or the name of one of the model's ({names})"
+        raise invalid("chat_template", chosen, accepted)
 
     def _compile(self, source: str) -> jinja2.Template:
         if len(source) > _MAX_SOURCE:
@@ -145,9 +180,11 @@ class ChatTemplate:
         return template
 
 
-def _read_text(path: Path) -> str:
+def _read_text(path: Path, most: int = -1) -> str:
+    """A file's first ``most`` characters, or all."""
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            return file.read(most)
     except (OSError, UnicodeDecodeError) as error:
         raise ModelLoadError(f"{path}: cannot be read ({error})") from error
 

@@ -1,4 +1,4 @@
-"""Detokenizer: incremental text of one output, with stop strings."""
+"""Detokenizer: incremental text of one output, with stop strings; NoText: an output without."""
 
 from __future__ import annotations
 
@@ -139,3 +139,20 @@ class Detokenizer:
             return ""
         text = self._decoder.flush()
         return text if self._matcher is None else self._matcher.finish() + text
+
+
+class NoText:
+    """A detokenizer for ``SamplingParams.detokenize=False``, which makes no text."""
+
+    stopped: str | None = None
+
+    def push(self, token_id: int, *, search: bool = True) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+    @staticmethod
+    def decode(token_ids: Sequence[int]) -> str:
+        """The whole text, which there is none of."""
+        return ""

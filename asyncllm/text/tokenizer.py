@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,13 @@ class Tokenizer:
         if response is not None and not isinstance(response, dict):
             raise config.bad("response_template", "an object")
         return cls(backend, template, special_tokens, response)
+
+    def with_chat_template(self, given: str | os.PathLike[str]) -> Tokenizer:
+        """The same tokenizer with one template, as ``ChatTemplate.from_setting`` reads it, in place
+        of the model's."""
+        other = copy(self)
+        other.chat_template = ChatTemplate.from_setting(given, self.special_tokens)
+        return other
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``.

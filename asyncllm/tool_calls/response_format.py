@@ -63,7 +63,6 @@ class ResponseFormat:
     begin: str = ""
     end: str = ""
     end_before_call: str = ""
-    arguments_as_text: bool = False
     delimiters: Delimiters = field(init=False)
     calls_close: Delimiters | None = field(init=False)
     thoughts_close: Delimiters | None = field(init=False)
@@ -268,11 +267,11 @@ class ResponseFormats:
             begin="" if thinking is None else thinking.begin,
             end="" if thinking is None else thinking.end,
             end_before_call="" if thinking is None else thinking.end_before_call,
-            arguments_as_text=calling is not None and calling.arguments_as_text,
         )
 
     @property
     def arguments_as_text(self) -> bool:
+        """Whether the chat template wants the arguments of past calls as JSON text."""
         return self._calling is not None and self._calling.arguments_as_text
 
 

@@ -19,6 +19,7 @@ from asyncllm.checkpoint.model_config import (
     generation_defaults,
     has_native_decoder,
     quant_method,
+    read_generation_config,
 )
 from asyncllm.checkpoint.model_files import GGUF_SUFFIX
 from asyncllm.errors import AsyncLLMError, ModelLoadError
@@ -74,33 +75,43 @@ class TransformersConfig:
 
     @classmethod
     def from_directory(
-        cls, path: str | os.PathLike[str], *, trust_remote_code: bool = False
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        trust_remote_code: bool = False,
+        overrides: Mapping[str, Any] | None = None,
+        has_defaults: bool = True,
     ) -> TransformersConfig:
         """Reads a checkpoint's configuration and builds its skeleton.
 
         Args:
             trust_remote_code: run Python code that the checkpoint brings.
+            overrides: ``EngineConfig.hf_overrides``.
+            has_defaults: read ``generation_defaults``; False leaves them empty.
 
         Raises:
             ModelLoadError: files that are missing or damaged, a model that transformers does not
                 know or that generates no text, and a quantisation that is not read.
         """
         directory = Path(path)
-        file = ConfigFile.read(directory / "config.json")
+        file = ConfigFile.read(directory / "config.json").overridden(overrides)
         with (
             transformers_errors(file.path, "transformers cannot read it"),
             importing_transformers(),
         ):
-            return cls._read(directory, file, trust_remote_code)
+            whole = _read(directory, file, trust_remote_code, is_overridden=bool(overrides))
+            return cls._of(directory, file, whole, trust_remote_code, has_defaults)
 
     @classmethod
-    def _read(
-        cls, directory: Path, file: ConfigFile, trust_remote_code: bool
+    def _of(
+        cls,
+        directory: Path,
+        file: ConfigFile,
+        whole: Any,
+        trust_remote_code: bool,
+        has_defaults: bool,
     ) -> TransformersConfig:
-        generation = ConfigFile.read_if_present(directory / "generation_config.json")
-        quantization = quant_method(file)
-        _check_fields(file)
-        whole = _read(directory, file, trust_remote_code)
+        generation = read_generation_config(directory, has_defaults)
         config = copy.deepcopy(whole.get_text_config(decoder=True))
         # The whole model ties its head by its own field, which a part may contradict.
         if type(config) is not type(whole):
@@ -128,7 +139,7 @@ class TransformersConfig:
             max_position_embeddings=seen.integer("max_position_embeddings", high=MAX_POSITIONS),
             dtype=_dtype(file, config, whole),
             eos_token_ids=tuple(dict.fromkeys(eos)),
-            quantization=quantization,
+            quantization=quant_method(file),
             generation_defaults=generation_defaults(generation),
             config=config,
             model_class=model_class,
@@ -143,10 +154,19 @@ class TransformersConfig:
 
 
 def read_config(
-    path: Path, model_impl: str, trust_remote_code: bool = False
+    path: Path,
+    model_impl: str,
+    trust_remote_code: bool = False,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    has_defaults: bool = True,
 ) -> ModelConfig | TransformersConfig:
     """The configuration for the implementation that ``EngineConfig.model_impl`` names; "auto" is
     the engine's own decoder where that has the architecture, else transformers' modules.
+
+    Args:
+        overrides: ``EngineConfig.hf_overrides``.
+        has_defaults: read ``generation_defaults``; False leaves them empty.
 
     Raises:
         ModelLoadError: files that are missing or damaged, or a model that it does not cover.
@@ -158,10 +178,16 @@ def read_config(
             'or "native" with GGUF'
         )
     if model_impl == "auto" and not native:
-        native = has_native_decoder(ConfigFile.read(path / "config.json"))
+        file = ConfigFile.read(path / "config.json").overridden(overrides)
+        native = has_native_decoder(file)
     if native:
-        return ModelConfig.from_directory(path)
-    return TransformersConfig.from_directory(path, trust_remote_code=trust_remote_code)
+        return ModelConfig.from_directory(path, overrides=overrides, has_defaults=has_defaults)
+    return TransformersConfig.from_directory(
+        path,
+        trust_remote_code=trust_remote_code,
+        overrides=overrides,
+        has_defaults=has_defaults,
+    )
 
 
 @contextmanager
@@ -206,9 +232,14 @@ def _check_fields(file: ConfigFile) -> None:
             part.choice(name, _DTYPES, _DTYPES[0])
 
 
-def _read(directory: Path, file: ConfigFile, trust_remote_code: bool) -> Any:
+def _read(
+    directory: Path, file: ConfigFile, trust_remote_code: bool, *, is_overridden: bool
+) -> Any:
+    """transformers' configuration of a file."""
     import transformers
 
+    quant_method(file)
+    _check_fields(file)
     if "auto_map" in file and not trust_remote_code and not _is_known(file):
         raise ModelLoadError(
             f"{file.path}: model_type is {describe(file.values.get('model_type'))}, which "
@@ -218,14 +249,30 @@ def _read(directory: Path, file: ConfigFile, trust_remote_code: bool) -> Any:
     if "auto_map" not in file and not _is_known(file):
         accepted = f"one that transformers {transformers.__version__} knows"
         raise file.bad("model_type", accepted)
-    config = transformers.AutoConfig.from_pretrained(
-        directory, trust_remote_code=trust_remote_code, local_files_only=True
-    )
+    if is_overridden:
+        config_class = _config_class(directory, file, trust_remote_code)
+        config = config_class.from_dict(copy.deepcopy(dict(file.values)))
+    else:
+        config = transformers.AutoConfig.from_pretrained(
+            directory, trust_remote_code=trust_remote_code, local_files_only=True
+        )
     if config.is_encoder_decoder:
         raise ModelLoadError(
             f"{file.path}: is_encoder_decoder is True, expected a model with a decoder alone"
         )
     return config
+
+
+def _config_class(directory: Path, file: ConfigFile, trust_remote_code: bool) -> Any:
+    """The class that AutoConfig takes for a file: the checkpoint's own, where it has one and its
+    code is trusted, or transformers'."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    own = file.section("auto_map").values.get("AutoConfig")
+    if own is None or not trust_remote_code:
+        return CONFIG_MAPPING[file.values["model_type"]]
+    return get_class_from_dynamic_module(own, directory, local_files_only=True)
 
 
 def _is_known(file: ConfigFile) -> bool:

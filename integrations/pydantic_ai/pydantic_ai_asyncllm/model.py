@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from copy import deepcopy
@@ -24,8 +23,6 @@ from pydantic_ai.usage import RequestUsage
 
 from asyncllm import LLM, AsyncLLMEngine
 from asyncllm.structured.python_types import close_objects
-from asyncllm.text.template_input import TemplateInput
-from asyncllm.tool_calls.tool_use import ToolUse
 from pydantic_ai_asyncllm.errors import as_model_errors
 from pydantic_ai_asyncllm.messages import FINISH_REASONS, to_chat, to_parts, to_usage
 from pydantic_ai_asyncllm.streamed_response import AsyncLLMStreamedResponse
@@ -162,15 +159,13 @@ class AsyncLLMModel(Model[AsyncLLMEngine]):
         settings, parameters = self.prepare_request(model_settings, model_request_parameters)
         with as_model_errors(self.model_name):
             chat, options = self._arguments(messages, settings, parameters)
-            choice = options.get("tool_choice", "auto")
-            use = ToolUse.of(options.get("tools"), choice, True)
-            variables = dict(options.get("chat_template_kwargs") or {})
-            if use is not None:
-                variables["tools"] = list(use.schemas)
-            template_input = TemplateInput(chat, variables)
-            # A long conversation takes long, and the event loop is others' as well.
-            encode = self.engine.tokenizer.encode_chat
-            return RequestUsage(input_tokens=len(await asyncio.to_thread(encode, template_input)))
+            offered = options.get("tool_choice") != "none"
+            found = await self.engine.tokenize(
+                chat,
+                tools=options.get("tools") if offered else None,
+                chat_template_kwargs=options.get("chat_template_kwargs"),
+            )
+            return RequestUsage(input_tokens=len(found))
 
     def _arguments(
         self,

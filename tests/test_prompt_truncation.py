@@ -1,0 +1,156 @@
+"""``truncate_prompt_tokens``: the last tokens of a prompt that is too long, through every door."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from asyncllm import (
+    ContextLengthExceededError,
+    EngineOverloadedError,
+    InvalidRequestError,
+    SamplingParams,
+)
+from asyncllm.callbacks import stream_with_callbacks
+from asyncllm.testing import fake_engine, fake_llm
+from tests.app_clients import app_client, events_of, user
+from tests.fakes import fake
+
+TEXT = "abcdefghij" * 3
+HELLO = user("abcdefghij")
+
+pytestmark = pytest.mark.asyncio
+
+
+@pytest.mark.parametrize("prompt", [TEXT, list(TEXT.encode()), tuple(TEXT.encode())])
+async def test_the_last_tokens_are_kept(prompt: Any) -> None:
+    async with fake_engine("xy", max_model_len=20) as engine:
+        for limit, kept in ((3, 3), (19, 19), (-1, 19)):
+            done = await engine.generate(prompt, truncate_prompt_tokens=limit, max_tokens=1)
+            assert bytes(done.prompt_token_ids).decode() == TEXT[-kept:]
+            assert done.usage is not None
+            assert done.usage.prompt_tokens == kept
+            assert done.usage.truncated_prompt_tokens == 30 - kept
+            assert done.text == "x"
+        with pytest.raises(ContextLengthExceededError):
+            await engine.generate(prompt)
+        short = await engine.generate(prompt[:5], truncate_prompt_tokens=-1)
+        assert bytes(short.prompt_token_ids).decode() == TEXT[:5]
+        assert short.usage is not None
+        assert short.usage.truncated_prompt_tokens == 0
+
+
+async def test_conversations_outputs_and_handlers() -> None:
+    params = SamplingParams(truncate_prompt_tokens=12, max_tokens=1)
+    async with fake_engine("xy", max_model_len=20) as engine:
+        whole = await engine.tokenize(HELLO)
+        for stream in (
+            engine.chat(HELLO, params),
+            engine.chat(HELLO, params, n=3),
+            stream_with_callbacks(engine, HELLO, params),
+        ):
+            done = await stream.result()
+            assert list(done.prompt_token_ids) == whole[-12:]
+            assert [output.text for output in done.outputs] == ["x"] * len(done.outputs)
+            assert done.usage is not None
+            assert done.usage.truncated_prompt_tokens == len(whole) - 12
+            assert done.usage.prompt_tokens == 12
+    with fake_llm("xy", max_model_len=20) as llm:
+        for done in (*llm.generate([TEXT, TEXT], params), llm.chat(HELLO, params)):
+            assert (len(done.prompt_token_ids), done.text) == (12, "x")
+
+
+async def test_long_texts_are_cut_on_the_thread_and_no_estimate_refuses_them() -> None:
+    async with fake_engine("xy", max_model_len=50, max_queued_tokens=20) as engine:
+        text = "0123456789" * 2000
+        with pytest.raises(ContextLengthExceededError, match="at least"):
+            engine.stream(text)
+        await engine.pause()
+        streams = [engine.stream(text, truncate_prompt_tokens=9, max_tokens=1) for _ in range(2)]
+        with pytest.raises(EngineOverloadedError, match="max_queued_tokens=20"):
+            engine.stream(text, truncate_prompt_tokens=9)
+        assert streams[0].prompt_token_ids is None
+        await engine.resume()
+        for stream in streams:
+            done = await stream.result()
+            assert bytes(done.prompt_token_ids) == b"123456789"
+            assert done.usage is not None
+            assert done.usage.truncated_prompt_tokens == 19_991
+        chat = engine.chat(user(text), truncate_prompt_tokens=-1, max_tokens=1)
+        done = await chat.result()
+        ending = b"<|im_end|>\n<|im_start|>assistant\n"
+        assert engine.tokenizer.decode(done.prompt_token_ids, False).encode().endswith(ending)
+        assert len(done.prompt_token_ids) == 49
+
+
+async def test_a_text_is_bounded_all_the_same() -> None:
+    async with fake_engine("xy", max_model_len=50) as engine:
+        huge = "a" * (2**24 + 1)
+        with pytest.raises(ContextLengthExceededError, match="has 16777217 characters"):
+            engine.stream(huge, truncate_prompt_tokens=5)
+        with pytest.raises(InvalidRequestError, match=r"^prompt=.*at most 524288 token ids"):
+            engine.stream(range(2**19 + 1), truncate_prompt_tokens=5)
+        ids = [7] * 2**19
+        done = await engine.generate(ids, truncate_prompt_tokens=5, max_tokens=1)
+        assert done.prompt_token_ids == (7,) * 5
+        for wrong in ([-1, *ids[:99]], [*ids[:99], 258]):
+            with pytest.raises(InvalidRequestError) as caught:
+                engine.stream(wrong, truncate_prompt_tokens=5)
+            assert caught.value.param == "prompt"
+        chat = engine.chat(user(huge), truncate_prompt_tokens=5)
+        with pytest.raises(InvalidRequestError, match="writes more than 16777216 characters"):
+            await chat.result()
+        assert engine.stats().num_waiting == 0
+
+
+@pytest.mark.parametrize("value", [0, -2, 20, 2**63, 1.5, "3", True])
+async def test_values_out_of_range_are_refused(value: Any) -> None:
+    async with fake_engine("x", max_model_len=20) as engine:
+        with pytest.raises(InvalidRequestError, match=r"^truncate_prompt_tokens=") as caught:
+            engine.stream("a", truncate_prompt_tokens=value)
+        assert caught.value.param == "truncate_prompt_tokens"
+
+
+async def test_an_abort_while_it_is_tokenised() -> None:
+    rig = fake(num_blocks=3001)
+    rig.tokenizer.gate = threading.Event()
+    async with rig.engine() as engine:
+        stream = engine.stream("5 " * 3000, truncate_prompt_tokens=3)
+        stream.abort()
+        rig.tokenizer.gate.set()
+        done = await stream.result()
+        assert (done.finish_reason, done.prompt_token_ids) == ("abort", ())
+
+
+async def test_over_http() -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": TEXT, "max_tokens": 1},
+        "/v1/chat/completions": {"messages": HELLO, "max_tokens": 1},
+        "/v1/responses": {"input": "abcdefghij", "max_output_tokens": 1, "store": False},
+    }
+    names = {"/v1/responses": "input_tokens"}
+    async with app_client(fake_engine("xy", max_model_len=40)) as client:
+        whole = len((await client.post("/tokenize", json={"messages": HELLO})).json()["tokens"])
+        lengths = {"/v1/completions": 30}
+        for path, body in bodies.items():
+            cut = (await client.post(path, json=body | {"truncate_prompt_tokens": 7})).json()
+            assert cut["usage"][names.get(path, "prompt_tokens")] == 7
+            assert cut["usage"]["truncated_prompt_tokens"] == lengths.get(path, whole) - 7
+            uncut = (await client.post(path, json=body | {"truncate_prompt_tokens": -1})).json()
+            assert "truncated_prompt_tokens" not in uncut["usage"]
+            for value in (0, 40):
+                answer = await client.post(path, json=body | {"truncate_prompt_tokens": value})
+                assert answer.status_code == 400
+                assert answer.json()["error"]["param"] == "truncate_prompt_tokens"
+        streamed = {
+            "prompt": ["a" * 9, "b" * 8],
+            "truncate_prompt_tokens": 7,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        answer = await client.post("/v1/completions", json=streamed)
+        *_, last, _ = events_of(answer.text)
+        assert last["usage"]["truncated_prompt_tokens"] == 3
+        assert last["usage"]["prompt_tokens"] == 14
