@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
+from asyncllm.checkpoint.layer_config import LayerInputConfig
 from asyncllm.gpu.models.layers import Layer, StepContext
+from asyncllm.gpu.models.scope import Scope
 from asyncllm.gpu.ops.base import Embedding, Linear, RMSNorm
 
 
@@ -71,3 +74,38 @@ class InputLayer:
         if step.rows is not None:
             own = own[step.rows]
         return self.norm(self.projection(self.activation(self.gate(hidden), own))), residual
+
+
+def build_layer_inputs(scope: Scope, config: LayerInputConfig) -> LayerInputs:
+    """The factors of Gemma 4: the table's is the root of its size, the projection's that of the
+    inverse of the hidden size, and that of their sum the root of 1/2. The second is the norm's to
+    take: of x * c with eps it is the norm of x with eps / c ** 2."""
+    model, ops, width = scope.model, scope.ops, scope.model.num_layers * config.size
+    scope = scope.at("layer_inputs.", "model.")
+    shape = (config.vocab_size, width)
+    values = scope.tensor("table.weight", "embed_tokens_per_layer.weight", shape)
+    multiplier = torch.tensor(config.size**0.5, dtype=values.dtype).item() * 0.5**0.5
+    rows = (("per_layer_model_projection", width),)
+    projection = scope.linear("projection", rows, model.hidden_size)
+    weight = scope.norm_weight("norm", "per_layer_projection_norm.weight", config.size)
+    norm = ops.rms_norm(weight * 0.5**0.5, model.rms_norm_eps * model.hidden_size)
+    table, add = ops.embedding(values, multiplier), ops.residual_add()
+    return LayerInputs(table, projection, norm, add, model.num_layers)
+
+
+def build_input_layer(
+    scope: Scope, config: LayerInputConfig, layer: Layer, index: int
+) -> InputLayer:
+    """``layer``, which is that of ``scope``, and the block behind it."""
+    model, size = scope.model, config.size
+    return InputLayer(
+        layer,
+        add=scope.ops.residual_add(model.residual_multiplier),
+        gate=scope.linear("input.gate", (("per_layer_input_gate", size),), model.hidden_size),
+        activation=scope.activation,
+        projection=scope.linear(
+            "input.projection", (("per_layer_projection", model.hidden_size),), size
+        ),
+        norm=scope.norm("input.norm", "post_per_layer_input_norm"),
+        index=index,
+    )
