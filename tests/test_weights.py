@@ -6,6 +6,8 @@ import gc
 import json
 import pickle
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -28,6 +30,7 @@ from asyncllm.gpu.weight_upload import PinnedUploader
 from asyncllm.gpu.weights import dummy_weights, load_weights, weights_bytes
 from tests.checkpoints import make_checkpoint
 from tests.driver import Driver
+from tests.families import make
 from tests.live_bytes import LiveBytes
 from tests.static_runner import make_decoder, make_runner
 
@@ -199,6 +202,29 @@ def test_parameters_are_listed_without_memory_for_them(source):
     assert found[0].shape == (2**43, source.hidden_size)
     assert found[1:-1] == expected[1:-1]
     assert weights_bytes(huge, torch.float32) > 2**43 * source.hidden_size * 4
+
+
+LISTING = """
+import sys
+from pathlib import Path
+from asyncllm.checkpoint.model_config import ModelConfig
+from asyncllm.gpu.models.architectures import parameters
+models = [ModelConfig.from_directory(Path(path)) for path in sys.argv[1:]]
+before = set(sys.modules)
+counts = [len(parameters(model)) for model in models]
+print(counts, sorted(set(sys.modules) - before))
+"""
+
+
+def test_a_listing_imports_nothing(tmp_path):
+    """Arithmetic on torch's meta device takes seconds of imports when it is first used."""
+    paths = [tmp_path / name for name in ("Glm4", "Gemma4-experts", "Qwen3Next", "GptOss")]
+    for path in paths:
+        make(path, path.name)
+    expected = [len(parameters(ModelConfig.from_directory(path))) for path in paths]
+    command = [sys.executable, "-c", LISTING, *map(str, paths)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == f"{expected} []"
 
 
 def test_weights_are_taken_by_name(source):

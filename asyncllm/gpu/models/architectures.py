@@ -40,21 +40,21 @@ class _Listing:
     def __call__(self, parameter: Parameter) -> Tensor:
         self.found.append(parameter)
         if len(parameter.shape) == 1:
-            return torch.ones(parameter.shape, device="cpu")
-        return torch.empty(parameter.shape, device="meta")
+            return torch.ones(parameter.shape, dtype=torch.float32, device="cpu")
+        return torch.empty(parameter.shape, dtype=torch.float32, device="meta")
 
     def builder(self, model: ModelConfig, layers: Iterable[int]) -> DecoderBuilder:
         """The decoder that asks it, in plain torch, of which ``layers`` may be built. They attend
         to nothing."""
         nothing: Any = None
-        wires = dict.fromkeys(layers, Wires(nothing, nothing, 0, 0, 0, False))
+        wires = dict.fromkeys(layers, Wires(nothing, nothing, 0, 0, 0))
         return DecoderBuilder(model, TorchOps(), wires, self)
 
 
 def parameters(model: ModelConfig) -> list[Parameter]:
     """Every parameter of the decoder, in the order in which ``build_decoder`` asks for them."""
     layers, listing = range(model.num_layers), _Listing()
-    listing.builder(model, layers).parts(layers)
+    listing.builder(model, layers).decoder(layers, {}, ())
     return listing.found
 
 
@@ -79,7 +79,7 @@ def sum_parameters(model: ModelConfig, size: Callable[[Parameter], int]) -> int:
     and their sizes, so one of each kind stands for all."""
     kinds, listing = _kinds_of_layers(model), _Listing()
     builder = listing.builder(model, kinds)
-    builder.parts(())
+    builder.decoder((), {}, ())
     total = sum(map(size, listing.found))
     for layer, count in kinds.items():
         listing.found.clear()

@@ -4,7 +4,7 @@ KV group and its RoPE."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.gpu.kv_cache import KVGroup
@@ -92,21 +92,15 @@ def rope_specs(model: ModelConfig) -> tuple[RopeSpec, ...]:
     return tuple(map(RopeSpec, ropes, sizes, (model.rotary_dim,) * model.num_layers))
 
 
-@dataclass(frozen=True, slots=True)
-class Wires:
-    """The attention of a layer, and the indices by which its mixer reads a StepContext.
-
-    Attributes:
-        attention_index, rope_index, kv_index: see ``AttentionMixer``.
-        lends: later layers attend to its keys and values.
-    """
+class Wires(NamedTuple):
+    """The attention of a layer, and the indices by which its mixer reads a StepContext: those of
+    AttentionMixer."""
 
     kind: AttentionKind
     attention: Attention
     attention_index: int
     rope_index: int
     kv_index: int
-    lends: bool
 
 
 def attention_wires(
@@ -114,16 +108,8 @@ def attention_wires(
 ) -> dict[int, Wires]:
     """Those of each layer that has attention; ``attention`` is of each of ``attention_kinds``."""
     specs, indices, order = rope_specs(model), kv_indices(model), list(attention)
-    ropes = list(dict.fromkeys(specs))
-    lenders = {model.layer(layer).kv_layer for layer in range(model.num_layers)}
-    return {
-        layer: Wires(
-            kind,
-            attention[kind],
-            order.index(kind),
-            ropes.index(specs[layer]),
-            indices[layer],
-            layer in lenders,
-        )
-        for layer, kind in layer_groups(model)[0].items()
-    }
+    ropes, wires = list(dict.fromkeys(specs)), {}
+    for layer, kind in layer_groups(model)[0].items():
+        places = order.index(kind), ropes.index(specs[layer]), indices[layer]
+        wires[layer] = Wires(kind, attention[kind], *places)
+    return wires

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from asyncllm.gpu.models.layers import (
 )
 from asyncllm.gpu.models.linear_attention import build_linear_attention, linear_attention_states
 from asyncllm.gpu.models.parameter import Parameter
-from asyncllm.gpu.models.rope import rotary_order
+from asyncllm.gpu.models.rope import RopeSpec, rotary_order
 from asyncllm.gpu.models.scope import Scope, Source, stacked
 from asyncllm.gpu.ops.base import Attention, AttentionShape, Embedding, Linear, RMSNorm
 from asyncllm.gpu.ops.linear_weights import LinearWeights
@@ -62,10 +62,11 @@ def build_decoder(
         dtype: of the model, where the embedding does not say it because it is packed.
     """
     source, wires = _InOrder(iter(weights)), attention_wires(model, attention)
-    parts = DecoderBuilder(model, ops, wires, source, convert, dtype).parts(range(model.num_layers))
-    source.finish()
+    builder = DecoderBuilder(model, ops, wires, source, convert, dtype)
     ropes = list(dict.fromkeys(rope_specs(model)))
-    return Decoder(model, ops, attention, ropes, logits_softcap=model.logits_softcap, **parts)
+    decoder = builder.decoder(range(model.num_layers), attention, ropes)
+    source.finish()
+    return decoder
 
 
 class _InOrder:
@@ -111,55 +112,46 @@ class DecoderBuilder:
         self.model, self.ops, self.wires, self.dtype = model, ops, wires, dtype
         self.scope = Scope(model, ops, source, None if convert is None else convert.linear)
         self.head_scope = replace(self.scope, convert=None if convert is None else convert.head)
-        self.order = rotary_order(
-            model.head_dim,
-            model.rotary_dim or model.head_dim,
-            interleaved=model.interleaved_rope,
-        )
+        rotary_dim = model.rotary_dim or model.head_dim
+        self.order = rotary_order(model.head_dim, rotary_dim, interleaved=model.interleaved_rope)
+        self.lenders = {layer.kv_layer for layer in model.layers}
         self.states: list[StateSpec] = []
         self.scalar = 1.0
 
-    def parts(self, layers: Iterable[int]) -> dict[str, Any]:
-        """The fields of a Decoder that are made of weights, with ``layers`` by index."""
-        model, head = self.model, self.head_scope
+    def decoder(
+        self,
+        layers: Iterable[int],
+        attention: Mapping[AttentionKind, Attention],
+        ropes: Sequence[RopeSpec],
+    ) -> Decoder:
+        """The decoder of these layers."""
+        model, ops, hidden = self.model, self.ops, self.model.hidden_size
         embedding, lm_head = self.embedding()
-        inputs = None
-        if model.layer_input is not None:
-            inputs = build_layer_inputs(self.scope, model.layer_input)
+        inputs = build_layer_inputs(self.scope)
         made = [self.layer(index) for index in layers]
         norm = self.last_norm()
         if lm_head is None:
-            lm_head = head.linear("lm_head", (("lm_head", model.vocab_size),), model.hidden_size)
-        return {
-            "embedding": embedding,
-            "layers": made,
-            "norm": norm,
-            "lm_head": lm_head,
-            "states": self.states,
-            "layer_inputs": inputs,
-        }
+            lm_head = self.head_scope.linear("lm_head", (("lm_head", model.vocab_size),), hidden)
+        return Decoder(
+            model, ops, attention, ropes, embedding, made, norm, lm_head,
+            logits_softcap=model.logits_softcap, states=self.states, layer_inputs=inputs,
+        )  # fmt: skip
 
     def embedding(self) -> tuple[Embedding, Linear | None]:
         """The embedding, and the output head where that is tied to it."""
-        model, head, dtype = self.model, self.head_scope, self.dtype
-        name, shape = "model.embed_tokens.weight", (model.vocab_size, model.hidden_size)
-        if not model.tie_word_embeddings:
-            values = self.scope.tensor("embed.weight", name, shape)
-            return self.ops.embedding(values, self._embedding_multiplier(values.dtype)), None
-        tied = head.parameter("embed.weight", shape, ((name, model.vocab_size),), linear=True)
-        weights = head.source(tied)
+        model, ops, head, dtype = self.model, self.ops, self.head_scope, self.dtype
+        rows, tied = (("model.embed_tokens", model.vocab_size),), model.tie_word_embeddings
+        weights = head.source(head.parameter("embed", rows, model.hidden_size, linear=tied))
         if isinstance(weights, Tensor):
-            dtype, weights = weights.dtype, LinearWeights(weights)
+            dtype = weights.dtype
         assert dtype is not None
-        if head.convert is not None:
-            weights = head.convert(weights)
-        return self.ops.tied_embedding(weights, dtype, self._embedding_multiplier(dtype))
-
-    def _embedding_multiplier(self, dtype: torch.dtype) -> float:
-        multiplier = self.model.embedding_multiplier
-        if self.model.rounds_embedding_multiplier:
+        multiplier = model.embedding_multiplier
+        if model.rounds_embedding_multiplier:
             multiplier = torch.tensor(multiplier, dtype=dtype).item()
-        return multiplier
+        if tied:
+            return ops.tied_embedding(head.converted(weights), dtype, multiplier)
+        assert isinstance(weights, Tensor)
+        return ops.embedding(weights, multiplier), None
 
     def layer(self, index: int) -> Layer:
         model, names = self.model, self.model.names
@@ -172,16 +164,16 @@ class DecoderBuilder:
         mlp, beside = self.mlp(scope, index)
         layer: Layer = DecoderLayer(self.kind(index), input_norm, mixer, post_norm, mlp, beside)
         if model.layer_input is not None:
-            layer = build_input_layer(scope, model.layer_input, layer, index)
+            layer = build_input_layer(scope, model.layer_input.size, layer, index)
         if model.layer_scalar:
-            self.scalar = scope.tensor("scalar", "layer_scalar", (1,)).item()
+            self.scalar = scope.tensor("scalar", "layer_scalar", 1, suffix="").item()
         return layer
 
     def kind(self, index: int) -> Hashable:
         """Equal for layers whose ops have the same shapes."""
         model, wires = self.model, self.wires.get(index)
         kind = "linear attention" if wires is None else wires.kind
-        sizes = (model.layer(index), wires is not None and wires.lends) if model.layers else ()
+        sizes = (model.layer(index), index in self.lenders) if model.layers else ()
         apart = (*sizes, "experts") if self.experts_of(index) else sizes
         return (kind, *apart) if apart else kind
 
@@ -221,7 +213,7 @@ class DecoderBuilder:
             qkv=qkv,
             rope_and_cache=self.ops.rope_and_cache(shape, *norms),
             gate=OutputGate(queries + 2 * keys, self.ops.sigmoid_mul) if gates else None,
-            lends=self.wires[index].lends,
+            lends=index in self.lenders,
             **self.rest_of_attention(scope, index, queries),
         )
 
@@ -239,17 +231,14 @@ class DecoderBuilder:
 
     def rest_of_attention(self, scope: Scope, index: int, width: int) -> dict[str, Any]:
         """Parts of attention with or without keys of its own; ``width`` is that of its output."""
-        model, wires, sinks = self.model, self.wires[index], ()
-        o = scope.linear("o", (("o_proj", model.hidden_size),), width, model.output_bias)
-        if model.sinks:
-            sinks = (scope.tensor("sinks", "sinks", (model.num_heads,), "float32"),)
+        model, wires = self.model, self.wires[index]
         return {
             "attention": wires.attention,
-            "o": o,
+            "o": scope.linear("o", (("o_proj", model.hidden_size),), width, model.output_bias),
             "attention_index": wires.attention_index,
             "rope_index": wires.rope_index,
             "kv_index": wires.kv_index,
-            "sinks": sinks,
+            "sinks": (scope.vector("sinks", model.num_heads),) if model.sinks else (),
         }
 
     def qkv_order(self, shape: AttentionShape) -> Tensor | None:
@@ -280,7 +269,7 @@ class DecoderBuilder:
         if not model.qk_norm:
             return None
         width = width if model.norms_whole_projections else shape.head_dim
-        weight = scope.norm_weight(name, f"{name}.weight", width)
+        weight = scope.norm_weight(name, name, width)
         if self.order is None:
             return weight
         return weight.view(-1, len(self.order))[:, self.order.to(weight.device)].flatten()
@@ -303,7 +292,7 @@ class DecoderBuilder:
 
     def last_norm(self) -> RMSNorm:
         """With the divisor of the logits, which are linear in what it returns."""
-        model, weight = self.model, self.scope.norm_weight("norm", "model.norm.weight")
+        model, weight = self.model, self.scope.norm_weight("norm", "model.norm")
         if model.logits_divisor != 1.0:
             weight = weight / model.logits_divisor
         eps, multiplier = model.rms_norm_eps, model.residual_multiplier

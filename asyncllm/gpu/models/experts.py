@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -72,10 +73,9 @@ def build_experts(scope: Scope, config: ExpertsConfig) -> ExpertsMLP:
     correction = scale = None
     if routing.correction:
         layout = None if routing.correction_rows is None else StackLayout(routing.correction_rows)
-        name = names.correction
-        correction = scope.tensor("correction", name, (count,), "float32", layout)
+        correction = scope.vector("correction", count, names.correction, layout=layout)
     if routing.expert_scale:
-        scale = scope.tensor("expert_scale", names.expert_scale, (count,), "float32")
+        scale = scope.vector("expert_scale", count, names.expert_scale)
     gate, up, down = names.parts
     mlp = ExpertsMLP(
         ops.routing(routing, RouterWeights(rows, correction, scale)),
@@ -102,8 +102,8 @@ def build_experts_beside(
     """An MLP of intermediate size ``size``, and the experts beside it."""
     model, names = scope.model, config.names
     experts = build_experts(scope, config)
-    router = scope.norm_weight("router.norm", names.router_norm) * model.hidden_size**-0.5
-    router_norm = scope.ops.rms_norm(router, model.rms_norm_eps)
+    router = scope.norm_weight("router.norm", names.router_norm, suffix="")
+    router_norm = scope.ops.rms_norm(router * model.hidden_size**-0.5, model.rms_norm_eps)
     norm = scope.norm("experts.norm", names.norm)
     mixed_norm = scope.norm("experts.mixed_norm", names.mixed_norm)
     mlp_norm = scope.norm("experts.mlp_norm", names.mlp_norm)
@@ -116,10 +116,10 @@ def build_experts_beside(
 def _router(scope: Scope, config: ExpertsConfig, kind: str, *width: int) -> Parameter:
     """Weight or bias of the router, as it is: rounded weights would choose other experts."""
     names, routing = config.names, config.routing
-    count, dtype = routing.num_experts, "float32" if routing.float32 else None
+    fields: dict[str, Any] = {"suffix": f".{kind}", "dtype": "float32" if routing.float32 else None}
     own, fused = (
-        scope.parameter(f"router.{kind}", (count, *width), ((f"{router}.{kind}", count),), dtype)
-        for router in (names.router, names.fused_router)
+        scope.parameter("router", ((name, routing.num_experts),), *width, **fields)
+        for name in (names.router, names.fused_router)
     )
     return replace(own, other=fused)
 
@@ -129,22 +129,14 @@ def _stack(
 ) -> LinearWeights:
     """A linear layer of all experts, one below the other: from a tensor per expert and part, or
     from one tensor."""
-    names, count = config.names, config.routing.num_experts
+    names, count, found = config.names, config.routing.num_experts, []
     layout = StackLayout(count, names.transposed, names.transposed and name == "gate_up")
-    rows = count * sum(each for _, each in parts)
-    kinds = (("weight", "", (rows, width)), ("bias", "_bias", (rows,)))
-    found = []
-    for kind, suffix, shape in kinds if config.bias else kinds[:1]:
-        own, linear = f"experts.{name}.{kind}", kind == "weight"
-        fused = ((f"{names.fused}.{name}_proj{suffix}", rows),)
-        parameter = scope.parameter(own, shape, fused, layout=layout, linear=linear)
-        if names.experts is not None:
-            single = [
-                (f"{names.experts}.{expert}.{part}.{kind}", each)
-                for expert in range(count)
-                for part, each in parts
-            ]
-            apart = scope.parameter(own, shape, single, linear=linear)
-            parameter = replace(apart, other=parameter)
-        found.append(parameter)
+    each = [(f"{names.experts}.{i}.{part}", rows) for i in range(count) for part, rows in parts]
+    weight = scope.parameter(f"experts.{name}", each, width, linear=True)
+    bias = scope.parameter(f"experts.{name}", each, suffix=".bias") if config.bias else None
+    for single, suffix in ((weight, ""), (bias, "_bias")):
+        if single is not None:
+            stored = f"{scope.stored}{names.fused}.{name}_proj{suffix}"
+            fused = replace(single, parts=((stored, single.shape[0]),), layout=layout)
+            found.append(fused if names.experts is None else replace(single, other=fused))
     return scope.linear_weights(*found)

@@ -74,19 +74,17 @@ def build_linear_attention(
         qkvz = {"in_proj_qkv": channels, "in_proj_z": values}
         gates = {"in_proj_b": heads, "in_proj_a": heads}
     order, gates_order = projection_rows(config) or (None, None)
-    conv_shape = (channels, 1, config.conv_width)
     return GatedDeltaMixer(
         qkvz=scope.linear("qkvz", qkvz.items(), hidden, order=order),
         # The decay of a state is exponential in them.
         gates=scope.linear("gates", gates.items(), hidden, order=gates_order, exact=True),
-        conv=ops.causal_conv(scope.tensor("conv.weight", "conv1d.weight", conv_shape).squeeze(1)),
+        conv=ops.causal_conv(
+            scope.tensor("conv", "conv1d", channels, 1, config.conv_width).squeeze(1)
+        ),
         delta=ops.gated_delta(
-            config,
-            DeltaBiases(*(scope.tensor(e, e, (heads,), "float32") for e in ("dt_bias", "A_log"))),
+            config, DeltaBiases(scope.vector("dt_bias", heads), scope.vector("A_log", heads))
         ),
-        norm=ops.gated_norm(
-            scope.tensor("gated_norm.weight", "norm.weight", (config.value_dim,)), eps
-        ),
+        norm=ops.gated_norm(scope.tensor("gated_norm", "norm", config.value_dim), eps),
         out=scope.linear("out", (("out_proj", hidden),), values),
         conv_size=channels,
         first_state=first_state,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.gpu.models.layers import GatedMLP
-from asyncllm.gpu.models.parameter import Parameter, StackLayout
+from asyncllm.gpu.models.parameter import Parameter
 from asyncllm.gpu.ops.base import Linear, RMSNorm
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.quantise import Convert
@@ -18,7 +19,7 @@ from asyncllm.gpu.ops.torch_ops import TorchOps
 Source = Callable[[Parameter], Tensor | LinearWeights]
 """The values of a parameter; of one that is ``linear`` in any form that the op set takes."""
 
-Parts = Iterable[tuple[str, int]]
+Parts = Collection[tuple[str, int]]
 """Modules of a checkpoint whose rows are stacked, and how many each has."""
 
 
@@ -45,35 +46,31 @@ class Scope:
         return replace(self, own=self.own + own, stored=self.stored + stored)
 
     def parameter(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        parts: Parts,
-        dtype: str | None = None,
-        layout: StackLayout | None = None,
-        *,
-        linear: bool = False,
+        self, name: str, parts: Parts, *width: int, suffix: str = ".weight", **fields: Any
     ) -> Parameter:
-        """A parameter by the names within the scope; see ``Parameter``."""
-        stored = tuple((self.stored + tensor, rows) for tensor, rows in parts)
-        return Parameter(self.own + name, shape, stored, dtype, layout, linear=linear)
+        """A parameter of the rows of ``parts``, each of shape ``width``.
+
+        Args:
+            suffix: of its own name, and of those of the parts.
+            fields: others of Parameter.
+        """
+        stored = tuple((f"{self.stored}{part}{suffix}", rows) for part, rows in parts)
+        shape = (sum(rows for _, rows in parts), *width)
+        return Parameter(f"{self.own}{name}{suffix}", shape, stored, **fields)
+
+    def tensor(self, name: str, stored: str, rows: int, *width: int, **fields: Any) -> Tensor:
+        """The values of a parameter that is one tensor of the checkpoint; see ``parameter``."""
+        return self.take(self.parameter(name, ((stored, rows),), *width, **fields))
+
+    def vector(self, name: str, size: int, stored: str | None = None, **fields: Any) -> Tensor:
+        """A vector that stays in float32; ``stored`` is ``name`` unless it is given."""
+        return self.tensor(name, stored or name, size, suffix="", dtype="float32", **fields)
 
     def take(self, parameter: Parameter) -> Tensor:
-        """The values of a parameter that is not the weight of a linear layer."""
+        """The values of a parameter that cannot come packed."""
         values = self.source(parameter)
         assert isinstance(values, Tensor)
         return values
-
-    def tensor(
-        self,
-        name: str,
-        stored: str,
-        shape: tuple[int, ...],
-        dtype: str | None = None,
-        layout: StackLayout | None = None,
-    ) -> Tensor:
-        """A parameter that is one tensor of the checkpoint."""
-        return self.take(self.parameter(name, shape, ((stored, shape[0]),), dtype, layout))
 
     def linear(
         self, name: str, parts: Parts, width: int, bias: bool = False, order: Tensor | None = None,
@@ -85,39 +82,36 @@ class Scope:
             order: of the rows; None is as they are.
             exact: computed as the checkpoint has it, neither packed nor converted.
         """
-        parts = tuple(parts)
-        rows = sum(count for _, count in parts)
-        weights, biases = (
-            [(f"{module}.{kind}", count) for module, count in parts] for kind in ("weight", "bias")
-        )
-        weight = self.parameter(f"{name}.weight", (rows, width), weights, linear=not exact)
-        own_bias = self.parameter(f"{name}.bias", (rows,), biases) if bias else None
+        weight = self.parameter(name, parts, width, linear=not exact)
+        own_bias = self.parameter(name, parts, suffix=".bias") if bias else None
         return self.ops.linear(self.linear_weights(weight, own_bias, order))
 
     def linear_weights(
         self, weight: Parameter, bias: Parameter | None = None, order: Tensor | None = None
     ) -> LinearWeights:
-        """The weights of a linear layer as its op takes them."""
-        weights = self.source(weight)
-        if isinstance(weights, Tensor):
-            weights = LinearWeights(weights)
+        """The weights of a linear layer as its op takes them, with its rows in ``order``."""
+        weights = _as_linear(self.source(weight))
         if bias is not None:
             weights = replace(weights, bias=self.take(bias))
         if order is not None:
             weights = _in_order(weights, order)
-        return self.convert(weights) if self.convert is not None and weight.linear else weights
+        return self.converted(weights) if weight.linear else weights
 
-    def norm_weight(self, name: str, stored: str, width: int | None = None) -> Tensor:
-        """The weight of a norm, ``[width]``; None is the hidden size."""
+    def converted(self, weights: Tensor | LinearWeights) -> LinearWeights:
+        """The weights of a linear layer, quantised where they are to be."""
+        weights = _as_linear(weights)
+        return weights if self.convert is None else self.convert(weights)
+
+    def norm_weight(self, name: str, stored: str, width: int = 0, **fields: Any) -> Tensor:
+        """The weight of a norm, ``[width]``; 0 is the hidden size."""
         model = self.model
         dtype = "float32" if model.wide_norms else None
-        weight = self.tensor(f"{name}.weight", stored, (width or model.hidden_size,), dtype)
+        weight = self.tensor(name, stored, width or model.hidden_size, dtype=dtype, **fields)
         return weight + model.norm_offset if model.norm_offset else weight
 
     def norm(self, name: str, stored: str) -> RMSNorm:
         """A norm that adds nothing to the residual."""
-        weight = self.norm_weight(name, f"{stored}.weight")
-        return self.ops.rms_norm(weight, self.model.rms_norm_eps)
+        return self.ops.rms_norm(self.norm_weight(name, stored), self.model.rms_norm_eps)
 
     def norm_before(self, name: str, stored: str | None, scale: float = 1.0) -> RMSNorm:
         """The norm before a block, which adds its input to the residual; the sum alone where
@@ -125,8 +119,7 @@ class Scope:
         eps, multiplier = self.model.rms_norm_eps, self.model.residual_multiplier
         if stored is None:
             return self.ops.residual_add(multiplier, scale)
-        weight = self.norm_weight(name, f"{stored}.weight")
-        return self.ops.rms_norm(weight, eps, multiplier, scale)
+        return self.ops.rms_norm(self.norm_weight(name, stored), eps, multiplier, scale)
 
     def gated_mlp(self, size: int) -> GatedMLP:
         """The scope as a gated MLP of intermediate size ``size``."""
@@ -145,7 +138,11 @@ class Scope:
 
 def stacked(names: tuple[str, ...], rows: tuple[int, ...]) -> Parts:
     """The rows of each module; all of them where there is one module."""
-    return zip(names, (sum(rows),) if len(names) == 1 else rows, strict=True)
+    return tuple(zip(names, (sum(rows),) if len(names) == 1 else rows, strict=True))
+
+
+def _as_linear(weights: Tensor | LinearWeights) -> LinearWeights:
+    return LinearWeights(weights) if isinstance(weights, Tensor) else weights
 
 
 def _in_order(weights: LinearWeights, rows: Tensor) -> LinearWeights:
