@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 class LiveBytes(TorchDispatchMode):
     """Within it, every storage that an operator makes counts until it is collected. Views, a
-    mapped file, and storages that were there before do not.
+    mapped file, storages that were there before, and those of the meta device, which have no
+    memory, do not.
 
     Attributes:
         now, peak: in bytes.
@@ -34,7 +35,7 @@ class LiveBytes(TorchDispatchMode):
         }
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
                 self._add(leaf.untyped_storage(), given)
         return result
 

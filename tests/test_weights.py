@@ -6,6 +6,8 @@ import gc
 import json
 import pickle
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -19,15 +21,16 @@ from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.checkpoint.reader import TensorInfo
 from asyncllm.checkpoint.safetensors_reader import SafetensorsReader
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.models import architectures
 from asyncllm.gpu.models.architectures import (
     is_small,
     parameters,
 )
+from asyncllm.gpu.models.dense import DecoderBuilder
 from asyncllm.gpu.weight_upload import PinnedUploader
 from asyncllm.gpu.weights import dummy_weights, load_weights, weights_bytes
 from tests.checkpoints import make_checkpoint
 from tests.driver import Driver
+from tests.families import make
 from tests.live_bytes import LiveBytes
 from tests.static_runner import make_decoder, make_runner
 
@@ -174,13 +177,13 @@ def test_a_parameter_may_have_a_dtype_of_its_own(source):
 
 def test_sizes_take_one_layer_for_all(source, monkeypatch):
     """Also of a number of layers that no machine could list."""
-    of_layer = architectures._layer_parameters
+    of_layer = DecoderBuilder.layer
 
-    def first(model: ModelConfig, layer: int):
+    def first(builder: DecoderBuilder, layer: int):
         assert layer == 0
-        return of_layer(model, layer)
+        return of_layer(builder, layer)
 
-    monkeypatch.setattr(architectures, "_layer_parameters", first)
+    monkeypatch.setattr(DecoderBuilder, "layer", first)
     sizes = [
         weights_bytes(replace(source, num_layers=count), torch.float32)
         for count in (1, 2, 10**15, 10**15 + 1)
@@ -189,6 +192,48 @@ def test_sizes_take_one_layer_for_all(source, monkeypatch):
     assert sizes[3] == sizes[0] + 10**15 * (sizes[1] - sizes[0])
     assert is_small(source)
     assert not is_small(replace(source, num_layers=10**15))
+
+
+def test_parameters_are_listed_without_memory_for_them(source):
+    """And without the files: an embedding of 2 PB."""
+    huge = replace(source, vocab_size=2**43, path=Path("nowhere"))
+    found, expected = parameters(huge), parameters(source)
+    assert [p.name for p in found] == [p.name for p in expected]
+    assert found[0].shape == (2**43, source.hidden_size)
+    assert found[1:-1] == expected[1:-1]
+    assert weights_bytes(huge, torch.float32) > 2**43 * source.hidden_size * 4
+
+
+LISTING = """
+import sys
+from pathlib import Path
+from asyncllm.checkpoint.model_config import ModelConfig
+from asyncllm.gpu.models.architectures import parameters
+models = [ModelConfig.from_directory(Path(path)) for path in sys.argv[1:]]
+before = set(sys.modules)
+counts = [len(parameters(model)) for model in models]
+print(counts, sorted(set(sys.modules) - before))
+"""
+
+
+def test_a_listing_imports_nothing(tmp_path):
+    """Arithmetic on torch's meta device takes seconds of imports when it is first used."""
+    paths = [tmp_path / name for name in ("Glm4", "Gemma4-experts", "Qwen3Next", "GptOss")]
+    for path in paths:
+        make(path, path.name)
+    expected = [len(parameters(ModelConfig.from_directory(path))) for path in paths]
+    command = [sys.executable, "-c", LISTING, *map(str, paths)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == f"{expected} []"
+
+
+def test_weights_are_taken_by_name(source):
+    """Those of another are refused, as are any that no part of the decoder takes."""
+    drawn = list(dummy_weights(source, torch.float32, CPU))
+    with pytest.raises(RuntimeError, match=r"layers\.1\.down\.weight where norm\.weight is due"):
+        make_decoder(source, [*drawn[:-2], drawn[-3], drawn[-1]])
+    with pytest.raises(RuntimeError, match=r"left over: lm_head\.weight"):
+        make_decoder(source, [*drawn, drawn[-1]])
 
 
 def test_conversion_and_progress(source):

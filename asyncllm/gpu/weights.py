@@ -70,9 +70,9 @@ def load_weights(
         tensors = reader.tensors
         done, num_bytes = 0, sum(tensors[name].num_bytes for p in wanted for name, _ in p.parts)
         packed = PackedSizes()
-        lent = _Lent(model, wanted, dtype, reader) if lend else None
+        lent = _Lent(wanted, dtype, reader) if lend else None
         for parameter in wanted:
-            bundle = _packed(reader, parameter, model, takes)
+            bundle = _packed(reader, parameter, takes)
             whole = None
             if bundle is not None:
                 packed.add(bundle)
@@ -97,34 +97,21 @@ def load_weights(
         log_sizes(model.path, reader, dtype, packed)
 
 
-def _is_linear(parameter: Parameter, model: ModelConfig) -> bool:
-    """Whether a parameter is the weight of a linear layer, or of an embedding that a head is tied
-    to, in rows as the checkpoint has them. Those of a router and of gates are not: they are
-    computed as they are."""
-    if parameter.name == "embed.weight":
-        return model.tie_word_embeddings
-    if parameter.name == "layer_inputs.table.weight":
-        return False
-    as_rows = len(parameter.shape) == 2 and parameter.layout is None
-    return as_rows and not parameter.name.endswith((".router.weight", ".gates.weight"))
-
-
 class _Lent:
     """Weights of linear layers, each of which is valid until the next."""
 
     def __init__(
-        self, model: ModelConfig, wanted: list[Parameter], dtype: torch.dtype,
-        reader: CheckpointReader,
-    ) -> None:  # fmt: skip
-        self._model, self._dtype, self._reader = model, dtype, reader
+        self, wanted: list[Parameter], dtype: torch.dtype, reader: CheckpointReader
+    ) -> None:
+        self._dtype, self._reader = dtype, reader
         copied = [each for each in wanted if self.has(each) and self.whole(each) is None]
         largest = max((math.prod(each.shape) for each in copied), default=0)
         self._buffer = torch.empty(largest, dtype=dtype, device="cpu")
 
     def has(self, parameter: Parameter) -> bool:
-        """Those of experts and of their router are held until all of a layer's are there."""
-        held = ".experts." in parameter.name or ".router." in parameter.name
-        return _is_linear(parameter, self._model) and parameter.dtype is None and not held
+        """Those of experts are held until all of a layer's are there."""
+        held = ".experts." in parameter.name
+        return parameter.linear and parameter.dtype is None and not held
 
     def whole(self, parameter: Parameter) -> Tensor | None:
         """The mapped tensor, where it is what the layer takes."""
@@ -144,12 +131,11 @@ class _Lent:
 def _packed(
     reader: CheckpointReader,
     parameter: Parameter,
-    model: ModelConfig,
     takes: Callable[[WeightForm], bool] | None,
 ) -> LinearWeights | None:
     """The weight of a linear layer, or of an embedding that a head is tied to, as it is stored;
     None for another parameter, and where it has to be dequantised."""
-    if takes is None or not _is_linear(parameter, model):
+    if takes is None or not parameter.linear or parameter.layout is not None:
         return None
     return packed_weights([reader.codes(name) for name, _ in parameter.parts], takes)
 

@@ -1,1 +1,1 @@
-"""Decoder models: layers, the families composed of them, and the table of architectures."""
+"""Decoder models: layers, and their construction from a checkpoint's weights."""

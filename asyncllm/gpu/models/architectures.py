@@ -1,16 +1,21 @@
-"""The parameters of the decoder, and the names of their tensors in a checkpoint."""
+"""The parameters of the decoder by its sizes alone, and what a checkpoint may have beside them."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig
-from asyncllm.gpu.models.experts import expert_parameters
-from asyncllm.gpu.models.linear_attention import linear_attention_parameters
+from asyncllm.gpu.models.attention_kinds import Wires
+from asyncllm.gpu.models.dense import DecoderBuilder
 from asyncllm.gpu.models.parameter import Parameter
+from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
@@ -25,12 +30,32 @@ _KEYS_AND_VALUES = re.compile(r"model\.layers\.\d+\.self_attn\.[kv]_(proj|norm)\
 _COMPUTED_BUFFER = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
 
-def parameters(model: ModelConfig) -> Iterator[Parameter]:
-    """Every parameter of the decoder, in the order in which it is built."""
-    yield from _first_parameters(model)
-    for layer in range(model.num_layers):
-        yield from _layer_parameters(model, layer)
-    yield from _last_parameters(model)
+class _Listing:
+    """A source that lists what it is asked for. Matrices have no memory. Vectors are real: norms
+    are computed with, which on the meta device imports much of torch."""
+
+    def __init__(self) -> None:
+        self.found: list[Parameter] = []
+
+    def __call__(self, parameter: Parameter) -> Tensor:
+        self.found.append(parameter)
+        if len(parameter.shape) == 1:
+            return torch.ones(parameter.shape, dtype=torch.float32, device="cpu")
+        return torch.empty(parameter.shape, dtype=torch.float32, device="meta")
+
+    def builder(self, model: ModelConfig, layers: Iterable[int]) -> DecoderBuilder:
+        """The decoder that asks it, in plain torch, of which ``layers`` may be built. They attend
+        to nothing."""
+        nothing: Any = None
+        wires = dict.fromkeys(layers, Wires(nothing, nothing, 0, 0, 0))
+        return DecoderBuilder(model, TorchOps(), wires, self)
+
+
+def parameters(model: ModelConfig) -> list[Parameter]:
+    """Every parameter of the decoder, in the order in which ``build_decoder`` asks for them."""
+    layers, listing = range(model.num_layers), _Listing()
+    listing.builder(model, layers).decoder(layers, {}, ())
+    return listing.found
 
 
 def is_unused(model: ModelConfig, name: str) -> bool:
@@ -52,9 +77,14 @@ def is_unused(model: ModelConfig, name: str) -> bool:
 def sum_parameters(model: ModelConfig, size: Callable[[Parameter], int]) -> int:
     """The sum of ``size`` over all parameters. Layers are alike but for their mixer, their experts
     and their sizes, so one of each kind stands for all."""
-    total = sum(map(size, (*_first_parameters(model), *_last_parameters(model))))
-    for layer, count in _kinds_of_layers(model).items():
-        total += count * sum(map(size, _layer_parameters(model, layer)))
+    kinds, listing = _kinds_of_layers(model), _Listing()
+    builder = listing.builder(model, kinds)
+    builder.decoder((), {}, ())
+    total = sum(map(size, listing.found))
+    for layer, count in kinds.items():
+        listing.found.clear()
+        builder.layer(layer)
+        total += count * sum(map(size, listing.found))
     return total
 
 
@@ -74,124 +104,3 @@ def is_small(model: ModelConfig | TransformersConfig) -> bool:
     if isinstance(model, TransformersConfig):
         return model.num_parameters < SMALL_MODEL
     return sum_parameters(model, lambda parameter: math.prod(parameter.shape)) < SMALL_MODEL
-
-
-def _first_parameters(model: ModelConfig) -> Iterator[Parameter]:
-    hidden, inputs = model.hidden_size, model.layer_input
-    yield _single("embed.weight", "model.embed_tokens.weight", (model.vocab_size, hidden))
-    if inputs is not None:
-        width, here = model.num_layers * inputs.size, "layer_inputs."
-        table, projection = (
-            "model.embed_tokens_per_layer.weight",
-            "model.per_layer_model_projection",
-        )
-        yield _single(f"{here}table.weight", table, (inputs.vocab_size, width))
-        yield _single(f"{here}projection.weight", f"{projection}.weight", (width, hidden))
-        norm = "model.per_layer_projection_norm.weight"
-        yield _norm(model, f"{here}norm.weight", norm, inputs.size)
-
-
-def _last_parameters(model: ModelConfig) -> Iterator[Parameter]:
-    vocab, hidden = model.vocab_size, model.hidden_size
-    yield _norm(model, "norm.weight", "model.norm.weight", hidden)
-    if not model.tie_word_embeddings:
-        yield _single("lm_head.weight", "lm_head.weight", (vocab, hidden))
-
-
-def _layer_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
-    here, there = f"layers.{layer}.", f"model.layers.{layer}."
-    hidden, names, sizes = model.hidden_size, model.names, model.layer(layer)
-    inner, mlp = sizes.intermediate_size, f"{there}{names.mlp}."
-
-    def norm(own: str, tensor: str | None) -> Iterator[Parameter]:
-        if tensor is not None:
-            yield _norm(model, f"{here}{own}.weight", f"{there}{tensor}.weight", hidden)
-
-    yield from norm("input_norm", names.input_norm)
-    linear = model.linear_attention
-    if linear is not None and linear.layers[layer]:
-        yield from linear_attention_parameters(linear, hidden, layer)
-    else:
-        yield from _attention_parameters(model, layer)
-    yield from norm("mixer_norm", names.mixer_norm)
-    yield from norm("post_norm", names.post_norm)
-    experts = model.experts
-    if experts is not None and experts.layers[layer]:
-        yield from expert_parameters(experts, hidden, layer)
-        if experts.beside:
-            scale = f"{there}{experts.names.router_norm}"
-            yield _norm(model, f"{here}router.norm.weight", scale, hidden)
-            yield from norm("experts.norm", experts.names.norm)
-            yield from norm("experts.mixed_norm", experts.names.mixed_norm)
-            yield from norm("experts.mlp_norm", experts.names.mlp_norm)
-        else:
-            inner, here = experts.shared_size, f"{here}shared."
-            mlp = f"{there}{experts.names.shared}."
-        if experts.shared_gate:
-            gate = f"{there}{experts.names.shared_gate}.weight"
-            yield _single(f"{here}gate.weight", gate, (1, hidden))
-    if inner:
-        gate_up = _parts(names.gate_up, (inner, inner))
-        yield from _linear(here + "gate_up", mlp, gate_up, hidden, model.mlp_bias)
-        down = ((names.down, hidden),)
-        yield from _linear(here + "down", mlp, down, inner, model.mlp_bias)
-    here = f"layers.{layer}."
-    yield from norm("mlp_norm", names.mlp_norm)
-    if model.layer_input is not None:
-        size = model.layer_input.size
-        gate, projection = (("per_layer_input_gate", size),), (("per_layer_projection", hidden),)
-        yield from _linear(f"{here}input.gate", there, gate, hidden, False)
-        yield from _linear(f"{here}input.projection", there, projection, size, False)
-        yield from norm("input.norm", "post_per_layer_input_norm")
-    if model.layer_scalar:
-        yield _single(f"{here}scalar", f"{there}layer_scalar", (1,))
-
-
-def _attention_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
-    here, there = f"layers.{layer}.", f"model.layers.{layer}.self_attn."
-    hidden, sizes, names = model.hidden_size, model.layer(layer), model.names.qkv
-    q_size, kv_size = model.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
-    rows = (2 * q_size if model.gated_attention else q_size, kv_size, kv_size)
-    if sizes.kv_layer is not None:
-        names, rows = names[:1], rows[:1]
-    elif sizes.value_is_key:
-        # A copy of its rows is less than a branch in every kernel.
-        names = (*names[:2], names[1])
-    yield from _linear(here + "qkv", there, _parts(names, rows), hidden, model.attention_bias)
-    if model.qk_norm:
-        whole = model.norms_whole_projections
-        norms = {"q_norm": q_size} | ({"k_norm": kv_size} if sizes.kv_layer is None else {})
-        for name, width in norms.items():
-            width = width if whole else sizes.head_dim
-            yield _norm(model, f"{here}{name}.weight", f"{there}{name}.weight", width)
-    yield from _linear(here + "o", there, (("o_proj", hidden),), q_size, model.output_bias)
-    if model.sinks:
-        heads = ((f"{there}sinks", model.num_heads),)
-        yield Parameter(f"{here}sinks", (model.num_heads,), heads, "float32")
-
-
-def _parts(names: tuple[str, ...], rows: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
-    """Rows of each projection; of one that has all of them, their sum."""
-    if len(names) == 1:
-        return ((names[0], sum(rows)),)
-    return tuple(zip(names, rows, strict=True))
-
-
-def _norm(model: ModelConfig, name: str, tensor: str, width: int) -> Parameter:
-    dtype = "float32" if model.wide_norms else None
-    return Parameter(name, (width,), ((tensor, width),), dtype)
-
-
-def _single(name: str, tensor: str, shape: tuple[int, ...]) -> Parameter:
-    return Parameter(name, shape, ((tensor, shape[0]),))
-
-
-def _linear(
-    name: str, prefix: str, parts: tuple[tuple[str, int], ...], width: int, bias: bool
-) -> Iterator[Parameter]:
-    rows = sum(count for _, count in parts)
-    weights = tuple((f"{prefix}{part}.weight", count) for part, count in parts)
-    yield Parameter(f"{name}.weight", (rows, width), weights)
-    if bias:
-        biases = tuple((f"{prefix}{part}.bias", count) for part, count in parts)
-        yield Parameter(f"{name}.bias", (rows,), biases)

@@ -4,6 +4,7 @@ KV group and its RoPE."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.gpu.kv_cache import KVGroup
@@ -89,3 +90,26 @@ def rope_specs(model: ModelConfig) -> tuple[RopeSpec, ...]:
     ropes = model.layer_ropes or (model.rope,) * model.num_layers
     sizes = (model.layer(layer).head_dim for layer in range(model.num_layers))
     return tuple(map(RopeSpec, ropes, sizes, (model.rotary_dim,) * model.num_layers))
+
+
+class Wires(NamedTuple):
+    """The attention of a layer, and the indices by which its mixer reads a StepContext: those of
+    AttentionMixer."""
+
+    kind: AttentionKind
+    attention: Attention
+    attention_index: int
+    rope_index: int
+    kv_index: int
+
+
+def attention_wires(
+    model: ModelConfig, attention: Mapping[AttentionKind, Attention]
+) -> dict[int, Wires]:
+    """Those of each layer that has attention; ``attention`` is of each of ``attention_kinds``."""
+    specs, indices, order = rope_specs(model), kv_indices(model), list(attention)
+    ropes, wires = list(dict.fromkeys(specs)), {}
+    for layer, kind in layer_groups(model)[0].items():
+        places = order.index(kind), ropes.index(specs[layer]), indices[layer]
+        wires[layer] = Wires(kind, attention[kind], *places)
+    return wires

@@ -1,17 +1,21 @@
-"""ExpertsMLP: a mixture of experts in the place of an MLP, and its parameters."""
+"""ExpertsMLP: a mixture of experts in the place of an MLP, and its weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ExpertsConfig
+from asyncllm.gpu.models.layers import NormedMLP
 from asyncllm.gpu.models.parameter import Parameter, StackLayout
+from asyncllm.gpu.models.scope import Scope
 from asyncllm.gpu.ops.base import Linear, RMSNorm
-from asyncllm.gpu.ops.experts import Experts
-from asyncllm.gpu.ops.routing import Routing
+from asyncllm.gpu.ops.experts import Experts, ExpertsWeights
+from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.routing import RouterWeights, Routing
 
 
 @dataclass(slots=True)
@@ -58,57 +62,81 @@ class ExpertsBeside:
         return self.norm.add(self.mixed_norm(mixed), x)[0]
 
 
-def expert_parameters(experts: ExpertsConfig, hidden: int, layer: int) -> Iterator[Parameter]:
-    """The parameters of a layer's experts, without those of the shared MLP."""
-    here, there = f"layers.{layer}.", f"model.layers.{layer}."
-    names, routing, inner = experts.names, experts.routing, experts.intermediate_size
-    count, dtype = routing.num_experts, "float32" if routing.float32 else None
-    kinds = {"weight": (count, hidden)} | ({"bias": (count,)} if routing.bias else {})
-    for kind, shape in kinds.items():
-        own, fused = (
-            Parameter(f"{here}router.{kind}", shape, ((f"{there}{router}.{kind}", count),), dtype)
-            for router in (names.router, names.fused_router)
-        )
-        yield Parameter(own.name, own.shape, own.parts, dtype, other=fused)
+def build_experts(scope: Scope, config: ExpertsConfig) -> ExpertsMLP:
+    """The experts of a layer, with the MLP that all tokens share where there is one."""
+    ops, names, routing = scope.ops, config.names, config.routing
+    hidden, count, inner = scope.model.hidden_size, routing.num_experts, config.intermediate_size
+    rows = scope.linear_weights(
+        _router(scope, config, "weight", hidden),
+        _router(scope, config, "bias") if routing.bias else None,
+    )
+    correction = scale = None
     if routing.correction:
         layout = None if routing.correction_rows is None else StackLayout(routing.correction_rows)
-        tensor = ((there + names.correction, count),)
-        yield Parameter(f"{here}correction", (count,), tensor, "float32", layout)
+        correction = scope.vector("correction", count, names.correction, layout=layout)
     if routing.expert_scale:
-        tensor = ((there + names.expert_scale, count),)
-        yield Parameter(f"{here}expert_scale", (count,), tensor, "float32")
+        scale = scope.vector("expert_scale", count, names.expert_scale)
     gate, up, down = names.parts
-    yield from _stack(experts, layer, "gate_up", 2 * inner, hidden, ((gate, inner), (up, inner)))
-    yield from _stack(experts, layer, "down", hidden, inner, ((down, hidden),))
+    mlp = ExpertsMLP(
+        ops.routing(routing, RouterWeights(rows, correction, scale)),
+        ops.experts(
+            ExpertsWeights(
+                count,
+                _stack(scope, config, "gate_up", ((gate, inner), (up, inner)), hidden),
+                _stack(scope, config, "down", ((down, hidden),), inner),
+            ),
+            config.activation,
+            routing.top_k,
+        ),
+    )
+    if config.shared_gate:
+        mlp.gate = scope.linear("shared.gate", ((names.shared_gate, 1),), hidden)
+    if config.shared_size:
+        mlp.shared = scope.at("shared.", f"{names.shared}.").gated_mlp(config.shared_size)
+    return mlp
+
+
+def build_experts_beside(
+    scope: Scope, config: ExpertsConfig, size: int
+) -> tuple[NormedMLP, ExpertsBeside]:
+    """An MLP of intermediate size ``size``, and the experts beside it."""
+    model, names = scope.model, config.names
+    experts = build_experts(scope, config)
+    router = scope.norm_weight("router.norm", names.router_norm, suffix="")
+    router_norm = scope.ops.rms_norm(router * model.hidden_size**-0.5, model.rms_norm_eps)
+    norm = scope.norm("experts.norm", names.norm)
+    mixed_norm = scope.norm("experts.mixed_norm", names.mixed_norm)
+    mlp_norm = scope.norm("experts.mlp_norm", names.mlp_norm)
+    mlp = scope.at("", f"{model.names.mlp}.").gated_mlp(size)
+    assert model.names.mlp_norm is not None
+    whole = scope.norm("mlp_norm", model.names.mlp_norm)
+    return NormedMLP(mlp, mlp_norm), ExpertsBeside(router_norm, norm, experts, mixed_norm, whole)
+
+
+def _router(scope: Scope, config: ExpertsConfig, kind: str, *width: int) -> Parameter:
+    """Weight or bias of the router, as it is: rounded weights would choose other experts."""
+    names, routing = config.names, config.routing
+    fields: dict[str, Any] = {"suffix": f".{kind}", "dtype": "float32" if routing.float32 else None}
+    own, fused = (
+        scope.parameter("router", ((name, routing.num_experts),), *width, **fields)
+        for name in (names.router, names.fused_router)
+    )
+    return replace(own, other=fused)
 
 
 def _stack(
-    experts: ExpertsConfig,
-    layer: int,
-    name: str,
-    rows: int,
-    width: int,
-    parts: tuple[tuple[str, int], ...],
-) -> Iterator[Parameter]:
+    scope: Scope, config: ExpertsConfig, name: str, parts: tuple[tuple[str, int], ...], width: int
+) -> LinearWeights:
     """A linear layer of all experts, one below the other: from a tensor per expert and part, or
     from one tensor."""
-    names, count = experts.names, experts.routing.num_experts
-    there = f"model.layers.{layer}."
-    for kind, shape in {"weight": (count * rows, width), "bias": (count * rows,)}.items():
-        if kind == "bias" and not experts.bias:
-            continue
-        own = f"layers.{layer}.experts.{name}.{kind}"
-        suffix = "" if kind == "weight" else "_bias"
-        halves = names.transposed and name == "gate_up"
-        fused = Parameter(
-            own,
-            shape,
-            ((f"{there}{names.fused}.{name}_proj{suffix}", count * rows),),
-            layout=StackLayout(count, names.transposed, halves),
-        )
-        single = tuple(
-            (f"{there}{names.experts}.{expert}.{part}.{kind}", part_rows)
-            for expert in range(count)
-            for part, part_rows in parts
-        )
-        yield fused if names.experts is None else Parameter(own, shape, single, other=fused)
+    names, count, found = config.names, config.routing.num_experts, []
+    layout = StackLayout(count, names.transposed, names.transposed and name == "gate_up")
+    each = [(f"{names.experts}.{i}.{part}", rows) for i in range(count) for part, rows in parts]
+    weight = scope.parameter(f"experts.{name}", each, width, linear=True)
+    bias = scope.parameter(f"experts.{name}", each, suffix=".bias") if config.bias else None
+    for single, suffix in ((weight, ""), (bias, "_bias")):
+        if single is not None:
+            stored = f"{scope.stored}{names.fused}.{name}_proj{suffix}"
+            fused = replace(single, parts=((stored, single.shape[0]),), layout=layout)
+            found.append(fused if names.experts is None else replace(single, other=fused))
+    return scope.linear_weights(*found)

@@ -1,8 +1,7 @@
-"""GatedDeltaMixer: a gated delta rule in the place of attention, its parameters and its states."""
+"""GatedDeltaMixer: a gated delta rule in the place of attention, its weights and its states."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +9,10 @@ from torch import Tensor
 
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.gpu.models.layers import StepContext
-from asyncllm.gpu.models.parameter import Parameter
+from asyncllm.gpu.models.scope import Scope
 from asyncllm.gpu.ops.base import Linear
 from asyncllm.gpu.ops.causal_conv import CausalConv
-from asyncllm.gpu.ops.gated_delta import GatedDelta
+from asyncllm.gpu.ops.gated_delta import DeltaBiases, GatedDelta
 from asyncllm.gpu.ops.gated_norm import GatedNorm
 from asyncllm.gpu.state_cache import StateSpec
 
@@ -63,27 +62,33 @@ def linear_attention_states(config: LinearAttentionConfig) -> list[StateSpec]:
     ]
 
 
-def linear_attention_parameters(
-    config: LinearAttentionConfig, hidden: int, layer: int
-) -> Iterator[Parameter]:
-    """The parameters of a layer's mixer."""
-    here, there = f"layers.{layer}.", f"model.layers.{layer}.linear_attn."
+def build_linear_attention(
+    scope: Scope, config: LinearAttentionConfig, first_state: int
+) -> GatedDeltaMixer:
+    """The mixer of a layer, whose states begin at ``first_state``."""
+    ops, hidden, eps = scope.ops, scope.model.hidden_size, scope.model.rms_norm_eps
     heads, values, channels = config.num_value_heads, config.value_size, config.conv_size
     if config.by_key_head:
         qkvz, gates = {"in_proj_qkvz": channels + values}, {"in_proj_ba": 2 * heads}
     else:
         qkvz = {"in_proj_qkv": channels, "in_proj_z": values}
         gates = {"in_proj_b": heads, "in_proj_a": heads}
-    for own, parts in {"qkvz": qkvz, "gates": gates}.items():
-        tensors = tuple((f"{there}{name}.weight", rows) for name, rows in parts.items())
-        yield Parameter(f"{here}{own}.weight", (sum(parts.values()), hidden), tensors)
-    shape = (channels, 1, config.conv_width)
-    yield Parameter(f"{here}conv.weight", shape, ((f"{there}conv1d.weight", channels),))
-    for own in ("dt_bias", "A_log"):
-        yield Parameter(f"{here}{own}", (heads,), ((there + own, heads),), "float32")
-    norm = ((f"{there}norm.weight", config.value_dim),)
-    yield Parameter(f"{here}gated_norm.weight", (config.value_dim,), norm)
-    yield Parameter(f"{here}out.weight", (hidden, values), ((f"{there}out_proj.weight", hidden),))
+    order, gates_order = projection_rows(config) or (None, None)
+    return GatedDeltaMixer(
+        qkvz=scope.linear("qkvz", qkvz.items(), hidden, order=order),
+        # The decay of a state is exponential in them.
+        gates=scope.linear("gates", gates.items(), hidden, order=gates_order, exact=True),
+        conv=ops.causal_conv(
+            scope.tensor("conv", "conv1d", channels, 1, config.conv_width).squeeze(1)
+        ),
+        delta=ops.gated_delta(
+            config, DeltaBiases(scope.vector("dt_bias", heads), scope.vector("A_log", heads))
+        ),
+        norm=ops.gated_norm(scope.tensor("gated_norm", "norm", config.value_dim), eps),
+        out=scope.linear("out", (("out_proj", hidden),), values),
+        conv_size=channels,
+        first_state=first_state,
+    )
 
 
 def projection_rows(config: LinearAttentionConfig) -> tuple[Tensor, Tensor] | None:

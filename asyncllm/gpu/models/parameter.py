@@ -42,15 +42,14 @@ class StackLayout:
 class Parameter:
     """A parameter of the decoder and the checkpoint tensors that are stacked into it.
 
-    The parameters of a linear layer follow one another under a common prefix: "weight" first,
-    then those that go with it (bias, scales, zeros), each named as in ``LinearWeights``.
-
     Attributes:
         name: the decoder's own name, e.g. "layers.3.qkv.weight".
         shape: of the whole; ``parts`` are stacked along its first dimension.
         parts: ``(tensor name, rows)`` in order.
         dtype: torch's name of the dtype it is kept in, e.g. "float32"; None is the model's.
         layout: of the one part there is then; None where parts are rows as they are.
+        linear: the weight of a linear layer, which may be packed or quantised. Those of routers and
+            of gates are computed as they are.
         other: the same parameter as other checkpoints store it.
     """
 
@@ -59,6 +58,7 @@ class Parameter:
     parts: tuple[tuple[str, int], ...]
     dtype: str | None = None
     layout: StackLayout | None = None
+    linear: bool = False
     other: Parameter | None = None
 
     def found_in(self, tensors: Collection[str]) -> Parameter:
