@@ -1,8 +1,8 @@
-"""Launcher, BoundKernel: a compiled kernel launched again without the wrapper of Triton's JIT.
+"""Launcher, BoundKernel: launches of compiled kernels that bypass the wrapper of Triton's JIT.
 
 That wrapper classifies every argument of every launch anew, about 15 µs of Python, and a mixed step
-has some 150 launches. An engine's launches differ in few ways, so their compiled kernels are kept
-by all that the wrapper classifies, and found with one look-up.
+has some 150 launches. An engine's launches differ in few ways, so compiled kernels are cached by
+the properties that the wrapper classifies, and found with one look-up.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from triton.runtime.jit import JITFunction
 from asyncllm.gpu.ops.triton.tuning import INT32
 
 ALIGNMENT = 16
-"""Bytes; Triton compiles for pointers that are multiples of it, or for any."""
+"""Bytes. Triton compiles kernels for pointers that are multiples of it, or for any pointers."""
 
 MAX_FORMS = 1024
-"""That a kernel is kept in at most, of all engines of the process."""
+"""Most cached launches of a kernel, of all engines of the process."""
 
 _address = torch.Tensor.data_ptr
 _dtype = attrgetter("dtype")
@@ -34,12 +34,11 @@ _dtype = attrgetter("dtype")
 class Launcher:
     """A kernel whose arguments are tensors, then numbers, then constants by name.
 
-    What a compiled kernel is kept by is at least as fine as what the JIT specialises on: the
-    device; of tensors the dtype; of numbers their types and values, where the kernel does not say
-    ``do_not_specialize`` (2 and 2.0 are equal, but an integer and a float to a kernel); constants
-    and options likewise. The JIT's own path is taken by the first launch of each kind, and by every
-    one that is rare: with a pointer that is not aligned and not exempt from it, a number beyond 32
-    bits that is not kept by its value, or hooks of a profiler.
+    The cache key distinguishes at least what the JIT specialises on: the device; the dtypes of
+    tensors; types and values of numbers without ``do_not_specialize`` (2 and 2.0 are equal in
+    Python, but not to a kernel); types and values of constants and options. The JIT's own path is
+    taken by the first launch of each key, and by every launch with an unaligned pointer, unless
+    that is exempt, with an unspecialised number beyond 32 bits, or with hooks of a profiler.
 
     Args:
         kernel: its unspecialised numbers have to be integers.
@@ -59,7 +58,7 @@ class Launcher:
         return lambda *args, **constants: self.bind(**constants)(grid, *args)
 
     def bind(self, **constants: Any) -> BoundKernel:
-        """The kernel with its constants and options, which looks its forms up by the rest."""
+        """Returns the kernel with its constants and options, from the cache if it is there."""
         values = constants.values()
         key = (*constants, *values, *map(type, values))
         bound = self._bound.get(key)
@@ -70,7 +69,7 @@ class Launcher:
         return bound
 
     def take_in(self, args: tuple[Any, ...]) -> int:
-        """Which arguments are tensors, from the first launch."""
+        """Finds out, from the first launch, which arguments are tensors; returns their number."""
         params = self.kernel.params[: len(self.kernel.params) - len(self.unused)]
         tensors = [isinstance(arg, torch.Tensor) for arg in args]
         count = sum(tensors)
@@ -96,10 +95,10 @@ class Launcher:
 
 
 def is_observed() -> bool:
-    """Whether a profiler's hooks look at launches."""
+    """Whether a profiler has hooks on launches."""
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    # Chains, empty ones as a rule.
+    # Hooks are chains, which are empty without a profiler.
     return bool(
         (enter is not None and getattr(enter, "calls", True))
         or (leave is not None and getattr(leave, "calls", True))
@@ -108,11 +107,11 @@ def is_observed() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A compiled kernel and its launch: ``launch(x, y, z, stream, *form.rest(arguments))``.
+    """A compiled kernel, launched by ``launch(x, y, z, stream, *self.rest(arguments))``.
 
     Attributes:
-        head: what comes between the stream and the kernel's arguments.
-        nested: the arguments are one tuple.
+        head: arguments between the stream and the kernel's own.
+        nested: the kernel's arguments are passed as one tuple.
     """
 
     launch: Callable[..., None]
@@ -121,13 +120,14 @@ class Form:
 
     @classmethod
     def of(cls, compiled: Any, arguments: tuple[Any, ...]) -> Form:
-        """Triton's launcher hands the arguments on to a function in C, with things that are the
-        same in each launch. What it hands on is noted once, so that later launches call the
-        function at once; its own call stays where it is not of that kind, or takes scratch memory
-        for each launch.
+        """Finds the C function behind Triton's launcher, so that launches can call it directly.
+
+        Triton's launcher calls that function with the kernel's arguments and others that are the
+        same in each launch. The latter are recorded once, by a copy of the launcher. A launcher
+        that works otherwise, or allocates scratch memory for each launch, is called itself.
 
         Args:
-            arguments: of a launch; the kernel is not launched.
+            arguments: arguments of a launch; the kernel is not launched.
         """
         run = compiled.run
         head = compiled.function, compiled.packed_metadata, None, None, None
@@ -161,7 +161,7 @@ def _same(found: object, expected: tuple[Any, ...]) -> bool:
 
 
 class BoundKernel:
-    """A kernel with its constants and options: ``bound(grid, *tensors, *numbers)``."""
+    """A kernel with its constants and options, called as ``bound(grid, *tensors, *numbers)``."""
 
     __slots__ = ("_forms", "constants", "launcher")
 
@@ -178,7 +178,7 @@ class BoundKernel:
         addresses, kept = tuple(map(_address, tensors)), launcher.kept(numbers)
         device = tensors[0].get_device()
         key = (device, *map(_dtype, tensors), *kept, *map(type, kept))
-        # Constants are part of the compiled kernel.
+        # Constants are part of the compiled kernel, which gets None in their places.
         arguments = (*addresses, *numbers, *launcher.unused)
         usual = not (reduce(or_, launcher.aligned(addresses)) % ALIGNMENT) and not (
             launcher.is_rare(numbers)
@@ -186,7 +186,7 @@ class BoundKernel:
         form = self._forms.get(key)
         if form is None or not usual:
             compiled = launcher.kernel[grid](*args, **self.constants)
-            # None where a hook of the JIT has kept it from compiling.
+            # None where a hook of the JIT has prevented the compilation.
             if usual and compiled is not None:
                 self._keep(key, Form.of(compiled, arguments))
             return
@@ -202,7 +202,7 @@ class BoundKernel:
 
 
 class InterpretedKernel:
-    """The same for Triton's interpreter, which keeps its own launches."""
+    """A kernel for Triton's interpreter, with the interface of Launcher."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -215,12 +215,12 @@ class InterpretedKernel:
 
 
 def launched(kernel: Any) -> Any:
-    """Decorator of a kernel."""
+    """Decorator that wraps a kernel in a Launcher, or for Triton's interpreter."""
     return Launcher(kernel) if isinstance(kernel, JITFunction) else InterpretedKernel(kernel)
 
 
 def _getter(indices: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """``itemgetter``, which has a tuple for several indices only."""
+    """``itemgetter`` that always returns a tuple, also for one index or none."""
     if len(indices) > 1:
         return itemgetter(*indices)
     if not indices:
