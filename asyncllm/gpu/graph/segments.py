@@ -114,7 +114,7 @@ class Segments:
         self._filled[key] = count
 
     def _copied(self, place: object, tensor: Tensor) -> Tensor:
-        """Copies ``tensor`` into the first rows of a tensor at a fixed address, and returns that."""
+        """Copies ``tensor`` to the first rows of a tensor at a fixed address; returns that."""
         fixed = self._fixed(place, tuple(tensor.shape[1:]), tensor)
         fixed[: len(tensor)].copy_(tensor)
         return fixed
