@@ -97,9 +97,9 @@ def prefill_kernel(
 ):
     """Attention of a tile of queries over a split of their keys.
 
-    Grid ``(tiles, kv_heads, splits)``. A tile is ``ROWS / GROUP_ROWS`` tokens of one sequence. Tokens are counted from row
-    ``first_row`` of q and out. Partial results are ``[tokens, heads, splits]``; accumulators have a
-    last dimension of BLOCK_DIM.
+    Grid ``(tiles, kv_heads, splits)``. A tile is ``ROWS / GROUP_ROWS`` tokens of one sequence.
+    Tokens are counted from row ``first_row`` of q and out. Partial results are ``[tokens, heads,
+    splits]``; accumulators have a last dimension of BLOCK_DIM.
 
     A token has GROUP_ROWS rows, the next power of two from GROUP: divisions by any other
     number would take registers that a full tile does not have.
