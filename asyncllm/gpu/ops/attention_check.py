@@ -154,7 +154,7 @@ class _Rows:
         return self._inputs(device, 0)
 
     def captured(self, device: torch.device) -> StepInputs:
-        """The same rows, with PADDED padded rows after them, as in a captured step."""
+        """The same rows with padded rows after them, as in a captured step."""
         return replace(
             self._inputs(device, PADDED), max_len=self.table.shape[1] * self.size, host=None
         )

@@ -1,7 +1,7 @@
 """Gated activations, multiplication by a sigmoid, and the soft cap of logits."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker takes a kernel for the function that it is written as.
+# A type checker sees a kernel as the Python function that it is written as.
 
 from functools import partial
 

@@ -1,7 +1,7 @@
 """TritonGatedDelta: the gated delta rule of ``gpu/ops/gated_delta.py``."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker takes a kernel for the function that it is written as.
+# A type checker sees a kernel as the Python function that it is written as.
 
 import torch
 import triton

@@ -1,7 +1,7 @@
 """TritonGatedNorm: the norm of each head times its gate, of ``gpu/ops/gated_norm.py``."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker takes a kernel for the function that it is written as.
+# A type checker sees a kernel as the Python function that it is written as.
 
 import triton
 import triton.language as tl

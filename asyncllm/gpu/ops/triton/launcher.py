@@ -24,7 +24,7 @@ from asyncllm.gpu.ops.triton.tuning import INT32
 ALIGNMENT = 16
 """Bytes. Triton compiles kernels for pointers that are multiples of it, or for any pointers."""
 
-MAX_FORMS = 1024
+MAX_LAUNCHES = 1024
 """Most cached launches of a kernel, of all engines of the process."""
 
 _address = torch.Tensor.data_ptr
@@ -51,7 +51,7 @@ class Launcher:
             raise TypeError(f"{kernel.fn.__name__}: expected constants behind all other arguments")
         self.unused = (None,) * sum(constant)
         self.num_tensors: int | None = None
-        self.aligned = self.kept = self.varied = _getter([])
+        self.aligned = self.specialised = self.unspecialised = _getter([])
         self._bound: dict[tuple[Any, ...], BoundKernel] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -63,12 +63,12 @@ class Launcher:
         key = (*constants, *values, *map(type, values))
         bound = self._bound.get(key)
         if bound is None:
-            if len(self._bound) >= MAX_FORMS:
+            if len(self._bound) >= MAX_LAUNCHES:
                 self._bound.clear()
             bound = self._bound[key] = BoundKernel(self, constants)
         return bound
 
-    def take_in(self, args: tuple[Any, ...]) -> int:
+    def classify_args(self, args: tuple[Any, ...]) -> int:
         """Finds out, from the first launch, which arguments are tensors; returns their number."""
         params = self.kernel.params[: len(self.kernel.params) - len(self.unused)]
         tensors = [isinstance(arg, torch.Tensor) for arg in args]
@@ -81,16 +81,16 @@ class Launcher:
         exempt = [param.do_not_specialize_on_alignment for param in params[:count]]
         varying = [param.do_not_specialize for param in params[count:]]
         self.aligned = _getter([i for i, each in enumerate(exempt) if not each])
-        self.kept = _getter([i for i, each in enumerate(varying) if not each])
-        self.varied = _getter([i for i, each in enumerate(varying) if each])
+        self.specialised = _getter([i for i, each in enumerate(varying) if not each])
+        self.unspecialised = _getter([i for i, each in enumerate(varying) if each])
         self.num_tensors = count
         return count
 
-    def is_rare(self, numbers: tuple[Any, ...]) -> bool:
+    def needs_jit_path(self, numbers: tuple[Any, ...]) -> bool:
         return bool(
             is_observed()
             or self.kernel.pre_run_hooks
-            or max(self.varied(numbers), default=0) >= INT32
+            or max(self.unspecialised(numbers), default=0) >= INT32
         )
 
 
@@ -106,7 +106,7 @@ def is_observed() -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class CompiledLaunch:
     """A compiled kernel, launched by ``launch(x, y, z, stream, *self.rest(arguments))``.
 
     Attributes:
@@ -119,7 +119,7 @@ class Form:
     nested: bool
 
     @classmethod
-    def of(cls, compiled: Any, arguments: tuple[Any, ...]) -> Form:
+    def of(cls, compiled: Any, arguments: tuple[Any, ...]) -> CompiledLaunch:
         """Finds the C function behind Triton's launcher, so that launches can call it directly.
 
         Triton's launcher calls that function with the kernel's arguments and others that are the
@@ -163,42 +163,42 @@ def _same(found: object, expected: tuple[Any, ...]) -> bool:
 class BoundKernel:
     """A kernel with its constants and options, called as ``bound(grid, *tensors, *numbers)``."""
 
-    __slots__ = ("_forms", "constants", "launcher")
+    __slots__ = ("_launches", "constants", "launcher")
 
     def __init__(self, launcher: Launcher, constants: dict[str, Any]) -> None:
         self.launcher, self.constants = launcher, constants
-        self._forms: dict[tuple[Any, ...], Form] = {}
+        self._launches: dict[tuple[Any, ...], CompiledLaunch] = {}
 
     def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
         launcher = self.launcher
         count = launcher.num_tensors
         if count is None:
-            count = launcher.take_in(args)
+            count = launcher.classify_args(args)
         tensors, numbers = args[:count], args[count:]
-        addresses, kept = tuple(map(_address, tensors)), launcher.kept(numbers)
+        addresses, specialised = tuple(map(_address, tensors)), launcher.specialised(numbers)
         device = tensors[0].get_device()
-        key = (device, *map(_dtype, tensors), *kept, *map(type, kept))
+        key = (device, *map(_dtype, tensors), *specialised, *map(type, specialised))
         # Constants are part of the compiled kernel, which gets None in their places.
         arguments = (*addresses, *numbers, *launcher.unused)
-        usual = not (reduce(or_, launcher.aligned(addresses)) % ALIGNMENT) and not (
-            launcher.is_rare(numbers)
+        fast_path = not (reduce(or_, launcher.aligned(addresses)) % ALIGNMENT) and not (
+            launcher.needs_jit_path(numbers)
         )
-        form = self._forms.get(key)
-        if form is None or not usual:
+        cached = self._launches.get(key)
+        if cached is None or not fast_path:
             compiled = launcher.kernel[grid](*args, **self.constants)
             # None where a hook of the JIT has prevented the compilation.
-            if usual and compiled is not None:
-                self._keep(key, Form.of(compiled, arguments))
+            if fast_path and compiled is not None:
+                self._keep(key, CompiledLaunch.of(compiled, arguments))
             return
         x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
         active: Any = driver.active
         stream = active.get_current_stream(device)
-        form.launch(x, y, z, stream, *form.rest(arguments))
+        cached.launch(x, y, z, stream, *cached.rest(arguments))
 
-    def _keep(self, key: tuple[Any, ...], form: Form) -> None:
-        if len(self._forms) >= MAX_FORMS:
-            self._forms.clear()
-        self._forms[key] = form
+    def _keep(self, key: tuple[Any, ...], launch: CompiledLaunch) -> None:
+        if len(self._launches) >= MAX_LAUNCHES:
+            self._launches.clear()
+        self._launches[key] = launch
 
 
 class InterpretedKernel:

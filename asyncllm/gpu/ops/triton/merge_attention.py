@@ -7,7 +7,7 @@ short one; and the tiles of a prefill into equally many splits.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker takes a kernel for the function that it is written as.
+# A type checker sees a kernel as the Python function that it is written as.
 
 from __future__ import annotations
 

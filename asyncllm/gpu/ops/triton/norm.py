@@ -1,7 +1,7 @@
 """RMSNorm, alone and fused with the residual addition before it."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker takes a kernel for the function that it is written as.
+# A type checker sees a kernel as the Python function that it is written as.
 
 from typing import Any
 

@@ -59,7 +59,8 @@ def check_attention(
     """Checks the parameters of paged attention.
 
     Raises:
-        ValueError: the kernels do not take one of them.
+        ValueError: a number of heads, splits or a window that kernels do not take, or gaps in rows
+            of the table.
     """
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} heads: expected a multiple of the cache's {num_kv_heads}")

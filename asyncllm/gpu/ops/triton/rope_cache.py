@@ -1,7 +1,7 @@
 """TritonRopeAndCache, TritonRope: QK-norm, RoPE and the KV write in one pass over q, k and v."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker takes a kernel for the function that it is written as.
+# A type checker sees a kernel as the Python function that it is written as.
 
 from dataclasses import replace
 from typing import Any

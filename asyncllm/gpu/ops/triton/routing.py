@@ -1,7 +1,7 @@
 """TritonRouting: the choice of each token's experts, of ``gpu/ops/routing.py``."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker takes a kernel for the function that it is written as.
+# A type checker sees a kernel as the Python function that it is written as.
 
 import torch
 import triton
