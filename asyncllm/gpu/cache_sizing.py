@@ -137,16 +137,16 @@ def make_states(
             or prefix caching is off.
         EngineError: the states do not fit the memory.
     """
-    specs, residence = decoder.states, decoder.embedding
+    specs, embedding = decoder.states, decoder.embedding
     if not specs:
         if config.num_state_snapshots != "auto":
             accepted = '"auto": the model has no recurrent layers'
             raise invalid("num_state_snapshots", config.num_state_snapshots, accepted)
         return None
-    sizes = max_num_seqs, slot_bytes(specs, residence.dtype)
-    check_states(residence.device, *sizes)
-    count = choose_snapshots(config, residence.device, *sizes)
-    states = StateCache(specs, max_num_seqs, residence.dtype, residence.device, count)
+    sizes = max_num_seqs, slot_bytes(specs, embedding.dtype)
+    check_states(embedding.device, *sizes)
+    count = choose_snapshots(config, embedding.device, *sizes)
+    states = StateCache(specs, max_num_seqs, embedding.dtype, embedding.device, count)
     logger.info(
         "recurrent states take %d bytes, in a slot for each of max_num_seqs=%d; %s",
         states.num_bytes, max_num_seqs,

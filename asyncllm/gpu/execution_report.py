@@ -46,17 +46,17 @@ def execution_report(
     Args:
         num_threads: threads of torch's ops; native ops have their own.
     """
-    ops, residence = decoder.ops, decoder.embedding
+    ops, embedding = decoder.ops, decoder.embedding
     context = getattr(ops, "context", None)
     per_block = cache.tensor.nbytes / info.num_blocks
     return ExecutionReport(
-        device=str(residence.device),
-        dtype=str(residence.dtype).removeprefix("torch."),
+        device=str(embedding.device),
+        dtype=str(embedding.dtype).removeprefix("torch."),
         op_set=ops.name,
         attention_backend=", ".join(sorted({one.name for one in decoder.attention.values()})),
         instruction_set=None if context is None else context.isa,
         num_threads=num_threads if context is None else context.num_threads,
         weight_bytes=ops.linear_bytes,
         kv_bytes_per_token=sum(per_block / group.block_size for group in info.kv_groups),
-        memory_bandwidth=None if residence.device.type == "cuda" else memory_bandwidth(ops),
+        memory_bandwidth=None if embedding.device.type == "cuda" else memory_bandwidth(ops),
     )

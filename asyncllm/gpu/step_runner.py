@@ -125,7 +125,7 @@ class StepRunner:
         if step.host_rows is not None or step.prompt_hidden is not None:
             with self.stream.aside():
                 if step.host_rows is not None:
-                    output.take_in(step.host_rows.places, step.host_rows.sample())
+                    output.merge(step.host_rows.places, step.host_rows.sample())
                 if step.prompt_hidden is not None:
                     self._gather_prompt_logprobs(step, output)
         return output

@@ -35,7 +35,7 @@ class BatchedProcessors:
 
     def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
         self.num_changes = 0
-        self._members = [_Members(processor) for processor in processors]
+        self._members = [_ProcessorRequests(processor) for processor in processors]
 
     def enter(self, assignment: RequestAssignment) -> Claim:
         prompt = assignment.num_prompt_tokens
@@ -86,7 +86,7 @@ class BatchedProcessors:
                 errors |= dict.fromkeys(rows, error)
 
 
-class _Members:
+class _ProcessorRequests:
     """A processor and the requests that it knows.
 
     Attributes:

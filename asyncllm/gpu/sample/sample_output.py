@@ -30,7 +30,7 @@ class SampleOutput:
     errors: dict[int, Exception] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
-    def take_in(self, places: np.ndarray, other: SampleOutput) -> None:
+    def merge(self, places: np.ndarray, other: SampleOutput) -> None:
         """Takes over the rows of ``other``, which belong at ``places``."""
         self.token_ids[places] = other.token_ids
         self.logprobs |= {int(places[row]): found for row, found in other.logprobs.items()}

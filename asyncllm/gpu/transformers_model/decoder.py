@@ -24,7 +24,7 @@ from asyncllm.gpu.transformers_model.rope import LongRope
 
 
 @dataclass(frozen=True, slots=True)
-class Residence:
+class DtypeAndDevice:
     """Dtype and device of a model's weights, in place of an embedding that has them."""
 
     dtype: torch.dtype
@@ -57,12 +57,12 @@ class TransformersDecoder:
         modules: Any,
         base: str,
         step: Step,
-        residence: Residence,
+        embedding: DtypeAndDevice,
         states: Sequence[StateSpec] = (),
     ) -> None:
         self.states = tuple(states)
         self.model, self.ops, self.attention, self.step = model, ops, attention, step
-        self.embedding = residence
+        self.embedding = embedding
         self.base = getattr(modules, base)
         self.head = output_head(modules, base)
         self.long_ropes = LongRope.all_of(modules, model.config)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 
-class _Given(nn.Module):
+class _PassThrough(nn.Module):
     """Replaces the base model: returns the hidden states that are passed to the whole model.
 
     Attributes that the head reads from it, such as a multiplier, are those of the base model.
@@ -19,7 +19,7 @@ class _Given(nn.Module):
         self.__dict__["base"] = base
 
     @property
-    def decoder(self) -> _Given:
+    def decoder(self) -> _PassThrough:
         """Replaces a part of the base model that some heads call."""
         return self
 
@@ -51,7 +51,7 @@ def output_head(modules: Any, base: str) -> Any:
         base: name of the part that ends with the last norm.
     """
     head = copy.copy(modules)
-    head._modules = dict(modules._modules) | {base: _Given(getattr(modules, base))}
+    head._modules = dict(modules._modules) | {base: _PassThrough(getattr(modules, base))}
     return head
 
 

@@ -48,12 +48,12 @@ class RecurrentModule:
         rows, results = self.step.rows, []
         assert rows is not None
         if rows.slots is not None:
-            results.append(self._batch(hidden[0, : len(rows.slots)], rows, options))
+            results.append(self._compute_batch(hidden[0, : len(rows.slots)], rows, options))
         for span in rows.spans:
-            results.append(self._alone(hidden[:, span.start : span.end], span, options))
+            results.append(self._compute_row(hidden[:, span.start : span.end], span, options))
         return (results[0] if len(results) == 1 else torch.cat(results)).unsqueeze(0)
 
-    def _batch(self, hidden: Tensor, rows: StateRows, options: dict[str, Any]) -> Tensor:
+    def _compute_batch(self, hidden: Tensor, rows: StateRows, options: dict[str, Any]) -> Tensor:
         """Computes rows of one token, ``[D, H] -> [D, H]``."""
         slots, states = rows.slots, self.step.states
         assert slots is not None
@@ -63,7 +63,7 @@ class RecurrentModule:
             states[place].index_copy_(0, slots, held[key])
         return out.squeeze(1)
 
-    def _alone(self, hidden: Tensor, span: RowSpan, options: dict[str, Any]) -> Tensor:
+    def _compute_row(self, hidden: Tensor, span: RowSpan, options: dict[str, Any]) -> Tensor:
         """Computes a row on its own slot, ``[1, n, H] -> [n, H]``."""
         states = self.step.states
         held = {key: state_of(states[place], span) for key, place in self.places.items()}
