@@ -15,8 +15,9 @@ from asyncllm.errors import EngineError
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """One state of one layer, such as the last inputs of a short convolution or the matrix of a
-    gated delta rule.
+    """One recurrent state of one layer.
+
+    It is, for example, the last inputs of a short convolution, or the matrix of a gated delta rule.
 
     Attributes:
         shape: shape of one sequence's state.

@@ -50,8 +50,9 @@ class _Buffer:
 
 
 class PinnedUploader:
-    """Double-buffered copies of mapped tensors to a device: while one chunk is on its way, the
-    next is read from the file into the other buffer.
+    """Double-buffered copies of mapped tensors to a device.
+
+    While one chunk is being copied, the next is read from the file into the other buffer.
 
     It takes two chunks of memory on the host. Dtypes are converted on the device, which takes two
     chunks there.
@@ -81,8 +82,11 @@ class PinnedUploader:
         self._next = 0
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Queues the copy of ``source``, of any dtype on the host, to ``target`` of the same
-        shape on the device, both contiguous. ``source`` is not needed after the call."""
+        """Queues the copy of ``source`` on the host to ``target`` on the device.
+
+        They have the same shape, any dtypes, and are contiguous. ``source`` is not needed after
+        the call.
+        """
         source, target = source.view(-1), target.view(-1)
         step = self.chunk_bytes // source.dtype.itemsize
         for start in range(0, source.shape[0], step):

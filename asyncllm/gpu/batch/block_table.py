@@ -70,7 +70,10 @@ class BlockTable:
         return indices, self.table.reshape(-1)[indices]
 
     def slot_mapping(self, req_indices: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """KV slots ``[T]`` int64 of tokens: for a token at position p of request r
-        ``table[r][p // block_size] * block_size + p % block_size``."""
+        """KV slots ``[T]`` int64 of tokens.
+
+        A token at position p of request r has
+        ``table[r][p // block_size] * block_size + p % block_size``.
+        """
         blocks, offsets = np.divmod(positions, self.block_size)
         return self.table[req_indices, blocks] * np.int64(self.block_size) + offsets
