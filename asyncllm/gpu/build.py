@@ -43,20 +43,21 @@ def build_model_runner(
     progress: Progress | None = None,
     mode: ExecutionMode | None = None,
 ) -> ModelRunner:
-    """Loads the model and makes all that is fixed while the engine runs.
+    """Loads the model and allocates all memory that lasts as long as the engine.
 
     Call it on the thread that will run the steps: thread counts and CUDA graphs are that
     thread's.
 
     Args:
-        progress: called with the bytes of weights that are read, and the graphs captured.
-        mode: how steps run; the device's own unless given.
+        progress: called with the bytes of weights read and the graphs captured.
+        mode: how steps run; None chooses it by the device.
 
     Raises:
         InvalidRequestError: a setting that this device or model cannot honour.
         EngineError: no such device, or too little memory on it for the weights.
         ModelLoadError: the checkpoint cannot be used.
-        KVCacheTooSmallError: the KV cache cannot hold what is asked for.
+        KVCacheTooSmallError: memory for the KV cache is short of one sequence of the configured
+            ``max_model_len``, or of one block.
     """
     if mode is None:
         device = resolve_device(config.device)
@@ -66,7 +67,7 @@ def build_model_runner(
         try:
             return _create(config, model, mode, progress)
         except BaseException as error:
-            # An exception that is kept would keep the weights, which its frames refer to.
+            # The traceback's frames refer to the weights, which would live as long as the error.
             clear_frames(error)
             release(mode.device)
             raise
@@ -147,12 +148,12 @@ def _make_runner(
 def _warm_up(
     runner: ModelRunner, config: EngineConfig, mode: ExecutionMode, progress: Progress | None
 ) -> None:
-    """Everything that takes its time before the first step and would be in its way later."""
+    """Compiles kernels, captures graphs and calibrates, before the first step."""
     tell = progress or (lambda *_, **stage: None)
     runner.warm_up(partial(tell, stage="kernels"))
     if config.cuda_graphs != "off":
         runner.capture_graphs(partial(tell, stage="graphs"))
-    # Behind the captures: its steps leave rows in the buffers.
+    # After the captures, because calibration steps leave rows in the buffers.
     calibrate(runner, config, mode)
     logger.info("steps run as %s", runner.execution)
 
@@ -167,7 +168,7 @@ def resolve_threads(
     time slice of the operating system.
 
     Raises:
-        InvalidRequestError: a number was asked for that cannot be honoured here.
+        InvalidRequestError: the device or this build of torch cannot honour ``count``.
     """
     if device.type != "cpu" and count is not None:
         raise invalid("num_threads", count, f"None on device {device}")

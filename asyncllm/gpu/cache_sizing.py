@@ -1,5 +1,4 @@
-"""choose_cache_size: what memory leaves for the KV cache, beside weights, recurrent states and the
-largest step."""
+"""choose_cache_size: the KV cache's share of memory beside weights, states and the largest step."""
 
 from __future__ import annotations
 
@@ -43,16 +42,17 @@ def choose_cache_size(
     token_budget: int,
     max_num_seqs: int,
 ) -> KVCacheSize:
-    """The blocks of the KV cache, and the longest sequence that they hold.
+    """Chooses the number of KV blocks and the longest sequence that they hold.
 
     Args:
         free_at_start: bytes that were free on a GPU before the weights were loaded.
-        graphs: batch sizes that get a graph.
+        graphs: batch sizes of decode steps that get a CUDA graph.
         token_budget: tokens of the largest step.
 
     Raises:
-        KVCacheTooSmallError: it cannot hold what is asked for.
-        EngineError: there is no such memory on the device.
+        KVCacheTooSmallError: the cache holds no sequence of the configured ``max_model_len``, no
+            block, or does not fit the device.
+        EngineError: the largest step does not fit beside the weights, or cannot be measured.
     """
     model, dtype = decoder.model, decoder.embedding.dtype
     available = available_cache_bytes(
@@ -93,8 +93,10 @@ def available_cache_bytes(
     token_budget: int,
     max_num_seqs: int,
 ) -> int:
-    """Bytes for the KV cache beside the weights and ``states``; 0, with nothing measured, where the
-    configuration sets its size."""
+    """Measures the bytes left for the KV cache beside the weights and ``states``.
+
+    Returns 0, without a measurement, where the configuration sets the cache's size.
+    """
     if config.num_blocks is not None or config.kv_cache_memory is not None:
         return 0
     model, weight = decoder.model, decoder.embedding
@@ -107,7 +109,7 @@ def available_cache_bytes(
     decoder.set_max_positions(longest)
 
     profile = partial(profile_run, decoder, groups, states=states, max_model_len=longest)
-    # Memory that libraries allocate at their first call and keep is not a step's.
+    # The first call makes libraries allocate memory that they keep: it is no part of a step's.
     profile(max_num_batched_tokens=1, max_num_seqs=1)
     return cuda_cache_bytes(
         config,
@@ -126,23 +128,25 @@ def available_cache_bytes(
 def make_states(
     config: EngineConfig, decoder: LanguageModel, max_num_seqs: int
 ) -> StateCache | None:
-    """The slots of recurrent states, before the KV cache gets what is left; None for a model
-    without any.
+    """Allocates the slots of recurrent states; None for a model without any.
+
+    Call it before the KV cache is sized, which gets the memory that is left.
 
     Raises:
-        InvalidRequestError: checkpoints were asked for that nothing would use.
-        EngineError: they do not fit the memory.
+        InvalidRequestError: ``num_state_snapshots`` is set, but the model has no recurrent layers
+            or prefix caching is off.
+        EngineError: the states do not fit the memory.
     """
-    specs, residence = decoder.states, decoder.embedding
+    specs, embedding = decoder.states, decoder.embedding
     if not specs:
         if config.num_state_snapshots != "auto":
             accepted = '"auto": the model has no recurrent layers'
             raise invalid("num_state_snapshots", config.num_state_snapshots, accepted)
         return None
-    sizes = max_num_seqs, slot_bytes(specs, residence.dtype)
-    check_states(residence.device, *sizes)
-    count = choose_snapshots(config, residence.device, *sizes)
-    states = StateCache(specs, max_num_seqs, residence.dtype, residence.device, count)
+    sizes = max_num_seqs, slot_bytes(specs, embedding.dtype)
+    check_states(embedding.device, *sizes)
+    count = choose_snapshots(config, embedding.device, *sizes)
+    states = StateCache(specs, max_num_seqs, embedding.dtype, embedding.device, count)
     logger.info(
         "recurrent states take %d bytes, in a slot for each of max_num_seqs=%d; %s",
         states.num_bytes, max_num_seqs,
@@ -157,11 +161,11 @@ def largest_token_budget(
     mode: ExecutionMode,
     max_num_seqs: int,
 ) -> int:
-    """Tokens of the largest step that memory has to be kept for."""
+    """Tokens of the largest step, for which memory is kept."""
     budget = config.max_num_batched_tokens
     if budget == "auto":
-        # On a CPU at most HIGHEST is found when the runner's steps are timed.
+        # Calibration on a CPU chooses HIGHEST at most.
         return mode.token_budget if mode.stream.is_async else min(mode.token_budget, HIGHEST)
-    # What no step can have needs no memory.
+    # No step has more tokens than max_num_seqs sequences of full length.
     context = model.max_position_embeddings
     return min(budget, max_num_seqs * min(config.max_model_len or context, context))

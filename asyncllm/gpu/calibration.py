@@ -1,4 +1,4 @@
-"""calibrate: the settings that only timed steps can tell."""
+"""calibrate: chooses settings by timing steps."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ logger = get_logger(__name__)
 
 
 def calibrate(runner: ModelRunner, config: EngineConfig, mode: ExecutionMode) -> None:
-    """Times steps, for the token budget where the configuration leaves it open, and for run-ahead
-    on a CPU. Kernels are compiled before."""
+    """Times steps to choose the token budget and, on a CPU, run-ahead.
+
+    It chooses only settings that the configuration leaves open. Compile the kernels first.
+    """
     known: dict[int, float] = {}
 
     def time_step(count: int) -> float:
@@ -41,9 +43,10 @@ def calibrate(runner: ModelRunner, config: EngineConfig, mode: ExecutionMode) ->
 
 
 def time_prefill(runner: ModelRunner, num_tokens: int) -> float:
-    """Seconds of one step that prefills ``num_tokens``, in rows of full length at most.
+    """Seconds of one step that prefills ``num_tokens`` tokens.
 
-    All rows write the same blocks, which are not read afterwards.
+    No row is longer than ``max_model_len``. All rows write the same blocks, which are not read
+    afterwards.
     """
     info = runner.info
     rows = -(-num_tokens // info.max_model_len)
@@ -63,7 +66,7 @@ def time_prefill(runner: ModelRunner, num_tokens: int) -> float:
 
 
 def prefill_step(assignments: list[RequestAssignment]) -> StepBatch:
-    """The first step: it computes the prompts of ``assignments`` whole, and samples behind each."""
+    """Makes a first step that computes whole prompts and samples a token after each."""
     counts = [assignment.num_prompt_tokens for assignment in assignments]
     rows = len(assignments)
     return StepBatch(

@@ -17,18 +17,18 @@ from asyncllm.logger import get_logger
 logger = get_logger(__name__)
 
 MIN_CAPABILITY = (8, 0)
-"""Compute capability from which a GPU computes in bfloat16 and the kernels are compiled."""
+"""Lowest compute capability that has bfloat16 and for which the kernels are compiled."""
 
 _WAY_OUT = 'device="cpu" runs everywhere'
 _NO_GPU = ("Found no NVIDIA driver", "No CUDA GPUs are available")
-"""How torch's reasons begin where there is no GPU at all (c10/cuda/CUDAFunctions.cpp)."""
+"""Beginnings of torch's error messages where there is no GPU (c10/cuda/CUDAFunctions.cpp)."""
 
 
 class CudaDriver:
-    """CUDA as torch has it; tests put a simulated machine in its place.
+    """torch's access to CUDA; tests replace it by a simulated machine.
 
-    ``torch.cuda.is_available()`` is not asked: it turns every reason into False, and a driver
-    that is too old into a Python warning beside it, while ``torch.cuda.init()`` raises them.
+    ``torch.cuda.init()`` raises the reason of a failure. ``torch.cuda.is_available()`` would only
+    return False, with a Python warning if the driver is too old.
     """
 
     def built(self) -> bool:
@@ -58,7 +58,7 @@ class CudaDriver:
 
 @dataclass(frozen=True, slots=True)
 class _Obstacle:
-    """The reason why CUDA cannot be used, and whether there is a GPU all the same."""
+    """Why CUDA cannot be used, and whether there is a GPU nevertheless."""
 
     reason: str
     gpu_is_there: bool
@@ -66,20 +66,20 @@ class _Obstacle:
 
 
 def resolve_device(name: str, driver: CudaDriver | None = None) -> torch.device:
-    """The device of ``EngineConfig.device``, a CUDA device always with its index.
+    """Resolves ``EngineConfig.device``; a CUDA device always has its index.
 
-    Without a number it is the thread's current CUDA device, on an engine's own thread the
-    first. "auto" is that if it can be used, else the CPU, with one warning where a GPU is there
-    and cannot be used.
+    "cuda" is the thread's current CUDA device, which on an engine's own thread is the first.
+    "auto" is the same device if it can be used, else the CPU, with a warning where there is a GPU
+    that cannot be used.
 
     Args:
-        driver: torch's CUDA unless given.
+        driver: access to CUDA; None is torch's.
 
     Raises:
-        EngineError: "cuda" or "cuda:N", and torch was built without CUDA, there is no driver
-            or GPU, the driver is too old for this torch or fails, there is no device N, or
-            its compute capability is below 8.0. torch's own reason is in the message, and
-            its exception is the cause.
+        EngineError: "cuda" or "cuda:N" cannot be used: torch was built without CUDA, there is
+            no driver or GPU, the driver is too old for this torch or fails, there is no device
+            N, or its compute capability is below 8.0. torch's own reason is in the message,
+            and its exception is the cause.
     """
     if name == "cpu":
         return torch.device("cpu")
@@ -125,8 +125,10 @@ def _check_device(driver: CudaDriver, index: int) -> _Obstacle | None:
 
 
 def set_current_device(device: torch.device) -> None:
-    """Makes a CUDA device the calling thread's current one. Triton launches its kernels on
-    that, wherever their arguments are."""
+    """Makes a CUDA device the calling thread's current device.
+
+    Triton launches kernels on the current device, wherever their arguments are.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
@@ -134,18 +136,20 @@ def set_current_device(device: torch.device) -> None:
 def resolve_dtype(
     name: str, model: ModelConfig | TransformersConfig, device: torch.device, backend: str = "auto"
 ) -> torch.dtype:
-    """The dtype of weights and KV. "auto" is the checkpoint's on a GPU. On a CPU it is bfloat16
-    for a 16-bit checkpoint, where native ops run or the processor computes in it, and the model
-    is not small, because a small one spends its time on conversions then; else float32.
+    """Resolves the dtype of weights and KV.
+
+    On a GPU "auto" is the checkpoint's dtype. On a CPU it is bfloat16 for a 16-bit checkpoint if
+    native ops run or the processor computes in bfloat16, and float32 otherwise. A small model takes
+    float32 too: it would spend its time on conversions.
 
     Args:
-        backend: of attention, as configured; native ops go with its name.
+        backend: the configured attention backend; "native" selects native ops too.
 
     Raises:
-        InvalidRequestError: the device cannot compute in it.
+        InvalidRequestError: the device cannot compute in ``name``.
     """
     if name != "auto":
-        # A GPU that ``resolve_device`` accepts computes in all that EngineConfig accepts.
+        # A GPU that ``resolve_device`` accepts has every dtype that EngineConfig accepts.
         if name == "float16" and device.type == "cpu":
             raise InvalidRequestError(
                 'dtype="float16": a CPU computes in "float32" or "bfloat16"', param="dtype"
@@ -160,9 +164,11 @@ def resolve_dtype(
 
 
 def runs_native(backend: str) -> bool:
-    """Whether native ops run on a CPU. Their GEMM reads weights in 16 bits and multiplies in
-    float32, on any processor that they are compiled for: a step, which waits for memory, takes
-    half the time."""
+    """Whether native ops run on a CPU with this attention backend.
+
+    Their GEMM reads 16-bit weights and multiplies in float32 on any processor that they are
+    compiled for: a memory-bound step takes half the time.
+    """
     return backend == "native" or (backend == "auto" and choose_native().runs)
 
 

@@ -22,12 +22,13 @@ from asyncllm.gpu.ops.logits import processing_bytes
 from asyncllm.validation import invalid
 
 GRAPH_BYTES = 8 * 2**20
-"""Reserved for the graph of a whole step: an estimate, where CaptureStats has what one took. Graphs
-of halves and of skewed batches have the same activations, in the same pool; what the driver takes
-for their nodes is not reserved."""
+"""Estimated bytes of one graph of a whole step; CaptureStats has measured ones. Graphs of half
+steps and of skewed batches use the same activations in the same pool; the driver's memory for their
+nodes is not reserved."""
 
 STEP_TIMEOUT = 60.0
-"""Seconds, on a GPU: no kernel is compiled in a step, and the largest takes seconds at most."""
+"""Default timeout of a step on a GPU, in seconds: no step compiles a kernel, and the largest takes
+a few seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +36,13 @@ class ExecutionMode:
     """Device, stream and limits of an engine's steps.
 
     Attributes:
-        stream: where their work is queued.
-        make_capturer: makes the capturer of decode steps; None keeps the state between steps
-            on the host.
-        max_num_seqs, token_budget, pipeline_depth, step_timeout: defaults, for a configuration
-            without.
-        shares_memory: leave the application half of what the KV cache could have, likewise.
+        stream: where the steps' work is queued.
+        make_capturer: makes the capturer of CUDA graphs; None keeps the batch's state on the
+            host.
+        max_num_seqs, token_budget, pipeline_depth, step_timeout: defaults of settings that the
+            configuration leaves open.
+        shares_memory: without a configured size, the KV cache leaves half of its memory to the
+            application.
     """
 
     device: torch.device
@@ -54,7 +56,7 @@ class ExecutionMode:
 
 
 def execution_mode_for(config: EngineConfig, device: torch.device) -> ExecutionMode:
-    """Synchronous on a CPU, one step of run-ahead on a GPU."""
+    """Chooses the mode: synchronous on a CPU, one step of run-ahead on a GPU."""
     if device.type != "cuda":
         return ExecutionMode(device, SyncStream(), None, 64, 8192, 1)
     make = EagerCapturer if config.cuda_graphs == "off" else lambda: CudaGraphCapturer(device)
@@ -64,10 +66,11 @@ def execution_mode_for(config: EngineConfig, device: torch.device) -> ExecutionM
 
 
 def graph_sizes(config: EngineConfig, mode: ExecutionMode, max_num_seqs: int) -> tuple[int, ...]:
-    """Batch sizes that get a graph.
+    """Batch sizes of decode steps that get a CUDA graph.
 
     Raises:
-        InvalidRequestError: a setting that has no effect here.
+        InvalidRequestError: a graph setting without effect here, or a size above
+            ``max_num_seqs``.
     """
     sizes = config.cudagraph_capture_sizes
     if mode.make_capturer is None:
@@ -87,17 +90,18 @@ def graph_sizes(config: EngineConfig, mode: ExecutionMode, max_num_seqs: int) ->
 
 
 def token_graph_sizes(config: EngineConfig, mode: ExecutionMode, most: int) -> tuple[int, ...]:
-    """Numbers of tokens of mixed steps that get graphs, in steps of at most ``most``."""
+    """Token counts, at most ``most``, of mixed steps that get CUDA graphs."""
     if mode.make_capturer is None or config.cuda_graphs != "auto":
         return ()
     return default_token_sizes(most)
 
 
 def graph_reserve(sizes: tuple[int, ...], max_num_seqs: int, vocab_size: int, width: int) -> int:
-    """Bytes to keep beside the largest step: graphs, and what sampling takes that does more than
-    the draw. That is the logits as they came and grammars' masks, the tables of rules and
-    penalties, and the processed logits twice: in the memory of the graphs, and in that of the
-    mixed steps, which have none.
+    """Bytes to keep, beside the largest step, for CUDA graphs and sampling stages.
+
+    The stages take a copy of the logits, grammar masks, the tables of rules and penalties, and the
+    processed logits twice: in the memory pool of the graphs, and outside it for mixed steps, whose
+    sampling is not captured.
 
     Args:
         width: bytes of an element of the logits.

@@ -1,4 +1,4 @@
-"""execution_report: the path of a model's steps, and what memory allows them."""
+"""execution_report: how a model's steps run, and the memory bandwidth that bounds them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.ops.torch_ops import TorchOps
 
 PROBE_BYTES = 256 * 2**20
-"""Beyond the caches of processors."""
+"""Memory to read, larger than the caches of processors."""
 _ROUNDS = 5
 
 
 def memory_bandwidth(ops: TorchOps) -> float:
-    """Bytes a second, on the thread that runs the steps while none runs; the median of five.
-    Takes some tenths of a second, and memory of ``PROBE_BYTES``."""
+    """Measures memory bandwidth in bytes a second; the median of five reads.
+
+    Call it on the thread that runs the steps, while none runs. It takes some tenths of a second
+    and ``PROBE_BYTES`` of memory.
+    """
     memory = torch.ones(PROBE_BYTES // 8, dtype=torch.int64, device="cpu")
     rates = []
     for _ in range(_ROUNDS):
@@ -35,23 +38,25 @@ def memory_bandwidth(ops: TorchOps) -> float:
 def execution_report(
     decoder: LanguageModel, cache: KVCache, info: ExecutorInfo, num_threads: int | None
 ) -> ExecutionReport:
-    """On the thread that runs the steps, while none runs. On a CPU it takes some tenths of a
-    second.
+    """Describes how a model's steps run.
+
+    Call it on the thread that runs the steps, while none runs. On a CPU it takes some tenths of
+    a second.
 
     Args:
-        num_threads: of torch's ops; native ones have their own.
+        num_threads: threads of torch's ops; native ops have their own.
     """
-    ops, residence = decoder.ops, decoder.embedding
+    ops, embedding = decoder.ops, decoder.embedding
     context = getattr(ops, "context", None)
     per_block = cache.tensor.nbytes / info.num_blocks
     return ExecutionReport(
-        device=str(residence.device),
-        dtype=str(residence.dtype).removeprefix("torch."),
+        device=str(embedding.device),
+        dtype=str(embedding.dtype).removeprefix("torch."),
         op_set=ops.name,
         attention_backend=", ".join(sorted({one.name for one in decoder.attention.values()})),
         instruction_set=None if context is None else context.isa,
         num_threads=num_threads if context is None else context.num_threads,
         weight_bytes=ops.linear_bytes,
         kv_bytes_per_token=sum(per_block / group.block_size for group in info.kv_groups),
-        memory_bandwidth=None if residence.device.type == "cuda" else memory_bandwidth(ops),
+        memory_bandwidth=None if embedding.device.type == "cuda" else memory_bandwidth(ops),
     )

@@ -1,4 +1,4 @@
-"""Huge pages: whether the operating system backs packed weights with them."""
+"""warn_without_huge_pages: a check that the operating system backs weights with huge pages."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ logger = get_logger(__name__)
 
 
 def warn_without_huge_pages(setting: Path = SETTING) -> None:
-    """Says in the log that weights will be read more slowly, where huge pages are turned off.
+    """Warns that weights are read more slowly, if transparent huge pages are off.
 
-    With pages of 4 KiB two threads read 28 to 34 GB a second of weights, with huge ones 35 to 65.
+    With pages of 4 KiB two threads read 28 to 34 GB of weights a second, with huge pages 35 to 65.
     """
     try:
         choice = setting.read_text(encoding="ascii").partition("[")[2].partition("]")[0]

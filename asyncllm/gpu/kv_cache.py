@@ -34,12 +34,12 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """A KVCacheSpec on the device.
+    """A KV group: its KVCacheSpec and the block layouts of its layers.
 
     Attributes:
-        layout: of each of its layers, or the largest of them.
-        layouts: per layer, where they differ: a block takes the same bytes in each, and smaller
-            ones leave the rest unused.
+        layout: block layout of each layer; the largest, where they differ.
+        layouts: one per layer, where they differ; else empty. A block takes the same bytes in
+            every layer, and smaller layouts leave the rest unused.
     """
 
     spec: KVCacheSpec
@@ -47,7 +47,7 @@ class KVGroup:
     layouts: tuple[BlockLayout, ...] = ()
 
     def views(self, memory: Tensor, num_blocks: int) -> Sequence[Tensor]:
-        """``memory [layers, size]`` as the caches of the layers."""
+        """Views ``memory [layers, size]`` as one cache per layer."""
         if not self.layouts:
             return list(self.layout.view(memory[: len(self.spec.layers)], num_blocks))
         return [
@@ -61,7 +61,7 @@ class KVCacheSize:
     """Size of the cache.
 
     Attributes:
-        num_blocks: with the null block 0.
+        num_blocks: blocks, the null block 0 included.
         max_model_len: longest sequence in tokens.
     """
 
@@ -83,10 +83,10 @@ class KVCache:
     unused cache costs no memory.
 
     Attributes:
-        tensor: ``[parts, ...]``, the whole as the first group sees it; ``[parts, size]`` where its
-            layers differ.
+        tensor: the whole cache, ``[parts, ...]`` in the layout of the first group; ``[parts,
+            size]`` where layouts differ by layer.
         layers: a view per layer, see BlockLayout.
-        states: recurrent states, of a model that has any.
+        states: recurrent states; None for a model without any.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class KVCache:
     def clear(self, block_ids: np.ndarray) -> None:
         """Zeroes blocks before a new owner writes them.
 
-        Attention in plain torch reads whole blocks and masks what lies beyond a sequence,
-        and zero times what a broken request left there (NaN) would still be NaN.
+        Attention in plain torch reads whole blocks and masks positions beyond a sequence with
+        zeros: a NaN that a broken request left there would remain NaN.
         """
         index = copy_to_device(block_ids, self.tensor.device)
         if not self.by_layer:
@@ -128,8 +128,10 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that a CPU has to back with memory only where they are touched: torch would
-    write them, numpy gets them from the operating system."""
+    """Zeros; on a CPU a page takes memory only once it is touched.
+
+    torch would write the zeros, numpy gets zeroed pages from the operating system.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
@@ -144,10 +146,10 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def block_bytes(groups: Sequence[KVGroup], dtype: torch.dtype) -> int:
-    """Bytes of one block, in all layers of the group that it belongs to.
+    """Bytes of one block, over all layers of the group that it belongs to.
 
     Raises:
-        ValueError: groups that cannot share blocks, because theirs differ.
+        ValueError: blocks of different groups differ in size or outer dimensions.
     """
     sizes = {group.layout.num_elements for group in groups}
     if len(sizes) > 1 or len({group.layout.order[:2] for group in groups}) > 1:
@@ -159,15 +161,15 @@ def block_bytes(groups: Sequence[KVGroup], dtype: torch.dtype) -> int:
 
 
 def _depth(groups: Sequence[KVGroup]) -> int:
-    """Layers that a block has room for."""
+    """Layers for which a block has room."""
     return max(len(group.spec.layers) for group in groups)
 
 
 def blocks_per_seq(groups: Sequence[KVGroup], num_tokens: int, step_tokens: int) -> int:
-    """Blocks that a sequence holds at most at once, in all groups.
+    """Most blocks that a sequence holds at once, over all groups.
 
     Args:
-        step_tokens: that a step computes of a sequence at most.
+        step_tokens: most tokens of a sequence that one step computes.
     """
     return sum(group.spec.max_blocks(num_tokens, step_tokens) for group in groups)
 
@@ -175,8 +177,11 @@ def blocks_per_seq(groups: Sequence[KVGroup], num_tokens: int, step_tokens: int)
 def min_cache_bytes(
     config: EngineConfig, groups: Sequence[KVGroup], dtype: torch.dtype, step_tokens: int
 ) -> int:
-    """Bytes of the smallest cache that will do: the null block, and the blocks of one sequence
-    of a ``max_model_len`` that was asked for, else of a single token."""
+    """Bytes of the smallest usable cache.
+
+    It has the null block and the blocks of one sequence: of the configured ``max_model_len``, or
+    of one token where that is not set.
+    """
     blocks = blocks_per_seq(groups, config.max_model_len or 1, step_tokens)
     return (blocks + 1) * block_bytes(groups, dtype)
 
@@ -196,19 +201,18 @@ def size_cache(
 
     ``num_blocks`` and ``kv_cache_memory`` of the configuration come first, in that order.
     Without them the cache takes ``available`` bytes, but not more than twice what ``max_num_seqs``
-    sequences of full length need. Where the device's memory is shared with the application, it
-    takes half of ``available``, but not more than those sequences need, and not less than one of
-    them.
+    sequences of full length need. With ``shares_memory`` it takes half of ``available``, but not
+    more than ``max_num_seqs`` such sequences need, and not less than one needs.
 
     Args:
-        step_tokens: that a step computes of a sequence at most.
-        available: bytes to take where the configuration does not say.
-        shares_memory: ``available`` is all that is free, not the engine's share of it.
+        step_tokens: most tokens of a sequence that one step computes.
+        available: bytes for the cache where the configuration sets no size.
+        shares_memory: ``available`` is all free memory, which the application shares.
 
     Raises:
-        InvalidRequestError: if ``max_model_len`` exceeds the model's context.
-        KVCacheTooSmallError: if it holds no block, or not one sequence of a
-            ``max_model_len`` that was asked for.
+        InvalidRequestError: ``max_model_len`` exceeds the model's context.
+        KVCacheTooSmallError: the cache holds no block, or not one sequence of the configured
+            ``max_model_len``.
     """
     context = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > context:
@@ -251,7 +255,7 @@ def _block_sizes(groups: Sequence[KVGroup]) -> str:
 
 
 def _per_group(groups: Sequence[KVGroup], num_tokens: int, step_tokens: int) -> str:
-    """Blocks of a sequence in words, by group where there are several."""
+    """Words for the blocks that a sequence needs, by group where there are several."""
     counts = [group.spec.max_blocks(num_tokens, step_tokens) for group in groups]
     if len(counts) == 1:
         return str(counts[0])
@@ -270,8 +274,10 @@ def _too_small(
     per_block: int,
     knob: str,
 ) -> KVCacheTooSmallError:
-    """The error for a cache with fewer usable blocks than are needed. Where its memory is given
-    in bytes, the null block comes on top."""
+    """Makes the error for a cache with too few usable blocks.
+
+    Its remedy in bytes includes the null block.
+    """
     needed = blocks_per_seq(groups, max_model_len or 1, step_tokens)
     if max_model_len is None:
         purpose = "the smallest needs one block" + (" of every KV group" if needed > 1 else "")
@@ -294,13 +300,13 @@ def cpu_cache_bytes(reserve: int = 0) -> int:
     """A quarter of the memory that is available now, at most 4 GiB.
 
     Args:
-        reserve: bytes to leave, which are not taken yet.
+        reserve: bytes to leave free for memory that is not allocated yet.
     """
     return min(max(0, available_memory() - reserve) // CPU_CACHE_SHARE, CPU_CACHE_LIMIT)
 
 
 def available_memory() -> int:
-    """Bytes a process may still take: the kernel's estimate, within the control group."""
+    """Bytes that the process may still allocate: the kernel's estimate, within its cgroup."""
     try:
         available = _meminfo_available()
     except (OSError, KeyError, ValueError):
@@ -315,8 +321,11 @@ def _meminfo_available() -> int:
 
 
 def _available_without_proc() -> int:
-    """Half of the physical memory on a Unix; on Windows the available memory, the fourth field
-    of MEMORYSTATUSEX: two fields of 32 bits, the first its length, then seven of 64."""
+    """Half of the physical memory on a Unix; on Windows the available memory.
+
+    That is the fourth field of MEMORYSTATUSEX: two fields of 32 bits, the first its length, then
+    seven of 64.
+    """
     if hasattr(os, "sysconf"):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     status = (ctypes.c_uint64 * 8)(64)

@@ -1,4 +1,4 @@
-"""group_layers: the layers of a model in the KV groups that have a block table each."""
+"""group_layers: divides a model's layers into KV groups, each with a block table."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from asyncllm.logger import get_logger
 logger = get_logger(__name__)
 
 MAX_GROUPS = 16
-"""Each step prepares the KV slots and plans the attention of every group."""
+"""Limit of KV groups: each step prepares KV slots and plans attention for every group."""
 
 
 class LayerCache(NamedTuple):
-    """The KV of a layer, as far as it decides the layer's group.
+    """The properties of a layer's KV that decide its group.
 
     Attributes:
-        elements: numbers per token, of K and V.
-        window: keys that its queries see, their own included; None is all.
+        elements: numbers per token, of K and V together.
+        window: keys that a query sees, its own included; None is all.
     """
 
     elements: int
@@ -39,9 +39,10 @@ class LayerGroup:
     """Layers that share a block table.
 
     Attributes:
-        layers: indices of their caches.
-        window: whose keys they keep; None keeps all.
-        scale: tokens of a block per token of the smallest block: blocks have equal bytes.
+        layers: indices of the layers' caches.
+        window: keys that a query sees, its own included; older ones are not kept. None keeps all.
+        scale: tokens of a block, divided by those of the group with the fewest: blocks have equal
+            bytes.
     """
 
     layers: tuple[int, ...]
@@ -49,24 +50,24 @@ class LayerGroup:
     scale: int = 1
 
     def spec(self, block_size: int) -> KVCacheSpec:
-        """Args: block_size: tokens of the smallest block of any group."""
+        """The group's KVCacheSpec; ``block_size`` is that of the group with the fewest tokens."""
         kind = "full_attention" if self.window is None else "sliding_window"
         return KVCacheSpec(self.layers, block_size * self.scale, kind, self.window)
 
 
 def group_layers(caches: Sequence[LayerCache], context: int) -> list[LayerGroup]:
-    """Groups of layers with the same window and size, those without a window first.
+    """Groups layers by window and KV size, those without a window first.
 
     All groups draw blocks of equal bytes from one pool, so they have equally many layers: as many
     as the rarest kind of layer has (the rule of vLLM's hybrid KV cache manager). A kind whose
-    number of layers is no multiple of it leaves a share of its blocks unused: 22 + 4 layers
-    (Gemma 3 1B) are 4 and six groups of 3 or 4, and take 28/26 of the memory.
+    number of layers is no multiple of that leaves part of its blocks unused: 22 + 4 layers
+    (Gemma 3 1B) become one group of 4 and six of 3 or 4, and take 28/26 of the memory.
 
-    Layers stay in one group, and keep the KV of all tokens, where none has a window, or where
+    All layers form one group, which keeps the KV of all tokens, where none has a window, or where
     blocks of different layers cannot have equal bytes.
 
     Args:
-        context: the longest sequence; a window as large is none.
+        context: tokens of the longest sequence; a window of at least that counts as none.
     """
     alike: dict[LayerCache, list[int]] = {}
     for layer, cache in enumerate(caches):
@@ -102,7 +103,7 @@ def group_layers(caches: Sequence[LayerCache], context: int) -> list[LayerGroup]
 
 
 def _group_size(counts: Sequence[int]) -> int:
-    """Layers of a group, for kinds that so many layers are of."""
+    """Layers of a group, from the number of layers of each kind."""
     fewest, most = min(counts), max(counts)
     size = most if most < 1.25 * fewest else fewest
     while sum(-(-count // size) for count in counts) > max(MAX_GROUPS, len(counts)):
@@ -113,10 +114,10 @@ def _group_size(counts: Sequence[int]) -> int:
 def with_groups(
     kinds: Sequence[AttentionKind], indices: Sequence[int], groups: Sequence[LayerGroup]
 ) -> list[AttentionKind]:
-    """``kinds`` with their ``kv_group``.
+    """Sets the ``kv_group`` of each attention kind.
 
     Args:
-        indices: of the cache that each attends to.
+        indices: index of the KV cache to which each kind attends.
     """
     group_of = {layer: i for i, group in enumerate(groups) for layer in group.layers}
     return [
@@ -130,10 +131,10 @@ def make_kv_groups(
     attention: Mapping[AttentionKind, Attention],
     block_size: int,
 ) -> list[KVGroup]:
-    """The groups on the device, in the block layout that their attention chooses.
+    """Makes the KV groups, in the block layouts that their attention chooses.
 
     Args:
-        kinds: of the layer that writes each cache.
+        kinds: attention kind of the layer that writes each cache.
         block_size: tokens of the smallest block.
     """
     made = []

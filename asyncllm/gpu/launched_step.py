@@ -36,30 +36,32 @@ class LaunchedStep:
 
     Attributes:
         is_decode: every row is a decode.
-        row_indices, starts: ``[R]`` int64, request indices of all rows, and their first positions.
-        rows: ``[S]``, rows of the batch that are sampled; in the order in which they are.
-        req_indices, positions: ``[S]``, of these rows, and where their tokens will be.
-        num_logits: of these rows, how many need their logits; the others are behind them, and take
-            the token of the largest one.
-        epochs: ``[S]``, of the request indices.
-        row_stages: ``[S]``, Stages of the request indices.
-        row_logprobs: ``[S]``, how many log-probabilities they have, -1 for none; with LOGPROBS.
-        stages: of sampling, that any row without the host needs.
-        blocks_to_zero: KV blocks to clear before it runs.
-        updates: lines of the LogitsTables to write before it runs.
-        overflow: table changes that found no room in the buffer.
-        masks: of its masked rows, once they have come.
-        started: its changes have been applied, and its work begun.
-        is_drawn: its tokens will be there without the host; later steps may begin behind it.
-        buffer, sizes: once it has begun: its sections in host memory, and their sizes.
-        inputs: of the model, where the host derives them.
-        output: of the model, once that is queued.
-        prompt_hidden: hidden states ``[E, H]`` at the positions of its prompt log-probabilities.
-        prompt_tokens: by row, the prompt's tokens of its PromptSpan.
-        host_rows: rows that are sampled with the host.
-        event: its end, once it is queued.
-        error: raised when it was to be started.
-        failures: by row, errors of requests that could not be assigned, or sampled.
+        row_indices, starts: ``[R]`` int64, request index and first position of each row.
+        rows: ``[S]``, the sampled rows of the batch, in the order of sampling.
+        req_indices, positions: ``[S]``, request index of each sampled row, and the position of its
+            token.
+        num_logits: sampled rows that need their logits; they come first. Each of the others takes
+            the token of its largest logit.
+        epochs: ``[S]``, epoch of each request index.
+        row_stages: ``[S]``, sampling Stages of each row.
+        row_logprobs: ``[S]``, number of log-probabilities of each row, -1 for none; set with
+            LOGPROBS.
+        stages: sampling stages of all rows that are drawn on the device.
+        blocks_to_zero: KV blocks to clear before the step runs.
+        updates: rows of the LogitsTables to write before the step runs.
+        overflow: block table changes that found no room in the buffer.
+        masks: grammar masks of the masked rows, once they have come.
+        started: the step's changes have been applied to the batch, and its work has begun.
+        is_drawn: its tokens need no more work of the host, so that later steps may begin.
+        buffer, sizes: host memory of its sections, and their sizes; set when it begins.
+        inputs: the model's inputs, where the host derives them.
+        output: the model's output, once that is queued.
+        prompt_hidden: hidden states ``[E, H]`` at the positions of prompt log-probabilities.
+        prompt_tokens: by row, the prompt tokens of its PromptSpan.
+        host_rows: rows whose sampling needs the host.
+        event: the end of its work, once that is queued.
+        error: an error of its work, which ``collect`` raises.
+        failures: by row, errors of requests that could not be assigned or sampled.
     """
 
     buffer: HostBuffer
@@ -95,7 +97,7 @@ class LaunchedStep:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the draw is all that its rows ask for."""
+        """Whether its rows need the plain draw only: no masks, stages, host or prompt logprobs."""
         apart = self.batch.masked_rows or self.stages or self.batch.prompt_logprobs
         return not apart and self.host_rows is None
 
@@ -116,26 +118,28 @@ class LaunchedStep:
             self.positions = self.positions[order]
 
     def awaits_tokens_of(self, step: LaunchedStep) -> bool:
-        """Whether it goes on from a token that the host draws in ``step``."""
+        """Whether this step continues a row whose token the host draws in ``step``."""
         if step.host_rows is None:
             return False
         later = set(self.batch.req_indices).difference(self.batch.released)
         return not later.isdisjoint(step.host_rows.req_indices.tolist())
 
     def places_of(self, rows: list[int]) -> list[int]:
-        """The places of rows of the batch among those that are sampled."""
+        """Places of rows of the batch among the sampled rows."""
         place_of = {row: place for place, row in enumerate(self.rows.tolist())}
         return [place_of[row] for row in rows]
 
     def masks_by_place(self) -> dict[int, bytes]:
-        """The masks by their row's place among those that are sampled."""
+        """Grammar masks by the place of their row among the sampled rows."""
         if self.masks is None:
             return {}
         return dict(zip(self.places_of(self.masks.rows), self.masks.masks, strict=True))
 
     def drawn_output(self) -> SampleOutput:
-        """The tokens in the buffer, and the errors and log-probabilities of their rows. What rows
-        of the host have is void."""
+        """Reads tokens, errors and log-probabilities from the buffer.
+
+        Those of host rows are void.
+        """
         tokens = self.buffer.tokens.numpy()[: len(self.rows)].copy()
         output = SampleOutput(tokens)
         failed = tokens < 0
@@ -160,7 +164,7 @@ class LaunchedStep:
         return output
 
     def memory_error(self, error: Exception) -> StepOutOfMemoryError:
-        """The core's error for running out of memory in this step."""
+        """Makes the core's error for running out of memory in this step."""
         told = StepOutOfMemoryError(
             f"step {self.batch.step}, {self.batch.num_tokens} tokens: {explain(error)}"
         )

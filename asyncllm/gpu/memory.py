@@ -31,8 +31,8 @@ SEGMENT_BYTES = 2 * 2**20
 """torch takes large allocations from the device in multiples of this."""
 
 RELEASE_SECONDS = 5.0
-"""How long ``release`` waits for work that is still on the device, and then for the turn among the
-engines of the process."""
+"""How long ``release`` waits for the device's work, and then for its turn among the process's
+engines."""
 
 _OUT_OF_MEMORY = (
     "out of memory",
@@ -41,15 +41,15 @@ _OUT_OF_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
-"""In messages of torch ("CUDA out of memory", "CUDA error: out of memory"), of Triton
-("Triton Error [CUDA]: out of memory"), of the CPU's allocators, and of NVIDIA's libraries."""
+"""Parts of error messages: torch's ("CUDA out of memory", "CUDA error: out of memory"), Triton's
+("Triton Error [CUDA]: out of memory"), those of CPU allocators and of NVIDIA's libraries."""
 
 
 class MemoryProbe:
-    """The memory of NVIDIA GPUs, through torch; tests put a simulated device in its place."""
+    """Memory of NVIDIA GPUs, through torch; tests replace it by a simulated device."""
 
     def info(self, device: torch.device) -> tuple[int, int]:
-        """Bytes free on the device, and bytes in all."""
+        """Free and total bytes of the device."""
         return torch.cuda.mem_get_info(device)
 
     def has_pools(self) -> bool:
@@ -58,14 +58,15 @@ class MemoryProbe:
 
     @contextmanager
     def pool(self, device: torch.device) -> Iterator[Callable[[], int]]:
-        """Sends the calling thread's allocations to a pool of their own. The value returns how
-        many bytes that has taken from the device, which never shrinks within the context. No other
-        engine captures meanwhile or gives memory back.
+        """Sends the calling thread's allocations to a memory pool of their own.
+
+        Yields a function that returns the bytes that the pool has taken from the device; the pool
+        never shrinks within the context. Meanwhile no other engine captures or gives memory back.
 
         The pool has no owner once the context ends, so that ``trim`` may empty it. It is not a
         ``torch.cuda.MemPool``, whose C++ destructor empties it and ends the process if that
-        fails: up to torch 2.12 it fails while any thread is inside ``use_mem_pool``, later
-        while any captures a CUDA graph.
+        fails: up to torch 2.12 it fails while any thread is inside ``use_mem_pool``, in later
+        versions while any thread captures a CUDA graph.
         """
         # The one attribute of a MemPool that ``use_mem_pool`` reads.
         handle: Any = SimpleNamespace(id=torch.cuda.graph_pool_handle())
@@ -73,8 +74,11 @@ class MemoryProbe:
             yield partial(pool_bytes, handle.id, device)
 
     def finish(self, device: torch.device, seconds: float) -> bool:
-        """Waits for the work on the thread's current stream; False if it takes longer. Raises
-        RuntimeError if the device has failed."""
+        """Waits for the current stream's work; False if it takes longer than ``seconds``.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(device))
         deadline = time.monotonic() + seconds
@@ -85,10 +89,10 @@ class MemoryProbe:
         return True
 
     def trim(self, device: torch.device, seconds: float = -1) -> None:
-        """Returns the blocks that torch has cached and no tensor uses to the device.
+        """Returns torch's cached and unused blocks to the device.
 
         Args:
-            seconds: to wait for the turn at most; -1 is without end.
+            seconds: longest wait for other engines of the process; -1 is without limit.
 
         Raises:
             TimeoutError: another engine captures for longer.
@@ -151,7 +155,7 @@ class CacheBudget:
         )
 
     def remedy(self) -> str:
-        """Settings that would leave more."""
+        """Settings to change for a larger cache, as a phrase."""
         smaller = "lower max_num_batched_tokens, max_num_seqs or max_model_len"
         if self.allowed < self.free_at_start:
             return f"raise gpu_memory_utilization, or {smaller}"
@@ -170,22 +174,22 @@ def cuda_cache_bytes(
     least: int,
     probe: MemoryProbe | None = None,
 ) -> int:
-    """Bytes for the KV cache where neither its size nor its blocks are configured.
+    """Measures the bytes left for a KV cache whose size is not configured.
 
     Runs the largest step once, in a memory pool of its own, whose size is the measure:
-    torch's peak statistics are the host application's, and are neither read nor reset.
-    torch's cache, the host's with it, is emptied before, because a pool cannot do that when
-    the device is full, and after, so that the pool's memory can go to the KV cache.
+    torch's peak statistics belong to the application, and are neither read nor reset.
+    torch's cache, with the application's blocks, is emptied before, because a pool cannot do
+    that when the device is full, and after, so that the pool's memory can go to the KV cache.
 
     Args:
         free_at_start: bytes that were free before the engine took any.
-        weights_bytes: on the device by now.
+        weights_bytes: weights that are on the device now.
         profile_run: runs the largest step; weights and RoPE tables are on the device.
         graph_reserve: bytes to keep for CUDA graphs.
-        captured_share: of the tokens of the largest step, those of the largest captured mixed one,
-            whose activations the graphs keep.
-        least: bytes of the smallest cache that will do.
-        probe: the GPU itself unless given.
+        captured_share: tokens of the largest captured mixed step, whose activations the graphs
+            keep, divided by those of the largest step.
+        least: bytes of the smallest usable cache.
+        probe: None is the GPU itself.
 
     Raises:
         KVCacheTooSmallError: less than ``least`` is left.
@@ -228,14 +232,14 @@ def cuda_cache_bytes(
 def _measure(
     run: Callable[[], None], device: torch.device, probe: MemoryProbe
 ) -> tuple[int, Exception | None]:
-    """Bytes that ``run`` takes, and its error if that was for want of memory."""
+    """Bytes that ``run`` takes, and its error if it ran out of memory."""
     with probe.pool(device) as reserved:
         try:
             run()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            # Its frames hold the step's tensors, which would be counted as in use.
+            # The traceback's frames hold the step's tensors, which would count as in use.
             return reserved(), error.with_traceback(None)
         return reserved(), None
 
@@ -245,15 +249,14 @@ def check_weights(
 ) -> int:
     """Checks that the weights will fit, before gigabytes of them are read.
 
-    torch's cache is emptied first: the blocks of the host application's earlier tensors are
-    free. ``gpu_memory_utilization`` limits the weights only where it decides the size of the
-    KV cache.
+    torch's cache is emptied first, because the application's freed tensors leave blocks there.
+    ``gpu_memory_utilization`` limits the weights only where it decides the size of the KV cache.
 
     Returns:
         Bytes that are free now.
 
     Raises:
-        EngineError: they will not.
+        EngineError: the weights will not fit.
     """
     probe = probe or MemoryProbe()
     probe.trim(device)
@@ -276,8 +279,12 @@ def check_weights(
 def check_states(
     device: torch.device, max_num_seqs: int, slot_bytes: int, probe: MemoryProbe | None = None
 ) -> None:
-    """Raises EngineError if recurrent states, a slot for each of ``max_num_seqs`` requests and one
-    for padded rows, do not fit beside the weights."""
+    """Checks that recurrent states fit beside the weights.
+
+    Raises:
+        EngineError: a slot for each of ``max_num_seqs`` requests, and one for padded rows, need
+            more memory than is free.
+    """
     free = available_memory()
     if device.type == "cuda":
         free, _ = (probe or MemoryProbe()).info(device)
@@ -293,8 +300,11 @@ def check_states(
 def check_cache(
     config: EngineConfig, device: torch.device, num_bytes: int, probe: MemoryProbe | None = None
 ) -> None:
-    """Raises KVCacheTooSmallError if a KV cache of ``num_bytes``, whose size or blocks are
-    configured, does not fit."""
+    """Checks that a KV cache of configured size fits the device.
+
+    Raises:
+        KVCacheTooSmallError: less than ``num_bytes`` is free.
+    """
     if config.num_blocks is None and config.kv_cache_memory is None:
         return
     free, total = (probe or MemoryProbe()).info(device)
@@ -308,18 +318,17 @@ def check_cache(
 
 
 def release(device: torch.device, probe: MemoryProbe | None = None) -> None:
-    """Returns the memory of tensors without references to the device.
+    """Returns the memory of freed tensors to the device.
 
     Call it last, on the thread and stream that ran the steps. It neither raises nor waits for
     more than twice ``RELEASE_SECONDS``: a device that has failed, or hangs, is left as it is, with
     a warning.
 
-    It empties torch's cache as a whole. That takes the host application's cached blocks too,
-    which torch asks the device for again when the application needs them; in return steps
-    allocate as everything in torch does, with torch's own answer to a full device (empty the
-    cache, try again), and not in a private pool, within which torch has none. The CUDA context
-    and cuBLAS's workspaces, one per handle and stream, stay with the process: the next engine
-    uses them again, and a CUDA graph of the host application may hold addresses in one.
+    It empties torch's whole cache, the application's cached blocks included, which torch allocates
+    again when they are needed. A private pool for the engine would spare them, but in a pool torch
+    cannot answer a full device by emptying its cache and trying again. The CUDA context and
+    cuBLAS's workspaces, one per handle and stream, stay with the process: the next engine uses
+    them again, and a CUDA graph of the application may hold addresses in one.
     """
     if device.type != "cuda":
         return
@@ -344,7 +353,7 @@ def is_device_failure(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a step failed for want of memory, so that a smaller one may succeed."""
+    """Whether a step ran out of memory, so that a smaller one may succeed."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     message = explain(error)

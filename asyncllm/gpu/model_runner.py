@@ -38,12 +38,12 @@ from asyncllm.logits_processor import LogitsProcessor
 
 @dataclass(frozen=True, slots=True)
 class Graphs:
-    """Graphs of steps.
+    """The CUDA graphs to capture.
 
     Attributes:
-        capturer: makes them.
-        sizes: batch sizes of decode steps that get one.
-        token_sizes: numbers of tokens of mixed steps that do.
+        capturer: captures them.
+        sizes: batch sizes of decode steps that get a graph.
+        token_sizes: token counts of mixed steps that get one.
     """
 
     capturer: GraphCapturer
@@ -56,25 +56,24 @@ class ModelRunner:
 
     **On a synchronous stream** (the CPU) ``launch`` only queues; ``collect`` runs the oldest step.
     With a pipeline depth of 2, recorded steps run ahead on a thread of the native library: whole,
-    or up to their logits if their rows ask for more than the draw, or await masks. The forward pass
-    of a step that awaits masks runs while these are made, at pipeline depth 1 too.
+    or up to their logits if rows need more than the draw or await masks. While masks are made, the
+    forward pass of their step runs, at pipeline depth 1 too.
 
     **On an asynchronous stream** ``launch`` queues the step's work on the device, behind the step
-    before it, whose sampled tokens it reads there. Of a step that awaits masks the forward pass is
+    before it, whose sampled tokens it reads there. If a step awaits masks, only its forward pass is
     queued; ``sample`` queues the rest, and the steps behind it. Rows that need the host (logits
-    processors, bad words of several tokens) are sampled by ``collect``, from copies of all that
-    they depend on. A step that continues such a row could start only then, and the scheduler makes
-    none.
+    processors, bad words of several tokens) are sampled by ``collect``, from copies of their inputs.
+    The scheduler makes no step that continues such a row before that.
 
     A result is written back only if the request index still has the step's epoch, so that a late
-    token of a finished request cannot reach the next one at that index.
+    token of a finished request cannot reach the next request at that index.
 
     Args:
         stream: where work is queued; None is synchronous.
-        graphs: of steps, with the batch's state on the device; None keeps that on the host, and an
-            asynchronous stream needs them.
+        graphs: CUDA graphs of steps, which keep the batch's state on the device; None keeps it on
+            the host. An asynchronous stream needs graphs.
         num_logprobs: log-probabilities per token for which a step has buffers.
-        logits_processors: of the engine.
+        logits_processors: the engine's processors.
 
     Attributes:
         info: limits for the scheduler.
@@ -125,7 +124,7 @@ class ModelRunner:
                 self._record()
 
     def _record(self) -> None:
-        """Records the step where all of it can be; else its ops are called one by one."""
+        """Records the step for replay, if every op can be recorded; else steps run eagerly."""
         runner = self._open()
         memory = runner.memory
         found = record_step(runner.model, runner.cache, runner.inputs, memory.buffer)
@@ -138,7 +137,7 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def _memory_explained(self) -> Iterator[None]:
-        """Raises EngineError where there is no memory for the largest step."""
+        """Turns a MemoryError of allocating the largest step into an EngineError."""
         try:
             yield
         except MemoryError as error:
@@ -149,12 +148,12 @@ class ModelRunner:
 
     @property
     def graphs(self) -> StepGraphs | None:
-        """The graphs of decode steps; None where there are none, and once it is closed."""
+        """The graphs of decode steps; None without graphs and after ``close``."""
         replay = None if self._runner is None else self._runner.replay
         return replay.graphs if isinstance(replay, GraphReplay) else None
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda *_: None) -> None:
-        """Compiles the kernels of all steps to come; before the first of them.
+        """Compiles the kernels of all steps, before the first one.
 
         Args:
             progress: called with (steps run, steps in all).
@@ -167,7 +166,7 @@ class ModelRunner:
                 self._stream.synchronize()
 
     def capture_graphs(self, progress: Callable[[int, int], None] = lambda *_: None) -> None:
-        """Captures the graph of every bucket, before the first step.
+        """Captures a graph for every batch size and token count, before the first step.
 
         Args:
             progress: called with (graphs captured, graphs in all).
@@ -179,7 +178,7 @@ class ModelRunner:
             self._stream.synchronize()
 
     def report(self) -> ExecutionReport:
-        """See ``ExecutionReport``; no step may be in flight."""
+        """Makes the ExecutionReport; no step may be in flight."""
         self._enter_thread()
         runner = self._open()
         return execution_report(runner.model, runner.cache, self.info, self._num_threads)
@@ -199,8 +198,10 @@ class ModelRunner:
         return isinstance(self._stream, StepQueue)
 
     def run_ahead(self, num_tokens: int) -> None:
-        """Sets the pipeline depth to 2, before the first step: steps of at least ``num_tokens``
-        begin on the native library's thread."""
+        """Sets the pipeline depth to 2, before the first step.
+
+        Steps of at least ``num_tokens`` then begin on the native library's thread.
+        """
         assert isinstance(self._stream, StepQueue)
         self.info = replace(self.info, pipeline_depth=2)
         self._stream.least_tokens = num_tokens
@@ -243,7 +244,7 @@ class ModelRunner:
             with torch.inference_mode(), self._stream.context():
                 result = self._finish(step)
         except (RuntimeError, MemoryError) as error:
-            # The engine keeps the exception, and a frame below this one refers to the model.
+            # The engine keeps the exception, whose traceback's frames refer to the model.
             clear_frames(error)
             if is_out_of_memory(error):
                 raise step.memory_error(error) from error
@@ -259,13 +260,13 @@ class ModelRunner:
     def close(self) -> None:
         if self._runner is None:
             return
-        # Steps are not waited for on a GPU: one that hangs would never finish them.
+        # Not waited for on a GPU: a device that hangs would never finish.
         if not self._stream.is_async:
             self._stream.synchronize()
         self._steps.clear()
         replay, self._runner = self._runner.replay, None
         if not self._stream.is_async:
-            # A queue refers to the model.
+            # The step queue refers to the model.
             self._stream = SyncStream()
         if isinstance(replay, GraphReplay):
             replay.close()
@@ -278,8 +279,7 @@ class ModelRunner:
         return self._runner
 
     def _enter_thread(self) -> None:
-        """Sets the calling thread's thread count and time slice, both of which are per thread,
-        before the first step that it runs."""
+        """Sets the calling thread's number of op threads and time slice, before its first step."""
         thread = get_ident()
         if thread == self._thread:
             return
@@ -291,9 +291,11 @@ class ModelRunner:
     # --- a step ------------------------------------------------------------------------
 
     def _begin_steps(self) -> None:
-        """Begins the steps that the stream takes ahead of their collection. One that failed, or
-        whose tokens the host has a part in, holds up those behind it. An error is raised when its
-        own step is collected: the steps before that may have gone well."""
+        """Begins the steps that the stream can run before they are collected.
+
+        A step that failed, or whose tokens need the host, holds up those behind it. ``collect``
+        raises a step's error when its turn comes, because the steps before it may have gone well.
+        """
         runner = self._open()
         for number, step in enumerate(self._steps):
             if not step.started:
@@ -315,8 +317,10 @@ class ModelRunner:
             step.error = step.memory_error(error) if is_out_of_memory(error) else error
 
     def _finish(self, step: LaunchedStep) -> StepResult:
-        """Waits for the step's tokens, and keeps them for later steps. Runs it first where nothing
-        ran ahead."""
+        """Waits for the step's tokens and writes them to the batch, for later steps.
+
+        A step that did not run ahead runs now.
+        """
         runner = self._open()
         if not step.started:
             runner.begin(step, ahead=False)

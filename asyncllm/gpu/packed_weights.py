@@ -1,5 +1,4 @@
-"""packed_weights: the weights of a linear layer as a quantised checkpoint stores them, for op sets
-that compute with them so."""
+"""packed_weights: a linear layer's quantised weights, for op sets that compute with them."""
 
 from __future__ import annotations
 
@@ -13,14 +12,16 @@ from asyncllm.gpu.formats.reader import row_ranges
 from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme, WeightForm
 
 _SCHEMES: dict[int, QuantScheme] = {4: "int4", 8: "int8"}
-"""By the bits of a code."""
+"""Quantisation scheme by bits of a code."""
 
 
 def packed_weights(
     parts: Sequence[Codes | None], takes: Callable[[WeightForm], bool]
 ) -> LinearWeights | None:
-    """The parts, stacked along the outputs, with their integers and scales as they are stored; None
-    where they are of different forms, or of one that ``takes`` refuses."""
+    """Stacks quantised parts along the outputs, with their integers and scales unchanged.
+
+    Returns None for parts of different forms, or of a form that ``takes`` refuses.
+    """
     codes = [part for part in parts if part is not None]
     forms = {(part.bits, part.shape[1:], min(part.block[1], part.shape[-1])) for part in codes}
     if len(codes) < len(parts) or len(forms) != 1:
@@ -30,7 +31,7 @@ def packed_weights(
     if scheme is None or columns * bits % 8 or any(c.column_groups is not None for c in codes):
         return None
     zeros = torch.cat([_zeros(part) for part in codes])
-    # Of 8 bits with a sign, the middle needs no zero point.
+    # Signed 8-bit integers that are centred on 0 need no zero points.
     has_zeros = scheme == "int4" or bool(zeros.any())
     form = WeightForm((sum(c.shape[0] for c in codes), columns), scheme, (1, group), has_zeros)
     low, high = (0, 255) if scheme == "int4" else (-128, 127)
@@ -47,7 +48,7 @@ def packed_weights(
 
 
 def _values(codes: Sequence[Codes], shape: tuple[int, int], scheme: QuantScheme) -> Tensor:
-    """As ``LinearWeights`` has them, from slices of a few rows."""
+    """The integers in the layout of ``LinearWeights``, made a few rows at a time."""
     rows, columns = shape
     if scheme == "int4":
         values = torch.empty(rows, columns // 2, dtype=torch.uint8)
@@ -66,7 +67,7 @@ def _values(codes: Sequence[Codes], shape: tuple[int, int], scheme: QuantScheme)
 
 
 def _zeros(part: Codes) -> Tensor:
-    """Zero points of values as ``LinearWeights`` has them: those of 8 bits have a sign."""
+    """Zero points for the layout of ``LinearWeights``, in which 8-bit values are signed."""
     shift = 128 if part.bits == 8 and not part.is_signed else 0
     if part.zeros is None:
         zeros = torch.zeros(part.scales.shape, dtype=torch.int16)
@@ -76,7 +77,7 @@ def _zeros(part: Codes) -> Tensor:
 
 
 def _by_row(part: Codes, grid: Tensor) -> Tensor:
-    """``grid`` with a line for each row."""
+    """Expands ``grid`` to one row per row of the weights."""
     if part.block[0] == 1:
         return grid
     return grid.repeat_interleave(part.block[0], dim=0)[: part.shape[0]]

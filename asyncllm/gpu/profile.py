@@ -1,4 +1,4 @@
-"""profile_run: the largest steps, whose memory is measured before the KV cache is sized."""
+"""profile_run: runs the largest steps, so that their memory can be measured."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def profile_run(
     max_model_len: int,
     states: StateCache | None = None,
 ) -> None:
-    """Runs a prefill, a mixed and a decode step, each as large as the scheduler makes them,
-    at the end of the longest sequences, and samples from their logits.
+    """Runs the largest prefill, mixed and decode steps, and samples from their logits.
 
-    All rows write and read one KV block, and the slots of ``states``, which are void until a
-    request starts in them. Call ``decoder.set_max_positions`` first.
+    Rows stand at the end of the longest sequences. All write and read one KV block, and the slots
+    of ``states``, whose contents are void until a request starts in them. Call
+    ``decoder.set_max_positions`` first.
     """
     few, weight = decoder.with_few_layers(), decoder.embedding
     cache = KVCache(groups, 1, weight.dtype, weight.device, states)
@@ -54,8 +54,10 @@ def recorded_bytes(
     max_num_seqs: int,
     states: StateCache | None = None,
 ) -> int:
-    """Bytes that the activations of the largest step take where steps are recorded; 0 where they
-    are not, and torch allocates them."""
+    """Bytes of the activations of the largest recorded step.
+
+    0 where steps are not recorded, and torch allocates the activations.
+    """
     decoder.set_max_positions(1)
     specs, weight = [group.spec for group in groups], decoder.embedding
     cache = KVCache(groups, 1, weight.dtype, weight.device, states)
@@ -68,9 +70,12 @@ def recorded_bytes(
 def largest_rows(
     max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int
 ) -> list[tuple[int, np.ndarray]]:
-    """Decode rows and tokens per row ``[R]`` of the largest steps, decodes first: the budget
-    in prefill rows of at most ``max_model_len``, as many decodes as there may be with prefill
-    in what they leave, and as many decodes as there may be."""
+    """Number of decode rows and tokens per row ``[R]`` of the largest steps.
+
+    The steps are: the token budget in prefill rows of at most ``max_model_len`` tokens; as many
+    decodes as possible beside as many prefill rows; and as many decodes as possible. Decodes come
+    first.
+    """
     most_rows = min(max_num_seqs, max_num_batched_tokens)
     prefill_rows = min(-(-max_num_batched_tokens // max_model_len), most_rows)
     steps = []
@@ -91,8 +96,7 @@ def _step(
     max_model_len: int,
     device: torch.device,
 ) -> StepInputs:
-    """The step's inputs. As many logits are wanted as sequences can be sampled, whether or
-    not this step has as many rows."""
+    """Makes a step's inputs, with logits for as many tokens as sequences can be sampled."""
     rows = len(counts)
     batch = StepBatch(
         step=0,
@@ -111,7 +115,7 @@ def _step(
 
 
 def _sample(decoder: LanguageModel, logits: torch.Tensor) -> None:
-    """Samples every row, with top_k and top_p at work."""
+    """Samples every row with top_k and top_p."""
     count = logits.shape[0]
     rows = torch.arange(count, device=logits.device)
     scalars = Sections(scalar_sections(count + 1), logits.device).tensors

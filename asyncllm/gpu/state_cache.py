@@ -15,19 +15,20 @@ from asyncllm.errors import EngineError
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """One state of one layer, such as the last inputs of a short convolution or the matrix of a
-    gated delta rule.
+    """One recurrent state of one layer.
+
+    It is, for example, the last inputs of a short convolution, or the matrix of a gated delta rule.
 
     Attributes:
-        shape: of a sequence's state.
-        dtype: it is kept in; None is the model's.
+        shape: shape of one sequence's state.
+        dtype: dtype in which it is kept; None is the model's.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
 
     def num_bytes(self, dtype: torch.dtype) -> int:
-        """Of a slot, in a model of ``dtype``."""
+        """Bytes of a slot, in a model of ``dtype``."""
         return math.prod(self.shape) * (self.dtype or dtype).itemsize
 
 
@@ -37,24 +38,26 @@ def slot_bytes(specs: Sequence[StateSpec], dtype: torch.dtype) -> int:
 
 
 class StateCache:
-    """Recurrent states in slots: slot i is of request index i, the one behind them of padded rows,
-    which write it and whose results no row reads, and slot ``num_slots + i`` is snapshot i.
+    """Recurrent states of running requests, and snapshots of cached prefixes, in slots.
 
-    A state says what all tokens before a position come to. What another request has left in a slot
-    is cleared by the row that starts at position 0; a row that goes on from a cached prefix finds
-    its snapshot there.
+    Slot i belongs to request index i. Padded rows write slot ``num_slots``, and nothing reads their
+    results. Slot ``num_slots + i`` is snapshot i.
 
-    On a CPU the operating system zeroes it page by page as it is first touched.
+    A state summarises all tokens before a position. A row that starts at position 0 clears the
+    state that another request left in its slot; a row that continues a cached prefix finds a copy
+    of its snapshot there.
+
+    On a CPU the operating system zeroes the memory page by page as it is first touched.
 
     Args:
-        num_slots: of running requests.
-        num_snapshots: of prefixes, counted from 1.
+        num_slots: slots of running requests.
+        num_snapshots: snapshots of prefixes, counted from 1.
 
     Attributes:
         tensors: per spec ``[num_slots + 1 + num_snapshots, *shape]``.
 
     Raises:
-        EngineError: there is no memory for it.
+        EngineError: too little memory for the states.
     """
 
     def __init__(
@@ -88,18 +91,24 @@ class StateCache:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def load(self, loads: Sequence[tuple[int, int]]) -> None:
-        """Copies ``(request index, snapshot)`` into the slots of the requests, before the step in
-        which they go on from there."""
+        """Copies snapshots to requests' slots, for pairs ``(request index, snapshot)``.
+
+        Call it before the step in which the requests continue from there.
+        """
         self._copy([(slot, self.num_slots + snapshot) for slot, snapshot in loads])
 
     def save(self, saves: Sequence[tuple[int, int]]) -> None:
-        """Copies the slots of ``(request index, snapshot)`` into the snapshots, behind the step
-        that the states are of and before the next one."""
+        """Copies requests' slots to snapshots, for pairs ``(request index, snapshot)``.
+
+        Call it after the step that computed the states and before the next one.
+        """
         self._copy([(self.num_slots + snapshot, slot) for slot, snapshot in saves])
 
     def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies ``(to, source)``; no slot is among both. All layers' states of a dtype are one
-        kernel on a GPU, or few, where each for itself would be a hundred."""
+        """Copies slots by pairs ``(to, source)``; no slot is on both sides.
+
+        All layers' states of a dtype are one kernel on a GPU, or a few, instead of one per layer.
+        """
         copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
         for tensors in self._alike:
             to = [tensor[slot] for slot, _ in pairs for tensor in tensors]

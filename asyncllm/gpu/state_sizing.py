@@ -1,4 +1,4 @@
-"""choose_snapshots: how many recurrent states of prefixes are kept."""
+"""choose_snapshots: the number of snapshots of recurrent states."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from asyncllm.gpu.memory import MemoryProbe
 from asyncllm.validation import invalid
 
 SNAPSHOTS_PER_SEQ = 4
-"""Of a request that runs: its shared prefix, its prompt and its output; and of one that has
-ended, whose conversation may go on."""
+"""Snapshots per running request: of its shared prefix, its prompt and its output, and one of an
+ended request whose conversation may go on."""
 
 SNAPSHOT_SHARE = 8
-"""The part of the memory beside the weights that snapshots take at most."""
+"""Snapshots take at most an eighth of the memory beside the weights."""
 
 CPU_SNAPSHOT_LIMIT = CPU_CACHE_LIMIT // 4
 
@@ -27,16 +27,16 @@ def choose_snapshots(
     slot_bytes: int,
     probe: MemoryProbe | None = None,
 ) -> int:
-    """Snapshots of recurrent states; 0 where prefixes are not cached.
+    """Chooses the number of snapshots of recurrent states; 0 where prefixes are not cached.
 
     Args:
-        slot_bytes: of one state. Those of ``max_num_seqs`` requests and of padded rows are not
-            taken yet, and fit.
+        slot_bytes: bytes of one slot. The slots of ``max_num_seqs`` requests and of padded rows
+            are not allocated yet, and fit.
 
     Raises:
-        InvalidRequestError: some are asked for, and prefix caching is off.
-        EngineError: they do not fit beside the weights and the requests' own, or prefix caching is
-            asked for and there is room for none.
+        InvalidRequestError: snapshots are configured, but prefix caching is off.
+        EngineError: they do not fit beside the weights and the requests' states, or prefix caching
+            is on by configuration and there is no room for any.
     """
     asked = config.num_state_snapshots
     if config.enable_prefix_caching is False:

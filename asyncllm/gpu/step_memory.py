@@ -22,21 +22,20 @@ from asyncllm.gpu.sample.sampling_state import SamplingState
 
 
 class StepMemory:
-    """The sections of the step that runs, and the state of the batch that it reads.
+    """The running step's sections, and the batch state that it reads.
 
     With ``on_device`` the batch's state lies on the device and is changed there, in the order of
     the steps; without, steps read the host's own arrays in place, and nothing is copied.
 
     Attributes:
-        buffer: sections of the step that runs; the host writes them itself unless ``on_device``.
-        block_tables: ``[N, W]`` int32 per KV group, by request index; with a dummy line behind them
-            if ``on_device``.
+        buffer: sections of the running step; without ``on_device`` the host writes them in place.
+        block_tables: ``[N, W]`` int32 per KV group, by request index; ``[N + 1, W]`` with a dummy
+            last row if ``on_device``.
         last_sampled_tokens: ``[N + 1]`` int64, by request index.
-        scalars: of sampling, ``[N + 1]`` each.
-        tables: lines of the rules and penalties.
-        sampled: ``[N]`` int64, the tokens of the last step, by row.
-        masks, logprobs: of the step that is sampled, by row; None before the first step that has
-            any.
+        scalars: sampling parameters by request index, ``[N + 1]`` each.
+        tables: rules and penalties by request index.
+        sampled: ``[N]`` int64, the tokens of the last step, by sampled row.
+        masks, logprobs: of the step being sampled, by row; None before the first step that has any.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class StepMemory:
         self.scalars = self.buffer.tensors
         self.scalars["top_p"].fill_(1.0)
         self.sampled = torch.full((rows,), -1, dtype=torch.int64, device=device)
-        # One more than there are steps in flight: a queued copy reads the host's memory late.
+        # One more than steps in flight: a queued copy reads the host's memory late.
         self.host_buffers = [
             HostBuffer(limits, info.vocab_size, state.num_logprobs, padding, pinned=pinned)
             for _ in range(info.pipeline_depth + 1)
@@ -79,7 +78,7 @@ class StepMemory:
     # --- a step on its way to the device -----------------------------------------------
 
     def write(self, step: LaunchedStep) -> None:
-        """Writes a step whose changes of the batch have been applied to its host buffer."""
+        """Writes a step to its host buffer; the batch already has the step's changes."""
         host = step.buffer
         step.sizes = host.write(
             step.batch, step.row_indices, step.starts, step.rows, step.num_logits
@@ -92,12 +91,12 @@ class StepMemory:
         step.overflow = host.set_table_changes(changes)
 
     def write_previous(self, step: LaunchedStep, buffer: StepBuffer) -> None:
-        """Writes the tokens before those that the step samples, as far as the host has them."""
+        """Writes the token before each sampled one; -1 where the host does not have it yet."""
         tokens = self._batch.token_ids[step.req_indices, step.positions - 1]
         buffer.arrays["previous_tokens"][: len(tokens)] = tokens
 
     def receive(self, step: LaunchedStep) -> None:
-        """Queues the step's copy to the device, and its changes of the state there."""
+        """Queues the step's copy to the device, and its changes to the state there."""
         for update in step.updates:
             update.write(self.tables)
         if not self.on_device:
@@ -112,7 +111,7 @@ class StepMemory:
                 self._change_table(group, self._table_changes(group))
 
     def prepare_sampling(self, stages: Stages, host: HostBuffer) -> None:
-        """Queues the copy of the step's masks, and allocates what its stages write."""
+        """Queues the copy of the step's masks, and allocates the output of its stages."""
         if stages & Stages.LOGPROBS and self.logprobs is None:
             sizes = self.info.max_num_seqs, self._state.num_logprobs
             own = self.buffer
@@ -136,14 +135,14 @@ class StepMemory:
             host.logprobs.copy_from(self.logprobs, count)
 
     def derive(self, step: LaunchedStep) -> StepInputs:
-        """Computes the derived sections on the host. Returns the step's inputs."""
+        """Computes the derived sections on the host, and returns the step's inputs."""
         assert step.sizes is not None
         sizes, decodes, host = step.sizes, step.batch.num_decodes, step.buffer
         host.derive(self._batch, sizes, decodes)
         return self.buffer.inputs(self._batch, sizes, decodes, self.block_tables, host)
 
     def insert_sampled(self, inputs: StepInputs) -> None:
-        """Queues the tokens of decode rows that only the device knows."""
+        """Queues the insertion of decode rows' tokens that only the device knows."""
         count = inputs.num_decodes
         if self.on_device and count:
             tokens = inputs.token_ids[:count]
@@ -153,8 +152,10 @@ class StepMemory:
     # --- fixed addresses, for a capture ------------------------------------------------
 
     def decode_inputs(self, num_rows: int, *, balanced: bool = False) -> StepInputs:
-        """The inputs of ``num_rows`` decode rows, padding included, whose values only the device
-        knows; derived by an op of the op set."""
+        """Inputs of ``num_rows`` decode rows, padding included.
+
+        Only the device knows their values, which ``derive_decodes`` computes.
+        """
         tensors = self.buffer.tensors
         rows, none = slice(num_rows), tensors["prefill_start_loc"][:0]
         return StepInputs(
@@ -184,7 +185,7 @@ class StepMemory:
         )
 
     def padded_inputs(self, num_tokens: int) -> StepInputs:
-        """The first tokens of a mixed step, padding included, without their rows."""
+        """Inputs of a mixed step's first tokens, padding included, without its rows."""
         tensors, tokens = self.buffer.tensors, slice(num_tokens)
         return replace(
             self.decode_inputs(0),
@@ -202,12 +203,12 @@ class StepMemory:
         )
 
     def derive_decodes(self, inputs: StepInputs) -> None:
-        """Queues the op that derives such inputs."""
+        """Queues the op that computes the values of ``decode_inputs``."""
         for group in inputs.groups:
             self._ops.decode_inputs(inputs, group)
 
     def sampling_rows(self, count: int) -> SamplingRows:
-        """The first sampled rows of the step that was received last."""
+        """Sampling inputs of the first ``count`` sampled rows of the step received last."""
         tensors, masks, rows = self.buffer.tensors, self.masks, slice(count)
         return SamplingRows(
             req_indices=tensors["sampled_req_indices"][rows],

@@ -26,22 +26,22 @@ from asyncllm.gpu.step_memory import StepMemory
 
 
 class StepRunner:
-    """Runs steps, and has all state that holds memory, so that closing drops it whole.
+    """Runs steps, and owns all state that holds memory, so that closing drops it whole.
 
-    A step is applied to the persistent batch and written to a buffer; its copy, its forward pass
-    and its sampling are queued on the stream; its tokens are waited for. Devices differ in three
-    parts: the stream, the memory that steps share, and the replay of the model's part.
+    A step is applied to the persistent batch and written to a buffer; its copy, forward pass and
+    sampling are queued on the stream; then its tokens are waited for. Devices differ in three
+    parts: the stream, the memory that steps share, and the replay of the forward pass.
 
     Args:
         on_device: the batch's state lies on the device, see StepMemory.
         in_process: has the logits processors.
         num_logprobs: log-probabilities per token for which a step has buffers.
-        padded_tokens: to which mixed steps of fewer are padded.
+        padded_tokens: tokens to which shorter mixed steps are padded.
 
     Attributes:
-        stream: where work is queued; the native library's queue once it is there.
-        replay: runs the model's part of a step.
-        memory: that steps share.
+        stream: where work is queued; once steps are recorded, a StepQueue.
+        replay: runs the forward pass, op by op or as it was captured.
+        memory: the memory that steps share.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class StepRunner:
         self.resize(info)
 
     def resize(self, info: ExecutorInfo) -> None:
-        """Makes the memory of steps anew, as large as ``info`` lets them be; before the first."""
+        """Allocates the steps' memory anew, for the limits of ``info``, before the first step."""
         self.info = info
         self.memory = StepMemory(
             info, self.inputs, self.sampler.state, self.model.ops, self.device,
@@ -77,11 +77,12 @@ class StepRunner:
     # --- a step --------------------------------------------------------------------------
 
     def begin(self, step: LaunchedStep, *, ahead: bool) -> None:
-        """Applies the step's changes and begins its work: all of it, or up to its logits if it
-        awaits masks.
+        """Applies the step's changes and begins its work.
+
+        Without its masks, if it awaits any, the work ends with the logits.
 
         Args:
-            ahead: of its collection.
+            ahead: the step begins before ``collect`` waits for it.
         """
         self._apply(step)
         if not len(step.batch):
@@ -104,7 +105,7 @@ class StepRunner:
             self.sample(step)
 
     def sample(self, step: LaunchedStep) -> None:
-        """Queues the sampling of a step, whose masks have come if it has any."""
+        """Queues the sampling of a step that no longer awaits masks."""
         if step.masks is not None:
             errors = step.buffer.masks.set(step.masks_by_place())
             step.failures |= {int(step.rows[place]): error for place, error in errors.items()}
@@ -124,14 +125,16 @@ class StepRunner:
         if step.host_rows is not None or step.prompt_hidden is not None:
             with self.stream.aside():
                 if step.host_rows is not None:
-                    output.take_in(step.host_rows.places, step.host_rows.sample())
+                    output.merge(step.host_rows.places, step.host_rows.sample())
                 if step.prompt_hidden is not None:
                     self._gather_prompt_logprobs(step, output)
         return output
 
     def write_back(self, step: LaunchedStep, tokens: np.ndarray) -> None:
-        """Writes tokens to the batch, where their request still has its index. That of a failed
-        row becomes one that the embedding has: what is computed from it is void."""
+        """Writes tokens to the batch, where the request index still has the step's epoch.
+
+        A failed row's token becomes 0, which the embedding has: results computed from it are void.
+        """
         same = self.inputs.epochs[step.req_indices] == step.epochs
         at = step.req_indices[same], step.positions[same]
         self.inputs.token_ids[at] = np.maximum(tokens[same], 0)
@@ -139,7 +142,7 @@ class StepRunner:
     # --- its parts -----------------------------------------------------------------------
 
     def _apply(self, step: LaunchedStep) -> None:
-        """Applies the step's changes of the batch."""
+        """Applies the step's changes to the batch and to the sampling parameters."""
         batch, sampler, state = step.batch, self.sampler, self.sampler.state
         self.inputs.apply(batch)
         if self._zeroes_blocks and (batch.assignments or batch.new_blocks):
@@ -166,7 +169,7 @@ class StepRunner:
             }
 
     def _prepare_sampling(self, step: LaunchedStep) -> None:
-        """Sets its stages, and its rows that need the host."""
+        """Sets the step's stages, and its rows that need the host."""
         places = self.sampler.state.needing_host(step.req_indices)
         if len(places):
             at = step.req_indices[places], step.positions[places]
@@ -179,7 +182,7 @@ class StepRunner:
             self.memory.write_previous(step, self.memory.buffer)
 
     def _forward(self, step: LaunchedStep) -> None:
-        """The model's part, between the copies that come before and behind it."""
+        """Runs the forward pass, between the copies before and after it."""
         states, loads, saves = self.cache.states, step.batch.state_loads, step.batch.state_saves
         if len(step.blocks_to_zero):
             self.cache.clear(step.blocks_to_zero)
@@ -193,14 +196,14 @@ class StepRunner:
             self._keep_hidden(step)
 
     def _keep_hidden(self, step: LaunchedStep) -> None:
-        """Keeps the hidden states that prompt log-probabilities are of."""
+        """Keeps the hidden states from which prompt log-probabilities are computed."""
         assert step.output is not None
         hidden = step.output.hidden[len(step.rows) :]
-        # The next step writes there before these are looked at.
+        # The next step overwrites them before they are read.
         step.prompt_hidden = hidden.clone() if self.memory.on_device else hidden
 
     def _sample(self, step: LaunchedStep) -> None:
-        """From logits to tokens in the step's buffer; host rows take what they need along."""
+        """Samples logits to tokens in the step's buffer; host rows copy their inputs instead."""
         assert step.output is not None
         memory, count, (logits, _, largest) = self.memory, step.num_logits, step.output
         if step.stages:
@@ -222,15 +225,14 @@ class StepRunner:
             memory.return_tokens(step)
 
     def draw(self, logits: Tensor, stages: Stages) -> None:
-        """Draws the tokens of the first rows of the step that was received last."""
+        """Draws the tokens of the first sampled rows of the step received last."""
         memory, count = self.memory, len(logits)
         top = memory.logprobs if stages & Stages.LOGPROBS else None
         tokens, rows = memory.sampled[:count], memory.sampling_rows(count)
         self.sampler.sample(logits, rows, memory.scalars, stages, tokens, top)
 
     def _draw_apart(self, step: LaunchedStep, logits: Tensor) -> None:
-        """Draws rows with stages apart from those without: on a CPU the stages of all rows would
-        take longer."""
+        """Draws rows with stages separately: on a CPU the stages of all rows would take longer."""
         memory, count, some = self.memory, step.num_logits, self._rows_with_stages(step)
         if len(some) in (0, count):
             self.draw(logits, step.stages)
@@ -248,7 +250,7 @@ class StepRunner:
             memory.logprobs.values[index], memory.logprobs.ids[index] = top.values, top.ids
 
     def _rows_with_stages(self, step: LaunchedStep) -> np.ndarray:
-        """Places of rows with stages or masks, those of host rows left out."""
+        """Places of sampled rows with stages or masks, without host rows."""
         staged = step.row_stages[: step.num_logits] != 0
         if step.masks is not None:
             staged[step.places_of(step.masks.rows)] = True
@@ -257,7 +259,7 @@ class StepRunner:
         return np.flatnonzero(staged)
 
     def _gather_prompt_logprobs(self, step: LaunchedStep, output: SampleOutput) -> None:
-        """Adds the log-probabilities of prompts, of their positions' hidden states."""
+        """Adds prompt log-probabilities, computed from the kept hidden states."""
         assert step.prompt_hidden is not None
         spans = step.batch.prompt_logprobs
         found = gather_prompt_logprobs(spans, step.prompt_tokens, step.prompt_hidden, self.model)

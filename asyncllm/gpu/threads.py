@@ -15,7 +15,7 @@ def set_thread_count(count: int) -> bool:
 
     In OpenMP that number belongs to the calling thread, and MKL and oneDNN follow it.
     ``torch.set_num_threads`` would set it as well, but also the number that every thread
-    started later begins with, and MKL's for the whole process: that is the host's to say.
+    started later begins with, and MKL's for the whole process: those are the application's.
 
     Returns:
         Whether it took effect. It does not where torch has no OpenMP or hides it.
@@ -25,7 +25,7 @@ def set_thread_count(count: int) -> bool:
     function = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
     if function is None:
         return False
-    # Torch gives a thread the process's number on its first use, and would overwrite ours.
+    # A thread's first use of torch sets the process's number, which would overwrite ours.
     torch.get_num_threads()
     function(ctypes.c_int(count))
     return True
@@ -34,13 +34,15 @@ def set_thread_count(count: int) -> bool:
 def available_cpus(
     cgroup: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> int:
-    """Cores that this process may keep busy: those of its affinity mask, and no more than its
-    control groups have time for. A thread beyond that would be stopped in the middle of an op.
+    """Cores that this process may keep busy.
+
+    These are the cores of its affinity mask, but no more than its control groups' CPU quota: a
+    thread beyond that would be stopped in the middle of an op.
 
     Args:
-        cgroup: where control groups, of version 2 or 1, are mounted.
-        membership: which of them the process is in. In a container these may be names of the
-            host's, and the mount itself is the group.
+        cgroup: mount point of the control groups, of version 2 or 1.
+        membership: file that names the process's control groups. In a container the names may be
+            the host's, and the mount itself is the group.
     """
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity else os.cpu_count() or 1
@@ -58,7 +60,7 @@ def available_cpus(
 
 
 def _quota(folder: Path) -> int | None:
-    """Whole cores that a control group has time for; None is no limit, or no such group."""
+    """Whole cores of a control group's CPU quota; None without a limit or without the group."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()

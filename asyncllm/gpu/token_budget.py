@@ -1,5 +1,4 @@
-"""The token budget of a step, and the depth of the pipeline, on a device whose speed is not known
-beforehand."""
+"""Calibration of the token budget and of the pipeline depth by timed steps."""
 
 from __future__ import annotations
 
@@ -7,26 +6,27 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 TARGET_SECONDS = 0.2
-"""Of a step on a CPU."""
+"""Target duration of a full step on a CPU."""
 
 GPU_TARGET_SECONDS = 0.05
-"""Of a step on a GPU: the gap that a prompt makes in every stream that runs."""
+"""Target duration of a full step on a GPU: the gap that a prompt makes in every running stream."""
 
 LOWEST = 64
 HIGHEST = 2048
-"""Tokens, on a CPU; on a GPU those of the device's default."""
+"""Bounds of the token budget on a CPU; on a GPU the device's default replaces the upper one."""
 
 MULTIPLE = 32
 
 SHORT_SECONDS = 0.01
-"""Of a full decode step: with a second one in flight an abort and a first token wait for two."""
+"""Longest full decode step that may have a second one in flight, because an abort or a first token
+waits for both."""
 
 WORTH_SECONDS = 0.0005
-"""Of a step that begins behind the one before without the host."""
+"""Shortest step for which it pays to begin behind the previous one without the host."""
 
 _SIZES = 8, 32
-"""Tokens of the first steps that are timed. Where the first takes half of the target already, so
-would the second, and LOWEST is the budget: a model that slow is spared the longer step."""
+"""Tokens of the first timed steps. A model whose first step takes half of the target already gets
+the budget LOWEST, and is spared the second."""
 
 _NOTHING_KNOWN: Mapping[int, float] = MappingProxyType({})
 
@@ -38,18 +38,19 @@ def calibrate_token_budget(
     highest: int = HIGHEST,
     repeats: int = 1,
 ) -> int:
-    """Tokens for which a prefill step takes about ``target`` seconds, so that with the growth of
-    attention over a long context a full step stays within a quarter more.
+    """Finds the tokens of a prefill step that takes about ``target`` seconds.
 
-    Steps of 8 and 32 tokens, and then of doubling size, are timed until one takes half of that: a
-    shorter one would be dominated by reading the weights, which a larger step does not do again. A
-    step of one token warms up.
+    Attention over a long context makes a full step at most a quarter longer.
+
+    Steps of 8 and 32 tokens, and then of doubling size, are timed until one takes half of
+    ``target``. Shorter steps tell little: most of their time goes into reading the weights, which
+    takes no longer in a larger step. A step of one token warms up.
 
     Args:
-        time_step: runs a step of so many tokens and returns its seconds.
-        highest: tokens, at least LOWEST.
-        repeats: times that a size is timed, of which the shortest counts: the first step of a size
-            may load what later ones find.
+        time_step: runs a step of the given number of tokens and returns its seconds.
+        highest: largest budget in tokens, at least LOWEST.
+        repeats: times that each size is timed. The shortest counts, because the first step of a
+            size may have to load kernels.
 
     Returns:
         A multiple of 32 from 64 to ``highest``, or ``highest`` itself.
@@ -73,17 +74,17 @@ def ahead_from(
     max_num_seqs: int,
     known: Mapping[int, float] = _NOTHING_KNOWN,
 ) -> int | None:
-    """Tokens of a step from which on it is worth having it begin on its own, behind the one before:
-    as many as take half a millisecond, because a step that is shorter than the Python of the engine
-    thread and the loop only waits for the GIL on another thread.
+    """Finds the smallest step, in tokens, that is worth starting ahead on its own thread.
 
-    A step of eight tokens comes first, so that the large model, which is slow already, costs the
-    start little.
+    That is a step of half a millisecond. A shorter one takes less time than the Python code of the
+    engine thread and the event loop, and its thread would only wait for the GIL.
+
+    A step of eight tokens is timed first, so that a large, slow model delays the start little.
 
     Args:
-        time_step: as for ``calibrate_token_budget``.
-        known: seconds of steps that were timed before, by their tokens: the step of eight tokens
-            is not run again.
+        time_step: runs a step of the given number of tokens and returns its seconds.
+        known: seconds of steps timed before, by their tokens: the step of eight tokens is not run
+            again.
 
     Returns:
         None where no second step should be in flight: one token of each sequence takes more than

@@ -1,4 +1,4 @@
-"""PinnedUploader: a checkpoint's tensors to a GPU through two small pinned buffers."""
+"""PinnedUploader: copies a checkpoint's tensors to a GPU through two small pinned buffers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 16 * 2**20
-"""Size of a buffer: some hundred microseconds on a PCIe bus, so that a start costs little."""
+"""Size of a buffer: its copy takes hundreds of microseconds on PCIe, far more than its launch."""
 
 _NUM_BUFFERS = 2
 
 
 class CopyEngine:
-    """Asynchronous copies on the thread's current stream, in the order of the calls; tests put
-    one in its place that copies late."""
+    """Asynchronous copies on the thread's current stream, in the order of the calls.
+
+    Tests replace it by one that copies late.
+    """
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Queues a copy, which may convert. ``source`` must not change until it is done."""
@@ -38,7 +40,7 @@ class _Buffer:
 
     Attributes:
         host: uint8, pinned for asynchronous copies.
-        device: uint8, the chunk before its conversion on the device; None until one converts.
+        device: uint8, the chunk on the device before its conversion; None until one is converted.
         mark: event of the last copy out of the buffer.
     """
 
@@ -48,14 +50,15 @@ class _Buffer:
 
 
 class PinnedUploader:
-    """Double-buffered copies of mapped tensors to a device: while one chunk is on its way, the
-    next is read from the file into the other buffer.
+    """Double-buffered copies of mapped tensors to a device.
 
-    It takes two chunks of memory on the host, and two on the device once a tensor has to be
-    converted, which happens there.
+    While one chunk is being copied, the next is read from the file into the other buffer.
+
+    It takes two chunks of memory on the host. Dtypes are converted on the device, which takes two
+    chunks there.
 
     Args:
-        device: of the targets.
+        device: device of the targets.
         chunk_bytes: size of a buffer.
         pin: page-lock the buffers; a GPU's copies are asynchronous only then.
         transfers: queues the copies; None is a CopyEngine.
@@ -79,8 +82,11 @@ class PinnedUploader:
         self._next = 0
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Queues the copy of ``source``, of any dtype on the host, to ``target`` of the same
-        shape on the device, both contiguous. ``source`` is not needed after the call."""
+        """Queues the copy of ``source`` on the host to ``target`` on the device.
+
+        They have the same shape, any dtypes, and are contiguous. ``source`` is not needed after
+        the call.
+        """
         source, target = source.view(-1), target.view(-1)
         step = self.chunk_bytes // source.dtype.itemsize
         for start in range(0, source.shape[0], step):
@@ -101,7 +107,7 @@ class PinnedUploader:
         if source.dtype == target.dtype:
             self.transfers.copy(host, target)
         else:
-            # torch would convert on the host.
+            # A single copy would make torch convert on the host.
             if buffer.device is None:
                 buffer.device = torch.empty_like(buffer.host, device=self.device)
             raw = buffer.device[:size].view(source.dtype)

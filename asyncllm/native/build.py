@@ -1,6 +1,7 @@
 """Compiles the library of native ops: ``python -m asyncllm.native.build``.
 
-Also loaded by the distribution's build hook, by its path: it needs nothing but Python.
+The distribution's build hook loads this file by its path, so it may import nothing but the standard
+library.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ LINK = "-shared -pthread -static-libstdc++ -static-libgcc -Wl,-z,defs -Wl,-s".sp
 UNITS: dict[str, dict[str, Sequence[str]]] = {
     "x86_64": {
         "avx2": ["-mavx2", "-mfma", "-mf16c"],
-        # -Wmaybe-uninitialized takes GCC's own _mm512_undefined_ps for a mistake.
+        # -Wmaybe-uninitialized warns about GCC's own _mm512_undefined_ps.
         "avx512": (
             "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 "
             "-mavx512vnni -Wno-maybe-uninitialized"
@@ -42,11 +43,11 @@ UNITS: dict[str, dict[str, Sequence[str]]] = {
     },
     "aarch64": {"neon": []},
 }
-"""Instruction sets beyond the baseline, each a translation unit with flags of its own."""
+"""Instruction sets beyond the baseline, with the flags of their translation units."""
 
 
 def fingerprint() -> str:
-    """A digest of the sources, by which a library is known to be built from them."""
+    """A digest of the sources, which tells whether a library was built from them."""
     digest = hashlib.sha256()
     for source in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
         digest.update(f"{source.name}\0".encode() + source.read_bytes())
@@ -54,7 +55,7 @@ def fingerprint() -> str:
 
 
 class BuildError(Exception):
-    """No compiler, or one that fails; the message holds what it said."""
+    """The compiler is missing or failed; the message has its output."""
 
 
 def find_compiler() -> list[str]:
@@ -74,16 +75,16 @@ def build(
     only: Sequence[str] | None = None,
     flags: Sequence[str] = (),
 ) -> list[str]:
-    """Compiles and links the library, and puts it in its place whole.
+    """Compiles and links the library, and moves it into place atomically.
 
     Args:
-        compiler: command, ``find_compiler`` unless given.
-        machine: what it compiles for, as ``platform.machine()`` says; this one unless given.
-        only: the instruction sets to compile for beside the baseline; all unless given.
-        flags: further ones for every unit and the link.
+        compiler: command; None is ``find_compiler``'s.
+        machine: target in the words of ``platform.machine()``; None is this machine.
+        only: instruction sets to compile beside the baseline; None is all.
+        flags: additional flags for every unit and the link.
 
     Returns:
-        The instruction sets that are in it; one whose flags the compiler lacks is not.
+        The compiled instruction sets; those whose flags the compiler lacks are left out.
 
     Raises:
         BuildError: the compiler is missing or fails, or the system is not Linux.

@@ -1,4 +1,4 @@
-"""Context: an engine's threads in the library, and the weights that it packs for their kernels."""
+"""Context: an engine's threads in the native library, and the weights packed for its kernels."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Context:
     """Threads and scratch memory of one engine, and the kernels of one instruction set.
 
     One thread at a time calls ops with it. The threads end when the last reference is gone,
-    so that none can be at work on what has been freed.
+    so that none works on freed memory.
 
     Args:
-        num_threads: with the caller's.
-        isa: instruction set; the best that the processor has unless given.
+        num_threads: threads, the caller's included.
+        isa: instruction set; None is the best that the processor has.
 
     Attributes:
-        recorder: while a step is recorded, what its ops write themselves into.
+        recorder: the Recorder of ops while a step is recorded, else None.
 
     Raises:
         NativeUnavailableError: this processor or build does not have ``isa``, or the threads
@@ -49,8 +49,10 @@ class Context:
 
     @property
     def handle(self) -> int:
-        """The library's own, for an op that is called now. An op that does not know of recorders
-        cannot be called while there is one: the program would lack it."""
+        """The library's handle, for an op that is called now.
+
+        While a step is recorded it raises: the recorded program would lack the op.
+        """
         if self.recorder is not None:
             self.recorder.refuse_call()
         return self._handle
@@ -60,10 +62,10 @@ class PackedWeights:
     """Weights in the layout of a context's kernels.
 
     Args:
-        handle: from ``pack`` or ``pack_grouped`` of the context's library, 0 where it failed.
+        handle: result of ``pack`` or ``pack_grouped`` of the context's library, 0 if it failed.
 
     Raises:
-        MemoryError: they do not fit.
+        MemoryError: too little memory for the packed weights.
     """
 
     def __init__(self, context: Context, handle: int | None, n: int, k: int) -> None:
@@ -78,12 +80,12 @@ class PackedWeights:
         cls, context: Context, values: int, dtype: int, n: int, k: int, stride: int,
         scales: int | None, bias: int | None,
     ) -> PackedWeights:  # fmt: skip
-        """Of elements, or integers of 8 bits with a scale per output.
+        """Packs floating point elements, or 8-bit integers with a scale per output.
 
         Args:
             values: address of ``[n, k]``, rows ``stride`` elements apart.
             dtype: ``DType`` of the interface.
-            scales: address of ``[n]`` float32, for weights of 8 bits.
+            scales: address of ``[n]`` float32, for 8-bit weights; else None.
             bias: address of ``[n]`` float32, or None.
         """
         handle = context.functions.pack(context.handle, values, dtype, n, k, stride, scales, bias)
@@ -91,12 +93,12 @@ class PackedWeights:
 
     @classmethod
     def grouped(cls, context: Context, args: GroupedArgs) -> PackedWeights:
-        """Of integers with a scale per output and group of inputs."""
+        """Packs integers with a scale per output and group of inputs."""
         return cls(context, context.functions.pack_grouped(context.handle, args), args.n, args.k)
 
 
 def fail(op: str, status: int) -> NoReturn:
-    """Raises what a status other than 0 means; running out of memory as torch does it."""
+    """Raises the error of a status other than 0: MemoryError or RuntimeError."""
     if status == 2:
         raise MemoryError(f"native {op}: {_STATUS[status]}")
     raise RuntimeError(f"native {op}: {_STATUS[status]}")

@@ -1,4 +1,4 @@
-"""The library's C interface as ctypes sees it: ``src/interface.h``, structure by structure."""
+"""ctypes declarations of the library's C interface, ``src/interface.h``."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 _P, _I, _N, _F = c_void_p, c_int64, c_int32, c_float
 
 NUM_DRAW_SCALARS = 5
-"""Of ``gpu.batch.sampling_table.DRAW``, whose order is that of their pointers in SampleArgs."""
+"""Number of scalars in ``gpu.batch.sampling_table.DRAW``, in the order of SampleArgs' pointers."""
 
 
 def _fields(*groups: tuple[Any, str]) -> list[tuple[str, Any]]:
-    """The fields of a structure from their types and names."""
+    """Makes the fields of a structure from types and space-separated names."""
     return [(name, kind) for kind, names in groups for name in names.split()]
 
 
@@ -219,14 +219,14 @@ ARGS: Mapping[str, type[ctypes.Structure]] = {
     "causal_conv": ConvArgs,
     "gated_delta": DeltaArgs,
 }
-"""The arguments of the ops that a program has, by their names."""
+"""Argument structures of a program's ops, by the ops' names."""
 
 OP_KINDS = (
     "tokens", "slots", "gather", "select", "linear", "rms_norm", "rope_and_cache", "attention",
     "gated_mul", "add", "softcap", "routing", "experts", "argmax",
     "causal_conv", "gated_delta", "gated_norm", "sigmoid_mul",
 )  # fmt: skip
-"""In the order of ``OpKind``."""
+"""Names of ops, in the order of ``OpKind``."""
 
 NUM_SIZES = 5
 
@@ -305,4 +305,4 @@ SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {
     "submit": (_N, [_P, POINTER(JobArgs)]),
     "wait": (_N, [_P, POINTER(JobArgs)]),
 }
-"""Result and arguments of the library's functions, by their names without the prefix."""
+"""Result and argument types of the library's functions, by name without the prefix."""

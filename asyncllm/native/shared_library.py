@@ -1,4 +1,4 @@
-"""Library: the compiled ops, loaded and checked against the sources beside it."""
+"""Library: loads the compiled ops and checks them against the sources."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from asyncllm.native.interface import SIGNATURES
 
 
 class NativeUnavailableError(Exception):
-    """There is no library that works here; the message says why."""
+    """No native library works here; the message says why."""
 
 
 class Library:
-    """The library's functions, by their names without the prefix.
+    """The library's functions, as attributes by name without the prefix.
 
     Raises:
-        NativeUnavailableError: it has not been built, or was built for another machine or from
-            other sources than those beside it.
+        NativeUnavailableError: the library has not been built, or was built for another machine
+            or from other sources than those beside it.
     """
 
     def __init__(self, path: Path = LIBRARY) -> None:

@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 from asyncllm.core.batch import StepBatch
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.ops.triton import launcher
-from asyncllm.gpu.ops.triton.launcher import BoundKernel, Form, Launcher, launched
+from asyncllm.gpu.ops.triton.launcher import BoundKernel, CompiledLaunch, Launcher, launched
 from tests.hypothesis_settings import examples
 from tests.static_runner import queue_mixed_step
 from tests.triton.test_warm_up import MODELS, make_step
@@ -126,7 +126,7 @@ def driving(*, nested: bool = True) -> Iterator[Driver]:
     finally:
         monkeypatch.undo()
         for one in kept:
-            one._forms.clear()
+            one._launches.clear()
             one.launcher.kernel.device_caches.pop(DEVICE, None)
 
 
@@ -202,7 +202,7 @@ def test_rare_arguments_take_the_path_of_the_jit(driver: Driver) -> None:
     assert wrapped(*usual) == 0
 
 
-def test_equal_numbers_of_other_types_have_forms_of_their_own(driver: Driver) -> None:
+def test_equal_numbers_of_other_types_have_separate_launches(driver: Driver) -> None:
     """2 and 2.0 are one key of a dictionary, but an integer and a float to a kernel."""
     x = MEMORY.view(torch.float32)
     for scale in (2, 2.0, 1, 1.0, True) * 2:
@@ -215,13 +215,13 @@ def test_equal_numbers_of_other_types_have_forms_of_their_own(driver: Driver) ->
     assert len(bound) == 3
 
 
-def test_forms_are_bounded(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "MAX_FORMS", 3)
+def test_cached_launches_are_bounded(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "MAX_LAUNCHES", 3)
     x = MEMORY.view(torch.float32)
     bound = toy_kernel.bind(WIDTH=8)
     for stride in range(20):
         bound((1,), x, x, 5, stride, 1.0)
-        assert 1 <= len(bound._forms) <= 3
+        assert 1 <= len(bound._launches) <= 3
         toy_kernel.bind(WIDTH=stride)
         assert 1 <= len(toy_kernel._bound) <= 3
 
@@ -272,14 +272,16 @@ class Other(Nested):
 @pytest.mark.parametrize(
     ("kind", "is_direct"), [(Nested, True), (Flat, True), (Scratch, False), (Other, False)]
 )
-def test_a_form_hands_on_what_the_launcher_does(kind: type[Nested], is_direct: bool) -> None:
+def test_a_compiled_launch_passes_the_launchers_arguments(
+    kind: type[Nested], is_direct: bool
+) -> None:
     run, arguments = kind(), (10**9, 7, 0.5, None)
     compiled: Any = SimpleNamespace(run=run, function=5, packed_metadata=(4, 1, 0))
-    form = Form.of(compiled, arguments)
+    launch = CompiledLaunch.of(compiled, arguments)
     assert not run.handed, "it was launched"
-    assert (form.launch is run.launch) == is_direct
+    assert (launch.launch is run.launch) == is_direct
     others = (10**9 + 16, 8, 0.25, None)
-    form.launch(9, 8, 1, 17, *form.rest(others))
+    launch.launch(9, 8, 1, 17, *launch.rest(others))
     run(9, 8, 1, 17, 5, (4, 1, 0), None, None, None, *others)
     assert run.handed[0] == run.handed[1]
 

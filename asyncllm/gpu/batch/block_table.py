@@ -10,14 +10,14 @@ NO_BLOCKS = np.zeros(0, dtype=np.int64)
 
 
 class BlockTable:
-    """A line of block ids per request index, as wide as the longest sequence.
+    """Block ids, in one row per request index that is as wide as the longest sequence.
 
     Args:
-        tracks_changes: changes are kept until they are taken, for a copy on the device.
+        tracks_changes: keep changes for ``take_changes``, which updates a copy on the device.
 
     Attributes:
         table: ``[max_num_seqs, blocks per sequence]`` int32.
-        num_blocks: ``[max_num_seqs]``, entries of each line in use.
+        num_blocks: ``[max_num_seqs]``, entries of each row in use.
     """
 
     def __init__(
@@ -45,23 +45,23 @@ class BlockTable:
             self._changes.append(np.arange(first + start, first + end))
 
     def trim(self, req_index: int, first: int, end: int) -> None:
-        """Entries ``first`` to ``end - 1`` are the null block from now on."""
+        """Sets entries ``first`` to ``end - 1`` to the null block."""
         self.table[req_index, first:end] = NULL_BLOCK_ID
         if self.tracks_changes:
             line = req_index * self.table.shape[1]
             self._changes.append(np.arange(line + first, line + end))
 
     def unfilled(self, req_index: int, first: int, length: int) -> np.ndarray:
-        """Block ids from entry ``first`` on that a sequence of ``length`` does not fill."""
+        """Ids of blocks, from entry ``first`` on, that a sequence of ``length`` does not fill."""
         first = max(first, length // self.block_size)
         return self.table[req_index, first : int(self.num_blocks[req_index])]
 
     def take_changes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Changes since the last call.
+        """Returns the changes since the last call.
 
         Returns:
-            Indices into the flat table, int64, and their values, int32: of one that is there
-            twice, the same each time.
+            Indices into the flat table, int64, and their values, int32. An index that occurs twice
+            has the same value both times.
         """
         if not self._changes:
             return NO_BLOCKS, NO_BLOCKS.astype(np.int32)
@@ -70,7 +70,10 @@ class BlockTable:
         return indices, self.table.reshape(-1)[indices]
 
     def slot_mapping(self, req_indices: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """KV slots ``[T]`` int64 of tokens: for a token at position p of request r
-        ``table[r][p // block_size] * block_size + p % block_size``."""
+        """KV slots ``[T]`` int64 of tokens.
+
+        A token at position p of request r has
+        ``table[r][p // block_size] * block_size + p % block_size``.
+        """
         blocks, offsets = np.divmod(positions, self.block_size)
         return self.table[req_indices, blocks] * np.int64(self.block_size) + offsets

@@ -14,16 +14,15 @@ _WORD_BITS = 32
 
 
 def num_words(vocab_size: int) -> int:
-    """Words of a mask."""
+    """32-bit words of a mask."""
     return -(-vocab_size // _WORD_BITS)
 
 
 class GrammarMasks:
-    """A mask for some rows of a step; the masks lie one behind the other, so that a step sends
-    as many as it has.
+    """Masks of a step's rows, stored without gaps, so that a step sends no more than it has.
 
     Attributes:
-        slots: ``[N]`` int64, by row, which of ``words`` is its mask; NO_MASK for none.
+        slots: ``[N]`` int64, by row, the index of its mask in ``words``; NO_MASK for none.
         words: ``[N, ceil(vocab_size / 32)]`` int32. Token t is allowed if bit ``t % 32`` of word
             ``t // 32`` is set.
     """
@@ -38,13 +37,13 @@ class GrammarMasks:
         self.words = torch.zeros(shape, dtype=torch.int32, device=device, pin_memory=pinned)
 
     def set(self, masks: Mapping[int, bytes]) -> dict[int, Exception]:
-        """Writes a step's masks; on the host.
+        """Writes a step's masks, in host memory.
 
         Args:
-            masks: by row.
+            masks: packed mask by row.
 
         Returns:
-            By row, the error of a mask that is not as long as the vocabulary: the row has none.
+            By row, the error of a mask whose length is wrong; the row gets no mask.
         """
         slots, words = self.slots.numpy(), self.words.numpy()
         slots[:] = NO_MASK
@@ -68,10 +67,10 @@ class GrammarMasks:
 
 
 def mask_words(mask: bytes, count: int) -> np.ndarray:
-    """A mask as ``[count]`` int32.
+    """Views a packed mask as ``[count]`` int32.
 
     Raises:
-        ValueError: it has another length.
+        ValueError: the mask has another length.
     """
     if len(mask) != 4 * count:
         raise ValueError(
@@ -81,7 +80,7 @@ def mask_words(mask: bytes, count: int) -> np.ndarray:
 
 
 def mask_logits(logits: Tensor, slots: Tensor, words: Tensor) -> None:
-    """Makes tokens that a row's mask does not allow minus infinity, in ``[S, vocab_size]``.
+    """Sets ``logits [S, vocab_size]`` to minus infinity where a row's mask forbids the token.
 
     Args:
         slots: ``[S]``, see GrammarMasks.
@@ -92,7 +91,7 @@ def mask_logits(logits: Tensor, slots: Tensor, words: Tensor) -> None:
 
 
 def unpack_bits(words: Tensor, count: int) -> Tensor:
-    """``[R, count]`` bool, of packed words ``[R, W]`` int32."""
+    """Unpacks the first bits of ``words [R, W]`` int32 to ``[R, count]`` bool."""
     shifts = torch.arange(_WORD_BITS, dtype=torch.int32, device=words.device)
     bits = words.unsqueeze(-1) >> shifts
     bits &= 1

@@ -20,15 +20,15 @@ TableChange = tuple[int, np.ndarray, np.ndarray]
 
 
 class HostBuffer(StepBuffer):
-    """A step's sections in host memory, and what comes back from the device.
+    """A step's sections and its results in host memory.
 
     Args:
-        num_logprobs: per token, in a step with log-probabilities.
-        padding_indices: per KV group an entry of the flat block table that is never read; () where
-            the device reads the host's tables.
+        num_logprobs: log-probabilities per token, in a step that has any.
+        padding_indices: per KV group, index of an entry of the flat block table that is never read;
+            () where steps read the host's tables.
 
     Attributes:
-        tokens: ``[N]`` int64, where the sampled tokens arrive.
+        tokens: ``[N]`` int64, the sampled tokens.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class HostBuffer(StepBuffer):
 
     @property
     def masks(self) -> GrammarMasks:
-        """The step's masks; allocated for the first step that has any."""
+        """The step's grammar masks, allocated on first use."""
         if self._masks is None:
             sizes = self.limits.rows, self._vocab_size
             self._masks = GrammarMasks(*sizes, CPU, pinned=self._pinned)
@@ -55,7 +55,7 @@ class HostBuffer(StepBuffer):
 
     @property
     def logprobs(self) -> TopLogprobs:
-        """Where the step's log-probabilities arrive; allocated likewise."""
+        """The step's log-probabilities, allocated on first use."""
         if self._logprobs is None:
             sizes = self.limits.rows, self._num_logprobs
             self._logprobs = TopLogprobs(*sizes, CPU, pinned=self._pinned)
@@ -64,10 +64,10 @@ class HostBuffer(StepBuffer):
     def set_table_changes(
         self, changes: Sequence[tuple[np.ndarray, np.ndarray]]
     ) -> list[TableChange]:
-        """Writes changes of each group's block table.
+        """Writes the changes of each group's block table.
 
         Returns:
-            Those of groups with more of them than there is room for.
+            The changes of groups that have too many for the buffer.
         """
         overflow: list[TableChange] = []
         for group, (indices, values) in enumerate(changes):
@@ -81,7 +81,7 @@ class HostBuffer(StepBuffer):
         return overflow
 
     def set_scalars(self, state: SamplingState) -> None:
-        """Writes the scalars of all request indices, unless this buffer has them already."""
+        """Writes the sampling scalars of all request indices, unless this buffer has them."""
         if state.version == self._scalars_version:
             return
         self._scalars_version = state.version

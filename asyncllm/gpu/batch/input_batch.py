@@ -14,22 +14,22 @@ PLACEHOLDER_TOKEN = -1
 
 
 class InputBatch:
-    """The persistent batch: a line of each buffer per request index, updated by changes.
+    """The persistent batch: arrays with one row per request index, updated by changes.
 
-    The buffers are as wide as the longest sequence. They are numpy zeros, which the
-    operating system backs with memory only where they are touched, so indices and positions
-    that are never used cost nothing.
+    The arrays are as wide as the longest sequence. They are numpy zeros, which the operating
+    system backs with memory only where they are touched, so that indices and positions that are
+    never used cost nothing.
 
     Args:
-        tracks_tables: changes of the block tables are kept until they are taken.
+        tracks_tables: keep changes of the block tables, see BlockTable.
 
     Attributes:
-        token_ids: ``[max_num_seqs, max_model_len + 1]`` int32, prompt and output. A sampled
-            token is written here by the runner, so that the next step finds it whether the
-            core has seen it or not; until it has come from an asynchronous device, it is
+        token_ids: ``[max_num_seqs, max_model_len + 1]`` int32, prompt and output. The runner
+            writes sampled tokens here, so that the next step finds them whether the core has seen
+            them or not; a token that an asynchronous device has not returned yet is
             PLACEHOLDER_TOKEN.
-        epochs: ``[max_num_seqs]``, requests that each index has had: a token that was sampled
-            for an earlier one is void.
+        epochs: ``[max_num_seqs]``, raised whenever an index gets or loses a request: a token that
+            was sampled in an earlier epoch is void.
         tables: a block table per KV group.
         num_prompt_tokens: ``[max_num_seqs]``.
     """
@@ -51,7 +51,7 @@ class InputBatch:
         self.epochs = np.zeros(max_num_seqs, dtype=np.int64)
 
     def apply(self, batch: StepBatch) -> None:
-        """Applies a step's changes: releases, blocks given back, assignments, then new blocks."""
+        """Applies a step's changes: releases, freed blocks, assignments, then new blocks."""
         for req_index in batch.released:
             self.epochs[req_index] += 1
         for req_index, group, first, end in batch.trimmed:
@@ -70,8 +70,10 @@ class InputBatch:
                 table.append(req_index, block_ids)
 
     def unfilled_blocks(self, batch: StepBatch) -> np.ndarray:
-        """Blocks that have a new owner since a step was applied, and that it will not fill to the
-        end, int64: attention on whole blocks reads their stale contents."""
+        """Blocks, int64, that got an owner with this step and that it does not fill.
+
+        Attention that reads whole blocks would read their stale contents.
+        """
         row_of = dict(zip(batch.req_indices, range(len(batch)), strict=True))
         found = [NO_BLOCKS]
         for assignment in batch.assignments:
@@ -93,7 +95,7 @@ class InputBatch:
 
 
 def _span(batch: StepBatch, row: int | None) -> tuple[int, int]:
-    """First position of a row's tokens, and the one behind the last."""
+    """First position of a row's tokens, and the position after the last."""
     if row is None:
         return 0, 0
     return batch.starts[row], batch.starts[row] + batch.counts[row]

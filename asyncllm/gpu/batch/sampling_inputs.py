@@ -1,4 +1,4 @@
-"""SamplingRows: what the rows of a step are sampled by, beside the parameters of the draw."""
+"""SamplingRows: inputs of a step's sampling, beside the parameters of the draw."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from asyncllm.sampling_params import MAX_BIAS, MAX_STOP_IDS
 
 
 class Stages(enum.Flag):
-    """Stages of sampling before the draw, and log-probabilities behind it."""
+    """Stages of sampling before the draw, and log-probabilities after it."""
 
     NONE = 0
     MASKS = enum.auto()
-    """Grammars' masks, by row."""
+    """Grammar masks, by row."""
     RULES = enum.auto()
     """``logit_bias``, ``allowed_token_ids``, ``bad_words`` of one token, ``min_tokens``."""
     PENALTIES = enum.auto()
@@ -29,8 +29,10 @@ LOGITS_STAGES = Stages.MASKS | Stages.RULES | Stages.PENALTIES
 
 
 class LogitsTables:
-    """Lines of the rules and penalties by request index, made when a request first needs them,
-    and then at fixed addresses. A line that no scalar of RULES refers to is stale.
+    """Tables of rules and penalties, with a row per request index.
+
+    They are allocated when a request first needs them, and then keep their addresses. A row is
+    stale unless a scalar of RULES refers to it.
 
     Attributes:
         allowed: ``[N + 1, W]`` int32, a bit per token.
@@ -48,7 +50,7 @@ class LogitsTables:
         self.bias_values = self._zeros(0, torch.float32)
 
     def make(self, stages: Stages) -> None:
-        """Makes the tables of ``stages``, unless they are there."""
+        """Allocates the tables of ``stages`` that do not exist yet."""
         words = num_words(self.vocab_size)
         if stages & ~self.made & Stages.RULES:
             self.allowed, self.stop_ids = self._zeros(words), self._zeros(MAX_STOP_IDS)
@@ -60,7 +62,7 @@ class LogitsTables:
 
     @staticmethod
     def num_bytes(max_num_seqs: int, vocab_size: int) -> int:
-        """Of all tables."""
+        """Bytes of all tables."""
         line = 2 * num_words(vocab_size) + vocab_size + 2 * MAX_BIAS + MAX_STOP_IDS
         return 4 * (max_num_seqs + 1) * line
 
@@ -70,15 +72,15 @@ class LogitsTables:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """S rows that are sampled, N request indices.
+    """Inputs of S sampled rows, with N request indices.
 
     Attributes:
         req_indices: ``[S]`` int64; -1 for a row to leave out.
-        positions: ``[S]`` int64, of the token before the one that is sampled.
+        positions: ``[S]`` int64, position of the token before the sampled one.
         host_token_ids: ``[S]`` int64, that token; -1 where it is in ``last_sampled_tokens``.
         last_sampled_tokens: ``[N + 1]`` int64, by request index.
         rules: the scalars of RULES, ``[N + 1]`` each.
-        tables: by request index.
+        tables: rules and penalties by request index.
         mask_slots, mask_words: see GrammarMasks; None without MASKS.
     """
 
@@ -92,13 +94,13 @@ class SamplingRows:
     mask_words: Tensor | None = None
 
     def lines(self) -> Tensor:
-        """``[S]`` int64: each row's request index, N for one that is left out."""
+        """``[S]`` int64: each row's request index, N for a row to leave out."""
         return torch.where(
             self.req_indices < 0, len(self.last_sampled_tokens) - 1, self.req_indices
         )
 
     def at(self, index: Tensor | slice) -> SamplingRows:
-        """Some of the rows, copied; those of a slice as views."""
+        """Selects some of the rows: as views for a slice, else as copies."""
         return replace(
             self,
             req_indices=self.req_indices[index],
@@ -112,8 +114,8 @@ class TopLogprobs:
     """Log-probabilities of the rows of a step, on the device or in host memory.
 
     Attributes:
-        values: ``[N, K + 1]`` float32, of the K likeliest tokens, and last of the sampled one.
-        ids: ``[N, K + 1]`` int64, those tokens, and last the sampled one's rank.
+        values: ``[N, K + 1]`` float32, of the K likeliest tokens, and last of the sampled token.
+        ids: ``[N, K + 1]`` int64, the K likeliest tokens, and last the sampled token's rank.
     """
 
     def __init__(
@@ -124,6 +126,6 @@ class TopLogprobs:
         self.ids = torch.zeros(shape, dtype=torch.int64, device=device, pin_memory=pinned)
 
     def copy_from(self, device: TopLogprobs, num_rows: int) -> None:
-        """Queues the copy of a step's."""
+        """Queues the copy of a step's log-probabilities from the device."""
         self.values[:num_rows].copy_(device.values[:num_rows], non_blocking=True)
         self.ids[:num_rows].copy_(device.ids[:num_rows], non_blocking=True)

@@ -1,4 +1,4 @@
-"""Scalars of sampling by name: dtype, neutral value, and the parameter that each one holds."""
+"""Scalars of sampling by name: dtype, neutral value and sampling parameter."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Scalar(NamedTuple):
     """A number that a step keeps for each request index.
 
     Attributes:
-        neutral: the value without effect.
-        parameter: the field of SamplingParams with the value; "" where the value is derived.
+        neutral: the value that has no effect.
+        parameter: the field of SamplingParams that holds the value; "" for a derived value.
     """
 
     dtype: torch.dtype
@@ -51,8 +51,8 @@ RULES: Mapping[str, Scalar] = MappingProxyType(
         "presence": Scalar(torch.float32, 0.0, "presence_penalty"),
     }
 )
-"""Scalars of the stages before the draw. ``restricted`` is 1 if the index has a line in
-``LogitsTables.allowed``; ``num_bias`` and ``num_stop_ids`` count the entries of its lines there;
+"""Scalars of the stages before the draw. ``restricted`` is 1 if the row of ``LogitsTables.allowed``
+counts for the request index; ``num_bias`` and ``num_stop_ids`` count the entries of its rows there;
 ``min_end`` is the position from which on stop ids may be sampled; ``counted_from`` is the position
 of the first token that is not in ``LogitsTables.counts`` yet."""
 
@@ -60,5 +60,5 @@ SCALARS: Mapping[str, Scalar] = MappingProxyType({**DRAW, **RULES})
 
 
 def scalar_sections(lines: int) -> Table:
-    """A section of ``lines`` elements for each of SCALARS."""
+    """Makes a section of ``lines`` elements for each of SCALARS."""
     return {name: (scalar.dtype, lines) for name, scalar in SCALARS.items()}

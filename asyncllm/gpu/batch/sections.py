@@ -21,10 +21,10 @@ class Sections:
     Attributes:
         memory: the allocation, uint8.
         tensors: the sections by name.
-        ends: by name, the first byte behind the section.
+        ends: by name, the first byte after the section.
 
     Raises:
-        MemoryError: there is not enough on the host.
+        MemoryError: too little memory on the host.
     """
 
     def __init__(self, table: Table, device: torch.device, *, pinned: bool = False) -> None:
@@ -47,10 +47,10 @@ class Sections:
 
     @cached_property
     def arrays(self) -> dict[str, np.ndarray]:
-        """The sections of an allocation on the host, which share its memory."""
+        """The sections as numpy views; for an allocation on the host."""
         return {name: tensor.numpy() for name, tensor in self.tensors.items()}
 
     def copy_from(self, source: Sections, last: str) -> None:
-        """Queues the copy of the sections up to ``last``, from one with the same table."""
+        """Queues the copy of the sections up to ``last`` from Sections with the same table."""
         end = self.ends[last]
         self.memory[:end].copy_(source.memory[:end], non_blocking=True)

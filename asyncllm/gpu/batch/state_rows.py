@@ -1,4 +1,4 @@
-"""StateRows: a step's rows, as layers that keep a state of each sequence compute them."""
+"""StateRows: a step's rows, as recurrent layers compute them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from asyncllm.gpu.batch.step_inputs import StepInputs
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """Tokens of a row that is computed alone.
+    """The tokens of a row that is computed on its own.
 
     Attributes:
-        start, end: of its tokens in the step.
-        slot: of its states.
-        is_fresh: it starts at position 0, from no state.
+        start, end: range of its tokens in the step.
+        slot: slot of its states.
+        is_fresh: it starts at position 0, without a state.
     """
 
     start: int
@@ -28,15 +28,14 @@ class RowSpan:
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """A step's rows, as recurrent layers compute them: D rows of one token as one batch, and
-    each other row alone.
+    """A step's rows: D rows of one token in one batch, and every other row on its own.
 
     Attributes:
-        slots: ``[D]`` int64; None if there is no such batch.
+        slots: ``[D]`` int64, slots of the batch's states; None if there is no batch.
         is_fresh: ``[D]`` bool, rows at position 0; None if there are none.
-        spans: of the other rows, in the order of their tokens, behind the D.
-        apart: the D rows as spans, for a recurrence whose states are too large to be gathered; ()
-            on a device, where each would be launches of its own.
+        spans: the other rows, in the order of their tokens, after the D.
+        apart: the D rows as spans, for a recurrence whose states are too large to gather; () on a
+            GPU, where each span would need launches of its own.
     """
 
     slots: Tensor | None
@@ -48,7 +47,7 @@ class StateRows:
     def of(cls, step: StepInputs) -> StateRows:
         if step.host is None:
             return cls(step.lines(), step.positions == 0, ())
-        # One row alone needs no gathering.
+        # A single row needs no gathering.
         batched = step.num_decodes if step.num_decodes > 1 else 0
         ends, starts, slots = (
             step.host.query_start_loc, step.host.starts, step.host.req_indices,
@@ -64,18 +63,16 @@ class StateRows:
         return cls(step.req_indices[:batched], is_fresh, spans[batched:], apart)
 
     def gather(self, state: Tensor) -> Tensor:
-        """The states ``[D, *shape]`` of the batch, from those of all slots: a copy, of zeros for a
-        row at position 0."""
+        """Copies the states ``[D, *shape]`` of the batch from all slots; zeros at position 0."""
         assert self.slots is not None
         held = state.index_select(0, self.slots)
         if self.is_fresh is not None:
-            # A product with 0 would keep what is no number.
+            # A product with 0 would keep NaN.
             held.masked_fill_(self.is_fresh.view(-1, *[1] * (held.dim() - 1)), 0)
         return held
 
 
 def state_of(state: Tensor, span: RowSpan) -> Tensor:
-    """The state ``[1, *shape]`` of a row that is computed alone, in its place among those of all
-    slots, zeroed for a row at position 0."""
+    """View ``[1, *shape]`` of a span's state among all slots; zeroed first at position 0."""
     held = state[span.slot : span.slot + 1]
     return held.zero_() if span.is_fresh else held

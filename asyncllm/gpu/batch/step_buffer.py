@@ -1,4 +1,4 @@
-"""StepBuffer: the sections of a step, which the host writes and the device reads."""
+"""StepBuffer: a step's inputs, which the host writes and the device reads."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class StepSizes(NamedTuple):
     """Sizes of a step, in the order of ``Size`` in ``native/src/interface.h``.
 
     Attributes:
-        wanted: tokens whose hidden states are returned: of the sampled rows, then of prompt
-            log-probabilities.
+        wanted: tokens whose hidden states are returned: first the last token of each sampled row,
+            then the tokens of prompt log-probabilities.
         logits: sampled rows whose logits are computed; they come first.
-        greedy: sampled rows behind these, of which the largest logit is all that counts.
+        greedy: sampled rows after these, which only need the token of the largest logit.
     """
 
     rows: int
@@ -43,9 +43,9 @@ class StepLimits:
     """Sizes of the largest step.
 
     Attributes:
-        lines: of the scalars of sampling, one per request index and one for padding; 0 where steps
-            read these, and the block tables, from the host's memory.
-        padded_tokens: to which a step of fewer tokens is padded.
+        lines: elements of each sampling scalar, one per request index and one for padding; 0 where
+            steps read scalars and block tables from the host's memory.
+        padded_tokens: number of tokens to which shorter steps are padded.
     """
 
     rows: int
@@ -61,8 +61,10 @@ class StepLimits:
         return cls(rows, max(rows, tokens), len(info.kv_groups), lines, padded_tokens)
 
     def table(self) -> Table:
-        """The sections. A copy of a step moves a prefix: rows and what is sent for each come
-        first, tokens last."""
+        """Dtypes and sizes of the sections.
+
+        The copy of a step moves a prefix of them: state changes and rows come first, tokens last.
+        """
         table: dict[str, tuple[torch.dtype, int]] = {}
         rows, tokens = self.rows, self.tokens
         if self.lines:
@@ -81,15 +83,15 @@ class StepLimits:
 
 
 class StepBuffer(Sections):
-    """The sections of a step.
+    """The inputs of a step, as sections of one allocation.
 
-    *Given* sections are written by ``write``: of each row ``req_indices``, ``starts`` and
-    ``counts``; of each sampled row ``sampled_req_indices``, and the token before the sampled one:
-    ``sampled_positions``, its position, and ``previous_tokens``, -1 where only the device has it;
-    and ``wanted``. *Derived* sections are the others of StepInputs. ``derive`` computes them on the
-    host, or an op of the op set does on the device, where the tokens of the step before arrive.
-    CUDA graphs and native programs hold the addresses of the buffer on the device; on a CPU where
-    nothing runs ahead the host writes into that one.
+    ``write`` writes the *given* sections: for each row ``req_indices``, ``starts`` and ``counts``;
+    for each sampled row ``sampled_req_indices`` and ``sampled_positions``, the position of the
+    token before the sampled one; and ``wanted``, see StepInputs. ``previous_tokens`` has the token
+    before the sampled one, -1 where only the device knows it. The other sections of StepInputs are
+    *derived*: on the host by ``derive``, or by an op on the device, which has the tokens of the
+    previous step. CUDA graphs and native programs hold the addresses of the device's buffer; on a
+    CPU without run-ahead the host writes directly into it.
     """
 
     def __init__(self, limits: StepLimits, device: torch.device, *, pinned: bool = False) -> None:
@@ -102,8 +104,7 @@ class StepBuffer(Sections):
         self, batch: StepBatch, req_indices: np.ndarray, starts: np.ndarray, rows: np.ndarray,
         num_logits: int,
     ) -> StepSizes:  # fmt: skip
-        """Writes the given sections; on a device that pads steps, with rows of request index -1
-        behind.
+        """Writes the given sections; for a device, with padded rows of request index -1.
 
         Args:
             req_indices, starts: ``[R]`` int64, as the batch has them.
@@ -148,11 +149,11 @@ class StepBuffer(Sections):
         for name, values in found.items():
             arrays[name][:tokens] = values
             if tokens < padded:
-                # Token 0 at position 0, whose KV goes to the null block.
+                # Padding is token 0 at position 0, whose KV goes to the null block.
                 arrays[name][tokens:padded] = 0
 
     def rows(self, count: int) -> RowArrays:
-        """The first rows on the host."""
+        """The first ``count`` rows as arrays on the host."""
         arrays = self.arrays
         return RowArrays(
             arrays["req_indices"][:count],
@@ -165,14 +166,15 @@ class StepBuffer(Sections):
         self, batch: InputBatch, sizes: StepSizes, num_decodes: int,
         tables: Sequence[Tensor], host: StepBuffer,
     ) -> StepInputs:  # fmt: skip
-        """The step whose sections are here, and on the host in ``host``.
+        """The inputs of the step in this buffer.
 
         Args:
-            tables: per KV group the block tables on the device.
+            tables: per KV group, the block tables on the device.
+            host: the same step's sections on the host.
         """
         rows, tokens, wanted, num_logits, num_greedy = sizes
         tensors, own = self.tensors, host.rows(rows)
-        # In their own order, in which decode rows are the tokens.
+        # Decode rows in their own order are the tokens: no selection is needed.
         every = num_decodes == rows and 0 in (num_logits, num_greedy)
         return StepInputs(
             num_decodes=num_decodes,
@@ -198,8 +200,11 @@ class StepBuffer(Sections):
 
 
 def step_inputs(batch: StepBatch, inputs: InputBatch, device: torch.device) -> StepInputs:
-    """A step on ``device`` apart from any runner: in sections of its own, with the tables copied
-    from the persistent batch, and the logits of every sampled row."""
+    """Makes a step's inputs on ``device`` without a runner.
+
+    They are in sections of their own, with copies of the persistent batch's block tables, and ask
+    for the logits of every sampled row.
+    """
     rows, starts = np.flatnonzero(batch.samples), np.array(batch.starts, dtype=np.int64)
     req_indices = np.array(batch.req_indices, dtype=np.int64)
     num_tokens = sum(batch.counts)
@@ -216,7 +221,7 @@ def step_inputs(batch: StepBatch, inputs: InputBatch, device: torch.device) -> S
 
 
 def _span_indices(batch: StepBatch, first_tokens: np.ndarray) -> list[np.ndarray]:
-    """The step's tokens at the positions of the spans of prompt log-probabilities."""
+    """Indices among the step's tokens of the spans of prompt log-probabilities."""
     return [
         np.arange(span.first, span.end) + (first_tokens[row] - batch.starts[row])
         for row, span in batch.prompt_logprobs.items()

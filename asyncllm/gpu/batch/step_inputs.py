@@ -15,7 +15,7 @@ class RowArrays:
     """R rows of a step on the host.
 
     Attributes:
-        req_indices: ``[R]`` int64, each row's line in the block tables.
+        req_indices: ``[R]`` int64, request index of each row.
         starts: ``[R]`` int64, position of each row's first token.
         query_start_loc: ``[R + 1]`` int64, first token of each row, T last.
         seq_lens: ``[R]`` int32, tokens of each sequence up to this step's last.
@@ -32,14 +32,14 @@ class GroupInputs:
     """The part of a step that belongs to one KV group.
 
     Attributes:
-        slot_mapping: ``[T]`` int64, KV slot of each token; slot 0 of the null block for padding.
+        slot_mapping: ``[T]`` int64, KV slot of each token; slot 0, in the null block, for padding.
         block_table: ``[N, W]`` int32 by request index, on the step's device. Entries beyond a
             sequence are undefined, entries before the group's window are the null block.
         host_table: the same on the host.
         block_size: tokens per KV block.
         table_changes: ``[C]`` int64, indices into the flat table, and ``[C]`` int32, their new
-            values, for ``decode_inputs``. An index that is there twice has the same value each
-            time; padding is an index of the dummy line. None where the host writes the table.
+            values, which ``decode_inputs`` writes. An index that occurs twice has the same value
+            both times; padding is an index of the dummy row. None where the host writes the table.
     """
 
     slot_mapping: Tensor
@@ -53,9 +53,9 @@ class GroupInputs:
 class StepInputs:
     """A step's rows, flattened to T tokens; R rows, decodes first; N request indices.
 
-    In a step that is captured only the device knows the values: ``host`` is None, and ``max_len``
-    bounds the lengths. Index N is a dummy for padded rows, which may write its line; no other row
-    reads it.
+    In a captured step only the device knows the values: ``host`` is None, and ``max_len`` bounds
+    the lengths. Request index N is a dummy for padded rows, which may write its row of a table; no
+    other row reads it.
 
     Attributes:
         num_decodes: leading rows of one token each, padded ones included.
@@ -64,17 +64,19 @@ class StepInputs:
         req_indices: ``[R]`` int64; -1 for a padded row.
         seq_lens: ``[R]`` int32, as in RowArrays; 0 in a padded row.
         query_start_loc: ``[R + 1]`` int64, as in RowArrays.
-        prefill_start_loc: ``[R - num_decodes + 1]`` int32, first token of each row behind the
+        prefill_start_loc: ``[R - num_decodes + 1]`` int32, first token of each row after the
             decodes, counted from the first of these tokens.
         groups: one per KV group.
         max_num_seqs: N.
-        max_len: the largest of ``seq_lens``; in a captured step the largest that there may be.
-        num_logits: the first tokens of ``wanted`` whose logits are computed.
-        num_greedy: tokens of ``wanted`` behind these whose largest logit is computed.
-        wanted: ``[E]`` int64, tokens whose hidden states are returned; None for all.
+        max_len: the largest of ``seq_lens``; in a captured step an upper bound.
+        num_logits: how many of ``wanted``, from the first on, need their logits.
+        num_greedy: how many of ``wanted`` after these need the token of the largest logit only.
+        wanted: ``[E]`` int64, indices of the tokens whose hidden states are returned (vLLM's
+            ``logits_indices``, and tokens of prompt log-probabilities); None for all.
         host: the rows on the host.
-        balanced: decode attention shares the keys out by the rows' lengths, which differ much.
-        previous_tokens: ``[R]`` int64, the token from which a decode row goes on; -1 where only
+        balanced: decode attention divides the keys among programs by the rows' lengths, because
+            these differ much.
+        previous_tokens: ``[R]`` int64, the input token of each decode row; -1 where only
             ``last_sampled_tokens`` has it.
         last_sampled_tokens: ``[N + 1]`` int64, by request index.
     """
@@ -110,7 +112,7 @@ class StepInputs:
         return torch.where(self.req_indices < 0, self.max_num_seqs, self.req_indices)
 
     def tables(self, group: int) -> Tensor:
-        """``[R, W]`` int32: each row's block table in a KV group, as wide as ``max_len`` takes."""
+        """``[R, W]`` int32: each row's block table in a KV group, wide enough for ``max_len``."""
         own = self.groups[group]
         table = own.block_table[:, : -(-self.max_len // own.block_size)]
         return table.index_select(0, self.lines())

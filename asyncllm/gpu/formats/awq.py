@@ -22,8 +22,8 @@ from asyncllm.gpu.formats.base import (
 )
 
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Which nibble of its word each of 8 outputs is in (AutoAWQ, ``WQLinear_GEMM``): the order in
-which a CUDA kernel takes them apart in pairs."""
+"""Nibble of each of a word's 8 outputs (AutoAWQ, ``WQLinear_GEMM``): the order in which a CUDA
+kernel unpacks them in pairs."""
 
 _KNOWN = (
     "quant_method bits group_size zero_point version format backend modules_to_not_convert "
@@ -32,12 +32,13 @@ _KNOWN = (
 
 
 class Awq:
-    """WeightFormat of ``quant_method`` "awq", version "gemm": ``qweight [in, out / 8]``,
-    ``qzeros [in / group, out / 8]`` and ``scales [in / group, out]``, an element being
-    ``(value - zero) * scale``.
+    """WeightFormat of ``quant_method`` "awq", version "gemm".
+
+    Its tensors are ``qweight [in, out / 8]``, ``qzeros [in / group, out / 8]`` and
+    ``scales [in / group, out]``; an element is ``(value - zero) * scale``.
 
     Raises:
-        ModelLoadError: a field that is not known, or a value that is not supported.
+        ModelLoadError: an unknown field, or an unsupported value.
     """
 
     ignored = ""

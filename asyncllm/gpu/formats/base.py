@@ -17,17 +17,16 @@ from asyncllm.errors import ModelLoadError
 SCALE_DTYPES = ("F32", "BF16", "F16")
 
 Rows = Callable[[int, int], Tensor]
-"""``(start, stop)`` to these rows of a tensor, its slices along the first dimension, in float32."""
+"""Function of ``(start, stop)`` that returns these rows of a tensor, dequantised to float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """A tensor of the model, and the tensors of the checkpoint that it is stored in.
+    """A tensor of the model, and the tensors of the checkpoint that store it.
 
     Attributes:
-        name: of the tensor in an unquantised checkpoint.
-        shape: of the tensor in an unquantised checkpoint.
-        parts: tensor names by what they are: "qweight", "weight_scale".
+        name, shape: as in an unquantised checkpoint.
+        parts: names of the stored tensors by their suffix, such as "qweight", "weight_scale".
         step: rows that are stored together; slices begin at multiples of it.
     """
 
@@ -41,41 +40,41 @@ class WeightFormat(Protocol):
     """A quantisation method of a checkpoint's ``quantization_config``.
 
     Attributes:
-        label: names it with its numbers, for the log.
-        ignored: what the checkpoint says of activations or the KV cache, which are kept in
-            the model's dtype, for the log; empty for nothing.
+        label: name and numbers of the method, for the log.
+        ignored: settings for activations or the KV cache, which stay in the model's dtype, in
+            words for the log; empty for none.
     """
 
     label: str
     ignored: str
 
     def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
-        """Every tensor that is stored in this format.
+        """Finds every tensor that is stored in this format.
 
         Raises:
-            ModelLoadError: a part is missing, or has another dtype or shape than the others
-                and the configuration imply.
+            ModelLoadError: a part is missing, or its dtype or shape contradicts the other parts
+                or the configuration.
         """
         ...
 
     def is_ignored(self, name: str) -> bool:
-        """Whether a tensor of the checkpoint has to do with activations or the KV cache only."""
+        """Whether a tensor of the checkpoint is for activations or the KV cache only."""
         ...
 
     def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Codes | Rows:
-        """The integers that a tensor is stored as, or the dequantised rows of one of floats.
+        """Reads a tensor: as Codes if it is stored as integers, as dequantised Rows if as floats.
 
         Raises:
-            ModelLoadError: values within the parts that contradict their shapes.
+            ModelLoadError: values of the parts contradict their shapes.
         """
         ...
 
 
 class PartsOf:
-    """The parts of one packed tensor, looked up by suffix and checked.
+    """Looks up the parts of one packed tensor by suffix, and checks them.
 
     Args:
-        stem: what the names of all parts begin with.
+        stem: common prefix of the parts' names.
     """
 
     def __init__(self, tensors: Mapping[str, TensorInfo], stem: str) -> None:
@@ -89,10 +88,10 @@ class PartsOf:
         shape: tuple[int, ...] | None = None,
         dims: int | None = None,
     ) -> TensorInfo:
-        """The part, of one of ``dtypes``, and of ``shape`` or with ``dims`` dimensions.
+        """Returns the part, of one of ``dtypes``, and of ``shape`` or with ``dims`` dimensions.
 
         Raises:
-            ModelLoadError: it is missing or another.
+            ModelLoadError: the part is missing, or has another dtype or shape.
         """
         info = self.find(suffix)
         if info is None:
@@ -113,7 +112,7 @@ class PartsOf:
         return info
 
     def find(self, suffix: str) -> TensorInfo | None:
-        """The part as it is; None where the checkpoint has no such tensor."""
+        """Returns the part unchecked; None where the checkpoint has no such tensor."""
         info = self.tensors.get(self.stem + suffix)
         if info is not None:
             self.names[suffix] = self.stem + suffix
@@ -132,25 +131,24 @@ class PartsOf:
 
 
 def stems(tensors: Iterable[str], suffix: str) -> Iterator[str]:
-    """Names that end with ``suffix``, without it."""
+    """Names that end with ``suffix``, with the suffix removed."""
     for name in tensors:
         if name.endswith(suffix):
             yield name.removesuffix(suffix)
 
 
 def refuse_unknown(config: ConfigFile, known: Iterable[str]) -> None:
-    """Raises ModelLoadError for a field that is not ``known``: it may change what the weights
-    mean."""
+    """Raises ModelLoadError for an unknown field, which may change what the weights mean."""
     for name in config.values:
         if name in config and name not in known:
             raise config.bad(name, "no such field, which may change what the weights mean")
 
 
 def modules(config: ConfigFile, *names: str) -> None:
-    """Checks lists of modules that are not quantised; which those are, the tensors say.
+    """Checks the form of lists of modules; the tensors themselves say which are quantised.
 
     Raises:
-        ModelLoadError: one is no list of strings.
+        ModelLoadError: a field is no list of strings.
     """
     for name in names:
         value = config.values.get(name)
@@ -161,10 +159,10 @@ def modules(config: ConfigFile, *names: str) -> None:
 
 
 def group_size(config: ConfigFile) -> int | None:
-    """``group_size``, inputs that share a scale; None, for -1, is all of a row.
+    """Reads ``group_size``, the inputs that share a scale; None, for -1, is a whole row.
 
     Raises:
-        ModelLoadError: another number.
+        ModelLoadError: no positive integer, and not -1.
     """
     if config.values.get("group_size") == -1:
         return None
@@ -172,13 +170,13 @@ def group_size(config: ConfigFile) -> int | None:
 
 
 def unpack(words: Tensor, bits: int, dim: int, order: Tensor | None = None) -> Tensor:
-    """Unsigned integers of ``bits`` from int32 words, lowest bits first.
+    """Unpacks unsigned integers of ``bits`` from int32 words, lowest bits first.
 
     Args:
         words: int32 of two dimensions.
-        bits: 2, 4 or 8. No value crosses a byte, so that all is done on those.
-        dim: that the values of a word follow one another in.
-        order: ``[32 / bits]`` the place in the word of each value; its own index by default.
+        bits: 2, 4 or 8. No value crosses a byte, so that bytes are unpacked.
+        dim: dimension along which the values of a word are adjacent.
+        order: ``[32 / bits]``, the place in the word of each value; its own index by default.
 
     Returns:
         uint8, ``32 / bits`` times as long in ``dim``.

@@ -1,4 +1,4 @@
-"""The elements of Codes, in float32."""
+"""dequantised: elements of Codes in float32."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asyncllm.checkpoint.codes import Codes
 
 
 def dequantised(codes: Codes, start: int, stop: int) -> Tensor:
-    """The rows from ``start`` to ``stop`` in float32."""
+    """Dequantises rows ``start`` to ``stop - 1`` to float32."""
     part = codes.rows(start, stop).float()
     if codes.zeros is not None:
         part -= _over(codes, codes.zeros, start, stop)
@@ -23,13 +23,13 @@ def _over(codes: Codes, grid: Tensor, start: int, stop: int) -> Tensor:
 
 
 def spread(grid: Tensor, block: tuple[int, int], start: int, stop: int, columns: int) -> Tensor:
-    """The entries of ``grid``, one per block of rows and columns, over single elements.
+    """Expands ``grid``, with one entry per block of rows and columns, to single elements.
 
     Args:
         grid: ``[ceil(rows / block[0]), ceil(columns / block[1])]``.
 
     Returns:
-        float32 ``[stop - start, columns]``, or what broadcasts to it.
+        float32 ``[stop - start, columns]``, or a shape that broadcasts to it.
     """
     part = grid.float()
     if part.shape[0] > 1:

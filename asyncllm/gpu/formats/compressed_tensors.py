@@ -46,12 +46,13 @@ _PARTS_OF_ACTIVATIONS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """One of ``config_groups``: the modules it is about, and how their weights are stored.
+    """One of ``config_groups``: its modules, and how their weights are stored.
 
     Attributes:
-        targets: module names, "re:" and an expression, or the class of the modules.
-        bits: of an integer; 8 for e4m3.
-        block: rows and columns that share a scale, None where all do; 0 columns are all of a row.
+        targets: module names, "re:" and a regular expression, or the class of the modules.
+        bits: bits of an integer; 8 for e4m3.
+        block: rows and columns that share a scale; 0 columns are a whole row. None is the whole
+            tensor.
     """
 
     targets: tuple[str, ...]
@@ -62,14 +63,16 @@ class Scheme:
 
 
 class CompressedTensors:
-    """WeightFormat of ``quant_method`` "compressed-tensors", formats "pack-quantized" (4 and 8
-    bits), "int-quantized", "float-quantized" and "naive-quantized" (8 bits): ``weight_packed
-    [out, in * bits / 32]`` with ``weight_shape``, or ``weight [out, in]`` of int8 or e4m3;
-    ``weight_scale``, ``weight_zero_point`` unless symmetric, and ``weight_g_idx [in]``, the group
-    of each input, where those are not in order. An element is ``(value - zero) * scale``.
+    """WeightFormat of ``quant_method`` "compressed-tensors".
+
+    Format "pack-quantized" (4 and 8 bits) has ``weight_packed [out, in * bits / 32]`` and
+    ``weight_shape``. Formats "int-quantized", "float-quantized" and "naive-quantized" (8 bits) have
+    ``weight [out, in]`` of int8 or e4m3. All have ``weight_scale``; ``weight_zero_point`` unless
+    symmetric; and ``weight_g_idx [in]``, the group of each input, where groups are not in order. An
+    element is ``(value - zero) * scale``.
 
     Raises:
-        ModelLoadError: a field that is not known, or a value that is not supported.
+        ModelLoadError: an unknown field, or an unsupported value.
     """
 
     def __init__(self, config: ConfigFile) -> None:
@@ -127,7 +130,7 @@ class CompressedTensors:
         return self._finish(parts, scheme, (rows, columns))
 
     def _finish(self, parts: PartsOf, scheme: Scheme, shape: tuple[int, int]) -> PackedTensor:
-        """Checks what both layouts have."""
+        """Checks the parts that packed and unpacked layouts share; makes the PackedTensor."""
         (rows, columns), block = shape, scheme.block
         grid = (1,)
         if block is not None:
@@ -184,7 +187,7 @@ class CompressedTensors:
         return scheme
 
     def _match(self, module: str) -> Scheme | None:
-        """The first scheme that names the module, else the first for all linear layers."""
+        """The first scheme that names the module, else the first that targets linear layers."""
         for scheme in self.schemes:
             for target in scheme.targets:
                 if target == module or (
@@ -204,7 +207,9 @@ def _width(parts: Mapping[str, Tensor]) -> int:
 
 def _offsets(scheme: Scheme, parts: Mapping[str, Tensor], scale: Tensor) -> Tensor | None:
     """Zero points of the stored values, in the shape of the scales; None for none.
-    Packed ones are ``2 ** (bits - 1)`` above their signed values."""
+
+    Packed values are ``2 ** (bits - 1)`` above the signed ones, and so are their zero points.
+    """
     packed, half = "weight_packed" in parts, 1 << (scheme.bits - 1)
     if scheme.symmetric:
         if "weight_zero_point" in parts and bool(parts["weight_zero_point"].any()):
@@ -217,9 +222,9 @@ def _offsets(scheme: Scheme, parts: Mapping[str, Tensor], scale: Tensor) -> Tens
 
 
 def _groups(tensor: PackedTensor, parts: Mapping[str, Tensor], count: int) -> Tensor | None:
-    """The group of each column; None where they are in order."""
+    """The group of each column; None where groups are in order."""
     groups = parts.get("weight_g_idx")
-    # All -1 is what is stored for no order.
+    # All -1 stands for groups in order.
     if groups is None or bool((groups == -1).all()):
         return None
     if not 0 <= int(groups.min()) <= int(groups.max()) < count:
@@ -231,7 +236,7 @@ def _groups(tensor: PackedTensor, parts: Mapping[str, Tensor], count: int) -> Te
 
 
 def _scheme(group: ConfigFile, default: str) -> Scheme | None:
-    """The scheme of one of ``config_groups``; None where it has activations alone."""
+    """Reads one of ``config_groups``; None if it is for activations only."""
     refuse_unknown(group, _KNOWN_GROUP)
     modules(group, "targets")
     targets = tuple(group.values.get("targets") or ())
@@ -266,7 +271,7 @@ def _block(weights: ConfigFile) -> tuple[int, int] | None:
     group = None
     if "group_size" in weights and weights.values["group_size"] != -1:
         group = weights.integer("group_size")
-    # What compressed-tensors infers where it is not said.
+    # The strategy that compressed-tensors infers if the field is missing.
     implied = "tensor" if "group_size" not in weights else "group" if group else "channel"
     strategy = weights.choice("strategy", ("tensor", "channel", "group", "block"), implied)
     if strategy == "tensor":

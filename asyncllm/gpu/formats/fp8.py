@@ -21,7 +21,7 @@ from asyncllm.gpu.formats.base import (
 from asyncllm.gpu.formats.codes import spread
 
 _SCALES = ("weight_scale_inv", "weight_scale")
-"""Both are factors of the weight, what the first is called notwithstanding."""
+"""Names of scales; both multiply the weight, although the first is called an inverse."""
 
 _KNOWN = (
     "quant_method activation_scheme weight_block_size dequantize modules_to_not_convert "
@@ -31,12 +31,13 @@ _KNOWN_FBGEMM = "quant_method activation_scale_ub modules_to_not_convert".split(
 
 
 class Fp8:
-    """WeightFormat of ``quant_method`` "fp8" and "fbgemm_fp8": a weight ``[out, in]`` of e4m3, and
-    ``weight_scale_inv`` or ``weight_scale`` for ``weight_block_size``, for a row, or for all of
-    it.
+    """WeightFormat of ``quant_method`` "fp8" and "fbgemm_fp8".
+
+    A weight is ``[out, in]`` of e4m3. ``weight_scale_inv`` or ``weight_scale`` has a scale per
+    block of ``weight_block_size``, per row, or for the whole tensor.
 
     Raises:
-        ModelLoadError: a field that is not known, or a value that is not supported.
+        ModelLoadError: an unknown field, or an unsupported value.
     """
 
     def __init__(self, config: ConfigFile) -> None:
@@ -82,11 +83,11 @@ class Fp8:
 
 
 def scaled_rows(weight: Tensor, scale: Tensor, block: tuple[int, int] | None) -> Rows:
-    """Rows of ``weight * scale``.
+    """Makes Rows of ``weight * scale``.
 
     Args:
         weight: ``[out, in]``.
-        scale: of all of it, of each row, or of each ``block``.
+        scale: one for the whole weight, one per row, or one per ``block``.
     """
     columns = weight.shape[1]
     if block is None:

@@ -1,4 +1,4 @@
-"""GGUFReader: the tensors of a GGUF file under the names of a checkpoint of transformers."""
+"""GGUFReader: the tensors of a GGUF file under transformers' names."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ _TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PLAIN = {kind for kind, (name, _, _) in GGML_TYPES.items() if name in PLAIN_TYPES}
 
 COMPUTED = ("rope_freqs.weight",)
-"""Which the configuration is read from."""
+"""Tensors that only the configuration uses."""
 
 
 class GGUFReader:
-    """CheckpointReader of a GGUF file, which it maps.
+    """CheckpointReader of a memory-mapped GGUF file.
 
     Attributes:
-        label: of a file with quantised tensors.
+        label: quantisation for the log; empty for a file without quantised tensors.
 
     Args:
-        dtype: that the elements of quantised tensors are rounded to; others are as stored.
+        dtype: dtype to which quantised tensors are dequantised; others are as stored.
 
     Raises:
-        ModelLoadError: the file is damaged or not supported, or of types for which gguf-py is
-            not installed.
+        ModelLoadError: the file is damaged or not supported, or has types for which gguf-py is
+            needed and not installed.
     """
 
     ignored = ""
@@ -89,7 +89,7 @@ class GGUFReader:
         packed = {t.type for t in self._stored.values()} - PLAIN
         self._dequantise = _dequantiser(path, sorted(packed))
         self._version.check()
-        # Private pages: torch takes no array that cannot be written to.
+        # Copy-on-write pages, because torch does not take a read-only array.
         self._data: np.memmap[Any, Any] | None = np.memmap(path, np.uint8, mode="c")
 
     def tensor(self, name: str) -> Tensor:
@@ -98,7 +98,7 @@ class GGUFReader:
 
     def slices(self, name: str) -> Iterator[Tensor]:
         stored = self._stored[name]
-        # A row is whole blocks; of one dimension the elements may be less than one.
+        # A row of a matrix is whole blocks; a vector is read at once, for it may end within one.
         plain = GGML_TYPES[stored.type][0] in PLAIN_TYPES
         rows = stored.shape[0] if plain or len(stored.shape) > 1 else 1
         read = self._rows(name, rows)
@@ -106,7 +106,7 @@ class GGUFReader:
             yield self._values(read(start, stop), stored).view(-1, *stored.shape[1:])
 
     def codes(self, name: str) -> Codes | None:
-        """Of Q4_0 and Q8_0, whose blocks are a scale and integers."""
+        """Codes of a Q4_0 or Q8_0 matrix, whose blocks are a scale and integers; else None."""
         stored = self._stored[name]
         label, shape = GGML_TYPES[stored.type][0], stored.shape
         if label not in ("Q4_0", "Q8_0") or len(shape) != 2:
@@ -130,7 +130,7 @@ class GGUFReader:
         return Codes(bits, shape, rows, scales, (1, 32), zeros, is_signed=signed)
 
     def _rows(self, name: str, rows: int) -> Callable[[int, int], np.ndarray]:
-        """``(start, stop)`` to the bytes of these rows, in the order of transformers."""
+        """Makes a function of ``(start, stop)`` for these rows' bytes, in transformers' order."""
         stored, data = self._stored[name], self._data
         assert data is not None
         self._version.check()
@@ -143,7 +143,7 @@ class GGUFReader:
     def _values(self, raw: np.ndarray, stored: GGUFTensor) -> Tensor:
         label = GGML_TYPES[stored.type][0]
         if label in PLAIN_TYPES:
-            # A tensor may begin where its elements cannot, as the file's alignment has it.
+            # Copied, because the file's alignment may be smaller than that of the elements.
             return torch.from_numpy(np.array(raw)).view(_TORCH[label])
         size = GGML_TYPES[stored.type][2]
         values = self._dequantise(np.ascontiguousarray(raw).reshape(-1, size), stored.type)
@@ -154,7 +154,7 @@ class GGUFReader:
 
 
 def _nibbles(blocks: Tensor) -> Tensor:
-    """Q4_0's integers ``[rows, blocks, 32]``: the lower halves of its bytes, then the upper."""
+    """Integers ``[rows, blocks, 32]`` of Q4_0: the lower halves of its bytes, then the upper."""
     return torch.cat((blocks & 15, blocks >> 4), dim=2)
 
 
@@ -163,7 +163,7 @@ def _signed(blocks: Tensor) -> Tensor:
 
 
 def _name(stored: str) -> str:
-    """transformers' name of a tensor; one that has none there keeps its own."""
+    """transformers' name of a tensor; a tensor without one keeps its name."""
     match = _NAME.fullmatch(stored)
     if match is None or match[2] not in _NAMES:
         return stored
@@ -172,10 +172,10 @@ def _name(stored: str) -> str:
 
 
 def _row_order(path: Path, name: str, rows: int, heads: int | None) -> np.ndarray | None:
-    """The stored row of each row of a tensor; None where they are the same.
+    """The stored row of each row of a tensor; None where the order is the same.
 
-    llama.cpp rotates adjacent pairs, transformers the halves of a head, and the converter has
-    put the rows of q and k in the order of the former (``LlamaModel.permute``).
+    llama.cpp rotates adjacent pairs, transformers the halves of a head. The converter has put the
+    rows of q and k in llama.cpp's order (``LlamaModel.permute``).
     """
     if heads is None:
         return None
@@ -188,11 +188,13 @@ def _row_order(path: Path, name: str, rows: int, heads: int | None) -> np.ndarra
 
 
 def _dequantiser(path: Path, kinds: Collection[int]) -> Callable[[np.ndarray, int], Tensor]:
-    """Dequantises blocks to float32: by transformers, which has the usual types and is
-    several times as fast, or by gguf-py, which has all."""
+    """Chooses functions that dequantise blocks to float32.
+
+    transformers has the usual types and is several times as fast as gguf-py, which has all.
+    """
     try:
         from transformers.integrations.gguf.dequant import GGML_BLOCK, dequantize
-    except ImportError:  # of versions that read GGUF with gguf-py alone
+    except ImportError:  # an older version, which reads GGUF with gguf-py only
         GGML_BLOCK, dequantize = {}, None
     missing = [GGML_TYPES[kind][0] for kind in kinds if kind not in GGML_BLOCK]
     by_package: Any = None

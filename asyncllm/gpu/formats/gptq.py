@@ -25,7 +25,7 @@ from asyncllm.gpu.formats.base import (
 _KNOWN = (
     "quant_method method bits group_size desc_act sym checkpoint_format format pack_dtype "
     "is_marlin_format dynamic lm_head modules_to_not_convert rotation adapter activation "
-    # How the weights were found, and with what kernels they were meant to run:
+    # Fields about the quantiser and the intended kernels:
     "meta damp_percent damp_auto_increment static_groups true_sequential act_group_aware hyb_act "
     "mse dataset tokenizer batch_size backend model_seqlen model_name_or_path "
     "model_file_base_name block_name_to_quantize module_name_preceding_first_block pad_token_id "
@@ -35,13 +35,15 @@ _KNOWN = (
 
 
 class Gptq:
-    """WeightFormat of ``quant_method`` "gptq": ``qweight [in * bits / 32, out]``,
-    ``qzeros [groups, out * bits / 32]``, ``scales [groups, out]`` and ``g_idx [in]``, the group of
-    each input. An element is ``(value - zero) * scale``; ``checkpoint_format`` "gptq" stores
-    zero - 1, "gptq_v2" the zero point itself.
+    """WeightFormat of ``quant_method`` "gptq".
+
+    Its tensors are ``qweight [in * bits / 32, out]``, ``qzeros [groups, out * bits / 32]``,
+    ``scales [groups, out]`` and ``g_idx [in]``, the group of each input. An element is
+    ``(value - zero) * scale``; ``checkpoint_format`` "gptq" stores zero - 1, "gptq_v2" the zero
+    point itself.
 
     Raises:
-        ModelLoadError: a field that is not known, or a value that is not supported.
+        ModelLoadError: an unknown field, or an unsupported value.
     """
 
     ignored = ""
@@ -57,8 +59,8 @@ class Gptq:
             raise config.bad("is_marlin_format", "false")
         name = "checkpoint_format" if "checkpoint_format" in config else "format"
         version = config.choice(name, ("gptq", "gptq_v2"), "gptq")
-        # The lowest bit of every field: a sum over the whole word undoes the quantiser's
-        # difference over it, borrows included.
+        # A 1 in every field of a word. The quantiser subtracted it from whole words, so that adding
+        # it to whole words undoes that, borrows included.
         fields = sum(1 << place for place in range(0, 32, self.bits))
         self.zero_offset = fields if version == "gptq" else 0
         config.choice("pack_dtype", ("int32",), "int32")

@@ -1,4 +1,4 @@
-"""Mxfp4: the experts of gpt-oss, e2m1 in blocks of 32 with a power of two each."""
+"""Mxfp4: the experts of gpt-oss, e2m1 in blocks of 32 that share a power of two."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from asyncllm.checkpoint.reader import CheckpointReader
 from asyncllm.gpu.formats.base import PackedTensor, PartsOf, Rows, modules, refuse_unknown, stems
 
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of e2m1 (OCP Microscaling Formats 1.0, table 5); the eight above them are the negative ones."""
+"""Values of e2m1 codes 0 to 7 (OCP Microscaling Formats 1.0, table 5); 8 to 15 are negative."""
 
 _BIAS = 127
-"""Of e8m0, the exponents."""
+"""Bias of the e8m0 exponents."""
 
 
 class Mxfp4:
-    """WeightFormat of ``quant_method`` "mxfp4": ``*_blocks [experts, out, in / 32, 16]`` uint8, the
-    even input in the low half, and ``*_scales [experts, out, in / 32]`` e8m0. The tensor is
-    ``[experts, in, out]``, as gpt-oss multiplies with it.
+    """WeightFormat of ``quant_method`` "mxfp4".
+
+    Its tensors are ``*_blocks [experts, out, in / 32, 16]`` uint8, the even input in the low half,
+    and ``*_scales [experts, out, in / 32]`` e8m0. The dequantised tensor is ``[experts, in, out]``,
+    the layout of gpt-oss.
 
     Raises:
-        ModelLoadError: a field that is not known, or a value that is not supported.
+        ModelLoadError: an unknown field, or an unsupported value.
     """
 
     label = "mxfp4, blocks of 32"

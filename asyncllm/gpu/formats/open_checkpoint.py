@@ -1,4 +1,4 @@
-"""open_checkpoint: a reader of plain tensors for a checkpoint of any format."""
+"""open_checkpoint: opens a checkpoint of any format as plain tensors."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ FORMATS: dict[str, Callable[[ConfigFile], WeightFormat]] = {
     "gptq": Gptq,
     "mxfp4": Mxfp4,
 }
-"""By ``quant_method``."""
+"""Formats by ``quant_method``."""
 
 logger = get_logger(__name__)
 
 
 @dataclass(slots=True)
 class PackedSizes:
-    """The weights that were not dequantised: their forms, in words, and what they take."""
+    """The weights that stay quantised: their forms in words, their bytes and elements."""
 
     forms: set[str] = field(default_factory=set)
     num_bytes: int = 0
@@ -55,15 +55,17 @@ class PackedSizes:
 
 
 def open_checkpoint(path: Path, dtype: torch.dtype) -> CheckpointReader:
-    """Opens the checkpoint in a directory, or a GGUF file. Its tensors have the names and shapes of
-    an unquantised one, and those that were quantised are dequantised when they are read.
+    """Opens the checkpoint in a directory, or a GGUF file.
+
+    Tensors have the names and shapes of an unquantised checkpoint; quantised ones are dequantised
+    when they are read.
 
     Args:
-        dtype: that dequantised tensors are rounded to.
+        dtype: dtype of dequantised tensors.
 
     Raises:
-        ModelLoadError: files that are missing or damaged, a quantisation that is not supported,
-            or tensors that contradict it.
+        ModelLoadError: files are missing or damaged, the quantisation is not supported, or
+            tensors contradict it.
     """
     if path.suffix == GGUF_SUFFIX:
         return GGUFReader(path, dtype)
@@ -82,10 +84,10 @@ def open_checkpoint(path: Path, dtype: torch.dtype) -> CheckpointReader:
 def log_sizes(
     path: Path, reader: CheckpointReader, dtype: torch.dtype, packed: PackedSizes | None = None
 ) -> None:
-    """The line that says what became of a quantised checkpoint's weights, and what they take.
+    """Logs how a quantised checkpoint's weights are held, and their size.
 
     Args:
-        packed: of the weights that were not dequantised.
+        packed: sizes of the weights that stay quantised.
     """
     if not reader.label:
         return

@@ -1,4 +1,4 @@
-"""DequantisingReader: a quantised checkpoint read as if it were a plain one."""
+"""DequantisingReader: reads a quantised checkpoint as plain tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncllm.gpu.formats.base import PackedTensor, Rows, WeightFormat
 from asyncllm.gpu.formats.codes import dequantised
 
 SLICE_ELEMENTS = 2**20
-"""Elements that are dequantised at a time: the float32 intermediates are a few MB each."""
+"""Elements dequantised at a time, so that float32 intermediates are a few MB each."""
 
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
@@ -26,7 +26,7 @@ class DequantisingReader:
 
     Args:
         source: reads the files; closed with this reader.
-        dtype: that dequantised tensors are rounded to; others are as stored.
+        dtype: dtype of dequantised tensors; others are as stored.
 
     Raises:
         ModelLoadError: the tensors contradict the format.
@@ -55,7 +55,7 @@ class DequantisingReader:
             )
 
     def tensor(self, name: str) -> Tensor:
-        """The dequantised tensor, or a view of the mapped file."""
+        """Reads a tensor: dequantised, or as a view of the mapped file."""
         if name not in self._packed:
             return self.source.tensor(name)
         return joined(self.slices(name), self._packed[name].shape, self.dtype)
@@ -88,7 +88,7 @@ class DequantisingReader:
 
 
 def joined(slices: Iterable[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The tensor of consecutive slices, which are not held beside it."""
+    """Joins consecutive slices to a tensor, holding one slice at a time."""
     result, row = torch.empty(shape, dtype=dtype), 0
     for part in slices:
         result[row : row + len(part)] = part
@@ -97,8 +97,7 @@ def joined(slices: Iterable[Tensor], shape: tuple[int, ...], dtype: torch.dtype)
 
 
 def row_ranges(shape: tuple[int, ...], step: int = 1) -> Iterator[tuple[int, int]]:
-    """Consecutive rows of about ``SLICE_ELEMENTS``, each range beginning at a multiple of
-    ``step``."""
+    """Ranges of rows of about ``SLICE_ELEMENTS``, which begin at multiples of ``step``."""
     count = max(1, SLICE_ELEMENTS // max(1, math.prod(shape[1:])) // step) * step
     for start in range(0, shape[0], count):
         yield start, min(start + count, shape[0])

@@ -1,4 +1,4 @@
-"""CudaGraphCapturer: graph capture through torch, after whose failure both can go on."""
+"""CudaGraphCapturer: CUDA graph capture through torch that survives failed captures."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ class CudaGraphCapturer:
 
     ``torch.cuda.graph`` would synchronise the device, collect garbage and empty the caching
     allocator of the whole process, so the graph's own methods are called. The capture is
-    "thread_local": other threads of the application may then launch and allocate meanwhile. What
-    they may not do, and what happens if they do, is in docs/gpu.md.
+    "thread_local": other threads of the application may launch and allocate meanwhile. docs/gpu.md
+    says what they may not do, and what happens if they do.
 
-    A capture that fails costs its batch size the graph and nothing else: its step has run
-    already. Each reason for failures is logged once. Python's garbage collection is off during a
-    capture, because a finaliser of the application that frees device memory on this thread would
-    invalidate it.
+    A failed capture costs its batch size the graph and nothing else: its step has run already.
+    Each reason is logged once. Python's garbage collection is off during a capture: a finaliser of
+    the application that frees device memory on this thread would invalidate it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,8 +40,7 @@ class CudaGraphCapturer:
         self._recording: _Recording | None = None
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
-        # Kernels are compiled and libraries make their workspaces at the first run, which a
-        # capture does not allow.
+        # The first run compiles kernels and makes libraries' workspaces, which a capture forbids.
         run()
         with CAPTURES.turn(), _no_garbage_collection():
             try:
@@ -70,7 +68,7 @@ class CudaGraphCapturer:
             recording.end()
         except BaseException:
             if not recording.ends:
-                # The stream must not stay in capture; that it failed is known already.
+                # The stream must not stay in capture; the error is raised below.
                 with contextlib.suppress(RuntimeError):
                     recording.graph.capture_end()
             self._leave_pool(recording.graph, pool)
@@ -80,23 +78,26 @@ class CudaGraphCapturer:
         return recording.replay
 
     def _leave_pool(self, graph: torch.cuda.CUDAGraph, pool: _POOL_HANDLE) -> None:
-        """Undoes what ``capture_begin`` did to torch's allocator and ``capture_end`` left: it
-        raises for an invalidated capture before it comes to that (CUDAGraph.cpp), and the
-        allocator would go on recording into the pool."""
+        """Ends the allocator's recording into the pool, after an invalidated capture.
+
+        ``capture_begin`` starts it, and ``capture_end`` raises for such a capture before it would
+        end it (CUDAGraph.cpp).
+        """
         self._pool = torch.cuda.graph_pool_handle()
-        # An error says that torch has done it.
+        # An error says that torch has ended it already.
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self.device.index, pool)
             CAPTURES.keep(graph)
             torch._C._cuda_releasePool(self.device.index, pool)
 
     def _reset_generator(self) -> None:
-        """Captures something legal: the end of a capture is the one place where torch (2.11)
-        takes the default generator out of it, without which the application's next random
-        number on the device would be an error.
+        """Captures a trivial graph, to take torch's default generator out of capture mode.
 
-        Its pool is its own: the graph is dropped at once and gives up its pool, into which torch
-        never captures again.
+        Only the end of a successful capture does that (torch 2.11); otherwise the application's
+        next random number on the device would be an error.
+
+        The graph has a pool of its own, because it is dropped at once, and torch never captures
+        again into the pool of a dropped graph.
         """
         with contextlib.suppress(Exception):
             scratch = torch.zeros(1, device=self.device)
@@ -123,8 +124,8 @@ class _Recording:
     """A capture that may be cut into graphs, with work between them that is not captured.
 
     Attributes:
-        graph: that is captured now.
-        ends: its capture has been asked to end.
+        graph: the graph being captured.
+        ends: ``capture_end`` has been called for it.
     """
 
     def __init__(self, pool: _POOL_HANDLE) -> None:
@@ -152,7 +153,7 @@ class _Recording:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """In turn: two captures would restore each other's state."""
+    """Turns garbage collection off; call it under ``CAPTURES.turn``, for its state is global."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""CAPTURES: the turn and the failed graphs of a process's CUDA graph captures."""
+"""CAPTURES: the lock of a process's CUDA graph captures, and its failed graphs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 
 
 class ProcessCaptures:
-    """The turn to capture, and the graphs whose capture failed.
+    """The lock ("turn") for captures, and the graphs whose capture failed.
 
-    One object of the process, as are torch's allocators, its default generator and Python's
-    garbage collection, which a capture changes. While any thread captures, or sends its
-    allocations to a pool of its own, ``torch.cuda.empty_cache`` in another is an error of torch,
-    so whoever does one of the three takes the turn.
+    There is one per process, because a capture changes torch's allocators, its default generator
+    and Python's garbage collection, of which a process has one. While any thread captures, or sends
+    its allocations to a pool of its own, torch fails if another calls ``torch.cuda.empty_cache``:
+    whoever does one of the three takes the turn.
 
     A failed graph stays until the process ends: torch's allocator of pinned memory keeps a pointer
-    to it, asks it at each allocation under a later capture, of any engine, and has no call from
-    Python that makes it forget.
+    to it, uses it at each allocation under a later capture of any engine, and cannot be made to
+    forget it from Python.
     """
 
     def __init__(self) -> None:
@@ -28,13 +28,13 @@ class ProcessCaptures:
 
     @contextmanager
     def turn(self, seconds: float = -1) -> Iterator[None]:
-        """Waits for the turn, and has it within the context.
+        """Waits for the turn, and holds it within the context.
 
         Args:
-            seconds: to wait at most; -1 is without end.
+            seconds: longest wait; -1 is without limit.
 
         Raises:
-            TimeoutError: another engine has it for longer.
+            TimeoutError: another engine holds it for longer.
         """
         if not self._turn.acquire(timeout=seconds):
             raise TimeoutError(f"another engine captured CUDA graphs for more than {seconds:g} s")
@@ -44,7 +44,7 @@ class ProcessCaptures:
             self._turn.release()
 
     def keep(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Keeps a graph that torch goes on asking; under the turn."""
+        """Keeps a failed graph, to which torch still has a pointer; call it under the turn."""
         self._failed.append(graph)
 
 

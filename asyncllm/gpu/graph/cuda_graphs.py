@@ -1,4 +1,4 @@
-"""StepGraphs: CUDA graphs of decode steps, their batch-size buckets, capture and replay."""
+"""StepGraphs: CUDA graphs of steps by size, their capture and replay."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from asyncllm.logger import get_logger
 logger = get_logger("asyncllm")
 
 RETRY_STEPS = 3
-"""Steps of a key after which it is captured again, to the power of its failed captures."""
+"""After n failed captures of a key, it is captured again at its RETRY_STEPS**n-th step."""
 
 
 class Part(enum.Enum):
-    """The part of a step that a graph holds: of a decode step all of it or a half, and of a mixed
-    one the layers' body. A decode step is cut in two where sampling does more than the draw, or
-    waits for masks."""
+    """The part of a step that a graph holds.
+
+    STEP is a whole decode step. If sampling does more than the draw, or waits for masks, FORWARD
+    and SAMPLE are its halves. BODY is the layers of a mixed step but the last.
+    """
 
     STEP = enum.auto()
     FORWARD = enum.auto()
@@ -32,16 +34,16 @@ class Part(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """Constants of a graph that differ between the graphs of one engine.
+    """The constants in which the graphs of one engine differ.
 
     Addresses, the block size, the longest sequence and the number of splits that attention
     chooses for (bucket, longest sequence) are fixed while the engine lives.
 
     Attributes:
-        bucket: rows, or tokens of a body, padding included.
-        part: a forward pass ends with the logits, where sampling begins.
-        stages: of sampling.
-        balanced: of a forward pass, see StepInputs.
+        bucket: rows of a decode step, or tokens of a body, padding included.
+        part: part of the step; a forward pass ends with the logits.
+        stages: stages of sampling.
+        balanced: see StepInputs; of a forward pass.
     """
 
     bucket: int
@@ -52,7 +54,7 @@ class GraphKey:
 
 @dataclass(frozen=True, slots=True)
 class CaptureStats:
-    """Cost of a graph: seconds to capture, and bytes by which the pool that all share grew."""
+    """Cost of a graph: seconds of its capture, and bytes by which the shared pool grew."""
 
     key: GraphKey
     seconds: float
@@ -63,13 +65,17 @@ class GraphCapturer(Protocol):
     """Captures a function over static tensors into a replayable callable."""
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
-        """Runs ``run`` once, and returns a function that repeats it; None where it could not be
-        captured, which is no reason for the step that has run to fail."""
+        """Runs ``run`` once, and returns a function that repeats it.
+
+        Returns None if the capture failed; the step has run all the same.
+        """
         ...
 
     def cut(self, work: Callable[[], None]) -> None:
-        """Called within ``run``: calls ``work``. In a capture the graph ends there and another one
-        begins; ``work`` is no part of either, and is called between them at each replay."""
+        """Calls ``work``, within ``run``, and cuts a capture in two there.
+
+        ``work`` is not captured: each replay calls it between the two graphs.
+        """
         ...
 
     def memory(self) -> int:
@@ -93,7 +99,7 @@ class EagerCapturer:
 
 @dataclass(slots=True)
 class _Failed:
-    """Failed captures of a key, and its steps since the last of them."""
+    """Failed captures of a key, and its steps since the last one."""
 
     captures: int = 0
     steps: int = 0
@@ -102,19 +108,19 @@ class _Failed:
 class StepGraphs:
     """One graph per key, captured at start or when a batch first needs it.
 
-    Of the graphs that differ in the bucket alone the largest comes first in either case, so that
-    the others fit into its memory.
+    Of graphs that differ in the bucket alone the largest is captured first, so that the others fit
+    into its memory.
 
-    A capture can fail for what another thread of the application does at that moment, which no
-    error tells from what the step does. So a key without a graph runs eagerly, and is captured
-    again at its third next step, after another failure at the ninth next, and so on: a step that
-    cannot be captured at all costs ever less, and no graph is given up for good.
+    A capture can fail because of another thread of the application, and its error does not tell
+    whether the step is at fault. So a key without a graph runs eagerly, and is captured again at
+    its third next step, after another failure at the ninth next, and so on: a step that can never
+    be captured costs ever less, and no graph is given up for good.
 
     Not thread-safe: captured and replayed on the engine thread.
 
     Args:
-        run: the part of a decode step that a key names, on tensors that stay where they are.
-        sizes: batch sizes to capture.
+        run: runs the part of a step that a key names, on tensors at fixed addresses.
+        sizes: buckets to capture: batch sizes, or numbers of tokens.
 
     Attributes:
         buckets: ``sizes`` in ascending order.
@@ -132,7 +138,7 @@ class StepGraphs:
         self._failed: dict[GraphKey, _Failed] = {}
 
     def bucket(self, num_rows: int) -> int | None:
-        """The smallest bucket that holds so many rows, or None."""
+        """The smallest bucket that holds ``num_rows``, or None."""
         index = bisect_left(self.buckets, num_rows)
         return self.buckets[index] if index < len(self.buckets) else None
 
@@ -144,7 +150,7 @@ class StepGraphs:
         *,
         balanced: bool = False,
     ) -> None:
-        """Runs a step of ``num_rows``, or a part: by graph, or eagerly above all buckets."""
+        """Runs a step of ``num_rows`` or a part of it: by graph, or eagerly above all buckets."""
         bucket = self.bucket(num_rows)
         if bucket is None:
             self._run(GraphKey(num_rows, part, stages, balanced))
@@ -165,21 +171,20 @@ class StepGraphs:
     def capture_all(self, part: Part = Part.STEP) -> Iterator[None]:
         """Captures every bucket, the largest first, one at each step of the iterator.
 
-        Each capture runs the part on the rows in its buffers: all of them have to be padding. The
-        graphs of halves, and of balanced attention, are captured when a batch needs them.
+        Each capture runs the part on the rows in its buffers, which all have to be padding. Graphs
+        of half steps and of balanced attention are captured when a batch needs them.
         """
         for bucket in reversed(self.buckets):
             self._capture(GraphKey(bucket, part))
             yield
 
     def close(self) -> None:
-        """Drops the graphs, and with them the function that they run: it refers to the tensors
-        of the step, whose owner refers to the graphs."""
+        """Drops the graphs and the function that they run, which refer to the step's tensors."""
         self._graphs.clear()
         self._run = _closed
 
     def _is_due(self, key: GraphKey) -> bool:
-        """Whether a step of a key without a graph is to be captured; counts it."""
+        """Counts a step of a key without a graph, and returns whether to capture it."""
         failed = self._failed.get(key)
         if failed is None:
             return True
@@ -206,8 +211,7 @@ def _closed(key: GraphKey) -> None:
 
 
 def default_token_sizes(most: int) -> tuple[int, ...]:
-    """Powers of two from 32 to 2,048 and, from 96 on, the numbers half-way between, up to
-    ``most``."""
+    """Powers of two from 32 to 2,048 and the numbers half-way between, up to ``most``."""
     sizes = {2**power for power in range(5, 12)} | {3 * 2**power for power in range(5, 10)}
     return tuple(sorted(size for size in sizes if size <= most))
 

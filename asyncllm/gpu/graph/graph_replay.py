@@ -1,4 +1,4 @@
-"""GraphReplay: steps from graphs, on a device that keeps the batch's state."""
+"""GraphReplay: steps replayed from CUDA graphs, with the batch's state on the device."""
 
 from __future__ import annotations
 
@@ -28,20 +28,22 @@ Draw = Callable[[Tensor, Stages], None]
 
 
 class GraphReplay:
-    """Decode steps are one graph, or two where sampling does more than the draw or waits for masks.
-    Mixed steps, those with a prefill, are graphs of segments, or run op by op on the same memory.
+    """Runs steps from CUDA graphs.
 
-    Nothing here waits for the device; the work is queued on the stream that is current.
+    A decode step is one graph, or two where sampling does more than the draw or waits for masks.
+    A mixed step, which has a prefill, is graphs of segments, or runs op by op on the same memory.
+
+    Nothing here waits for the device; the work is queued on the current stream.
 
     Args:
-        capturer: makes a graph of a part of a step.
-        sizes: batch sizes of decode steps that get one.
-        token_sizes: numbers of tokens of mixed steps that do.
-        draw: the sampling of a step.
+        capturer: captures the graphs.
+        sizes: batch sizes of decode steps that get a graph.
+        token_sizes: token counts of mixed steps that get one.
+        draw: samples a step's logits.
 
     Attributes:
-        graphs: of the parts of decode steps.
-        segments: of mixed steps; None where these run op by op.
+        graphs: graphs of decode steps.
+        segments: graphs of mixed steps; None where these run op by op.
     """
 
     finds_largest = False
@@ -65,7 +67,7 @@ class GraphReplay:
         self._draw = draw
         self._logits: Tensor | None = None
         most = memory.info.max_model_len
-        # Of attention that has a form for skewed batches.
+        # Only attention that has a form for skewed batches.
         self._skews = [
             partial(attention.is_skewed, max_len=most, window=kind.window)
             for kind, attention in model.attention.items()
@@ -74,7 +76,7 @@ class GraphReplay:
 
     @property
     def can_balance(self) -> bool:
-        """Whether there may be a batch that takes balanced attention."""
+        """Whether some batches may take balanced attention."""
         return bool(self._skews)
 
     @property
@@ -83,7 +85,7 @@ class GraphReplay:
         return f"graphs of decode steps, mixed steps {mixed}"
 
     def capture_all(self, progress: Callable[[int, int], None]) -> None:
-        """Captures every bucket of whole decode steps and of mixed ones, before the first step.
+        """Captures every bucket of whole decode steps and of mixed steps, before the first step.
 
         Args:
             progress: called with (graphs captured, graphs in all).
@@ -118,7 +120,7 @@ class GraphReplay:
             self.memory.insert_sampled(inputs)
             return self.segments.forward(inputs)
         count, part = len(step.rows), Part.STEP if step.is_whole else Part.FORWARD
-        # Not before a step needs them, and not inside a capture.
+        # Allocated when a step first needs them, and never inside a capture.
         logits = self._static_logits() if part is Part.FORWARD else self.memory.sampled[:0]
         self.graphs.run(count, part, balanced=self._is_skewed(step))
         return StepOutput(logits[:count], logits[:0])
@@ -131,21 +133,20 @@ class GraphReplay:
         return True
 
     def close(self) -> None:
-        """Drops the graphs, and with them what they run: it refers to the memory of steps, whose
-        owner refers to them."""
+        """Drops the graphs and the functions that they run, which refer to the steps' memory."""
         self.graphs.close()
         if self.segments is not None:
             self.segments.close()
         self._draw = _closed
 
     def run_padding(self, key: GraphKey) -> None:
-        """Queues the work of a graph eagerly, on the rows that the memory has."""
+        """Queues the work of a graph eagerly, on padded rows."""
         if key.part is not Part.STEP:
             self._static_logits()
         self._run(key)
 
     def _run(self, key: GraphKey) -> None:
-        """The part of a decode step that a graph holds."""
+        """Runs the part of a decode step that the key names."""
         if key.part is Part.SAMPLE:
             self._draw(self._static_logits()[: key.bucket], key.stages)
             return
@@ -158,7 +159,7 @@ class GraphReplay:
             self._static_logits()[: key.bucket].copy_(logits)
 
     def _static_logits(self) -> Tensor:
-        """``[N, vocab_size]``, between the two halves of a step."""
+        """Logits ``[N, vocab_size]`` at a fixed address, which a step's two graphs share."""
         if self._logits is None:
             info, dtype = self.memory.info, self.model.embedding.dtype
             shape = info.max_num_seqs, info.vocab_size
@@ -166,7 +167,7 @@ class GraphReplay:
         return self._logits
 
     def _is_skewed(self, step: LaunchedStep) -> bool:
-        """Whether some attention would wait for the longest of the step's sequences."""
+        """Whether lengths differ so much that attention would wait for the longest sequence."""
         if not self._skews:
             return False
         batch = self.graphs.bucket(len(step.rows)) or len(step.rows)

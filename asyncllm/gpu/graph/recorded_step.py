@@ -1,4 +1,4 @@
-"""RecordedStep: the model's part of a step as one native call."""
+"""RecordedStep: a step's forward pass as one native call."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from asyncllm.native.interface import ARGS
 
 
 class RecordedStep:
-    """Decode and mixed steps as one program, whose sizes are arguments of its run.
+    """One native program for decode and mixed steps of any size.
 
-    Not thread-safe: what a run returns is valid until the next one.
+    Not thread-safe: the output of a run is valid until the next run.
 
     Args:
-        recorder: of the model's op set.
+        recorder: recorder of the model's op set.
         batch: the persistent batch, whose tables the program reads in place.
-        buffer: the sections that the program reads, and writes the derived ones of.
+        buffer: its given sections are read, and its derived sections written, by the program.
 
     Attributes:
-        num_bytes: of the activations, which ``load`` allocates.
-        program: once they are allocated.
-        logits, hidden: of the largest step, likewise.
-        greedy: ``[max_rows]`` int64, the largest outputs of rows; None where the model's head does
-            not find them.
+        num_bytes: bytes of the activations.
+        program: the program; it and the outputs exist once ``load`` has allocated activations.
+        logits, hidden: outputs, as large as the largest step's.
+        greedy: ``[max_rows]`` int64, tokens with the largest logit; None where the model's head
+            does not find them.
 
     Raises:
-        Unrecordable: the model does something that no native op does.
+        Unrecordable: a part of the model has no native op.
     """
 
     program: Program
@@ -71,7 +71,7 @@ class RecordedStep:
         """Allocates the activations, and makes the program.
 
         Raises:
-            MemoryError: there is not enough.
+            MemoryError: too little memory for the activations.
         """
         self.program = self._recorder.finish(self._capacity)
         del self._recorder
@@ -94,7 +94,7 @@ class RecordedStep:
         return False
 
     def output(self, sizes: Sequence[int]) -> StepOutput:
-        """The output of a run of these sizes."""
+        """The output of the last run, which had these sizes."""
         *_, wanted, num_logits, num_greedy = sizes
         tokens = NO_TOKENS if self.greedy is None else self.greedy[:num_greedy]
         return StepOutput(self.logits[:num_logits], self.hidden[:wanted], tokens)
@@ -103,7 +103,7 @@ class RecordedStep:
 def record_step(
     model: LanguageModel, cache: KVCache, batch: InputBatch, buffer: StepBuffer
 ) -> RecordedStep | str:
-    """The recorded step of a model, or why there is none."""
+    """Records the step of a model; returns the reason, if that is impossible."""
     recorder = model.ops.recorder()
     if recorder is None:
         return f"the op set {model.ops.name!r} has no programs"
@@ -119,7 +119,7 @@ def _record_inputs(
     """Records the ops that derive the inputs of a step from its given sections.
 
     Returns:
-        The inputs as fake tensors. Their arrays are the buffer's, which the program reads.
+        The inputs, as fake tensors of sections of ``buffer``, which the program reads.
     """
     arrays, host = buffer.arrays, buffer.rows(buffer.limits.rows)
     rows = {

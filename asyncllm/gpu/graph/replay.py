@@ -1,4 +1,4 @@
-"""Replay: how the model's part of a step is run again and again."""
+"""Replay: protocol of the ways to run a step's forward pass."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from asyncllm.gpu.step_memory import StepMemory
 
 
 class Replay(Protocol):
-    """Runs the model's part of steps: op by op, or as what was captured of it.
+    """Runs the forward pass of steps, op by op or as it was captured.
 
     Attributes:
-        description: of what runs, for the log.
-        finds_largest: it finds the largest logit of a row without its logits.
+        description: how steps run, for the log.
+        finds_largest: it finds the token of a row's largest logit without writing the logits.
     """
 
     @property
@@ -25,16 +25,18 @@ class Replay(Protocol):
     def finds_largest(self) -> bool: ...
 
     def derives(self, step: LaunchedStep) -> bool:
-        """Whether ``forward`` computes the derived sections of the step's inputs as well."""
+        """Whether ``forward`` also computes the derived sections of the step's inputs."""
         ...
 
     def forward(self, step: LaunchedStep) -> StepOutput:
-        """Runs the model on the step that was received last, or the whole step if that is captured
-        in one piece. The result is valid until the next call."""
+        """Runs the model on the step received last; with its sampling, if captured in one graph.
+
+        The result is valid until the next call.
+        """
         ...
 
     def sample(self, step: LaunchedStep) -> bool:
-        """Runs the sampling of the step, if that is captured; else returns False."""
+        """Runs the sampling of the step if it is captured; else returns False."""
         ...
 
 

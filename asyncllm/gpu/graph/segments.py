@@ -1,4 +1,4 @@
-"""Segments: the body of mixed steps as graphs by number of tokens, broken at each mixer's core."""
+"""Segments: mixed steps as piecewise CUDA graphs, broken at each layer's attention."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class Segments:
     """Mixed steps of a decoder: graph, eager core, graph, and an eager last layer.
 
     The method of vLLM's breakable graphs: the layers run once under capture on as many tokens as a
-    bucket holds; at each mixer's core, attention or a recurrence, the capture ends and the next one
-    begins. So a segment depends on the number of tokens alone. A core is called at each replay,
-    with the step's own plan, on its own tokens: it finds its inputs in tensors that all layers and
-    buckets share, into which the segment before it has copied them, and writes its output into
-    another one, where padded tokens have zeros. The last layer is not captured, because only the
-    rows that are wanted go on past its mixer.
+    bucket holds; at each layer's *core* (attention or a recurrence) the capture ends and the next
+    one begins. So a segment depends on the number of tokens alone. Each replay calls the cores with
+    the step's own plan and number of tokens. The segment before a core copies the core's inputs to
+    tensors that all layers and buckets share; the core writes its output to another such tensor, in
+    which padded tokens are zeros. The last layer is not captured: after its core only the tokens
+    that ``StepInputs.wanted`` names are computed.
 
     Args:
-        capturer: makes graphs, and cuts them.
-        sizes: numbers of tokens that get one.
+        capturer: captures and cuts graphs.
+        sizes: token counts that get graphs.
 
     Attributes:
-        graphs: of the bodies.
+        graphs: graphs of the captured layers, by number of tokens.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Segments:
         self._num_tokens = 0
 
     def takes(self, num_tokens: int) -> bool:
-        """Whether a bucket holds so many tokens."""
+        """Whether a bucket holds ``num_tokens``."""
         return self.graphs.bucket(num_tokens) is not None
 
     def forward(self, step: StepInputs) -> StepOutput:
@@ -79,7 +79,7 @@ class Segments:
         self._ends.clear()
 
     def _run(self, key: GraphKey) -> None:
-        """The body of a step of as many tokens as the key says, which a graph holds."""
+        """Runs all layers but the last, on as many tokens as the key's bucket."""
         step = self.memory.padded_inputs(key.bucket)
         inputs = self.model.token_inputs(step, self.cache)
         context = _Segmented(plans=(), segments=self, **inputs)
@@ -95,7 +95,7 @@ class Segments:
                 self._ends[name] = self._copied(name, tensor)
 
     def mix(self, core: Core, width: int, tensors: Sequence[Tensor]) -> Tensor:
-        """Breaks the body at a mixer's core."""
+        """Breaks the capture at a layer's core; returns the core's output."""
         count, like = len(tensors[0]), tensors[0]
         given = [self._copied(place, tensor) for place, tensor in enumerate(tensors)]
         out = self._fixed("out", (width,), like)
@@ -103,25 +103,28 @@ class Segments:
         return out[:count]
 
     def _mix(self, core: Core, given: Sequence[Tensor], out: Tensor) -> None:
-        """Calls a core on the tokens of the step that runs; without one nothing is computed."""
+        """Calls a core on the running step's tokens; does nothing if no step runs."""
         if self._context is None:
             return
         count, key = self._num_tokens, (out.shape[1], out.dtype)
         out[:count] = core(self._context, *(tensor[:count] for tensor in given))
-        # Of an earlier step that was longer.
+        # An earlier, longer step has left values there.
         if (filled := self._filled.get(key, 0)) > count:
             out[count:filled].zero_()
         self._filled[key] = count
 
     def _copied(self, place: object, tensor: Tensor) -> Tensor:
-        """A tensor at a fixed address, into whose first rows ``tensor`` has been copied."""
+        """Copies ``tensor`` to the first rows of a tensor at a fixed address; returns that."""
         fixed = self._fixed(place, tuple(tensor.shape[1:]), tensor)
         fixed[: len(tensor)].copy_(tensor)
         return fixed
 
     def _fixed(self, place: object, sizes: tuple[int, ...], like: Tensor) -> Tensor:
-        """Zeros ``[T, *sizes]`` of the largest bucket, made when they are first asked for, which is
-        in an eager run: the largest bucket comes first, and runs before it is captured."""
+        """A tensor ``[T, *sizes]`` of the largest bucket, allocated as zeros on first use.
+
+        The first use is outside a capture: the largest bucket comes first, and runs eagerly before
+        it is captured.
+        """
         key = place, sizes, like.dtype
         if key not in self._tensors:
             shape = self.graphs.buckets[-1], *sizes
@@ -131,7 +134,7 @@ class Segments:
 
 @dataclass(slots=True)
 class _Segmented(StepContext):
-    """The context of a body: cores are left to the step that runs."""
+    """The context of captured layers, which leaves cores to the replay."""
 
     segments: Segments | None = None
 

@@ -1,4 +1,4 @@
-"""StepQueue: recorded steps that run one behind the other, on a thread of the native library."""
+"""StepQueue: recorded steps that run in order on a thread of the native library."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from asyncllm.native.context import fail
 from asyncllm.native.interface import JobArgs
 
 DEPTH = 2
-"""Steps in flight at most, the one that runs among them."""
+"""Most steps in flight, the running one included."""
 
 
 class _Job(HostBuffer):
-    """A step of the queue, from its launch to its end.
+    """A queued step's buffer and its arguments for the native library.
 
     Attributes:
-        args: what the library's thread reads. It copies the given sections into the program's own,
-            runs the program, draws, and writes the tokens into the persistent batch.
+        args: arguments for the library's thread, which copies the given sections into the
+            program's own, runs the program, draws, and writes the tokens to the persistent batch.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class _Job(HostBuffer):
         super().__init__(own.limits, memory.info.vocab_size, num_logprobs)
         given, tokens = own.tensors, self.tokens
         indices, positions = given["sampled_req_indices"], given[ROWS]
-        # Without a head that finds the largest output no row is greedy, and nothing is read there.
+        # If the head does not find the largest logit, no row is greedy, and this is never read.
         greedy = tokens if recorded.greedy is None else recorded.greedy
         lines, width = batch.token_ids.shape
         self.args = JobArgs(
@@ -53,7 +53,7 @@ class _Job(HostBuffer):
         )  # fmt: skip
 
     def set_sizes(self, step: LaunchedStep) -> None:
-        """Sets the sizes of the step that is written here, and whether its tokens are drawn."""
+        """Sets the sizes of the step in this buffer, and whether its tokens are drawn."""
         args, sizes = self.args, step.sizes
         assert sizes is not None
         args.sizes[:] = sizes
@@ -64,17 +64,17 @@ class _Job(HostBuffer):
 
 
 class StepQueue(SyncStream):
-    """Recorded steps that begin without the host: where one ends, the next one runs.
+    """Runs recorded steps one after the other, without the host in between.
 
-    A step finds its input tokens in the persistent batch, where the job of the one before has
-    written them. The batch is not copied: a step that gives a request index away which one in
-    flight computes, or blocks before its window, has to wait for that.
+    A step finds its input tokens in the persistent batch, where the step before has written them.
+    The batch is not copied: a step that reassigns a request index, or frees blocks before a
+    window, has to wait for steps in flight that have a row of that request index.
 
     While anything is queued, no other op may run on the context.
 
     Attributes:
-        least_tokens: of a step that begins before it is collected; None where steps do so only
-            while their masks are made.
+        least_tokens: smallest step, in tokens, that begins before it is collected; None where only
+            steps that await masks do.
     """
 
     def __init__(
@@ -88,10 +88,13 @@ class StepQueue(SyncStream):
         self._last: _Job | None = None
 
     def takes(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
-        """Whether a step is long enough or awaits masks, and can be applied while those before it
-        are in flight: it changes no line of the batch that they read, but for what it appends."""
+        """Whether a step is worth running ahead, and can be applied while others are in flight.
+
+        It has to be long enough or await masks, and may only append to the rows of the batch that
+        the steps in flight read.
+        """
         batch, least = step.batch, self.least_tokens
-        # The host copies states before the step, and behind it.
+        # The host copies recurrent states before and after the step.
         if not len(batch) or batch.state_loads or batch.state_saves:
             return False
         if not batch.masked_rows and (least is None or batch.num_tokens < least):
@@ -103,9 +106,10 @@ class StepQueue(SyncStream):
         return all(changed.isdisjoint(one.batch.req_indices) for one in before)
 
     def submit(self, step: LaunchedStep) -> bool:
-        """Queues a step that has been applied: whole if the draw is all that its rows ask for,
-        and else up to their logits. Nothing may be submitted behind such a step until it has been
-        sampled.
+        """Queues a step that has been applied to the batch.
+
+        It runs whole if its rows need the plain draw only, else up to its logits. Nothing may be
+        submitted behind the latter until it has been sampled.
 
         Raises:
             RuntimeError: in a forked child.
@@ -125,10 +129,10 @@ class StepQueue(SyncStream):
         return True
 
     def wait(self, step: LaunchedStep) -> None:
-        """Waits for a step that was submitted. Its output is valid until the next one is.
+        """Waits for a submitted step, whose output is valid until the next one is submitted.
 
         Raises:
-            RuntimeError, MemoryError: as a run of the program.
+            RuntimeError, MemoryError: the run of the program failed.
         """
         job, recorded = step.buffer, self.recorded
         if not isinstance(job, _Job):
@@ -140,7 +144,7 @@ class StepQueue(SyncStream):
         step.output = recorded.output(job.args.sizes)
 
     def synchronize(self) -> None:
-        """Waits for the last step that was submitted; its error is dropped."""
+        """Waits for the last submitted step; its error is dropped."""
         if self._last is not None:
             context = self.recorded.program.context
             context.functions.wait(context.handle, self._last.args)

@@ -10,11 +10,11 @@ import torch
 from asyncllm.gpu.launched_step import Event, LaunchedStep
 
 HIGH = -1
-"""Of CUDA's priorities; 0 is the default, and any lower number torch's high one."""
+"""CUDA stream priority; 0 is the default, and torch takes any lower number for its high one."""
 
 
 class SyncStream:
-    """The stream of a CPU: work is done once it is queued. The other streams have its methods.
+    """The stream of a CPU, on which work is done once it is queued; base of other streams.
 
     Attributes:
         is_async: queueing returns before the work is done, so that a second step can be queued
@@ -24,13 +24,14 @@ class SyncStream:
     is_async = False
 
     def context(self) -> AbstractContextManager[object]:
-        """Within it, the tensors that torch allocates and the work that it queues belong to
-        this stream."""
+        """Context in which torch's allocations and queued work belong to this stream."""
         return nullcontext()
 
     def aside(self) -> AbstractContextManager[object]:
-        """As ``context``, for work on what is done already: it does not wait for what is queued
-        here. The caller waits for it before it lets go of the tensors."""
+        """Context for work on finished results, which does not wait for this stream's queue.
+
+        On exit it waits for that work, so that the caller may release the tensors.
+        """
         return nullcontext()
 
     def takes(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
@@ -38,8 +39,7 @@ class SyncStream:
         return False
 
     def submit(self, step: LaunchedStep) -> bool:
-        """Queues a whole step that has been applied, on a stream that runs steps by itself; False
-        where the work of a step is queued piece by piece."""
+        """Queues a whole step that has been applied; False if work is queued piece by piece."""
         return False
 
     def run(self, work: Callable[[], None]) -> None:
@@ -47,30 +47,30 @@ class SyncStream:
         work()
 
     def record(self) -> Event:
-        """An event behind everything that was queued."""
+        """Records an event behind everything queued so far."""
         return Done()
 
     def wait(self, step: LaunchedStep) -> None:
-        """Waits for the work of a step that has begun."""
+        """Waits for the queued work of a step."""
 
     def synchronize(self) -> None:
-        """Waits, without the GIL, for everything that was queued before."""
+        """Waits, without the GIL, for everything queued so far."""
 
 
 class Done:
-    """The end of work that is done."""
+    """The event of a synchronous stream."""
 
     def synchronize(self) -> None:
-        """Waits for nothing."""
+        """Returns at once."""
 
 
 class CudaStream(SyncStream):
-    """A CUDA stream beside the host application's own, so that neither waits for the other.
+    """A CUDA stream beside the application's own, so that neither waits for the other.
 
-    Of torch's pool of high priority: torch hands out 32 streams per priority in turn, and what the
-    application queued on the same one during a capture would become a part of the graph. Hardly
-    any application asks for priorities. The small kernels of a decode step also go ahead of the
-    application's blocks where both are ready to run.
+    It has high priority, because torch hands out 32 streams per priority in turn, hardly any
+    application asks for priorities, and work that the application queued on the same stream during
+    a capture would become a part of the graph. The small kernels of a decode step also go ahead of
+    the application's where both are ready to run.
     """
 
     is_async = True

@@ -1,4 +1,4 @@
-"""warm_up: every kernel of an engine's steps is compiled before the first of them."""
+"""warm_up: compiles every kernel of an engine's steps before the first one."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.step_runner import StepRunner
 
 PROMPT = 2
-"""Tokens of a prefill."""
+"""Tokens of a small prefill."""
 
 
 def warm_up(runner: StepRunner, replay: GraphReplay, progress: Callable[[int, int], None]) -> None:
-    """Runs a decode step of the smallest and one of the largest bucket, one for a skewed batch if
-    there can be any, the sampling behind other stages, and mixed steps: two small ones, and one of
-    each number of tokens from which on experts have other kernels. Triton compiles a kernel at its
-    first launch with arguments of a kind, seconds in which a running stream would wait.
+    """Runs steps that launch every kernel in every form.
 
-    The smallest bucket shares a sequence among programs, the mixed steps' short one does not, and a
-    prompt behind the longest prefix is shared where one without is not; what else a kernel is
-    compiled for differs in no bucket. Rows are padding or write the null block, so that nothing is
-    left behind.
+    Triton compiles a kernel at its first launch with arguments of a kind, for seconds in which a
+    running stream would wait. The steps are: a decode step of the smallest and one of the largest
+    bucket; one for a skewed batch, if there can be any; sampling with all stages; two small mixed
+    steps; and a mixed step of each number of tokens from which on experts have other kernels.
+
+    Attention splits a sequence among programs in the smallest bucket, but not in the mixed step
+    without a prefix; it splits a prompt behind the longest prefix, but not one without a prefix.
+    In all else kernels are the same for every bucket. Rows are padding or write the null block, so
+    that nothing is left behind.
 
     Args:
         progress: called with (steps run, steps in all).
@@ -58,8 +60,11 @@ def warm_up(runner: StepRunner, replay: GraphReplay, progress: Callable[[int, in
 
 
 def _sample_processed(runner: StepRunner) -> None:
-    """All stages of sampling on a row of padding, with tables of their own: torch's kernels, which
-    CUDA loads at their first launch, and the draw from float32, which the stages leave."""
+    """Runs all stages of sampling on a padded row, with separate tables.
+
+    CUDA loads torch's kernels at their first launch. The stages leave float32 logits, for which
+    the draw has a kernel of its own.
+    """
     model, vocab, device = runner.model, runner.info.vocab_size, runner.device
     memory = runner.memory
     logits = torch.zeros((1, vocab), dtype=model.embedding.dtype, device=device)
@@ -79,7 +84,7 @@ def _sample_processed(runner: StepRunner) -> None:
 
 
 def expert_changes(decoder: LanguageModel) -> tuple[int, ...]:
-    """Numbers of tokens from which on experts have kernels that smaller steps do not."""
+    """Numbers of tokens from which on experts use other kernels than smaller steps."""
     experts = getattr(decoder.model, "experts", None)
     if experts is None:
         return ()
@@ -87,15 +92,17 @@ def expert_changes(decoder: LanguageModel) -> tuple[int, ...]:
 
 
 def _expert_tokens(runner: StepRunner) -> list[int]:
-    """Tokens of the prefills for which experts have kernels that smaller ones do not."""
+    """Tokens of the prefills that launch the experts' other kernels."""
     info = runner.info
     most = min(info.max_num_batched_tokens, info.max_num_seqs * info.max_model_len) - 1
     return [count - 1 for count in expert_changes(runner.model) if PROMPT < count - 1 <= most]
 
 
 def _run_mixed(runner: StepRunner, prefix: int, num_tokens: int = PROMPT) -> None:
-    """A decode row and prefills of so many tokens in all, the first behind a prefix, in the null
-    block."""
+    """Runs a decode row and prefills of ``num_tokens`` in all, the first behind a prefix.
+
+    All KV is in the null block.
+    """
     info = runner.info
     full, rest = divmod(num_tokens, info.max_model_len)
     counts = [1] + [info.max_model_len] * full + [rest] * (rest > 0)
@@ -109,5 +116,5 @@ def _run_mixed(runner: StepRunner, prefix: int, num_tokens: int = PROMPT) -> Non
     )
     rows = InputBatch(len(counts), info.max_model_len, info.kv_groups)
     output = runner.model.forward(step_inputs(batch, rows, runner.device), runner.cache)
-    # Sampled as padding.
+    # The memory's rows are padding, so that the draw writes nothing.
     runner.draw(output.logits[: info.max_num_seqs], Stages.NONE)

@@ -1,4 +1,4 @@
-"""check_attention: what an attention computes on this device, held against plain torch."""
+"""check_attention: compares an attention backend on this device with plain torch."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.validation import explain
 
 UNOWNED = 64.0
-"""Of the slots that no sequence owns: a key that is seen by mistake decides its row."""
+"""Value of KV slots that no sequence owns: a key that is seen by mistake dominates its row."""
 
 PADDED = 2
-"""Rows of a decode step."""
+"""Padded rows of a decode step."""
 
 
 def check_attention(attention: Attention, request: AttentionRequest) -> None:
-    """Runs small steps of decode rows, of prefill rows and of both, on random tensors, with each
-    kind of window that the model has. The reference is ``TorchAttention`` in float64 on the same
-    device.
+    """Compares an attention backend with ``TorchAttention`` in float64 on the same device.
+
+    It runs small steps of decode rows, of prefill rows and of both, on random tensors, with each
+    kind of window that the model has.
 
     Args:
-        request: of a shape without sinks; ``block_size`` is set.
+        request: has a shape without sinks and a ``block_size``.
 
     Raises:
         EngineError: a row differs by more than the rounding of its dtype allows, or a step fails.
@@ -59,13 +60,13 @@ def check_attention(attention: Attention, request: AttentionRequest) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """T tokens, their keys and values in the cache already.
+    """A step of T tokens, whose keys and values are in the cache already.
 
     Attributes:
-        q: ``[T, Hq, D]``, with those of padded rows behind them.
+        q: ``[T + padding, Hq, D]``.
         cache: ``[2, num_blocks, block_size, Hk, D]``.
         slots: ``[T]`` int64.
-        inputs: what plans it.
+        inputs: the inputs of the attention's plan.
     """
 
     name: str
@@ -76,8 +77,11 @@ class _Step:
     inputs: StepInputs
 
     def error(self, attention: Attention, window: int | None) -> float:
-        """The largest error of a row's head, by its norm; infinity where anything is not finite,
-        padded rows included: what comes of them is written to the null block."""
+        """The largest error of a row's head, relative to its norm.
+
+        It is infinite if any output is not finite. That includes padded rows, whose output later
+        layers write to the null block.
+        """
         found = self._run(attention, self.q, self.cache, window).double()
         if not bool(found.isfinite().all()):
             return float("inf")
@@ -123,9 +127,11 @@ def _make_step(name: str, rows: _Rows, request: AttentionRequest) -> _Step:
 
 
 class _Rows:
-    """Rows of a step, given by their tokens in the cache before it and those of the step, the
-    decodes first. Each has blocks of its own, in random order, and a line of the table that is not
-    its number; block 0 is the null block."""
+    """Rows of a step, decodes first, given as pairs (tokens in the cache, tokens of the step).
+
+    Each row has blocks of its own, in random order, and a request index other than its number;
+    block 0 is the null block.
+    """
 
     def __init__(self, rows: list[tuple[int, int]], size: int) -> None:
         self.size = size
@@ -139,7 +145,7 @@ class _Rows:
         self.table[self.lines] = self.blocks
 
     def slots(self, row: int, first: int) -> np.ndarray:
-        """Of its tokens from ``first`` on."""
+        """KV slots of a row's tokens from ``first`` on."""
         positions = np.arange(first, int(self.lengths[row]))
         return self.blocks[row, positions // self.size] * self.size + positions % self.size
 
@@ -148,7 +154,7 @@ class _Rows:
         return self._inputs(device, 0)
 
     def captured(self, device: torch.device) -> StepInputs:
-        """The same rows with PADDED ones behind them, as in a step that is captured."""
+        """The same rows with padded rows after them, as in a captured step."""
         return replace(
             self._inputs(device, PADDED), max_len=self.table.shape[1] * self.size, host=None
         )

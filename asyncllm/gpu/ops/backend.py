@@ -1,4 +1,4 @@
-"""AttentionBackend: the description, the checks and the construction of an attention."""
+"""AttentionBackend: protocol of attention backends, their constraints and construction."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ HALF = frozenset({torch.float16, torch.bfloat16})
 
 @dataclass(frozen=True, slots=True)
 class AttentionRequest:
-    """The model and the device that attention is needed for.
+    """The model and the device for which attention is needed.
 
     Attributes:
-        dtype: of queries and KV.
+        dtype: dtype of queries and KV.
         block_size: tokens per KV block; None until it is chosen.
         windows: the sliding windows of the model's layers, in keys that a query sees; None
             among them for a layer that sees all.
         num_threads: CPU threads for a backend that starts its own.
-        peer: the attention of another kind of layer of the model, which may share what it has.
+        peer: the attention of another kind of layer of the model, whose resources may be shared.
     """
 
     shape: AttentionShape
@@ -41,7 +41,7 @@ class Unmet:
     """A constraint that a request breaks.
 
     Attributes:
-        field: of the request; "block_size" is the only one that is a setting of its own.
+        field: the request's field; only "block_size" is also a setting.
         found: the request's value.
         expected: the limit, with the field: "head size at most 256".
     """
@@ -56,10 +56,10 @@ class Constraints:
     """Limits of a backend; None is no limit.
 
     Attributes:
-        device_types: of ``torch.device.type``.
+        device_types: accepted values of ``torch.device.type``.
         min_capability, max_capability: CUDA compute capability as (major, minor), both
-            included; other devices have none to check.
-        dtypes: of queries and KV.
+            inclusive; not checked on other devices.
+        dtypes: dtypes of queries and KV.
         max_head_dim: elements of a head.
         head_dim_multiple: divisor of a head's elements.
         block_multiple: divisor of the tokens of a KV block.
@@ -85,7 +85,7 @@ class Constraints:
         """The constraints that ``request`` breaks.
 
         Args:
-            capability: of the request's device, for a CUDA device.
+            capability: compute capability of the request's device, if it is a CUDA device.
         """
         yield from self._unmet_by_device(request.device, capability)
         shape = request.shape
@@ -127,11 +127,11 @@ class Constraints:
 
 @runtime_checkable
 class AttentionBackend(Protocol):
-    """A backend that ``attention_backend`` names, one of ours or of another distribution.
+    """A backend that ``attention_backend`` names: built in, or from another distribution.
 
-    Ours are the Attention classes themselves, whose ``make`` is a class method. A distribution
-    registers such a class, another class without arguments, or an object, under the entry
-    point group ``asyncllm.attention_backends``; the entry point's name is the backend's.
+    Built-in backends are the Attention classes themselves, whose ``make`` is a class method. A
+    distribution registers such a class, another class without arguments, or an object, under the
+    entry point group ``asyncllm.attention_backends``; the entry point's name is the backend's.
 
     Attributes:
         constraints: checked before ``make``, which gets no request that breaks one.
@@ -145,7 +145,9 @@ class AttentionBackend(Protocol):
         ...
 
     def make(self, request: AttentionRequest) -> Attention:
-        """The attention of one kind of layer, once per engine; ``request.block_size`` is set.
+        """Makes the attention of one kind of layer, once per engine.
+
+        ``request.block_size`` is set.
 
         Raises:
             EngineError: a library that the backend needs is not installed, or does not work here.
@@ -158,5 +160,5 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def dotted(capability: tuple[int, int]) -> str:
-    """A compute capability as it is written."""
+    """A compute capability in the usual notation, such as "8.0"."""
     return f"{capability[0]}.{capability[1]}"

@@ -25,8 +25,7 @@ class AttentionShape:
     Attributes:
         scale: factor on ``q @ k`` (``head_dim ** -0.5``).
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
-        sinks: a logit per query head takes part in the softmax, and has no value: it is given
-            with each call.
+        sinks: the softmax has an extra logit per query head, without a value; each call gets it.
     """
 
     num_heads: int
@@ -44,12 +43,12 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """The part of a KV block that belongs to one layer, as its attention lays it out.
+    """Layout of one layer's part of a KV block, which the layer's attention chooses.
 
     Attributes:
-        shape: the cache of a layer has it with the blocks in second place: ``[shape[0],
-            num_blocks, *shape[1:]]``.
-        order: its dimensions as they lie in memory, the outermost first; () for their own.
+        shape: shape of the part; a layer's cache is ``[shape[0], num_blocks, *shape[1:]]``.
+        order: the cache's dimensions in their order in memory, outermost first; () for the order
+            of the shape.
     """
 
     shape: tuple[int, ...]
@@ -60,7 +59,7 @@ class BlockLayout:
         return math.prod(self.shape)
 
     def view(self, memory: Tensor, num_blocks: int) -> Tensor:
-        """``memory [layers, num_blocks * num_elements]`` as the caches of layers."""
+        """Views ``memory [layers, num_blocks * num_elements]`` as the caches of layers."""
         shape = (self.shape[0], num_blocks, *self.shape[1:])
         order = self.order or tuple(range(len(shape)))
         stored = memory.view(len(memory), *(shape[dim] for dim in order))
@@ -75,11 +74,13 @@ class Linear(Protocol):
 
 @runtime_checkable
 class ArgmaxLinear(Linear, Protocol):
-    """An output head that finds its largest output without writing the others."""
+    """An output head that finds the index of its largest output without writing the outputs."""
 
     def argmax(self, x: Tensor) -> Tensor:
-        """``x [T, in] -> [T]`` int64: the first of the largest outputs of a call; -1 where one is
-        NaN or infinity, NO_TOKEN_LEFT where all are minus infinity."""
+        """``x [T, in] -> [T]`` int64: index of each row's largest output, the first of equal ones.
+
+        -1 for a row with NaN or infinity, NO_TOKEN_LEFT if all outputs are minus infinity.
+        """
         ...
 
 
@@ -87,7 +88,7 @@ class Embedding(Protocol):
     """Token ids ``[T] -> [T, H]``; owns its table, or shares it with the head.
 
     Attributes:
-        dtype, device: the model's.
+        dtype, device: dtype and device of the model.
         shape: ``(vocab_size, H)``.
     """
 
@@ -101,19 +102,23 @@ class Embedding(Protocol):
 
 
 class RMSNorm(Protocol):
-    """Root mean square norm over the last dimension (Zhang and Sennrich, 2019), or what stands in
-    place of one."""
+    """Root mean square norm over the last dimension (Zhang and Sennrich, 2019), or its substitute.
+
+    A substitute is for blocks without a norm, see ``TorchOps.residual_add``.
+    """
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of ``x + residual``, or of a multiple of x and the residual, times a number, and
-        that sum. ``residual`` may be overwritten."""
+        """Returns the norm of ``(multiplier * x + residual) * scale``, and that sum.
+
+        ``residual`` may be overwritten.
+        """
         ...
 
 
 class Rope(Protocol):
-    """Norm where the model has one, and RoPE, of queries alone."""
+    """RoPE of queries alone, after their norm where the model has one."""
 
     def __call__(self, q: Tensor, rotary: Any) -> Tensor:
         """``[T, Hq * D] -> [T, Hq, D]``; q may be overwritten. ``rotary`` as in RopeAndCache."""
@@ -130,7 +135,7 @@ class RopeAndCache(Protocol):
 
         Args:
             qkv: ``[T, (Hq + 2 * Hk) * D]``; may be overwritten.
-            rotary: from the op set, for the step's positions.
+            rotary: result of ``TorchOps.rotary`` for the step's positions.
             cache: ``[2, num_blocks, block_size, Hk, D]``, strided.
             slot_mapping: ``[T]`` int64, ``block * block_size + offset``.
         """
@@ -141,29 +146,28 @@ class RopeAndCache(Protocol):
 class Attention(Protocol):
     """Paged attention of one step's rows over the KV cache.
 
-    A method ``block_layout(block_size) -> BlockLayout`` is optional: the layout of its KV
-    blocks where it is not ``[2, num_blocks, block_size, Hk, D]`` in that order. Plain torch
-    ops write K and V in that order only; the Triton ops take any.
+    An optional method ``block_layout(block_size) -> BlockLayout`` chooses a layout of KV blocks
+    other than ``[2, num_blocks, block_size, Hk, D]`` in that order. Plain torch ops write K and V
+    in that order only; the Triton ops take any.
 
-    An attribute ``is_recordable`` is optional as well: its calls write themselves into a Recorder,
-    and its plan only refers to the step's arrays, which are read when the program runs.
+    An optional attribute ``is_recordable`` says that a Recorder can record its calls, and that its
+    plan only refers to the step's arrays, which are read when the program runs.
 
     Attributes:
-        needs_zeroed_blocks: it reads past the end of a sequence in its last block and masks
-            that part, so blocks have to be cleared for a new owner.
+        needs_zeroed_blocks: it reads beyond the end of a sequence in its last block and masks
+            that part, so that blocks have to be cleared for a new owner.
     """
 
     name: str
     needs_zeroed_blocks: bool
 
     def plan(self, step: StepInputs, window: int | None, group: int) -> Any:
-        """The plan that all layers with this window in a KV group share in a step; made once per
-        step.
+        """Makes the plan that all layers with this window in a KV group share in a step.
 
-        While a CUDA graph is captured ``step.host`` is None, and the plan is made once per graph:
-        no tensor may be read on the host, what is computed on the device is part of the graph, and
-        a choice that depends on lengths has to be made for ``step.max_len``. All rows of such a
-        step are decodes.
+        It is made once per step, or once per graph while a CUDA graph is captured. In the latter
+        case ``step.host`` is None, all rows are decodes, and no tensor may be read on the host;
+        work on the device becomes part of the graph, and a choice that depends on lengths has to
+        be made for ``step.max_len``.
 
         Args:
             window: keys that a query sees, itself included; None is all.
@@ -172,27 +176,31 @@ class Attention(Protocol):
         ...
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: Any) -> Tensor:
-        """Returns ``[T, Hq * D]``. The step's own k and v are in ``cache`` already. A shape with
-        sinks brings a last argument, ``[Hq]``: those of the layer."""
+        """Returns ``[T, Hq * D]``. The step's own k and v are in ``cache`` already.
+
+        A shape with sinks adds a last argument, the layer's sinks ``[Hq]``.
+        """
         ...
 
 
 @runtime_checkable
 class BalancedAttention(Protocol):
-    """Attention that has a second form for captured decode rows of very different lengths, planned
-    where ``StepInputs.balanced`` is set."""
+    """Attention with a second, balanced form for captured decode rows of very different lengths.
+
+    ``plan`` chooses that form where ``StepInputs.balanced`` is set.
+    """
 
     def balances(self, max_len: int, window: int | None) -> bool:
-        """Whether there may be such rows, of sequences of at most ``max_len`` tokens."""
+        """Whether sequences of at most ``max_len`` tokens may need the balanced form."""
         ...
 
     def is_skewed(self, batch: int, lengths: np.ndarray, max_len: int, window: int | None) -> bool:
-        """Whether decode rows take it; asked by the host before every decode step.
+        """Whether decode rows take the balanced form; asked before every decode step.
 
         Args:
             batch: rows of the launch, padding included.
             lengths: ``[B]``, tokens of each sequence.
-            max_len: longest sequence that the captured plan is made for.
+            max_len: longest sequence for which the captured plan is made.
         """
         ...
 

@@ -1,5 +1,4 @@
-"""lay_out: buffers of a recorded step in one piece of memory, which those share that are not needed
-at the same time."""
+"""lay_out: places buffers in one allocation, whose memory buffers share over time."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from typing import NamedTuple
 
 
 class Lifetime(NamedTuple):
-    """A buffer's size, and the ops between which it is in use, both included."""
+    """A buffer's size, and the first and last op that use it, both inclusive."""
 
     num_bytes: int
     first: int
@@ -16,8 +15,11 @@ class Lifetime(NamedTuple):
 
 
 def lay_out(buffers: Sequence[Lifetime], alignment: int) -> tuple[list[int], int]:
-    """The first byte of each buffer, and the bytes of all. In the order in which they come into
-    use, each takes the lowest place that is free while it is."""
+    """Returns the first byte of each buffer, and the bytes of the allocation.
+
+    In the order of their first use, each buffer takes the lowest place that is free while it is in
+    use.
+    """
     starts, total = [0] * len(buffers), 0
     taken: list[tuple[int, int, int]] = []  # first and end byte, last op
     for index in sorted(range(len(buffers)), key=lambda each: buffers[each].first):

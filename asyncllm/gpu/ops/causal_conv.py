@@ -12,15 +12,18 @@ from asyncllm.gpu.batch.state_rows import StateRows, state_of
 
 
 class CausalConv(Protocol):
-    """``x [T, C] -> [T, C]``: each channel's last W inputs by its W weights, and SiLU of the sum.
-    A row's result depends on its own inputs, and on those that its state has."""
+    """``x [T, C] -> [T, C]``: SiLU of the sum of each channel's last W inputs times its weights.
+
+    A row's result depends on its own inputs and its state alone.
+    """
 
     def __call__(self, x: Tensor, state: Tensor, rows: Any) -> Tensor:
-        """
+        """Convolves a step's rows, and updates their states.
+
         Args:
             state: ``[num_slots, W - 1, C]``, the last inputs of each sequence, the oldest first;
                 written. A row at position 0 starts from zeros.
-            rows: from the op set's ``state_rows``, shared by all layers of a step.
+            rows: result of ``TorchOps.state_rows``, shared by all layers of a step.
         """
         ...
 
@@ -29,7 +32,7 @@ class TorchCausalConv:
     """The convolution in plain torch: summed in float32, the oldest input first.
 
     Args:
-        weight: ``[C, W]``, that of the oldest input first.
+        weight: ``[C, W]``, the oldest input's weight first.
     """
 
     def __init__(self, weight: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""CpuOps: the op set in plain torch, with what a CPU does better another way."""
+"""CpuOps: the op set in plain torch, with ops that are faster on a CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asyncllm.gpu.ops.torch_ops import TorchOps
 
 
 class CpuOps(TorchOps):
-    """Reads tensors on the host, so that no graph can hold its ops."""
+    """Plain torch with sampling and experts for a CPU; these read tensors on the host."""
 
     name = "cpu"
     sample = staticmethod(sample)

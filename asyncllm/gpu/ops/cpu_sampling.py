@@ -1,9 +1,9 @@
 """sample: the exponential race on a CPU, without a sort of the vocabulary.
 
-The function is ``gumbel.gumbel_sample``. A few rows at a time pass through the cache. The tokens
-that survive truncation are searched among the spans, of 32 tokens each, with the largest maxima:
-everything above the largest maximum that was left out is in order, and if the cut is not there,
-more spans are taken.
+It computes ``gumbel.gumbel_sample``, a few rows at a time, so that these stay in the cache. The
+tokens that survive truncation are searched among the spans, of 32 tokens each, with the largest
+maxima: their logits above the largest maximum of the other spans are the largest of all. If the cut
+is not among these, more spans are taken.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ BLOCK = 2**20
 """Logits at a time, in whole rows."""
 
 SPAN = 32
-"""Tokens, a stride apart, whose maximum is looked at first: a maximum over a stride takes a
-fraction of the time of one over neighbours."""
+"""Tokens of a span. They lie a stride apart, because a maximum over a stride takes a fraction of
+the time of one over neighbours."""
 
 SPANS = (64, 512)
-"""Spans to search before all of them."""
+"""Numbers of spans to search, one after the other, before all of them."""
 
 
 def sample(
@@ -45,7 +45,7 @@ def sample(
     last_sampled_tokens: Tensor,
     out: Tensor,
 ) -> None:
-    """See ``TorchOps.sample``. A row's token depends on that row alone."""
+    """Samples one token per row, see ``TorchOps.sample``; depends on that row alone."""
     out.fill_(-1)
     width = -(-logits.shape[1] // CHUNK) * CHUNK
     for rows in torch.nonzero(req_indices >= 0).flatten().split(max(1, BLOCK // width)):
@@ -89,7 +89,7 @@ def _sample_rows(
 
 
 def _chunk_mass(scaled: Tensor, largest: Tensor) -> Tensor:
-    """``[R, chunks]``, that of the largest token being 1."""
+    """Probability mass of each chunk, ``[R, chunks]``; the largest token has mass 1."""
     return (scaled - largest.unsqueeze(1)).exp_().view(len(scaled), -1, CHUNK).sum(-1)
 
 
@@ -107,8 +107,7 @@ def _race_truncated(
     vocab_size: int,
     width: int,
 ) -> Tensor:
-    """Rows whose cut lies among the first tokens of ``width`` spans; the others again, with
-    more."""
+    """Samples truncated rows from ``width`` spans; again from more, where these do not suffice."""
     top_k, top_p, min_p = limits
     values, ids, bound = _candidates(scaled, maxima, width)
     largest = values[:, 0]
@@ -118,7 +117,7 @@ def _race_truncated(
     complete |= largest + min_p.log() > bound
     total = torch.full_like(largest, torch.inf, dtype=torch.float64)
     if len(rows := torch.nonzero(~limited & (min_p == 0.0)).flatten()):
-        # Only a nucleus of all tokens needs the mass of those that are not candidates.
+        # Only top_p over all tokens needs the mass of tokens that are no candidates.
         total[rows] = _chunk_mass(scaled[rows], largest[rows]).sum(-1, dtype=torch.float64)
     values = values.masked_fill(~known, -torch.inf)
     mass = (values.double() - largest.unsqueeze(1)).exp().sum(-1)
@@ -143,7 +142,7 @@ def _candidates(scaled: Tensor, maxima: Tensor, width: int) -> tuple[Tensor, Ten
 
     Returns:
         Their logits ``[R, C]``, descending, equal ones in order of their ids; the ids; and ``[R]``
-        the largest logit that is not among them.
+        the largest logit of the other spans.
     """
     count = maxima.shape[1]
     ids = torch.arange(scaled.shape[1], device=scaled.device).expand(len(scaled), -1)

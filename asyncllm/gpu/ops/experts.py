@@ -1,4 +1,4 @@
-"""Experts: gated MLPs of which each token has a few, and their weighted sum."""
+"""Experts: the gated MLPs of a mixture-of-experts layer and their weighted sum."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from asyncllm.gpu.ops.linear_weights import LinearWeights
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertsWeights:
-    """The weights of a layer's experts, one below the other.
+    """The weights of a layer's experts, stacked along the rows.
 
     Attributes:
         gate_up: ``[num_experts * 2 * inner, H]``, an expert's gates before its ups.
         down: ``[num_experts * H, inner]``.
 
     Raises:
-        ModelLoadError: rows that are not equally many for each expert, or shapes that do not fit.
+        ModelLoadError: the rows are not divisible among the experts, or shapes do not fit.
     """
 
     num_experts: int
@@ -43,7 +43,7 @@ class ExpertsWeights:
 
     @property
     def width(self) -> int:
-        """H."""
+        """The hidden size H."""
         return self.gate_up.shape[1]
 
     @property
@@ -53,7 +53,7 @@ class ExpertsWeights:
 
 
 def split(weights: LinearWeights, count: int) -> list[LinearWeights]:
-    """Each expert's part of weights that lie one below the other, as views."""
+    """Splits stacked weights into one view per expert."""
     rows = weights.shape[0] // count
     block = weights.scale_block
 
@@ -78,7 +78,7 @@ def split(weights: LinearWeights, count: int) -> list[LinearWeights]:
 
 
 class Experts(Protocol):
-    """``[T, H] -> [T, H]``: the sum of each token's experts by their weights, in float32."""
+    """``[T, H] -> [T, H]``: the weighted sum of each token's experts, in float32."""
 
     def __call__(
         self,
@@ -88,11 +88,12 @@ class Experts(Protocol):
         shared: Tensor | None = None,
         gate: Tensor | None = None,
     ) -> Tensor:
-        """
+        """Computes the experts of each token and their sum.
+
         Args:
             ids: ``[T, top_k]`` int32, each token's experts, all different.
             weights: ``[T, top_k]`` float32.
-            shared: ``[T, H]``, what all tokens have beside them, added.
+            shared: ``[T, H]``, output of shared experts, added to the sum.
             gate: ``[T, 1]``, a logit; its sigmoid is a factor on ``shared``.
         """
         ...
@@ -108,7 +109,7 @@ def clamped_swiglu(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
 def activation(
     config: ActivationConfig, gated_mul: Callable[[Tensor], Tensor]
 ) -> Callable[[Tensor], Tensor]:
-    """``[T, 2 * I] -> [T, I]``: the op set's, unless it is clamped."""
+    """The activation ``[T, 2 * I] -> [T, I]``: ``gated_mul``, unless the model clamps it."""
     limit = config.limit
     if limit is None:
         return gated_mul
@@ -123,7 +124,7 @@ def add_shared(out: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tenso
 
 
 class GroupedExperts:
-    """Experts by a grouped matrix product, in fixed shapes: reads nothing on the host."""
+    """Experts by a grouped matrix product, in fixed shapes, without a read on the host."""
 
     def __init__(
         self,
@@ -168,9 +169,12 @@ class GroupedExperts:
 
 
 class LoopedExperts:
-    """Experts one after the other, those that are hit, on linear layers of the op set: on a CPU
-    faster than a grouped product at any number of tokens. A token's experts are summed in
-    ascending order, so that its result does not depend on the others in the step."""
+    """Experts one after the other, on linear layers of the op set.
+
+    Only experts that some token has are computed. On a CPU this is faster than a grouped product
+    at any number of tokens. A token's experts are summed in ascending order, so that its result
+    does not depend on other tokens of the step.
+    """
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""FlashAttention: the common part of the backends on Dao's FlashAttention libraries.
+"""FlashAttention: base of the backends on Dao's FlashAttention libraries.
 
-The step's keys and values are in the paged cache already, so both libraries only read: decode
-rows through ``flash_attn_with_kvcache`` with one query each, the other rows as sequences of
-different lengths that see causally what the cache has of them.
+The step's keys and values are in the paged cache already, so both libraries only read it: for
+decode rows through ``flash_attn_with_kvcache`` with one query each, for other rows as causal
+sequences of different lengths.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PrefillRows:
         seq_lens: ``[P]`` int32, tokens of each sequence up to its last query.
         block_table: ``[P, W]`` int32.
         query_starts: ``[P + 1]`` int32, the first query of each row, from 0 on.
-        key_starts: ``[P + 1]`` int32, ``seq_lens`` added up, from 0 on.
+        key_starts: ``[P + 1]`` int32, cumulative sums of ``seq_lens``, from 0 on.
         max_queries, max_keys: of the longest row.
     """
 
@@ -48,14 +48,14 @@ class PrefillRows:
 
 @dataclass(slots=True)
 class FlashPlan:
-    """A step as the libraries take it; decode rows come first.
+    """A step's rows in the form that the libraries take; decode rows come first.
 
     Attributes:
         num_decodes: leading rows of one token each, padded ones included.
         seq_lens: ``[num_decodes]`` int32, 0 for a padded row.
         block_table: ``[num_decodes, W]`` int32.
         prefill: the other rows, or None.
-        window: keys before and after a query that it sees; -1 is all of them.
+        window: how many keys before and after it a query sees; -1 is all.
     """
 
     num_decodes: int
@@ -66,10 +66,10 @@ class FlashPlan:
 
 
 class FlashAttention(ABC):
-    """Plans a step, and puts decode rows and the others through the library in turn.
+    """Plans a step, and calls the library for decode rows and for the others in turn.
 
-    The libraries choose how many programs share a row (``num_splits=0``) from the number of
-    rows and the width of the block table, so a captured decode step has that fixed.
+    With ``num_splits=0`` the libraries choose how many programs share a row, from the number of
+    rows and the width of the block table. Both are fixed in a captured decode step.
     """
 
     name: str
@@ -87,11 +87,12 @@ class FlashAttention(ABC):
 
     @classmethod
     def make(cls, request: AttentionRequest) -> Self:
-        """Its first calls, on small steps, are held against plain torch: builds of the libraries
-        are many, and some of their versions are wrong for paged rows.
+        """Makes the attention, and compares it with plain torch on small steps.
+
+        The libraries have many builds, and some of their versions are wrong for paged rows.
 
         Raises:
-            EngineError: the library is not there, too old, or computes something else.
+            EngineError: the library is missing, too old, or gives wrong results.
         """
         attention = cls(request.shape)
         check_attention(attention, request)
@@ -102,8 +103,11 @@ class FlashAttention(ABC):
         self.softcap = shape.softcap or 0.0
 
     def plan(self, step: StepInputs, window: int | None, group: int) -> FlashPlan:
-        """The rows' block tables are gathered on the device, cut to the step's longest row, because
-        the libraries take their width for the longest sequence."""
+        """Plans a step, with block tables gathered on the device.
+
+        They are cut to the step's longest row, because the libraries take the width of the tables
+        as the longest sequence.
+        """
         decodes, blocks = step.num_decodes, step.tables(group)
         prefill = None
         if decodes < step.num_rows:
@@ -132,7 +136,10 @@ class FlashAttention(ABC):
         return out.view(q.shape[0], -1)
 
     def decode(self, q: Tensor, cache: Tensor, plan: FlashPlan) -> Tensor:
-        """``[num_decodes, Hq, D]`` to the same; finite for a padded row."""
+        """Attention of decode rows, ``[num_decodes, Hq, D]`` to the same shape.
+
+        The result of a padded row is finite.
+        """
         out = self._with_cache(
             q.unsqueeze(1),
             cache[0],
@@ -148,7 +155,7 @@ class FlashAttention(ABC):
     def prefill(
         self, q: Tensor, cache: Tensor, rows: PrefillRows, window: tuple[int, int]
     ) -> Tensor:
-        """``[tokens of the rows, Hq, D]`` to the same."""
+        """Attention of prefill rows, ``[tokens of the rows, Hq, D]`` to the same shape."""
 
     def options(self, window: tuple[int, int]) -> dict[str, Any]:
         """Arguments of every call of either library."""
@@ -161,5 +168,5 @@ class FlashAttention(ABC):
 
 
 def _span(window: int | None) -> tuple[int, int]:
-    """``window_size`` of the libraries: keys before a query and after it, its own not counted."""
+    """``window_size`` of the libraries: keys before and after a query, its own excluded."""
     return (-1, -1) if window is None else (window - 1, 0)

@@ -21,11 +21,11 @@ MIN_VERSION = (2, 7)
 class FlashAttention2(FlashAttention):
     """Attention by FlashAttention 2.
 
-    By its source it masks keys past a sequence, and replaces values past it by zeros as they
-    are loaded, so blocks need no clearing.
+    By its source it masks keys beyond a sequence, and replaces values beyond it by zeros as they
+    are loaded, so that blocks need no clearing.
 
     Raises:
-        EngineError: flash_attn is not there, or too old.
+        EngineError: flash_attn is missing or too old.
     """
 
     name = "flash_attn"
@@ -39,7 +39,7 @@ class FlashAttention2(FlashAttention):
         library = _import()
         self._with_cache = library.flash_attn_with_kvcache
         self._varlen: AttentionFunction = library.flash_attn_varlen_func
-        # Some versions let this function split keys by themselves, and lose paged rows then.
+        # By default some versions split the keys, and then compute paged rows wrongly.
         splits = "num_splits" in inspect.signature(self._varlen).parameters
         self._varlen_options = {"num_splits": 1} if splits else {}
 

@@ -17,7 +17,8 @@ ARGUMENTS = frozenset(
     "cache_seqlens page_table cu_seqlens_q max_seqlen_q softmax_scale causal window_size softcap "
     "num_splits".split()
 )
-"""Of ``flash_attn_with_kvcache``. The module has no version; its early betas lack some."""
+"""Required arguments of ``flash_attn_with_kvcache``. The module has no version number; its early
+betas lack some of them."""
 
 WHEELS = (
     "install flash-attn-3 from PyTorch's own index, not PyPI (docs/attention_backends.md), or "
@@ -28,12 +29,12 @@ WHEELS = (
 class FlashAttention3(FlashAttention):
     """Attention by FlashAttention 3, for Hopper.
 
-    By reports on its repository the library may load a last block whole: values past the
-    sequence have weight zero, but are multiplied, so they must not be NaN. In the same way it may
-    load the null block, which tables have before a window.
+    By reports on its repository the library may load a last block whole: values beyond the
+    sequence are multiplied by a weight of zero, and so must not be NaN. In the same way it may
+    load the null block, which stands in tables before a window.
 
     Raises:
-        EngineError: flash_attn_interface is not there, or too old.
+        EngineError: flash_attn_interface is missing or too old.
     """
 
     name = "flash_attn_3"

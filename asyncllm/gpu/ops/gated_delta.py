@@ -13,15 +13,15 @@ from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.gpu.batch.state_rows import StateRows, state_of
 
 CHUNK = 64
-"""Tokens that are computed by one set of matrix products."""
+"""Tokens that one set of matrix products computes."""
 
 NORM_EPS = 1e-6
-"""Of the lengths of queries and keys."""
+"""Epsilon of the normalisation of queries and keys."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaBiases:
-    """Parameters of the decay beside its logit, ``[num_value_heads]`` float32 each.
+    """Parameters of the decay, ``[num_value_heads]`` float32 each.
 
     Attributes:
         dt_bias: added to the logit.
@@ -33,10 +33,12 @@ class DeltaBiases:
 
 
 class GatedDelta(Protocol):
-    """The gated delta rule (Yang et al., 2025): ``S = exp(g) S + k (v - exp(g) S^T k)^T beta``, and
-    the output ``S^T q``, of each token and value head, with q and k of length 1, q divided by
-    ``sqrt(key_dim)``, ``beta = sigmoid(b)`` and ``g = -exp(log_rate) softplus(a + dt_bias)``.
-    Computed in float32."""
+    """The gated delta rule (Yang et al., 2025), in float32.
+
+    For each token and value head the state becomes ``S = exp(g) S + k (v - exp(g) S^T k)^T beta``
+    and the output is ``S^T q``, with q and k of length 1, q divided by ``sqrt(key_dim)``,
+    ``beta = sigmoid(b)`` and ``g = -exp(log_rate) softplus(a + dt_bias)``.
+    """
 
     def __call__(self, qkv: Tensor, gates: Tensor, state: Tensor, rows: Any) -> Tensor:
         """Returns ``[T, num_value_heads * value_dim]``.
@@ -46,7 +48,7 @@ class GatedDelta(Protocol):
             gates: ``[T, 2 * num_value_heads]``: b, then a.
             state: S, ``[num_slots, num_value_heads, key_dim, value_dim]`` float32; written. A row
                 at position 0 starts from zeros.
-            rows: from the op set's ``state_rows``, shared by all layers of a step.
+            rows: result of ``TorchOps.state_rows``, shared by all layers of a step.
         """
         ...
 
@@ -57,7 +59,7 @@ class _Inputs:
     Attributes:
         q, k: ``[T, num_value_heads, key_dim]``.
         v: ``[T, num_value_heads, value_dim]``.
-        beta, decay: ``[T, num_value_heads]``, the decay as its logarithm.
+        beta, decay: ``[T, num_value_heads]``; ``decay`` is the logarithm g.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class _Inputs:
         self.decay = -biases.log_rate.exp() * F.softplus(a + biases.dt_bias)
 
     def tokens(self, start: int, end: int) -> tuple[Tensor, ...]:
-        """q, k, v, beta and decay of some tokens."""
+        """q, k, v, beta and decay of tokens ``start`` to ``end - 1``."""
         parts = self.q, self.k, self.v, self.beta, self.decay
         return tuple(part[start:end] for part in parts)
 
@@ -86,9 +88,11 @@ def _normalised(x: Tensor) -> Tensor:
 
 
 class TorchGatedDelta:
-    """The rule in plain torch: token by token in decode rows, elsewhere in chunks. On a CPU each
-    row changes its state in place, which fits the cache: those of 16 rows together, gathered and
-    copied back, would pass through memory a dozen times."""
+    """The rule in plain torch: token by token in decode rows, elsewhere in chunks.
+
+    On a CPU each row changes its state in place, and that state fits the cache. A batch of states,
+    gathered and copied back, would pass through memory a dozen times at 16 rows.
+    """
 
     def __init__(self, shape: LinearAttentionConfig, biases: DeltaBiases) -> None:
         self.shape, self.biases = shape, biases
@@ -112,11 +116,13 @@ class TorchGatedDelta:
 def _one_token(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor
 ) -> Tensor:
-    """One token of each of D sequences, whose states ``[D, heads, key_dim, value_dim]`` are
-    changed; the rest is ``[D, heads, ...]``."""
+    """Computes one token of each of D sequences, and updates their states.
+
+    ``state`` is ``[D, heads, key_dim, value_dim]``, the others are ``[D, heads, ...]``.
+    """
     past = decay.exp().unsqueeze(-1)
-    # What k and q find in the state before the change, in one pass over it; behind the change q
-    # finds as much more of it as it has of k.
+    # S^T k and S^T q of the old state, in one pass over it. The change adds (q . k) times itself
+    # to the latter.
     found_k, found_q = (torch.stack((k, q), -2) @ state).unbind(-2)
     change = (v - found_k * past) * beta.unsqueeze(-1)
     state.mul_(past.unsqueeze(-1)).addcmul_(k.unsqueeze(-1), change.unsqueeze(-2))
@@ -124,15 +130,18 @@ def _one_token(
 
 
 def _chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
-    """n tokens of one sequence, whose state ``[1, heads, key_dim, value_dim]`` is changed; the rest
-    is ``[n, heads, ...]``. The change that each token makes to the state depends on those before
-    it in the chunk: a triangular system (the WY form of Yang et al., 2025, section 3.3)."""
+    """Computes n tokens of one sequence, and updates its state.
+
+    ``state`` is ``[1, heads, key_dim, value_dim]``, the others are ``[n, heads, ...]``. The change
+    that each token makes to the state depends on those before it in the chunk: a triangular system
+    (the WY form of Yang et al., 2025, section 3.3).
+    """
     held = state[0]
     q, k, v = (part.transpose(0, 1) for part in (q, k, v))
     beta, total = beta.T.unsqueeze(-1), decay.T.cumsum(1)
     between = total.unsqueeze(2) - total.unsqueeze(1)
     later = torch.ones_like(between[0], dtype=torch.bool).triu_(1)
-    # Before the exponential, which would overflow.
+    # Masked before the exponential, which would overflow there.
     between = between.masked_fill(later, -torch.inf).exp()
     past = total.exp().unsqueeze(-1)
     wanted = (v - (k * past) @ held) * beta

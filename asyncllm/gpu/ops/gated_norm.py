@@ -1,4 +1,4 @@
-"""GatedNorm: the norm of each head behind a gated delta rule, times its gate."""
+"""GatedNorm: the norm of each head after a gated delta rule, times its gate."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from asyncllm.gpu.ops.base import RMSNorm
 
 
 class GatedNorm(Protocol):
-    """Root mean square norm of each head, rounded to the dtype of x before its weight, times SiLU
-    of the gate, which is not rounded."""
+    """Root mean square norm of each head, times SiLU of the gate.
+
+    The norm is rounded to the dtype of x before its weight; SiLU of the gate is not rounded.
+    """
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
-        """``[T, heads * D] -> [T, heads * D]``, D being the size of the norm's weight.
+        """``[T, heads * D] -> [T, heads * D]``, where D is the size of the norm's weight.
 
         Args:
-            gate: of the shape of x.
+            gate: has the shape of x.
         """
         ...
 
@@ -27,8 +29,8 @@ class TorchGatedNorm:
     """The norm in plain torch.
 
     Args:
-        norm: of one head.
-        size: of a head.
+        norm: norm of one head.
+        size: elements of a head.
     """
 
     def __init__(self, norm: RMSNorm, size: int) -> None:

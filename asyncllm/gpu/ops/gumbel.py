@@ -1,11 +1,11 @@
-"""gumbel_sample: Gumbel-max sampling in plain torch, the function of every op set's sampler.
+"""gumbel_sample: Gumbel-max sampling in plain torch, the reference of every op set's sampler.
 
 Each token i of a row draws an exponential number ``E_i``, and the kept token with the least
 ``E_i / p_i`` wins: the exponential race, or Gumbel-max trick (Gumbel, 1954; Maddison et al.,
-2014). A row that nothing truncates is raced in two rounds, which has the same distribution and
-draws a hundredth of the numbers: chunks of 256 tokens by their mass, then the tokens of the chunk
-that won. ``E_i`` depends on (seed, position, token or chunk) alone: a row's token depends on no
-other row, and a change of the logits in the last bits changes it only where two were about to tie.
+2014). A row without truncation is raced in two rounds, which has the same distribution and draws a
+hundredth of the numbers: chunks of 256 tokens by their mass, then the tokens of the chunk that won.
+``E_i`` depends on (seed, position, token or chunk) alone: a row's token depends on no other row,
+and a change of the logits in the last bits changes it only where two tokens almost tie.
 The random bits are Philox4x32-10 (Salmon et al., 2011), keyed by output number ``position`` of
 SplitMix64 (Steele, Lea and Flood, 2014).
 """
@@ -17,13 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MIN_TEMPERATURE = 1e-5
-"""Below it a row is greedy: dividing by less would overflow. As in vLLM."""
+"""Temperature below which a row is greedy, as in vLLM: dividing by less would overflow."""
 
 CHUNK = 256
-"""Tokens in a row that take the same word of Philox's output."""
+"""Adjacent tokens that take the same word of Philox's output, and race as one in the first
+round."""
 
 NO_TOKEN_LEFT = -2
-"""In place of a token, where every logit is minus infinity."""
+"""Returned instead of a token where every logit is minus infinity."""
 
 _LOWEST = -3.4028234663852886e38
 _LOW32 = 0xFFFFFFFF
@@ -40,21 +41,21 @@ def gumbel_sample(
 ) -> Tensor:
     """Samples one token per row.
 
-    Tokens are ordered by logit, then by id. min_p keeps those within ``log(min_p)`` of the
-    largest, top_k the first k of them, and top_p those of the rest whose predecessors have
-    less than ``top_p`` of the mass that is left.
+    Tokens are ordered by logit, then by id. min_p keeps tokens within ``log(min_p)`` of the
+    largest, top_k the first k of these, and top_p those of the remaining tokens whose predecessors
+    have less than ``top_p`` of the remaining mass.
 
     Args:
         logits: ``[S, V]`` of any floating dtype.
         states: ``[S]`` int64, the bits of the seeds' 64-bit states.
-        positions: ``[S]``, where in its sequence the token will be.
+        positions: ``[S]``, position of the sampled token in its sequence.
         temperature: ``[S]`` float32; below MIN_TEMPERATURE the first token wins.
         top_k: ``[S]``, 0 or less for all.
         top_p, min_p: ``[S]`` float32; 1 and 0 for all.
 
     Returns:
-        ``[S]`` int64; -1 for a row that has NaN or infinity, NO_TOKEN_LEFT for one whose logits
-        are all minus infinity.
+        ``[S]`` int64; -1 for a row with NaN or infinity, NO_TOKEN_LEFT for a row whose logits are
+        all minus infinity.
     """
     vocab_size = logits.shape[1]
     greedy = temperature < MIN_TEMPERATURE
@@ -70,7 +71,7 @@ def gumbel_sample(
     tokens = ids.gather(1, winner).squeeze(1)
     raced = ~greedy & ~truncates(top_k, top_p, min_p, vocab_size)
     tokens = torch.where(raced, race_in_rounds(scaled, keys), tokens)
-    # A sum of masses is a number only if every logit is one; minus infinity excludes a token.
+    # The sum is NaN if a logit is NaN or infinity; a logit of minus infinity has mass 0.
     total = (scaled.double() - largest).exp().sum(-1)
     none_left = torch.where(largest.squeeze(1) == -torch.inf, NO_TOKEN_LEFT, -1)
     return torch.where(total >= 0.5, tokens, none_left)
@@ -83,7 +84,7 @@ def temperature_factors(temperature: Tensor) -> Tensor:
 
 
 def truncates(top_k: Tensor, top_p: Tensor, min_p: Tensor, vocab_size: int) -> Tensor:
-    """``[S]`` bool: rows from which some token may be left out."""
+    """``[S]`` bool: rows whose top_k, top_p or min_p may exclude a token."""
     return ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0) | (min_p > 0.0)
 
 
@@ -94,8 +95,8 @@ def kept_tokens(
 
     Args:
         values: ``[S, C]``, the largest logits divided by the temperature, descending.
-        total: ``[S]`` float64, mass of all tokens, that of the first being 1; infinite in rows
-            for which ``values`` holds all that min_p and top_k keep.
+        total: ``[S]`` float64, mass of all tokens, where the first has mass 1; infinite in rows
+            whose ``values`` hold all tokens that min_p and top_k keep.
     """
     largest, count = values[:, :1], values.shape[1]
     kept = values >= (largest + min_p.unsqueeze(1).log()).clamp(min=_LOWEST)
@@ -111,10 +112,10 @@ def kept_tokens(
 
 
 def race_in_rounds(scaled: Tensor, keys: Tensor) -> Tensor:
-    """``[S]`` int64: winners of rows that nothing truncates.
+    """``[S]`` int64: winning tokens of rows without truncation.
 
     Args:
-        scaled: ``[S, V]`` float32, divided by the temperature.
+        scaled: ``[S, V]`` float32, logits divided by the temperature.
     """
     count = -(-scaled.shape[1] // CHUNK)
     chunks = F.pad(scaled, (0, count * CHUNK - scaled.shape[1]), value=-torch.inf)
@@ -140,13 +141,13 @@ def gumbel_keys(states: Tensor, positions: Tensor) -> Tensor:
 
 
 def exponentials(keys: Tensor, vocab_size: int) -> Tensor:
-    """``[S, vocab_size]`` float32, exponentially distributed with mean 1, of all tokens."""
+    """Exponential noise of mean 1 of all tokens, ``[S, vocab_size]`` float32."""
     tokens = torch.arange(vocab_size, device=keys.device)
     return exponentials_of(keys, tokens.expand(len(keys), -1))
 
 
 def exponentials_of(keys: Tensor, tokens: Tensor) -> Tensor:
-    """``[S, T]`` float32, of ``tokens [S, T]``.
+    """Exponential noise of ``tokens [S, T]``, ``[S, T]`` float32.
 
     Token t takes word ``t // CHUNK % 4`` of counter ``t // (4 * CHUNK) * CHUNK + t % CHUNK``,
     so that four chunks in a row share their counters.
@@ -157,7 +158,10 @@ def exponentials_of(keys: Tensor, tokens: Tensor) -> Tensor:
 
 
 def chunk_exponentials(keys: Tensor, count: int) -> Tensor:
-    """``[S, count]`` float32, of chunks. Chunk c takes word 0 of counter (c, 1)."""
+    """Exponential noise of chunks, ``[S, count]`` float32.
+
+    Chunk c takes word 0 of counter (c, 1).
+    """
     chunks = torch.arange(count, device=keys.device).expand(len(keys), -1)
     return _exponential(_philox(chunks, keys.unsqueeze(1), 1)[0])
 

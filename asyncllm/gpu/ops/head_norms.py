@@ -1,4 +1,4 @@
-"""Norms of queries, keys and values by head, or over all heads: what their weights may be."""
+"""Checks of the weights of query, key and value norms, by head or over all heads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asyncllm.gpu.ops.base import AttentionShape
 
 
 def check_head_norm(shape: AttentionShape, norm: Tensor, dtype: torch.dtype | None = None) -> None:
-    """Raises ValueError for a weight that is not of one head, or not of ``dtype``."""
+    """Raises ValueError unless ``norm`` is the weight of one head, ``[D]``, of ``dtype``."""
     if norm.shape != (shape.head_dim,) or norm.dtype != (dtype or norm.dtype):
         expected = f"[{shape.head_dim}]" + (f" of {dtype}" if dtype else "")
         raise ValueError(
@@ -18,7 +18,7 @@ def check_head_norm(shape: AttentionShape, norm: Tensor, dtype: torch.dtype | No
 
 
 def norms_whole_projections(shape: AttentionShape, q_norm: Tensor, k_norm: Tensor) -> bool:
-    """Whether the norms' weights are of all heads together, and not of one.
+    """Whether the norms' weights span all heads together, and not one head.
 
     Raises:
         ValueError: weights of neither shape, or of two dtypes.

@@ -1,5 +1,7 @@
-"""LinearWeights: the one form of a linear layer's weight, which every checkpoint format is
-read into and every backend packs from."""
+"""LinearWeights: the weight of a linear layer, between checkpoint formats and op sets.
+
+Every checkpoint format is read into it, and every op set packs from it.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,18 @@ _STORAGE: dict[QuantScheme, tuple[list[torch.dtype], int]] = {
     "int4": ([torch.uint8], 2),
     "e2m1": ([torch.uint8], 2),
 }
-"""Dtypes of ``values``, and elements in one of them."""
+"""By scheme, accepted dtypes of ``values``, and weights per stored value."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightForm:
-    """The layout of a linear layer's weights without their values, by which an op set says
-    whether it computes with them as they are.
+    """The layout of a linear layer's weights, without their values.
+
+    By it an op set says whether it can compute with the weights unchanged.
 
     Attributes:
         shape: ``(out, in)``.
-        scheme, scale_block: of ``LinearWeights``.
+        scheme, scale_block: see ``LinearWeights``.
         has_zeros, has_order: whether there are ``zeros`` and a ``column_order``.
     """
 
@@ -50,14 +53,14 @@ class LinearWeights:
     per output channel, ``(1, 128)`` one per group of columns, ``(128, 128)`` one per tile.
 
     Attributes:
-        values: ``[out, in]``; of 4 bits ``[out, in / 2]`` uint8, even columns in the low half.
+        values: ``[out, in]``; for 4 bits ``[out, in / 2]`` uint8, even columns in the low half.
         bias: ``[out]``.
         scheme: element type of ``values``; "plain" is a floating point type of torch.
         scales: ``[ceil(out / rows), ceil(in / columns)]`` by ``scale_block``.
         zeros: as ``scales``; None is 0.
         column_order: ``[in]``, the input that each column multiplies; None is its own index.
-        shared: others read ``values`` as well (a tied embedding), so that a packed copy would
-            come on top of it.
+        shared: a tied embedding reads ``values`` as well, so that a packed copy would not replace
+            them.
 
     Raises:
         ModelLoadError: dtypes or shapes that contradict the scheme.
@@ -107,7 +110,7 @@ class LinearWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Of values, scales and zeros."""
+        """Bytes of values, scales and zeros."""
         parts = (self.values, self.scales, self.zeros)
         return sum(part.nbytes for part in parts if part is not None)
 

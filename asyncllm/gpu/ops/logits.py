@@ -1,6 +1,6 @@
-"""process_logits and top_logprobs: what sampling does to logits beside the draw, in plain torch.
+"""process_logits, top_logprobs: sampling's work on logits beside the draw, in plain torch.
 
-Nothing is read on the host, so that a CUDA graph may hold them.
+They read nothing on the host, so that a CUDA graph may contain them.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from asyncllm.gpu.batch.sampling_inputs import SamplingRows, Stages, TopLogprobs
 from asyncllm.sampling_params import MAX_BIAS, MAX_STOP_IDS
 
 CHUNK_ELEMENTS = 1 << 22
-"""Logits that the stages take at a time: what they allocate beside the result does not grow with
-the batch."""
+"""Logits that the stages process at a time, so that their temporary memory does not grow with the
+batch."""
 
 _CHUNK_BYTES = 20
-"""At most, of a logit of a chunk: its counts, and both of its penalised values."""
+"""Most temporary bytes per logit of a chunk: its counts, and both of its penalised values."""
 
 _RULE_BYTES = 64
-"""At most, of an entry of a row's ``logit_bias``."""
+"""Most temporary bytes per entry of a row's ``logit_bias``."""
 
 
 def process_logits(logits: Tensor, rows: SamplingRows, stages: Stages) -> Tensor:
-    """Logits behind the stages that come before temperature, in vLLM's order: grammars' masks,
-    ``logit_bias``, ``allowed_token_ids`` and ``bad_words``, ``min_tokens``, then repetition,
-    frequency and presence penalties. In place, but for the result, and in chunks of rows.
+    """Applies the stages that come before temperature, and returns the processed logits.
 
-    With PENALTIES the token before the one that is sampled is counted first, so that the counts
-    of a request are right on every path that samples it.
+    The order is vLLM's: grammar masks, ``logit_bias``, ``allowed_token_ids`` and ``bad_words``,
+    ``min_tokens``, then repetition, frequency and presence penalties. Rows are processed in chunks.
+
+    With PENALTIES the token before the sampled one is counted first, so that a request's counts are
+    right on every path that samples it.
 
     Args:
         logits: ``[S, vocab_size]``, not changed.
@@ -48,7 +49,7 @@ def process_logits(logits: Tensor, rows: SamplingRows, stages: Stages) -> Tensor
 
 
 def processing_bytes(num_rows: int, vocab_size: int) -> int:
-    """Bytes that ``process_logits`` allocates at most for so many rows, its result included."""
+    """Most bytes that ``process_logits`` allocates for ``num_rows``, its result included."""
     chunk = min(num_rows, _chunk_rows(vocab_size))
     result = 4 * num_rows * vocab_size
     return result + chunk * (_CHUNK_BYTES * vocab_size + _RULE_BYTES * MAX_BIAS)
@@ -64,7 +65,7 @@ def _chunks(num_rows: int, vocab_size: int) -> Iterator[slice]:
 
 
 def _process(logits: Tensor, rows: SamplingRows, stages: Stages) -> None:
-    """A chunk, in place."""
+    """Applies the stages to a chunk of rows, in place."""
     lines = rows.lines()
     if stages & Stages.MASKS:
         assert rows.mask_slots is not None
@@ -89,7 +90,7 @@ def _apply_rules(logits: Tensor, lines: Tensor, rows: SamplingRows) -> None:
     active = entry[:MAX_STOP_IDS] < rules["num_stop_ids"][lines].unsqueeze(1)
     active &= early.unsqueeze(1)
     ids = torch.where(active, tables.stop_ids[lines], 0).long()
-    # The least of the logit and infinity is the logit: entries that are not active do nothing.
+    # The minimum with infinity leaves a logit as it is: inactive entries have no effect.
     floor = torch.where(active, -torch.inf, torch.inf).to(logits.dtype)
     logits.scatter_reduce_(1, ids, floor, "amin")
 
@@ -118,12 +119,13 @@ def _penalise(logits: Tensor, lines: Tensor, rows: SamplingRows) -> None:
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, out: TopLogprobs) -> None:
-    """Writes the log-probabilities of the model's own distribution, and the sampled tokens'
-    ranks: one more than the number of tokens that are more likely.
+    """Writes log-probabilities of the model's own distribution, and the sampled tokens' ranks.
+
+    A rank is one more than the number of more likely tokens.
 
     Args:
-        logits: ``[S, vocab_size]``, as the model gave them.
-        tokens: ``[S]`` int64; what is written for a negative one is undefined.
+        logits: ``[S, vocab_size]``, the model's unprocessed output.
+        tokens: ``[S]`` int64; the output for a negative one is undefined.
     """
     for part in _chunks(*logits.shape):
         wide, chosen = logits[part].float(), tokens[part]

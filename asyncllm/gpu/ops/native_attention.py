@@ -1,4 +1,4 @@
-"""Paged attention in compiled code, straight from the KV cache by block table."""
+"""NativeAttention: paged attention in compiled code, which reads the KV cache in place."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ REMEDY = "`python -m asyncllm.native.build` compiles them, with a C++ compiler"
 
 @dataclass(slots=True)
 class StepRows:
-    """Rows of a step as the library reads them.
+    """The plan of a step, in the form that the library reads.
 
     Attributes:
-        args: what all layers share.
-        held: arrays that ``args`` has addresses of.
+        args: arguments that all layers share.
+        held: arrays whose addresses are in ``args``.
     """
 
     args: AttentionArgs
@@ -37,7 +37,7 @@ class StepRows:
 
 
 def native_context(num_threads: int) -> Context:
-    """The threads of an engine's native ops.
+    """Makes the context of an engine's native ops, with its threads.
 
     Raises:
         EngineError: the library is missing or does not work here.
@@ -51,8 +51,8 @@ def native_context(num_threads: int) -> Context:
 class NativeAttention:
     """Attention of decode rows and chunks of prompts alike.
 
-    A query's result depends on its sequence alone, to the last bit: neither on the rows that
-    are computed with it nor on how its prompt was cut into chunks.
+    A query's result depends on its sequence alone, to the last bit: neither on other rows of the
+    step nor on how its prompt was cut into chunks.
 
     Args:
         sinks: ``[Hq]`` float32, a logit per head that takes part in the softmax.
@@ -71,7 +71,7 @@ class NativeAttention:
 
     @classmethod
     def make(cls, request: AttentionRequest) -> Self:
-        """Raises EngineError where the library is missing or does not work here."""
+        """Makes the attention; EngineError if the library is missing or does not work here."""
         peer = request.peer
         if isinstance(peer, NativeAttention):
             return cls(peer.context, request.shape, request.dtype)
@@ -87,8 +87,7 @@ class NativeAttention:
             raise ValueError(f"sinks {tuple(self.sinks.shape)}: expected ({shape.num_heads},)")
 
     def plan(self, step: StepInputs, window: int | None, group: int) -> StepRows:
-        """The plan of a step, or of a trace of one: the arrays stay where they are, and are read
-        when the op runs."""
+        """Plans a step or a recording of one; its arrays are read in place when the op runs."""
         rows, table = step.host, step.groups[group].host_table
         if rows is None:
             raise NotImplementedError("native attention reads lengths on the host: no CUDA graphs")

@@ -1,4 +1,4 @@
-"""Embeddings: of a plain table, and of the packed weights of the head that one is tied to."""
+"""NativeTable, NativeEmbedding: embeddings from a plain table, or from a tied head's weights."""
 
 from __future__ import annotations
 
@@ -43,11 +43,12 @@ class NativeTable:
 
 
 class NativeEmbedding:
-    """The embedding that a head is tied to: gathered from the head's packed weights, so that
-    they are held once.
+    """An embedding tied to the head: it gathers rows from the head's packed weights.
+
+    So the weights are held once.
 
     Attributes:
-        dtype, device, shape: as a plain table's ``[vocab_size, H]``.
+        dtype, device, shape: those that a plain table ``[vocab_size, H]`` would have.
     """
 
     def __init__(self, head: NativeLinear, dtype: torch.dtype, multiplier: float = 1.0) -> None:

@@ -1,4 +1,4 @@
-"""Routing and experts in compiled code; each records itself as ops of a step."""
+"""NativeRouting, NativeExperts: routing and experts in compiled code."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from asyncllm.native.interface import ARGS, ExpertsArgs, RoutingArgs
 
 
 class PackedLayer(Protocol):
-    """A linear layer on packed weights ``[n, k]``; its inputs are of ``dtype`` unless that is
-    None."""
+    """A linear layer on packed weights ``[n, k]``; ``dtype`` None takes inputs of any dtype."""
 
     weights: PackedWeights
     n: int
@@ -35,7 +34,7 @@ Pack = Callable[[LinearWeights], PackedLayer]
 
 
 class NativeRouting:
-    """A router's logits, from packed weights, and the choice among them."""
+    """A router's logits, from packed weights, and the choice of experts by them."""
 
     def __init__(
         self, context: Context, config: RoutingConfig, weights: RouterWeights, pack: Pack
@@ -95,7 +94,7 @@ class NativeRouting:
 
 
 def _per_expert(name: str, values: Tensor | None, config: RoutingConfig) -> Tensor | None:
-    """``[num_experts]`` float32 at an address that stays; None where there is none."""
+    """Checks ``values [num_experts]`` and makes them contiguous float32; None stays None."""
     if values is None:
         return None
     if values.shape != (config.num_experts,):
@@ -106,8 +105,9 @@ def _per_expert(name: str, values: Tensor | None, config: RoutingConfig) -> Tens
 
 
 class NativeExperts:
-    """Experts on packed weights, which replace the plain ones. A token's result is the same bits
-    in any company.
+    """Experts on packed weights, which replace the plain ones.
+
+    A token's result does not depend on other tokens, to the last bit.
 
     Raises:
         ModelLoadError: quantised weights of a form that has no native type.
@@ -154,7 +154,7 @@ class NativeExperts:
         top_k = self._check(x, ids, weights, shared, gate)
         args.x_stride, args.top_k, args.dtype = x.stride(0), top_k, DTYPES[x.dtype]
         tensors = {"x": x, "ids": ids, "weights": weights}
-        # Of an argument that is left out the last call's would be read.
+        # Without this an argument that is left out would keep the last call's pointer.
         args.shared, args.gate = None, None
         if shared is not None:
             shared = rows_of(shared, x.dtype)
@@ -176,7 +176,7 @@ class NativeExperts:
     def _check(
         self, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None
     ) -> int:
-        """Experts of a token. Raises ValueError for what would be read out of bounds."""
+        """Returns top_k; raises ValueError for tensors that would be read out of bounds."""
         rows, top_k = ids.shape
         if self.dtypes - {x.dtype} or x.shape != (rows, self.args.width):
             raise ValueError(f"native experts: x is {tuple(x.shape)} of {x.dtype} for {rows} rows")

@@ -13,10 +13,10 @@ from asyncllm.native.interface import ARGS
 
 
 class NativeLinear:
-    """A linear layer on weights that are packed, and replace the plain ones.
+    """A linear layer on packed weights, which replace the plain ones.
 
     Args:
-        weights: of a form that NativeOps takes; unless it is plain, inputs are of any dtype.
+        weights: of a form that NativeOps takes. Quantised weights take inputs of any dtype.
 
     Raises:
         ModelLoadError: zeros that are not integers.
@@ -49,9 +49,11 @@ class NativeLinear:
         return y
 
     def argmax(self, x: Tensor) -> Tensor:
-        """``x [T, in] -> [T]`` int64, the first of the largest outputs: those of a call, rounded
-        to the dtype of ``x``, without writing them. -1 where one is NaN or infinity, and
-        NO_TOKEN_LEFT where all are minus infinity."""
+        """``x [T, in] -> [T]`` int64: index of each row's largest output, the first of equal ones.
+
+        Outputs are rounded to the dtype of ``x``, as in a call, but not written. -1 for a row with
+        NaN or infinity, NO_TOKEN_LEFT if all outputs are minus infinity.
+        """
         x, context = self._checked(x), self.context
         if (recorder := context.recorder) is not None:
             found = recorder.empty(x, 1, torch.int64)

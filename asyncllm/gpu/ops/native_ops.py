@@ -47,7 +47,7 @@ from asyncllm.native.context import Context, fail
 
 
 class NativeOps(CpuOps):
-    """Compiled ops with a context's threads."""
+    """Compiled ops on the threads of a context."""
 
     name = "native"
     schemes: ClassVar[frozenset[QuantScheme]] = frozenset({"plain", "int8", "int4"})
@@ -69,7 +69,7 @@ class NativeOps(CpuOps):
         self.top_logprobs = NativeTopLogprobs(context)
 
     def enter_thread(self) -> None:
-        # It computes with the context's own, which have long time slices as well.
+        # This thread computes along with the context's own, which have long time slices too.
         self.context.functions.lengthen_slice()
 
     def takes(self, form: WeightForm) -> bool:

@@ -1,4 +1,4 @@
-"""Native ops on elements: the residual's sum, gated activations, the soft cap of logits."""
+"""Native pointwise ops: residual addition, gated activations, the soft cap of logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SILU, GELU_TANH = 0, 1
 
 
 class NativeResidualAdd:
-    """In place of a norm where a block has none before it: in ``add`` the sum alone."""
+    """Replaces the norm of a block that has none: ``add`` only adds to the residual."""
 
     def __init__(self, context: Context, multiplier: float = 1.0, scale: float = 1.0) -> None:
         self.context, self.multiplier, self.scale = context, multiplier, scale
@@ -43,7 +43,7 @@ class NativeResidualAdd:
 
 
 class NativeGatedMul:
-    """The activation of the first half of a row times the second, or of a row times another's.
+    """Activation of a row's first half times its second half, or of a row times ``up``.
 
     Args:
         activation: ``Activation`` of the interface.

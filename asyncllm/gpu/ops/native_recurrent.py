@@ -1,5 +1,4 @@
-"""The ops of layers that keep a state of each sequence, in compiled code; each records itself as an
-op of a step."""
+"""The ops of recurrent layers in compiled code."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ from asyncllm.native.interface import ARGS, ConvArgs, DeltaArgs, StateRowsArgs
 
 
 class NativeStateRows:
-    """A step's rows, at addresses that stay while it runs: those of a recorded step are read when
-    its program is."""
+    """A step's rows as arrays at fixed addresses; a recorded step reads them when it runs."""
 
     def __init__(self, step: StepInputs) -> None:
         rows = step.host
@@ -30,7 +28,7 @@ class NativeStateRows:
         self.count, self.num_tokens = len(rows.starts), step.num_tokens
 
     def args(self, state: Tensor) -> StateRowsArgs:
-        """For an op on the states of all slots."""
+        """Arguments for an op on ``state``, which has all slots."""
         addresses = (array.ctypes.data for array in self.arrays)
         return StateRowsArgs(*addresses, self.count, self.num_tokens, len(state))
 
@@ -41,7 +39,7 @@ def _check(op: str, x: Tensor, width: int) -> None:
 
 
 def _check_state(op: str, state: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Raises ValueError for what cannot be written in place."""
+    """Raises ValueError for states that cannot be written in place."""
     if state.shape[1:] != shape or state.dtype != dtype or not state.is_contiguous():
         raise ValueError(
             f"native {op}: states {tuple(state.shape)} of {state.dtype}, expected "
@@ -53,10 +51,13 @@ def _run(
     context: Context, name: str, args: Any, x: Tensor, tensors: dict[str, Tensor], width: int,
     holds: list[object], *sizes: int,
 ) -> Tensor:  # fmt: skip
-    """Calls an op on x and the other tensors, or records it.
+    """Calls an op, or records it.
+
+    Args:
+        tensors: the op's tensors, x among them, by the names of their arguments.
 
     Returns:
-        Its output ``[T, width]``, which is its argument ``out``.
+        The op's output ``[T, width]``, its argument ``out``.
     """
     if (recorder := context.recorder) is not None:
         out = recorder.empty(x, width)
@@ -72,7 +73,7 @@ def _run(
 
 
 class NativeCausalConv:
-    """As ``TorchCausalConv``."""
+    """The convolution of ``TorchCausalConv`` in compiled code."""
 
     def __init__(self, context: Context, weight: Tensor) -> None:
         self.context, self.weight = context, weight.float().T.contiguous()
@@ -90,7 +91,7 @@ class NativeCausalConv:
 
 
 class NativeGatedDelta:
-    """Token by token: a prompt leaves the same bits in chunks of any size."""
+    """The gated delta rule, token by token, so that chunks of any size give the same bits."""
 
     def __init__(self, context: Context, shape: LinearAttentionConfig, biases: DeltaBiases) -> None:
         self.context, self.shape = context, shape
@@ -114,10 +115,10 @@ class NativeGatedDelta:
 
 
 class NativeGatedNorm:
-    """As ``TorchGatedNorm``.
+    """The norm of ``TorchGatedNorm`` in compiled code.
 
     Args:
-        weight: of one head.
+        weight: ``[D]``, the weight of one head.
     """
 
     def __init__(self, context: Context, weight: Tensor, eps: float) -> None:
@@ -140,7 +141,7 @@ class NativeGatedNorm:
 
 
 class NativeSigmoidMul:
-    """As ``TorchOps.sigmoid_mul``."""
+    """``TorchOps.sigmoid_mul`` in compiled code."""
 
     def __init__(self, context: Context) -> None:
         self.context = context

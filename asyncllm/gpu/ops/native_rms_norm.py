@@ -1,4 +1,4 @@
-"""NativeRMSNorm: the norm of rows, or of parts of them, with the residual's sum before it."""
+"""NativeRMSNorm: the norm of rows or of parts of them, fused with the residual addition."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from asyncllm.native.interface import ARGS
 
 
 class NativeRMSNorm:
-    """Norm in float32, rounded to the dtype of ``x`` before a weight of that dtype, and behind one
-    in float32."""
+    """Root mean square norm in float32.
+
+    It is rounded to the dtype of ``x`` before a weight of that dtype, but after a float32 weight.
+    """
 
     def __init__(
         self, context: Context, weight: Tensor, eps: float, multiplier: float = 1.0,
@@ -31,7 +33,7 @@ class NativeRMSNorm:
         return self._norm(x, residual), residual
 
     def _norm_parts(self, x: Tensor) -> Tensor:
-        """Of each part of ``x [T, parts, width]``."""
+        """The norm of each part of ``x [T, parts, width]``."""
         tokens, parts, width = x.shape
         if not x.is_contiguous() or width != self.width:
             raise ValueError(

@@ -15,7 +15,7 @@ from asyncllm.native.interface import RopeArgs
 
 
 class NativeRopeAndCache:
-    """Norms and rotates the heads of q and k in place in ``qkv``, and writes k and v."""
+    """Norms and rotates q and k in place in ``qkv``, and writes k and v to the KV cache."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class NativeRopeAndCache:
     def __call__(
         self, qkv: Tensor, rotary: tuple[Tensor, Tensor], cache: Tensor, slot_mapping: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``RopeAndCache``; ``rotary`` is the table and the positions."""
+        """See ``RopeAndCache``; ``rotary`` is the RoPE table and the positions."""
         (table, positions), shape, args = rotary, self.shape, self.args
         qkv = rows_of(qkv, table.dtype)
         num_tokens, dim = qkv.shape[0], shape.head_dim
@@ -93,7 +93,7 @@ class NativeRope:
             self.args.q_norm, self.args.norm_dtype = self.norm.data_ptr(), DTYPES[norm.dtype]
 
     def __call__(self, q: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """See ``Rope``; ``rotary`` is the table and the positions."""
+        """See ``Rope``; ``rotary`` is the RoPE table and the positions."""
         (table, positions), args, context = rotary, self.args, self.context
         q = rows_of(q, table.dtype)
         heads = q.view(len(q), self.shape.num_heads, self.shape.head_dim)
@@ -118,10 +118,10 @@ class NativeRope:
 
 
 def check_cache(cache: Tensor, shape: AttentionShape, dtype: torch.dtype) -> tuple[int, ...]:
-    """The strides of a layer's KV but for the last, which is 1.
+    """Returns the strides of a layer's KV cache without the last, which is 1.
 
     Raises:
-        ValueError: another shape, dtype, device or last stride, because it is written in place.
+        ValueError: another shape, dtype, device or last stride: the cache is written in place.
     """
     expected = (2, shape.num_kv_heads, shape.head_dim)
     found = (cache.shape[0], *cache.shape[3:])

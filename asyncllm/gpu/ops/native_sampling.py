@@ -1,5 +1,4 @@
-"""NativeSample, NativeProcessLogits, NativeTopLogprobs: sampling in compiled code, on the threads
-of a context."""
+"""NativeSample, NativeProcessLogits, NativeTopLogprobs: sampling in compiled code."""
 
 from __future__ import annotations
 
@@ -18,10 +17,10 @@ from asyncllm.native.interface import LogitsArgs, SampleArgs
 
 
 def address(name: str, tensor: Tensor, dtype: torch.dtype, count: int, *width: int) -> int:
-    """The address of at least ``count`` elements, or lines of ``width``.
+    """The address of a tensor ``[count or more, *width]`` of ``dtype``.
 
     Raises:
-        ValueError: another shape, dtype or device, or elements that are not adjacent.
+        ValueError: another shape, dtype or device, or a tensor that is not contiguous.
     """
     found = tensor.dtype, tensor.device.type, tensor.is_contiguous(), tensor.shape[1:]
     if found != (dtype, "cpu", True, width) or len(tensor) < count:
@@ -33,7 +32,7 @@ def address(name: str, tensor: Tensor, dtype: torch.dtype, count: int, *width: i
 
 
 def logits_rows(logits: Tensor) -> Tensor:
-    """``logits [S, vocab_size]`` with each row contiguous; rows may lie anywhere.
+    """Returns ``logits [S, vocab_size]`` with contiguous rows, copied where they are not.
 
     Raises:
         ValueError: another device, dtype or shape.
@@ -54,8 +53,10 @@ def sample_args(
     last_sampled_tokens: Tensor,
     out: Tensor,
 ) -> SampleArgs:
-    """The arguments of a draw, as ``TorchOps.sample`` has them, for all rows of ``logits``. They
-    hold none of the tensors."""
+    """Makes the library's arguments of ``TorchOps.sample``, for all rows of ``logits``.
+
+    The caller keeps the tensors alive.
+    """
     rows = len(logits)
     lines = min(len(sampling["states"]), len(last_sampled_tokens))
     return SampleArgs(
@@ -76,10 +77,10 @@ def sample_args(
 
 
 class NativeSample:
-    """One token per row, as ``TorchOps.sample`` says.
+    """Samples one token per row, see ``TorchOps.sample``.
 
     The noise has the bits of ``gumbel``; logarithms and sums of exponentials differ from torch's
-    in their last bits, so another token comes out where two were about to tie.
+    in their last bits, which changes the token where two tokens almost tie.
     """
 
     def __init__(self, context: Context) -> None:
@@ -103,7 +104,7 @@ class NativeSample:
 
 
 class NativeProcessLogits:
-    """``logits.process_logits``, to the bit."""
+    """``logits.process_logits`` in compiled code, with the same bits."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -175,7 +176,7 @@ def _set_scalars(args: LogitsArgs, rows: SamplingRows, *names: str) -> None:
 
 
 class NativeTopLogprobs:
-    """``logits.top_logprobs``; equal logits come in order of their tokens."""
+    """``logits.top_logprobs`` in compiled code; equal logits are in order of their token ids."""
 
     def __init__(self, context: Context) -> None:
         self.context = context

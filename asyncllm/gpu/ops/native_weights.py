@@ -1,4 +1,4 @@
-"""The weights of a linear layer for the native kernels: rounded to integers, and packed."""
+"""Quantisation and packing of linear weights for the native kernels."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from asyncllm.native.context import Context, PackedWeights, fail
 from asyncllm.native.interface import GroupedArgs, RoundArgs
 
 INT8, UINT4, UINT8 = 3, 4, 5
-"""Types of weights: with a scale per output, and in groups."""
+"""The library's types of quantised weights: INT8 has a scale per output, the others have groups."""
 
 SPAN = 32
-"""Inputs that share a scale as they are quantised; a group of weights is a multiple of it."""
+"""Inputs that share a scale when the kernels quantise them; a group of weights is a multiple."""
 
 
 def stored_as(form: WeightForm) -> int | None:
-    """The type in which quantised weights are packed without rounding them again; None where the
-    kernels have none."""
+    """The type that packs quantised weights without rounding them again; None if none does."""
     block_rows, group = form.scale_block or (0, 0)
     columns = form.shape[1]
     if form.has_order or block_rows != 1:
@@ -37,7 +36,7 @@ def stored_as(form: WeightForm) -> int | None:
 
 
 def round_int8(context: Context, weights: LinearWeights) -> LinearWeights:
-    """``quantise_int8``, bit by bit, on the context's threads."""
+    """``quantise_int8`` on the context's threads, with the same bits."""
     rows, columns = weights.shape
     values = torch.empty(rows, columns, dtype=torch.int8, device="cpu")
     scales = torch.empty(rows, 1, dtype=torch.float32, device="cpu")
@@ -48,7 +47,7 @@ def round_int8(context: Context, weights: LinearWeights) -> LinearWeights:
 
 
 def round_int4(context: Context, weights: LinearWeights) -> LinearWeights:
-    """``quantise_int4``, bit by bit, on the context's threads.
+    """``quantise_int4`` on the context's threads, with the same bits.
 
     Raises:
         ModelLoadError: an odd number of inputs.
@@ -86,14 +85,14 @@ def conversions(context: Context) -> Mapping[str, Conversion]:
 
 
 def pack(context: Context, weights: LinearWeights) -> PackedWeights:
-    """Copies them into panels; the caller drops its own.
+    """Copies weights into the kernels' panels, so that the caller may drop its own.
 
     Args:
-        weights: plain, or of a form that has a type.
+        weights: plain, or of a form for which ``stored_as`` has a type.
 
     Raises:
         ModelLoadError: zeros that are not integers.
-        MemoryError: they do not fit.
+        MemoryError: too little memory for the panels.
     """
     bias = None if weights.bias is None else weights.bias.float().contiguous()
     if weights.scheme != "plain":
@@ -116,7 +115,7 @@ def _pack_grouped(
     (n, k), scales, block = weights.shape, weights.scales, weights.scale_block
     assert scales is not None
     assert block is not None
-    # The kernels' codes have no sign: of 8 bits they are 128 above the values.
+    # The kernels' codes are unsigned: those of 8 bits are the values plus 128.
     offset = 128 if stored == UINT8 else 0
     values = weights.values.contiguous()
     if offset:
@@ -135,7 +134,7 @@ def _zeros(zeros: Tensor | None, offset: int, scales: Tensor) -> Tensor | None:
     """Zero points of codes as bytes; None where all are the middle of the codes' range.
 
     Raises:
-        ModelLoadError: one is no integer, or beyond a byte.
+        ModelLoadError: a zero point is no integer, or does not fit a byte.
     """
     if zeros is None:
         return None if offset else torch.zeros(scales.shape, dtype=torch.uint8)

@@ -1,12 +1,12 @@
-"""OneDNNOps: the op set for CPUs, plain torch with linear layers packed for oneDNN.
+"""OneDNNOps: the op set in plain torch with linear layers packed for oneDNN, for CPUs.
 
-oneDNN's packed layout saves it the reordering of the weight in every call, 1.5 to 3 times
-at the batch sizes of decoding. A call costs about 10 µs more than ``F.linear``, so that tiny
-products are left to that.
+A packed weight saves oneDNN the reordering in every call, which makes it 1.5 to 3 times as fast at
+the batch sizes of decoding. A call costs about 10 µs more than ``F.linear``, which therefore
+computes tiny products.
 
 oneDNN caches its last 1,024 primitives for the life of the process, one or two for every
-weight shape and number of rows, of 0.3 MB each. Rows are padded to buckets, so that traffic
-of all sizes meets 56 numbers of rows in steps of up to 256.
+weight shape and number of rows, of 0.3 MB each. Rows are padded to buckets, so that steps of up to
+256 tokens have 56 different numbers of rows.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.torch_ops import TorchLinear
 
 PLAIN_PRODUCT = 400_000
-"""Rows times weight elements up to which ``F.linear`` is faster in float32. Weights no
-larger than this are kept in both layouts, at most 1.6 MB each; all others in one. With AVX2
-alone it is faster for them with any number of rows."""
+"""Rows times weight elements up to which ``F.linear`` is faster in float32. Smaller weights are
+kept in both layouts, at most 1.6 MB each; larger ones are packed. On a processor with AVX2 alone
+``F.linear`` is faster for small weights at any number of rows."""
 
 
 def bucket(num_rows: int) -> int:
-    """Rows to compute ``num_rows`` with: exact up to 16, then 8 sizes to an octave, above 128
-    16, because the more rows, the more of a step is matrix products."""
+    """The number of rows to which ``num_rows`` are padded.
+
+    It is exact up to 16. Buckets have 8 sizes to an octave, above 128 rows 16, because the matrix
+    products' share of a step grows with the rows.
+    """
     step = 1 << max(0, (num_rows - 1).bit_length() - (4 if num_rows <= 128 else 5))
     return -(-num_rows // step) * step
 
@@ -51,7 +54,7 @@ class PackedLinear:
     """A linear layer on a packed weight, which replaces the plain one.
 
     Args:
-        packs: False computes with the plain weight, for one that others read: in float32, 2 to 16
+        packs: False computes with the plain weight, which others read too. In float32, 2 to 16
             rows of 640 inputs by 33,000 outputs take 0.6 to 0.7 of the time that BLAS takes.
     """
 
@@ -81,15 +84,15 @@ class SmallLinear:
 
 
 class OneDNNOps(CpuOps):
-    """Plain torch on a CPU, but for linear layers."""
+    """Plain torch on a CPU, with linear layers by oneDNN."""
 
     name = "onednn"
 
     def make_linear(self, weights: LinearWeights) -> Linear:
-        """Packed, but where that would keep a second copy of a large weight."""
+        """Makes a packed layer, unless that would keep a second copy of a large weight."""
         dtype, small = weights.values.dtype, weights.values.numel() <= PLAIN_PRODUCT
         if weights.shared and not small and dtype != torch.float32:
-            # torch calls oneDNN, which has shapes of a plain weight in its cache as well.
+            # torch calls oneDNN, which caches primitives for plain weights as well.
             return BucketedLinear(TorchLinear(weights))
         if not onednn_works(dtype):
             return TorchLinear(weights)
@@ -103,10 +106,9 @@ class OneDNNOps(CpuOps):
 
 
 def onednn_works(dtype: torch.dtype = torch.float32) -> bool:
-    """Whether this torch has the packed linear op, the processor takes it in ``dtype``, and
-    it computes what it should.
+    """Whether torch's packed linear op exists and gives right results in ``dtype`` here.
 
-    The op is torch's own and private, used by its compiler on CPUs.
+    The op is private to torch, whose compiler uses it on CPUs.
     """
     if not torch.backends.mkldnn.is_available():
         return False

@@ -1,4 +1,4 @@
-"""Program: a step's native ops, run by one call without the GIL."""
+"""Program: a step's native ops, which one call runs without the GIL."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def rows_of(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x [T, N]`` as the ops read it: on the CPU, of ``dtype``, each row contiguous.
+    """Returns ``x [T, N]`` with contiguous rows, copied where they are not.
 
     Raises:
-        ValueError: another device or dtype, which no copy would mend.
+        ValueError: another dtype than ``dtype``, or a device other than the CPU.
     """
     if x.dtype != dtype or x.device.type != "cpu":
         raise ValueError(f"native ops: {x.dtype} on {x.device}, expected {dtype} on cpu")
@@ -29,7 +29,7 @@ def rows_of(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def parameter(x: Tensor) -> Tensor:
-    """A layer's parameter as ops hold its address: contiguous, on the CPU.
+    """Returns a layer's parameter as contiguous memory, whose address ops may hold.
 
     Raises:
         ValueError: another device, or a dtype that no op reads.
@@ -40,21 +40,23 @@ def parameter(x: Tensor) -> Tensor:
 
 
 def _writes(name: str, op: Op) -> bool:
-    """Whether an op is the last of its layer to write the KV cache or recurrent states. One that
-    rotates queries alone has no cache."""
+    """Whether an op is the last of its layer to write the KV cache or recurrent states.
+
+    An op that only rotates queries has no cache.
+    """
     return name == "gated_delta" or (name == "rope_and_cache" and op.args.rope_and_cache.cache)
 
 
 class Program:
-    """Ops with the addresses of what they read and write, and all that these lie in.
+    """Ops, with the addresses of their operands and the memory behind these.
 
     Args:
         ops: array of ``Op``.
-        names: of the ops.
+        names: names of the ops.
         capacity: rows of the buffers of each Size.
-        num_bytes: of the activations.
+        num_bytes: bytes of the activations.
         results: tensors that a run leaves behind, with room for the largest step.
-        held: what the ops point at.
+        held: objects whose memory the ops point at.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class Program:
             fail(self.failure(status, self._failed.value, self._sizes), status)
 
     def failure(self, status: int, at: int, sizes: Iterable[int]) -> str:
-        """The failed part of a run, in words: the op at ``at``, the step's sizes, or the call."""
+        """Words for the failed part of a run: the op at ``at``, the step's sizes, or the call."""
         if at >= 0:
             return f"step, op {at}, {self.names[at]}"
         if status != INVALID:

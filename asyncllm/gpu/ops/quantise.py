@@ -1,6 +1,6 @@
-"""quantise: the weights of a linear layer from floating point to a scheme of fewer bits.
+"""quantise: rounds a linear layer's floating point weights to 8 or 4 bits.
 
-``native_weights`` has the compiled form, of the same bits.
+``native_weights`` has the compiled form, with the same bits.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 
 CHUNK = 2**22
-"""Elements that are in float32 at a time."""
+"""Elements converted to float32 at a time."""
 
 GROUP = 32
 """Inputs that share a scale and a zero point in 4 bits."""
 
 SHRINKS = (1.0, 0.92, 0.84)
-"""Parts of a group's range that its 15 steps may be."""
+"""Fractions of a group's range that its 15 steps may span."""
 
 
 def quantise_int8(weights: LinearWeights) -> LinearWeights:
-    """The nearest multiples of one scale per output channel, symmetric about zero.
+    """Rounds to int8 with one scale per output channel, symmetric about zero.
 
     The greatest magnitude of a channel becomes 127, so an element is off by at most a 254th of
-    it. A channel with NaN or infinity has such a scale, and its outputs are NaN.
+    that. A channel with NaN or infinity gets such a scale, and its outputs are NaN.
 
     Args:
         weights: of scheme "plain".
@@ -37,7 +37,7 @@ def quantise_int8(weights: LinearWeights) -> LinearWeights:
     values = weights.values
     largest = torch.linalg.vector_norm(values, ord=torch.inf, dim=1, keepdim=True)
     scales = largest.float().div_(127.0)
-    # A channel of zeros stays one.
+    # A channel of zeros stays zero.
     divisors = scales.masked_fill(scales == 0.0, 1.0)
     rows = max(1, CHUNK // values.shape[1])
     chunks: list[tuple[Tensor, Tensor]] = list(
@@ -56,19 +56,19 @@ def quantise_int8(weights: LinearWeights) -> LinearWeights:
 
 
 def quantise_int4(weights: LinearWeights) -> LinearWeights:
-    """Codes from 0 to 15 with a scale and a zero point for each output channel and GROUP inputs.
+    """Rounds to 4 bits, with a scale and a zero point for each output channel and GROUP inputs.
 
-    The range of a group, 0 included, is divided into 15 steps, as a whole and shrunk by each of
-    SHRINKS, beyond which elements are clipped; what has the least squared error is kept. Its sum is
-    folded in halves, so that it has one value on every processor. Scales are rounded to bfloat16
-    first, so that the codes are those of the scales that are stored. A group with NaN or infinity
-    has such a scale, and its outputs are NaN.
+    Codes go from 0 to 15. Each fraction in SHRINKS of a group's range, which includes 0, is divided
+    into 15 steps, with elements beyond it clipped; the one with the least squared error is kept.
+    Errors are summed in halves, so that the sum is the same on every processor. Scales are rounded
+    to bfloat16 first, so that codes are computed with the stored scales. A group with NaN or
+    infinity gets such a scale, and its outputs are NaN.
 
     Args:
         weights: of scheme "plain".
 
     Raises:
-        ModelLoadError: an odd number of inputs, which do not fill bytes.
+        ModelLoadError: an odd number of inputs, which does not fill whole bytes.
     """
     values = weights.values
     rows, columns = values.shape
@@ -119,19 +119,19 @@ def _nearest_codes(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _steps(low: Tensor, high: Tensor, shrink: float) -> tuple[Tensor, Tensor]:
-    """The scale that divides ``shrink`` of a range into 15, and the code of 0."""
+    """The scale that divides ``shrink`` of a range into 15 steps, and the code of 0."""
     scale = ((high - low) * (shrink / 15.0)).to(torch.bfloat16).float()
     zero = (low * -shrink * _inverse(scale)).round_().clamp_(0.0, 15.0).nan_to_num_()
     return scale, zero
 
 
 def _inverse(scale: Tensor) -> Tensor:
-    """0 for a group of zeros, which stays one."""
+    """Reciprocal of the scale; 0 for a group of zeros, which stays zero."""
     return scale.reciprocal().masked_fill_(scale == 0.0, 0.0)
 
 
 def check_even_inputs(rows: int, columns: int) -> None:
-    """Raises ModelLoadError for a weight that does not fill bytes in 4 bits."""
+    """Raises ModelLoadError for an odd number of inputs, which 4 bits each cannot pack."""
     if columns % 2:
         raise ModelLoadError(
             f"weights {rows} x {columns} in 4 bits: expected an even number of inputs"
@@ -153,4 +153,4 @@ CONVERSIONS: Mapping[str, Conversion] = {
     "int8": Conversion(quantise_int8, quantise_int8),
     "int4": Conversion(quantise_int4, quantise_int8),
 }
-"""By ``EngineConfig.quantization``."""
+"""Conversions by value of ``EngineConfig.quantization``."""

@@ -1,9 +1,9 @@
 """Recorder: a trace of the model's step, from one run of its layers on fake tensors.
 
-Fake tensors have a few rows. An op of the native op set writes itself into the recorder of its
-context instead of computing; torch may do nothing but make views and pick rows by an index. The
-result is a ``Program``: the ops with their addresses, over buffers that have room for the largest
-step and are shared by values that are not needed at the same time.
+Fake tensors have a few rows. While its context has a recorder, a native op adds itself to that
+instead of computing; of torch's ops only views and the selection of rows by an index are allowed.
+The result is a ``Program``: the ops with their addresses, over buffers that have room for the
+largest step and share memory where they are not needed at the same time.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ ALIGNMENT = 64
 
 
 class Unrecordable(Exception):
-    """The model does something in a step that no native op does; the message says what."""
+    """A step contains work without a native op, which the message names."""
 
 
 class Size(IntEnum):
-    """First dimensions whose size a step decides, as ``Size`` of the interface."""
+    """First dimensions of tensors whose size varies by step; ``Size`` of the interface."""
 
     ROWS = 0
     TOKENS = 1
@@ -43,7 +43,8 @@ class Size(IntEnum):
 
 
 FAKE_SIZES = {Size.ROWS: 2, Size.TOKENS: 11, Size.WANTED: 8, Size.SAMPLED: 3, Size.GREEDY: 4}
-"""Rows of a fake tensor, which tell its Size; wanted rows hold the sampled and greedy ones."""
+"""Rows of a fake tensor, by which its Size is recognised. The WANTED tokens are those whose hidden
+states are returned; sampled and greedy ones are among them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,11 +52,11 @@ class _Buffer:
     """A buffer of the program, and the memory of its fake tensor.
 
     Attributes:
-        row_bytes: of a row.
-        memory: of the fake tensor, held so that no two have one address.
-        address: of that memory.
-        array: the real memory where it has an address of its own; None lies with the activations.
-        first, last: the ops between which it is in use.
+        row_bytes: bytes of a row.
+        memory: memory of the fake tensor, held so that no two have one address.
+        address: address of ``memory``.
+        array: the real memory of an input; None for an activation, which ``layout`` places.
+        first, last: first and last op that use it.
     """
 
     size: Size
@@ -76,7 +77,7 @@ def _address(buffer: _Buffer) -> int:
 
 @dataclass(slots=True)
 class _RecordedOp:
-    """An op whose pointers are buffers and bytes into their first row."""
+    """A recorded op; its pointers are buffers and byte offsets into their first row."""
 
     name: str
     size: Size
@@ -89,7 +90,7 @@ class Recorder(TorchDispatchMode):
     """Records the ops that run while it is active.
 
     Raises:
-        Unrecordable: from within the layers, for an op of torch, or a tensor that no op made.
+        Unrecordable: a layer calls an op of torch, or uses a tensor that no native op made.
     """
 
     def __init__(self, context: Context) -> None:
@@ -102,8 +103,10 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch's hook. Wrapped to be skipped by torch.compile, which never sees it, the first call
-        would import the compiler: some two seconds of every start."""
+        """Keeps torch from wrapping this mode for torch.compile, which never sees it.
+
+        The wrapper would import the compiler at its first call, some two seconds of every start.
+        """
         return False
 
     def __enter__(self) -> Recorder:
@@ -124,17 +127,17 @@ class Recorder(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         raise Unrecordable(f"{func} has no native kernel")
 
-    # --- what ops say ------------------------------------------------------------------
+    # --- called while recording --------------------------------------------------------
 
     def given(self, array: np.ndarray, size: Size) -> Tensor:
-        """The fake tensor of ``array``, into which the step's inputs are written."""
+        """Makes the fake tensor of ``array``, into which a step's inputs are written."""
         fake = np.zeros(FAKE_SIZES[size], dtype=array.dtype)
         insort(self._buffers, _Buffer(size, array.itemsize, fake, array), key=_address)
         self._held.append(array)
         return torch.from_numpy(fake)
 
     def empty(self, like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
-        """An output ``[T, width]``, of the size and, unless given, the dtype of ``like``."""
+        """Makes a fake output ``[T, width]`` of the Size, and by default the dtype, of ``like``."""
         size, dtype = self._size_of(like), dtype or like.dtype
         row_bytes = width * dtype.itemsize
         memory = np.zeros(FAKE_SIZES[size] * row_bytes, dtype=np.uint8)
@@ -154,16 +157,17 @@ class Recorder(TorchDispatchMode):
         """Records an op.
 
         Args:
-            like: has the size of its output.
-            args: whose pointers are set but those to ``tensors``; a copy is kept.
-            tensors: by the names of their pointers, what it reads and writes of the step.
-            holds: what the other pointers point at.
+            like: the Size of the op's output, or a tensor of that Size.
+            args: the op's arguments, all set but the pointers to ``tensors``; a copy is kept.
+            tensors: the step's tensors that it reads and writes, by the names of their pointers.
+            holds: objects behind the other pointers, to be kept alive.
+            x_size: the Size of input ``x``, for an op that selects rows of it.
         """
         size = like if isinstance(like, Size) else self._size_of(like)
         own = type(args).from_buffer_copy(args)
         op = _RecordedOp(name, size, x_size, own)
         for pointer, tensor in tensors.items():
-            # The program itself begins behind the rows with logits, of which a step has any number.
+            # The library skips the rows with logits, whose number varies by step, when it runs.
             skipped = FAKE_SIZES[Size.SAMPLED] if (name, pointer) == ("argmax", "x") else 0
             place = op.pointers[pointer] = self._find(name, tensor, skipped)
             place[0].last = len(self._ops)
@@ -171,16 +175,16 @@ class Recorder(TorchDispatchMode):
         self._held += holds
 
     def keep(self, tensor: Tensor) -> None:
-        """Makes a tensor one of the program's results, which outlive its run."""
+        """Makes a tensor a result of the program, which is kept after a run."""
         buffer, _ = self._find("result", tensor)
         self._results.append((buffer, tensor.dtype, tensor.shape[1]))
 
     def refuse_call(self) -> NoReturn:
-        """Called for an op that would compute now, and not write itself down."""
+        """Raises Unrecordable; called for a native op that cannot be recorded."""
         raise Unrecordable("a native op cannot be recorded")
 
     def _select(self, x: Tensor, index: Tensor) -> Tensor:
-        """The rows of x that an index of the step names."""
+        """Records the selection of rows of ``x`` by a step's index."""
         if index.dtype != torch.int64 or x.dim() != 2 or x.stride(1) != 1:
             raise Unrecordable("an index other than one of rows has no native kernel")
         out = self.empty(index, x.shape[1], x.dtype)
@@ -198,7 +202,7 @@ class Recorder(TorchDispatchMode):
         raise Unrecordable(f"a tensor {tuple(tensor.shape)} does not have the step's tokens")
 
     def _find(self, name: str, tensor: Tensor, skipped: int = 0) -> tuple[_Buffer, int]:
-        """The buffer that a tensor is a view of, from its first row on or behind ``skipped``."""
+        """The buffer that a tensor views, and its offset in bytes after ``skipped`` rows."""
         at = tensor.data_ptr()
         index = bisect_right(self._buffers, at, key=_address) - 1
         buffer = self._buffers[index] if index >= 0 else None
@@ -214,7 +218,7 @@ class Recorder(TorchDispatchMode):
     # --- the program -------------------------------------------------------------------
 
     def layout(self, capacity: Sequence[int]) -> tuple[dict[int, int], int]:
-        """Where activations lie: by the buffer's id its first byte, and the bytes of all."""
+        """Places the activations: first byte by the buffer's id, and the bytes of all."""
         kept = {id(buffer) for buffer, *_ in self._results}
         own = [buffer for buffer in self._buffers if buffer.array is None]
         lifetimes = [
@@ -229,13 +233,13 @@ class Recorder(TorchDispatchMode):
         return dict(zip(map(id, own), starts, strict=True)), total
 
     def finish(self, capacity: Sequence[int]) -> Program:
-        """The program, over buffers of so many rows of each Size.
+        """Makes the program, over buffers of ``capacity`` rows of each Size.
 
         Raises:
-            MemoryError: its activations cannot be allocated.
+            MemoryError: the activations cannot be allocated.
         """
         places, total = self.layout(capacity)
-        # The operating system backs it with memory where it is first touched.
+        # The operating system backs zeros with memory only where they are touched.
         memory = np.zeros(total + ALIGNMENT, dtype=np.uint8)
         base = -memory.ctypes.data % ALIGNMENT
 

@@ -1,4 +1,4 @@
-"""The registry of attention backends, and the choice of the op set for the rest."""
+"""The registry of attention backends, and the choice of the op set."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ BUILTIN: dict[str, AttentionBackend] = {
         FlashAttention3,
     )
 }
-"""None of them imports its library before it is made."""
+"""Backends by name. Their libraries are imported when an attention is made."""
 
 
 def make_attention(name: str, request: AttentionRequest) -> tuple[Attention, int]:
-    """The backend for a device and a model, and the tokens per KV block.
+    """Makes the attention for a device and a model; returns it and the tokens per KV block.
 
     "auto" is "triton" on CUDA, on a CPU "native" where that is known to be faster, and "torch"
-    elsewhere; the others are chosen by name only. What cannot be had is an error, never another
-    backend.
+    elsewhere; other backends are chosen by name only. A backend that cannot be used is an error,
+    and never replaced by another.
 
     Raises:
-        InvalidRequestError: no such backend, or one that does not cover the request.
+        InvalidRequestError: no such backend, or it does not cover the request.
         EngineError: the backend's library is missing, too old or does not work here, or the
             distribution that registered it is at fault.
     """
@@ -72,7 +72,7 @@ def make_attention(name: str, request: AttentionRequest) -> tuple[Attention, int
 
 
 def resolve(name: str, request: AttentionRequest) -> str:
-    """The name of a backend, "auto" being the device's own."""
+    """Resolves the name of a backend: "auto" becomes the device's default."""
     if name != "auto":
         return name
     if request.device.type == "cuda":
@@ -83,7 +83,7 @@ def resolve(name: str, request: AttentionRequest) -> str:
 
 
 def _chooses_native() -> bool:
-    """As ``choose_native``; a warning says what a build would change."""
+    """Whether ``choose_native`` runs native ops; warns if only a build is missing."""
     choice = choose_native()
     if choice.can_be_built:
         logger.warning("%s", choice.reason)
@@ -92,10 +92,10 @@ def _chooses_native() -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NativeChoice:
-    """Whether a CPU runs native ops where no backend is named, and why.
+    """Whether a CPU runs native ops for attention backend "auto", and why.
 
     Attributes:
-        can_be_built: they do not, for want of a library; ``reason`` has the remedy.
+        can_be_built: only the compiled library is missing; ``reason`` has the remedy.
     """
 
     runs: bool
@@ -110,7 +110,7 @@ def choose_native() -> NativeChoice:
     try:
         isa = Library().best_isa().decode()
     except NativeUnavailableError as error:
-        # Its text alone: a handler may keep the record, and with the exception all its frames.
+        # Only the text is logged: a handler may keep the record, and with an exception its frames.
         reason = f"{error}: the CPU runs torch's, which are slower; {REMEDY}"
         return NativeChoice(False, reason, can_be_built=True)
     if isa == "baseline":
@@ -119,11 +119,11 @@ def choose_native() -> NativeChoice:
 
 
 def find_backend(name: str) -> AttentionBackend:
-    """The backend of that name, ours or another distribution's.
+    """Finds a backend by name, built in or of another distribution.
 
     Raises:
-        InvalidRequestError: there is none.
-        EngineError: there are several, or it cannot be loaded.
+        InvalidRequestError: no such backend.
+        EngineError: several have this name, or it cannot be loaded.
     """
     found = list(entry_points(group=GROUP, name=name))
     owners = [_distribution(entry) for entry in found]
@@ -146,10 +146,10 @@ def find_backend(name: str) -> AttentionBackend:
 
 
 def make_ops(device: torch.device, attention: Attention | None) -> TorchOps:
-    """The op set for everything but attention.
+    """Makes the op set for everything but attention.
 
-    On CUDA these are Triton kernels, unless attention is plain torch: then nothing needs a
-    compiler. Native ops go with native attention, and share its threads.
+    On CUDA these are Triton kernels, unless attention is plain torch, which needs no compiler.
+    Native ops go with native attention, and share its threads.
 
     Raises:
         EngineError: Triton cannot compile kernels here.
@@ -157,7 +157,7 @@ def make_ops(device: torch.device, attention: Attention | None) -> TorchOps:
     if device.type == "cuda" and attention is not None and attention.name != "torch":
         from asyncllm.gpu.ops.triton.toolchain import check_triton
 
-        # First, because importing the kernels is an ImportError where Triton is missing.
+        # Before the import of the kernels, which is an ImportError without Triton.
         check_triton()
         from asyncllm.gpu.ops.triton.op_set import TritonOps
 
@@ -173,14 +173,15 @@ def make_ops(device: torch.device, attention: Attention | None) -> TorchOps:
 
 
 def ops_without_attention(name: str, device: torch.device, num_threads: int) -> TorchOps:
-    """The op set of a model without attention: on a CPU the one that goes with the backend that
-    ``name`` would be for other models, elsewhere torch's.
+    """Makes the op set of a model without attention.
+
+    On a CPU it is the one that goes with attention backend ``name``, elsewhere torch's.
 
     Args:
         name: "auto", "torch" or, on a CPU, "native".
 
     Raises:
-        EngineError: native ops are asked for and cannot be had.
+        EngineError: "native" is configured, but the library is missing or does not work here.
     """
     if device.type == "cpu" and (name == "native" or (name == "auto" and _chooses_native())):
         return NativeOps(native_context(num_threads))
@@ -188,7 +189,7 @@ def ops_without_attention(name: str, device: torch.device, num_threads: int) -> 
 
 
 def _load(entry: EntryPoint) -> AttentionBackend:
-    """Loads a distribution's backend; an error of its own is named with the distribution."""
+    """Loads a distribution's backend; errors name the distribution."""
     what = f"attention_backend={entry.name!r}: {entry.value!r} of {_distribution(entry)}"
     try:
         found = entry.load()
@@ -211,7 +212,7 @@ def _distribution(entry: EntryPoint) -> str:
 def _refusal(
     name: str, chosen: str, unmet: Unmet, request: AttentionRequest
 ) -> InvalidRequestError:
-    """The error for a broken constraint: the setting, the reason, and an alternative."""
+    """Makes the error for a broken constraint: the setting, the reason, and an alternative."""
     which = f"attention_backend={name!r}"
     if name == "auto":
         which += f" is {chosen!r} on device {request.device}, which"

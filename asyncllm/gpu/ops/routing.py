@@ -1,4 +1,4 @@
-"""Routing: the experts of each token and their weights, from the router's logits."""
+"""Routing: chooses the experts of each token and their weights, from the router's logits."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from asyncllm.gpu.ops.linear_weights import LinearWeights
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RouterWeights:
-    """A router: a linear layer of plain values ``[num_experts, H]``, and the bias
-    ``[num_experts]`` float32 that chooses and does not weigh.
+    """The weights of a router.
 
     Attributes:
-        rows: float32 where logits are computed in it, else the model's dtype.
+        rows: linear layer of plain values ``[num_experts, H]``, float32 where logits are computed
+            in float32, else of the model's dtype.
+        correction: ``[num_experts]`` float32, added to the scores for the choice of experts, but
+            not in their weights.
         expert_scale: ``[num_experts]`` float32, a factor on each expert's weight.
     """
 
@@ -29,14 +31,16 @@ class RouterWeights:
 
 
 class Routing(Protocol):
-    """``x [T, H]`` to the experts of each token, different ones, int32 ``[T, top_k]``, and their
-    weights, float32 ``[T, top_k]``."""
+    """Maps ``x [T, H]`` to the experts of each token and their weights.
+
+    Experts are int32 ``[T, top_k]``, all different in a row, weights float32 ``[T, top_k]``.
+    """
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 class TorchRouting:
-    """Routing in plain torch, in fixed shapes: reads nothing on the host."""
+    """Routing in plain torch, in fixed shapes, without a read on the host."""
 
     def __init__(self, config: RoutingConfig, weights: RouterWeights) -> None:
         self.config = config

@@ -1,9 +1,8 @@
 """TorchAttention: paged attention in plain torch.
 
-The rows of a step are put into groups of similar shape; each group is gathered from the
-cache into one padded batch and handed to scaled_dot_product_attention. So neither a batch
-of mixed lengths is padded to its longest row, nor does each row cost its own handful of
-torch calls in every layer.
+The rows of a step are put into groups of similar shape. Each group is gathered from the cache into
+one padded batch for scaled_dot_product_attention. So a batch of mixed lengths is not padded to its
+longest row, and not every row costs a handful of torch calls in every layer.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from asyncllm.gpu.ops.backend import AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 
 GROUP_COST = 256
-"""Cost of a further group in every layer, as a number of gathered tokens."""
+"""Cost of one more group in every layer, as a number of gathered tokens."""
 
 GROUP_BYTES = 8 * 2**20
-"""Gathered K and V of one group at most, if it has more than one row."""
+"""Most bytes of gathered K and V of a group with more than one row."""
 
 PADDED_SCORES = 1 << 16
 """Query-key pairs per head up to which prefill rows may share a padded group."""
@@ -37,13 +36,13 @@ class AttentionGroup:
     """Rows of a step that are computed together.
 
     Attributes:
-        num_rows, num_queries: of the padded batch.
-        tokens: the step's tokens in the group: a slice, or their padded index.
-        blocks: flat ids of the blocks to gather, ``num_rows`` times the same number; None
-            if keys and values are the step's own tokens, seen causally.
+        num_rows, num_queries: sizes of the padded batch.
+        tokens: the step's tokens in the group, as a slice or as an index with padding.
+        blocks: flat ids of the blocks to gather, equally many per row; None if keys and values
+            are the step's own tokens, with a causal mask.
         length: keys per row.
         mask: added to the scores, ``[num_rows, 1, num_queries, length]``, or None.
-        outputs: for a padded index, the entries of it that count, and where they go.
+        outputs: for an index with padding, its real entries, and the tokens of these.
     """
 
     num_rows: int
@@ -60,7 +59,7 @@ class FixedPlan:
     """Plan of decode rows whose lengths only the device knows.
 
     Attributes:
-        blocks: ``[B, W]`` int64, every row's whole table.
+        blocks: ``[B, W]`` int64, every row's whole block table.
         hidden: ``[B, W * block_size]``, keys that a row does not see.
     """
 
@@ -69,7 +68,7 @@ class FixedPlan:
 
 
 class TorchAttention:
-    """Attention for any device that torch has, which every other backend is tested against."""
+    """Attention on any device of torch; other backends are tested against it."""
 
     name = "torch"
     needs_zeroed_blocks = True
@@ -105,7 +104,10 @@ class TorchAttention:
         ]
 
     def _fixed(self, step: StepInputs, window: int | None, group: int) -> FixedPlan:
-        """Every row gathers its whole table, which costs what the longest sequence would."""
+        """Plans decode rows of unknown length: each gathers its whole block table.
+
+        Each costs as much as the longest possible sequence.
+        """
         blocks = step.tables(group).long()
         keys = torch.arange(blocks.shape[1] * step.groups[group].block_size, device=blocks.device)
         ends = step.seq_lens.long().unsqueeze(1)
@@ -142,8 +144,10 @@ class TorchAttention:
     def _attend_fixed(
         self, q: Tensor, cache: Tensor, plan: FixedPlan, sinks: Tensor | None
     ) -> Tensor:
-        """Decode rows by their whole tables. Hidden keys and values may be NaN, so they are
-        replaced and not only weighted with zero."""
+        """Attention of decode rows over their whole block tables.
+
+        Hidden keys and values may be NaN, so they are replaced and not only weighted with zero.
+        """
         shape, rows = self.shape, plan.blocks.shape[0]
         gathered = cache.index_select(1, plan.blocks.view(-1))
         gathered = gathered.view(2, rows, -1, shape.num_kv_heads, shape.head_dim)
@@ -164,13 +168,13 @@ class TorchAttention:
 
     @property
     def _is_plain(self) -> bool:
-        """Whether torch's own attention computes it."""
+        """Whether torch's scaled_dot_product_attention covers the shape."""
         return self.shape.softcap is None and not self.shape.sinks
 
     def _split(
         self, step: StepInputs, host: RowArrays, lengths: np.ndarray, block: int
     ) -> list[np.ndarray]:
-        """Row indices of each group, in ascending order."""
+        """Splits the rows into groups; row indices of each, in ascending order."""
         decodes, rows = step.num_decodes, len(host.starts)
         counts = np.diff(host.query_start_loc)
         groups = []
@@ -241,8 +245,10 @@ class TorchAttention:
         return out.transpose(1, 2).reshape(rows * queries, heads, shape.head_dim)
 
     def _gather(self, cache: Tensor, blocks: Tensor) -> Tensor:
-        """Blocks of ``cache`` in a buffer that all layers and steps share: fresh memory of
-        this size would be mapped and faulted in again for every layer."""
+        """Gathers blocks of ``cache`` into a buffer that all layers and steps share.
+
+        Fresh memory of this size would be mapped and faulted in again for every layer.
+        """
         shape = (2, len(blocks), *cache.shape[2:])
         size = math.prod(shape)
         if self._workspace is None or self._workspace.numel() < size:
@@ -259,13 +265,13 @@ def scored_attention(
     shape: AttentionShape,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention whose scores have a soft cap, or whose softmax has sinks, in float32.
+    """Attention with a soft cap on the scores or sinks in the softmax, in float32.
 
     Args:
         q: ``[rows, Hq, queries, D]``.
         k, v: ``[rows, Hk, keys, D]``.
         mask: added to the scores, ``[..., queries, keys]``.
-        sinks: ``[Hq]``, a logit that every query of the head has beside those of its keys.
+        sinks: ``[Hq]``, an extra logit in the softmax of every query of the head.
     """
     rows, heads, queries, size = q.shape
     grouped = q.reshape(rows, shape.num_kv_heads, shape.group_size * queries, size)
@@ -326,7 +332,10 @@ def _may_join(counts: np.ndarray, lengths: np.ndarray, pending: list[int], row: 
 def _token_index(
     first_tokens: np.ndarray, counts: np.ndarray, device: torch.device
 ) -> tuple[slice | Tensor, tuple[Tensor, Tensor] | None]:
-    """The group's tokens: a slice where they are adjacent and equally many per row."""
+    """``tokens`` and ``outputs`` of an AttentionGroup.
+
+    Tokens are a slice where they are adjacent and equally many per row.
+    """
     longest = int(counts.max())
     even = int(counts.min()) == longest
     if even and np.array_equal(first_tokens, first_tokens[0] + np.arange(len(counts)) * longest):
@@ -343,10 +352,10 @@ def _token_index(
 def _mask(
     offsets: np.ndarray, lengths: np.ndarray, num_queries: int, window: int | None
 ) -> np.ndarray:
-    """0 where a query sees a key, minus infinity elsewhere: ``[rows, num_queries, keys]``.
+    """Mask ``[rows, num_queries, keys]``: 0 where a query sees a key, else minus infinity.
 
     Args:
-        offsets: ``[rows]``, of each row's first query from its first key.
+        offsets: ``[rows]``, position of each row's first query, counted from its first key.
     """
     queries = offsets[:, None] + np.arange(num_queries)
     # Padding queries repeat the last one, so that no row of the softmax is empty.
@@ -369,7 +378,7 @@ class _Rows:
         self._lines, self._inputs = host.req_indices[rows], step.groups[group]
 
     def block_index(self, first_keys: np.ndarray, lengths: np.ndarray) -> Tensor:
-        """Blocks of each row from its first key on; the null block where a row has no more."""
+        """Blocks of each row from its first key on, padded with the null block."""
         block, table = self._inputs.block_size, self._inputs.host_table
         columns = np.arange(-(-int(lengths.max()) // block))
         used = columns < -(-lengths[:, None] // block)

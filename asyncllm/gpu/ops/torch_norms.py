@@ -1,4 +1,4 @@
-"""Root mean square norms in plain torch, and what stands in place of one."""
+"""Root mean square norms in plain torch, and their substitute in blocks without one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class TorchResidualAdd:
-    """In place of a norm where a block has none before it: the sum alone."""
+    """Replaces the norm of a block that has none: ``add`` only adds to the residual."""
 
     def __init__(self, multiplier: float, scale: float) -> None:
         self.multiplier, self.scale = multiplier, scale
@@ -46,7 +46,7 @@ class TorchRMSNorm:
 
 
 class TorchWideRMSNorm(TorchRMSNorm):
-    """Norm in float32, its float32 weight included, as in Gemma and OLMo 2."""
+    """Norm in float32, rounded after its float32 weight, as in Gemma and OLMo 2."""
 
     def __call__(self, x: Tensor) -> Tensor:
         wide = x.float()
@@ -58,6 +58,6 @@ class TorchWideRMSNorm(TorchRMSNorm):
 def torch_norm(
     weight: Tensor, eps: float, multiplier: float = 1.0, scale: float = 1.0
 ) -> TorchRMSNorm:
-    """The norm that rounds where its weight's dtype says so."""
+    """Makes the norm that fits its weight's dtype: float32 weights multiply before rounding."""
     kind = TorchWideRMSNorm if weight.dtype == torch.float32 else TorchRMSNorm
     return kind(weight, eps, multiplier, scale)

@@ -1,4 +1,4 @@
-"""TorchOps: the op set in plain torch, the base of the others and their reference.
+"""TorchOps: the op set in plain torch, base and reference of the others.
 
 Tiny models are bound by the number of ops, not by arithmetic, so each op here is written
 with as few torch calls as it takes.
@@ -55,7 +55,7 @@ class TorchLinear:
 
 
 class TorchEmbedding:
-    """A table of plain values ``[vocab_size, H]``."""
+    """An embedding with a table of plain values ``[vocab_size, H]``."""
 
     def __init__(self, values: Tensor) -> None:
         self.values = values
@@ -66,7 +66,7 @@ class TorchEmbedding:
 
 
 class TorchScaledEmbedding(TorchEmbedding):
-    """Rows times ``multiplier``."""
+    """An embedding whose rows are multiplied by ``multiplier``."""
 
     def __init__(self, values: Tensor, multiplier: float) -> None:
         super().__init__(values)
@@ -77,40 +77,45 @@ class TorchScaledEmbedding(TorchEmbedding):
 
 
 class TorchOps:
-    """Ops of the decoder in plain torch, on any device. A subclass replaces those that its
-    device has better ones for; attention comes from a backend of its own."""
+    """Ops of the decoder in plain torch, on any device.
+
+    A subclass replaces ops for which its device has better ones. Attention comes from an
+    attention backend.
+    """
 
     name = "torch"
     schemes: ClassVar[frozenset[QuantScheme]] = frozenset({"plain"})
-    """Of the weights that its linear layers take, in some form."""
+    """Schemes of which linear layers take weights, in some form."""
     conversions: Mapping[str, Conversion] = MappingProxyType({})
-    """By ``EngineConfig.quantization``, what makes such weights of plain ones."""
+    """Conversions of plain weights to those schemes, by ``EngineConfig.quantization``."""
     accepted_weights: ClassVar[str] = "'plain' only"
-    """The forms that ``takes`` accepts, for an error."""
+    """The forms that ``takes`` accepts, in words for an error."""
     packs_linear = False
-    """Whether linear layers copy all of their weights, so that these can be lent to it."""
+    """Whether linear layers copy all of their weights and keep no reference to the originals."""
     linear_bytes = 0
-    """Of the weights of all linear layers that were made, which a step reads."""
+    """Bytes of linear weights, of all layers made so far, that a step of one token reads."""
 
     def enter_thread(self) -> None:
-        """Called on each thread that is going to run steps."""
+        """Prepares the calling thread, which is going to run steps."""
 
     def recorder(self) -> Recorder | None:
-        """Recorder of a step as a program of the op set's own; None where it has none."""
+        """Makes a Recorder of steps; None for an op set without programs."""
         return None
 
     def linear(self, weights: LinearWeights) -> Linear:
-        """A linear layer that takes over ``weights``: unless they are shared, the caller drops
-        its references, so that a packed copy replaces them.
+        """Makes a linear layer that takes over ``weights``.
+
+        Unless they are shared, the caller drops its references, so that a packed copy replaces
+        them.
 
         Raises:
-            ModelLoadError: a scheme that the op set cannot compute with.
+            ModelLoadError: the op set cannot compute with this form of weights.
         """
         self._take(weights)
         return self.make_linear(weights)
 
     def _take(self, weights: LinearWeights) -> None:
-        """Counts weights of a form that it can compute with."""
+        """Checks the form of weights, and adds their bytes to ``linear_bytes``."""
         if not self.takes(weights.form):
             raise ModelLoadError(
                 f"weights of scheme {weights.scheme!r} with scale_block={weights.scale_block}: the "
@@ -119,44 +124,46 @@ class TorchOps:
         self.linear_bytes += weights.num_bytes
 
     def takes(self, form: WeightForm) -> bool:
-        """Whether ``linear`` computes with weights of that form."""
+        """Whether ``linear`` accepts weights of this form."""
         return form.scheme == "plain"
 
     def make_linear(self, weights: LinearWeights) -> Linear:
-        """The layer of weights that are of one of ``schemes``."""
+        """Makes the layer, of weights whose form ``takes`` accepts."""
         return TorchLinear(weights)
 
     def routing(self, config: RoutingConfig, weights: RouterWeights) -> Routing:
-        """The choice of each token's experts, from weights of scheme "plain"."""
+        """Makes the op that chooses each token's experts, from weights of scheme "plain"."""
         return TorchRouting(config, weights)
 
     def experts(self, weights: ExpertsWeights, config: ActivationConfig, top_k: int) -> Experts:
-        """The experts of a layer, which take over ``weights`` as linear layers do.
+        """Makes the experts of a layer, which take over ``weights`` as linear layers do.
 
         Args:
             top_k: experts of a token.
 
         Raises:
-            ModelLoadError: a scheme that the op set cannot compute with.
+            ModelLoadError: the op set cannot compute with this form of weights.
         """
         before = self.linear_bytes
         for layer in (weights.gate_up, weights.down):
             self._take(layer)
-        # A step of one token reads those of its experts.
+        # A step of one token reads the weights of its top_k experts only.
         self.linear_bytes = before + (self.linear_bytes - before) * top_k // weights.num_experts
         return self.make_experts(weights, config)
 
     def make_experts(self, weights: ExpertsWeights, config: ActivationConfig) -> Experts:
-        """The experts of weights that are of one of ``schemes``."""
+        """Makes the experts, of weights whose form ``takes`` accepts."""
         return GroupedExperts(weights, config, self.gelu_mul if config.gelu else self.silu_mul)
 
     def expert_tokens(self, num_experts: int, top_k: int) -> tuple[int, ...]:
-        """Numbers of tokens in a step from which on experts have kernels that smaller steps do
-        not, and that are compiled at their first launch."""
+        """Numbers of tokens in a step from which on experts use other kernels.
+
+        ``warm_up`` runs such steps, because kernels are compiled at their first launch.
+        """
         return ()
 
     def embedding(self, values: Tensor, multiplier: float = 1.0) -> Embedding:
-        """The rows of ``values [vocab_size, H]`` by token id, times ``multiplier``."""
+        """Makes an embedding from ``values [vocab_size, H]``, times ``multiplier``."""
         return (
             TorchEmbedding(values)
             if multiplier == 1.0
@@ -166,38 +173,39 @@ class TorchOps:
     def tied_embedding(
         self, weights: LinearWeights, dtype: torch.dtype, multiplier: float = 1.0
     ) -> tuple[Embedding, Linear]:
-        """The embedding and the output head that share ``weights``, held once.
+        """Makes an embedding and an output head that share ``weights``, held once.
 
         Args:
-            dtype: of the embedding.
-            multiplier: of the embedding alone.
+            dtype: dtype of the embedding.
+            multiplier: factor on the embedding only.
         """
         shared = replace(weights, shared=True)
         return self.embedding(weights.values, multiplier), self.linear(shared)
 
     def read(self, memory: Tensor) -> int:
-        """The sum of ``memory [n]`` int64 modulo 2**64, at the rate at which linear layers can read
-        their weights."""
+        """Sums ``memory [n]`` int64 modulo 2**64, as fast as linear layers can read weights."""
         return int(memory.sum())
 
     def rms_norm(
         self, weight: Tensor, eps: float, multiplier: float = 1.0, scale: float = 1.0
     ) -> RMSNorm:
-        """A norm whose weight is of the model's dtype, and multiplied in that; or in float32, and
-        then rounded once, behind it. Called with ``[T, parts, H]`` it norms each part.
+        """Makes a norm; called with ``[T, parts, H]`` it norms each part.
+
+        The result is rounded to the model's dtype before a weight of that dtype, but after a
+        float32 weight.
 
         Args:
-            multiplier: of ``x`` in ``add``.
-            scale: of the sum in ``add``, behind its rounding.
+            multiplier: factor on ``x`` in ``add``.
+            scale: factor on the rounded sum in ``add``.
         """
         return torch_norm(weight, eps, multiplier, scale)
 
     def residual_add(self, multiplier: float = 1.0, scale: float = 1.0) -> RMSNorm:
-        """In place of a norm where a block has none before it: in ``add`` the sum alone."""
+        """Makes the substitute of a norm for a block without one: ``add`` returns the sum."""
         return TorchResidualAdd(multiplier, scale)
 
     def rope(self, shape: AttentionShape, norm: Tensor | None, eps: float) -> Rope:
-        """See ``Rope``.
+        """Makes the op ``Rope``.
 
         Args:
             norm: ``[D]``, the weight of a norm by head.
@@ -212,22 +220,21 @@ class TorchOps:
         eps: float,
         v_norm: Tensor | None = None,
     ) -> RopeAndCache:
-        """See ``RopeAndCache``.
+        """Makes the op ``RopeAndCache``.
 
         Args:
             q_norm, k_norm: ``[D]``, weights of norms by head; or ``[Hq * D]`` and ``[Hk * D]``, of
-                norms over all heads. They round as those of ``rms_norm``.
+                norms over all heads. They round like ``rms_norm``.
             v_norm: ``[D]``, the weight of a norm by head.
         """
         return TorchRopeAndCache(shape, q_norm, k_norm, eps, v_norm)
 
     def rotary(self, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The rotation of a step's positions for ``rope_and_cache``, shared by all layers of one
-        RoPE table.
+        """Makes the argument ``rotary`` of RoPE, shared by all layers with this RoPE table.
 
         Args:
             table: ``[max_positions, D]``: cosines, then sines, of half a head each; or
-                ``[max_positions, 2, D]``, those of queries before those of keys.
+                ``[max_positions, 2, D]``, first for queries, then for keys.
             positions: ``[T]`` int64.
         """
         rows = table[positions]
@@ -235,36 +242,38 @@ class TorchOps:
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
     def state_rows(self, step: StepInputs) -> Any:
-        """A step's rows for ``causal_conv`` and ``gated_delta``, shared by all layers."""
+        """Makes a step's rows for ``causal_conv`` and ``gated_delta``, shared by all layers."""
         return StateRows.of(step)
 
     def causal_conv(self, weight: Tensor) -> CausalConv:
-        """A depthwise convolution of weight ``[C, W]``, that of the oldest input first."""
+        """Makes a depthwise convolution of weight ``[C, W]``, the oldest input's first."""
         return TorchCausalConv(weight)
 
     def gated_delta(self, shape: LinearAttentionConfig, biases: DeltaBiases) -> GatedDelta:
-        """The gated delta rule of a layer."""
+        """Makes the gated delta rule of a layer."""
         return TorchGatedDelta(shape, biases)
 
     def gated_norm(self, weight: Tensor, eps: float) -> GatedNorm:
-        """The norm behind it, whose weight ``[D]`` is that of a head."""
+        """Makes the gated norm after a gated delta rule; ``weight [D]`` is that of a head."""
         return TorchGatedNorm(torch_norm(weight, eps), len(weight))
 
     @staticmethod
     def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
-        """``x [T, N]`` times the sigmoid of ``gate [T, N]``, which is rounded before."""
+        """``x [T, N]`` times the rounded sigmoid of ``gate [T, N]``."""
         return gate.sigmoid().mul_(x)
 
     @staticmethod
     def silu_mul(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
-        """``[T, 2 * I] -> [T, I]``: SiLU of the first half times the second; or ``[T, I]`` of the
-        whole, times ``up [T, I]``."""
+        """``[T, 2 * I] -> [T, I]``: SiLU of the first half times the second.
+
+        With ``up [T, I]``, SiLU of the whole ``[T, I]`` times that.
+        """
         gate, up = gate_up.chunk(2, -1) if up is None else (gate_up, up)
         return F.silu(gate).mul_(up)
 
     @staticmethod
     def gelu_mul(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
-        """As ``silu_mul``, with GELU by tanh."""
+        """``silu_mul`` with GELU, by its tanh approximation, in place of SiLU."""
         gate, up = gate_up.chunk(2, -1) if up is None else (gate_up, up)
         return F.gelu(gate, approximate="tanh").mul_(up)
 
@@ -275,9 +284,11 @@ class TorchOps:
 
     @staticmethod
     def decode_inputs(step: StepInputs, group: GroupInputs) -> None:
-        """Derives the inputs of decode rows on the device: changes the group's table, and fills
-        ``token_ids``, ``seq_lens`` and the group's ``slot_mapping``. Without rows it changes the
-        table alone."""
+        """Derives the inputs of decode rows on the device.
+
+        It applies ``table_changes`` to the group's block table, and fills ``token_ids``,
+        ``seq_lens`` and the group's ``slot_mapping``. Without rows it changes the table only.
+        """
         assert group.table_changes is not None
         changed, new_blocks = group.table_changes
         group.block_table.view(-1)[changed] = new_blocks
@@ -311,12 +322,12 @@ class TorchOps:
         Args:
             logits: ``[S, vocab_size]``, not changed.
             sampling: the scalars of DRAW, ``[N + 1]`` each.
-            req_indices: ``[S]`` int64, each row's line in ``sampling``; -1 for a padded row.
-            positions: ``[S]`` int64, of the token before the one that is sampled.
-            last_sampled_tokens: ``[N + 1]`` int64; the token is written to the row's line, as 0
-                where it is -1.
-            out: ``[S]`` int64, written: -1 for a padded row, and for one that has NaN or
-                infinity; NO_TOKEN_LEFT for one whose logits are all minus infinity.
+            req_indices: ``[S]`` int64, request index of each row; -1 for a padded row.
+            positions: ``[S]`` int64, position of the token before the sampled one.
+            last_sampled_tokens: ``[N + 1]`` int64 by request index; gets the token, or 0 where
+                there is none.
+            out: ``[S]`` int64, written: -1 for a padded row, and for a row with NaN or infinity;
+                NO_TOKEN_LEFT for a row whose logits are all minus infinity.
         """
         padded = req_indices < 0
         lines = torch.where(padded, len(last_sampled_tokens) - 1, req_indices)

@@ -11,7 +11,7 @@ from asyncllm.gpu.ops.torch_norms import TorchRMSNorm, torch_norm
 
 
 class TorchRopeAndCache:
-    """Rotates in place in ``qkv``."""
+    """Norms and rotates q and k in place in ``qkv``, and writes k and v to the KV cache."""
 
     def __init__(
         self,
@@ -40,9 +40,12 @@ class TorchRopeAndCache:
     def __call__(
         self, qkv: Tensor, rotary: tuple[Tensor, Tensor], cache: Tensor, slot_mapping: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``RopeAndCache``; ``rotary`` is the cosine and the sine of each token's angles,
-        ``[T, 1, D]``, the sine negated in its first half; or ``[T, 2, D]``, those of queries before
-        those of keys."""
+        """See ``RopeAndCache``.
+
+        Args:
+            rotary: cosine and sine of each token's angles, ``[T, 1, D]``, the sine negated in its
+                first half; or ``[T, 2, D]``, first for queries, then for keys.
+        """
         shape, (cos, sin) = self.shape, rotary
         num_q, num_k = shape.num_heads, shape.num_kv_heads
         heads = qkv.view(qkv.shape[0], num_q + 2 * num_k, shape.head_dim)
@@ -68,7 +71,7 @@ class TorchRopeAndCache:
 
 
 class TorchRope:
-    """Queries alone."""
+    """Norms and rotates queries in place."""
 
     def __init__(self, shape: AttentionShape, norm: Tensor | None, eps: float) -> None:
         self.shape, self.norm = shape, None
@@ -84,10 +87,10 @@ class TorchRope:
 
 
 def rotate(source: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
-    """The halves of each head of ``source [T, heads, D]``, rotated (GPT-NeoX order).
+    """Rotates the halves of each head of ``source [T, heads, D]`` (GPT-NeoX order) into ``out``.
 
-    ``rotate_half(x) * sin`` is a roll by half a head times a sine whose first half is
-    negated, so that all heads are rotated in three ops.
+    ``rotate_half(x) * sin`` is a roll by half a head, times a sine whose first half is negated:
+    three ops rotate all heads.
     """
     rolled = source.roll(source.shape[-1] // 2, -1)
     torch.mul(source, cos, out=out)

@@ -1,4 +1,4 @@
-"""BatchedProcessors: the engine's LogitsProcessors, and the requests that they have claimed."""
+"""BatchedProcessors: the engine's LogitsProcessors and the requests that they process."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from asyncllm.validation import explain
 
 
 class BatchedProcessors:
-    """The engine's processors. Each is told about its own requests alone, in the order in which
-    steps are sampled: a request may give up its index before the last step that it is in is.
+    """The engine's LogitsProcessors.
+
+    Each is told about its own requests only, in the order in which steps are sampled. Changes are
+    numbered for that: a request may leave its index before its last step is sampled.
 
     Attributes:
         num_changes: requests that entered or left so far.
@@ -33,7 +35,7 @@ class BatchedProcessors:
 
     def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
         self.num_changes = 0
-        self._members = [_Members(processor) for processor in processors]
+        self._members = [_ProcessorRequests(processor) for processor in processors]
 
     def enter(self, assignment: RequestAssignment) -> Claim:
         prompt = assignment.num_prompt_tokens
@@ -57,14 +59,14 @@ class BatchedProcessors:
         num_changes: int,
         errors: dict[int, Exception],
     ) -> None:
-        """Writes what the processors make of the rows they have claimed.
+        """Applies the processors in place to the rows of their requests.
 
         Args:
-            processed: ``[S, vocab_size]``.
-            claims: by row, their outputs up to date.
-            num_changes: those that come before this step.
-            errors: by row; rows of a processor that fails are added, and those that are in it are
-                left alone.
+            processed: logits ``[S, vocab_size]``.
+            claims: by row, with outputs up to date.
+            num_changes: number of changes before this step.
+            errors: by row. Rows that have one are skipped; rows of a processor that fails are
+                added.
         """
         for number, members in enumerate(self._members):
             rows = [row for row, claim in claims.items() if number in claim.processors]
@@ -84,12 +86,12 @@ class BatchedProcessors:
                 errors |= dict.fromkeys(rows, error)
 
 
-class _Members:
-    """A processor, and the requests that it has been told about.
+class _ProcessorRequests:
+    """A processor and the requests that it knows.
 
     Attributes:
-        changes: that it has not been told about: number, request index, and the claim that
-            enters, or None for one that leaves.
+        changes: changes that it has not been told: number, request index, and the claim that
+            enters, or None if a request leaves.
     """
 
     def __init__(self, processor: LogitsProcessor) -> None:
@@ -99,12 +101,12 @@ class _Members:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Raises what the processor raises as an Exception that names it."""
+        """Turns whatever the processor raises into a RuntimeError that names it."""
         try:
             yield
         except BaseException as error:
-            # An exit or an interrupt is the processor's own, and ends no thread: no signal is
-            # delivered on this one.
+            # SystemExit and KeyboardInterrupt come from the processor too: no signal is
+            # delivered on this thread.
             name = type(self.processor).__name__
             raise RuntimeError(f"logits processor {name} failed: {explain(error)}") from error
 
@@ -120,9 +122,11 @@ class _Members:
             return value.to(logits)
 
     def update(self, num_changes: int) -> None:
-        """Tells it about the first ``num_changes``. One that raises has lost all of its requests,
-        since its state is unknown: it hears no more of them, not even that they
-        left, and goes on with those that enter later."""
+        """Tells the processor about changes up to number ``num_changes``.
+
+        If it raises, its state is unknown and all its requests fail: it hears no more of them, not
+        even that they left, and goes on with requests that enter later.
+        """
         after: dict[int, Claim | None] = {}
         while self.changes and self.changes[0][0] <= num_changes:
             _, req_index, claim = self.changes.popleft()
@@ -152,10 +156,10 @@ def _prompt(assignment: RequestAssignment) -> list[int]:
 
 
 def make_processors(config: EngineConfig, device: torch.device) -> tuple[LogitsProcessor, ...]:
-    """The processors of the configuration, then those of other distributions.
+    """Makes the processors of the configuration, then those of installed distributions.
 
     Raises:
-        EngineError: one cannot be loaded or made, or is no LogitsProcessor.
+        EngineError: a processor cannot be loaded or made, or is no LogitsProcessor.
     """
     found: list[tuple[str, Callable[[], Any]]] = []
     for one in config.logits_processors:

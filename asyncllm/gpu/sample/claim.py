@@ -1,4 +1,4 @@
-"""Claim: a request that the engine's logits processors have a part in."""
+"""Claim: a request that engine-wide logits processors process."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class Claim:
     """A request that processors have claimed, while it has its request index.
 
     Attributes:
-        processors: their numbers.
-        assignment: what it entered with.
-        output: tokens so far, which the processors see grow.
-        error: of a processor that has lost track of it.
+        processors: indices of the processors.
+        assignment: the request's assignment.
+        output: output tokens so far; the processors hold the same list and see it grow.
+        error: error of a processor that failed and no longer knows the request's state.
     """
 
     processors: tuple[int, ...]

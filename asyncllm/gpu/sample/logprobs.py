@@ -1,4 +1,4 @@
-"""Log-probabilities as outputs, of sampled tokens and of the most likely ones."""
+"""Log-probabilities of sampled and of most likely tokens, as outputs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from torch import Tensor
 from asyncllm.outputs import Logprob, TokenLogprobs
 
 MAX_FUSED = 64
-"""Log-probabilities per token that a step keeps room for; a request for more needs the host."""
+"""Most log-probabilities per token that a step's buffers hold; more are computed by the host."""
 
 
 DEFAULT_FUSED = 20
-"""Without a limit in the configuration."""
+"""Log-probabilities per token in a step's buffers, if the configuration sets no limit."""
 
 
 def token_logprobs(
     values: np.ndarray, ids: np.ndarray, tokens: np.ndarray, counts: np.ndarray
 ) -> list[TokenLogprobs]:
-    """The rows of a TopLogprobs, with ``counts`` of the likeliest tokens each."""
+    """Makes TokenLogprobs of the rows of a TopLogprobs.
+
+    Args:
+        counts: number of likeliest tokens of each row.
+    """
     found = []
     rows = zip(values.tolist(), ids.tolist(), tokens.tolist(), counts.tolist(), strict=True)
     for row, row_ids, token, count in rows:
@@ -33,7 +37,7 @@ def token_logprobs(
 
 
 def logprobs_of_row(logits: Tensor, token: int, count: int) -> TokenLogprobs:
-    """Any number of log-probabilities, of logits ``[vocab_size]``."""
+    """Makes TokenLogprobs with any number of likeliest tokens, from logits ``[vocab_size]``."""
     order = logits.float().log_softmax(-1).sort(descending=True, stable=True)
     values, ids = order.values.tolist(), order.indices.tolist()
     sampled = values[ids.index(token)]

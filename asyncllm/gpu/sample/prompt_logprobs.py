@@ -1,4 +1,4 @@
-"""Log-probabilities of the prompt's own tokens, from hidden states at all their positions."""
+"""Log-probabilities of prompt tokens, computed from hidden states."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from asyncllm.gpu.sample.sample_output import NOT_FINITE
 from asyncllm.outputs import TokenLogprobs
 
 SLICE_ELEMENTS = 1 << 24
-"""Logits that are there at a time, 64 MiB in float32: those of a chunk of 8192 tokens would be
+"""Most logits in memory at a time, 64 MiB in float32: those of a chunk of 8192 tokens would be
 5 GB with a vocabulary of 152k."""
 
 
 def prompt_tokens(batch: StepBatch, inputs: InputBatch) -> dict[int, np.ndarray]:
-    """By row, the tokens behind the positions of its span, copied."""
+    """Copies, by row, the token after each position of the row's span."""
     return {
         row: inputs.token_ids[batch.req_indices[row], span.first + 1 : span.end + 1].copy()
         for row, span in batch.prompt_logprobs.items()
@@ -36,12 +36,11 @@ def gather_prompt_logprobs(
     hidden: Tensor,
     decoder: LanguageModel,
 ) -> tuple[dict[int, list[TokenLogprobs]], dict[int, Exception]]:
-    """By row, the log-probabilities that ``spans`` ask for, and the errors of those that have
-    none.
+    """Computes the log-probabilities of ``spans``, and the errors of failed ones, by row.
 
     Args:
         tokens: see ``prompt_tokens``.
-        hidden: ``[E, H]`` at the positions of the spans, in their order.
+        hidden: hidden states ``[E, H]`` at the positions of the spans, in their order.
     """
     found: dict[int, list[TokenLogprobs]] = {}
     errors: dict[int, Exception] = {}
@@ -60,7 +59,7 @@ def gather_prompt_logprobs(
 def _span_logprobs(
     hidden: Tensor, tokens: np.ndarray, num_top: int, decoder: LanguageModel
 ) -> list[TokenLogprobs] | None:
-    """Those of one row, in slices; None if its logits are not finite numbers."""
+    """Log-probabilities of one row, in slices; None if its logits are not finite numbers."""
     size = max(1, SLICE_ELEMENTS // decoder.model.vocab_size)
     found: list[TokenLogprobs] = []
     for begin in range(0, len(tokens), size):

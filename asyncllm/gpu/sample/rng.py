@@ -7,8 +7,10 @@ _MASK = 2**64 - 1
 
 
 def mix_seed(seed: int) -> int:
-    """A seed of up to 64 bits, mixed so that neighbouring seeds share no sequence: the finaliser
-    of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    """Mixes a seed of up to 64 bits, so that neighbouring seeds share no sequence.
+
+    This is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
+    """
     z = (seed + _GOLDEN) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -17,10 +17,11 @@ NONE_LEFT = (
 
 @dataclass(slots=True)
 class SampleOutput:
-    """Sampled tokens by place among the rows that are sampled.
+    """Sampled tokens, by place among the sampled rows.
 
     Attributes:
         token_ids: ``[S]`` int64, -1 where the row is in ``errors``.
+        logprobs, errors: by place.
         prompt_logprobs: by row of the step.
     """
 
@@ -29,8 +30,8 @@ class SampleOutput:
     errors: dict[int, Exception] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
-    def take_in(self, places: np.ndarray, other: SampleOutput) -> None:
-        """Fills in the rows at ``places``, which ``other`` has."""
+    def merge(self, places: np.ndarray, other: SampleOutput) -> None:
+        """Takes over the rows of ``other``, which belong at ``places``."""
         self.token_ids[places] = other.token_ids
         self.logprobs |= {int(places[row]): found for row, found in other.logprobs.items()}
         self.errors |= {int(places[row]): error for row, error in other.errors.items()}

@@ -17,15 +17,15 @@ from asyncllm.logits_processor import LogitsProcessor
 
 
 class Sampler:
-    """The sampling parameters of all request indices, and the draw by them.
+    """The sampling parameters of all request indices, and the draw with them.
 
     Args:
-        num_logprobs: per token, that a step keeps room for.
-        processors: of the engine.
+        num_logprobs: log-probabilities per token that a step's buffers hold.
+        processors: the engine's processors.
 
     Attributes:
         ops: the op set, which processes logits and draws tokens.
-        failures: by request index, the error for which it cannot be sampled.
+        failures: by request index, the error because of which it cannot be sampled.
     """
 
     def __init__(
@@ -45,11 +45,12 @@ class Sampler:
     def assign(self, assignment: RequestAssignment) -> LineUpdate | None:
         """Takes over a request's parameters. Its tokens are in the input batch already.
 
-        An error is the request's own: its index is left neutral, because steps may compute it
-        until the core has been told, and the error goes to ``failures``.
+        An error fails this request alone and goes to ``failures``. The index gets neutral
+        parameters, because steps may compute it until the core knows of the error.
 
         Returns:
-            Its lines of the LogitsTables, to be written ahead of the next step, if it needs any.
+            The request's rows of the LogitsTables, to be written before the next step; None if it
+            needs none.
         """
         req_index = assignment.req_index
         self.release(req_index)
@@ -81,15 +82,16 @@ class Sampler:
         tokens: Tensor,
         top: TopLogprobs | None = None,
     ) -> None:
-        """Draws a token for each row, by its request index and position. A step may call it for
-        some of its rows at a time; a request is in each call at most once.
+        """Draws a token for each row, by its request index and position.
+
+        A step may call it for some of its rows at a time; a request is in each call at most once.
 
         Args:
             logits: ``[S, vocab_size]``, not changed.
-            scalars: of DRAW, by request index.
-            stages: that any of the rows needs.
+            scalars: the scalars of DRAW, by request index.
+            stages: stages that any of the rows needs.
             tokens: ``[S]`` int64, written: see ``TorchOps.sample``.
-            top: written with LOGPROBS; those of the logits as the model gave them.
+            top: log-probabilities of the model's unprocessed logits; written with LOGPROBS.
         """
         processed = logits
         if stages & LOGITS_STAGES:

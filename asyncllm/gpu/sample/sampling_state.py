@@ -29,13 +29,13 @@ NO_ROWS = np.empty(0, dtype=np.int64)
 
 @dataclass(slots=True)
 class LineUpdate:
-    """A request index's lines of LogitsTables.
+    """New contents of a request index's rows of LogitsTables; None for tables without one.
 
     Attributes:
         allowed: ``[W]`` int32.
         bias: ids and values.
         stop_ids: int32.
-        counts: of the output so far, token ids and how often each occurs.
+        counts: token ids of the output so far, and how often each occurs.
         in_prompt: ``[W]`` int32.
     """
 
@@ -48,7 +48,7 @@ class LineUpdate:
     in_prompt: np.ndarray | None = None
 
     def write(self, tables: LogitsTables) -> None:
-        """Queues the changes."""
+        """Queues the writes to the tables."""
         tables.make(self.stages)
         line, device = self.req_index, tables.device
         if self.allowed is not None:
@@ -69,18 +69,20 @@ class LineUpdate:
 
 
 class SamplingState:
-    """Sampling parameters by request index, set when a request enters, in the dtypes that steps
-    compute with: a value that does not fit raises then, for its request, and not in a step.
+    """Sampling parameters by request index, set when a request enters.
+
+    They have the dtypes that steps compute with, so that a value that does not fit raises when its
+    request enters, and not in a step.
 
     Attributes:
-        sections: of SCALARS, ``[N + 1]`` each, the line for padding included.
+        sections: the scalars of SCALARS, ``[N + 1]`` each, with an element for padding.
         logprobs: ``[N + 1]`` int64, -1 for none; at most ``num_logprobs``.
         stages: ``[N + 1]`` int64, the bits of Stages that an index needs.
-        needs_logits: ``[N + 1]`` bool, False for an index that takes its largest logit and needs
-            nothing else of them.
-        host: by request index, for those that have any.
+        needs_logits: ``[N + 1]`` bool, False for an index that needs only the token of its largest
+            logit.
+        host: rules for the host, by request index, where there are any.
         host_logprobs: by request index, numbers of log-probabilities above ``num_logprobs``.
-        version: changes of the parameters so far, so that a copy knows whether it is current.
+        version: number of changes so far, by which a copy knows whether it is current.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, num_logprobs: int) -> None:
@@ -98,11 +100,12 @@ class SamplingState:
         self.version = 0
 
     def assign(self, assignment: RequestAssignment) -> LineUpdate | None:
-        """Sets the parameters of a request. Raises for a value that no array holds; the index has
-        to be released then.
+        """Sets the parameters of a request.
+
+        It raises for a value that does not fit its array; the index has to be released then.
 
         Returns:
-            Its lines of the tables, if it needs any.
+            The request's rows of LogitsTables; None if it needs none.
         """
         req_index = assignment.req_index
         self.version += 1
@@ -112,7 +115,7 @@ class SamplingState:
             for name, scalar in SCALARS.items():
                 if scalar.parameter:
                     scalars[name][req_index] = getattr(params, scalar.parameter)
-        # No vocabulary is as large as the largest of these.
+        # No vocabulary is larger than _MAX_TOP_K.
         scalars["top_k"][req_index] = min(params.top_k, _MAX_TOP_K)
         scalars["states"][req_index] = np.uint64(mix_seed(params.seed)).view(np.int64)
         update = LineUpdate(req_index, Stages.NONE)
@@ -180,7 +183,7 @@ class SamplingState:
         return words & ~self._packed(self._ids(single))
 
     def _ids(self, token_ids: Any, most: int = MAX_ITEMS) -> np.ndarray:
-        """As int32; raises IndexError for what is no token, and for more than ``most``."""
+        """Token ids as int32; IndexError for an id outside the vocabulary, or more than ``most``."""
         ids = np.array(token_ids, np.int64)
         if len(ids) > most:
             raise IndexError(f"{len(ids)} token ids, expected at most {most}")
@@ -189,13 +192,13 @@ class SamplingState:
         return ids.astype(np.int32)
 
     def _packed(self, token_ids: Any) -> np.ndarray:
-        """``[W]`` int32, a bit per token."""
+        """Packs token ids into ``[W]`` int32, a bit per token."""
         bits = np.zeros(num_words(self.vocab_size) * 32, dtype=np.uint8)
         bits[np.asarray(token_ids, dtype=np.int64)] = 1
         return np.packbits(bits, bitorder="little").view("<i4")
 
     def release(self, req_index: int) -> None:
-        """Sets neutral values, with which a row needs no stage but the draw."""
+        """Sets neutral values, with which a row needs the draw only."""
         for name, scalar in SCALARS.items():
             self._scalars[name][req_index] = scalar.neutral
         self.logprobs[req_index] = -1
@@ -205,13 +208,16 @@ class SamplingState:
         self.host_logprobs.pop(req_index, None)
 
     def rules_of(self, req_index: int) -> HostRules:
-        """The rules of an index for the host, which it has from now on."""
+        """The host's rules of a request index; made empty if it has none."""
         self.needs_logits[req_index] = True
         return self.host.setdefault(req_index, HostRules())
 
     def needing_host(self, req_indices: np.ndarray) -> np.ndarray:
-        """Places of those of ``req_indices`` that have bad words of several tokens, logits
-        processors, or more log-probabilities than a step keeps room for."""
+        """Places in ``req_indices`` whose sampling needs the host.
+
+        These have bad words of several tokens, logits processors, or more log-probabilities than a
+        step's buffers hold.
+        """
         known = self.host.keys() | self.host_logprobs.keys()
         if not known:
             return NO_ROWS

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Step:
-    """The step that runs, as the layers of one model see it; empty between steps.
+    """The running step's inputs for the layers of a model; empty between steps.
 
     Attributes:
         slot_mappings: per KV group ``[T]`` int64.
-        plans: per attention kind.
+        plans: attention plan per attention kind.
         kv: the cache of each layer that has one.
         states: tensors of the StateCache.
-        rows: as recurrent modules compute them; None where there are none.
+        rows: the step's rows for recurrent modules; None without any.
     """
 
     slot_mappings: Sequence[Tensor] = ()
@@ -43,7 +43,7 @@ class Step:
 
 
 def attention_kinds(probe: Probe, windows: Sequence[int | None]) -> list[AttentionKind]:
-    """The kind of each call, without its KV group."""
+    """The attention kind of each probed call, without its KV group."""
     kinds = []
     for call, window in zip(probe.calls, windows, strict=True):
         assert call.scale is not None
@@ -54,8 +54,7 @@ def attention_kinds(probe: Probe, windows: Sequence[int | None]) -> list[Attenti
 
 
 def kv_indices(probe: Probe) -> list[int]:
-    """Of each call, the index of its cache: a layer that attends to another's keys has none of
-    its own."""
+    """Index of each call's KV cache; a layer that attends to another's keys shares its cache."""
     indices: list[int] = []
     for call in probe.calls:
         indices.append(
@@ -68,8 +67,10 @@ class PagedAttention:
     """Handler of a module's calls of attention.
 
     Args:
-        kv_index: of its cache.
-        writes: it has keys of its own, and not another layer's.
+        kv_index: index of its KV cache.
+
+    Attributes:
+        writes: it writes its own keys, and does not share another layer's.
     """
 
     def __init__(
@@ -117,8 +118,7 @@ class PagedAttention:
 
 
 def write_pair(cache: Tensor, slot_mapping: Tensor, pair: Tensor) -> None:
-    """Writes ``pair [2, T, Hk, D]``, keys and values, to its slots in ``cache``, in the
-    order in which that lies in memory."""
+    """Writes ``pair [2, T, Hk, D]``, keys and values, to its slots in ``cache`` of any layout."""
     if cache.is_contiguous():
         cache.view(2, -1, *cache.shape[3:]).index_copy_(1, slot_mapping, pair)
         return

@@ -31,7 +31,7 @@ from asyncllm.gpu.transformers_model.attention import (
     kv_indices,
 )
 from asyncllm.gpu.transformers_model.config import TransformersConfig
-from asyncllm.gpu.transformers_model.decoder import Residence, TransformersDecoder
+from asyncllm.gpu.transformers_model.decoder import DtypeAndDevice, TransformersDecoder
 from asyncllm.gpu.transformers_model.interface import NAME, set_handler
 from asyncllm.gpu.transformers_model.linear import OpEmbedding, OpExperts, OpLinear, look_up_in
 from asyncllm.gpu.transformers_model.probe import Probe, linear_kinds, probe
@@ -45,9 +45,9 @@ class Plan:
     """Requirements of a model's layers, before its weights are loaded.
 
     Attributes:
-        kinds: of each call of attention, in the order of the calls.
+        kinds: kind of each call of attention, in the order of the calls.
         groups: KV groups of the layers that have a cache.
-        states: of all recurrent modules, in the order of their calls.
+        states: states of all recurrent modules, in the order of their calls.
     """
 
     probe: Probe
@@ -57,7 +57,7 @@ class Plan:
 
     @classmethod
     def of(cls, model: TransformersConfig) -> Plan:
-        """Raises ModelLoadError for a model that would not be computed rightly."""
+        """Probes a model; ModelLoadError if it would not be computed correctly."""
         check_modules(model)
         found = probe(model)
         kinds, indices = attention_kinds(found, check_calls(model, found)), kv_indices(found)
@@ -70,8 +70,10 @@ class Plan:
     def kv_groups(
         self, attention: Mapping[AttentionKind, Attention], block_size: int
     ) -> list[KVGroup]:
-        """The KV groups of the layers that have a cache. A model without attention has blocks of
-        one number, which count its tokens."""
+        """Makes the KV groups of the layers that have a cache.
+
+        A model without attention gets blocks of one element, which only count its tokens.
+        """
         if not self.kinds:
             return [KVGroup(KVCacheSpec((0,), block_size), BlockLayout((1,)))]
         calls = zip(self.kinds, self.probe.calls, strict=True)
@@ -80,7 +82,7 @@ class Plan:
 
 
 def _caches(kinds: Sequence[AttentionKind], indices: Sequence[int]) -> list[LayerCache]:
-    """Of each cache, which keeps what the widest window of the layers that attend to it shows."""
+    """The properties of each KV cache, with the widest window of the layers that share it."""
     caches: dict[int, LayerCache] = {}
     for kind, index in zip(kinds, indices, strict=True):
         cache = LayerCache.of(kind)
@@ -91,8 +93,11 @@ def _caches(kinds: Sequence[AttentionKind], indices: Sequence[int]) -> list[Laye
 
 
 def experts_name(device: torch.device) -> str:
-    """The implementation of experts: the op set's on a CPU; transformers' grouped product, which
-    reads nothing on the host, elsewhere."""
+    """Name of the implementation of experts.
+
+    On a CPU it is the op set's, elsewhere transformers' grouped product, which reads nothing on the
+    host.
+    """
     return NAME if device.type == "cpu" else "grouped_mm"
 
 
@@ -106,12 +111,12 @@ def build_transformers_decoder(
     dtype: torch.dtype,
     convert: Conversion | None = None,
 ) -> TransformersDecoder:
-    """Puts the engine's parts in the place of transformers'.
+    """Replaces parts of transformers' modules by the engine's.
 
     Args:
-        modules: the model with its weights, whose linear layers are given up one by one, so that
-            no more than one of them is held twice.
-        convert: what becomes of the weights of every linear layer: a quantisation.
+        modules: the model with its weights. Its linear layers are replaced one by one, so that
+            only one of them is held twice at a time.
+        convert: quantisation of the weights of every linear layer.
     """
     step, found = Step(), plan.probe
     indices = kv_indices(found)
@@ -144,14 +149,14 @@ def build_transformers_decoder(
             set_handler(module, OpExperts(module, make, owner.take))
     owner.take_all(modules)
     owner.finish()
-    residence = Residence(dtype, owner.device)
+    embedding = DtypeAndDevice(dtype, owner.device)
     return TransformersDecoder(
-        model, ops, attention, modules, found.base, step, residence, plan.states
+        model, ops, attention, modules, found.base, step, embedding, plan.states
     )
 
 
 def _take(linear: Any, make: Callable[[LinearWeights], Linear], owner: Owner) -> Linear:
-    """The op of a layer's weights, which it gives up."""
+    """Makes the op of a linear layer, and drops the layer's own weights."""
     bias = None if linear.bias is None else owner.take(linear.bias.detach())
     values = owner.take(linear.weight.detach())
     if type(linear) is not nn.Linear:
@@ -161,7 +166,7 @@ def _take(linear: Any, make: Callable[[LinearWeights], Linear], owner: Owner) ->
 
 
 def _sizes(linear: Any) -> tuple[int, int]:
-    """Inputs and outputs, of the layer or of its weight ``[in, out]``."""
+    """Numbers of inputs and outputs of a linear layer."""
     if type(linear) is nn.Linear:
         return linear.in_features, linear.out_features
     return linear.nx, linear.nf
@@ -170,7 +175,7 @@ def _sizes(linear: Any) -> tuple[int, int]:
 def _share_head(
     modules: Any, found: Probe, ops: TorchOps, owner: Owner, convert: Conversion | None
 ) -> None:
-    """An output head that is tied to the embedding shares its table, as far as the op set can."""
+    """Lets a tied output head share the embedding's table, as far as the op set can."""
     head, embedding = modules.get_output_embeddings(), modules.get_input_embeddings()
     names = {module: name for name, module in modules.named_modules()}
     if type(head) is not nn.Linear or names[head] not in found.linears or not tied_head(modules):
@@ -187,7 +192,7 @@ def _share_head(
         else:
             _replace(modules, names[embedding], OpEmbedding(table))
     else:
-        # Its embedding computes more than a look-up, and keeps the table.
+        # This embedding computes more than a look-up, and keeps its table.
         linear = ops.linear(weights)
     _replace(modules, names[head], OpLinear(linear, *_sizes(head)))
 

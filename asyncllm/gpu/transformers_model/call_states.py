@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 StateKey = tuple[Literal["conv", "recurrent"], int]
-"""Which of a module's states: its kind, and transformers' ``state_idx``."""
+"""Key of a module's state: its kind, and transformers' ``state_idx``."""
 
 
 class CallStates:
-    """The cache argument of one call of a module: transformers' interface of linear attention, on
-    the states of the call's rows, which are changed in place.
+    """The cache argument of one call, with transformers' interface of linear attention.
+
+    It changes the states of the call's rows in place.
 
     Attributes:
-        held: states ``[B, *shape]``.
+        held: states ``[B, *shape]`` of the call's rows.
     """
 
     def __init__(self, held: Mapping[StateKey, Tensor]) -> None:
@@ -36,7 +37,7 @@ class CallStates:
         state_idx: int = 0,
         conv_kernel_size: int | None = None,
     ) -> Tensor:
-        """The inputs with those before them ``[B, C, kernel + n]``; the last of them are kept."""
+        """Returns the kept inputs and the new ones, ``[B, C, kernel + n]``; keeps the last."""
         held = self.held["conv", state_idx]
         whole = torch.cat((held, conv_states), dim=-1)
         held.copy_(whole[..., -held.shape[-1] :])

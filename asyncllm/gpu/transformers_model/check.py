@@ -1,5 +1,4 @@
-"""Reference: a model's own plain forward pass, which an architecture that the tests do not run is
-compared with when it is loaded."""
+"""Reference: a check of untested architectures against their own plain forward pass, at load."""
 
 from __future__ import annotations
 
@@ -26,19 +25,19 @@ from asyncllm.sampling_params import SamplingParams
 logger = get_logger(__name__)
 
 LENGTHS = (48, 31)
-"""Tokens of two sequences, which are computed in one another's company."""
+"""Tokens of two sequences, which are computed in one batch."""
 
 STEPS = ((17, 9), (28, 19), (1, 1), (1, 1), (1, 1))
-"""Tokens of each in each step: two odd chunks, and three decodes."""
+"""Tokens of each sequence by step: two odd chunks, and three decodes."""
 
 TOLERANCE = 4.0
-"""Times the noise by which results may differ."""
+"""Multiple of the noise by which results may differ."""
 
 ROUNDINGS = 16
-"""Of the largest logit in float32, which are noise at least."""
+"""Lower bound of the noise, in float32 roundings of the largest logit."""
 
 MOST_NOISE = 1.0
-"""Beyond this a comparison shows nothing."""
+"""Noise beyond which a comparison is meaningless."""
 
 SEED = 0
 
@@ -50,8 +49,8 @@ class Reference:
     Attributes:
         sequences: token ids ``[n]`` int64 of each.
         expected: ``[n, vocab_size]`` float32 of each, with transformers' eager attention.
-        noise: the largest difference to them of half a sequence, of its other attention, and of
-            rounding a logit a few times in float32.
+        noise: the largest difference to ``expected`` of three variations: half a sequence,
+            transformers' SDPA, and rounding a logit ROUNDINGS times in float32.
     """
 
     sequences: list[Tensor]
@@ -62,7 +61,7 @@ class Reference:
     def of(
         cls, modules: Any, model: TransformersConfig, dtype: torch.dtype, device: torch.device
     ) -> Reference:
-        """Runs the modules before anything of theirs is replaced."""
+        """Runs the modules, before any part of them is replaced."""
         if model.max_position_embeddings < max(LENGTHS):
             raise ModelLoadError(
                 f"{model.path}: max_position_embeddings is {model.max_position_embeddings}, "
@@ -109,13 +108,13 @@ class Reference:
             try:
                 other = _logits(modules, tokens, device).log_softmax(-1)
             except ValueError:
-                # It has no soft caps.
+                # SDPA has no soft caps.
                 return 0.0
             noise = max(noise, float((other - each).abs().max()))
         return noise
 
     def check(self, decoder: TransformersDecoder, groups: Sequence[KVGroup]) -> None:
-        """Compares the engine's own steps.
+        """Compares the engine's steps with the reference.
 
         Raises:
             ModelLoadError: they differ by more than ``TOLERANCE`` times the noise.
@@ -137,7 +136,7 @@ class Reference:
 
     @torch.inference_mode()
     def difference(self, decoder: TransformersDecoder, groups: Sequence[KVGroup]) -> float:
-        """The largest difference of a log-probability; NaN where one is."""
+        """The largest difference of a log-probability; NaN if any is NaN."""
         device, specs = decoder.embedding.device, [group.spec for group in groups]
         free = count(1)
         blocks = [
@@ -194,5 +193,5 @@ class Reference:
 
 @torch.inference_mode()
 def _logits(modules: Any, tokens: Tensor, device: torch.device) -> Tensor:
-    """``[n, vocab_size]`` float32, on the host."""
+    """Logits of a sequence, ``[n, vocab_size]`` float32, on the host."""
     return modules(input_ids=tokens[None].to(device), use_cache=False).logits[0].float().cpu()

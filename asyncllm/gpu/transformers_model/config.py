@@ -29,29 +29,29 @@ if TYPE_CHECKING:
     from torch import nn
 
 UNLIMITED_CONTEXT = 131_072
-"""Tokens of a sequence in a model without attention and positions, which has no limit of its own: a
-number for what is allocated by the longest sequence."""
+"""Context in tokens of a model without attention and positions, which has no limit of its own;
+buffers are allocated for it."""
 
 _COUNTS = (
     "num_hidden_layers n_layer n_layers num_layers decoder_layers num_experts num_local_experts "
     "n_routed_experts"
 ).split()
-"""Fields whose value transformers makes as many modules, or entries of a list, of."""
+"""Fields that count modules or list entries, which transformers makes in a loop."""
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
 class TransformersConfig:
-    """A decoder in the words of transformers, the text part of a multimodal checkpoint included.
+    """A decoder described by transformers' configuration; also a multimodal checkpoint's text part.
 
     Attributes:
         path: local directory of the files.
-        architecture: of the class that computes it, e.g. "Gemma3ForCausalLM".
+        architecture: name of the model's class, e.g. "Gemma3ForCausalLM".
         vocab_size: logits of a token.
         max_position_embeddings: the model's context in tokens.
-        dtype: the checkpoint's own: "float32", "bfloat16" or "float16"; "float32" where the
-            files do not say.
+        dtype: the checkpoint's dtype: "float32", "bfloat16" or "float16"; "float32" if the files
+            name none.
         eos_token_ids: ids that end an output, those of ``generation_config`` first.
         quantization, generation_defaults: as in ModelConfig.
         config: transformers' configuration of the text model.
@@ -85,13 +85,13 @@ class TransformersConfig:
         """Reads a checkpoint's configuration and builds its skeleton.
 
         Args:
-            trust_remote_code: run Python code that the checkpoint brings.
+            trust_remote_code: run Python code of the checkpoint.
             overrides: ``EngineConfig.hf_overrides``.
             has_defaults: read ``generation_defaults``; False leaves them empty.
 
         Raises:
-            ModelLoadError: files that are missing or damaged, a model that transformers does not
-                know or that generates no text, and a quantisation that is not read.
+            ModelLoadError: files are missing or damaged, transformers does not know the model,
+                it generates no text, or its quantisation is not supported.
         """
         directory = Path(path)
         file = ConfigFile.read(directory / "config.json").overridden(overrides)
@@ -113,10 +113,10 @@ class TransformersConfig:
     ) -> TransformersConfig:
         generation = read_generation_config(directory, has_defaults)
         config = copy.deepcopy(whole.get_text_config(decoder=True))
-        # The whole model ties its head by its own field, which a part may contradict.
+        # A part's field may contradict that of the whole model, which counts.
         if type(config) is not type(whole):
             config.tie_word_embeddings = whole.tie_word_embeddings
-        # The reader gives plain weights, which transformers is not to unpack again.
+        # The reader returns plain weights: transformers must not unpack them again.
         vars(config).pop("quantization_config", None)
         model_class = _model_class(directory, file, whole, config, trust_remote_code)
         skeleton = build_skeleton(file.path, model_class, config)
@@ -124,7 +124,7 @@ class TransformersConfig:
         vocab_size = getattr(head, "out_features", None) or config.vocab_size
         seen = ConfigFile(file.path, config.to_dict())
         if seen.values.get("max_position_embeddings") is None:
-            # GPT-2's n_positions and the like, under the name that all others use.
+            # GPT-2's n_positions and the like, under the usual name.
             context = getattr(config, "max_position_embeddings", None)
             if context is None and set(getattr(config, "layer_types", ())) == {"linear_attention"}:
                 context = UNLIMITED_CONTEXT
@@ -161,15 +161,17 @@ def read_config(
     overrides: Mapping[str, Any] | None = None,
     has_defaults: bool = True,
 ) -> ModelConfig | TransformersConfig:
-    """The configuration for the implementation that ``EngineConfig.model_impl`` names; "auto" is
-    the engine's own decoder where that has the architecture, else transformers' modules.
+    """Reads the configuration for the implementation that ``EngineConfig.model_impl`` names.
+
+    "auto" is the engine's own decoder if it has the architecture, else transformers' modules.
 
     Args:
         overrides: ``EngineConfig.hf_overrides``.
         has_defaults: read ``generation_defaults``; False leaves them empty.
 
     Raises:
-        ModelLoadError: files that are missing or damaged, or a model that it does not cover.
+        ModelLoadError: files are missing or damaged, or the implementation does not cover the
+            model.
     """
     native = model_impl == "native" or path.suffix == GGUF_SUFFIX
     if native and model_impl == "transformers":
@@ -192,9 +194,11 @@ def read_config(
 
 @contextmanager
 def transformers_errors(path: Path, what: str) -> Iterator[None]:
-    """Raises what transformers' code raises, or the checkpoint's own, as a ModelLoadError that
-    begins with ``path`` and ``what``. An exit is such code's own as well: no signal is delivered on
-    the thread that loads a model."""
+    """Turns errors of transformers' or the checkpoint's code into ModelLoadError.
+
+    Its message begins with ``path`` and ``what``. A SystemExit comes from such code too: no signal
+    is delivered on the thread that loads a model.
+    """
     try:
         yield
     except AsyncLLMError:
@@ -204,10 +208,10 @@ def transformers_errors(path: Path, what: str) -> Iterator[None]:
 
 
 def build_skeleton(path: Path, model_class: Any, config: Any) -> nn.Module:
-    """The model on the meta device, with the attention that ``config`` names.
+    """Builds the model on the meta device, with the attention that ``config`` names.
 
     Raises:
-        ModelLoadError: a configuration that the model's code refuses; it names ``path``.
+        ModelLoadError: the model's code refuses the configuration.
     """
     import torch
 
@@ -219,9 +223,12 @@ def build_skeleton(path: Path, model_class: Any, config: Any) -> nn.Module:
 
 
 def _check_fields(file: ConfigFile) -> None:
-    """Raises ModelLoadError for more layers or experts than any model has, which transformers would
-    count to, in the file or an object in it, and for a data type that it would look up without
-    naming the field."""
+    """Checks counts and data types in the file and its sections, before transformers reads them.
+
+    Raises:
+        ModelLoadError: more layers or experts than any model has, for which transformers would
+            loop, or an unknown data type, whose field transformers would not name.
+    """
     parts = [file.section(name) for name, value in file.values.items() if isinstance(value, dict)]
     for part in (file, *parts):
         for name in _COUNTS:
@@ -285,8 +292,11 @@ def _is_known(file: ConfigFile) -> bool:
 def _model_class(
     directory: Path, file: ConfigFile, whole: Any, config: Any, trust_remote_code: bool
 ) -> Any:
-    """The class that generates text: the checkpoint's own where its code is trusted, the one that
-    ``architectures`` names, or transformers' for the type of the text configuration."""
+    """Finds the class that generates text.
+
+    In this order: the checkpoint's own, if its code is trusted; the one that ``architectures``
+    names; transformers' class for the type of the text configuration.
+    """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 

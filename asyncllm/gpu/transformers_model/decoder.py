@@ -1,4 +1,4 @@
-"""TransformersDecoder: transformers' own modules in the place of a Decoder."""
+"""TransformersDecoder: transformers' own modules as a language model of the engine."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ from asyncllm.gpu.transformers_model.rope import LongRope
 
 
 @dataclass(frozen=True, slots=True)
-class Residence:
-    """Device and dtype of the model's weights, as of a Decoder's embedding."""
+class DtypeAndDevice:
+    """Dtype and device of a model's weights, in place of an embedding that has them."""
 
     dtype: torch.dtype
     device: torch.device
 
 
 class TransformersDecoder:
-    """Token ids to hidden states to logits, through transformers' modules. All T tokens of a step
-    are one sequence to them, ``[1, T]``: tokens see one another in attention alone, which is the
-    engine's.
+    """Token ids to hidden states to logits, through transformers' modules.
+
+    All T tokens of a step are one sequence to the modules, ``[1, T]``. Tokens see one another only
+    in attention and recurrent modules, which the engine replaces.
 
     Args:
         modules: the model, whose attention modules have PagedAttention of ``step``.
         base: name of the part that ends with the last norm.
 
     Attributes:
-        embedding: of the dtype and device of the model.
-        states: what its recurrent modules keep of a sequence; () without any.
+        embedding: has the dtype and device of the model.
+        states: states of a sequence in its recurrent modules; () without any.
     """
 
     argmax = None
@@ -56,29 +57,28 @@ class TransformersDecoder:
         modules: Any,
         base: str,
         step: Step,
-        residence: Residence,
+        embedding: DtypeAndDevice,
         states: Sequence[StateSpec] = (),
     ) -> None:
         self.states = tuple(states)
         self.model, self.ops, self.attention, self.step = model, ops, attention, step
-        self.embedding = residence
+        self.embedding = embedding
         self.base = getattr(modules, base)
         self.head = output_head(modules, base)
         self.long_ropes = LongRope.all_of(modules, model.config)
 
     @property
     def needs_zeroed_blocks(self) -> bool:
-        """Whether KV blocks have to be cleared for a new owner, as ``Attention`` says."""
+        """Whether KV blocks have to be cleared for a new owner, see ``Attention``."""
         return any(attention.needs_zeroed_blocks for attention in self.attention.values())
 
     def set_max_positions(self, count: int) -> None:
-        """Chooses the frequencies for sequences of at most ``count`` tokens, where a model has
-        several."""
+        """Chooses the RoPE frequencies for sequences of at most ``count`` tokens."""
         for rope in self.long_ropes:
             rope.choose(count)
 
     def with_few_layers(self) -> TransformersDecoder:
-        """Itself: the modules run all of their layers."""
+        """Returns itself: the modules always run all of their layers."""
         return self
 
     def forward(self, step: StepInputs, cache: KVCache) -> StepOutput:

@@ -1,4 +1,4 @@
-"""TESTED: the architectures that the tests compare with transformers, and how each runs."""
+"""TESTED: the architectures that the tests compare with transformers."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ TESTED: dict[str, str] = {
     "Qwen2ForCausalLM": "biases on q, k and v",
     "Qwen3ForCausalLM": "q and k norms",
 }
-"""Features that set them apart, by class; each has a case in tests/families.py."""
+"""Distinguishing features by class of model; each class has a case in tests/families.py."""
 
 
 def is_tested(model: TransformersConfig) -> bool:
-    """Whether it is one of these, in transformers' own code."""
+    """Whether a model is one of TESTED, in transformers' own code."""
     own = model.model_class.__module__.startswith("transformers.models.")
     return own and model.architecture in TESTED

@@ -1,4 +1,4 @@
-"""output_head: what becomes of hidden states, by a class's own code."""
+"""output_head: a model's own code from hidden states to logits."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from typing import Any
 from torch import Tensor, nn
 
 
-class _Given(nn.Module):
-    """Stands before an output head, and returns the hidden states that are given to the whole. A
-    number that the head finds on its base model, as a multiplier, is that one's."""
+class _PassThrough(nn.Module):
+    """Replaces the base model: returns the hidden states that are passed to the whole model.
+
+    Attributes that the head reads from it, such as a multiplier, are those of the base model.
+    """
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
         self.__dict__["base"] = base
 
     @property
-    def decoder(self) -> _Given:
-        """Stands for a part of the base model that a head calls."""
+    def decoder(self) -> _PassThrough:
+        """Replaces a part of the base model that some heads call."""
         return self
 
     def forward(self, *unused: Any, inputs_embeds: Tensor | None = None, **options: Any) -> _Output:
@@ -30,7 +32,7 @@ class _Given(nn.Module):
 
 
 class _Output:
-    """Output of a base model, without all that is optional in it."""
+    """Output of a base model; optional fields are None."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -43,16 +45,16 @@ class _Output:
 
 
 def output_head(modules: Any, base: str) -> Any:
-    """The whole model, without the layers: soft caps and scales of logits are its own code.
+    """The whole model without its layers, with its own code for soft caps and scales of logits.
 
     Args:
         base: name of the part that ends with the last norm.
     """
     head = copy.copy(modules)
-    head._modules = dict(modules._modules) | {base: _Given(getattr(modules, base))}
+    head._modules = dict(modules._modules) | {base: _PassThrough(getattr(modules, base))}
     return head
 
 
 def logits_of(head: Any, hidden: Tensor) -> Tensor:
-    """``[S, H] -> [S, vocab_size]``."""
+    """Logits of hidden states, ``[S, H] -> [S, vocab_size]``."""
     return head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]

@@ -1,6 +1,8 @@
-"""The functions that transformers' modules call in place of their own attention, masks and
-experts: each passes its call on to an object that hangs on the calling module, so that they know
-no engine."""
+"""Functions that transformers' modules call instead of their own attention, masks and experts.
+
+Each passes its call on to a handler, an attribute of the calling module, so that the functions
+depend on no engine.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,13 @@ from typing import Any
 from torch import Tensor, nn
 
 NAME = "asyncllm"
-"""Of attention that gets no masks, and of experts."""
+"""Name of the attention, which gets no masks, and of the experts."""
 
 PROBE_NAME = "asyncllm_probe"
-"""Of attention whose calls and masks are looked at."""
+"""Name of the attention under which calls and masks are probed."""
 
 HANDLER = "asyncllm_handler"
-"""Attribute of a module: the object that its calls go to."""
+"""Attribute of a module that holds its handler."""
 
 
 def attend(
@@ -27,7 +29,7 @@ def attend(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a module over ``[1, heads, T, size]``; returns ``[1, T, heads, size]``."""
+    """Attention of a module, ``[1, heads, T, size]`` to ``[1, T, heads, size]``."""
     handler = module.__dict__[HANDLER]
     return handler.attend(module, query, key, value, attention_mask, scaling, options), None
 
@@ -40,11 +42,12 @@ def run_experts(
 
 
 class ProbedMask:
-    """The mask that a layer gets under PROBE_NAME: its function, to be asked. A part of it is
-    itself, because of what a layer does with a part only the number of queries and keys matters.
+    """The mask that a layer gets under PROBE_NAME, which wraps transformers' mask function.
+
+    A slice of it is the mask itself: only the numbers of queries and keys are checked.
 
     Attributes:
-        function: of batch, head, query and key.
+        function: mask by batch, head, query and key.
     """
 
     def __init__(self, function: Any) -> None:
@@ -59,7 +62,7 @@ def probe_mask(**arguments: Any) -> ProbedMask:
 
 
 def register() -> None:
-    """Makes the names known to transformers, whose tables are the process's; again is harmless."""
+    """Registers the names in transformers' tables, which are global; repeating it is harmless."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -13,7 +13,7 @@ from asyncllm.gpu.ops.linear_weights import LinearWeights
 
 
 class OpLinear(nn.Module):
-    """``nn.Linear`` in a module, computed by the op set. Its weight is the op's own."""
+    """Replaces ``nn.Linear`` in a module; the op set computes it and owns its weight."""
 
     def __init__(self, linear: Linear, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class OpLinear(nn.Module):
 
 
 class OpEmbedding(nn.Module):
-    """``nn.Embedding`` whose table is shared with the output head's packed weight."""
+    """Replaces ``nn.Embedding``; shares its table with the output head's packed weight."""
 
     def __init__(self, embedding: Embedding) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class OpEmbedding(nn.Module):
 
 
 class _TableLookup(nn.Embedding):
-    """The look-up of a class that does more with its result, behind it in the order of classes."""
+    """Base class with another table's look-up, for an embedding class that processes its result."""
 
     def forward(self, input: Tensor) -> Tensor:
         out = self.__dict__["table"](input.reshape(-1))
@@ -47,8 +47,11 @@ class _TableLookup(nn.Embedding):
 
 
 def look_up_in(embedding: nn.Embedding, table: Embedding) -> None:
-    """Gives a subclass of ``nn.Embedding`` another table, in the place of its own weight, of which
-    the dtype is left. Its ``forward`` has to look up by that of its base class."""
+    """Lets an instance of a subclass of ``nn.Embedding`` read another table than its weight.
+
+    Its ``forward`` has to look up through its base class. The weight becomes empty, and keeps only
+    its dtype.
+    """
     kind: Any = type(embedding)
     embedding.__class__ = type(kind.__name__, (kind, _TableLookup), {})
     embedding.__dict__["table"] = table
@@ -56,12 +59,14 @@ def look_up_in(embedding: nn.Embedding, table: Embedding) -> None:
 
 
 class OpExperts:
-    """Handler of a module of experts: the experts hit, one after the other, on the op set's
-    linear layers. On a CPU that is faster than a grouped product at every number of tokens.
+    """Handler of a module of experts, on the op set's linear layers.
+
+    Experts that some token has are computed one after the other. On a CPU that is faster than a
+    grouped product at every number of tokens.
 
     Args:
-        make: makes a linear layer of weights ``[out, in]`` and a bias, and takes them over.
-        take: makes a tensor the engine's own.
+        make: makes a linear layer of weights ``[out, in]`` and a bias, which it takes over.
+        take: makes a tensor the engine's own, see ``Owner.take``.
     """
 
     def __init__(
@@ -77,8 +82,11 @@ class OpExperts:
     def experts(
         self, module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
-        """``[T, H] -> [T, H]`` in float32 sums: each token's experts in ascending order, so that
-        its result does not depend on the others in the step."""
+        """``[T, H] -> [T, H]``, summed in float32.
+
+        Each token's experts are summed in ascending order, so that its result does not depend on
+        other tokens of the step.
+        """
         out = torch.zeros_like(hidden, dtype=torch.float32)
         order = top_k_index.reshape(-1).argsort(stable=True)
         counts = top_k_index.reshape(-1).bincount(minlength=len(self.up)).tolist()
@@ -105,7 +113,7 @@ def _linears(
     make: Callable[[LinearWeights], Linear],
     take: Callable[[Tensor], Tensor],
 ) -> list[Linear]:
-    """A linear layer per expert; the module's own parameters are given up."""
+    """Makes a linear layer per expert, and drops the module's own parameters."""
     stacked = getattr(module, name).detach()
     biases = getattr(module, f"{name}_bias").detach() if module.has_bias else None
     linears = []

@@ -1,5 +1,7 @@
-"""probe: what each layer of a model asks of attention, learned from one forward pass on the meta
-device. Nothing is read from a list of model names."""
+"""probe: learns a model's attention calls from one forward pass on the meta device.
+
+There is no list of model names.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from asyncllm.gpu.transformers_model.recurrent_probe import (
 from asyncllm.validation import explain
 
 NUM_TOKENS = 3
-"""Of the pass: told apart from the sizes of a head, and more than one."""
+"""Tokens of the pass: more than one, and other than the usual sizes of dimensions."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,14 +33,14 @@ class AttentionCall:
 
     Attributes:
         module: name of the module that calls.
-        heads, key_heads, key_size, value_size: of q, k and v.
-        num_queries, num_keys: tokens that they have.
-        scale: factor on ``q @ k``; None where the module leaves it to attention.
-        mask: of transformers, to be asked which keys a query sees; None for no mask at all.
-        window, softcap: that the module passes; None for none.
+        heads, key_heads, key_size, value_size: query heads, key heads and head sizes of k and v.
+        num_queries, num_keys: tokens of q and of k.
+        scale: factor on ``q @ k``; None where the module passes none.
+        mask: transformers' mask, which tells which keys a query sees; None without a mask.
+        window, softcap: arguments of the module; None for none.
         sinks: the module passes a logit per head.
-        shared: index of the earlier call whose very keys it attends to; None for its own.
-        options: further arguments that are set.
+        shared: index of the earlier call whose keys it reuses; None for its own.
+        options: other arguments that are set.
     """
 
     module: str
@@ -62,15 +64,14 @@ class Probe:
     """A model's calls in the order of its forward pass, and the modules in it.
 
     Attributes:
-        model: the skeleton, as it was probed.
-        base: name of the part of it that ends with the last norm.
-        linears: names of the linear layers that are called, and whose weight is not asked for.
+        model: the probed skeleton.
+        base: name of its part that ends with the last norm.
+        linears: names of the linear layers that are called, and whose weight no other code reads.
         experts: names of the modules with experts.
-        looks_up: the embedding is of a class that computes more than a look-up, which it leaves to
-            ``nn.Embedding``.
-        recurrent: the modules that keep a state of a sequence, in the order of their calls.
-        idle: names of modules that are given a cache and leave it alone.
-        hidden_size: of what ``base`` returns.
+        looks_up: the embedding's class processes the result of a look-up by ``nn.Embedding``.
+        recurrent: calls of modules that keep a state of a sequence, in their order.
+        idle: names of modules that get a cache and do not use it.
+        hidden_size: size of the hidden states that ``base`` returns.
     """
 
     model: nn.Module
@@ -88,12 +89,12 @@ _PLAIN = frozenset(
     "dropout is_causal use_cache cache_position position_ids output_attentions "
     "output_hidden_states output_router_logits return_dict logits_to_keep".split()
 )
-"""Options of attention that change nothing here: nothing is dropped, every mask is checked to be
-causal, and positions are rotated in before."""
+"""Options of attention without effect here: there is no dropout, every mask is checked to be
+causal, and RoPE is applied before attention."""
 
 
 class _Recorder:
-    """Handler of every module of a skeleton."""
+    """Handler that records the calls of every module of a skeleton."""
 
     def __init__(self, probe: Probe) -> None:
         self.probe = probe
@@ -150,8 +151,10 @@ def linear_kinds() -> tuple[type[nn.Module], ...]:
 
 
 class _Watched(nn.Module):
-    """Before the class of a linear layer: it notices whether it is called, and whether others read
-    its weight."""
+    """Mixin for a linear layer that notes whether it is called, and whether others read its weight.
+
+    It comes before the layer's class.
+    """
 
     def forward(self, *args: Any) -> Tensor:
         self.__dict__.update(called=True, inside=True)
@@ -167,7 +170,7 @@ class _Watched(nn.Module):
 
 
 class _WatchedLookup(nn.Embedding):
-    """Behind a subclass of ``nn.Embedding``: it notices whether that looks up by its base class."""
+    """Base class that notes whether a subclass of ``nn.Embedding`` calls its ``forward``."""
 
     def forward(self, input: Tensor) -> Tensor:
         self.__dict__["called"] = True
@@ -175,10 +178,12 @@ class _WatchedLookup(nn.Embedding):
 
 
 def probe(model: TransformersConfig) -> Probe:
-    """Runs a skeleton once, and changes the names of implementations in ``model.config``.
+    """Runs a skeleton once, and records its calls.
+
+    It sets the names of the implementations in ``model.config``.
 
     Raises:
-        ModelLoadError: a forward pass that reads tensors on the host, or fails.
+        ModelLoadError: the forward pass reads tensors on the host, or fails.
     """
     register()
     model.config._attn_implementation = PROBE_NAME
@@ -228,7 +233,7 @@ def probe(model: TransformersConfig) -> Probe:
 
 
 def _place(error: BaseException, names: Mapping[nn.Module, str]) -> str:
-    """The innermost module whose code raised ``error``, as the end of a clause; empty for none."""
+    """Words for the innermost module whose code raised ``error``; empty for none."""
     found, traceback = "", error.__traceback__
     while traceback is not None:
         module = traceback.tb_frame.f_locals.get("self")
@@ -249,9 +254,11 @@ def _base_name(model: TransformersConfig, skeleton: nn.Module) -> str:
 
 
 def probe_inputs(num_tokens: int, device: torch.device) -> dict[str, Tensor]:
-    """A sequence's first tokens. The mask says that none is padding: without it transformers
-    looks at the positions for several sequences in one. It lies on the host, where the masks of
-    recurrent layers are asked whether they have any padding."""
+    """Inputs for the first tokens of a sequence.
+
+    The mask says that none is padding: without it transformers reads the positions to find packed
+    sequences. It lies on the host, because recurrent layers' masks are read to look for padding.
+    """
     return {
         "input_ids": torch.zeros((1, num_tokens), dtype=torch.int64, device=device),
         "position_ids": torch.arange(num_tokens, device=device).unsqueeze(0),

@@ -1,5 +1,4 @@
-"""RecurrentModule: a module of transformers that keeps a state per sequence, on the engine's state
-slots."""
+"""RecurrentModule: a recurrent module of transformers on the engine's state slots."""
 
 from __future__ import annotations
 
@@ -16,12 +15,13 @@ from asyncllm.gpu.transformers_model.recurrent_probe import RecurrentCall
 
 
 class RecurrentModule:
-    """Takes a module's calls, in which all T tokens of a step are one sequence ``[1, T, H]``, and
-    makes of them calls for its rows with their own states.
+    """Splits a module's call on all T tokens of a step, ``[1, T, H]``, into calls for its rows.
+
+    Each row is computed with its own states.
 
     Args:
-        forward: the module's own.
-        places: of its states in a StateCache.
+        forward: the module's own ``forward``.
+        places: index of each of its states in a StateCache.
     """
 
     def __init__(
@@ -38,23 +38,23 @@ class RecurrentModule:
     def install(
         cls, step: Step, module: nn.Module, call: RecurrentCall, places: Mapping[StateKey, int]
     ) -> None:
-        """Puts itself in the place of the module's ``forward``."""
+        """Replaces the module's ``forward``."""
         module.__dict__["forward"] = cls(step, module.forward, call, places)
 
     def __call__(self, *args: Any, **options: Any) -> Tensor:
         hidden = args[0] if args else options.pop(self.hidden)
-        # What is per token (positions) it has no parameter for, as the probe has seen.
+        # Tensors per token, such as positions, are dropped: the probe refuses modules that use any.
         options = {name: value for name, value in options.items() if not isinstance(value, Tensor)}
         rows, results = self.step.rows, []
         assert rows is not None
         if rows.slots is not None:
-            results.append(self._batch(hidden[0, : len(rows.slots)], rows, options))
+            results.append(self._compute_batch(hidden[0, : len(rows.slots)], rows, options))
         for span in rows.spans:
-            results.append(self._alone(hidden[:, span.start : span.end], span, options))
+            results.append(self._compute_row(hidden[:, span.start : span.end], span, options))
         return (results[0] if len(results) == 1 else torch.cat(results)).unsqueeze(0)
 
-    def _batch(self, hidden: Tensor, rows: StateRows, options: dict[str, Any]) -> Tensor:
-        """``[D, H] -> [D, H]``, of rows of one token."""
+    def _compute_batch(self, hidden: Tensor, rows: StateRows, options: dict[str, Any]) -> Tensor:
+        """Computes rows of one token, ``[D, H] -> [D, H]``."""
         slots, states = rows.slots, self.step.states
         assert slots is not None
         held = {key: rows.gather(states[place]) for key, place in self.places.items()}
@@ -63,8 +63,8 @@ class RecurrentModule:
             states[place].index_copy_(0, slots, held[key])
         return out.squeeze(1)
 
-    def _alone(self, hidden: Tensor, span: RowSpan, options: dict[str, Any]) -> Tensor:
-        """``[1, n, H] -> [n, H]``, on the row's own slot."""
+    def _compute_row(self, hidden: Tensor, span: RowSpan, options: dict[str, Any]) -> Tensor:
+        """Computes a row on its own slot, ``[1, n, H] -> [n, H]``."""
         states = self.step.states
         held = {key: state_of(states[place], span) for key, place in self.places.items()}
         return self.forward(hidden, **options | {self.cache: CallStates(held)})[0]

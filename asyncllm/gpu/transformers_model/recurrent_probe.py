@@ -1,5 +1,7 @@
-"""probe_recurrent: what each recurrent module of a model keeps of a sequence, learned from calls on
-the meta device. Nothing is read from a list of model names."""
+"""probe_recurrent: learns the states of recurrent modules from calls on the meta device.
+
+There is no list of model names.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from asyncllm.gpu.transformers_model.call_states import CallStates, StateKey
 from asyncllm.validation import explain
 
 CACHES = ("cache_params", "past_key_values", "past_key_value", "layer_past", "state")
-"""Parameters of a forward method that take what a module keeps between steps."""
+"""Names of ``forward``'s parameter that takes a module's cache."""
 
 _BATCH = 2
 _PROTOCOL = (
@@ -26,7 +28,7 @@ _PROTOCOL = (
 
 
 def cache_parameters(model: nn.Module) -> dict[str, str]:
-    """The parameter that takes a cache, by the names of the modules within that have one."""
+    """Modules of a model that take a cache: name of the parameter by name of the module."""
     of_kind: dict[type, str | None] = {}
     found = {}
     for name, module in model.named_modules():
@@ -41,7 +43,7 @@ def cache_parameters(model: nn.Module) -> dict[str, str]:
 
 
 def cache_takers(model: nn.Module) -> list[str]:
-    """The innermost modules that take a cache, as attention and recurrent ones do."""
+    """Names of the innermost modules that take a cache: attention and recurrent ones."""
     names = list(cache_parameters(model))
     outer = {name[:dot] for name in names for dot in range(len(name)) if name[dot] == "."}
     return [name for name in names if name not in outer]
@@ -54,8 +56,8 @@ class RecurrentCall:
     Attributes:
         module: name of the module.
         kind: name of its class.
-        hidden, cache: names of its parameters that take tokens ``[B, n, H]`` and the cache.
-        states: that it keeps of a sequence.
+        hidden, cache: names of its parameters that take hidden states ``[B, n, H]`` and the cache.
+        states: states that it keeps of a sequence.
         flaw: why it cannot be computed in chunks and batches, and what is expected; None if it can.
     """
 
@@ -78,7 +80,7 @@ class SeenCall:
 
 @dataclass(slots=True)
 class Watch:
-    """Keeps the calls of modules that take a cache, within its context."""
+    """Context that records the calls of modules that take a cache."""
 
     model: nn.Module
     calls: dict[str, SeenCall] = field(default_factory=dict)
@@ -99,8 +101,8 @@ class Watch:
 
     def _hook(self, name: str) -> Any:
         def keep(module: nn.Module, args: Any, options: Any) -> tuple[Any, Any]:
-            # A padding mask that is handed down, which lies on the host: the module's code is to
-            # get as far as its cache, so that its refusal names it.
+            # A padding mask comes from the host. On the meta device the module's code gets as far
+            # as its cache, so that a refusal can name the module.
             options = {key: _on_meta(value) for key, value in options.items()}
             if name in self.calls:
                 self.calls[name].count += 1
@@ -116,7 +118,7 @@ def _on_meta(value: Any) -> Any:
 
 
 class _Listener(CallStates):
-    """A cache without states that hears which ones a module keeps."""
+    """A cache without states that records which states a module keeps."""
 
     def __init__(self) -> None:
         super().__init__({})
@@ -164,12 +166,13 @@ class _Listener(CallStates):
 def probe_recurrent(
     model: nn.Module, watch: Watch, callers: list[str]
 ) -> tuple[list[RecurrentCall], set[str]]:
-    """The modules that keep a state, in the order of their calls, and the names of those that are
-    given a cache and leave it alone.
+    """Finds modules that keep a state, in the order of their calls, and idle ones.
+
+    Idle modules, returned by name, get a cache and do not use it.
 
     Args:
-        model: on the meta device; those modules are cast to bfloat16, which tells a state in the
-            model's dtype from one that is always in float32.
+        model: on the meta device. Modules with a state are cast to bfloat16, which tells a state in
+            the model's dtype from one that is always in float32.
         callers: names of the modules that call attention.
     """
     found, idle, taken = [], set(), cache_parameters(model)
@@ -184,7 +187,7 @@ def probe_recurrent(
 
 
 def _probe(module: nn.Module, name: str, cache: str, seen: SeenCall) -> RecurrentCall | None:
-    """The module's use of its cache; None if it leaves it alone."""
+    """Probes a module's use of its cache; None if it does not use it."""
     names = list(inspect.signature(module.forward).parameters)
     call = RecurrentCall(name, type(module).__name__, names[0], cache, {})
     listener = _Listener()
@@ -209,7 +212,7 @@ def _probe(module: nn.Module, name: str, cache: str, seen: SeenCall) -> Recurren
 def _bad_arguments(
     hidden: Any, seen: SeenCall, call: RecurrentCall, names: list[str]
 ) -> tuple[str, str] | None:
-    """The flaw of the arguments that the model calls it with."""
+    """The flaw in the arguments that a module gets, if any."""
     if len(seen.args) > 1 or not isinstance(hidden, Tensor) or hidden.dim() != 3:
         return "takes more than hidden states [B, n, H] by position", "those alone"
     if seen.count != 1:
@@ -223,8 +226,10 @@ def _bad_arguments(
 def _bad_calls(
     module: nn.Module, call: RecurrentCall, chunk: Tensor, options: dict[str, Any]
 ) -> tuple[str, str] | None:
-    """The flaw of a chunk behind another, or of a batch of single tokens: their results have to
-    depend on the states that they start from, and have to update them."""
+    """The flaw in a second chunk or in a batch of single tokens, if any.
+
+    Their results have to depend on the states with which they start, and have to update them.
+    """
     listener = _Listener()
     options = {name: value for name, value in options.items() if not isinstance(value, Tensor)}
     module(chunk, **options | {call.cache: listener})
@@ -257,7 +262,7 @@ def _bad_calls(
 
 
 def _leaves(out: Tensor) -> Iterator[int]:
-    """Ids of the leaf tensors that a result was computed from."""
+    """Ids of the leaf tensors from which a result was computed."""
     seen: set[Any] = set()
     pending = [out.grad_fn]
     while pending:

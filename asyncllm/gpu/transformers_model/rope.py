@@ -1,4 +1,4 @@
-"""LongRope: one choice of frequencies for a model that has two sets of them."""
+"""LongRope: a fixed choice between a model's two sets of RoPE frequencies."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import nn
 class LongRope:
     """Rotary embedding with short and long factors (LongRoPE, Ding et al., 2024).
 
-    transformers takes the long ones in every step whose longest sequence is beyond the context of
-    the first training, so that results would depend on company, and change within a sequence. Here
-    the longest sequence that the engine takes decides, once.
+    transformers takes the long factors in every step whose longest sequence exceeds the original
+    context, so that results would depend on other sequences, and change within a sequence. Here the
+    engine's ``max_model_len`` decides, once.
 
     Attributes:
-        module: transformers'.
-        layer_type: of layers that have parameters of their own; None for all.
-        original: context of the first training in tokens.
+        module: transformers' rotary embedding.
+        layer_type: type of layers with parameters of their own; None for all layers.
+        original: original context in tokens, before the extension to long sequences.
     """
 
     module: Any
@@ -30,7 +30,7 @@ class LongRope:
 
     @classmethod
     def all_of(cls, modules: nn.Module, config: Any) -> list[LongRope]:
-        """Those of a model, with what they would do in every step switched off."""
+        """Finds a model's long RoPEs, and turns off their own choice in every step."""
         found = []
         for module in modules.modules():
             rope: Any = module
@@ -52,12 +52,12 @@ class LongRope:
         return found
 
     def choose(self, max_positions: int) -> None:
-        """Sets the frequencies for sequences of at most so many tokens."""
+        """Sets the frequencies for sequences of at most ``max_positions`` tokens."""
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         prefix = "" if self.layer_type is None else f"{self.layer_type}_"
         buffer = getattr(self.module, f"{prefix}inv_freq")
-        # The function looks only at whether a length is beyond the first training's.
+        # The function only checks whether the length exceeds the original context.
         length = self.original + (1 if max_positions > self.original else 0)
         options = {} if self.layer_type is None else {"layer_type": self.layer_type}
         chosen, _ = ROPE_INIT_FUNCTIONS["longrope"](

@@ -1,8 +1,8 @@
-"""check_modules, check_calls: what a paged KV cache and flattened steps cannot compute rightly is
-refused, by what the modules are and do.
+"""check_modules, check_calls: refuse models that paged, flattened steps would compute wrongly.
 
-A pattern that lives in the mask alone, a state that a module keeps, or a dependence on the longest
-sequence of a batch would show in no short comparison, and change results silently.
+They judge by a model's modules and their calls. A pattern that is only in the mask, a state that a
+module keeps, or a dependence on the longest sequence of a batch would change results silently, and
+show in no short comparison.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _RECURRENT = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.RNNCellBase)
 """Modules in which tokens of a sequence see one another."""
 
 _FAR = 2**22
-"""Positions up to which masks are asked."""
+"""Positions up to which masks are checked."""
 
 
 def check_modules(model: TransformersConfig) -> None:
-    """Refuses by what the skeleton consists of.
+    """Refuses a model by the modules and the configuration of its skeleton.
 
     Raises:
-        ModelLoadError: naming the module or the field.
+        ModelLoadError: a module or field is not supported; the message names it.
     """
     keepers = tuple(f"{name}." for name in cache_takers(model.skeleton))
     for name, module in model.skeleton.named_modules():
@@ -60,7 +60,7 @@ def check_modules(model: TransformersConfig) -> None:
 
 
 def rope_kinds(config: Any) -> Iterator[tuple[str, str]]:
-    """Field and kind of each set of RoPE parameters: one, or one per type of layer."""
+    """Field and kind of each set of RoPE parameters: one in all, or one per type of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     sets = {"rope_parameters": parameters}
     if any(isinstance(value, dict) for value in parameters.values()):
@@ -71,13 +71,13 @@ def rope_kinds(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def check_calls(model: TransformersConfig, probe: Probe) -> list[int | None]:
-    """Refuses by what the layers asked of attention.
+    """Refuses a model by its layers' calls of attention and recurrent modules.
 
     Returns:
         The window of each call; None for all keys.
 
     Raises:
-        ModelLoadError: naming the module that calls.
+        ModelLoadError: a call is not supported; the message names the calling module.
     """
     _check_recurrent(model, probe)
     _check_coverage(model, probe)
@@ -87,8 +87,10 @@ def check_calls(model: TransformersConfig, probe: Probe) -> list[int | None]:
 
 
 def _check_coverage(model: TransformersConfig, probe: Probe) -> None:
-    """Each layer calls attention once or has recurrent modules, or both, or is said to have
-    neither; and nothing else does."""
+    """Checks that each layer calls attention once or has recurrent modules, and nothing else does.
+
+    A layer may have neither if the configuration says so.
+    """
     count = model.config.num_hidden_layers
     lists = [
         name
@@ -125,7 +127,7 @@ def _check_coverage(model: TransformersConfig, probe: Probe) -> None:
 
 
 def _plain_layers(config: Any) -> set[int]:
-    """Layers that are an MLP or experts alone, by what the configuration says of them."""
+    """Indices of layers that, by the configuration, have an MLP or experts only."""
     for name in ("layer_types", "layers_block_type"):
         kinds = getattr(config, name, None)
         if isinstance(kinds, (list, tuple)):
@@ -134,8 +136,7 @@ def _plain_layers(config: Any) -> set[int]:
 
 
 def _check_recurrent(model: TransformersConfig, probe: Probe) -> None:
-    """Refuses a module that takes a cache, does not attend and keeps a state that is not covered,
-    and one that mixes tokens outside of these and attention."""
+    """Refuses recurrent modules with a flaw, and other modules that mix tokens or take a cache."""
     keepers = tuple(f"{call.module}." for call in probe.recurrent)
     for call in probe.recurrent:
         if call.flaw is not None:
@@ -194,12 +195,12 @@ def _describe(value: Any) -> str:
 
 
 def kv_shape(call: AttentionCall) -> tuple[int, int]:
-    """Heads and size of keys and values in the cache, where the smaller of the two is padded."""
+    """Heads, and size of keys and values in the cache, which pads the smaller of the two."""
     return call.key_heads, max(call.key_size, call.value_size)
 
 
 def _window(model: TransformersConfig, call: AttentionCall) -> int | None:
-    """The window of the call's mask, in keys with the query's own."""
+    """The window of the call's mask, in keys, the query's own included."""
     if not isinstance(call.mask, ProbedMask):
         raise _refusal(
             model,
@@ -226,7 +227,7 @@ def _mask_window(model: TransformersConfig, call: AttentionCall) -> int | None:
     zero = torch.zeros((), dtype=torch.int64, device="cpu")
     window = None
     last = length - 1
-    # From the far end on, because the first queries see everything in any window.
+    # The last queries first, because the first ones see all keys in any window.
     for query in sorted({last, last - 1, last * 2 // 3, last // 2, last // 3, 1, 0}, reverse=True):
         query = max(query, 0)
         at = torch.tensor(query, device="cpu")

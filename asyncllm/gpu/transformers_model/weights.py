@@ -1,4 +1,4 @@
-"""load_modules: a checkpoint's tensors into transformers' modules."""
+"""load_modules: loads a checkpoint's tensors into transformers' modules."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from asyncllm.validation import explain
 _COMPUTED = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
 _loading = threading.Lock()
-"""transformers replaces functions of its own while it loads a model, for the whole process: of two
-loads at once the second would find the first one's and put them back for good."""
+"""Lock for loads: while transformers loads a model, it replaces global functions of its own. A
+second load at the same time would take the replacements for the originals, and restore those."""
 
 
 def load_modules(
@@ -38,15 +38,16 @@ def load_modules(
     progress: Progress | None = None,
     open_reader: Callable[[Path, torch.dtype], CheckpointReader] = open_checkpoint,
 ) -> tuple[nn.Module, Owner]:
-    """The model with its weights, by transformers' own conversion of names and layouts. On a CPU
-    those of the model's dtype still lie in the mapped files, until their owner takes them.
+    """Loads the model, with transformers' own conversion of names and layouts.
+
+    On a CPU, weights of the model's dtype stay in the mapped files until their Owner takes them.
 
     Args:
         attention, experts: names of the implementations.
-        open_reader: makes the reader of the files in ``model.path``, of plain tensors.
+        open_reader: opens the files in ``model.path`` as plain tensors.
 
     Raises:
-        ModelLoadError: a tensor that is missing, surplus or misshapen, by name.
+        ModelLoadError: a tensor is missing, surplus or misshapen; the message names it.
     """
     reader = open_reader(model.path, dtype)
     with closing(TextPart(reader, model.architecture) if model.is_text_part else reader) as reader:
@@ -67,8 +68,10 @@ def load_modules(
 
 
 def _check_dtypes(reader: CheckpointReader, model: TransformersConfig) -> None:
-    """Raises ModelLoadError for a weight that transformers would cast from another kind of number,
-    such as one that is quantised and has no scales."""
+    """Raises ModelLoadError for a weight that is not of floating point.
+
+    transformers would cast it silently, such as a quantised weight whose scales are missing.
+    """
     floats = {name for name, t in model.skeleton.state_dict().items() if t.is_floating_point()}
     for name, info in reader.tensors.items():
         if name in floats and info.dtype not in STORED_DTYPES:
@@ -87,7 +90,7 @@ def dummy_modules(
     experts: str,
     progress: Progress | None = None,
 ) -> tuple[nn.Module, Owner]:
-    """The model with random weights, the same in every run, drawn as ``dummy_weights`` does."""
+    """Makes the model with random weights, the same in every run, like ``dummy_weights``."""
     generator = torch.Generator(device="cpu").manual_seed(DUMMY_SEED)
     tensors, done = {}, 0
     total = sum(each.numel() * dtype.itemsize for each in model.skeleton.state_dict().values())
@@ -146,8 +149,10 @@ def _convert(
 
 
 def _misshapen(model: TransformersConfig, tensors: dict[str, Tensor]) -> str | None:
-    """A tensor of another shape than the model's of that name, which transformers reports to its
-    log alone; None where names or layouts are converted."""
+    """Describes a tensor whose shape is not the model's, which transformers only logs.
+
+    None if no tensor with a name of the model has another shape.
+    """
     for name, expected in model.skeleton.state_dict().items():
         if name in tensors and tensors[name].shape != expected.shape:
             shape = tuple(tensors[name].shape)
@@ -157,7 +162,7 @@ def _misshapen(model: TransformersConfig, tensors: dict[str, Tensor]) -> str | N
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' progress bar, and its report: what is wrong is raised."""
+    """Turns off transformers' progress bar and its report, whose problems are raised as errors."""
     from transformers.utils import logging
 
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -172,14 +177,16 @@ def _quiet() -> Iterator[None]:
 
 
 class _Loading:
-    """Progress in bytes of the files: half of a tensor's when it is read, where a quantised one is
-    computed, and half when it becomes the engine's own, where a plain one is copied or packed.
+    """Progress of loading, in bytes of the files.
+
+    Half of a tensor's bytes count when it is read, which dequantises it, and half when it becomes
+    the engine's own, which copies or packs it.
 
     Args:
         total: bytes of the files.
 
     Attributes:
-        num_bytes: of the model's parameters.
+        num_bytes: bytes of the model's parameters.
     """
 
     def __init__(self, total: int, progress: Progress | None) -> None:
@@ -191,7 +198,7 @@ class _Loading:
         self._tell()
 
     def take(self, num_bytes: int) -> None:
-        # What is taken again, as when it goes to a device first, counts once.
+        # A tensor that is taken twice, such as one that goes to a device first, counts once.
         self._taken = min(self._taken + num_bytes, self.num_bytes)
         self._tell()
 
@@ -206,12 +213,14 @@ class _Loading:
 
 
 class Owner:
-    """Makes tensors the engine's own: copies those that lie in a mapped file, which must not be
-    read once the model runs, and moves all of them to the device.
+    """Makes tensors the engine's own.
+
+    It copies tensors of mapped files, which must not be read once the model runs, and moves all
+    tensors to the device.
 
     Args:
-        mapped: tensors of files.
-        loading: is told of what is taken.
+        mapped: tensors of mapped files.
+        loading: progress, updated with every tensor.
     """
 
     def __init__(
@@ -224,7 +233,7 @@ class Owner:
         self._mapped = {tensor.untyped_storage().data_ptr() for tensor in mapped}
 
     def take(self, tensor: Tensor) -> Tensor:
-        """The tensor, or its copy."""
+        """Returns the tensor, or a copy that is the engine's own."""
         if self._loading is not None:
             self._loading.take(tensor.nbytes)
         if self.device.type != "cpu":
@@ -232,19 +241,19 @@ class Owner:
         return tensor.clone() if tensor.untyped_storage().data_ptr() in self._mapped else tensor
 
     def take_all(self, modules: nn.Module) -> None:
-        """Takes all parameters and buffers; one that is shared stays shared."""
+        """Takes all parameters and buffers; shared ones stay shared."""
         for module in modules.modules():
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None:
                     tensor.data = self.take(tensor.data)
 
     def finish(self) -> None:
-        """Everything is taken."""
+        """Reports that all tensors have been taken."""
         if self._loading is not None:
             self._loading.finish()
 
 
 def tied_head(modules: Any) -> bool:
-    """Whether the output head's weight is the embedding's."""
+    """Whether the output head shares the embedding's weight."""
     head, embedding = modules.get_output_embeddings(), modules.get_input_embeddings()
     return getattr(head, "weight", None) is getattr(embedding, "weight", 0)

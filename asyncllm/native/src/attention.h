@@ -1,15 +1,15 @@
 // Paged attention with an online softmax in float32.
 //
-// A query's sums are taken key block by key block and split by split, at absolute positions,
-// and a block that it does not see changes nothing: so the same bits come of it in a decode
-// step, in a chunk of its prompt, and in any company.
+// A query's sums are computed key block by key block and split by split, at absolute positions, and
+// a block that it does not see changes nothing. So its result has the same bits in a decode step,
+// in any chunk of its prompt, and beside any other queries.
 enum { COLUMNS = 4 };
 
-// Behind the last vector of a head: loads of whole vectors stay within the scratch.
+// Padding after the last vector of a head, so that loads of whole vectors stay within the scratch.
 INLINE int64_t padded_dim(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
 
 struct Tile {
-  float *q, *scores, *sums, *maxima, *totals, *alphas;  // of a split
+  float *q, *scores, *sums, *maxima, *totals, *alphas;  // of the current split
   float *out, *out_maxima, *out_totals;                 // of the splits so far
   float *keys, *values;                                 // a block in float32
   int64_t stride;
@@ -64,7 +64,7 @@ static void score(const Tile& tile, int64_t rows, const T* const* keys, int64_t 
   for (; row < rows; ++row) score_rows<T, 1>(tile, row, keys, count, dim);
 }
 
-// Turns a row's scores of keys [first, last) of a block into weights; the others weigh 0.
+// Turns a row's scores of keys [first, last) of a block into weights; other keys get weight 0.
 INLINE void weigh(const Tile& tile, int64_t row, int64_t first, int64_t last, float softcap) {
   float* scores = tile.scores + row * KEYS;
   if (first >= last) {
@@ -113,7 +113,7 @@ INLINE void accumulate_columns(const Tile& tile, int64_t row, int64_t column,
     for (int m = 0; m < M; ++m) weights[m] = set1(tile.scores[(row + m) * KEYS + key]);
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) {
-      // GCC would load all values of the key first, and keep a sum in memory for them.
+      // Keeps GCC from loading all values of the key first, which would spill a sum.
       asm volatile("" ::: "memory");
       vf value = C == 1 ? load_up_to(values[key] + column, width)
                         : load(values[key] + column + c * W);
@@ -149,7 +149,7 @@ static void accumulate(const Tile& tile, int64_t rows, const T* const* values, i
   for (; row < rows; ++row) accumulate_rows<T, 1>(tile, row, values, first, last, dim);
 }
 
-// out = out * e^(out_maximum - m) + sums * e^(maximum - m), m being the greater of the two.
+// out = out * e^(out_maximum - m) + sums * e^(maximum - m), where m is the greater maximum.
 INLINE void fold_split(float* out, float* out_maximum, float* out_total, const float* sums,
                        float maximum, float total, int64_t stride) {
   float greater = *out_maximum > maximum ? *out_maximum : maximum;
@@ -181,7 +181,7 @@ INLINE void find_block(const AttentionArgs& args, const AttentionTask& task, int
                        int64_t count, const T** keys, const T** values) {
   const int32_t* table = block_table_of(args, task.row);
   const T* base = (const T*)args.cache + task.kv_head * args.head_stride;
-  // Keys of a block lie one behind the other: one division serves all.
+  // Keys of a KV block are adjacent, so that one division serves all of them.
   int64_t block = first / args.block_size, slot = first % args.block_size;
   for (int64_t i = 0; i < count; ++block, slot = 0) {
     const T* key = base + table[block] * args.block_stride + slot * args.slot_stride;
@@ -209,7 +209,7 @@ static void widen_block(float* to, int64_t stride, const T* const* from, const f
   }
 }
 
-// What each row of a tile sees: [position - window + 1, position].
+// The keys that each row of a tile sees: [position - window + 1, position].
 struct Sight {
   int64_t position, group, window;
   int64_t last(int64_t row) const { return position + row / group + 1; }
@@ -221,11 +221,11 @@ template <class T>
 static void attend_block(const AttentionTask& task, const Tile& tile, const Sight& sight,
                          int64_t rows, int64_t first, int64_t last) {
   const AttentionArgs& args = *task.args;
-  // A few rows are done with a block before the next has come from memory. More read it often: from
-  // a copy, because slots that lie a multiple of 4 KiB apart push one another out of the cache.
+  // A few rows finish a block before the next has come from memory. More rows read it often, and so
+  // from a copy, because slots a multiple of 4 KiB apart evict one another from the cache.
   bool few = rows <= 2 * ROWS;
   const T *keys[KEYS], *values[KEYS];
-  // The block starts at an absolute position, a window within it.
+  // The block starts at an absolute position, which may be before the window's first key.
   int64_t start = first / KEYS * KEYS, skip = first - start, count = last - start;
   find_block(args, task, first, last - first, keys + skip, values + skip);
   for (int64_t i = 0; i < skip; ++i) keys[i] = keys[skip];

@@ -18,7 +18,7 @@ struct Extremes {
   const float* maxima;
 
   int64_t chunks() const { return num_chunks(row.count); }
-  // NaN where any logit is not a number, or positive infinity.
+  // The largest logit; NaN if any logit is NaN or positive infinity.
   float largest() const {
     float most = -INFINITY;
     for (int64_t chunk = 0; chunk < chunks(); ++chunk) {
@@ -42,14 +42,14 @@ struct Extremes {
     kernels->read_chunk(row, token / CHUNK, logits);
     return logits[token % CHUNK];
   }
-  // The mass of all tokens, that of a logit of `shift` being 1, from the chunks' sums.
+  // The mass of all tokens, from the chunks' sums; a logit of `shift` has mass 1.
   double mass(const float* sums, float shift) const {
     double total = 0;
     for (int64_t chunk = 0; chunk < chunks(); ++chunk)
       if (sums[chunk] > 0) total += sums[chunk] * exp(double(maxima[chunk]) - shift);
     return total;
   }
-  // Tokens whose logit is greater.
+  // Number of tokens whose logit is greater than `value`.
   int64_t count_above(float value) const {
     int64_t count = 0;
     for (int64_t chunk = 0; chunk < chunks(); ++chunk) {
@@ -62,7 +62,7 @@ struct Extremes {
   }
 };
 
-// Bounds of logits for a search that starts at the largest and may end early.
+// Descending lower bounds of logits, for a search that starts at the largest and may end early.
 class Descent {
  public:
   Descent(float largest, float lowest) : largest_(largest), lowest_(lowest) {}
@@ -99,8 +99,8 @@ class Candidates {
     return out;
   }
 
-  // A logit that at least k are no less than; k is at most the number of chunks, and no maximum
-  // is NaN.
+  // A lower bound of the k-th largest logit, from the chunks' maxima. k is at most the number of
+  // chunks, and no maximum is NaN.
   float bound_of(int64_t k) {
     int64_t chunks = extremes_.chunks();
     memcpy(maxima_, extremes_.maxima, chunks * sizeof(float));
@@ -108,7 +108,7 @@ class Candidates {
     return maxima_[k - 1];
   }
 
-  // Takes all that are at least `bound`, equal ones in order of their tokens.
+  // Takes all tokens whose logits are at least `bound`, equal ones in order of their ids.
   void take(float bound) {
     count_ = 0;
     for (int64_t chunk = 0; chunk < extremes_.chunks(); ++chunk) {
@@ -124,7 +124,7 @@ class Candidates {
     sort();
   }
 
-  // Takes the k largest and some more, but none where `largest` is not a number.
+  // Takes the k largest and possibly more, but none if `largest` is NaN.
   void take_top(int64_t k, float largest) {
     count_ = 0;
     if (largest != largest) return;
@@ -133,7 +133,7 @@ class Candidates {
   }
 
  private:
-  // Ascending keys are descending logits; the two zeros are one.
+  // Ascending keys are descending logits, then ascending tokens; both zeros have the same key.
   static uint64_t key_of(float value, int64_t token) {
     uint32_t bits;
     value += 0.0f;
@@ -147,7 +147,7 @@ class Candidates {
       std::sort(keys_, keys_ + count_);
       return;
     }
-    // By digits of the logit: its tokens are in order already.
+    // Radix sort by the logit alone: tokens are in order already.
     enum { BITS = 11, DIGITS = 1 << BITS };
     for (int shift = 32; shift < 64; shift += BITS) {
       int64_t starts[DIGITS] = {}, sum = 0;

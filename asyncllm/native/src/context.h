@@ -1,4 +1,4 @@
-// What the entry points share: the context, checks of what they are given, scratch memory.
+// Shared by the entry points: the context, checks of arguments, scratch memory.
 #pragma once
 #include <stdlib.h>
 
@@ -12,7 +12,7 @@ struct Context {
   Pool pool;
   Queue queue;
   const Kernels* kernels;
-  int64_t process;         // the value of forks when it was made
+  int64_t process;         // the value of `forks` when the context was made
   void** scratch;          // per thread
   int64_t scratch_bytes;   // of each
   void* shared;
@@ -23,9 +23,9 @@ struct Context {
 extern int64_t forks;
 
 constexpr int64_t CACHE_LINE = 64;
-// Rows of x that stay in the cache while the panels of a chunk pass.
+// Rows of x that stay in the cache while the panels of a chunk are read.
 constexpr int64_t ROW_CHUNK = 48;
-// Multiplications below which a call is not worth waking another thread for.
+// Multiplications below which it does not pay to wake another thread.
 constexpr int64_t SERIAL_WORK = 150000;
 
 inline bool is_open(const Context* context) { return context && context->process == forks; }
@@ -74,7 +74,7 @@ inline bool grow_scratch(Context* context, int64_t bytes) {
   return true;
 }
 
-// Runs f(task) for each, on all threads where the work is worth it.
+// Runs f(task, thread) for all tasks, on all threads if there is enough work.
 template <class F> void share(Context* context, int64_t tasks, int64_t work, F&& f) {
   if (work < SERIAL_WORK) {
     for (int64_t task = 0; task < tasks; ++task) f(task, 0);

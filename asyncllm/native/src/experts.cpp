@@ -1,12 +1,12 @@
-// A mixture of experts: rows are sorted by expert, and each expert that is hit multiplies its own.
+// A mixture of experts: rows are sorted by expert, and each expert with rows multiplies its own.
 #include "weights.h"
 
 namespace {
 
-// What a pass over some tokens may take for its rows.
+// Most memory for the rows of a pass over some tokens.
 constexpr int64_t PASS_BYTES = int64_t(64) << 20;
 
-// Memory for arrays one behind the other; at null it counts their bytes.
+// Allocates adjacent arrays from one piece of memory; with null it only counts their bytes.
 struct Arena {
   char* base;
   int64_t used;
@@ -17,7 +17,7 @@ struct Arena {
   }
 };
 
-// Rows as linear layers read them, of k elements each.
+// Rows of k elements in the form that linear layers read.
 struct Operand {
   int64_t k, stride;
   float *wide, *scales;
@@ -65,12 +65,12 @@ struct Operand {
   }
 };
 
-// Rows of one expert that share a pass over its panels.
+// Rows of one expert that are computed in one pass over its panels.
 struct Unit {
   int64_t expert, first_row, last_row;
 };
 
-// Some tokens: their pairs of token and expert in the order of the experts, and the rows of those.
+// Some tokens: their pairs of token and expert, sorted by expert, and the rows of the pairs.
 struct Pass {
   Context* context;
   const ExpertsArgs& args;
@@ -99,7 +99,7 @@ struct Pass {
     results = arena.take<float>(pairs * args.width);
   }
 
-  // A counting sort, in which an expert's tokens stay in order.
+  // A counting sort, which keeps an expert's tokens in order.
   void sort() {
     const int32_t* ids = args.ids + first * args.top_k;
     for (int64_t i = 0; i <= args.num_experts; ++i) starts[i] = 0;
@@ -116,7 +116,7 @@ struct Pass {
         units[num_units] = {expert, row, least(end, row + ROW_CHUNK)};
   }
 
-  // The products of all units with their experts' weights.
+  // Multiplies all units by their experts' weights.
   void multiply(const Weights* const* weights, const LinearTask& task) {
     const Kernels* kernels = context->kernels;
     const PackedView& view = weights[0]->view;

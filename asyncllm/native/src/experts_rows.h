@@ -1,10 +1,10 @@
-// A token's part of the experts: the activation of gpt-oss, and the sum.
+// Row kernels of experts: the activation of gpt-oss, and the weighted sum.
 static void clamped_swiglu(const void* gate_up, void* out, int64_t width, float alpha, float limit,
                            int32_t dtype) {
   with_type(dtype, [&](auto* type) {
     using P = decltype(type);
     P gates = (P)gate_up, ups = gates + width;
-    // vmin is -vmax of the negatives. The bound is the first operand, so that NaN stays.
+    // vmin is -vmax of the negatives. The bound is the first operand, so that NaN is kept.
     vf low = set1(-limit);
     for (int64_t i = 0; i < width; i += W) {
       int64_t left = width - i;

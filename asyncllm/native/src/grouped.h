@@ -1,10 +1,10 @@
 // y = x W^T + b with weights of 4 or 8 bits that have a scale, and perhaps a zero point, for each
-// output and group of inputs. A row of x becomes integers of 8 bits in spans of SPAN inputs, each
-// with a scale of its own; the sum over a span is one of integers, and the spans are added in
-// ascending order, in float32 and without fusing, so that all instruction sets have one result.
+// output and group of inputs. A row of x is rounded to 8-bit integers in spans of SPAN inputs, each
+// with a scale of its own. A span is summed in integers, and the spans are added in ascending
+// order, in float32 and without fusing, so that all instruction sets give the same result.
 //
-// A byte of the packed weight holds two codes of 4 bits. Of weights of 4 bits they belong to inputs
-// QUAD apart; of 8 bits they are the halves of one code, and two sums of a span are kept.
+// A byte of a packed weight holds two 4-bit codes: of 4-bit weights those of inputs QUAD apart; of
+// 8-bit weights the halves of one code, for which two sums per span are kept.
 enum { QUAD = 4, QUADS = SPAN / QUAD };
 
 INLINE bool is_grouped(int32_t dtype) { return dtype == DTYPE_U4 || dtype == DTYPE_U8; }
@@ -12,8 +12,8 @@ INLINE bool is_grouped(int32_t dtype) { return dtype == DTYPE_U4 || dtype == DTY
 INLINE int64_t span_bytes(int32_t dtype) { return PANEL * SPAN / (dtype == DTYPE_U4 ? 2 : 1); }
 INLINE int64_t count_spans(int64_t k) { return (k + SPAN - 1) / SPAN; }
 
-// Where the code of input i of a span and an output is in its panel: a byte, and how far to shift
-// its bits. Codes of 8 bits are whole bytes.
+// Place in a panel of the code of input i of a span and of an output: a byte, and how far to shift
+// its bits. 8-bit codes are whole bytes.
 INLINE int64_t place_in_span(int64_t i, int64_t output, int32_t dtype, int* shift) {
   int64_t quad = i / QUAD;
   *shift = dtype == DTYPE_U4 ? quad % 2 * 4 : 0;
@@ -27,7 +27,7 @@ INLINE uint32_t spread(uint32_t codes) {
   return (codes | codes << 4) & 0x0f0f0f0f;
 }
 
-// Packs `bytes` of a row's codes, a span's or what is left of them, for an output of a panel.
+// Packs `bytes` of a row's codes, at most a span's, for an output of a panel.
 INLINE void pack_span(const uint8_t* row, int64_t bytes, int32_t dtype, uint8_t* to) {
   uint8_t codes[SPAN] = {};
   __builtin_memcpy(codes, row, bytes);
@@ -154,7 +154,7 @@ static void grouped_tile(const PackedView& weights, const LinearTask& task, int6
       for (int i = 0; i < NV; ++i) load_codes(codes + i * QUAD * W, low[i], high[i]);
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
-        // As in int8_tile: keeps GCC from loading all rows first.
+        // Keeps GCC from loading all rows first, as in int8_tile.
         asm volatile("" ::: "memory");
         const int8_t* at = x + m * stride + quad * QUAD;
         vb first = set_quad(at), second = BITS == 4 ? set_quad(at + QUAD) : first;
@@ -180,7 +180,7 @@ static void grouped_tile(const PackedView& weights, const LinearTask& task, int6
 
 template <int BITS>
 static void grouped_panels(const PackedView& weights, const LinearTask& task) {
-  // As many as there are registers for the sums of a span.
+  // As many rows as there are registers for the sums of a span.
   const int ROWS_OF_TILE = 16 / BITS;
   for (int64_t panel = task.first; panel < task.last; ++panel) {
     int64_t row = task.first_row;
@@ -201,7 +201,7 @@ static void grouped_linear(const PackedView& weights, const LinearTask& task) {
     grouped_panels<8>(weights, task);
 }
 
-// The elements of an output, back from its panel.
+// Dequantises the elements of an output from its panel.
 template <class S, class Out>
 static void gather_grouped(const PackedView& weights, int64_t row, Out* out) {
   int64_t panel = row / PANEL, column = row % PANEL, bytes = span_bytes(weights.dtype);

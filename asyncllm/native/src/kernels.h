@@ -1,34 +1,34 @@
-// The kernels of one instruction set, as a table that the library calls through.
+// The kernels of one instruction set, as a table of functions.
 //
-// The translation units behind these tables are compiled with flags of their own. They define
-// nothing that another unit could link against by accident: everything but the table is in an
-// anonymous namespace, and no C++ header is included, whose inline functions the linker would
-// merge across units.
+// The translation units behind these tables are compiled with different flags. They define nothing
+// that another unit could link against by accident: everything but the table is in an anonymous
+// namespace, and no C++ header is included, because the linker would merge its inline functions
+// across units.
 #pragma once
 #include "interface.h"
 
 // Weights [n, k] in panels of `panel` outputs: [n / panel][k][panel], or in pairs of inputs
-// [n / panel][k / 2][panel][2]; zero padded. In groups: grouped.h.
+// [n / panel][k / 2][panel][2]; zero padded. grouped.h has the layout of weights in groups.
 struct PackedView {
   const void* data;
   const float* scales;  // [n padded to panels] of DTYPE_I8, or null
   const float* bias;    // the same, or null
   int64_t n, k, panel_elements;
   int32_t dtype;
-  // Of DTYPE_U4 and DTYPE_U8, whose panel_elements are bytes; null and 0 otherwise.
+  // For DTYPE_U4 and DTYPE_U8, whose panel_elements are bytes; null and 0 otherwise.
   int32_t scale_dtype;
   int64_t group, groups;
   const void* group_scales;  // [n / panel][groups][panel]
   const uint8_t* zeros;      // the same, or null
 };
 
-// SPAN inputs of a row as integers of 8 bits: what these are multiplied by, and their sum.
+// SPAN inputs of a row as 8-bit integers: their scale, and their sum.
 struct Span {
   float scale;
   int32_t sum;
 };
 
-// The largest of a row's outputs so far, and NaN in `broken` where one was NaN or infinity.
+// The largest of a row's outputs so far; `broken` has NaN if one was NaN or infinity.
 struct Largest {
   float value;
   float broken[16];
@@ -37,7 +37,7 @@ struct Largest {
 
 struct LinearTask {
   const float* x;       // [rows, k], contiguous in k
-  const uint16_t* x16;  // the same in bfloat16 where the kernels take it so, else null
+  const uint16_t* x16;  // x in bfloat16 if the kernels take that, else null
   const int16_t* xq;    // rounded to integers of scale x_scales[row], k padded to even, or null
   const float* x_scales;
   const int8_t* x8;  // rounded to integers in spans [rows, k / SPAN], k padded to SPAN, or null
@@ -45,15 +45,15 @@ struct LinearTask {
   int64_t x_stride;
   void* y;
   int64_t y_stride;
-  Largest* largest;  // [rows]; where it is not null, no y is written
+  Largest* largest;  // [rows]; if not null, no y is written
   int32_t dtype;     // of y
   int64_t first_row, last_row, first, last;  // rows; panels
 };
 
-// A token's part of the weighted sum of its experts.
+// The weighted sum of a token's experts.
 struct SumTask {
   const float* rows;      // [.., width], results of experts
-  const int64_t* places;  // [count], this token's among them
+  const int64_t* places;  // [count], indices of this token's rows
   const float* weights;   // [count]
   int64_t count, width;
   const void* shared;  // [width] or null
@@ -68,7 +68,7 @@ struct PlainView {
   int32_t dtype;
 };
 
-// A row of logits, which count times `factor`.
+// A row of logits, to be multiplied by `factor`.
 struct LogitsRow {
   const void* values;
   int64_t count;
@@ -76,7 +76,7 @@ struct LogitsRow {
   int32_t dtype;
 };
 
-// Logits next to each other that sampling takes together (gumbel.CHUNK).
+// Adjacent logits that sampling reduces together (gumbel.CHUNK).
 enum { CHUNK = 256 };
 
 // Query rows of one key/value head: tokens [first_token, last_token) of a sequence, times heads
@@ -84,15 +84,15 @@ enum { CHUNK = 256 };
 struct AttentionTask {
   const AttentionArgs* args;
   int64_t row, first_token, last_token, kv_head, first_head, last_head, first_key, last_key;
-  float* partial;  // where a split's result goes; null writes the output
+  float* partial;  // destination of a split's result; null writes the output
 };
 
-// Scores are taken in blocks of KEYS keys and accumulated in splits of SPLIT keys, both at
-// absolute positions, and a tile has at most TILE query rows: so that a query's sums do not
-// depend on what is computed with it.
+// Scores are computed in blocks of KEYS keys and accumulated in splits of SPLIT keys, both at
+// absolute positions, so that a query's sums do not depend on other queries. A tile has at most
+// TILE query rows.
 enum { KEYS = 32, SPLIT = 512, TILE = 32 };
 
-// Columns of a head's state through the tokens of a row, a stride of floats apart.
+// Columns of a head's state over the tokens of a row, whose inputs are `stride` floats apart.
 struct DeltaTask {
   const float *query, *key, *beta, *decay;
   int64_t stride, count;
@@ -111,19 +111,19 @@ struct Kernels {
   const char* name;
   int64_t width;         // floats in a vector
   int64_t panel;         // outputs in a panel
-  int64_t row_step;      // rows that share a pass over a panel
+  int64_t row_step;      // rows computed in one pass over a panel
   bool takes_bfloat16;   // linear of bfloat16 weights reads x in bfloat16
   int64_t (*panel_elements)(int64_t k, int32_t dtype);
   // Packs panels [first, last); values beyond n are zero.
   void (*pack)(const PlainView&, void* data, int64_t first, int64_t last);
   void (*widen)(const void* x, int32_t dtype, float* out, int64_t count);
   void (*linear)(const PackedView&, const LinearTask&);
-  // Rounds x [k] to integers of at most `limit`, with a zero behind an odd k, and returns their
-  // scale: NaN where x is not finite.
+  // Rounds x [k] to integers of at most `limit`, padded with a zero if k is odd, and returns their
+  // scale: NaN if x is not finite.
   float (*quantise)(const void* x, int32_t dtype, int16_t* out, int64_t k, float limit);
-  // The same in spans of SPAN elements, zero padded.
+  // Rounds x [k] to 8-bit integers in spans of SPAN elements, zero padded.
   void (*quantise_spans)(const void* x, int32_t dtype, int8_t* out, Span* spans, int64_t k);
-  int64_t (*span_bytes)(int32_t dtype);  // of SPAN inputs of a panel
+  int64_t (*span_bytes)(int32_t dtype);  // bytes of SPAN inputs of a panel
   void (*pack_grouped)(const GroupedArgs&, const PackedView&, int64_t first, int64_t last);
   void (*round_row)(const RoundArgs&, int64_t row);
   void (*gather)(const PackedView&, int64_t row, void* out, int32_t dtype);
@@ -141,29 +141,29 @@ struct Kernels {
               int32_t dtype);
   void (*scale)(void* x, float factor, int64_t width, int32_t dtype);
   void (*softcap)(void* x, float cap, int64_t width, int32_t dtype);
-  // (up + 1) gate sigmoid(alpha gate) with gate at most and up within plus and minus `limit`.
+  // (up + 1) gate sigmoid(alpha gate), with gate clamped to at most `limit` and up to +-`limit`.
   void (*clamped_swiglu)(const void* gate_up, void* out, int64_t width, float alpha, float limit,
                          int32_t dtype);
   void (*weighted_sum)(const SumTask&);
   void (*convolve)(const ConvArgs&, int64_t row, int64_t first, int64_t last);  // some channels
-  // Heads [heads, size] of length `factor`; their squares are summed with eps.
+  // Scales heads [heads, size] to length `factor`; eps is added to the sum of squares.
   void (*normalise_heads)(const void* x, int32_t dtype, float* out, int64_t heads, int64_t size,
                           float eps, float factor);
   void (*delta)(const DeltaTask&);
   void (*gated_norm)(const void* x, const void* gate, const void* weight, float eps, void* out,
                      int64_t heads, int64_t size, int32_t dtype);
   void (*sigmoid_mul)(const void* x, const void* gate, void* out, int64_t width, int32_t dtype);
-  // The largest logit of each chunk [first, last), NaN for one that holds NaN or infinity; and,
-  // unless `sums` is null, the sum of exponentials of the logits less that.
+  // The largest logit of each chunk [first, last), NaN for a chunk with NaN or infinity; and the
+  // sum of exponentials of the logits minus the largest, unless `sums` is null.
   void (*reduce_chunks)(const LogitsRow&, int64_t first, int64_t last, float* maxima, float* sums);
-  // The logits of a chunk [CHUNK], minus infinity behind the last.
+  // Reads the logits of a chunk [CHUNK], padded with minus infinity.
   void (*read_chunk)(const LogitsRow&, int64_t chunk, float* out);
 };
 
 // Floats of one query row's partial result: the accumulator, its maximum and its sum.
 static inline int64_t partial_floats(int64_t head_dim) { return (head_dim + 15) / 16 * 16 + 2; }
 
-// The blocks of a row's sequence.
+// The block table of a row's sequence.
 static inline const int32_t* block_table_of(const AttentionArgs& args, int64_t row) {
   return args.block_table + (args.lines ? args.lines[row] : row) * args.table_stride;
 }

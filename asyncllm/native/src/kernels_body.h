@@ -1,4 +1,4 @@
-// The kernels over the vectors that were defined before; included into an anonymous namespace.
+// The kernels, on the vector types of a simd_*.h; included into an anonymous namespace.
 template <class P> struct pointee;
 template <class T> struct pointee<T*> { typedef T type; };
 #include "vector_math.h"

@@ -1,4 +1,4 @@
-// Contexts, and the ops on rows: they check, share out the work and call the kernels.
+// Contexts, and the ops on rows, which check arguments, divide the work and call the kernels.
 #include <math.h>
 #include <string.h>
 
@@ -48,7 +48,7 @@ const Kernels* find_kernels(const char* isa) {
 
 pthread_once_t watch_forks = PTHREAD_ONCE_INIT;
 
-// x as integers, with a scale for each row; false where there is no memory.
+// Rounds x to integers with a scale per row; false if out of memory.
 bool quantise_rows(Context* context, LinearTask* task, const void* x, int64_t stride, int64_t m,
                    int64_t k, int32_t dtype) {
   int64_t width = divide_up(k, 2) * 2;
@@ -66,7 +66,7 @@ bool quantise_rows(Context* context, LinearTask* task, const void* x, int64_t st
   return true;
 }
 
-// x as integers of 8 bits in spans; false where there is no memory.
+// Rounds x to 8-bit integers in spans; false if out of memory.
 bool quantise_spans(Context* context, LinearTask* task, const void* x, int64_t stride, int64_t m,
                     int64_t k, int32_t dtype) {
   int64_t spans = divide_up(k, SPAN), width = spans * SPAN;
@@ -83,7 +83,7 @@ bool quantise_spans(Context* context, LinearTask* task, const void* x, int64_t s
   return true;
 }
 
-// x as the kernels read it; false where there is no memory.
+// Converts x to the form that the kernels read; false if out of memory.
 bool prepare_rows(Context* context, LinearTask* task, const void* x, int64_t stride, int64_t m,
                   int64_t k, int32_t dtype) {
   task->x_stride = stride;
@@ -100,8 +100,7 @@ bool prepare_rows(Context* context, LinearTask* task, const void* x, int64_t str
   return true;
 }
 
-// Splits m rows times `units` panels into tasks, with the rows of one part of the
-// weight next to each other.
+// Splits m rows times `units` panels into tasks; those of one part of the weight are adjacent.
 template <class F>
 void share_linear(Context* context, LinearTask task, int64_t m, int64_t units, int64_t step,
                   int64_t work, F&& f) {

@@ -6,12 +6,12 @@ enum { TAKES_BFLOAT16 = 1 };
 enum { TAKES_BFLOAT16 = 0 };
 #endif
 
-// Weights in groups: grouped.h.
+// Weights with scales per group of inputs: grouped.h.
 INLINE bool is_grouped(int32_t dtype);
 static void grouped_linear(const PackedView& weights, const LinearTask& task);
 static void gather_grouped_row(const PackedView& weights, int64_t row, void* out, int32_t dtype);
 
-// Whether two inputs of an output lie next to each other.
+// Whether a panel has two inputs of an output side by side.
 INLINE bool is_paired(int32_t dtype) {
   return dtype == DTYPE_I8 || (TAKES_BFLOAT16 && dtype == DTYPE_BF16);
 }
@@ -20,8 +20,8 @@ INLINE int64_t panel_elements(int64_t k, int32_t dtype) {
   return (is_paired(dtype) ? (k + 1) / 2 * 2 : k) * PANEL;
 }
 
-// Where output `column` of a panel lies among the PANEL elements of one k. Vectors of bfloat16
-// are interleaved in twos, which load_pair takes apart.
+// Place of output `column` of a panel among the PANEL elements of one k. Pairs of bfloat16 vectors
+// are interleaved, and load_pair separates them.
 INLINE int64_t place_in_panel(int64_t column, int32_t dtype) {
   if (dtype != DTYPE_BF16) return column;
   int64_t pair = column / (2 * W), vector = column / W % 2;
@@ -36,7 +36,8 @@ template <class F> INLINE void with_weight_type(int32_t dtype, F&& f) {
     with_type(dtype, f);
 }
 
-// What is written at a time stays in the first cache, though it comes from PANEL rows.
+// Inputs packed at a time: what is written stays in the first-level cache, though it is read from
+// PANEL rows.
 enum { PACKED_INPUTS = 64 };
 
 template <class T, bool PAIRED>
@@ -81,7 +82,7 @@ INLINE void load_panel(const bf16* p, vf* out) {
   for (int i = 0; i < NV; i += 2) load_pair(p + i * W, out[i], out[i + 1]);
 }
 
-// Looks for the largest of `count` outputs from `output` on, in ascending order of outputs.
+// Updates the largest output with `count` outputs from `output` on; of equal ones the first stays.
 template <class T>
 INLINE void keep_largest(Largest* largest, vf x, int64_t output, int64_t count, const T* type) {
   float values[W];
@@ -98,7 +99,7 @@ INLINE void keep_largest(Largest* largest, vf x, int64_t output, int64_t count, 
 }
 
 // Scales the sums [rows][panels * PANEL] of a tile, adds the bias and writes them, or keeps the
-// largest. Not inlined: it comes in every type of y.
+// largest. Not inlined, because it is instantiated for every type of y.
 static __attribute__((noinline)) void finish_tile(const PackedView& weights,
                                                   const LinearTask& task, const float* sums,
                                                   int64_t row, int64_t rows, int64_t panel,
@@ -230,7 +231,7 @@ static void int8_tile(const PackedView& weights, const LinearTask& task, int64_t
       for (int i = 0; i < NV; ++i) values[i] = load_shorts(at + i * 2 * W);
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
-        // GCC would load the factors of all rows first, and spill the sums for them.
+        // Keeps GCC from loading the factors of all rows first, which would spill the sums.
         asm volatile("" ::: "memory");
         vs factor = set_pair(x + m * stride + k);
 #pragma GCC unroll 8
@@ -274,7 +275,8 @@ static void run_rows(const PackedView& weights, const LinearTask& task, int64_t 
   for (; panel < task.last; ++panel) Runner<T, M, 1>::run(weights, task, row, panel);
 }
 
-// Several panels side by side where one would leave the multipliers waiting for its sums.
+// Several panels side by side, where one has too few independent sums to hide the multipliers'
+// latency.
 enum { ONE_ROW_PANELS = 8 / NV, FEW_ROW_PANELS = 2 };
 
 template <class T>
@@ -342,7 +344,7 @@ template <class Out> INLINE void copy_weight(int8_t from, float scale, Out* to) 
   narrow((float)from * scale, to);
 }
 
-// The elements of an output, back from its panel.
+// Unpacks the elements of an output from its panel.
 template <class T, class Out>
 static void gather_row(const PackedView& weights, int64_t row, Out* out) {
   int64_t column = row % PANEL;

@@ -1,5 +1,5 @@
-// What sampling does to logits beside the draw: the functions of ops/logits.py. The first has
-// their bits; log-probabilities differ from torch's in the last ones.
+// The functions of ops/logits.py: sampling's work on logits beside the draw. process_logits has
+// the same bits; log-probabilities differ from torch's in the last bits.
 #include <math.h>
 #include <sys/mman.h>
 
@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t WORD = 32;
 
-// A request index's line of the tables.
+// A request index's row of the tables.
 struct Line {
   const LogitsArgs& a;
   int64_t line;
@@ -30,7 +30,7 @@ bool in_vocabulary(const int32_t* ids, int64_t count, int64_t vocab_size) {
   return true;
 }
 
-// Minus infinity for tokens whose bit is not set.
+// Sets logits to minus infinity for tokens whose bit is not set.
 void keep_allowed(float* logits, int64_t count, const int32_t* words) {
   for (int64_t first = 0; first < count; first += WORD) {
     uint32_t word = uint32_t(words[first / WORD]);
@@ -87,8 +87,8 @@ void penalise(const Line& own, float* logits) {
   }
 }
 
-// Asks for huge pages where malloc maps memory anew for each call: its faults would take longer
-// than what is written.
+// Asks for huge pages for memory that malloc maps anew in each call: faults of small pages would
+// take longer than writing it.
 void expect_writes(void* p, int64_t bytes) {
   constexpr int64_t MAPPED = int64_t(32) << 20, PAGE = 4096;
   if (bytes < MAPPED) return;
@@ -96,7 +96,7 @@ void expect_writes(void* p, int64_t bytes) {
   madvise(static_cast<char*>(p) + before, (bytes - before) / PAGE * PAGE, MADV_HUGEPAGE);
 }
 
-// The token before the one that is sampled.
+// The token before the sampled one.
 int64_t last_token(const LogitsArgs& a, int64_t row) {
   int64_t host = a.host_token_ids[row];
   return most(0, host < 0 ? a.last_sampled[a.req_indices[row]] : host);
@@ -132,7 +132,7 @@ API int32_t asyncllm_process_logits(Context* context, const LogitsArgs* args) {
   const LogitsArgs& a = *args;
   int32_t status = check(a);
   if (status) return status;
-  // Before the rows are shared out: two of them may have one line.
+  // Before the rows are divided among threads: two rows may have the same request index.
   for (int64_t row = 0; a.penalties && row < a.rows; ++row) {
     int64_t line = a.req_indices[row];
     if (line >= 0 && a.positions[row] >= a.counted_from[line])

@@ -1,6 +1,6 @@
-// Rows of logits in chunks of CHUNK, to which sampling reduces them.
+// Row kernels of sampling, which reduce logits in chunks of CHUNK.
 
-// The first `count` of W logits times `factor`, minus infinity behind them.
+// The first `count` of W logits times `factor`, padded with minus infinity.
 template <class T> INLINE vf load_logits(const T* p, int64_t count, vf factor) {
   if (count >= W) return mul(load(p), factor);
   float buffer[W];

@@ -1,4 +1,4 @@
-// The exponential numbers of the race, as ops/gumbel.py computes them.
+// The exponential noise of sampling, as ops/gumbel.py computes it.
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -29,7 +29,7 @@ struct Philox {
   }
 };
 
-// The logarithm of an exponential number with mean 1, of a word of random bits.
+// The logarithm of the exponential number with mean 1 that a word of random bits gives.
 inline float log_exponential(uint32_t word) {
   float u = (float(word) + 0.5f) * 0x1p-32f;
   u = u < 1.0f - 0x1p-24f ? u : 1.0f - 0x1p-24f;

@@ -1,8 +1,8 @@
-// Threads that take chunks of a job as they come.
+// A pool of threads that take the tasks of a job one by one.
 //
-// A thread that the operating system holds up takes no further chunk, and one that comes late
-// finds the job closed: a busy neighbour costs its share of the cores and no more. Between jobs
-// a thread spins for some tens of microseconds, for the next op of a step, and then sleeps.
+// A thread that the operating system holds up takes no further task, and one that comes late finds
+// the job closed: a busy neighbour costs its share of the cores and no more. Between jobs a thread
+// spins for some tens of microseconds, waiting for the next op of a step, and then sleeps.
 #pragma once
 #include <pthread.h>
 #include <stdint.h>
@@ -14,7 +14,7 @@ class Pool {
   // fn(context, task, thread); threads are numbered from 0, the caller of run.
   using Function = void (*)(void*, int64_t, int);
 
-  // Whether all threads could be started; those that were are ended again where not.
+  // Starts the threads; if one cannot be started, ends the others and returns false.
   bool start(int count);
   void stop();
   int size() const { return count_; }
@@ -30,7 +30,7 @@ class Pool {
   void serve(int thread);
   void work(int thread);
 
-  // Generation of the job in the high half; in the low one OPEN, WAITING and who is at work.
+  // High half: generation of the job. Low half: OPEN, WAITING and the number of active threads.
   static constexpr uint64_t GENERATION = uint64_t(1) << 32;
   static constexpr uint64_t OPEN = uint64_t(1) << 31;
   static constexpr uint64_t WAITING = uint64_t(1) << 30;

@@ -1,11 +1,10 @@
-// A step as a program: its inputs made from the rows' positions, and its ops one after the other.
-// The ops check what they read, with the sizes of this step; the program's own check is that
-// those fit into its buffers.
+// Runs a step as a program: derives its inputs from the rows' positions, and runs its ops one after
+// the other. The ops check their arguments; the program checks that the sizes fit its buffers.
 #include "context.h"
 
 namespace {
 
-// Whether rows name lines and spans of a table, and are as many tokens as the step.
+// Whether rows name valid rows and positions of a table, and have as many tokens as the step.
 template <class Args>
 int32_t check_rows(const Args& a, int64_t rows, int64_t tokens, int64_t positions) {
   if (!a.lines || !a.starts || !a.counts || !a.table || positions < 0) return STATUS_INVALID;

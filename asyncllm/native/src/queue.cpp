@@ -8,7 +8,7 @@
 
 namespace {
 
-// Tokens to where the next step's program reads them.
+// Writes a step's tokens to the table from which the next step's program reads them.
 int32_t keep_tokens(const Job& job) {
   for (int64_t i = 0; i < job.num_tokens; ++i) {
     int64_t line = job.lines[i], at = job.positions[i];
@@ -50,7 +50,8 @@ void Queue::wait(const Job* job) {
     uint32_t done = done_.load();
     if (int32_t(done - uint32_t(job->number)) >= 0) return;
     awaited_.store(true);
-    // Counted and looked at in this order here, and in the other by the thread.
+    // The waiter sets awaited_ and then reads done_; the thread writes done_ and then reads
+    // awaited_: one of them sees the other.
     if (done_.load() == done) futex_wait(&done_, done);
   }
 }

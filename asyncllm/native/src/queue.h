@@ -1,5 +1,5 @@
-// Jobs that run one after the other on a thread of their own, so that the next begins without the
-// caller, whose Python has to wait for the GIL.
+// Jobs that run one after the other on a separate thread, so that the next one begins without the
+// caller, whose Python may have to wait for the GIL.
 #pragma once
 #include <pthread.h>
 #include <stdint.h>
@@ -11,10 +11,10 @@ struct Job;
 
 class Queue {
  public:
-  // A status: STATUS_INVALID where there is no room, STATUS_NO_MEMORY where there is no thread.
+  // Returns STATUS_INVALID if there is no room, STATUS_NO_MEMORY if no thread can be started.
   int32_t submit(Context* context, Job* job);
   void wait(const Job* job);
-  // Runs what is queued, and ends the thread.
+  // Runs the queued jobs, and ends the thread.
   void stop();
 
  private:

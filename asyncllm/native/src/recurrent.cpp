@@ -1,17 +1,17 @@
-// The ops of layers that keep a state of each sequence: they check every row and slot, share out
-// the work and call the kernels.
+// The ops of recurrent layers: they check every row and slot, divide the work among threads and
+// call the kernels.
 #include <math.h>
 
 #include "context.h"
 
 namespace {
 
-// Channels of the convolution that are a task.
+// Channels of the convolution per task.
 constexpr int64_t CHANNELS = 512;
-// Of the lengths of queries and keys.
+// Epsilon of the normalisation of queries and keys.
 constexpr float LENGTH_EPS = 1e-6f;
 
-// Whether rows are all of the step's tokens, and name slots.
+// Checks that the rows cover the step's tokens and name valid slots.
 int32_t check_rows(const StateRows& rows) {
   if (rows.rows < 0 || rows.num_tokens < 0 || rows.num_slots < 1) return STATUS_INVALID;
   if (!rows.rows) return rows.num_tokens ? STATUS_INVALID : STATUS_OK;
@@ -26,7 +26,7 @@ int32_t check_rows(const StateRows& rows) {
   return STATUS_OK;
 }
 
-// What the rule takes of a token, in float32: beta and decay of each value head, q and k.
+// A token's inputs of the rule in float32: beta and decay of each value head, q and k.
 struct TokenInputs {
   const DeltaArgs& args;
   int64_t keys = args.key_heads * args.key_dim;
@@ -51,7 +51,7 @@ struct TokenInputs {
   }
 };
 
-// Columns [first, last) of a value head's state, through a row's tokens.
+// The task of columns [first, last) of a value head's state, over a row's tokens.
 DeltaTask delta_task(const DeltaArgs& a, const TokenInputs& tokens, const float* inputs,
                      int64_t row, int64_t head, int64_t first, int64_t last) {
   int64_t begin = a.rows.query_start[row], size = size_of(a.dtype);

@@ -1,5 +1,5 @@
-// Layers that keep a state of each sequence: the short convolution, the gated delta rule, and the
-// norm and the gate behind them.
+// Row kernels of recurrent layers: the short convolution, the gated delta rule, and the norm and
+// gate after them.
 
 #define MEMBER inline __attribute__((always_inline))
 
@@ -30,7 +30,7 @@ static void convolve_channels(const ConvArgs& a, int64_t row, int64_t first, int
       store_up_to(out + token * channels + at, div(sum, add(set1(1.0f), exponential(sub(zero(), sum)))),
                   left);
     }
-  // An input moves to the place of an older one, which has been read.
+  // In place: each input moves to the place of an older one, which has been read.
   for (int64_t i = 0; i < kept; ++i)
     for (int64_t at = first; at < last; at += W)
       store_up_to(state + i * channels + at, input(count - kept + i, at, last - at), last - at);
@@ -42,7 +42,7 @@ static void convolve(const ConvArgs& args, int64_t row, int64_t first, int64_t l
   });
 }
 
-// Heads of length `factor`, from as many of any length that lie next to each other.
+// Scales adjacent heads to length `factor`.
 static void normalise_heads(const void* x, int32_t dtype, float* out, int64_t heads, int64_t size,
                             float eps, float factor) {
   with_type(dtype, [&](auto* type) {
@@ -60,15 +60,15 @@ static void normalise_heads(const void* x, int32_t dtype, float* out, int64_t he
   });
 }
 
-// N vectors of columns of a head's state S [key_dim, value_dim], through a row's tokens. A column's
-// sums over the keys are in ascending order, and each token follows the one before it: so a chunk
-// of a prompt leaves the same bits as the same tokens in other chunks.
+// Updates N vectors of columns of a head's state S [key_dim, value_dim] with a row's tokens, one by
+// one. A column's sums over the keys are in ascending order. So a prompt gives the same bits in
+// chunks of any size.
 template <class T, int N, bool PARTIAL> struct DeltaColumns {
   const DeltaTask& task;
   float* state;
   int64_t stride, keys, left;
 
-  // Of vectors behind the last column nothing is read or written.
+  // Nothing is read or written beyond the last column.
   MEMBER vf get(const float* p, int j) {
     return PARTIAL ? load_up_to(p + j * W, left) : load(p + j * W);
   }
@@ -77,13 +77,14 @@ template <class T, int N, bool PARTIAL> struct DeltaColumns {
     else store(p + j * W, x);
   }
 
-  // What the state has for a key, added to `found`.
+  // Adds S^T key to `found`.
   MEMBER void recall(const float* key, vf* found) {
     for (int64_t i = 0; i < keys; ++i)
       for (int j = 0; j < N; ++j) found[j] = fma(get(state + i * stride, j), set1(key[i]), found[j]);
   }
 
-  // One token; `found` is what the state has for its key, and becomes that for the next one's.
+  // Updates the state with one token and computes its output. With NEXT, `found` becomes S^T of the
+  // next token's key.
   template <bool NEXT>
   MEMBER void step(const float* query, const float* key, const float* next, vf decay,
                    const vf* change, vf* out, vf* found) {
@@ -153,7 +154,7 @@ static void delta(const DeltaTask& task) {
   });
 }
 
-// The norm of each head is rounded before its weight, and the product with it before the gate's.
+// The norm of each head is rounded before the weight, and their product before the gate.
 static void gated_norm(const void* x, const void* gate, const void* weight, float eps, void* out,
                        int64_t heads, int64_t size, int32_t dtype) {
   with_type(dtype, [&](auto* type) {

@@ -1,7 +1,7 @@
-// Weights from floating point to integers: the arithmetic of gpu/ops/quantise.py bit by bit, one
-// IEEE operation after the other and without fusing, so that all instruction sets have one result.
+// Quantisation of weights, with the same bits as gpu/ops/quantise.py: one IEEE operation after the
+// other, without fusing, so that all instruction sets give the same result.
 INLINE vf vmin(vf a, vf b) { return sub(zero(), vmax(sub(zero(), a), sub(zero(), b))); }
-// NaN stays.
+// Keeps NaN.
 INLINE vf clamp(vf x, float low, float high) { return vmin(set1(high), vmax(set1(low), x)); }
 INLINE float round_even(float x) {
   float out[W];
@@ -9,7 +9,7 @@ INLINE float round_even(float x) {
   return out[0];
 }
 
-// The 15 steps of a group: their size, its inverse, and the code of 0.
+// The 15 steps of a group: their size, the inverse of that, and the code of 0.
 struct Steps { float scale, inverse, zero; };
 
 INLINE Steps steps_of(float low, float high, double shrink) {
@@ -20,7 +20,7 @@ INLINE Steps steps_of(float low, float high, double shrink) {
   return {scale, inverse, code > 15.0f ? 15.0f : code > 0.0f ? code : 0.0f};
 }
 
-// The root of the sum of squares of what rounding changes, which is folded in halves.
+// The root of the sum of squared rounding errors, summed in halves.
 INLINE float error_of(const vf* values, const Steps& steps) {
   vf squares[SPAN / W];
   for (int i = 0; i < SPAN / W; ++i) {
@@ -37,7 +37,7 @@ INLINE float error_of(const vf* values, const Steps& steps) {
   return __builtin_sqrtf(sums[0]) * steps.scale;
 }
 
-// The least and the greatest of a group and 0; NaN where one is, which then has no payload.
+// The least and the greatest of a group and 0; NaN if an element is NaN, whose payload is cleared.
 INLINE void range_of(vf* values, float* low, float* high) {
   vf top = zero(), bottom = zero(), broken = zero();
   for (int i = 0; i < SPAN / W; ++i) {
@@ -57,9 +57,9 @@ INLINE void range_of(vf* values, float* low, float* high) {
   }
 }
 
-// Integral floats of a byte as integers; 0 for NaN without payload.
+// Integral floats that fit a byte, as integers; 0 for NaN without payload.
 template <class T> INLINE void store_integers(vf x, T* out) {
-  // Behind 1.5 * 2^23 the last bits of a float are those of an integer.
+  // After adding 1.5 * 2^23, the last bits of a float are those of the integer.
   float shifted[W];
   uint32_t bits[W];
   store(shifted, add(x, set1(12582912.0f)));
@@ -67,7 +67,7 @@ template <class T> INLINE void store_integers(vf x, T* out) {
   for (int j = 0; j < W; ++j) out[j] = (T)bits[j];
 }
 
-// The first `count` elements of x, a group, as codes; returns its steps.
+// Rounds a group, the first `count` elements of x, to codes; returns its steps.
 template <class T> static Steps round_group(const T* x, int64_t count, uint8_t* codes) {
   static const double SHRINKS[] = {1.0, 0.92, 0.84};
   vf values[SPAN / W];
@@ -115,7 +115,7 @@ template <class T> static void round_to_channel(const RoundArgs& args, const T* 
   int8_t* out = (int8_t*)args.values_out + row * args.k;
   float* scale = (float*)args.scales + row;
   if (hsum(broken) != 0.0f) {
-    // Neither NaN nor infinity leaves a number of the row.
+    // NaN or infinity makes all outputs of the row NaN.
     for (int64_t i = 0; i < args.k; ++i)
       if (widen(x[i]) != widen(x[i])) largest = __builtin_nanf("");
     *scale = largest;

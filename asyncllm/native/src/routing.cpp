@@ -1,12 +1,12 @@
-// The experts of each token: scores, the best of them, and their weights.
+// Routing: the scores of experts, the best experts of each token, and their weights.
 #include <math.h>
 
 #include "context.h"
 
 namespace {
 
-// One row's experts. NaN is a score like another that is never greater, so ids are always
-// different experts; its weight, and with it the row's result, is NaN.
+// One row's experts. A NaN score never compares as greater, so that ids are always different
+// experts; if it is chosen, its weight, and so the row's result, is NaN.
 struct Router {
   const RoutingArgs& args;
   float *scores, *choice, *groups;
@@ -25,7 +25,7 @@ struct Router {
       choice[i] = scores[i] + (args.correction ? args.correction[i] : 0);
   }
 
-  // The first of the greatest that has not been taken, which it then is.
+  // Takes the first of the greatest that have not been taken.
   static int64_t take_best(float* values, bool* taken, int64_t count) {
     int64_t best = -1;
     for (int64_t i = 0; i < count; ++i)
@@ -34,7 +34,7 @@ struct Router {
     return best;
   }
 
-  // Leaves the experts of the groups whose two best scores have the greatest sums.
+  // Keeps only the experts of the groups whose two best scores have the greatest sums.
   void choose_groups(bool* taken) {
     int64_t size = args.num_experts / args.num_groups;
     bool* chosen = taken + args.num_experts;

@@ -1,7 +1,7 @@
-// Ops on a row at a time.
+// Kernels of ops on one row at a time.
 
-// residual = scale * (residual + multiplier * x), where residual is not null, with each product and
-// the sum rounded as x is; returns the vector of that, or of x.
+// residual = scale * (residual + multiplier * x), unless residual is null, with each product and
+// the sum rounded to the type of x; returns that vector, or x.
 template <class T>
 INLINE vf add_vector(const T* x, T* residual, float multiplier, float scale, int64_t i,
                      int64_t left) {
@@ -14,7 +14,7 @@ INLINE vf add_vector(const T* x, T* residual, float multiplier, float scale, int
   return value;
 }
 
-// The norm is rounded before a weight of its own type, and not before one in float32.
+// The norm is rounded before a weight of its own type, but not before a float32 weight.
 template <class T> INLINE vf normed_for(vf normed, const T* x, const T*) {
   return rounded_to(normed, x);
 }
@@ -76,7 +76,7 @@ static void softcap_row(void* x, float cap, int64_t width, int32_t dtype) {
   });
 }
 
-// Rotates a head whose halves go together.
+// Rotates a head: elements i and i + half form a pair.
 template <class T> static void rotate_head(T* head, const T* table, int64_t size) {
   int64_t half = size / 2;
   const T *cosines = table, *sines = table + half;
@@ -89,7 +89,7 @@ template <class T> static void rotate_head(T* head, const T* table, int64_t size
   }
 }
 
-// Norms heads that lie next to each other, where there is a weight: each, or all of them together.
+// Norms adjacent heads, unless the weight is null: each by itself, or all together.
 template <class T>
 static void norm_heads(const RopeArgs& args, T* heads, const void* weight, int64_t count,
                        bool whole) {
@@ -130,7 +130,7 @@ static void rope(const RopeArgs& args, int64_t token) {
   });
 }
 
-// x / (1 + e^-x); and GELU by tanh, x times the same function of 2 sqrt(2 / pi) (x + 0.044715 x^3).
+// SiLU, x / (1 + e^-x); and GELU by tanh, x / (1 + e^-z), z = 2 sqrt(2 / pi) (x + 0.044715 x^3).
 INLINE vf activated(vf x, bool gelu) {
   vf inner = x;
   if (gelu) {

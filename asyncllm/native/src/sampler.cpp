@@ -4,7 +4,7 @@
 
 namespace {
 
-// A row's parameters and the chunks it was reduced to.
+// A row's parameters and the statistics of its chunks.
 struct Draw {
   Extremes extremes;
   const float* sums;
@@ -15,16 +15,16 @@ struct Draw {
 };
 
 constexpr float MIN_TEMPERATURE = 1e-5f;
-// Chunks of a row that are reduced by one task.
+// Chunks of a row that one task reduces.
 constexpr int64_t TASK_CHUNKS = 64;
 
-// Whether a token may be left out of the row in line `line`.
+// Whether top_k, top_p or min_p of request index `line` may exclude a token.
 bool truncates(const SampleArgs& args, int64_t line) {
   return (args.top_k[line] > 0 && args.top_k[line] < args.vocab_size) || args.top_p[line] < 1 ||
          args.min_p[line] > 0;
 }
 
-// Chunks by their mass, then the tokens of the chunk that won.
+// Races the chunks by their mass, then the tokens of the winning chunk.
 int64_t race_in_rounds(const Draw& draw) {
   int64_t won = 0;
   float best = -INFINITY;
@@ -52,8 +52,8 @@ int64_t race_in_rounds(const Draw& draw) {
   return token;
 }
 
-// How many of the candidates, which are complete but for the nucleus, survive; -1 where the cut
-// of a nucleus lies beyond them. Masses are in double, that of the largest logit being 1.
+// Number of candidates that survive truncation; -1 if the cut of top_p lies beyond the candidates.
+// Masses are doubles; the largest logit has mass 1.
 int64_t count_kept(const Draw& draw, const Candidates& candidates, int64_t limit, double total) {
   int64_t count = least(candidates.count(), limit);
   if (draw.top_p >= 1) return count;
@@ -71,7 +71,8 @@ int64_t count_kept(const Draw& draw, const Candidates& candidates, int64_t limit
   return sum >= allowed || count == limit ? count : -1;
 }
 
-// Without top_k and min_p the mass of all tokens bounds the nucleus, and the search ends with it.
+// Races the tokens that survive truncation. Without top_k and min_p, the search for them ends once
+// top_p of the mass of all tokens is found.
 int64_t race_truncated(const Draw& draw, void* scratch) {
   Candidates candidates(draw.extremes, scratch);
   bool limited = draw.top_k > 0 && draw.top_k < draw.extremes.row.count;
@@ -149,7 +150,7 @@ API int32_t asyncllm_sample(Context* context, const SampleArgs* args) {
   share(context, a.rows * parts, work, [&](int64_t task, int) {
     int64_t row = task / parts, line = a.req_indices[row], first = task % parts * TASK_CHUNKS;
     if (line < 0) return;
-    // Masses are needed by the race in rounds and by a nucleus of all tokens alone.
+    // Only the race in rounds and top_p over all tokens need the masses.
     bool limited = (a.top_k[line] > 0 && a.top_k[line] < a.vocab_size) || a.min_p[line] > 0;
     bool weighs = a.temperature[line] >= MIN_TEMPERATURE && !limited;
     context->kernels->reduce_chunks(view(row, line), first, least(chunks, first + TASK_CHUNKS),

@@ -1,4 +1,4 @@
-// The ops on a KV cache: they check every index, share out the work and call the kernels.
+// The ops on a KV cache, which check every index, divide the work and call the kernels.
 #include "context.h"
 
 namespace {
@@ -9,7 +9,7 @@ bool is_cache(const void* cache, int32_t dtype, int64_t num_blocks, int64_t bloc
          block_size > 0 && kv_heads > 0 && head_dim > 0;
 }
 
-// One token, or a tile of several, of a sequence; all key/value heads of it have this shape.
+// One token of a sequence, or a tile of several, with a range of keys, for every key/value head.
 struct Piece {
   int64_t row, first_token, last_token, first_key, last_key, partial;
 };
@@ -24,7 +24,7 @@ class AttentionPlan {
   }
   ~AttentionPlan() { free(pieces_); }
 
-  // Checks lengths and block tables, and counts pieces or, once there is memory, makes them.
+  // Checks lengths and block tables, counts the pieces, allocates and makes them.
   int32_t make() {
     int64_t count = 0;
     int32_t status = walk(&count);
@@ -42,7 +42,7 @@ class AttentionPlan {
   int64_t count() const { return count_; }
   int64_t head_parts() const { return args_.kv_heads * parts_; }
 
-  // The part of a piece that falls to a key/value head, or a part of its query heads.
+  // The task of a piece for a key/value head, or for a part of its query heads.
   AttentionTask task(const Piece& piece, int64_t part) const {
     int64_t kv_head = part / parts_, first = part % parts_ * heads_;
     int64_t last = least(group_, first + heads_);
@@ -85,7 +85,7 @@ class AttentionPlan {
     return args_.window ? most(0, position + 1 - args_.window) : 0;
   }
 
-  // Blocks that only keys outside a window lie in may have been given back.
+  // Blocks entirely before a window are not checked: they may have been freed.
   int32_t check_table(int64_t row, int64_t length, int64_t tokens) {
     const int32_t* table = block_table_of(args_, row);
     int64_t start = first_key(length - tokens) / args_.block_size;
@@ -161,7 +161,7 @@ API int32_t asyncllm_attention(Context* context, const AttentionArgs* args) {
     return end - start;
   };
   share(context, plan.tasks(), plan.work(), [&](int64_t at, int thread) {
-    // The last tiles of a prompt see the most keys: they come first.
+    // The last tiles of a prompt come first, because they see the most keys.
     int64_t index = plan.count() - 1 - at / parts;
     const Piece& piece = plan.pieces()[index];
     AttentionTask task = plan.task(piece, at % parts);

@@ -1,4 +1,5 @@
-// What every instruction set provides to the kernels; included into an anonymous namespace.
+// Vector types and functions that every instruction set provides; included into an anonymous
+// namespace.
 //
 //   W, ROWS, NV        floats in a vector; rows of a register tile; vectors of a panel
 //   zero set1 load store add sub mul div fma vmax
@@ -7,13 +8,13 @@
 //   vi, vs             W integers of 32 bits; W pairs of 16 bits
 //   zero_integers load_shorts(int8*) set_pair(int16*) to_floats
 //   dot_shorts(acc, a, b)       acc plus the two products of each pair
-//   vb, va             4 W bytes, of which 4 are a quad; sums of W quads' products, of as many
-//                      quads of codes of 4 bits as there are in a span
-//   load_codes(p, low, high)    the lower and the upper halves of 4 W bytes
+//   vb, va             4 W bytes, W quads of 4; sums of W quads' products, with room for all quads
+//                      of 4-bit codes in a span
+//   load_codes(p, low, high)    the lower and the upper 4 bits of 4 W bytes
 //   set_quad(int8*) no_sums dot_codes(acc, codes, x) total(va)
 //   load_bytes(uint8*) set_integers less_product(a, b, x) add_sixteenfold(a, b)    on vi
 //   round_even, scale_by_pow2(x, n)    n integral, within a normal float's exponents
-//   hmax hsum sum4              sum4's four sums are each what hsum makes of its vector
+//   hmax hsum sum4              sum4 is hsum of four vectors, with the same bits
 #define INLINE static inline __attribute__((always_inline))
 
 struct bf16 { uint16_t bits; };
@@ -53,7 +54,7 @@ INLINE void narrow(float x, f16* out) {
   } else if (size >= 0x477ff000) {
     out->bits = (uint16_t)(sign | 0x7c00);
   } else if (size < 0x38800000) {
-    // Subnormal: the addition rounds at the last bit that a float16 has there.
+    // Subnormal: the addition rounds at the last bit of a float16 of that size.
     uint32_t rounded = float_to_bits(bits_to_float(size) + 0.5f) - float_to_bits(0.5f);
     out->bits = (uint16_t)(sign | rounded);
   } else {

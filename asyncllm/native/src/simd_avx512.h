@@ -36,7 +36,7 @@ INLINE void load_pair(const bf16* p, vf& a, vf& b) {
   a = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
   b = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xffff0000)));
 }
-// acc plus the products of 16 pairs of outputs' weights with one pair of x.
+// acc plus the products of 16 outputs' pairs of weights with one pair of x.
 INLINE vf dot_pair(vf acc, const bf16* weights, uint32_t pair) {
   return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_loadu_si512(weights),
                           (__m512bh)_mm512_set1_epi32((int)pair));

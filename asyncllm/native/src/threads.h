@@ -1,4 +1,4 @@
-// Threads of the library, and how the system schedules those that compute.
+// Threads of the library, and the time slices of threads that compute.
 #pragma once
 #include <pthread.h>
 #include <signal.h>
@@ -6,7 +6,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// A thread that blocks all signals: the host's handlers run on its own threads.
+// Starts a thread that blocks all signals: the application's handlers run on its own threads.
 inline bool start_thread(pthread_t* thread, const char* name, void* (*enter)(void*), void* at) {
   sigset_t all, before;
   sigfillset(&all);
@@ -17,14 +17,13 @@ inline bool start_thread(pthread_t* thread, const char* name, void* (*enter)(voi
   return started;
 }
 
-// More than Linux's own slice, which is at most 2.8 ms however many processors there are.
+// Longer than Linux's default slice, which is at most 2.8 ms on any number of processors.
 constexpr uint64_t SLICE_NANOSECONDS = 5000000;
 
-// Asks for long time slices for the calling thread. From Linux 6.12 on, a thread that wakes and has
-// the shorter slice preempts the running one at once (PREEMPT_SHORT of EEVDF), and so the
-// application's event loop; otherwise it waits for the end of that one's slice. Shares of the
-// processor are as before. Policies other than SCHED_OTHER and SCHED_BATCH have no slices, and
-// older systems ignore them.
+// Asks for long time slices for the calling thread. From Linux 6.12 on, a waking thread with a
+// shorter slice, such as the application's event loop, then preempts it at once (PREEMPT_SHORT of
+// EEVDF), instead of waiting for the end of its slice. Shares of the processor do not change.
+// Policies other than SCHED_OTHER and SCHED_BATCH have no slices, and older systems ignore them.
 inline void lengthen_slice() {
   struct {
     uint32_t size, policy;

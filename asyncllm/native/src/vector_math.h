@@ -1,11 +1,11 @@
-// Functions on vectors, and on the first `count` elements of one.
+// Functions on vectors, and on the first `count` elements of a vector.
 INLINE void zero_floats(float* p, int64_t count) {
   for (int64_t i = 0; i < count; ++i) p[i] = 0.0f;
 }
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Zeros behind the first `count`, which are all that is read.
+// Loads the first `count` elements, reading no others, padded with zeros.
 template <class T> INLINE vf load_some(const T* p, int64_t count) {
   float buffer[W];
   for (int i = 0; i < W; ++i) buffer[i] = i < count ? widen(p[i]) : 0.0f;
@@ -24,7 +24,7 @@ template <class T> INLINE void store_up_to(T* p, vf x, int64_t count) {
   for (int64_t i = 0; i < count; ++i) narrow(buffer[i], p + i);
 }
 
-// What storing x as T and loading it again makes of it.
+// x rounded to T.
 INLINE vf rounded_to(vf x, const float*) { return x; }
 template <class T> INLINE vf rounded_to(vf x, const T*) {
   T buffer[W];
@@ -35,7 +35,7 @@ template <class T> INLINE vf rounded_to(vf x, const T*) {
 // e to the x within 2 units in the last place; 0 below the normal floats, exactly 1 at 0.
 INLINE vf exponential(vf x) {
   const float least_normal = -87.33654f;
-  // The bound is the first operand, so that NaN stays.
+  // The bound is the first operand, so that NaN is kept.
   vf bounded = vmax(set1(least_normal), x);
   bounded = sub(zero(), vmax(set1(-88.37626f), sub(zero(), bounded)));
   vf n = round_even(mul(bounded, set1(1.44269504f)));
@@ -50,7 +50,7 @@ INLINE vf exponential(vf x) {
   p = add(fma(mul(r, r), p, r), set1(1.0f));
   return at_least(scale_by_pow2(p, n), x, least_normal);
 }
-// NaN in `noted` from where x is NaN or infinity on; minus infinity is no harm.
+// Sets NaN in `noted` where x is NaN or infinity; minus infinity is allowed.
 INLINE vf note_broken(vf noted, vf x) {
   return fma(at_least(x, x, -__FLT_MAX__), zero(), noted);
 }

@@ -9,6 +9,6 @@ struct Weights {
   bool mapped;
 };
 
-// The largest integers that rows of k elements may be rounded to: no sum of their products with
-// weights of 8 bits leaves 32 bits.
+// The largest integer to which rows of k elements may be rounded, so that sums of their products
+// with 8-bit weights fit 32 bits.
 inline float largest_integer(int64_t k) { return float(least(32767, INT32_MAX / (127 * k))); }

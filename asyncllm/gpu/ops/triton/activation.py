@@ -1,7 +1,7 @@
-"""The activation of the gate times the up projection; the soft cap of logits."""
+"""Gated activations, multiplication by a sigmoid, and the soft cap of logits."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker takes a kernel for the function that it is written as.
+# A type checker sees a kernel as the Python function that it is written as.
 
 from functools import partial
 
@@ -18,8 +18,11 @@ BLOCK = 1024
 
 @triton.jit
 def activated(x, GELU: tl.constexpr):
-    """SiLU, or with GELU that by tanh: x times the logistic function of
-    ``2 * sqrt(2 / pi) * (x + 0.044715 * x ** 3)``."""
+    """SiLU of x, or with GELU the tanh approximation of GELU.
+
+    The latter is x times the logistic function of
+    ``2 * sqrt(2 / pi) * (x + 0.044715 * x ** 3)``.
+    """
     inner = x
     if GELU:
         inner = 1.5957691216057308 * (x + 0.044715 * x * x * x)
@@ -39,20 +42,22 @@ def gated_mul_kernel(
     GELU: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid ``(rows, blocks of width)``."""
+    """Activation of gates times ups; grid ``(rows, blocks of width)``."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = columns < width
     gate = tl.load(gates + row * stride_gates + columns, mask=real, other=0.0).to(tl.float32)
     up = tl.load(ups + row * stride_ups + columns, mask=real, other=0.0).to(tl.float32)
-    # Rounded between the two, as the reference is.
+    # Rounded before the product, like the reference.
     value = activated(gate, GELU).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * stride_out + columns, (value * up).to(out.dtype.element_ty), mask=real)
 
 
 def gated_mul(gate_up: Tensor, up: Tensor | None = None, *, gelu: bool) -> Tensor:
-    """``[T, 2 * I] -> [T, I]``: the activation of the first half times the second; or ``[T, I]`` of
-    the whole times ``up [T, I]``."""
+    """``[T, 2 * I] -> [T, I]``: activation of the first half times the second.
+
+    With ``up [T, I]``, activation of the whole ``[T, I]`` times that.
+    """
     width = gate_up.shape[1] if up is not None else gate_up.shape[1] // 2
     gate, up = (gate_up, up) if up is not None else (gate_up, gate_up[:, width:])
     rows, out = len(gate), gate.new_empty((len(gate), width))
@@ -71,13 +76,13 @@ gelu_mul = partial(gated_mul, gelu=True)
 @launched
 @triton.jit
 def sigmoid_mul_kernel(out, x, gate, width, stride_x, stride_gate, BLOCK: tl.constexpr):
-    """Grid ``(rows, blocks of width)``."""
+    """x times the sigmoid of gate; grid ``(rows, blocks of width)``."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = columns < width
     value = tl.load(x + row * stride_x + columns, mask=real, other=0.0).to(tl.float32)
     logit = tl.load(gate + row * stride_gate + columns, mask=real, other=0.0).to(tl.float32)
-    # Rounded between the two, as the reference is.
+    # Rounded before the product, like the reference.
     factor = (1.0 / (1.0 + tl.exp(-logit))).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * width + columns, (value * factor).to(out.dtype.element_ty), mask=real)
 
@@ -103,7 +108,7 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
 @launched
 @triton.jit
 def softcap_kernel(x, width, cap, stride, BLOCK: tl.constexpr):
-    """Grid ``(rows, blocks of width)``: ``cap * tanh(x / cap)``, in place."""
+    """``cap * tanh(x / cap)`` in place; grid ``(rows, blocks of width)``."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = columns < width

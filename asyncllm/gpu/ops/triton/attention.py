@@ -1,6 +1,6 @@
 """TritonAttention: the attention backend on the paged kernels.
 
-Triton itself is imported with the kernels, when the attention is made.
+The kernels, and with them Triton, are imported when the attention is made.
 """
 
 from __future__ import annotations
@@ -38,21 +38,22 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TritonPlan:
-    """A step's metadata on the device; decode rows come first.
+    """The plan of a step, with metadata on the device; decode rows come first.
 
     Attributes:
         num_decodes: leading rows of one token each, padded ones included.
         seq_lens: ``[R]`` int32, 0 for a padded row.
         block_table: ``[N, W]`` int32.
-        table_rows: ``[R]``, the rows' lines of ``block_table``; any number for a padded row.
+        table_rows: ``[R]``, each row's row of ``block_table``; any number for a padded row.
         splits: programs per decode row and key/value head.
-        extra_shares: in their place, see ``decode_attention``; 0 for splits.
+        extra_shares: used instead of splits unless 0, see ``decode_attention``.
         tile_splits: programs per tile of prefill and key/value head.
-        workspace: float32, for the partials of the programs; shared by all layers.
+        workspace: float32, partial results of the programs; shared by all layers.
         query_start_loc: ``[R - num_decodes + 1]`` int32 from 0 on, of the other rows; None if
             there are none.
         window: keys that a query sees, or None.
         decode, prefill: the launches, made by the first layer of the step.
+        is_bound: the launches have been made.
     """
 
     num_decodes: int
@@ -100,7 +101,7 @@ class TritonAttention:
     @classmethod
     def make(cls, request: AttentionRequest) -> Self:
         attention = cls(request.shape, request.dtype, request.device)
-        # A tile of prefill holds a whole group; its rows depend on the GPU, head and dtype.
+        # A tile of prefill holds all query heads of a key/value head.
         group, rows = request.shape.group_size, attention.prefill_tiles.rows
         if group > rows:
             raise InvalidRequestError(
@@ -139,23 +140,25 @@ class TritonAttention:
         self.prefill_tiles = prefill_tiles(capability, shape.head_dim, dtype.itemsize)
 
     def splits(self, batch: int, max_len: int, window: int | None) -> int:
-        """Programs per row and key/value head for a batch of decode rows."""
+        """Chooses the programs per row and key/value head for a batch of decode rows."""
         if window is not None:
             max_len = min(max_len, window)
         return num_splits(batch, self.shape.num_kv_heads, max_len, self.num_sms, self.per_sm)
 
     def balances(self, max_len: int, window: int | None) -> bool:
-        """Whether decode rows may be skewed, of at most so many tokens. What a window leaves of
-        them is taken for equally long."""
+        """Whether decode rows of at most ``max_len`` tokens may be skewed.
+
+        Rows with a window are treated as equally long.
+        """
         return window is None and max_len > SKEWED_TOKENS
 
     def is_skewed(self, batch: int, lengths: np.ndarray, max_len: int, window: int | None) -> bool:
-        """Whether decode rows would wait for the longest of them if all had as many splits.
+        """Whether decode rows would wait for the longest one if all had equally many splits.
 
         Args:
             batch: rows of the launch, padding included.
             lengths: ``[B]``, tokens of each sequence.
-            max_len: longest sequence that the number of splits is chosen for.
+            max_len: longest sequence, for which the number of splits is chosen.
         """
         longest = int(lengths.max())
         if not self.balances(longest, window):
@@ -187,7 +190,7 @@ class TritonAttention:
         return plan
 
     def _plan_decodes(self, plan: TritonPlan, max_len: int, balanced: bool) -> int:
-        """Chooses how keys are shared; returns the partial results per head."""
+        """Chooses how decode rows' keys are divided; returns the partial results per head."""
         batch = plan.num_decodes
         if balanced:
             plan.extra_shares = num_extra_shares(self.shape.num_kv_heads, self.num_sms, self.per_sm)
@@ -196,7 +199,7 @@ class TritonAttention:
         return batch * plan.splits if plan.splits > 1 else 0
 
     def _plan_tiles(self, plan: TritonPlan, tokens: int, seqs: int, max_len: int) -> int:
-        """The same for a prefill of so many tokens."""
+        """Chooses how prefill tiles' keys are divided; returns the partial results per head."""
         shape, tiles = self.shape, self.prefill_tiles
         if plan.window is not None:
             max_len = min(max_len, plan.window + tiles.rows)
@@ -236,7 +239,7 @@ class TritonAttention:
             plan.prefill(q, cache, out, sinks)
 
     def _bind(self, plan: TritonPlan, tokens: int, block_size: int, *, has_sinks: bool) -> None:
-        """Makes the launches that the layers of a step have in common."""
+        """Makes the launches that all layers of a step share."""
         decodes, shape = plan.num_decodes, self.shape
         sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim
         options: dict[str, Any] = {
@@ -253,8 +256,8 @@ class TritonAttention:
                 extra_shares=plan.extra_shares, **options,
             )  # fmt: skip
         if plan.query_start_loc is not None:
-            # Its rows are found by their number: where they begin is aligned for some numbers of
-            # decode rows alone, if a row's bytes are no multiple of 16.
+            # The kernel gets a row number, not a pointer to the first row: that pointer's alignment
+            # would depend on the number of decode rows, if a row's bytes are no multiple of 16.
             plan.prefill = self._prefill(
                 sizes, block_size, tokens - decodes, plan.block_table, plan.table_rows[decodes:],
                 plan.seq_lens[decodes:], plan.query_start_loc, tiles=self.prefill_tiles,

@@ -2,7 +2,7 @@
 
 The online softmax is that of Milakov and Gimelshein (2018), as used by FlashAttention (Dao
 et al., 2022); the paging is that of PagedAttention (Kwon et al., 2023). Scores are kept in
-base 2, because the hardware's exponential is.
+base 2, like the hardware's exponential.
 """
 
 import triton
@@ -20,8 +20,11 @@ def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
 
 @triton.jit
 def score_tile(q, k, score_scale, softcap, SOFTCAP: tl.constexpr):
-    """Scores in base 2. ``score_scale`` includes log2(e), unless there is a cap: then it is
-    ``scale / softcap`` and the cap, ``softcap * log2(e)``, includes it."""
+    """Scores of queries and keys in base 2.
+
+    Without a cap ``score_scale`` is ``scale * log2(e)``. With SOFTCAP it is ``scale / softcap``,
+    and ``softcap`` is the cap times log2(e).
+    """
     scores = tl.dot(q, k, input_precision="ieee") * score_scale
     if SOFTCAP:
         # tanh through exp2: exact at both ends, where exp2 is infinite or zero.
@@ -56,19 +59,19 @@ def attend_tile(
     WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Adds keys ``first_key`` to ``first_key + KEYS`` to the running softmax.
+    """Adds keys ``first_key`` to ``first_key + KEYS - 1`` to the running softmax.
 
     Without MASKED all of them have to exist and be visible to every row.
 
     Args:
         q: ``[rows, BLOCK_DIM]``.
-        acc, row_max, row_sum: the state, float32; the maximum is in base 2.
-        k_cache, v_cache: of this key/value head, with the same strides.
+        acc, row_max, row_sum: state of the softmax, float32; the maximum is in base 2.
+        k_cache, v_cache: this key/value head's part of the cache, with the same strides.
         table: the sequence's block table.
-        positions: ``[rows]``, the last key each row sees.
-        first_seen: the first key that any row sees, with WINDOW. What lies before may have been
-            given back: it is never read, as zero times another's NaN would be NaN.
-        kv_len: tokens in the cache; what lies beyond is stale and never read.
+        positions: ``[rows]``, the last key that each row sees.
+        first_seen: with WINDOW, the first key that any row sees. Earlier blocks may belong to
+            others by now and are never read: zero times their NaN would be NaN.
+        kv_len: tokens in the cache; later slots are stale and never read.
     """
     keys = first_key + tl.arange(0, KEYS)
     dims = tl.arange(0, BLOCK_DIM)

@@ -1,7 +1,7 @@
-"""The short depthwise convolution: see ``gpu/ops/causal_conv.py``."""
+"""TritonCausalConv: the short depthwise convolution of ``gpu/ops/causal_conv.py``."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker takes a kernel for the function that it is written as.
+# A type checker sees a kernel as the Python function that it is written as.
 
 import torch
 import triton
@@ -18,7 +18,7 @@ BLOCK_CHANNELS = 256
 
 @triton.jit
 def _silu(total, out):
-    # Rounded between the two, as the reference is.
+    # Rounded before SiLU, like the reference.
     value = total.to(out.dtype.element_ty).to(tl.float32)
     return (value / (1.0 + tl.exp(-value))).to(out.dtype.element_ty)
 
@@ -39,7 +39,7 @@ def conv_token_kernel(
     BLOCK: tl.constexpr,
     MIXED: tl.constexpr,
 ):
-    """Grid ``(rows, blocks of channels)``: rows of one token, and their states."""
+    """Rows of one token, and their states; grid ``(rows, blocks of channels)``."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = columns < CHANNELS
@@ -81,7 +81,7 @@ def conv_chunk_kernel(
     BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Grid ``(tiles, blocks of channels)``: TOKENS tokens of a row of several."""
+    """TOKENS tokens of a row of several; grid ``(tiles, blocks of channels)``."""
     tile = tl.program_id(0)
     row = find_sequence(query_start, num_rows, tile, TOKENS)
     first = tl.load(query_start + row)
@@ -122,8 +122,10 @@ def conv_state_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid ``(rows, blocks of channels)``: the states of rows of several tokens, behind the kernel
-    that has read them."""
+    """New states of rows of several tokens, after ``conv_chunk_kernel`` has read the old ones.
+
+    Grid ``(rows, blocks of channels)``.
+    """
     row = tl.program_id(0).to(tl.int64)
     first = tl.load(query_start + row)
     count = tl.load(query_start + row + 1) - first
@@ -134,7 +136,7 @@ def conv_state_kernel(
     fresh = tl.load(positions + first) == 0
     held = state + tl.load(slots + row) * (WIDTH - 1) * CHANNELS + columns
     for i in tl.static_range(WIDTH - 1):
-        # An input moves to the place of an older one, which has been read.
+        # In place: each input moves to the place of an older one, which has been read.
         at = count - (WIDTH - 1) + i
         value = tl.load(x + (first + at) * stride_x + columns, mask=real & (at >= 0), other=0.0)
         kept = real & (at < 0) & (fresh == 0)
@@ -143,7 +145,7 @@ def conv_state_kernel(
 
 
 class TritonCausalConv:
-    """As ``TorchCausalConv``."""
+    """The convolution of ``TorchCausalConv`` by Triton kernels."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight.float().T.contiguous()

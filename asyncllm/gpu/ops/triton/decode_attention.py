@@ -1,12 +1,12 @@
-"""Paged attention of decode rows: one query token each, keys shared among programs.
+"""Paged attention of decode rows: one query token each, keys divided among programs.
 
 The query heads of one key/value head are the rows of a tile, so that K and V are read once
-for all of them. The keys of a sequence are split equally among as many programs as every other's,
-or, in a batch of very different lengths, into shares of equal length (``merge_attention.py``).
+for all of them. Every sequence is divided among equally many programs ("splits"); or, in a batch of
+very different lengths, into "shares" of equal length (``merge_attention.py``).
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker takes a kernel for the function that it is written as.
+# A type checker sees a kernel as the Python function that it is written as.
 
 from typing import Any
 
@@ -28,8 +28,8 @@ from asyncllm.gpu.ops.triton.operands import (
 from asyncllm.gpu.ops.triton.tuning import Tiles, block_dim_of, cdiv, next_power_of_2
 
 
-# Where the sums begin in the workspace depends on the number of rows and splits: specialised on
-# it, the kernel would be compiled again in the middle of serving.
+# The address of partial_sum in the workspace depends on the number of rows and splits. A kernel
+# specialised on its alignment would be compiled again in the middle of serving.
 @launched
 @triton.jit(
     do_not_specialize=["num_rows", "window"], do_not_specialize_on_alignment=["partial_sum"]
@@ -72,9 +72,11 @@ def decode_kernel(
     ONE_SPLIT: tl.constexpr,
     LINES: tl.constexpr,
 ):
-    """Grid ``(batch, kv_heads * ROW_TILES, splits)``, partials ``[batch, heads, splits]``; with
-    LINES, at least the batch, ``(shares, kv_heads * ROW_TILES)`` and ``[shares, heads]``. The
-    accumulators have BLOCK_DIM more.
+    """Attention of a tile of query heads over a split or a share of the keys.
+
+    Grid ``(batch, kv_heads * ROW_TILES, splits)``, partial results ``[batch, heads, splits]``.
+    LINES > 0, a bound of the batch, selects shares: grid ``(shares, kv_heads * ROW_TILES)``,
+    partial results ``[shares, heads]``. Accumulators have a last dimension of BLOCK_DIM.
     """
     row = tl.program_id(0)
     kv_head = tl.program_id(1) // ROW_TILES
@@ -121,7 +123,7 @@ def decode_kernel(
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     if SINKS:
-        # A key without a value, among those of the first split.
+        # The sink is a key without a value, counted in the first split.
         if split == 0:
             row_max = tl.load(sinks + heads, mask=in_group, other=0.0) * LOG2_E
             row_sum += 1.0
@@ -145,12 +147,12 @@ def decode_kernel(
 
 
 class DecodeAttention:
-    """The launches of decode attention, with all that the layers of a step have in common.
+    """The launches of decode attention that all layers of a step share.
 
     Args:
         shape: ``(query heads, key/value heads, head size)``.
         block_table, table_rows, seq_lens, options: as for ``decode_attention``.
-        has_sinks: each call brings its layer's.
+        has_sinks: each call has the layer's sinks.
     """
 
     def __init__(
@@ -180,7 +182,7 @@ class DecodeAttention:
         self._grid = (batch, kv_heads * row_tiles, splits)
         if extra_shares:
             self._grid = (batch + extra_shares, kv_heads * row_tiles, 1)
-            # By the batch alone there would be another kernel for its every power of two.
+            # The batch alone would need a kernel for each of its powers of two.
             lines = next_power_of_2(max(block_table.shape[0], batch))
         self._partials: Partials | None = None
         if splits > 1 or extra_shares:
@@ -210,7 +212,7 @@ class DecodeAttention:
         )
 
     def __call__(self, q: Tensor, cache: Tensor, out: Tensor, sinks: Tensor | None) -> None:
-        """Attention of the first rows of ``q [T, Hq, D]`` into those of ``out``."""
+        """Attention of the first rows of ``q [T, Hq, D]``, written to those of ``out``."""
         partials = self._partials
         out_strides = head_strides("out", out)
         self._kernel(
@@ -246,19 +248,19 @@ def decode_attention(
 
     Args:
         q: ``[B, Hq, D]``, the last dimension contiguous; D up to 512.
-        cache: ``[2, num_blocks, block_size, Hk, D]``, any strides but a head within 2**31
-            elements; ``block_size`` a multiple of 16. The row's own key is in it already.
-        block_table: ``[N, W]`` int32; entries past a sequence are never read.
-        table_rows: ``[B]``, each row's line of ``block_table``; as all metadata contiguous.
+        cache: ``[2, num_blocks, block_size, Hk, D]`` with any strides, but a head spans less than
+            2**31 elements; ``block_size`` a multiple of 16. It already has the row's own key.
+        block_table: ``[N, W]`` int32; entries beyond a sequence are never read.
+        table_rows: ``[B]``, each row's row of ``block_table``; contiguous, like all metadata.
         seq_lens: ``[B]`` int32 or int64, the row's own token included; 0 for a padded row,
             whose output is zero.
         sinks: ``[Hq]`` float32, a logit per head that takes part in the softmax.
         out: ``[B, Hq, D]``, the last dimension contiguous; made here if None.
         options: ``scale``, a factor on ``q @ k``; ``tiles``;
             ``splits``, programs per row and key/value head, from ``num_splits``;
-            ``extra_shares`` instead, programs per key/value head beyond one per row: keys are
-            shared out in equal lengths, and a row has as many shares as it needs; 0 for splits, not
-            with a window;
+            ``extra_shares``, used instead of splits unless 0 and without a window: programs per
+            key/value head beyond one per row. Keys are divided into shares of equal length, and a
+            row has as many shares as it needs;
             ``softcap``, scores become ``softcap * tanh(score / softcap)``;
             ``window``, keys that a query sees, its own included, None for all;
             ``workspace``, at least ``workspace_size`` float32 elements, made here if None.

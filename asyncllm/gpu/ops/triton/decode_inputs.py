@@ -1,8 +1,7 @@
-"""The inputs of a decode step, gathered on the device from the state of its requests, whose block
-tables are brought up to date in the same launch."""
+"""decode_inputs: updates block tables and derives a decode step's inputs in one launch."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker takes a kernel for the function that it is written as.
+# A type checker sees a kernel as the Python function that it is written as.
 
 import triton
 import triton.language as tl
@@ -33,10 +32,10 @@ def decode_inputs_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid ``(rows / BLOCK,)``, at least one.
+    """Changes a block table and derives inputs of decode rows; grid ``(rows / BLOCK,)``, min. 1.
 
-    Every program makes all changes of the table: programs cannot wait for each other, and what
-    several write is the same.
+    Every program makes all changes of the table, because programs cannot wait for each other; they
+    all write the same values.
     """
     for first in range(0, num_changes, BLOCK):
         number = first + tl.arange(0, BLOCK)
@@ -44,7 +43,7 @@ def decode_inputs_kernel(
         entry = tl.load(changed + number, mask=exists, other=0)
         new = tl.load(new_blocks + number, mask=exists, other=0)
         tl.store(block_table + entry, new, mask=exists)
-    # A thread reads below what another of its program has written.
+    # Threads read values below that others of the program have written.
     tl.debug_barrier()
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = rows < num_rows

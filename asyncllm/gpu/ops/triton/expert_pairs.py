@@ -1,11 +1,11 @@
 """Pairs of a token and one of its experts: sorted by expert, and summed by token.
 
-Neither reads anything on the host, and no two programs write one place, so that the order of equal
-ones, and of a token's sum, is the same in each run.
+Nothing is read on the host. No two programs write the same place, so that the order of an expert's
+pairs, and of the terms of a token's sum, is the same in each run.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker takes a kernel for the function that it is written as.
+# A type checker sees a kernel as the Python function that it is written as.
 
 import triton
 import triton.language as tl
@@ -17,7 +17,7 @@ from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
 BLOCK_PAIRS, BLOCK_COLUMNS = 1024, 1024
 
 
-# The number of tokens is a step's: specialised on it, the kernel would be compiled again in the
+# The number of tokens varies by step: specialised on it, the kernel would be compiled again in the
 # middle of serving.
 @launched
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -30,8 +30,10 @@ def sort_kernel(
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid ``(experts,)``: the pairs of an expert in their order, behind those of the experts
-    before it. Each program reads all ids, which are few, twice."""
+    """Writes an expert's pairs, in order, after those of the experts before it.
+
+    Grid ``(experts,)``. Each program reads all ids, which are few, twice.
+    """
     expert = tl.program_id(0)
     count = num_tokens * TOP_K
     before = 0
@@ -53,7 +55,7 @@ def sort_kernel(
 @launched
 @triton.jit
 def tiles_kernel(tile_ends, starts, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid ``(1,)``: where each expert's tiles end."""
+    """Computes where each expert's tiles end; grid ``(1,)``."""
     experts = tl.arange(0, BLOCK)
     real = experts < EXPERTS
     count = tl.load(starts + experts + 1, mask=real, other=0)
@@ -76,15 +78,17 @@ def sum_kernel(
     GATE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid ``(rows, blocks of width)``: a token's experts in the order of its ids, and what all
-    tokens have beside them."""
+    """Sums a token's experts in the order of its ids, and adds the shared experts.
+
+    Grid ``(rows, blocks of width)``.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = columns < width
     total = tl.zeros((BLOCK,), tl.float32)
     for place in range(TOP_K):
         total += tl.load(x + (row * TOP_K + place) * width + columns, mask=real, other=0.0)
-    # Rounded between the steps, as the reference is.
+    # Rounded between the steps, like the reference.
     result = total.to(out.dtype.element_ty)
     if SHARED:
         beside = tl.load(shared + row * stride_shared + columns, mask=real, other=0.0)
@@ -97,15 +101,15 @@ def sum_kernel(
 
 
 def sort_pairs(ids: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Pairs of token and expert by expert.
+    """Sorts pairs of token and expert by expert.
 
     Args:
         ids: ``[T, top_k]`` int32, each below ``num_experts``.
-        rows: of a tile.
+        rows: rows of a tile.
 
     Returns:
-        int32: pairs ``[T, top_k]`` as ``token * top_k + place``; where each expert's begin
-        ``[1, num_experts + 1]``; and where its tiles end ``[1, num_experts]``.
+        int32: pairs ``[T, top_k]`` as ``token * top_k + place``; the first pair of each expert
+        ``[1, num_experts + 1]``; and the end of its tiles ``[1, num_experts]``.
     """
     tokens, top_k = ids.shape
     pairs = ids.new_empty((tokens, top_k))
@@ -127,8 +131,8 @@ def sum_experts(
     """Sums the experts of each token into ``out [T, H]``.
 
     Args:
-        x: ``[T, top_k * H]`` float32, times the experts' weights.
-        shared, gate: as Experts has them.
+        x: ``[T, top_k * H]`` float32, experts' outputs times their weights.
+        shared, gate: see ``Experts``.
     """
     tokens, width = out.shape
     sum_kernel[(tokens, cdiv(width, BLOCK_COLUMNS))](

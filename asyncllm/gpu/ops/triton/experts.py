@@ -1,12 +1,12 @@
-"""Experts as two grouped matrix products, over rows that are sorted by expert.
+"""TritonExperts: experts as two grouped matrix products, over rows sorted by expert.
 
-A program finds its expert by binary search, as prefill attention does its sequence: the grid is an
-upper bound that the host knows without looking at the routing, so that a graph can hold it. The
-activation is fused into the first product, the weight of a token's expert into the second.
+The grid is an upper bound that the host knows without reading the routing, so that a CUDA graph can
+contain it: each program finds its expert by binary search, as prefill attention finds its sequence.
+The activation is fused into the first product, the weight of a token's expert into the second.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker takes a kernel for the function that it is written as.
+# A type checker sees a kernel as the Python function that it is written as.
 
 import torch
 import triton
@@ -23,7 +23,7 @@ from asyncllm.gpu.ops.triton.tuning import ProductTiles, cdiv, product_tiles
 
 @triton.jit
 def find_expert(tile_ends, num_experts, tile):
-    """First expert that has a tile behind ``tile``; ``num_experts`` where none has."""
+    """The expert of a tile; ``num_experts`` for a tile beyond the last expert's."""
     low = 0
     high = num_experts
     while low < high:
@@ -37,7 +37,7 @@ def find_expert(tile_ends, num_experts, tile):
 
 @triton.jit
 def find_rows(starts, tile_ends, expert, tile, ROWS: tl.constexpr):
-    """The sorted rows of a tile, and which of them are the expert's."""
+    """The sorted rows of a tile, and which of them belong to the expert."""
     first_tile = tl.load(tile_ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(starts + expert + 1)
     rows = tl.load(starts + expert) + (tile - first_tile) * ROWS + tl.arange(0, ROWS)
@@ -68,7 +68,7 @@ def gate_up_kernel(
     CLAMPED: tl.constexpr,
     GELU: tl.constexpr,
 ):
-    """Grid ``(tiles, inner / COLUMNS)``: activation of gate and up, in sorted rows."""
+    """Gated activation of the first product, in sorted rows; grid ``(tiles, inner / COLUMNS)``."""
     tile = tl.program_id(0)
     expert = find_expert(tile_ends, num_experts, tile)
     if expert >= num_experts:
@@ -77,7 +77,7 @@ def gate_up_kernel(
     tokens = tl.load(pairs + rows, mask=real, other=0).to(tl.int64) // top_k
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     in_columns = columns < inner
-    # All experts have more than 2**31 elements.
+    # The experts' weights together may have more than 2**31 elements.
     own = expert.to(tl.int64) * 2 * inner
     x_at = x + tokens[:, None] * stride_x
     gate_at = weight + (own + columns)[None, :] * width
@@ -96,7 +96,7 @@ def gate_up_kernel(
         bias_at = bias + own + columns
         gate += tl.load(bias_at, mask=in_columns, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias_at + inner, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-    # Rounded as a linear layer's output is.
+    # Rounded like a linear layer's output.
     gate = gate.to(out.dtype.element_ty).to(tl.float32)
     up = up.to(out.dtype.element_ty).to(tl.float32)
     if CLAMPED:
@@ -128,7 +128,7 @@ def down_kernel(
     DEPTH: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """Grid ``(tiles, width / COLUMNS)``: weighted results in float32, by token and expert."""
+    """Weighted float32 results, by token and expert; grid ``(tiles, width / COLUMNS)``."""
     tile = tl.program_id(0)
     expert = find_expert(tile_ends, num_experts, tile)
     if expert >= num_experts:
@@ -157,10 +157,10 @@ def down_kernel(
 
 
 class TritonExperts:
-    """Experts on plain weights, for one CUDA device. Nothing is read on the host.
+    """Experts on plain weights, for one CUDA device, without a read on the host.
 
     Args:
-        weights: of scheme "plain".
+        weights: weights of scheme "plain".
     """
 
     def __init__(self, weights: ExpertsWeights, config: ActivationConfig) -> None:
@@ -184,7 +184,7 @@ class TritonExperts:
         num_pairs = tokens * top_k
         shape = product_tiles(num_pairs, self.num_experts, x.element_size())
         plan = sort_pairs(ids, self.num_experts, shape.rows)
-        # Every expert may have a tile that is not full, and no tile is empty.
+        # Every expert may have a tile that is not full, but no tile is empty.
         tiles = min(num_pairs, num_pairs // shape.rows + self.num_experts)
         inner = x.new_empty((tokens, top_k * self.inner))
         out = x.new_empty((tokens, top_k * self.width), dtype=torch.float32)

@@ -1,7 +1,7 @@
-"""The gated delta rule: see ``gpu/ops/gated_delta.py``."""
+"""TritonGatedDelta: the gated delta rule of ``gpu/ops/gated_delta.py``."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker takes a kernel for the function that it is written as.
+# A type checker sees a kernel as the Python function that it is written as.
 
 import torch
 import triton
@@ -27,7 +27,7 @@ def _softplus(x):
 
 @triton.jit
 def _log_decay(a, dt_bias, log_rate, head):
-    """Of the logits ``a`` of a head."""
+    """Logarithm of the decay, from the logits ``a`` of a head."""
     rate = tl.exp(tl.load(log_rate + head))
     return -rate * _softplus(a.to(tl.float32) + tl.load(dt_bias + head))
 
@@ -56,8 +56,10 @@ def delta_token_kernel(
     LONG: tl.constexpr,
     MIXED: tl.constexpr,
 ):
-    """Grid ``(rows, heads, blocks of values)``, of HEADS value heads, of which GROUP share a key
-    head: rows of one token, with LONG those of several as well, one token after the other."""
+    """Rows of one token; with LONG rows of several as well, token by token.
+
+    Grid ``(rows, HEADS, blocks of values)``, where GROUP value heads share a key head.
+    """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first, count = row, 1
     if MIXED:
@@ -65,7 +67,7 @@ def delta_token_kernel(
         count = (tl.load(query_start + row + 1) - first).to(tl.int32)
     if (not LONG) and (count != 1):
         return
-    # What a row without tokens would take for its first is another row's, or past the end.
+    # A row without tokens would read another row's token, or beyond the end.
     if LONG and (count == 0):
         return
     keys = tl.arange(0, BLOCK_K)
@@ -119,9 +121,12 @@ def delta_chunk_kernel(
     BLOCK_V: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """The same grid: rows of several tokens, in chunks of TOKENS. The changes that a chunk's tokens
-    make to the state are solved for row by row (``gated_delta._chunk`` has the formulas). Products
-    are of TensorFloat-32, which has more bits than q, k and v."""
+    """Rows of several tokens, in chunks of TOKENS; the grid of ``delta_token_kernel``.
+
+    The changes that a chunk's tokens make to the state are solved for row by row
+    (``gated_delta._chunk`` has the formulas). Products are in TensorFloat-32, which has at least as
+    many bits as q, k and v.
+    """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = tl.load(query_start + row)
     count = tl.load(query_start + row + 1) - first
@@ -139,7 +144,7 @@ def delta_chunk_kernel(
     for start in range(0, count, TOKENS):
         real = start + steps < count
         token = first + start + steps
-        # Tokens behind the last change nothing: neither decay nor key nor value.
+        # Tokens beyond the last one change nothing: their decay, key and value are 0.
         gate = gates + token * stride_gates + head
         beta = 1.0 / (1.0 + tl.exp(-tl.load(gate, mask=real, other=0.0).to(tl.float32)))
         logit = tl.load(gate + HEADS, mask=real, other=0.0)
@@ -171,7 +176,7 @@ def delta_chunk_kernel(
         found += tl.dot(scores, change, input_precision="tf32")
         to = out + (token[:, None] * HEADS + head) * VALUES + values[None, :]
         tl.store(to, found.to(out.dtype.element_ty), mask=wanted)
-        # Read again: keys that were held all the while would take registers from the state.
+        # Read again, because keys held until here would take registers from the state.
         at = qkv + token[None, :] * stride_qkv + size + (head // GROUP) * KEYS + keys[:, None]
         some = real[None, :] & (keys[:, None] < KEYS)
         k = tl.load(at, mask=some, other=0.0).to(tl.float32)
@@ -181,8 +186,10 @@ def delta_chunk_kernel(
 
 
 class TritonGatedDelta:
-    """As ``TorchGatedDelta``; in float32 prompts go token by token as well: exact products of
-    chunks need more registers than there are."""
+    """The rule of ``TorchGatedDelta`` by Triton kernels.
+
+    float32 prompts are computed token by token: exact products of chunks need too many registers.
+    """
 
     def __init__(self, shape: LinearAttentionConfig, biases: DeltaBiases) -> None:
         self.shape, self.biases = shape, biases

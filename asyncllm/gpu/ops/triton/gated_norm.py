@@ -1,7 +1,7 @@
-"""The norm of each head, times its gate: see ``gpu/ops/gated_norm.py``."""
+"""TritonGatedNorm: the norm of each head times its gate, of ``gpu/ops/gated_norm.py``."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker takes a kernel for the function that it is written as.
+# A type checker sees a kernel as the Python function that it is written as.
 
 import triton
 import triton.language as tl
@@ -26,14 +26,14 @@ def gated_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid ``(rows, heads)``."""
+    """The norm of a head times SiLU of its gate; grid ``(rows, heads)``."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, BLOCK)
     real = columns < SIZE
     at = head * SIZE + columns
     value = tl.load(x + row * stride_x + at, mask=real, other=0.0).to(tl.float32)
     normed = value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
-    # Rounded before the weight and behind it, as the reference is.
+    # Rounded before and after the weight, like the reference.
     scale = tl.load(weight + columns, mask=real, other=0.0).to(tl.float32)
     normed = normed.to(out.dtype.element_ty).to(tl.float32) * scale
     z = tl.load(gate + row * stride_gate + at, mask=real, other=0.0).to(tl.float32)
@@ -42,10 +42,10 @@ def gated_norm_kernel(
 
 
 class TritonGatedNorm:
-    """As ``TorchGatedNorm``.
+    """The norm of ``TorchGatedNorm`` by a Triton kernel.
 
     Args:
-        weight: of one head.
+        weight: ``[D]``, the weight of one head.
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:

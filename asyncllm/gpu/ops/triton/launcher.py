@@ -1,8 +1,8 @@
-"""Launcher, BoundKernel: a compiled kernel launched again without the wrapper of Triton's JIT.
+"""Launcher, BoundKernel: launches of compiled kernels that bypass the wrapper of Triton's JIT.
 
 That wrapper classifies every argument of every launch anew, about 15 µs of Python, and a mixed step
-has some 150 launches. An engine's launches differ in few ways, so their compiled kernels are kept
-by all that the wrapper classifies, and found with one look-up.
+has some 150 launches. An engine's launches differ in few ways, so compiled kernels are cached by
+the properties that the wrapper classifies, and found with one look-up.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from triton.runtime.jit import JITFunction
 from asyncllm.gpu.ops.triton.tuning import INT32
 
 ALIGNMENT = 16
-"""Bytes; Triton compiles for pointers that are multiples of it, or for any."""
+"""Bytes. Triton compiles kernels for pointers that are multiples of it, or for any pointers."""
 
-MAX_FORMS = 1024
-"""That a kernel is kept in at most, of all engines of the process."""
+MAX_LAUNCHES = 1024
+"""Most cached launches of a kernel, of all engines of the process."""
 
 _address = torch.Tensor.data_ptr
 _dtype = attrgetter("dtype")
@@ -34,12 +34,11 @@ _dtype = attrgetter("dtype")
 class Launcher:
     """A kernel whose arguments are tensors, then numbers, then constants by name.
 
-    What a compiled kernel is kept by is at least as fine as what the JIT specialises on: the
-    device; of tensors the dtype; of numbers their types and values, where the kernel does not say
-    ``do_not_specialize`` (2 and 2.0 are equal, but an integer and a float to a kernel); constants
-    and options likewise. The JIT's own path is taken by the first launch of each kind, and by every
-    one that is rare: with a pointer that is not aligned and not exempt from it, a number beyond 32
-    bits that is not kept by its value, or hooks of a profiler.
+    The cache key distinguishes at least what the JIT specialises on: the device; the dtypes of
+    tensors; types and values of numbers without ``do_not_specialize`` (2 and 2.0 are equal in
+    Python, but not to a kernel); types and values of constants and options. The JIT's own path is
+    taken by the first launch of each key, and by every launch with an unaligned pointer, unless
+    that is exempt, with an unspecialised number beyond 32 bits, or with hooks of a profiler.
 
     Args:
         kernel: its unspecialised numbers have to be integers.
@@ -52,25 +51,25 @@ class Launcher:
             raise TypeError(f"{kernel.fn.__name__}: expected constants behind all other arguments")
         self.unused = (None,) * sum(constant)
         self.num_tensors: int | None = None
-        self.aligned = self.kept = self.varied = _getter([])
+        self.aligned = self.specialised = self.unspecialised = _getter([])
         self._bound: dict[tuple[Any, ...], BoundKernel] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *args, **constants: self.bind(**constants)(grid, *args)
 
     def bind(self, **constants: Any) -> BoundKernel:
-        """The kernel with its constants and options, which looks its forms up by the rest."""
+        """Returns the kernel with its constants and options, from the cache if it is there."""
         values = constants.values()
         key = (*constants, *values, *map(type, values))
         bound = self._bound.get(key)
         if bound is None:
-            if len(self._bound) >= MAX_FORMS:
+            if len(self._bound) >= MAX_LAUNCHES:
                 self._bound.clear()
             bound = self._bound[key] = BoundKernel(self, constants)
         return bound
 
-    def take_in(self, args: tuple[Any, ...]) -> int:
-        """Which arguments are tensors, from the first launch."""
+    def classify_args(self, args: tuple[Any, ...]) -> int:
+        """Finds out, from the first launch, which arguments are tensors; returns their number."""
         params = self.kernel.params[: len(self.kernel.params) - len(self.unused)]
         tensors = [isinstance(arg, torch.Tensor) for arg in args]
         count = sum(tensors)
@@ -82,24 +81,24 @@ class Launcher:
         exempt = [param.do_not_specialize_on_alignment for param in params[:count]]
         varying = [param.do_not_specialize for param in params[count:]]
         self.aligned = _getter([i for i, each in enumerate(exempt) if not each])
-        self.kept = _getter([i for i, each in enumerate(varying) if not each])
-        self.varied = _getter([i for i, each in enumerate(varying) if each])
+        self.specialised = _getter([i for i, each in enumerate(varying) if not each])
+        self.unspecialised = _getter([i for i, each in enumerate(varying) if each])
         self.num_tensors = count
         return count
 
-    def is_rare(self, numbers: tuple[Any, ...]) -> bool:
+    def needs_jit_path(self, numbers: tuple[Any, ...]) -> bool:
         return bool(
             is_observed()
             or self.kernel.pre_run_hooks
-            or max(self.varied(numbers), default=0) >= INT32
+            or max(self.unspecialised(numbers), default=0) >= INT32
         )
 
 
 def is_observed() -> bool:
-    """Whether a profiler's hooks look at launches."""
+    """Whether a profiler has hooks on launches."""
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    # Chains, empty ones as a rule.
+    # Hooks are chains, which are empty without a profiler.
     return bool(
         (enter is not None and getattr(enter, "calls", True))
         or (leave is not None and getattr(leave, "calls", True))
@@ -107,12 +106,12 @@ def is_observed() -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """A compiled kernel and its launch: ``launch(x, y, z, stream, *form.rest(arguments))``.
+class CompiledLaunch:
+    """A compiled kernel, launched by ``launch(x, y, z, stream, *self.rest(arguments))``.
 
     Attributes:
-        head: what comes between the stream and the kernel's arguments.
-        nested: the arguments are one tuple.
+        head: arguments between the stream and the kernel's own.
+        nested: the kernel's arguments are passed as one tuple.
     """
 
     launch: Callable[..., None]
@@ -120,14 +119,15 @@ class Form:
     nested: bool
 
     @classmethod
-    def of(cls, compiled: Any, arguments: tuple[Any, ...]) -> Form:
-        """Triton's launcher hands the arguments on to a function in C, with things that are the
-        same in each launch. What it hands on is noted once, so that later launches call the
-        function at once; its own call stays where it is not of that kind, or takes scratch memory
-        for each launch.
+    def of(cls, compiled: Any, arguments: tuple[Any, ...]) -> CompiledLaunch:
+        """Finds the C function behind Triton's launcher, so that launches can call it directly.
+
+        Triton's launcher calls that function with the kernel's arguments and others that are the
+        same in each launch. The latter are recorded once, by a copy of the launcher. A launcher
+        that works otherwise, or allocates scratch memory for each launch, is called itself.
 
         Args:
-            arguments: of a launch; the kernel is not launched.
+            arguments: arguments of a launch; the kernel is not launched.
         """
         run = compiled.run
         head = compiled.function, compiled.packed_metadata, None, None, None
@@ -161,48 +161,48 @@ def _same(found: object, expected: tuple[Any, ...]) -> bool:
 
 
 class BoundKernel:
-    """A kernel with its constants and options: ``bound(grid, *tensors, *numbers)``."""
+    """A kernel with its constants and options, called as ``bound(grid, *tensors, *numbers)``."""
 
-    __slots__ = ("_forms", "constants", "launcher")
+    __slots__ = ("_launches", "constants", "launcher")
 
     def __init__(self, launcher: Launcher, constants: dict[str, Any]) -> None:
         self.launcher, self.constants = launcher, constants
-        self._forms: dict[tuple[Any, ...], Form] = {}
+        self._launches: dict[tuple[Any, ...], CompiledLaunch] = {}
 
     def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
         launcher = self.launcher
         count = launcher.num_tensors
         if count is None:
-            count = launcher.take_in(args)
+            count = launcher.classify_args(args)
         tensors, numbers = args[:count], args[count:]
-        addresses, kept = tuple(map(_address, tensors)), launcher.kept(numbers)
+        addresses, specialised = tuple(map(_address, tensors)), launcher.specialised(numbers)
         device = tensors[0].get_device()
-        key = (device, *map(_dtype, tensors), *kept, *map(type, kept))
-        # Constants are part of the compiled kernel.
+        key = (device, *map(_dtype, tensors), *specialised, *map(type, specialised))
+        # Constants are part of the compiled kernel, which gets None in their places.
         arguments = (*addresses, *numbers, *launcher.unused)
-        usual = not (reduce(or_, launcher.aligned(addresses)) % ALIGNMENT) and not (
-            launcher.is_rare(numbers)
+        fast_path = not (reduce(or_, launcher.aligned(addresses)) % ALIGNMENT) and not (
+            launcher.needs_jit_path(numbers)
         )
-        form = self._forms.get(key)
-        if form is None or not usual:
+        cached = self._launches.get(key)
+        if cached is None or not fast_path:
             compiled = launcher.kernel[grid](*args, **self.constants)
-            # None where a hook of the JIT has kept it from compiling.
-            if usual and compiled is not None:
-                self._keep(key, Form.of(compiled, arguments))
+            # None where a hook of the JIT has prevented the compilation.
+            if fast_path and compiled is not None:
+                self._keep(key, CompiledLaunch.of(compiled, arguments))
             return
         x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
         active: Any = driver.active
         stream = active.get_current_stream(device)
-        form.launch(x, y, z, stream, *form.rest(arguments))
+        cached.launch(x, y, z, stream, *cached.rest(arguments))
 
-    def _keep(self, key: tuple[Any, ...], form: Form) -> None:
-        if len(self._forms) >= MAX_FORMS:
-            self._forms.clear()
-        self._forms[key] = form
+    def _keep(self, key: tuple[Any, ...], launch: CompiledLaunch) -> None:
+        if len(self._launches) >= MAX_LAUNCHES:
+            self._launches.clear()
+        self._launches[key] = launch
 
 
 class InterpretedKernel:
-    """The same for Triton's interpreter, which keeps its own launches."""
+    """A kernel for Triton's interpreter, with the interface of Launcher."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -215,12 +215,12 @@ class InterpretedKernel:
 
 
 def launched(kernel: Any) -> Any:
-    """Decorator of a kernel."""
+    """Decorator that wraps a kernel in a Launcher, or for Triton's interpreter."""
     return Launcher(kernel) if isinstance(kernel, JITFunction) else InterpretedKernel(kernel)
 
 
 def _getter(indices: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """``itemgetter``, which has a tuple for several indices only."""
+    """``itemgetter`` that always returns a tuple, also for one index or none."""
     if len(indices) > 1:
         return itemgetter(*indices)
     if not indices:

@@ -1,13 +1,13 @@
-"""Partial results of attention whose keys are shared among programs, and their merge.
+"""Partial results of attention whose keys are divided among programs, and their merge.
 
-Each program leaves an accumulator, the maximum of its scores and their sum, all in float32
-(Flash-Decoding, Dao et al., 2023). There are three ways to share keys out: all decode rows in
-equally many splits; decode rows in shares of equal length, of which a long row has many and a short
-one a single one; and the tiles of a prefill in equally many splits.
+Each program writes an accumulator, the maximum of its scores and the sum of their exponentials, in
+float32 (Flash-Decoding, Dao et al., 2023). Keys are divided in three ways: all decode rows into
+equally many splits; decode rows into shares of equal length, many for a long row and one for a
+short one; and the tiles of a prefill into equally many splits.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker takes a kernel for the function that it is written as.
+# A type checker sees a kernel as the Python function that it is written as.
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MERGED_SPLITS = 8
 
 @triton.jit
 def split_keys(kv_len, splits, window, KEYS: tl.constexpr, WINDOW: tl.constexpr):
-    """First visible tile of a sequence and the keys of each of its splits, in whole tiles."""
+    """First key of a sequence's first visible tile, and keys per split, in whole tiles."""
     first = 0
     if WINDOW:
         first = tl.maximum(kv_len - window, 0) // KEYS * KEYS
@@ -35,10 +35,9 @@ def split_keys(kv_len, splits, window, KEYS: tl.constexpr, WINDOW: tl.constexpr)
 
 @triton.jit
 def share_keys(seq_lens, num_rows, extra, KEYS: tl.constexpr, LINES: tl.constexpr):
-    """Keys of a share, and in ``[LINES]`` how many shares there are up to the end of each row.
+    """Keys per share, and in ``[LINES]`` the number of shares up to the end of each row.
 
-    A row has at most one share that is not full, so that there are never more than ``num_rows +
-    extra``.
+    A row has at most one share that is not full, so that there are at most ``num_rows + extra``.
     """
     rows = tl.arange(0, LINES)
     lengths = tl.load(seq_lens + rows, mask=rows < num_rows, other=0).to(tl.int32)
@@ -47,9 +46,8 @@ def share_keys(seq_lens, num_rows, extra, KEYS: tl.constexpr, LINES: tl.constexp
     return per_share, tl.cumsum(tl.cdiv(lengths, per_share), 0)
 
 
-# Where the sums begin in the workspace depends on the number of rows and splits, and where the
-# lengths begin on that of decode rows: specialised on it, the kernel would be compiled again in the
-# middle of serving.
+# The addresses of partial_sum and seq_lens depend on the number of rows and splits. A kernel
+# specialised on their alignment would be compiled again in the middle of serving.
 @launched
 @triton.jit(
     do_not_specialize=["splits", "first_row", "window"],
@@ -74,12 +72,14 @@ def merge_kernel(
     LINES: tl.constexpr,
     PREFILL: tl.constexpr,
 ):
-    """Grid ``(rows, heads)``. Splits of a decode row that had no keys have written nothing.
+    """Merges the partial results of a row and head; grid ``(rows, heads)``.
+
+    Splits of a decode row without keys have written nothing, and are skipped.
 
     Args:
-        seq_lens: of decode rows; with PREFILL the number of query tokens, padding excluded.
-        splits: of a row; with LINES the shares beyond one per row.
-        first_row: of out.
+        seq_lens: lengths of decode rows; with PREFILL the number of query tokens, padding excluded.
+        splits: splits of a row; with LINES > 0 the shares beyond one per row.
+        first_row: first row of ``out``.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -113,7 +113,7 @@ def merge_kernel(
             partial_acc + at[:, None] * BLOCK_DIM + dims[None, :], mask=exists[:, None], other=0.0
         )
         new_max = tl.maximum(total_max, tl.max(maxima, 0))
-        # The first splits of a prefill's row may have seen no key of its window.
+        # The first splits of a prefill's row may have no key of the row's window.
         known = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(maxima - known)
         decay = tl.exp2(total_max - known)
@@ -126,10 +126,10 @@ def merge_kernel(
 
 
 class Partials:
-    """Partial results of so many programs for each query head, in one workspace, and their merge.
+    """The workspace of partial results, and their merge.
 
     Args:
-        count: per head.
+        count: partial results per query head.
         seq_lens, splits, lines, prefill: see ``merge_kernel``.
 
     Attributes:
@@ -181,7 +181,11 @@ class Partials:
         )
 
     def merge(self, out: Tensor, rows: int, strides: tuple[int, ...], first_row: int = 0) -> None:
-        """Writes so many rows of ``out [T, Hq, D]``, whose strides these are."""
+        """Writes the merged results of ``rows`` rows to ``out [T, Hq, D]``.
+
+        Args:
+            strides: strides of rows and heads of ``out``.
+        """
         grid = (rows, self._num_heads, 1)
         numbers = self._splits, first_row, self._window
         self._kernel(grid, out, *self.tensors, self._seq_lens, *numbers, *strides)

@@ -1,7 +1,7 @@
 """RMSNorm, alone and fused with the residual addition before it."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker takes a kernel for the function that it is written as.
+# A type checker sees a kernel as the Python function that it is written as.
 
 from typing import Any
 
@@ -34,9 +34,12 @@ def norm_kernel(
     SCALED: tl.constexpr,
     SUM_SCALED: tl.constexpr,
 ):
-    """Grid ``(rows,)``. With ADD the sum replaces the residual; with SCALED that of ``multiplier *
-    x``, and with SUM_SCALED the rounded sum times ``sum_scale``. A weight in float32 is multiplied
-    before the norm is rounded, one of x's dtype behind."""
+    """The norm of a row; grid ``(rows,)``.
+
+    With ADD it is the norm of ``residual + x``, and the sum replaces the residual. SCALED takes
+    ``multiplier * x`` for x, and SUM_SCALED multiplies the rounded sum by ``sum_scale``. The norm
+    is rounded after a float32 weight, but before a weight of x's dtype.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     real = columns < WIDTH
@@ -66,12 +69,12 @@ class TritonRMSNorm:
     Computed in float32; rows of up to 65536 elements, contiguous.
 
     Args:
-        weight: of the dtype of ``x``, or in float32.
-        multiplier: of ``x`` in ``add``.
-        scale: of the sum in ``add``, behind its rounding.
+        weight: has the dtype of ``x``, or float32.
+        multiplier: factor on ``x`` in ``add``.
+        scale: factor on the rounded sum in ``add``.
 
     Raises:
-        ValueError: from a call, for rows of another length than the weight, or with gaps.
+        ValueError: a call has rows that are not as long as the weight, or not contiguous.
     """
 
     def __init__(
@@ -95,8 +98,10 @@ class TritonRMSNorm:
         self._launch(x, x, x)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of ``scale * (multiplier * x + residual)``, and that sum, which replaces
-        ``residual``."""
+        """Returns the norm of ``scale * (multiplier * x + residual)``, and that sum.
+
+        The sum replaces ``residual``.
+        """
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         return self._launch(x, residual, out, add=True), residual
 
@@ -122,7 +127,7 @@ class TritonRMSNorm:
         return out
 
     def _bind(self, width: int, add: bool) -> Any:
-        """The kernel for rows of that width, with or without a residual."""
+        """Makes the kernels for rows of ``width``; returns the one with or without a residual."""
         if len(self.weight) != width:
             raise ValueError(f"rows of {width} elements: expected {len(self.weight)}")
         self._width = width

@@ -27,8 +27,9 @@ from asyncllm.gpu.ops.triton.tuning import FEW_ROWS
 
 
 class TritonOps(TorchOps):
-    """Fused kernels for everything that is bound by memory; matrix products are torch's, which
-    are cuBLAS's, but for those of experts. ``check_triton`` comes before importing it.
+    """Fused kernels for memory-bound ops, and matrix products by torch, except those of experts.
+
+    Call ``check_triton`` before importing this module.
     """
 
     name = "triton"
@@ -40,7 +41,7 @@ class TritonOps(TorchOps):
     sample = staticmethod(sample)
 
     def routing(self, config: RoutingConfig, weights: RouterWeights) -> Routing:
-        # Of groups the best are sorts of sorts, which torch has.
+        # The kernel does not choose among groups of experts.
         if config.num_groups > 1:
             return super().routing(config, weights)
         return TritonRouting(config, weights, self.make_linear(weights.rows))
@@ -82,5 +83,5 @@ class TritonOps(TorchOps):
         return TritonRopeAndCache(shape, q_norm, k_norm, eps, v_norm)
 
     def rotary(self, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The kernel looks the rows up: nothing is copied."""
+        """Returns table and positions: the kernel looks the rows up."""
         return table, positions

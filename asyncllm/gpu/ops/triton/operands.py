@@ -1,5 +1,8 @@
-"""What kernels take for granted of their operands, checked: a kernel that is given a column with
-gaps, or fewer lengths than it has rows, computes something else or reads another's memory."""
+"""Checks of kernels' operands, which kernels do not make.
+
+With strides that it does not expect, or too few lengths, a kernel would compute wrong results or
+read foreign memory.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from asyncllm.gpu.ops.triton.tuning import INT32
 
 
 def row_stride(name: str, x: Tensor) -> int:
-    """Elements from a row of ``x [T, N]`` to the next.
+    """Stride of the rows of ``x [T, N]``, in elements.
 
     Raises:
         ValueError: a row is not contiguous.
@@ -21,10 +24,10 @@ def row_stride(name: str, x: Tensor) -> int:
 
 
 def head_strides(name: str, x: Tensor) -> tuple[int, int]:
-    """Elements from a row of ``x [T, heads, D]`` to the next, and from a head to the next.
+    """Strides of rows and heads of ``x [T, heads, D]``, in elements.
 
     Raises:
-        ValueError: a head is not contiguous, or a row is longer than 32 bits can count.
+        ValueError: a head is not contiguous, or a row spans 2**31 elements or more.
     """
     row, head, inner = x.stride()
     if inner != 1 and x.shape[2] > 1:
@@ -35,11 +38,12 @@ def head_strides(name: str, x: Tensor) -> tuple[int, int]:
 
 
 def cache_strides(cache: Tensor) -> tuple[int, ...]:
-    """Elements between neighbours in each dimension of ``cache [2, N, S, Hk, D]``. Kernels count
-    64 bits of all but the last.
+    """Strides of ``cache [2, N, S, Hk, D]``, in elements.
+
+    Kernels compute with 64 bits in all dimensions but the last.
 
     Raises:
-        ValueError: a head is spread over more than 32 bits can count.
+        ValueError: a head spans 2**31 elements or more.
     """
     strides = cache.stride()
     if strides[4] * cache.shape[4] >= INT32:
@@ -52,10 +56,11 @@ def cache_strides(cache: Tensor) -> tuple[int, ...]:
 def check_attention(
     num_heads: int, num_kv_heads: int, splits: int, window: int | None, block_table: Tensor
 ) -> None:
-    """Checks what a call of paged attention is planned by.
+    """Checks the parameters of paged attention.
 
     Raises:
-        ValueError: it is not what a kernel takes.
+        ValueError: a number of heads, splits or a window that kernels do not take, or gaps in rows
+            of the table.
     """
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} heads: expected a multiple of the cache's {num_kv_heads}")
@@ -67,10 +72,10 @@ def check_attention(
 
 
 def check_rows(count: int, **tensors: Tensor) -> None:
-    """Checks metadata of so many rows.
+    """Checks metadata of ``count`` rows.
 
     Raises:
-        ValueError: a tensor is not ``[count]``, or has gaps.
+        ValueError: a tensor is not ``[count]``, or not contiguous.
     """
     for name, tensor in tensors.items():
         if tensor.shape != (count,) or not tensor.is_contiguous():
@@ -84,7 +89,7 @@ def check_tensors(q: Tensor, cache: Tensor, out: Tensor) -> None:
     """Checks ``q`` and ``out [T, Hq, D]`` beside ``cache [2, N, S, Hk, D]``.
 
     Raises:
-        ValueError: they do not fit one another.
+        ValueError: shapes do not fit one another.
     """
     if cache.shape[4] != q.shape[2] or out.shape != q.shape:
         raise ValueError(

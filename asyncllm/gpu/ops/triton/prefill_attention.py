@@ -1,14 +1,14 @@
-"""Paged attention of rows with several query tokens, a prefix of them in the cache.
+"""Paged attention of sequences with several query tokens behind a cached prefix.
 
 The rows of a tile are query tokens times the query heads of one key/value head, the heads
-padded to a power of two. The grid is an upper bound that the host knows without looking at
-the lengths: each program finds its sequence by binary search, and leaves if it has none. A
-sequence's tiles begin with the last, which has the most keys: while a short one ends, fewer
-multiprocessors are idle. A few tiles share their keys among programs (``merge_attention.py``).
+padded to a power of two. The grid is an upper bound that the host knows without the lengths: each
+program finds its sequence by binary search, and returns if there is none. The last tiles, which
+have the most keys, are launched first, so that fewer multiprocessors are idle at the end. If there
+are few tiles, the keys of each are divided among programs (``merge_attention.py``).
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker takes a kernel for the function that it is written as.
+# A type checker sees a kernel as the Python function that it is written as.
 
 from typing import Any
 
@@ -32,10 +32,10 @@ from asyncllm.gpu.ops.triton.tuning import Tiles, block_dim_of, next_power_of_2,
 
 @triton.jit
 def find_sequence(query_start_loc, num_seqs, tile, TOKENS: tl.constexpr):
-    """Last sequence whose first tile is not after ``tile``.
+    """The sequence of a tile: the last one whose first tile is not after ``tile``.
 
-    Sequence s is given the tiles from ``query_start_loc[s] // TOKENS + s`` on: never fewer
-    than it needs.
+    Sequence s has the tiles from ``query_start_loc[s] // TOKENS + s`` on, at least as many as it
+    needs.
     """
     low = 0
     high = num_seqs
@@ -49,8 +49,8 @@ def find_sequence(query_start_loc, num_seqs, tile, TOKENS: tl.constexpr):
     return low
 
 
-# The rows of a step come behind its decode rows, so where they begin depends on how many those
-# are: specialised on it, the kernel would be compiled again in the middle of serving.
+# The rows come after the step's decode rows, so that their addresses depend on the number of those.
+# A kernel specialised on their alignment would be compiled again in the middle of serving.
 @launched
 @triton.jit(
     do_not_specialize=["num_seqs", "first_row", "window"],
@@ -95,15 +95,17 @@ def prefill_kernel(
     SINKS: tl.constexpr,
     ONE_SPLIT: tl.constexpr,
 ):
-    """Grid ``(tiles, kv_heads, splits)``; a tile is ``ROWS / GROUP_ROWS`` tokens of one sequence.
-    Tokens are counted from row ``first_row`` of q and out. Partials are ``[tokens, heads,
-    splits]``, the accumulators with BLOCK_DIM more.
+    """Attention of a tile of queries over a split of their keys.
+
+    Grid ``(tiles, kv_heads, splits)``. A tile is ``ROWS / GROUP_ROWS`` tokens of one sequence.
+    Tokens are counted from row ``first_row`` of q and out. Partial results are ``[tokens, heads,
+    splits]``; accumulators have a last dimension of BLOCK_DIM.
 
     A token has GROUP_ROWS rows, the next power of two from GROUP: divisions by any other
-    number cost registers that a full tile does not have.
+    number would take registers that a full tile does not have.
     """
     TOKENS: tl.constexpr = ROWS // GROUP_ROWS
-    # Later queries see more keys.
+    # The last tiles come first, because later queries see more keys.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     split = tl.program_id(2)
     splits = tl.num_programs(2)
@@ -133,7 +135,7 @@ def prefill_kernel(
     positions = prefix + tl.minimum(tokens, num_queries - 1)
     end = tl.minimum(prefix + offset + TOKENS, kv_len)
     first_seen = prefix + offset - window + 1
-    # Two loops over keys spill with accumulators of more than 256 elements to a row.
+    # With accumulators of more than 256 elements to a row, two loops over keys spill registers.
     ONE_LOOP: tl.constexpr = WINDOW or BLOCK_DIM > 256
     start = 0
     if WINDOW:
@@ -157,7 +159,7 @@ def prefill_kernel(
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     if SINKS:
-        # A key without a value, among those of the first split.
+        # The sink is a key without a value, counted in the first split.
         if split == 0:
             row_max = tl.load(sinks + heads, mask=in_tile, other=0.0) * LOG2_E
             row_sum += 1.0
@@ -186,14 +188,14 @@ def prefill_kernel(
 
 
 class PrefillAttention:
-    """The launches of prefill attention, with all that the layers of a step have in common.
+    """The launches of prefill attention that all layers of a step share.
 
     Args:
         shape: ``(query heads, key/value heads, head size)``.
         num_tokens: T, padding included.
-        first_row: of q and out; the rows before it belong to others.
+        first_row: first row of q and out; the rows before it are decode rows.
         block_table, table_rows, seq_lens, query_start_loc, options: as for ``prefill_attention``.
-        has_sinks: each call brings its layer's.
+        has_sinks: each call has the layer's sinks.
     """
 
     def __init__(
@@ -251,7 +253,7 @@ class PrefillAttention:
         )
 
     def __call__(self, q: Tensor, cache: Tensor, out: Tensor, sinks: Tensor | None) -> None:
-        """Attention of T rows of ``q`` into those of ``out``, ``[first_row + T, Hq, D]`` each."""
+        """Attention of the last T rows of ``q [first_row + T, Hq, D]``, written to ``out``."""
         partials = self._partials
         out_strides = head_strides("out", out)
         self._kernel(
@@ -289,19 +291,19 @@ def prefill_attention(
 
     Args:
         q: ``[first_row + T, Hq, D]``, the last dimension contiguous; D up to 512.
-        cache: ``[2, num_blocks, block_size, Hk, D]``, any strides but a head within 2**31
-            elements; ``block_size`` a multiple of 16. The queries' own keys are in it already.
+        cache: ``[2, num_blocks, block_size, Hk, D]`` with any strides, but a head spans less than
+            2**31 elements; ``block_size`` a multiple of 16. It already has the queries' own keys.
         block_table: ``[N, W]`` int32.
-        table_rows: ``[R]``, each row's line of ``block_table``; as all metadata contiguous.
+        table_rows: ``[R]``, each row's row of ``block_table``; contiguous, like all metadata.
         seq_lens: ``[R]`` int32 or int64, tokens of each sequence up to its last query.
         query_start_loc: ``[R + 1]`` int32 or int64, ascending from 0, the first query of each row,
             counted from ``first_row``; rows may be empty, and tokens from the last entry on are
             padding.
         sinks: as in ``decode_attention``.
-        out: as q; made here if None. Padding tokens, and rows before ``first_row``, keep what they
-            hold.
-        first_row: of q and out. Rows that are sliced off instead may leave pointers that are not
-            aligned, for which the kernel is compiled anew.
+        out: has the shape of q; made here if None. Padding tokens, and rows before ``first_row``,
+            are not written.
+        first_row: first row of q and out. A slice instead could have an unaligned pointer, for
+            which the kernel would be compiled anew.
         options: ``splits``, programs per tile and key/value head, from ``num_tile_splits``;
             ``scale``, ``tiles``, ``softcap``, ``window`` and ``workspace`` as in
             ``decode_attention``.

@@ -1,7 +1,7 @@
-"""QK-norm, rotation and the write into the paged cache, in one pass over q, k and v."""
+"""TritonRopeAndCache, TritonRope: QK-norm, RoPE and the KV write in one pass over q, k and v."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker takes a kernel for the function that it is written as.
+# A type checker sees a kernel as the Python function that it is written as.
 
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,7 @@ TILE_ELEMENTS = 1024
 
 @triton.jit
 def rotate(first, second, cos, sin):
-    """Both halves of each head, rotated (GPT-NeoX order; Su et al., 2021)."""
+    """Rotates both halves of each head (GPT-NeoX order; Su et al., 2021)."""
     return first * cos - second * sin, second * cos + first * sin
 
 
@@ -58,9 +58,11 @@ def rope_cache_kernel(
     NORM_VALUES: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Grid ``(tokens, blocks of HEADS)`` over the query, key and value heads in a row. With SCALED
-    the table's rows have the cosines and sines of keys ``k_table`` elements behind those of
-    queries."""
+    """Norms, rotates and caches a token's heads; grid ``(tokens, blocks of HEADS)``.
+
+    Query, key and value heads are numbered in this order. With SCALED a row of the table has
+    separate cosines and sines for keys, ``k_table`` elements after those for queries.
+    """
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dims = tl.arange(0, BLOCK_HALF)
@@ -84,7 +86,7 @@ def rope_cache_kernel(
         scale = tl.rsqrt(mean + eps)
         first = first * scale
         second = second * scale
-        # Rounded where the norm's own output would be; before a weight in float32 it is not.
+        # Rounded like the separate norm: not before a float32 weight.
         if q_weight.dtype.element_ty != tl.float32:
             first = first.to(kind).to(tl.float32)
             second = second.to(kind).to(tl.float32)
@@ -125,8 +127,10 @@ def rope_cache_kernel(
 
 
 class TritonRopeAndCache:
-    """Norms q and k, and v, by head where the model does, rotates both, and writes k and v. Norms
-    over all heads, which a program does not hold, are launches of their own before it."""
+    """Norms q, k and v by head where the model does, rotates q and k, and writes k and v.
+
+    Norms over all heads, which no program holds, are separate launches before it.
+    """
 
     def __init__(
         self,
@@ -159,12 +163,12 @@ class TritonRopeAndCache:
         """Returns q ``[T, Hq, D]``, k and v ``[T, Hk, D]``: views of ``qkv``.
 
         Args:
-            qkv: ``[T, (Hq + 2 * Hk) * D]``, rows contiguous; q and k are overwritten.
+            qkv: ``[T, (Hq + 2 * Hk) * D]``, rows contiguous; overwritten.
             rotary: the table ``[max_positions, D]``, cosines, then sines, of half a head each, or
-                ``[max_positions, 2, D]``, those of queries before those of keys; and the positions
+                ``[max_positions, 2, D]``, first for queries, then for keys; and the positions
                 ``[T]`` int32 or int64.
-            cache: ``[2, num_blocks, block_size, Hk, D]``, any strides but a head within 2**31
-                elements.
+            cache: ``[2, num_blocks, block_size, Hk, D]`` with any strides, but a head spans less
+                than 2**31 elements.
             slot_mapping: ``[T]``, ``block * block_size + offset``; 0, in the null block, for
                 padding.
         """
@@ -199,7 +203,7 @@ class TritonRopeAndCache:
         return split[:, :num_q], split[:, num_q : num_q + num_k], split[:, num_q + num_k :]
 
     def _bind(self, block_size: int, scaled: bool) -> tuple[Any, int]:
-        """The kernel, and how many programs share the heads of a token."""
+        """Returns the kernel, and the number of programs that share the heads of a token."""
         if (block_size, scaled) != self._bound_for:
             shape = self.shape
             block_half = next_power_of_2(shape.head_dim // 2)
@@ -233,8 +237,8 @@ class TritonRope:
 
     def __call__(self, q: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """``[T, Hq * D] -> [T, Hq, D]``, in place; ``rotary`` as in TritonRopeAndCache."""
-        # Of no key/value heads nothing is written, and no slot's content is used. The strides of
-        # what stands for a cache are numbers of the launch: those of q would be a step's own.
+        # Without key/value heads nothing is written to a cache, and slots do not matter. A view of
+        # the table stands for the cache, because its strides are the same in every launch.
         table, positions = rotary
         return self.rope(q, rotary, table.as_strided((2, 1, 1, 1, 1), (0, 0, 0, 0, 1)), positions)[
             0

@@ -1,7 +1,7 @@
-"""The choice of each token's experts: see ``gpu/ops/routing.py``."""
+"""TritonRouting: the choice of each token's experts, of ``gpu/ops/routing.py``."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker takes a kernel for the function that it is written as.
+# A type checker sees a kernel as the Python function that it is written as.
 
 import torch
 import triton
@@ -35,7 +35,10 @@ def routing_kernel(
     EXPERT_SCALE: tl.constexpr,
     RENORMALISE: tl.constexpr,
 ):
-    """Grid ``(rows,)``: the best experts one after the other, of equal ones the first."""
+    """Chooses a token's best experts one after the other, the first of equal ones.
+
+    Grid ``(rows,)``.
+    """
     row = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK)
     real = experts < EXPERTS
@@ -49,7 +52,7 @@ def routing_kernel(
     choice = scores
     if CORRECTION:
         choice += tl.load(correction + experts, mask=real, other=0.0)
-    # Chosen first, as by torch: what is no number has to show, and ids have to be experts.
+    # NaN is chosen first, as by torch: it has to show in the output, and ids have to be valid.
     choice = tl.where(choice == choice, choice, float("inf"))
     choice = tl.where(real, choice, -float("inf"))
     places = tl.arange(0, BLOCK_K)
@@ -75,10 +78,10 @@ def routing_kernel(
 
 
 class TritonRouting:
-    """As ``TorchRouting``, without groups of experts.
+    """The routing of ``TorchRouting`` by a Triton kernel, without groups of experts.
 
     Args:
-        router: the layer of the weights.
+        router: linear layer of the router's weights.
     """
 
     def __init__(self, config: RoutingConfig, weights: RouterWeights, router: Linear) -> None:

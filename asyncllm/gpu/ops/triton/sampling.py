@@ -1,21 +1,21 @@
 """sample: Gumbel-max sampling in two kernels over the vocabulary, without sorting it.
 
-They compute what ``gumbel_sample`` describes. The first kernel reduces the vocabulary to
-statistics of chunks of 256 tokens, for truncated rows the winner of the race included. The
-second has one program per row. If nothing truncates the row, the chunks race by their mass, and
-the tokens of the one that wins. Otherwise:
+They compute ``gumbel_sample``. The first kernel reduces the vocabulary to statistics of chunks of
+256 tokens, for truncated rows with the winner of the race. The second has one program per row. If a
+row is not truncated, the chunks race by their mass, and then the tokens of the winning chunk.
+Otherwise:
 
 - top_k: the k-th largest of the chunks' maxima bounds the k-th largest logit from below, so
-  that only the chunks above it, rarely many more than k, have to be read again; quickselect
-  (Hoare, 1961) finds the cut in them.
+  that only the chunks above it, rarely many more than k, have to be read again; ``top_k.py`` finds
+  the cut in them.
 - top_p: a winner is kept if the tokens ahead of it have less than top_p of the mass. If they
-  have more, every token from the winner on is out, and the race among those ahead of it is
-  the next to be looked at. That is rejection sampling with a pivot, as in FlashInfer's
-  sampler, but with fixed noise: it ends at the one winner among the kept tokens.
+  have more, every token from the winner on is excluded, and the tokens ahead of it race again.
+  That is rejection sampling with a pivot, as in FlashInfer's sampler, but with fixed noise: it
+  ends at the one winner among the kept tokens.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker takes a kernel for the function that it is written as.
+# A type checker sees a kernel as the Python function that it is written as.
 
 from collections.abc import Mapping
 
@@ -45,17 +45,19 @@ NO_TOKEN_LEFT = tl.constexpr(gumbel.NO_TOKEN_LEFT)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 COUNTERS = tl.constexpr(4)
-"""Rows of counters per program of the first kernel: each is four chunks."""
+"""Rows of counters per program of the first kernel; each row covers four chunks."""
 
 PER_CHUNK = ["listed", "chunk_max", "chunk_sum", "chunk_score", "chunk_token"]
-"""Arguments that lie one behind the other. Where each begins depends on the number of rows:
-specialised on it, the kernels would be compiled again in the middle of serving."""
+"""Arguments that lie in one allocation. Their addresses depend on the number of rows: specialised
+on their alignment, the kernels would be compiled again in the middle of serving."""
 
 
 @triton.jit
 def race_key(states, positions, row, line):
-    """Output of SplitMix64 at the row's state, whose number is the position of the token that is
-    sampled: one behind ``positions``."""
+    """Output of SplitMix64 at the row's state, numbered by the sampled token's position.
+
+    That position is one after ``positions``.
+    """
     state = tl.load(states + line).to(tl.uint64, bitcast=True)
     steps = (tl.load(positions + row).to(tl.int64) + 2).to(tl.uint64, bitcast=True)
     z = state + steps * 0x9E3779B97F4A7C15
@@ -66,7 +68,7 @@ def race_key(states, positions, row, line):
 
 @triton.jit
 def log_exponential(word):
-    """Logarithm of the exponential number that a random word stands for."""
+    """Logarithm of the exponential noise that a random word gives."""
     u = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
     series = 1.0 + u * (0.5 + u * (0.3333333333 + u * (0.25 + u * (0.2 + u * 0.1666666667))))
     return tl.log(tl.where(u < 0.0625, u * series, -tl.log(1.0 - u)))
@@ -98,7 +100,7 @@ def chunk_kernel(
     num_chunks,
     stride_logits,
 ):
-    """Grid ``(rows, num_chunks / (4 * COUNTERS))``."""
+    """Statistics of chunks; grid ``(rows, num_chunks / (4 * COUNTERS))``."""
     row = tl.program_id(0).to(tl.int64)
     line = tl.load(req_indices + row).to(tl.int64)
     if line < 0:
@@ -216,7 +218,7 @@ def choose_kernel(
     stride_logits,
     CHUNKS: tl.constexpr,
 ):
-    """Grid ``(rows,)``."""
+    """Chooses a row's token from the statistics of its chunks; grid ``(rows,)``."""
     row = tl.program_id(0).to(tl.int64)
     line = tl.load(req_indices + row).to(tl.int64)
     if line < 0:
@@ -235,7 +237,7 @@ def choose_kernel(
     counter = chunk.to(tl.uint32)
     word, _, _, _ = tl.philox(key, counter, counter * 0 + 1, counter * 0, counter * 0)
     by_mass = tl.where(sums > 0.0, maxima + tl.log(sums) - log_exponential(word), float("-inf"))
-    # Looked for in every row: kept for a branch, what it is made of would spill.
+    # Computed for every row: keeping its inputs for a branch would spill registers.
     heaviest = tl.min(tl.where(by_mass == tl.max(by_mass, 0), chunk, num_chunks - 1), 0)
     first = tl.min(tl.where(scores == tl.max(scores, 0), chunk, num_chunks - 1), 0)
     token = tl.load(chunk_token + row * num_chunks + first)
@@ -245,7 +247,7 @@ def choose_kernel(
     min_p = tl.load(min_ps + line)
     limited = (k > 0) & (k < vocab_size)
     cut = limited | (min_p > 0.0)
-    # A sum is a number only if every logit is one.
+    # The sum is NaN if any logit is NaN or infinity.
     valid = total >= 0.5
     logits += row * stride_logits
     if valid & (greedy == 0) & (cut == 0) & (top_p >= 1.0):
@@ -280,13 +282,13 @@ def choose_kernel(
             mass, following = race_ahead(
                 *among, largest, key, value_of(logits, token, factor), token
             )
-            # With nothing ahead it ends, for any rounding.
+            # It terminates under any rounding: the mass is 0 once no token is ahead.
             while (mass > 0.0) & (mass >= top_p * total):
                 token = following
                 mass, following = race_ahead(
                     *among, largest, key, value_of(logits, token, factor), token
                 )
-    # A chunk with NaN makes the sum NaN for any maxima.
+    # A chunk with NaN makes the total NaN, whatever the maxima are.
     invalid = tl.where(total == 0.0, NO_TOKEN_LEFT, -1)
     tl.store(out + row, tl.where(valid, token, invalid).to(tl.int64))
     tl.store(last_sampled_tokens + line, tl.where(valid, token, 0).to(tl.int64))
@@ -300,9 +302,10 @@ def sample(
     last_sampled_tokens: Tensor,
     out: Tensor,
 ) -> None:
-    """See ``TorchOps.sample``. Rows of ``logits``, float32, bfloat16 or float16, are contiguous.
+    """Samples one token per row, see ``TorchOps.sample``.
 
-    A row's token depends on that row alone, not on the others of the batch.
+    ``logits`` are float32, bfloat16 or float16, with contiguous rows. A row's token depends on that
+    row alone, not on the others of the batch.
     """
     rows, vocab_size = logits.shape
     if not rows:

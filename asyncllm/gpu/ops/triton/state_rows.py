@@ -1,4 +1,4 @@
-"""TritonStateRows: a step's rows, as kernels that keep a state of each sequence read them."""
+"""TritonStateRows: a step's rows, as kernels of recurrent layers read them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from torch import Tensor
 from asyncllm.gpu.batch.step_inputs import StepInputs
 
 TILE_TOKENS = 8
-"""Of a row, that a program of a kernel over tokens computes."""
+"""Tokens of a row that one program computes, in kernels over tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class TritonStateRows:
-    """A step's rows on the device. In a mixed step those of one token and longer ones have kernels
-    of their own, each of which passes over the other's, so that what is launched depends on the
-    numbers of rows and tokens alone.
+    """A step's rows on the device.
+
+    In a mixed step, rows of one token and longer rows have separate kernels, each of which skips
+    the other's rows. So launches depend on the numbers of rows and tokens alone.
 
     Attributes:
-        slots: ``[R]`` int64.
+        slots: ``[R]`` int64, slots of the rows' states.
         positions: ``[T]`` int64.
-        query_start: ``[R + 1]`` int64, each row's first token; not read where each has one.
+        query_start: ``[R + 1]`` int64, each row's first token; not read unless ``is_mixed``.
         is_mixed: rows may have several tokens.
     """
 
@@ -44,5 +45,5 @@ class TritonStateRows:
 
     @property
     def num_tiles(self) -> int:
-        """Never fewer than the rows need, of any lengths."""
+        """Tiles of TILE_TOKENS tokens that suffice for rows of any lengths."""
         return self.positions.shape[0] // TILE_TOKENS + self.num_rows

@@ -16,11 +16,12 @@ MIN_VERSION = (3, 6)
 
 
 def check_triton() -> None:
-    """Checks that Triton is there, and what it needs to build its launchers: a C compiler, the
-    headers of Python, and a folder for what it compiles.
+    """Checks that Triton and what it needs for its launchers are installed.
+
+    It needs a C compiler, Python's headers, and a folder for compiled kernels.
 
     Raises:
-        EngineError: with what is missing, and how to get it.
+        EngineError: something is missing; the message says what, and how to get it.
     """
     try:
         triton = importlib.import_module("triton")
@@ -51,13 +52,16 @@ def check_triton() -> None:
             "them (on Debian and Ubuntu: apt install python3-dev), or choose "
             'attention_backend="torch"'
         )
-    # A manager of the application's choice may need no folder.
+    # Another cache manager, set by the application, may need no folder.
     if triton.knobs.cache.manager_class is None:
         _check_cache_folder(triton.knobs.cache.dir)
 
 
 def _check_cache_folder(folder: str) -> None:
-    """Without one Triton fails at its first kernel: a read-only container, a user without home."""
+    """Checks that Triton can write its cache folder, without which its first kernel fails.
+
+    It cannot in a read-only container, or for a user without a home.
+    """
     try:
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -80,6 +84,6 @@ def _looked_for(compiler: str | None) -> str:
 
 def _python_header() -> Path:
     scheme = sysconfig.get_default_scheme()
-    # Debian's own scheme points to /usr/local, where headers never are.
+    # Debian's default scheme points to /usr/local, where headers never are.
     scheme = "posix_prefix" if scheme == "posix_local" else scheme
     return Path(sysconfig.get_paths(scheme=scheme)["include"]) / "Python.h"

@@ -1,13 +1,13 @@
-"""The cut of top_k among the logits of one row: the place in order behind the k-th token.
+"""The cut of top_k among the logits of one row: the place in order after the k-th token.
 
-The k-th largest of the chunks' maxima bounds the k-th largest logit from below. What lies at or
-above that bound is rarely much more than k: it is compacted in one pass over the listed chunks, and
-sorted (bitonic, Batcher, 1968). Where it is more than SORTED, for a large k or among ties,
+The k-th largest of the chunks' maxima bounds the k-th largest logit from below. Tokens at or above
+that bound are rarely many more than k: one pass over the listed chunks collects them, and they are
+sorted (bitonic, Batcher, 1968). If they are more than SORTED, for a large k or among ties,
 quickselect (Hoare, 1961) finds the cut in as many passes as it takes.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker takes a kernel for the function that it is written as.
+# A type checker sees a kernel as the Python function that it is written as.
 
 import triton
 import triton.language as tl
@@ -19,15 +19,15 @@ PRIORITY = tl.constexpr(0x9E3779B1)
 PRIORITY_INVERSE = tl.constexpr(pow(0x9E3779B1, -1, 2**32))
 
 SCANNED = tl.constexpr(4)
-"""Chunks that are read at once."""
+"""Chunks that are read at a time."""
 
 SORTED = tl.constexpr(256)
-"""Candidates that are sorted at most: two for each thread of a program."""
+"""Most candidates that are sorted: two for each thread of a program."""
 
 
 @triton.jit
 def order_of(value):
-    """Integers in [0, 2**32) in the order of float32 numbers."""
+    """Maps float32 numbers to integers in [0, 2**32) of the same order."""
     # Adding zero makes minus zero the same as zero.
     bits = (value + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
@@ -35,7 +35,7 @@ def order_of(value):
 
 @triton.jit
 def kth_largest(order, k):
-    """The k-th largest of a vector, from the highest bit down; 0 if it has fewer."""
+    """The k-th largest element, found bit by bit from the highest; 0 if there are fewer."""
     found = tl.full([], 0, tl.int64)
     for step in range(32):
         candidate = found + (tl.full([], 1, tl.int64) << (31 - step))
@@ -46,7 +46,7 @@ def kth_largest(order, k):
 
 @triton.jit
 def listed_values(logits, listed, count, factor, vocab_size, start):
-    """Tokens and logits of the listed chunks ``start`` to ``start + SCANNED``."""
+    """Tokens and logits of the listed chunks ``start`` to ``start + SCANNED - 1``."""
     entry = start + tl.arange(0, SCANNED)
     chunk = tl.load(listed + entry, mask=entry < count, other=0)
     token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
@@ -57,7 +57,7 @@ def listed_values(logits, listed, count, factor, vocab_size, start):
 
 @triton.jit
 def is_ahead(value, token, of_value, of_token):
-    """The order of tokens: by logit, descending, then by id."""
+    """Whether a token comes before another: by logit, descending, then by id."""
     return (value > of_value) | ((value == of_value) & (token < of_token))
 
 
@@ -70,16 +70,16 @@ def value_of(logits, token, factor):
 def rank_of(
     logits, listed, count, factor, vocab_size, pivot_value, pivot, high_value, high, low_value, low
 ):
-    """How many listed tokens are ahead of the pivot, and a random token on each side of it.
+    """Counts the listed tokens ahead of the pivot, and picks a random token on each side of it.
 
-    Those tokens lie between ``high`` and the pivot, and between the pivot and ``low``.
+    The random tokens lie between ``high`` and the pivot, and between the pivot and ``low``.
     """
     ranks = tl.zeros([SCANNED, CHUNK], tl.int32)
     above = tl.full([SCANNED, CHUNK], -2147483648, tl.int32)
     below = tl.full([SCANNED, CHUNK], -2147483648, tl.int32)
     for start in range(0, count, SCANNED):
         token, value, real = listed_values(logits, listed, count, factor, vocab_size, start)
-        # An odd factor permutes the numbers of 32 bits: no two tokens have one priority.
+        # An odd factor permutes the numbers of 32 bits: no two tokens have the same priority.
         priority = (token.to(tl.uint32) * PRIORITY).to(tl.int32, bitcast=True)
         ahead = is_ahead(value, token, pivot_value, pivot)
         at_pivot = (value == pivot_value) & (token == pivot)
@@ -101,8 +101,10 @@ def token_of(priority):
 
 @triton.jit
 def select_cut(logits, listed, count, factor, vocab_size, floor_value, k):
-    """The token that is first to be left out: k listed tokens at or above the floor, or all
-    of them if they are fewer, are ahead of it."""
+    """Finds the cut by quickselect: value and id of the first excluded token.
+
+    Ahead of it are k listed tokens at or above the floor, or all of these if they are fewer.
+    """
     among = (logits, listed, count, factor, vocab_size)
     infinite = floor_value * 0.0 + float("inf")
     pivot_value = floor_value
@@ -130,12 +132,14 @@ def select_cut(logits, listed, count, factor, vocab_size, floor_value, k):
 
 @triton.jit
 def sort_cut(logits, candidates, listed, count, factor, vocab_size, floor_value, lowest_order, k):
-    """The same cut, from the listed tokens at or above both bounds, and how many those are: if
-    more than SORTED, it is none.
+    """Finds the cut by sorting the listed tokens at or above both bounds.
+
+    Returns value and id of the cut, and the number of these tokens. The cut is invalid if they are
+    more than SORTED.
 
     Args:
         candidates: ``[SORTED]`` int64, scratch memory of the row.
-        lowest_order: a bound on the order of the k-th largest; 0 if it is not known.
+        lowest_order: lower bound of ``order_of`` the k-th largest; 0 if unknown.
         k: at most SORTED.
     """
     found = count * 0
@@ -143,14 +147,14 @@ def sort_cut(logits, candidates, listed, count, factor, vocab_size, floor_value,
         token, value, real = listed_values(logits, listed, count, factor, vocab_size, start)
         order = order_of(value)
         wanted = real & (value >= floor_value) & (order >= lowest_order)
-        # By logit, then by id: no two are alike.
+        # The key orders by logit, then by id: no two are equal.
         rank = (order - 2147483648) * 4294967296 + (4294967295 - token.to(tl.int64))
         rank = tl.reshape(rank, [SCANNED * CHUNK])
         chosen = tl.reshape(wanted.to(tl.int32), [SCANNED * CHUNK])
         place = found + tl.cumsum(chosen, 0) - 1
         tl.store(candidates + place, rank, mask=(chosen > 0) & (place < SORTED))
         found += tl.sum(chosen, 0)
-    # A thread reads what others of its program have written.
+    # Threads read values that others of the program have written.
     tl.debug_barrier()
     number = tl.arange(0, SORTED)
     rank = tl.load(candidates + number, mask=number < found, other=-9223372036854775808)
@@ -159,7 +163,7 @@ def sort_cut(logits, candidates, listed, count, factor, vocab_size, floor_value,
     cut_value = floor_value
     cut = vocab_size
     if found >= k:
-        # Behind it in order, whichever token is the next.
+        # The cut is right after the k-th token, whichever token comes next.
         token = (4294967295 - (last_in & 4294967295)).to(tl.int32)
         cut_value = value_of(logits, token, factor)
         cut = token + 1
@@ -168,8 +172,10 @@ def sort_cut(logits, candidates, listed, count, factor, vocab_size, floor_value,
 
 @triton.jit
 def top_k_cut(logits, candidates, listed, count, factor, vocab_size, floor_value, lowest_order, k):
-    """The logit and the token whose place the cut is: k listed tokens at or above the floor, or all
-    of them if they are fewer, are ahead of it."""
+    """Value and id of the cut of top_k.
+
+    Ahead of it are k listed tokens at or above the floor, or all of these if they are fewer.
+    """
     cut_value = floor_value
     cut = vocab_size
     found = vocab_size * 0 + SORTED + 1

@@ -1,7 +1,7 @@
-"""Launch shapes by architecture and head size, looked up and never searched for.
+"""Launch shapes by architecture and head size, from tables, without autotuning.
 
-The numbers come from what compiles without spills (Triton 3.6, 3.7 and 3.9) and within the
-shared memory of each architecture. No GPU has measured them yet.
+They compile without register spills (Triton 3.6, 3.7 and 3.9) and within the shared memory of each
+architecture. No GPU has measured them yet.
 """
 
 from __future__ import annotations
@@ -11,27 +11,28 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 INT32 = 2**31
-"""The first number that 32 bits do not hold."""
+"""The first number that a signed 32-bit integer does not hold."""
 
 SPLIT_TOKENS = 256
-"""Fewest tokens of a sequence that a split of decode attention is worth."""
+"""Fewest tokens of a sequence for which a split of decode attention pays."""
 
 MAX_WAVE_SPLITS = 8
-"""Most programs that share a sequence for the sake of a full last wave alone."""
+"""Most programs that share a sequence only to fill the last wave."""
 
 PROGRAMS_PER_SM = 4
-"""Decode attention programs that a multiprocessor has, by shared memory and registers, for heads of
-128."""
+"""Concurrent decode attention programs of a multiprocessor, by shared memory and registers, for
+heads of 128 elements."""
 
 _FEW_PROGRAMS = 2
-"""On GPUs with 100 KB of shared memory to a multiprocessor; elsewhere of heads of more than 256."""
+"""Concurrent programs on GPUs with 100 KB of shared memory per multiprocessor, and on others for
+heads of more than 256 elements."""
 
 TILE_SPLIT_TOKENS = 512
-"""Fewest keys that a split of a prefill's tile is worth: what it leaves to be merged is twice as
-much as a step of its loop reads."""
+"""Fewest keys for which a split of a prefill's tile pays: its partial result, which has to be
+merged, is twice as large as the keys and values that a step of its loop reads."""
 
 SKEWED_TOKENS = 1024
-"""Keys of one program that are not worth sharing them out anew."""
+"""A program with fewer keys beyond twice its fair share does not make a batch skewed."""
 
 _HEAD_DIMS = (64, 128, 256, 512)
 MAX_HEAD_DIM = _HEAD_DIMS[-1]
@@ -42,10 +43,10 @@ class Tiles:
     """Launch shape of an attention kernel.
 
     Attributes:
-        rows: query rows of a program, tokens times heads of one key/value head.
+        rows: query rows of a program, tokens times query heads of one key/value head.
         keys: tokens of the KV cache per step of its loop.
-        warps: per program.
-        stages: of the software pipeline over the loop.
+        warps: warps per program.
+        stages: stages of the loop's software pipeline.
     """
 
     rows: int
@@ -54,9 +55,10 @@ class Tiles:
     stages: int
 
 
-# Lowest capability: the tiles of heads of up to 64, 128, 256 and 512 elements. K and V are found
-# through the block table, and the pipeline spends two stages on an indirection: 3 stages buffer
-# one tile, 5 two. Of heads of 512 a tile of 32 keys takes 32 KB each for K and V.
+# By lowest compute capability, the tiles of heads of up to 64, 128, 256 and 512 elements. K and V
+# are found through the block table, and the pipeline spends two stages on that indirection: 3
+# stages buffer one tile, 5 buffer two. With heads of 512, a tile of 32 keys takes 32 KB each for K
+# and V.
 _DECODE = {
     80: (Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 32, 4, 2)),
     86: (Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 32, 4, 3), Tiles(16, 32, 4, 3)),
@@ -89,11 +91,11 @@ def prefill_tiles(capability: int, head_dim: int, element_size: int = 2) -> Tile
         element_size: bytes of an element of q and of the cache.
 
     Raises:
-        ValueError: for a larger head, or a GPU older than 8.0.
+        ValueError: a larger head, or a compute capability below 8.0.
     """
     tiles = _find(_PREFILL, capability, head_dim)
     if 90 <= capability < 100 and 256 < head_dim < MAX_HEAD_DIM:
-        # The masks of what a head is padded with take registers.
+        # A head padded to 512 elements needs masks, which take registers.
         tiles = replace(tiles, keys=16)
     if element_size > 2:
         # Tensor cores multiply float32 at full precision in software: registers are short.
@@ -105,7 +107,7 @@ def _find(table: dict[int, tuple[Tiles, ...]], capability: int, head_dim: int) -
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head size {head_dim}: expected at most {MAX_HEAD_DIM}")
     if capability >= 110:
-        # Blackwell without the shared memory of a data centre's.
+        # Consumer Blackwell has less shared memory than the data centre's.
         capability = 89
     known = [arch for arch in table if arch <= capability]
     if not known:
@@ -114,7 +116,7 @@ def _find(table: dict[int, tuple[Tiles, ...]], capability: int, head_dim: int) -
 
 
 def decode_programs(capability: int, head_dim: int) -> int:
-    """Decode attention programs that a multiprocessor has at a time."""
+    """Concurrent decode attention programs of a multiprocessor."""
     has_less = 86 <= capability < 90 or capability >= 110
     if head_dim > 256:
         return 1 if has_less else _FEW_PROGRAMS
@@ -126,9 +128,9 @@ class ProductTiles:
     """Launch shape of a grouped matrix product.
 
     Attributes:
-        rows, columns: of a program's output.
-        depth: elements of the sums per step of its loop.
-        warps, stages: as of ``Tiles``.
+        rows, columns: shape of a program's output.
+        depth: elements of the reduced dimension per step of its loop.
+        warps, stages: as in ``Tiles``.
     """
 
     rows: int
@@ -139,12 +141,14 @@ class ProductTiles:
 
 
 FEW_ROWS = 16
-"""Rows of a group, on average, up to which a grouped product has its smallest tiles."""
+"""Average rows of a group up to which a grouped product takes its smallest tiles."""
 
 
 def product_tiles(num_rows: int, num_groups: int, element_size: int) -> ProductTiles:
-    """Launch shape for so many rows in so many groups; it depends on shapes alone, so that it is
-    fixed for a captured graph."""
+    """Launch shape of a grouped matrix product of ``num_rows`` in ``num_groups``.
+
+    It depends on shapes alone, so that it is fixed in a captured graph.
+    """
     rows = FEW_ROWS if num_rows <= FEW_ROWS * num_groups else 64
     if element_size > 2:
         # Tensor cores multiply float32 at full precision in software: registers are short.
@@ -155,18 +159,18 @@ def product_tiles(num_rows: int, num_groups: int, element_size: int) -> ProductT
 def num_splits(
     batch: int, kv_heads: int, max_len: int, num_sms: int, per_sm: int = PROGRAMS_PER_SM
 ) -> int:
-    """How many programs share one sequence and key/value head in decode attention.
+    """Number of programs that share one sequence and key/value head in decode attention.
 
-    The fewest with which the places of the GPU are nearly as busy as they can be, as in
-    FlashAttention's num_splits_heuristic: programs run in waves, and a last wave of a few takes as
-    long as a full one. None has less than SPLIT_TOKENS tokens. It depends on shapes alone, so that
-    it is fixed for a captured graph.
+    It is the smallest that keeps the GPU nearly as busy as possible, as in FlashAttention's
+    num_splits_heuristic: programs run in waves, and a last wave of a few takes as long as a full
+    one. None has fewer than SPLIT_TOKENS tokens. It depends on shapes alone, so that it is fixed in
+    a captured graph.
 
     Args:
         batch: rows of the launch, padding included.
-        max_len: longest sequence that the launch may see, in tokens.
+        max_len: longest possible sequence of the launch, in tokens.
         num_sms: multiprocessors of the GPU.
-        per_sm: programs that one of them has at a time.
+        per_sm: concurrent programs of a multiprocessor.
     """
     places, programs = per_sm * num_sms, batch * kv_heads
     most = min(max(cdiv(places, programs), MAX_WAVE_SPLITS), cdiv(max_len, SPLIT_TOKENS))
@@ -174,38 +178,42 @@ def num_splits(
 
 
 def num_extra_shares(kv_heads: int, num_sms: int, per_sm: int = PROGRAMS_PER_SM) -> int:
-    """Programs per key/value head, beyond one per row, among which decode attention shares out the
-    keys of a skewed batch: two waves of them, so that a share is about half of what a place has to
-    read in all."""
+    """Programs per key/value head, beyond one per row, for a skewed batch of decode rows.
+
+    Together they are two waves, so that a share is about half of the keys that a place on the GPU
+    has to read in all.
+    """
     return cdiv(2 * per_sm * num_sms, kv_heads)
 
 
 def is_skewed(longest: int, total: int, splits: int, kv_heads: int, places: int) -> bool:
-    """Whether a batch of decode rows would wait for its longest sequence: each of its splits has
-    more than twice the keys that a place of the GPU has to read in all.
+    """Whether a batch of decode rows would wait for its longest sequence.
+
+    That is so if each split of that sequence has more than twice the keys that a place on the GPU
+    has to read in all.
 
     Args:
         longest, total: tokens of the longest sequence, and of all.
-        splits: that each sequence would have.
-        places: programs that the GPU has at a time.
+        splits: splits of each sequence.
+        places: concurrent programs of the GPU.
     """
     fair = total * kv_heads // places
     return cdiv(longest, splits) > 2 * fair + SKEWED_TOKENS
 
 
 def num_tiles(num_tokens: int, num_seqs: int, group: int, tiles: Tiles) -> int:
-    """Tiles of a prefill, at most: known without the lengths of its sequences."""
+    """Upper bound of a prefill's tiles, for sequences of any lengths."""
     return num_tokens // (tiles.rows // next_power_of_2(group)) + num_seqs
 
 
 def num_tile_splits(num_tiles: int, kv_heads: int, max_len: int, num_sms: int) -> int:
-    """How many programs share the keys of one tile and key/value head in a prefill: more than one
-    where the tiles leave multiprocessors idle, a few new tokens behind a long prefix.
+    """Number of programs that share the keys of one tile and key/value head in a prefill.
 
-    A multiprocessor has one program of them, by registers.
+    It is more than one where tiles leave multiprocessors idle, as a few new tokens behind a long
+    prefix do. Registers allow a multiprocessor one program at a time.
 
     Args:
-        max_len: the most keys that a tile sees.
+        max_len: most keys that a tile sees.
     """
     programs = num_tiles * kv_heads
     most = min(cdiv(num_sms, programs), cdiv(max_len, TILE_SPLIT_TOKENS))
@@ -220,7 +228,7 @@ def _fewest_splits(programs: int, places: int, most: int) -> int:
 
 
 def wave_share(programs: int, places: int) -> float:
-    """Share of the places that so many equal programs keep busy until the last has ended."""
+    """Share of the places that equal programs keep busy until the last has ended."""
     return programs / (cdiv(programs, places) * places)
 
 
@@ -238,10 +246,10 @@ def next_power_of_2(value: int) -> int:
 
 
 def block_dim_of(head_dim: int) -> int:
-    """Elements of a head in a tile."""
+    """Elements of a head in a tile, padded to a power of two of at least 16."""
     return max(16, next_power_of_2(head_dim))
 
 
 def workspace_size(count: int, num_heads: int, head_dim: int) -> int:
-    """Float32 elements for so many partial results of attention per head."""
+    """Float32 elements for ``count`` partial results of attention per head."""
     return count * num_heads * (block_dim_of(head_dim) + 2)
