@@ -62,8 +62,8 @@ class ModelRunner:
     **On an asynchronous stream** ``launch`` queues the step's work on the device, behind the step
     before it, whose sampled tokens it reads there. If a step awaits masks, only its forward pass is
     queued; ``sample`` queues the rest, and the steps behind it. Rows that need the host (logits
-    processors, bad words of several tokens) are sampled by ``collect``, from copies of their inputs.
-    The scheduler makes no step that continues such a row before that.
+    processors, bad words of several tokens) are sampled by ``collect``, from copies of their
+    inputs. The scheduler makes no step that continues such a row before that.
 
     A result is written back only if the request index still has the step's epoch, so that a late
     token of a finished request cannot reach the next request at that index.

@@ -29,7 +29,13 @@ class CachedTokens(TypedDict):
     cached_tokens: Count
 
 
-class TokenUsage(TypedDict):
+class Truncation(TypedDict):
+    """Field of ``usage`` beyond OpenAI's protocol, where a prompt was cut."""
+
+    truncated_prompt_tokens: NotRequired[Count]
+
+
+class TokenUsage(Truncation):
     prompt_tokens: Count
     completion_tokens: Count
     total_tokens: Count

@@ -10,7 +10,7 @@ import anyio
 
 from asyncllm.errors import AsyncLLMError
 from asyncllm.outputs import Completion, Delta, Usage
-from asyncllm.serving.answers import TokenUsage
+from asyncllm.serving.answers import TokenUsage, Truncation
 from asyncllm.serving.exchange import ClientGoneError, Exchange, encode
 from asyncllm.serving.frame_pacer import FramePacer
 from asyncllm.serving.protocol_error import ProtocolError, from_engine_error
@@ -242,6 +242,6 @@ def usage_fields(usages: Iterable[Usage | None]) -> TokenUsage:
     }
 
 
-def truncation_field(num_tokens: int) -> dict[str, int]:
-    """A field of ``usage`` that OpenAI's protocol does not have, where a prompt was cut."""
+def truncation_field(num_tokens: int) -> Truncation:
+    """The field of ``usage`` that tells what was cut from a prompt."""
     return {"truncated_prompt_tokens": num_tokens} if num_tokens else {}

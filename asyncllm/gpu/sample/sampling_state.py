@@ -183,7 +183,7 @@ class SamplingState:
         return words & ~self._packed(self._ids(single))
 
     def _ids(self, token_ids: Any, most: int = MAX_ITEMS) -> np.ndarray:
-        """Token ids as int32; IndexError for an id outside the vocabulary, or more than ``most``."""
+        """Token ids as int32; IndexError for one outside the vocabulary, or more than ``most``."""
         ids = np.array(token_ids, np.int64)
         if len(ids) > most:
             raise IndexError(f"{len(ids)} token ids, expected at most {most}")
