@@ -46,7 +46,7 @@ CONFIG = EngineConfig(max_num_seqs=8)
 class Force(LogitsProcessor):
     """Token ``force`` plus the number of output tokens; raises where it is told to."""
 
-    extra_args = ("force", "raise_at", "update_raises")
+    extra_args = ("force", "raise_at", "stop_at", "update_raises")
 
     def __init__(self, config: EngineConfig, device: Any, is_pin_memory: bool) -> None:
         assert isinstance(device, torch.device)
@@ -87,6 +87,8 @@ class Force(LogitsProcessor):
             if args.get("raise_at") == len(output):
                 logits[:] = torch.nan
                 raise KeyboardInterrupt
+            if args.get("stop_at") == len(output):
+                raise StopIteration
             logits[row] = -torch.inf
             logits[row, (args.get("force", 0) + len(output)) % 100] = 0.0
         return logits
@@ -158,7 +160,7 @@ def test_a_request_is_claimed_by_its_extra_args() -> None:
     # An argmax-invariant one has no part in a greedy request.
     assert found(temperature=0.0) == ()
     assert found(temperature=0.0, extra_args={"force": 3}) == (0,)
-    with pytest.raises(InvalidRequestError, match=r"'fource'.*\(force, keep, raise_at"):
+    with pytest.raises(InvalidRequestError, match=r"'fource'.*\(force, keep, raise_at, stop_at"):
         found(extra_args={"fource": 3})
     with pytest.raises(InvalidRequestError, match="Force refused it: ValueError: force=100"):
         found(extra_args={"force": 100})
@@ -315,7 +317,7 @@ async def test_the_same_tokens_on_every_path(decoder: Decoder) -> None:
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])
-@pytest.mark.parametrize("bad", [{"raise_at": 3}, {"update_raises": True}])
+@pytest.mark.parametrize("bad", [{"raise_at": 3}, {"stop_at": 3}, {"update_raises": True}])
 @pytest.mark.parametrize("path", ["cpu", "late"])
 async def test_one_that_raises_ends_the_requests_that_it_claimed(
     decoder: Decoder, bad: dict[str, Any], path: str

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from asyncllm import AsyncLLMEngine, RequestError
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
 from asyncllm.gpu.build import build_model_runner
@@ -19,7 +20,7 @@ from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.ops import torch_attention, torch_rope
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.step_memory import StepMemory
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import DEMO_MODEL, make_checkpoint
 from tests.driver import Driver
 from tests.native_library import context
 from tests.reference import Expected, Tally, compare, generate
@@ -345,3 +346,23 @@ def test_layers_of_a_checkpoint_are_as_asked(load_case, tmp_path: Path):
     assert load_case("mistral-sliding").config.sliding_window == 7
     assert load_case("llama3-rope").config.rope.kind == "llama3"
     assert len(list(load_case("llama3-rope").config.path.glob("*.safetensors"))) > 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("backend", ["torch", "native"])
+async def test_a_prompt_whose_logits_are_not_finite_spoils_no_prefix(tmp_path: Path, backend: str):
+    """Attention multiplies the values of later tokens by zero, and zero times NaN is NaN."""
+    model = make_checkpoint(tmp_path, "Qwen3ForCausalLM")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[9] = torch.nan
+    model.save_pretrained(tmp_path)
+    settings: dict[str, Any] = {"device": "cpu", "attention_backend": backend, "block_size": 8}
+    prompt = [10 + i for i in range(44)]
+    async with AsyncLLMEngine(tmp_path, tokenizer=DEMO_MODEL, **settings) as engine:
+        greedy: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
+        expected = await engine.generate([*prompt, 60], **greedy)
+        await engine.reset_prefix_cache()
+        with pytest.raises(RequestError, match="not finite"):
+            await engine.generate([*prompt, 9], **greedy)
+        found = await engine.generate([*prompt, 60], **greedy)
+        assert found.token_ids == expected.token_ids

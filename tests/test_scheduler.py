@@ -658,6 +658,27 @@ def test_garbage_from_the_device_is_noticed():
         rig.scheduler.update(step, result)
 
 
+def test_what_a_failed_request_computed_is_no_prefix_of_others():
+    """Its KV may hold NaN, at positions before the token that made it too."""
+    rig = Rig()
+    size, shared = rig.info.block_size, list(range(1, 40))
+    first = rig.add(shared[:size], max_tokens=1)
+    rig.finish_all()
+    rig.expect(first)
+    failing = rig.add([*shared, 50], max_tokens=4)
+    rig.executor.row_errors[failing.request_id] = ArithmeticError("NaN")
+    rig.finish_all()
+    assert failing.finished
+    assert failing.num_cached_tokens == size
+    after = rig.add([*shared, 60], max_tokens=1)
+    rig.finish_all()
+    rig.expect(after)
+    assert after.num_cached_tokens == size
+    again = rig.add([*shared, 70], max_tokens=1)
+    rig.finish_all()
+    assert again.num_cached_tokens == len(shared) // size * size
+
+
 def test_waiting_queue_survives_many_aborts():
     rig = Rig(max_num_seqs=1)
     keep = rig.add([1], max_tokens=3)

@@ -330,6 +330,13 @@ class KVCacheManager:
         published.clear()
         snapshots.clear()
 
+    def unpublish(self, request: Request) -> None:
+        """Remove the blocks that a failed request computed from the prefix cache. NaN spreads in
+        attention: keys that a query does not see are masked, and zero times their values is NaN."""
+        for group, blocks in zip(self.groups, request.blocks, strict=False):
+            for block in blocks[request.num_cached_tokens // group.block_size :]:
+                self.pool.unpublish(block)
+
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. False, with nothing done, while requests hold blocks. No step may
         be in flight."""

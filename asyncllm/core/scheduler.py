@@ -350,6 +350,7 @@ class Scheduler:
                 continue
             if first == end:
                 if row in result.errors:
+                    self.kv.unpublish(request)
                     self.finish(request, None)
                     error = exceptions.get(row)
                     if error is None:

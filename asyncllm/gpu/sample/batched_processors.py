@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
@@ -99,20 +98,15 @@ class _ProcessorRequests:
         self.changes: deque[tuple[int, int, Claim | None]] = deque()
         self._claims: dict[int, Claim] = {}
 
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Turns whatever the processor raises into a RuntimeError that names it."""
-        try:
-            yield
-        except BaseException as error:
-            # SystemExit and KeyboardInterrupt come from the processor too: no signal is
-            # delivered on this thread.
-            name = type(self.processor).__name__
-            raise RuntimeError(f"logits processor {name} failed: {explain(error)}") from error
+    def _failure(self, error: BaseException) -> RuntimeError:
+        """Error that names the processor. SystemExit and KeyboardInterrupt come from it too: no
+        signal is delivered on this thread."""
+        name = type(self.processor).__name__
+        return RuntimeError(f"logits processor {name} failed: {explain(error)}")
 
     def apply(self, logits: Tensor, indices: list[int]) -> Tensor:
         shape = logits.shape
-        with self._named():
+        try:
             value = self.processor.apply(logits, indices)
             if not isinstance(value, Tensor) or value.shape != shape:
                 raise TypeError(
@@ -120,6 +114,8 @@ class _ProcessorRequests:
                 )
             check_storage(value)
             return value.to(logits)
+        except BaseException as error:
+            raise self._failure(error) from error
 
     def update(self, num_changes: int) -> None:
         """Tells the processor about changes up to number ``num_changes``.
@@ -143,11 +139,12 @@ class _ProcessorRequests:
             ]
             update = BatchUpdate(len(self._claims), removed, added)
         try:
-            with self._named():
-                self.processor.update_state(update)
-        except Exception as error:
+            self.processor.update_state(update)
+        except BaseException as error:
+            failure = self._failure(error)
+            failure.__cause__ = error
             for claim in self._claims.values():
-                claim.error = claim.error or error
+                claim.error = claim.error or failure
             self._claims = {}
 
 
