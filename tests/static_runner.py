@@ -395,6 +395,7 @@ def queue_mixed_step(runner: ModelRunner, batch: StepBatch, stages: Stages = Sta
     step = LaunchedStep(batch)
     step.buffer, step.stages = memory.host_buffers[0], stages
     memory.write(step)
+    steps.replay.prepare(step)
     step.inputs = memory.derive(step)
     steps._forward(step)
     assert step.output is not None

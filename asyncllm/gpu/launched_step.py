@@ -47,6 +47,9 @@ class LaunchedStep:
         row_logprobs: ``[S]``, number of log-probabilities of each row, -1 for none; set with
             LOGPROBS.
         stages: sampling stages of all rows that are drawn on the device.
+        bucket: rows of the graph of a decode step, or tokens of that of a mixed step, padding
+            included; None without a graph.
+        balanced: attention shares keys by the rows' lengths, which differ much.
         blocks_to_zero: KV blocks to clear before the step runs.
         updates: rows of the LogitsTables to write before the step runs.
         overflow: block table changes that found no room in the buffer.
@@ -81,6 +84,8 @@ class LaunchedStep:
         self.num_logits = len(self.rows)
         self.epochs = self.blocks_to_zero = self.row_stages = self.row_logprobs = NO_BLOCKS
         self.stages = Stages.NONE
+        self.bucket: int | None = None
+        self.balanced = False
         self.updates: list[LineUpdate] = []
         self.overflow: list[TableChange] = []
         self.masks: GrammarMask | None = None

@@ -94,7 +94,7 @@ class StepRunner:
             return
         step.buffer = next(self._buffers)
         self.memory.write(step)
-        if not self.replay.derives(step):
+        if not self.replay.prepare(step):
             step.inputs = self.memory.derive(step)
         self._prepare_sampling(step)
         if self.memory.on_device:

@@ -105,31 +105,32 @@ class GraphReplay:
             sum(one.num_bytes for one in made) / 2**20,
         )  # fmt: skip
 
-    def derives(self, step: LaunchedStep) -> bool:
+    def prepare(self, step: LaunchedStep) -> bool:
+        if step.is_decode:
+            step.bucket = self.graphs.bucket(len(step.rows))
+            step.balanced = self._is_skewed(step)
+        elif self.segments is not None:
+            step.bucket = self.segments.graphs.bucket(step.batch.num_tokens)
         return step.is_decode
 
     def forward(self, step: LaunchedStep) -> StepOutput:
         if not step.is_decode:
             inputs = step.inputs
-            if (
-                self.segments is None
-                or inputs is None
-                or not self.segments.takes(inputs.num_tokens)
-            ):
+            if step.bucket is None or self.segments is None or inputs is None:
                 return self._eager.forward(step)
             self.memory.insert_sampled(inputs)
-            return self.segments.forward(inputs)
+            return self.segments.forward(inputs, step.bucket)
         count, part = len(step.rows), Part.STEP if step.is_whole else Part.FORWARD
         # Allocated when a step first needs them, and never inside a capture.
         logits = self._static_logits() if part is Part.FORWARD else self.memory.sampled[:0]
-        self.graphs.run(count, part, balanced=self._is_skewed(step))
+        self.graphs.run(step.bucket or count, part, balanced=step.balanced)
         return StepOutput(logits[:count], logits[:0])
 
     def sample(self, step: LaunchedStep) -> bool:
         if not step.is_decode:
             return False
         if not step.is_whole:
-            self.graphs.run(len(step.rows), Part.SAMPLE, step.stages)
+            self.graphs.run(step.bucket or len(step.rows), Part.SAMPLE, step.stages)
         return True
 
     def close(self) -> None:
@@ -170,7 +171,7 @@ class GraphReplay:
         """Whether lengths differ so much that attention would wait for the longest sequence."""
         if not self._skews:
             return False
-        batch = self.graphs.bucket(len(step.rows)) or len(step.rows)
+        batch = step.bucket or len(step.rows)
         return any(is_skewed(batch, step.positions) for is_skewed in self._skews)
 
 

@@ -82,7 +82,7 @@ class RecordedStep:
     def description(self) -> str:
         return f"one native program of {len(self.program.names)} ops"
 
-    def derives(self, step: LaunchedStep) -> bool:
+    def prepare(self, step: LaunchedStep) -> bool:
         return True
 
     def forward(self, step: LaunchedStep) -> StepOutput:

@@ -24,8 +24,12 @@ class Replay(Protocol):
     @property
     def finds_largest(self) -> bool: ...
 
-    def derives(self, step: LaunchedStep) -> bool:
-        """Whether ``forward`` also computes the derived sections of the step's inputs."""
+    def prepare(self, step: LaunchedStep) -> bool:
+        """Chooses how the step will run, and sets that in it: its bucket and its attention.
+
+        Returns:
+            Whether ``forward`` also computes the derived sections of the step's inputs.
+        """
         ...
 
     def forward(self, step: LaunchedStep) -> StepOutput:
@@ -49,7 +53,7 @@ class EagerReplay:
         self.model, self.cache, self.memory = model, cache, memory
         self.finds_largest = model.argmax is not None and not memory.on_device
 
-    def derives(self, step: LaunchedStep) -> bool:
+    def prepare(self, step: LaunchedStep) -> bool:
         return False
 
     def forward(self, step: LaunchedStep) -> StepOutput:

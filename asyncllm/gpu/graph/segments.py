@@ -55,16 +55,13 @@ class Segments:
         self._context: StepContext | None = None
         self._num_tokens = 0
 
-    def takes(self, num_tokens: int) -> bool:
-        """Whether a bucket holds ``num_tokens``."""
-        return self.graphs.bucket(num_tokens) is not None
-
-    def forward(self, step: StepInputs) -> StepOutput:
-        """Runs a step whose sections are padded to the largest bucket."""
+    def forward(self, step: StepInputs, bucket: int) -> StepOutput:
+        """Runs a step in the graphs of ``bucket`` tokens. Its sections are padded to the largest
+        bucket."""
         count = self._num_tokens = step.num_tokens
         context = self._context = self.model.context(step, self.cache)
         try:
-            self.graphs.run(count, Part.BODY)
+            self.graphs.run(bucket, Part.BODY)
         finally:
             self._context = None
         ends = {name: tensor[:count] for name, tensor in self._ends.items()}
