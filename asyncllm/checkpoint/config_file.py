@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncllm import validation as check
+from asyncllm.checkpoint.small_file import read_small_file
 from asyncllm.errors import ModelLoadError
 
 MAX_SIZE = 2**24
@@ -40,9 +41,9 @@ class ConfigFile:
 
     @classmethod
     def read(cls, path: Path) -> ConfigFile:
-        """Read a file; ModelLoadError if it is missing, unreadable or no JSON object."""
+        """Read a file; ModelLoadError if it is missing, unreadable, too large or no JSON object."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(read_small_file(path).decode())
         except OSError as error:
             raise ModelLoadError(f"{path}: cannot be read ({error.strerror or error})") from error
         except (ValueError, RecursionError) as error:

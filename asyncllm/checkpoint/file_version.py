@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+from asyncllm.checkpoint.small_file import check_regular
 from asyncllm.errors import ModelLoadError
 
 
@@ -15,6 +16,7 @@ class FileVersion:
 
     Raises:
         OSError: if there is no such file.
+        ModelLoadError: if it is no regular file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,4 +33,5 @@ class FileVersion:
 
 def _seen(path: Path) -> tuple[int, int]:
     found = path.stat()
+    check_regular(path, found)
     return found.st_size, found.st_mtime_ns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ from pathlib import Path
 import jinja2
 
 from asyncllm.checkpoint.config_file import ConfigFile
+from asyncllm.checkpoint.small_file import read_small_file
 from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.template_sandbox import RenderLimits, TemplateLimitError, TemplateSandbox
@@ -54,7 +56,7 @@ class ChatTemplate:
             ModelLoadError: for a file that cannot be read or holds something else.
         """
         sources: dict[str, str] = {}
-        if (path / "chat_template.jinja").is_file():
+        if (path / "chat_template.jinja").exists():
             sources["default"] = _read_text(path / "chat_template.jinja")
         for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
             sources[file.stem] = _read_text(file)
@@ -77,7 +79,7 @@ class ChatTemplate:
             InvalidRequestError: for a template that is too long or does not compile.
         """
         if not isinstance(given, str):
-            given = _read_text(Path(given), _MAX_SOURCE + 1)
+            given = _read_text(Path(given))
         template = cls({"default": given}, special_tokens)
         template._compile(given)
         return template
@@ -180,11 +182,9 @@ class ChatTemplate:
         return template
 
 
-def _read_text(path: Path, most: int = -1) -> str:
-    """A file's first ``most`` characters, or all."""
+def _read_text(path: Path) -> str:
     try:
-        with path.open(encoding="utf-8") as file:
-            return file.read(most)
+        return io.TextIOWrapper(io.BytesIO(read_small_file(path)), encoding="utf-8").read()
     except (OSError, UnicodeDecodeError) as error:
         raise ModelLoadError(f"{path}: cannot be read ({error})") from error
 

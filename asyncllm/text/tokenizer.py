@@ -15,6 +15,7 @@ import tokenizers
 from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.checkpoint.importing import importing_transformers
 from asyncllm.checkpoint.model_files import GGUF_SUFFIX
+from asyncllm.checkpoint.small_file import MAX_TOKENIZER_BYTES, read_small_file
 from asyncllm.errors import (
     AsyncLLMError,
     ContextLengthExceededError,
@@ -99,9 +100,11 @@ class Tokenizer:
             backend, special_tokens, templates = read_gguf_tokenizer(path)
             return cls(backend, ChatTemplate(templates, special_tokens), special_tokens)
         file = path / "tokenizer.json"
-        if file.is_file():
+        if file.exists():
             with _reading(file):
-                backend = tokenizers.Tokenizer.from_file(str(file))
+                backend = tokenizers.Tokenizer.from_buffer(
+                    read_small_file(file, MAX_TOKENIZER_BYTES)
+                )
         else:
             backend = _convert(path, trust_remote_code)
         # Prompts must not be truncated or padded silently.
