@@ -40,8 +40,8 @@ from tests.parity import (
     run_matrix,
     run_static_step,
 )
+from tests.recurrent_checkpoint import MISTAKES
 from tests.reference import check_tokens, generate
-from tests.test_recurrent_states import MISTAKES
 
 SHARED = {**EXPERTS, "shared_expert_intermediate_size": 56}
 LINEAR, FULL = "linear_attention", "full_attention"

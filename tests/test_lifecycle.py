@@ -27,8 +27,8 @@ from asyncllm import (
 )
 from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.runtime.mailbox import MailboxRegistry
+from tests.event_loops import BACKENDS, run  # noqa: F401 - a fixture, by its name
 from tests.fakes import fake
-from tests.test_event_loops import BACKENDS, run  # noqa: F401  # a fixture
 from tests.unprintable import UNPRINTABLE
 
 ENGINE_THREAD = "asyncllm.runtime.engine_thread"

@@ -19,6 +19,7 @@ from asyncllm.gpu.batch.sampling_table import DRAW
 from asyncllm.gpu.sample.host_rules import HostRules, apply_processors
 from asyncllm.gpu.sample.rng import mix_seed
 from asyncllm.sampling_params import MAX_BIAS, MAX_STOP_IDS, SamplingParams
+from tests.chi_square import chi_square
 from tests.driver import UNCHECKED, unchecked
 from tests.hypothesis_settings import examples
 from tests.native_library import CPU_OPS, cpu_ops
@@ -68,14 +69,6 @@ def draws(
     cpu_ops(ops).sample(rows, scalars, lines, lines, last, out)
     assert torch.equal(last[:-1], out)
     return out.numpy()
-
-
-def chi_square(observed: np.ndarray, expected: np.ndarray) -> float:
-    """Upper tail of chi-square, by the Wilson-Hilferty approximation."""
-    statistic = float(((observed - expected) ** 2 / expected).sum())
-    degrees = len(expected) - 1
-    z = (statistic / degrees) ** (1 / 3) - (1 - 2 / (9 * degrees))
-    return 0.5 * math.erfc(z / math.sqrt(2 / (9 * degrees)) / math.sqrt(2))
 
 
 @pytest.mark.parametrize(

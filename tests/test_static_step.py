@@ -49,6 +49,7 @@ from asyncllm.runtime.loading import LoadedModel
 from asyncllm.sampling_params import SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.driver import UNCHECKED, Driver, Sequence, packed, unchecked
+from tests.dummy_runner import MODEL
 from tests.fakes import FakeModelConfig, FakeTokenizer
 from tests.static_runner import (
     CPU,
@@ -60,7 +61,6 @@ from tests.static_runner import (
     steps_of,
     storages,
 )
-from tests.test_model_runner import MODEL
 from tests.triton.checks import check_step_state
 
 SHAPES = {
