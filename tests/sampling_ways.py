@@ -14,5 +14,5 @@ WAYS: list[dict[str, Any]] = [
     {"temperature": 0, "logit_bias": {5: 3.0, 9: -100.0}, "logprobs": 2},
     {"temperature": 1.0, "allowed_token_ids": list(range(50, 90))},
     {"temperature": 0.9, "logits_processors": [lambda ids, row: row * (1 + len(ids) % 2)]},
-    {"temperature": 1.0, "min_tokens": 10, "stop_token_ids": list(range(0, 2048, 9))},
+    {"temperature": 1.0, "min_tokens": 10, "stop_token_ids": list(range(0, 2048, 17))},
 ]
