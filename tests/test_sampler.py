@@ -24,6 +24,7 @@ from tests.driver import UNCHECKED, unchecked
 from tests.hypothesis_settings import examples
 from tests.native_library import CPU_OPS, cpu_ops
 from tests.sampling_bench import Bench
+from tests.slow import slow_but
 from tests.triton.checks import check_company, check_odd_rows, check_sampling
 
 CPU = torch.device("cpu")
@@ -81,7 +82,7 @@ def draws(
         {"top_k": 20, "top_p": 0.9, "min_p": 0.01},
     ],
 )
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", slow_but([1, 2, 3], 1))
 @pytest.mark.parametrize("ops", CPU_OPS)
 def test_draws_follow_the_exact_probabilities(ops, limits, seed):
     logits = torch.randn(100, generator=torch.Generator().manual_seed(5)) * 1.5

@@ -13,6 +13,7 @@ from asyncllm.core.kv_cache import block_ids
 from asyncllm.errors import KVCacheTooSmallError
 from tests.scheduler_machine import SchedulerMachine
 from tests.scheduler_rig import Rig, info
+from tests.slow import slow_but
 
 
 def test_one_request_prefills_then_decodes():
@@ -612,7 +613,7 @@ class PlainScheduler:
         return plan
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", slow_but(range(60), *range(20)))
 def test_decisions_equal_the_plain_model(seed):
     print(f"seed {seed}")
     rng = random.Random(seed)

@@ -27,6 +27,7 @@ from asyncllm import (
 from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.outputs import Delta, Logprob, TokenLogprobs, make_token_delta
 from tests.fakes import fake
+from tests.slow import slow_but
 
 pytestmark = pytest.mark.asyncio
 
@@ -192,7 +193,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", slow_but([1, 2], 2))
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 async def test_every_way_out_gives_everything_back(way, depth):
     rig = fake(step_time=0.001, pipeline_depth=depth)
@@ -208,7 +209,7 @@ async def test_every_way_out_gives_everything_back(way, depth):
         del held
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", slow_but(range(12), *range(4)))
 async def test_cancellation_at_any_await_point(seed):
     print(f"seed {seed}")
     rng = random.Random(seed)

@@ -39,6 +39,7 @@ from tests.parity import (
     run_matrix,
 )
 from tests.reference import generate
+from tests.slow import slow_but
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,12 @@ def load_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]
     return case_loader(tmp_path_factory, make_case)
 
 
-@pytest.mark.parametrize("name", CASES)
+KINDS = ("Bamba", "Cohere2", "DeepseekV3", "GPT2", "GPTNeoX", "Gemma4-shared", "GptOss", "Lfm2")
+KINDS += ("Llama", "Mamba2", "Mixtral", "Phi3-longrope", "Qwen3_5")
+"""One of each kind of layer, position and state."""
+
+
+@pytest.mark.parametrize("name", slow_but(CASES, *KINDS))
 def test_equals_transformers(load_case, name):
     case = load_case(name)
     check_reference(case)
