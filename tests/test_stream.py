@@ -451,7 +451,7 @@ async def test_stalled_readers_do_not_hold_up_a_live_one():
             await stream.aclose()
 
 
-@pytest.mark.parametrize("drain", [None, 60.0])
+@pytest.mark.parametrize("drain", slow_but([None, 60.0], 60.0))
 async def test_paused_stream_without_a_reader_does_not_hold_up_a_drain(drain):
     rig = fake()
     engine = rig.engine()

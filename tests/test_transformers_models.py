@@ -79,7 +79,10 @@ def test_matrix(load_case, name, backend):
     run_matrix(load_case(name), backend)
 
 
-@pytest.mark.parametrize("name", ["Gemma2", "GptOss", "DeepseekV3", "Mamba2", "Qwen3_5"])
+NATIVE = ["Gemma2", "GptOss", "DeepseekV3", "Mamba2", "Qwen3_5"]
+
+
+@pytest.mark.parametrize("name", slow_but(NATIVE, "GptOss", "Mamba2", "Qwen3_5"))
 def test_native_ops(load_case, name):
     if native_library() is None:
         pytest.skip("no C++ compiler to build the native ops with")
