@@ -11,6 +11,9 @@ import httpx
 from asyncllm.serving import create_app
 from asyncllm.serving.http_server import ConnectionLimits, HttpServer
 
+CHAT = "/v1/chat/completions"
+HEAD = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: "
+
 
 @asynccontextmanager
 async def app_client(engine, headers=None, **options):
@@ -104,3 +107,17 @@ def events_of(text):
 
 def user(text):
     return [{"role": "user", "content": text}]
+
+
+async def read_to_end(reader):
+    async with asyncio.timeout(10):
+        return await reader.read()
+
+
+async def open_to(server, text=""):
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(text.encode())
+    return reader, writer
+
+
+BODY = {"messages": user("Hi")}

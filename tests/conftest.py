@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+import zlib
 
 import pytest
 import uvloop
@@ -65,9 +66,28 @@ def own_code(tmp_path_factory, monkeypatch):
         del sys.modules[name]
 
 
-def pytest_collection_modifyitems(items):
+UVLOOP_FILES = ("test_app.py", "test_engine.py", "test_lifecycle.py", "test_stream.py")
+"""Files whose tests run on uvloop every time; those of others are slow there."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(config, items):
     """The longest test comes first: at the end it would keep one worker busy alone."""
     items.sort(key=lambda item: "test_kernels_in_the_interpreter" not in item.nodeid)
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        on_uvloop = params.get("_asyncio_loop_factory") is uvloop.new_event_loop
+        if on_uvloop and item.path.name not in UVLOOP_FILES:
+            item.add_marker(pytest.mark.slow)
+    share = int(os.environ.get("SLOW_SHARE", "1"))
+    left_out = {item for item in items if item.get_closest_marker("slow") and crc(item) % share}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
+
+
+def crc(item: pytest.Item) -> int:
+    """A number that the test has in every run and on every machine."""
+    return zlib.crc32(item.nodeid.encode())
 
 
 def pytest_collection_finish(session):

@@ -26,6 +26,14 @@ YARN |= {"original_max_position_embeddings": 32}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10_000.0}
 LONGROPE |= {"short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.2, 2.4, 2.6]}
 LONGROPE |= {"long_factor": [1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 9.0]}
+MINISTRAL = YARN | {"llama_4_scaling_beta": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
+TWO_ROPES = {
+    "full_attention": YARN | {"rope_theta": 50_000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1_000.0},
+}
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12}
 LATENT |= {"v_head_dim": 16, "head_dim": 8, "num_key_value_heads": 4}
 GROUPS = {"n_routed_experts": 6, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}

@@ -25,11 +25,8 @@ TINY_LLAMA = ModelShape(
 class HostClock:
     """What a CUDA clock says, measured on the CPU, or made up where a CPU has nothing."""
 
-    def __init__(self, *, utilization: float | None = None, leak: int = 0) -> None:
-        self.leak = leak
+    def __init__(self) -> None:
         self.released = 0
-        self._utilization = utilization
-        self._asked = 0
 
     def median(self, calls, *, graph=True) -> float:
         began = time.perf_counter()
@@ -41,14 +38,13 @@ class HostClock:
         return 1e10
 
     def memory(self) -> DeviceMemory:
-        self._asked += 1
-        return DeviceMemory(0, self._asked * self.leak, 0)
+        return DeviceMemory(0, 0, 0)
 
     def release(self) -> None:
         self.released += 1
 
     def utilization(self) -> float | None:
-        return self._utilization
+        return None
 
     def trace(self, work) -> list[DeviceSpan]:
         """Twice a kernel, and as long nothing."""

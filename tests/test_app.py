@@ -19,13 +19,22 @@ from asyncllm.metrics import EngineMetrics
 from asyncllm.serving import create_app
 from asyncllm.serving.connections import _Answer
 from asyncllm.testing import fake_engine
-from tests.app_clients import RawRequest, app_client, events_of, served_app, url_of, user
+from tests.app_clients import (
+    BODY,
+    CHAT,
+    HEAD,
+    RawRequest,
+    app_client,
+    events_of,
+    open_to,
+    read_to_end,
+    served_app,
+    url_of,
+    user,
+)
 from tests.idle import idle
 
 pytestmark = pytest.mark.asyncio
-
-CHAT = "/v1/chat/completions"
-BODY = {"messages": user("Hi")}
 
 
 # --- what is served ---------------------------------------------------------------------
@@ -324,20 +333,6 @@ async def test_a_failure_of_ours_is_told_without_details(caplog):
 
 
 # --- over a server ----------------------------------------------------------------------
-
-
-async def read_to_end(reader):
-    async with asyncio.timeout(10):
-        return await reader.read()
-
-
-async def open_to(server, text=""):
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(text.encode())
-    return reader, writer
-
-
-HEAD = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: "
 
 
 async def test_connections_that_dawdle_are_closed():

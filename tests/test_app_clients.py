@@ -16,9 +16,8 @@ import pytest
 from asyncllm.serving import create_app
 from asyncllm.serving.http_server import HttpServer
 from asyncllm.testing import fake_engine
-from tests.app_clients import events_of, served_app, url_of, user
+from tests.app_clients import CHAT, events_of, served_app, url_of, user
 from tests.idle import idle
-from tests.test_app import CHAT
 
 BUILD = Path(__file__).parent.parent / "build"
 

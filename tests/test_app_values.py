@@ -11,8 +11,7 @@ from asyncllm.serving.chat_request import ChatRequest
 from asyncllm.serving.completion_request import CompletionRequest
 from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.testing import fake_engine
-from tests.app_clients import app_client
-from tests.test_app import BODY, CHAT
+from tests.app_clients import BODY, CHAT, app_client
 
 DEEP = "x"
 for _ in range(150):

@@ -39,9 +39,9 @@ from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.native.shared_library import NativeUnavailableError
 from tests import flash_attn_standin
 from tests.driver import Driver
+from tests.dummy_runner import MODEL
 from tests.native_library import context
 from tests.step_inputs import captured
-from tests.test_model_runner import MODEL
 
 SHAPE = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, scale=0.125)
 CPU = AttentionRequest(SHAPE, torch.float32, torch.device("cpu"), None, frozenset({None, 24}))

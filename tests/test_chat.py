@@ -12,8 +12,8 @@ from asyncllm.errors import ContextLengthExceededError, InvalidRequestError
 from asyncllm.text import tokenizer as tokenizer_module
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.text.tokenizer_thread import LONG_TEXT
+from tests.chat_tokens import as_written, controls, encode
 from tests.fakes import Fake, fake
-from tests.test_control_tokens import as_written, controls, encode
 from tests.tokenizer_kinds import CHATML, byte_level, make
 
 pytestmark = pytest.mark.asyncio

@@ -20,6 +20,7 @@ from asyncllm.cli.measure import percentile
 from asyncllm.cli.prompts import prompts
 from asyncllm.cli.text import one_line, printable, rate, seconds
 from tests.processes import hear_ctrl_c
+from tests.slow import slow_but
 from tests.terminal import QUICK, Terminal, asyncllm
 
 # Random weights hardly ever say that they are done: an answer long enough to be interrupted.
@@ -391,7 +392,9 @@ def test_commands_through_a_pipe(
     assert [m["content"] for m in saved[:2]] == ["Be brief.", "What is \nmy name?"]
 
 
-@pytest.mark.parametrize("bad", [b"/dance", b"/save", b"/save /no/such/folder/file"])
+@pytest.mark.parametrize(
+    "bad", slow_but([b"/dance", b"/save", b"/save /no/such/folder/file"], b"/dance")
+)
 def test_a_command_that_fails_in_a_pipe_is_told_at_the_end(
     bad: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -401,7 +404,7 @@ def test_a_command_that_fails_in_a_pipe_is_told_at_the_end(
     assert capsys.readouterr().err.startswith(bad.decode().split()[0])
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+@pytest.mark.parametrize("encoding", slow_but(["ascii", "utf-8"], "ascii"))
 def test_characters_that_an_encoding_lacks(
     encoding: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,27 +17,9 @@ from tokenizers.trainers import BpeTrainer
 from asyncllm.errors import InvalidRequestError
 from asyncllm.text.any_of import any_of
 from asyncllm.text.chat_template import ChatTemplate
-from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.tokenizer import Tokenizer
+from tests.chat_tokens import as_written, controls, encode
 from tests.tokenizer_kinds import CHATML, KINDS, SENTENCES, SPECIAL, byte_level, make, unigram
-
-
-def encode(tokenizer: Tokenizer, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
-    split = kwargs.pop("split_special_tokens", True)
-    ids = tokenizer.encode_chat(TemplateInput(messages, kwargs), split_special_tokens=split)
-    assert ids is not None
-    return ids
-
-
-def as_written(tokenizer: Tokenizer, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
-    text = tokenizer.apply_chat_template(messages, **kwargs)
-    return tokenizer.backend.encode(text, add_special_tokens=False).ids
-
-
-def controls(tokenizer: Tokenizer, ids: list[int]) -> list[str | None]:
-    unknown = tokenizer.backend.token_to_id("<unk>"), tokenizer.backend.token_to_id("[UNK]")
-    special = tokenizer.special_token_ids.difference(unknown)
-    return [tokenizer.backend.id_to_token(i) for i in ids if i in special]
 
 
 def user(content: Any, role: str = "user") -> list[dict[str, Any]]:

@@ -34,9 +34,9 @@ from asyncllm.gpu.ops.base import AttentionShape, RMSNorm
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from tests.driver import Driver, Sequence
+from tests.dummy_runner import MODEL as LLAMA
 from tests.reference import Expected, Tally, compare
 from tests.static_runner import make_decoder, make_runner
-from tests.test_model_runner import MODEL as LLAMA
 
 MODEL = ModelConfig(
     path=Path("nowhere"),

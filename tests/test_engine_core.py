@@ -149,7 +149,7 @@ class Rig:
 
     def turn_until_closed(self, limit=100):
         for _ in range(limit):
-            if self.core._closed:
+            if self.core.closed:
                 return
             self.core.step()
         raise AssertionError("the engine does not close")
@@ -484,7 +484,7 @@ def test_paused_requests_hold_up_the_end_for_a_second():
     assert end_of(paused) is None
     rig.turns(1)
     assert end_of(paused) == "abort"
-    assert rig.core._closed
+    assert rig.core.closed
 
 
 def test_a_paused_request_alone_does_not_close_an_open_engine():
@@ -569,7 +569,7 @@ def test_a_failing_step_ends_everything():
         assert request.group.cancelled
     assert rig.device.calls[-1] == "close"
     assert not rig.core.hung
-    assert (len(rig.core._in_flight), len(rig.core._calls.due)) == (0, 0)
+    assert rig.core.is_idle()
     assert rig.admission.num_live == 0
     # The frames that it was raised among hold requests, and are let go.
     traceback = rig.core.fatal_error.__traceback__
@@ -586,7 +586,7 @@ def test_a_step_without_memory_is_retried_smaller_and_the_budget_recovers(depth)
     rig.turns(depth)
     assert rig.device.calls[-1] == "discard"
     assert rig.scheduler.budget.tokens == 8
-    assert len(rig.core._in_flight) == 0
+    assert rig.core.is_idle()
     assert end_of(request) is None
     done = rig.core.stats().num_steps
     for budget in (8, 16, 32):

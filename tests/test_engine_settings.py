@@ -21,7 +21,7 @@ from asyncllm.serving import create_app
 from asyncllm.testing import fake_engine, fake_llm
 from tests.app_clients import app_client, user
 from tests.checkpoints import DEMO_MODEL, make_checkpoint
-from tests.test_model_config import LLAMA, QWEN3
+from tests.model_configs import LLAMA, QWEN3
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 SMALL: dict[str, Any] = {"num_blocks": 16, "max_num_seqs": 2, "max_num_batched_tokens": 64}

@@ -18,7 +18,6 @@ import anyio.from_thread
 import anyio.lowlevel
 import pytest
 import trio
-import uvloop
 
 from asyncllm import (
     DeadlineExceededError,
@@ -28,25 +27,9 @@ from asyncllm import (
     RequestError,
 )
 from asyncllm.runtime.event_loop import join, post_when_done, running_backend
+from tests.event_loops import BACKENDS, run  # noqa: F401 - a fixture, by its name
 from tests.fakes import fake
 from tests.processes import hear_ctrl_c
-
-BACKENDS = {
-    "asyncio": ("asyncio", {}),
-    "uvloop": ("asyncio", {"loop_factory": uvloop.new_event_loop}),
-    "trio": ("trio", {}),
-}
-
-
-@pytest.fixture(params=BACKENDS)
-def run(request):
-    """Runs a coroutine function to its end on one of the backends."""
-    backend, options = BACKENDS[request.param]
-
-    def run(main):
-        return anyio.run(main, backend=backend, backend_options=options)
-
-    return run
 
 
 async def until(condition, timeout=5.0):

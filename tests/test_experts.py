@@ -18,7 +18,7 @@ from asyncllm.gpu.ops.routing import RouterWeights
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from tests.exact_experts import ROUTINGS, SOFTMAX, exact_experts, randn, router_weights
 from tests.native_library import isas
-from tests.test_ops import BACKENDS, TOLERANCE, make, quantised
+from tests.op_sets import BACKENDS, TOLERANCE, make, quantised
 
 NATIVE = [f"native-{isa}" for isa in isas()]
 SILU, CLAMPED = ActivationConfig(), ActivationConfig(limit=1.5, alpha=1.7)

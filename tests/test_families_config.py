@@ -20,9 +20,9 @@ from asyncllm.config import EngineConfig
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.models.rope import inverse_frequencies, rope_table, rotary_order
 from asyncllm.gpu.transformers_model.config import read_config
-from tests.families import MIXED, TINY, YARN, draw_weights
+from tests.dense_cases import BACKEND
+from tests.families import LINEAR, LLAMA3, MINISTRAL, MIXED, TINY, YARN, draw_weights
 from tests.parity import OUTPUT, SETTINGS
-from tests.test_dense_families import BACKEND, LINEAR, LLAMA3, MINISTRAL
 from tests.text_part import check_text_part
 
 CPU = torch.device("cpu")

@@ -296,7 +296,8 @@ class Case:
         assert stats.num_finished + stats.num_aborted + stats.num_failed == stats.num_requests
         assert (engine.state, self.executor.closed) == ("closed", True)
         assert (core.admission.num_live, core.admission.num_queued) == (0, 0)
-        assert not any((core._in_flight, core._calls.due, core._calls, engine._mailboxes._by_loop))
+        assert core.is_idle()
+        assert not list(engine._mailboxes)
         assert (engine.error is None) is not self.fault.fatal
         ended = await outcome(engine.wait_closed())
         if self.fault.fatal:

@@ -15,8 +15,8 @@ import torch
 
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.gpu.ops.gated_delta import DeltaBiases
+from tests.op_sets import BACKENDS, make
 from tests.recurrent_checks import SLOTS, state_inputs
-from tests.test_ops import BACKENDS, make
 
 ROOT = Path(__file__).parent.parent
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]

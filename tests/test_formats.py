@@ -29,6 +29,7 @@ from tests.driver import Driver
 from tests.live_bytes import LiveBytes
 from tests.packing import CASES, Case, compressed, quantise_checkpoint, repack
 from tests.reference import Tally, compare, generate
+from tests.slow import slow_but
 from tests.static_runner import make_decoder, make_runner
 
 CPU = torch.device("cpu")
@@ -92,10 +93,7 @@ def refused(path: Path) -> str:
 DEFAULT_PARITY = ("awq", "gptq-act-order", "fp8-ragged", "ct-pack-4-zeros")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [n if n in DEFAULT_PARITY else pytest.param(n, marks=pytest.mark.slow) for n in CASES],
-)
+@pytest.mark.parametrize("name", slow_but(CASES, *DEFAULT_PARITY))
 def test_greedy_tokens_are_those_of_transformers_with_the_dequantised_weights(name, tmp_path):
     """From two shards, the query, key and value projections fused out of different ones."""
     reference, _ = make(tmp_path, CASES[name], shard="150KB")

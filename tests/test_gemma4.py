@@ -25,12 +25,10 @@ from asyncllm.gpu.models.layer_inputs import InputLayer
 from asyncllm.gpu.models.rope import inverse_frequencies
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.weights import load_weights, weights_bytes
+from tests.dense_cases import BACKEND, load_case  # noqa: F401 - a fixture, by its name
 from tests.families import TINY
 from tests.parity import check_fails
-from tests.test_dense_families import BACKEND, load_case  # noqa: F401 - a fixture, by its name
 
-# ``load_case`` is a fixture: pytest finds it by its name here, and an argument of that name
-# looks like another to a linter.
 CPU = torch.device("cpu")
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -138,7 +136,7 @@ CONFIGS: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_the_comparison_sees_mistakes(load_case, mutation):  # noqa: F811
+def test_the_comparison_sees_mistakes(load_case, mutation):
     name, mutate = MUTATIONS[mutation]
     case = load_case(name)
     runner = case.runner(attention_backend="torch")
@@ -147,7 +145,7 @@ def test_the_comparison_sees_mistakes(load_case, mutation):  # noqa: F811
 
 
 @pytest.mark.parametrize("mutation", CONFIGS)
-def test_the_comparison_sees_another_configuration(load_case, mutation):  # noqa: F811
+def test_the_comparison_sees_another_configuration(load_case, mutation):
     name, mutate = CONFIGS[mutation]
     case = load_case(name)
     wrong = replace(case, config=mutate(case.config))
@@ -220,7 +218,7 @@ def as_transformers(values: dict[str, Any]) -> Any:
     return transformers.Gemma4TextConfig(**fields)
 
 
-def test_a_step_that_samples_nothing_ends_with_the_last_write(load_case):  # noqa: F811
+def test_a_step_that_samples_nothing_ends_with_the_last_write(load_case):
     """Behind the four layers of six that have KV of their own."""
     if BACKEND != "native":
         pytest.skip("no C++ compiler to build the native ops with")
@@ -319,7 +317,7 @@ def test_the_last_layer_is_full(tmp_path):
     assert model.sliding_layers == (False, *[True] * 40, False)
 
 
-def test_sizes_count_layers_by_their_kind(load_case):  # noqa: F811
+def test_sizes_count_layers_by_their_kind(load_case):
     for name in ("Gemma4-shared", "Gemma4-experts"):
         config = load_case(name).config
         held: Any = load_weights(config, torch.float32, CPU)
@@ -332,7 +330,7 @@ def test_sizes_count_layers_by_their_kind(load_case):  # noqa: F811
     assert saved == 2 * 3 * 96 * 64
 
 
-def test_keys_that_no_layer_uses_are_left_out(load_case, tmp_path):  # noqa: F811
+def test_keys_that_no_layer_uses_are_left_out(load_case, tmp_path):
     """Files of the hub have them for the layers that attend to another's; and no others."""
     case = load_case("Gemma4-shared")
     tensors = load_file(case.path / "model.safetensors")

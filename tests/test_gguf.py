@@ -37,9 +37,9 @@ from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.tokenizer import Tokenizer
 from tests.checkpoints import make_checkpoint
 from tests.driver import Driver
+from tests.linear_weights import dequantised
 from tests.reference import Tally, compare, generate
 from tests.static_runner import make_decoder, make_runner
-from tests.test_int4 import dequantised
 
 gguf = pytest.importorskip("gguf", reason="the extra 'gguf' is not installed")
 from tests.gguf_files import ARCHITECTURES, TEMPLATE, write_gguf  # noqa: E402

@@ -14,8 +14,8 @@ from asyncllm.gpu.memory import MemoryProbe, cuda_cache_bytes, release
 from asyncllm.gpu.weights import load_weights
 from tests.checkpoints import make_checkpoint
 from tests.driver import Driver
+from tests.dummy_runner import MODEL
 from tests.gpu_turns import alone_on_the_gpu  # noqa: F401 - a fixture, by its name
-from tests.test_model_runner import MODEL
 
 pytestmark = [
     pytest.mark.gpu,

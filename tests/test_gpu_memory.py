@@ -44,10 +44,10 @@ from asyncllm.gpu.state_cache import StateCache, StateSpec
 from asyncllm.gpu.weights import dummy_weights
 from tests.cuda_captures import Captures
 from tests.driver import Driver
+from tests.dummy_runner import MODEL, make
 from tests.fakes import Fake, fake
 from tests.live_bytes import LiveBytes
 from tests.static_runner import kv_groups
-from tests.test_model_runner import MODEL, make
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)

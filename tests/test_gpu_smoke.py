@@ -7,7 +7,6 @@ import inspect
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,16 +19,13 @@ from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.gpu.graph.capturer import CudaGraphCapturer
 from asyncllm.gpu.graph.cuda_graphs import EagerCapturer, GraphKey
 from asyncllm.gpu.ops.triton.launcher import is_observed
-from asyncllm.outputs import Logprob, TokenLogprobs
-from benchmarks.common import Report
 from benchmarks.gpu import children, smoke, smoke_probes
 from benchmarks.gpu.checkpoint import write_checkpoint
 from benchmarks.gpu.children import ProbeError, ProbeProcess
-from benchmarks.gpu.probe import count_nodes, nodes_of_dump
+from benchmarks.gpu.probe import count_nodes
 from benchmarks.gpu.smoke import Task
 from benchmarks.gpu.smoke_kernels import checks_of
 from benchmarks.gpu.smoke_models import MODELS
-from benchmarks.gpu.stage import Deadline, Stage
 from tests.cuda_captures import Captures, Illegal
 from tests.gpu_stand_ins import TINY, figures, make_stage
 from tests.static_runner import LateStream, make_decoder, make_runner, replay_of
@@ -135,23 +131,6 @@ def test_what_fails_is_run_in_other_ways() -> None:
     # Every probe is run before any is run again, and not at all if it takes no options.
     assert [name for name, _ in runner.asked] == ["memory_pool", "a", "b", "wake_up", *["a"] * 5]
     assert stage.finish() == 1
-
-
-def test_what_there_is_no_time_for_is_skipped() -> None:
-    now = [0.0]
-    stage = Stage(Report("test"), Deadline(25.0, lambda: now[0]))
-
-    class Slow(Runner):
-        def run(self, name: str, seconds: float, options: Mapping[str, Any] | None = None) -> Any:
-            now[0] += 6.0
-            return super().run(name, seconds, options)
-
-    runner = Slow({"a": []})
-    tasks = [Task("engine: a", "engine", 8, {"model": "a"}, bisected=True)]
-    tasks += [Task("waiting", "wake_up", 15), Task("graphs", "graphs", 15)]
-    smoke.run_tasks(stage, runner, tasks)
-    assert [name for name, _ in runner.asked] == ["a", "wake_up", "graphs"]
-    assert stage.skipped == [f"engine: a, {way}" for way in smoke.WAYS]
 
 
 @pytest.mark.parametrize("most", [60.0, 0.0])
@@ -262,57 +241,6 @@ def test_equal_batches_on_the_cpu() -> None:
     assert value == 2.0
 
 
-def completion(tokens: list[int], *, gap: float | None = None) -> Any:
-    """With ``gap``, token 99 is the second most likely everywhere, by so much."""
-    if gap is None:
-        return SimpleNamespace(token_ids=tokens, logprobs=None)
-    tops = [(Logprob(token, -1.0, 1), Logprob(99, -1.0 - gap, 2)) for token in tokens]
-    return SimpleNamespace(token_ids=tokens, logprobs=[TokenLogprobs(top[0], top) for top in tops])
-
-
-def test_tokens_are_compared_but_for_ties() -> None:
-    compare, tens = smoke_probes.compare, list(range(10))
-    assert compare([completion(tens)] * 2, [completion(tens)] * 2) == 20
-    late = [*tens[:9], 99]
-    assert compare([completion(late)], [completion(tens, gap=1e-4)]) == 9
-    for expected in (completion(tens, gap=1e-2), completion(tens)):
-        with pytest.raises(AssertionError, match="request 0, token 9: 99 instead of 9"):
-            compare([completion(late)], [expected])
-    with pytest.raises(AssertionError, match="only 2 of 10 tokens"):
-        compare([completion([0, 1, *[99] * 8])], [completion(tens, gap=1e-4)])
-    with pytest.raises(AssertionError, match="another length"):
-        compare([completion(tens[:4])], [completion(tens)])
-
-
-def coarse(logprobs: list[float], first_other: int | None = None, gap: float = 0.0) -> Any:
-    """Tokens 0, 1, …, whose log-probabilities are these; from ``first_other`` on they are 99,
-    which is the second most likely, by ``gap``."""
-    found = []
-    for token, logprob in enumerate(logprobs):
-        top = (Logprob(token, logprob, 1), Logprob(99, logprob - gap, 2))
-        is_other = first_other is not None and token >= first_other
-        found.append(TokenLogprobs(top[is_other], top))
-    return SimpleNamespace(logprobs=found)
-
-
-def test_tokens_of_bfloat16_are_compared_up_to_near_ties() -> None:
-    compare, ones = smoke_probes.compare_rounded, [-1.0] * 20
-    assert compare([coarse([-1.09] * 20)], [coarse(ones)]) == 20
-    with pytest.raises(AssertionError, match=r"request 1, token 3: log-probability off by 0\.11"):
-        compare([coarse(ones), coarse([*ones[:3], -1.11])], [coarse(ones), coarse(ones[:4])])
-    with pytest.raises(AssertionError, match="request 0, token 0: log-probability off by nan"):
-        compare([coarse([float("nan")] * 20)], [coarse(ones)])
-    # A request with another token ends there, whether it was near or not.
-    others = [coarse(ones, 15)] * 2
-    assert compare(others, [coarse(ones, gap=0.09)] * 2) == 30
-    with pytest.raises(AssertionError, match="2 of 32 tokens are others"):
-        compare(others, [coarse(ones, gap=0.11)] * 2)
-    # One of 20 is 5 %.
-    assert compare([coarse(ones, 19)], [coarse(ones, gap=0.11)]) == 19
-    with pytest.raises(AssertionError, match="only 10 of 20 tokens"):
-        compare([coarse(ones, 10)], [coarse(ones)])
-
-
 class Replaying(CudaGraphCapturer):
     """What it has captured can be repeated without CUDA."""
 
@@ -327,14 +255,6 @@ def test_a_failed_capture_is_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
     captures.check_clean()
 
 
-def test_a_process_that_stays_in_capture_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    captures = Captures("aten::_local_scalar_dense")
-    captures.install(monkeypatch)
-    monkeypatch.setattr(CudaGraphCapturer, "_leave_pool", lambda self: None)
-    with pytest.raises(AssertionError, match="nothing can be captured any more"):
-        smoke_probes.check_failed_capture(CudaGraphCapturer(DEVICE), DEVICE)
-
-
 def test_nodes_of_a_captured_step_are_counted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -347,14 +267,3 @@ def test_nodes_of_a_captured_step_are_counted(
         replay_of(runner).run_padding(GraphKey(2))
     assert count_nodes(runner, 2) == expected.ops > 10
     assert not captures.debugging
-
-
-def test_nodes_are_counted_once() -> None:
-    text = """digraph dot {
-        "graph_1_node_0"[style="solid" shape="rectangle" label="0 KERNEL"];
-        "graph_1_node_1"[style="solid" shape="rectangle" label="1 MEMCPY"];
-        "graph_1_node_0" -> "graph_1_node_1";
-    }"""
-    assert nodes_of_dump(text) == 2
-    with pytest.raises(ValueError, match="begins 'digraph"):
-        nodes_of_dump("digraph dot { a -> b }")

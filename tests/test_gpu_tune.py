@@ -16,14 +16,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from asyncllm.gpu.ops.triton.tuning import Tiles, decode_tiles, prefill_tiles
+from asyncllm.gpu.ops.triton.tuning import Tiles
 from benchmarks.gpu import tune
 from benchmarks.gpu.paged_inputs import make_inputs, shaped_inputs
 from benchmarks.gpu.shapes import AttentionLoad
-from benchmarks.gpu.tune import Sweep, TunePlan, wide_plan
+from benchmarks.gpu.tune import Sweep, TunePlan
 from benchmarks.gpu.tune_compile import Compiled, CompileJob, TunedAttention, compile_all
 from tests.gpu_stand_ins import HostClock, figures, make_stage
-from tests.triton.paged import assert_close, attend, plain_attention
+from tests.triton.paged import plain_attention
 
 CPU = torch.device("cpu")
 SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 32}
@@ -33,25 +33,6 @@ FAST, BROKEN = Tiles(16, 32, 1, 5), Tiles(16, 128, 4, 5)
 DECODE = AttentionLoad(3, 1, 63, **SMALL)
 SKEWED = replace(DECODE, longest=600)
 PREFILL = AttentionLoad(1, 24, 40, **SMALL)
-
-
-def test_a_skewed_batch_has_one_long_sequence() -> None:
-    assert SKEWED.lengths == [600, 64, 64]
-    assert SKEWED.kv_bytes == DECODE.kv_bytes // 192 * 728
-    assert SKEWED.flops == DECODE.flops // 192 * 728
-    inputs = make_inputs(SKEWED, 2, CPU)
-    assert inputs.seq_lens.tolist() == [600, 64, 64]
-    owned = [38, 4, 4] * 2
-    assert [int((line != 0).sum()) for line in inputs.tables] == [*owned, 0]
-    used = sorted(block for block in inputs.tables.flatten().tolist() if block)
-    assert used == list(range(1, sum(owned) + 1))
-    attention = Plain(SKEWED, CPU, tiles=DEFAULT, fixed_splits=1, **H200)
-    calls = tune.decode_calls(attention, inputs, 600)
-    for row, length in enumerate(SKEWED.lengths):
-        keys, values = inputs.cache[:, inputs.table(1)[row].long()].flatten(1, 2)[:, :length]
-        expected = attend(inputs.queries[1][row : row + 1], keys, values, 32**-0.5, None, None)
-        found = calls[1]()[row].view(1, 4, 32)
-        assert_close(found, expected, torch.bfloat16)
 
 
 class Plain(TunedAttention):
@@ -130,29 +111,6 @@ def test_a_sweep_finds_the_best_and_writes_tables(monkeypatch, tmp_path: Path) -
     values = figures(stage)
     assert values["launches that compile"] == 3 * 2 + 2
     assert values["decode splits, decode 3 × 64, one of 600"] == 0.25
-
-
-def test_heads_of_512_have_a_plan_of_their_own() -> None:
-    plain, wide = TunePlan(), wide_plan()
-    wide_loads = [*wide.decodes, *wide.prefills]
-    names = [load.name for load in (*plain.decodes, *plain.prefills, *wide_loads)]
-    assert len(set(names)) == len(names)
-    assert {(load.heads, load.kv_heads, load.head_dim) for load in wide_loads} == {(32, 4, 512)}
-    assert plain.tables != wide.tables
-    for capability in (80, 89, 90, 100):
-        assert decode_tiles(capability, 512) in wide.decode_tiles
-        assert prefill_tiles(capability, 512) in wide.prefill_tiles
-
-
-def test_a_lost_device_ends_the_sweep(monkeypatch) -> None:
-    monkeypatch.setattr(tune, "TunedAttention", Plain)
-    stage = make_stage(usable=lambda: False)
-    plan = TunePlan((DECODE,), (), (DEFAULT, BROKEN), ())
-    sweep = Sweep(stage, TableClock(), plan, CPU, cache=10, memory=10**9, **H200)
-    sweep.run(compiled)
-    assert stage.broken
-    assert [name for name, _ in stage.failed] == ["decode tiles, decode 3 × 64"]
-    assert stage.skipped == ["decode splits, decode 3 × 64"]
 
 
 def test_what_is_compiled_is_what_is_launched() -> None:

@@ -19,8 +19,8 @@ from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.testing.fake_executor import FakeExecutor, allowed_tokens
 from tests.driver import Driver, Sequence, packed
+from tests.dummy_runner import MODEL
 from tests.static_runner import LateStream, TraceRecorder, make_decoder, make_runner
-from tests.test_model_runner import MODEL
 
 VOCAB = MODEL.vocab_size
 GREEDY = SamplingParams(temperature=0.0, seed=0)

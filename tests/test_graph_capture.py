@@ -22,8 +22,8 @@ from asyncllm.gpu.graph.cuda_graphs import GraphKey, Part, StepGraphs
 from asyncllm.gpu.graph.streams import CudaStream
 from asyncllm.gpu.ops import registry
 from asyncllm.gpu.ops.torch_ops import TorchOps
+from tests.ahead_on_cpu import PROMPTS, AheadOnCPU
 from tests.cuda_captures import ILLEGAL, Captures
-from tests.test_execution_mode import PROMPTS, AheadOnCPU
 
 DEVICE = torch.device("cpu", 0)
 EMBEDDING = "aten::embedding"

@@ -40,8 +40,9 @@ from tests.parity import (
     run_matrix,
     run_static_step,
 )
+from tests.recurrent_checkpoint import MISTAKES
 from tests.reference import check_tokens, generate
-from tests.test_recurrent_states import MISTAKES
+from tests.slow import slow_but
 
 SHARED = {**EXPERTS, "shared_expert_intermediate_size": 56}
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -126,9 +127,7 @@ def test_equals_transformers(load_case, name, backend):
     run_everything(case, runner)
 
 
-@pytest.mark.parametrize(
-    "name", ["Qwen3_5", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES)]
-)
+@pytest.mark.parametrize("name", slow_but(CASES, "Qwen3_5"))
 def test_the_static_step_equals_transformers(load_case, name):
     run_static_step(load_case(name))
 
@@ -162,7 +161,7 @@ def test_slots_are_used_again(load_case):
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", slow_but([False, True], True))
 @pytest.mark.parametrize("name", CASES)
 async def test_prefixes_are_found_behind_recorded_steps(load_case, name: str, ahead: bool) -> None:
     """States are copied between native programs, from the third request on for all of a prefix."""

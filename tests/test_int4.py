@@ -11,26 +11,11 @@ from asyncllm.gpu.ops import quantise
 from asyncllm.gpu.ops.linear_weights import LinearWeights, WeightForm
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.quantise import GROUP, quantise_int4
+from tests.linear_weights import dequantised
 from tests.native_library import context, isas
 
 ISAS = isas()
 needs_native = pytest.mark.skipif(not ISAS, reason="no C++ compiler to build the native ops with")
-
-
-def over_inputs(grid: Tensor, weights: LinearWeights) -> Tensor:
-    assert weights.scale_block is not None
-    return grid.double().repeat_interleave(weights.scale_block[1], 1)[:, : weights.shape[1]]
-
-
-def dequantised(weights: LinearWeights) -> Tensor:
-    values, scales = weights.values, weights.scales
-    assert scales is not None
-    if weights.scheme == "int4":
-        values = torch.stack((values & 15, values >> 4), dim=2).flatten(1)
-    values = values.double()
-    if weights.zeros is not None:
-        values -= over_inputs(weights.zeros, weights)
-    return values * over_inputs(scales, weights)
 
 
 def rounded(x: Tensor) -> Tensor:

@@ -6,19 +6,12 @@ import pytest
 
 from asyncllm.core.kv_cache import NEVER, KVCacheManager
 from asyncllm.core.kv_cache_spec import KVCacheSpec
-from asyncllm.core.request import Request, RequestGroup
-from asyncllm.sampling_params import SamplingParams
+from tests.kv_requests import ids, request
 
 
 def manager(num_blocks=11, sizes=(4,), **options):
     specs = tuple(KVCacheSpec((i,), size) for i, size in enumerate(sizes))
     return KVCacheManager(num_blocks, specs, step_tokens=8, **options)
-
-
-def request(token_ids):
-    return Request(
-        RequestGroup("r"), SamplingParams(), token_ids=list(token_ids), max_model_len=1000
-    )
 
 
 def admitted(kv, token_ids, num_tokens=None):
@@ -28,10 +21,6 @@ def admitted(kv, token_ids, num_tokens=None):
     one.num_computed_tokens = len(one.token_ids)
     kv.publish(one)
     return one
-
-
-def ids(request):
-    return [[block.block_id for block in blocks] for blocks in request.blocks]
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from asyncllm.gpu.kv_cache import (
     size_cache,
 )
 from asyncllm.gpu.ops.base import AttentionShape, BlockLayout, block_layout
+from tests.dummy_runner import MODEL
 from tests.static_runner import CPU, kv_groups
-from tests.test_model_runner import MODEL
 
 FOUR = replace(MODEL, num_layers=4)
 LAYERS = ((0, 2), (1, 3))

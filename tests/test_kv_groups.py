@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncllm.core import kv_cache, scheduler
-from tests.test_scheduler import Rig
+from tests.scheduler_rig import Rig
 
 
 @pytest.mark.parametrize("block_size", [(4, 4), (4, 8), (3, 5), (2, 4, 8)])

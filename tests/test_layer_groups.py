@@ -17,8 +17,8 @@ from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.base import AttentionShape, BlockLayout
 from asyncllm.gpu.ops.torch_attention import TorchAttention
+from tests.dummy_runner import MODEL
 from tests.static_runner import CPU
-from tests.test_model_runner import MODEL
 
 CONTEXT = 4096
 FULL, NEAR = LayerCache(64, None), LayerCache(64, 512)

@@ -33,11 +33,11 @@ from asyncllm.gpu.sample.batched_processors import BatchedProcessors, make_proce
 from asyncllm.logits_processor import claiming
 from asyncllm.runtime.loading import LoadedModel, load_model
 from asyncllm.testing import fake_engine
+from tests.dummy_runner import MODEL
 from tests.fakes import FakeModelConfig, FakeTokenizer
+from tests.pickling_executor import Pickling
 from tests.sampling_bench import Bench
 from tests.static_runner import LateStream, make_decoder, make_runner
-from tests.test_model_runner import MODEL
-from tests.test_wire import Pickling
 
 CPU = torch.device("cpu")
 CONFIG = EngineConfig(max_num_seqs=8)

@@ -104,12 +104,12 @@ def test_a_loop_has_one_mailbox_and_closed_loops_are_forgotten():
     in_trio, same = trio.run(look)
     assert in_trio is same
     # Looked through when a loop is new: the one that was closed before is gone, trio's is there.
-    assert set(registry._by_loop.values()) == {other, in_trio}
+    assert set(registry) == {other, in_trio}
     loops[1].close()
     latest, _ = asyncio.run(look())
-    assert set(registry._by_loop.values()) == {latest}
+    assert set(registry) == {latest}
     registry.clear()
-    assert registry._by_loop == {}
+    assert list(registry) == []
 
 
 def test_without_a_loop_there_is_no_mailbox():

@@ -16,21 +16,10 @@ from asyncllm import DeadlineExceededError, EngineOverloadedError, InvalidReques
 from asyncllm.metrics import EngineMetrics
 from asyncllm.outputs import Usage
 from tests.fakes import fake
+from tests.metric_samples import samples
 from tests.missing_package import import_error
 
 pytestmark = pytest.mark.asyncio
-
-
-def samples(metrics):
-    """``(name, labels without model and engine) -> value``, as a scraper reads them."""
-    return {
-        (
-            sample.name,
-            *sorted((k, v) for k, v in sample.labels.items() if k not in ("model_name", "engine")),
-        ): sample.value
-        for family in text_string_to_metric_families(metrics.render().decode())
-        for sample in family.samples
-    }
 
 
 def buckets(metrics, name):

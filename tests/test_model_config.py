@@ -12,25 +12,8 @@ import pytest
 
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.errors import ModelLoadError
+from tests.model_configs import LLAMA, QWEN3
 
-QWEN3: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 1024,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1_000_000,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "hidden_act": "silu",
-}
-LLAMA = QWEN3 | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 MISTRAL = QWEN3 | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 QWEN2 = QWEN3 | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 LLAMA3_ROPE = {

@@ -13,7 +13,6 @@ from threading import Thread
 import pytest
 import torch
 
-from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.config import EngineConfig
 from asyncllm.core.batch import StepBatch
 from asyncllm.core.executor import Executor, StepOutOfMemoryError
@@ -21,33 +20,11 @@ from asyncllm.errors import EngineError, InvalidRequestError, KVCacheTooSmallErr
 from asyncllm.gpu import devices, kv_cache
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.graph.replay import EagerReplay
-from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.ops.registry import NativeChoice
 from asyncllm.gpu.token_budget import GPU_TARGET_SECONDS, ahead_from, calibrate_token_budget
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import GREEDY, Driver
-
-MODEL = ModelConfig(
-    path=Path("nowhere"),
-    architecture="LlamaForCausalLM",
-    vocab_size=128,
-    hidden_size=32,
-    intermediate_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_position_embeddings=256,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(),
-    tie_word_embeddings=True,
-)
-LARGE = replace(MODEL, vocab_size=100_000, hidden_size=512, num_heads=64)
-
-
-def make(model: ModelConfig = MODEL, **fields) -> ModelRunner:
-    settings = {"load_format": "dummy", "device": "cpu", "max_num_batched_tokens": 512}
-    return build_model_runner(EngineConfig(**(settings | fields)), model)
+from tests.dummy_runner import LARGE, MODEL, make
 
 
 def test_defaults_on_a_cpu():

@@ -31,6 +31,7 @@ from tests.parity import (
     run_static_step,
 )
 from tests.reference import generate
+from tests.slow import slow_but
 
 ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 ROUTED |= {"n_group": 4, "topk_group": 2, "n_shared_experts": 2, "first_k_dense_replace": 1}
@@ -132,9 +133,7 @@ def test_equals_transformers(load_case, name, backend):
     run_everything(case, runner)
 
 
-@pytest.mark.parametrize(
-    "name", ["GptOss", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES)]
-)
+@pytest.mark.parametrize("name", slow_but(CASES, "GptOss"))
 def test_the_static_step_equals_transformers(load_case, name):
     run_static_step(load_case(name))
 

@@ -29,8 +29,8 @@ from asyncllm.outputs import CompletionOutput, Logprob, TokenLogprobs
 from asyncllm.stream import TokenStream
 from asyncllm.testing import FakeExecutor, fake_engine
 from asyncllm.testing.fake_executor import mix
+from tests.core_rig import Rig
 from tests.fakes import fake
-from tests.test_request_group import Rig
 
 PROMPT = [*range(100, 111)]
 

@@ -18,10 +18,10 @@ from asyncllm.gpu.ops.quantise import quantise_int4, quantise_int8
 from asyncllm.gpu.sample.sample_output import NOT_FINITE
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import Driver
+from tests.dummy_runner import LARGE, MODEL, make
 from tests.native_library import context, isas
 from tests.sampling_bench import Bench
 from tests.step_inputs import draw_scalars
-from tests.test_model_runner import LARGE, MODEL, make
 
 ISAS = isas()
 GREEDY = SamplingParams(temperature=0.0, seed=0)

@@ -16,8 +16,8 @@ from asyncllm.structured.compiler import GrammarCompiler
 from asyncllm.structured.grammar import Grammar
 from asyncllm.structured.spec import parse_structured_outputs
 from tests.fakes import fake
+from tests.model_load import load, reading_thread
 from tests.structured import ByteRig
-from tests.test_tokenizer_load import load, reading_thread
 
 LOOP = pytest.mark.asyncio(loop_factories=["asyncio"])
 NONE_LEFT = "can't start new thread"

@@ -26,7 +26,6 @@ from asyncllm.gpu.ops import onednn_ops
 from asyncllm.gpu.ops.base import ArgmaxLinear, AttentionShape
 from asyncllm.gpu.ops.gumbel import chunk_exponentials, exponentials, gumbel_keys
 from asyncllm.gpu.ops.linear_weights import LinearWeights
-from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.onednn_ops import (
     PLAIN_PRODUCT,
     BucketedLinear,
@@ -40,19 +39,10 @@ from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchLinear, TorchOps
 from asyncllm.gpu.weights import dummy_weights
 from tests import recurrent_checks
-from tests.native_library import context, isas
+from tests.op_sets import BACKENDS, TOLERANCE, make, quantised
 from tests.step_inputs import draw_scalars
 
 CPU = torch.device("cpu")
-BACKENDS = ["torch", *(["onednn"] if onednn_works() else []), *(f"native-{isa}" for isa in isas())]
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
-
-
-def make(name: str) -> TorchOps:
-    """The op set of that name, a native one on two threads and one instruction set."""
-    if name.startswith("native"):
-        return NativeOps(context(2, name.removeprefix("native-")))
-    return OneDNNOps() if name == "onednn" else TorchOps()
 
 
 @pytest.fixture(params=BACKENDS)
@@ -174,22 +164,6 @@ def test_a_shared_head_is_computed_from_the_plain_weight(rows):
     torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-4)
     # Its rows do not depend on those beside them.
     torch.testing.assert_close(layer(x[:1]), layer(x)[:1], rtol=1e-5, atol=1e-4)
-
-
-def quantised(scheme: str, rows: int, columns: int, block: tuple[int, int]) -> dict:
-    """Fields of a bundle with scales and zeros of the right shape."""
-    dtype = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}.get(scheme, torch.uint8)
-    width = columns // 2 if dtype == torch.uint8 else columns
-    grid = (-(-rows // block[0]), -(-columns // block[1]))
-    return {
-        "values": torch.zeros(rows, width, dtype=dtype),
-        "scheme": scheme,
-        "scales": torch.ones(grid),
-        "scale_block": block,
-        "zeros": torch.zeros(grid),
-        "column_order": torch.arange(columns),
-        "bias": torch.zeros(rows),
-    }
 
 
 QUANTISED = [

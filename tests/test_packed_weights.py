@@ -23,10 +23,10 @@ from asyncllm.gpu.packed_weights import packed_weights
 from asyncllm.gpu.weights import load_weights
 from tests.checkpoints import make_checkpoint
 from tests.driver import Driver
+from tests.linear_weights import dequantised
 from tests.live_bytes import LiveBytes
 from tests.native_library import isas
 from tests.packing import CASES, GROUP4, Case, compressed, packed_tensors, repack
-from tests.test_int4 import dequantised
 
 CPU = torch.device("cpu")
 needs_native = pytest.mark.skipif(not isas(), reason="no C++ compiler to build the native ops with")

@@ -24,6 +24,7 @@ from tests.checkpoints import DEMO_MODEL, make_checkpoint
 from tests.driver import Driver
 from tests.native_library import context
 from tests.reference import Expected, Tally, compare, generate
+from tests.slow import slow_but
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -74,6 +75,9 @@ CASES: dict[str, dict[str, Any]] = {
         "max_window_layers": 1,
     },
 }
+KINDS = ("qwen3-tied", "llama-biases", "qwen3-mixed-sliding")
+"""What every schedule is tried with in every run; all are in a batch of mixed lengths."""
+
 PROMPT_LENGTHS = (1, 5, 16, 33, 47, 8)
 OUTPUT = 24
 
@@ -146,7 +150,7 @@ def test_outputs_are_varied_enough_to_mean_something(load_case, name):
         assert len(set(expected.tokens)) >= 10
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(CASES, *KINDS))
 def test_alone(load_case, tally, name):
     case = load_case(name)
     driver = Driver(case.runner())
@@ -157,7 +161,7 @@ def test_alone(load_case, tally, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("chunk", [0, 3, 10])
+@pytest.mark.parametrize("chunk", slow_but([0, 3, 10], 0, 3))
 def test_batch_of_mixed_lengths(load_case, tally, name, chunk):
     case = load_case(name)
     driver = Driver(case.runner())
@@ -167,7 +171,7 @@ def test_batch_of_mixed_lengths(load_case, tally, name, chunk):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral-sliding"])
-@pytest.mark.parametrize("block_size", [1, 5, 32])
+@pytest.mark.parametrize("block_size", slow_but([1, 5, 32], 5))
 def test_every_chunk_size(load_case, tally, name, block_size):
     case = load_case(name)
     driver = Driver(case.runner(block_size=block_size))
@@ -177,7 +181,7 @@ def test_every_chunk_size(load_case, tally, name, block_size):
         check(case, tally, [seq], [3])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(CASES, *KINDS))
 def test_arrivals_while_others_decode(load_case, tally, name):
     case = load_case(name)
     driver = Driver(case.runner())
@@ -190,7 +194,7 @@ def test_arrivals_while_others_decode(load_case, tally, name):
     check(case, tally, seqs, list(range(len(seqs))))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(CASES, *KINDS))
 def test_prefix_hit(load_case, tally, name):
     case = load_case(name)
     driver = Driver(case.runner())
@@ -229,7 +233,7 @@ def test_prefix_hit_on_blocks_of_the_same_step(load_case, tally):
     check(case, tally, [first, second], [4, 4])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(CASES, *KINDS))
 def test_recompute_after_preemption(load_case, tally, name):
     case = load_case(name)
     driver = Driver(case.runner())
@@ -245,7 +249,7 @@ def test_recompute_after_preemption(load_case, tally, name):
     check(case, tally, seqs, list(range(len(seqs))))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(CASES, *KINDS))
 @pytest.mark.parametrize("chunk", [0, 7])
 def test_two_steps_in_flight(load_case, tally, name, chunk):
     case = load_case(name)

@@ -25,10 +25,10 @@ from asyncllm.gpu.state_cache import StateCache, StateSpec
 from asyncllm.gpu.state_sizing import choose_snapshots
 from asyncllm.gpu.step_runner import StepRunner
 from tests.families import make
+from tests.recurrent_checkpoint import Checkpoint, device_state
 from tests.reference import Expected, check_tokens, generate
+from tests.scheduler_rig import Rig
 from tests.static_runner import CPU, LateStream, TraceRecorder, run_late
-from tests.test_recurrent_states import Checkpoint, device_state
-from tests.test_scheduler import Rig
 
 BASE = [5, 6, 7, 8, 9, 10, 11, 100, 3, 9, 41, 7]
 OUTPUT = 4

@@ -20,11 +20,11 @@ from asyncllm.gpu.sample import prompt_logprobs as prompt_logprobs_module
 from asyncllm.outputs import TokenLogprobs
 from tests.checkpoints import copy_tokenizer, make_checkpoint
 from tests.driver import Driver, Sequence
+from tests.dummy_runner import MODEL
 from tests.fakes import fake
 from tests.reference import MARGIN, score
+from tests.scheduler_rig import Rig
 from tests.static_runner import LateStream, make_decoder, make_runner
-from tests.test_model_runner import MODEL
-from tests.test_scheduler import Rig
 
 VOCAB_SIZE = 2048
 SETTINGS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_threads": 1}

@@ -16,7 +16,7 @@ from asyncllm.structured.llguidance_backend import LLGuidanceBackend
 from asyncllm.structured.spec import parse_structured_outputs
 from asyncllm.structured.xgrammar_backend import XGrammarBackend
 from tests.structured import byte_vocabulary, tokens_of
-from tests.test_tools import ASK, ONE, TOOLS, thinking_engine, values
+from tests.thinking_engine import ASK, ONE, TOOLS, thinking_engine, values
 
 BEGIN = (ord("<"), ord("b"), 300)
 END = (301, ord("e"), 302)

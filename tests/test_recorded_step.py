@@ -16,23 +16,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.core.batch import StepBatch
-from asyncllm.core.executor import ExecutorInfo
 from asyncllm.errors import EngineError
 from asyncllm.gpu import kv_cache
 from asyncllm.gpu.batch.step_buffer import StepBuffer, StepLimits
 from asyncllm.gpu.graph.recorded_step import RecordedStep, record_step
 from asyncllm.gpu.graph.replay import EagerReplay
-from asyncllm.gpu.graph.streams import SyncStream
 from asyncllm.gpu.huge_pages import warn_without_huge_pages
-from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.model_runner import ModelRunner
-from asyncllm.gpu.models.architectures import parameters
-from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups
+from asyncllm.gpu.models.attention_kinds import kv_groups
 from asyncllm.gpu.models.decoder import Decoder
-from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops import recorder as recording
 from asyncllm.gpu.ops.native_attention import NativeAttention
 from asyncllm.gpu.ops.native_ops import NativeOps
@@ -41,84 +35,34 @@ from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.profile import recorded_bytes
 from asyncllm.native.context import Context
 from asyncllm.sampling_params import SamplingParams
-from tests import static_runner
 from tests.driver import GREEDY, Driver
-from tests.native_library import context, isas
+from tests.dummy_runner import MODEL as LLAMA
+from tests.dummy_runner import make
+from tests.recorded_runner import (
+    ISAS,
+    PROMPTS,
+    QWEN3,
+    make_decoder,
+    make_runner,
+    op_by_op,
+    program_of,
+    state_of,
+)
 from tests.static_runner import in_groups
-from tests.test_model_runner import MODEL as LLAMA
-from tests.test_model_runner import make
 
-ISAS = isas()
 pytestmark = pytest.mark.skipif(not ISAS, reason="no C++ compiler to build the native ops with")
 
-QWEN3 = replace(LLAMA, architecture="Qwen3ForCausalLM", tie_word_embeddings=False, num_layers=3)
 MODELS = {
     "tied": LLAMA,
     "norms of q and k": QWEN3,
     "biases": replace(LLAMA, architecture="Qwen2ForCausalLM", attention_bias=True, mlp_bias=True),
     "windows": replace(QWEN3, sliding_window=5, sliding_layers=(True, False, True)),
 }
-PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [100], list(range(40, 70)), [7] * 9]
-
-
-def make_decoder(
-    model: ModelConfig, dtype: torch.dtype = torch.float32, *, isa: str = ISAS[0] if ISAS else "",
-    quantised: str | None = None, threads: int = 2,
-) -> Decoder:  # fmt: skip
-    generator = torch.Generator().manual_seed(3)
-
-    def weights():
-        for parameter in parameters(model):
-            tensor = torch.randn(parameter.shape, generator=generator)
-            if len(parameter.shape) > 1:
-                tensor *= 1.5 * parameter.shape[-1] ** -0.5
-            elif not parameter.name.endswith("bias"):
-                tensor = 1 + 0.2 * tensor
-            yield parameter.name, tensor.to(dtype)
-
-    own = context(threads, isa)
-    attention = {kind: NativeAttention(own, kind.shape, dtype) for kind in attention_kinds(model)}
-    convert = CONVERSIONS[quantised] if quantised else None
-    decoder = build_decoder(model, NativeOps(own), attention, weights(), convert)
-    decoder.set_max_positions(96)
-    return decoder
-
-
-def make_runner(
-    decoder: Decoder, max_tokens: int = 128, layers: tuple[tuple[int, ...], ...] = ()
-) -> ModelRunner:
-    groups = kv_groups(decoder.model, decoder.attention, 4)
-    if layers:
-        groups = static_runner.kv_groups(decoder.model, 4, *layers)
-    info = ExecutorInfo(
-        decoder.model.vocab_size, 81, tuple(g.spec for g in groups), 96, 6, max_tokens
-    )
-    cache = KVCache(groups, 81, decoder.embedding.dtype, torch.device("cpu"))
-    return ModelRunner(decoder, cache, info)
-
-
-def state_of(runner: ModelRunner) -> Any:
-    assert runner._runner is not None
-    return runner._runner
 
 
 def context_of(decoder: Decoder) -> Context:
     assert isinstance(decoder.ops, NativeOps)
     return decoder.ops.context
-
-
-def program_of(runner: ModelRunner) -> RecordedStep:
-    replay = state_of(runner).replay
-    assert isinstance(replay, RecordedStep), runner.execution
-    return replay
-
-
-def op_by_op(runner: ModelRunner) -> ModelRunner:
-    """The same runner, whose ops are called one by one."""
-    state = state_of(runner)
-    state.replay = EagerReplay(state.model, state.cache, state.memory)
-    state.stream = runner._stream = SyncStream()
-    return runner
 
 
 def run(runner: ModelRunner, chunk: int) -> tuple[list[Tensor], Tensor, list[list[int]]]:

@@ -23,32 +23,12 @@ from asyncllm.gpu.state_cache import StateCache, StateSpec, slot_bytes
 from asyncllm.gpu.transformers_model import families
 from asyncllm.gpu.transformers_model.call_states import CallStates
 from asyncllm.gpu.transformers_model.config import TransformersConfig
-from tests.driver import Driver, Sequence
+from tests.driver import Driver
 from tests.families import NEMOTRON_H, TINY, make
-from tests.reference import Expected, Tally, check_tokens, compare, generate
+from tests.recurrent_checkpoint import MISTAKES, OUTPUT, PROMPTS, Checkpoint, device_state
+from tests.reference import check_tokens
 from tests.static_runner import CPU, LateStream, TraceRecorder, run_late
 from tests.transformers_runner import SETTINGS, load
-
-PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [100, 3, 9, 9, 41, 7, 200, 12, 13, 14, 15], [77], [90, 91]]
-OUTPUT = 8
-
-
-class Checkpoint:
-    """A tiny model, and its own outputs."""
-
-    def __init__(self, path: Path, family: str) -> None:
-        self.path = path
-        model = make(path, family)
-        self.expected: list[Expected] = [generate(model, prompt, OUTPUT) for prompt in PROMPTS]
-
-    def runner(self, **overrides: Any) -> ModelRunner:
-        return load(self.path, **overrides)
-
-    def check(self, seqs: list[Sequence]) -> None:
-        tally = Tally()
-        for seq, expected in zip(seqs, self.expected, strict=True):
-            compare(seq, expected, tally)
-        assert not tally.ties
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +41,6 @@ def lfm2(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """Short convolutions before a gated delta rule."""
     return Checkpoint(tmp_path_factory.mktemp("qwen"), "Qwen3_5")
-
-
-def device_state(runner: ModelRunner) -> Any:
-    assert runner._runner is not None
-    return runner._runner
 
 
 def run_twice(checkpoint: Checkpoint, runner: ModelRunner, depth: int = 1) -> None:
@@ -126,25 +101,6 @@ def test_the_static_step_on_a_late_device(lfm2):
     run_twice(lfm2, runner, depth=2)
     assert stream.most == 2
     assert len(recorder.traces) == 2  # up to the logits, and the sampling
-
-
-def _roll(rows: StateRows) -> StateRows:
-    slots = None if rows.slots is None else rows.slots.roll(1)
-    spans = [replace(span, slot=(span.slot + 1) % 4) if span.start else span for span in rows.spans]
-    return replace(rows, slots=slots, spans=spans)
-
-
-def _keep(rows: StateRows) -> StateRows:
-    return replace(
-        rows, is_fresh=None, spans=[replace(span, is_fresh=False) for span in rows.spans]
-    )
-
-
-def _clear(rows: StateRows) -> StateRows:
-    return replace(rows, spans=[replace(span, is_fresh=True) for span in rows.spans])
-
-
-MISTAKES = {"a neighbour's state": _roll, "a state not zeroed": _keep, "a state forgotten": _clear}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -357,6 +313,6 @@ def test_another_architecture_is_checked_when_it_is_loaded(lfm2, monkeypatch, ca
         lfm2.runner()
     assert "is not among the tested architectures; in chunks and decode steps" in caplog.text
     of = StateRows.of
-    monkeypatch.setattr(StateRows, "of", lambda inputs: _clear(of(inputs)))
+    monkeypatch.setattr(StateRows, "of", lambda inputs: MISTAKES["a state forgotten"](of(inputs)))
     with pytest.raises(ModelLoadError, match="its log-probabilities differ by"):
         lfm2.runner()

@@ -155,6 +155,12 @@ def test_no_module_imports_one_that_imports_it() -> None:
     check_circles(package_graph())
 
 
+def test_no_test_module_imports_another() -> None:
+    for path in Path(__file__).parent.rglob("*.py"):
+        for node in statements(path.read_text(), with_types=True):
+            assert not any(".test_" in name for name in names(node)), path
+
+
 @pytest.mark.parametrize(
     "imported",
     [

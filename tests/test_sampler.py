@@ -19,10 +19,12 @@ from asyncllm.gpu.batch.sampling_table import DRAW
 from asyncllm.gpu.sample.host_rules import HostRules, apply_processors
 from asyncllm.gpu.sample.rng import mix_seed
 from asyncllm.sampling_params import MAX_BIAS, MAX_STOP_IDS, SamplingParams
+from tests.chi_square import chi_square
 from tests.driver import UNCHECKED, unchecked
 from tests.hypothesis_settings import examples
 from tests.native_library import CPU_OPS, cpu_ops
 from tests.sampling_bench import Bench
+from tests.slow import slow_but
 from tests.triton.checks import check_company, check_odd_rows, check_sampling
 
 CPU = torch.device("cpu")
@@ -70,14 +72,6 @@ def draws(
     return out.numpy()
 
 
-def chi_square(observed: np.ndarray, expected: np.ndarray) -> float:
-    """Upper tail of chi-square, by the Wilson-Hilferty approximation."""
-    statistic = float(((observed - expected) ** 2 / expected).sum())
-    degrees = len(expected) - 1
-    z = (statistic / degrees) ** (1 / 3) - (1 - 2 / (9 * degrees))
-    return 0.5 * math.erfc(z / math.sqrt(2 / (9 * degrees)) / math.sqrt(2))
-
-
 @pytest.mark.parametrize(
     "limits",
     [
@@ -88,7 +82,7 @@ def chi_square(observed: np.ndarray, expected: np.ndarray) -> float:
         {"top_k": 20, "top_p": 0.9, "min_p": 0.01},
     ],
 )
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", slow_but([1, 2, 3], 1))
 @pytest.mark.parametrize("ops", CPU_OPS)
 def test_draws_follow_the_exact_probabilities(ops, limits, seed):
     logits = torch.randn(100, generator=torch.Generator().manual_seed(5)) * 1.5

@@ -33,9 +33,9 @@ from asyncllm.sampling_params import (
 )
 from asyncllm.text.bad_words import bad_words_token_ids
 from asyncllm.text.tokenizer import Tokenizer
+from tests.chi_square import chi_square
 from tests.native_library import CPU_OPS
 from tests.sampling_bench import Bench
-from tests.test_sampler import chi_square
 
 VOCAB = 200
 LARGE = 3000

@@ -2,137 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncllm.core.batch import RowError
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.kv_cache import block_ids
-from asyncllm.core.kv_cache_spec import KVCacheSpec
-from asyncllm.core.request import Request, RequestGroup, Status
-from asyncllm.core.scheduled_step import ScheduledStep
-from asyncllm.core.scheduler import Scheduler
 from asyncllm.errors import KVCacheTooSmallError
-from asyncllm.sampling_params import SamplingParams
-from asyncllm.testing import FakeExecutor
-from tests.hypothesis_settings import examples
-
-
-def info(
-    block_size: int | tuple[int, ...] = 4, windows: tuple[int | None, ...] = (), **changes
-) -> ExecutorInfo:
-    """Of one KV group, or of one with each of the block sizes, and the first of these windows."""
-    sizes = (block_size,) if isinstance(block_size, int) else block_size
-    pairs = itertools.zip_longest(sizes, windows)
-    values = dict(
-        vocab_size=997,
-        num_blocks=17,
-        kv_groups=tuple(group(i, size, window) for i, (size, window) in enumerate(pairs)),
-        max_model_len=64,
-        max_num_seqs=8,
-        max_num_batched_tokens=32,
-        pipeline_depth=1,
-    )
-    return ExecutorInfo(**(values | changes))
-
-
-def group(index: int, block_size: int, window: int | None) -> KVCacheSpec:
-    if window is None:
-        return KVCacheSpec((index,), block_size)
-    return KVCacheSpec((index,), block_size, "sliding_window", window)
-
-
-class Rig:
-    """A scheduler and a fake device, driven by hand."""
-
-    def __init__(self, policy="fcfs", caching=True, **changes):
-        self.info = info(**changes)
-        self.executor = FakeExecutor(self.info)
-        self.scheduler = Scheduler(self.info, policy=policy, enable_prefix_caching=caching)
-        self.in_flight: list[ScheduledStep] = []
-        self.arrival_index = 0
-
-    def add(
-        self,
-        prompt,
-        max_tokens=8,
-        *,
-        priority=0,
-        deadline=math.inf,
-        eos=(),
-        salt=None,
-        needs_host=False,
-        **sampling,
-    ):
-        request = Request(
-            RequestGroup(f"r{self.arrival_index}", deadline=deadline),
-            SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0, **sampling),
-            token_ids=list(prompt),
-            max_model_len=self.info.max_model_len,
-            arrival_index=self.arrival_index,
-            priority=priority,
-            eos_token_ids=eos,
-            cache_salt=salt,
-            needs_host=needs_host,
-        )
-        self.arrival_index += 1
-        self.scheduler.add(request)
-        return request
-
-    def launch(self) -> ScheduledStep | None:
-        step = self.scheduler.schedule()
-        if step is not None:
-            self.check_tokens_are_known(step)
-            self.executor.launch(step.batch)
-            self.in_flight.append(step)
-        return step
-
-    def check_tokens_are_known(self, step):
-        """No row goes on from a token in flight that the host draws."""
-        for request, epoch in zip(step.requests, step.epochs, strict=True):
-            for earlier in self.in_flight if request.needs_host else ():
-                for row, other in enumerate(earlier.requests):
-                    if other is request and earlier.epochs[row] == epoch:
-                        assert not earlier.batch.samples[row], request
-
-    def collect(self):
-        step = self.in_flight.pop(0)
-        return list(self.scheduler.update(step, self.executor.collect()))
-
-    def step(self) -> dict[str, int]:
-        """Launches and collects one step; what each request computed in it."""
-        step = self.launch()
-        if step is None:
-            return {}
-        shape = {r.request_id: n for r, n in zip(step.requests, step.batch.counts, strict=True)}
-        self.collect()
-        self.scheduler.check_integrity()
-        return shape
-
-    def finish_all(self, limit=2000):
-        for _ in range(limit):
-            if not self.scheduler.has_work():
-                return
-            self.step()
-        raise AssertionError("requests do not finish")
-
-    def expect(self, request):
-        """The output of a finished request equals the one computed without any cache, and so
-        do the prompt log-probabilities that it asked for."""
-        prompt = request.token_ids[: request.num_prompt_tokens]
-        expected = self.executor.reference(prompt, request.num_output_tokens)
-        assert request.output_token_ids == expected
-        count, found = request.sampling.prompt_logprobs, request.prompt_logprobs
-        if count is None:
-            assert found is None
-            return
-        of_prompt = self.executor.reference_prompt_logprobs(prompt, count)
-        assert found == (of_prompt[: len(found)] if request.finish_reason == "abort" else of_prompt)
+from tests.scheduler_machine import SchedulerMachine
+from tests.scheduler_rig import Rig, info
+from tests.slow import slow_but
 
 
 def test_one_request_prefills_then_decodes():
@@ -753,7 +634,7 @@ class PlainScheduler:
         return plan
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", slow_but(range(60), *range(20)))
 def test_decisions_equal_the_plain_model(seed):
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -793,133 +674,4 @@ def test_decisions_equal_the_plain_model(seed):
 # --- everything at once -----------------------------------------------------------------
 
 
-def longest(num_blocks: int, block_size) -> int:
-    """Tokens whose KV the blocks hold in every group."""
-    sizes = [group.block_size for group in info(block_size).kv_groups]
-    fits = (n for n in itertools.count(1) if sum(-(-n // s) for s in sizes) > num_blocks)
-    return next(fits) - 1
-
-
-class SchedulerMachine(RuleBasedStateMachine):
-    """Tiny pools, few distinct tokens (so that prefixes are shared), aborts, pauses, failed
-    steps, prompt log-probabilities, tokens drawn with the host, several KV groups, recurrent
-    states, depth 1 and 2, several tokens per row, every policy. Outputs must equal those without
-    any cache."""
-
-    @initialize(
-        num_blocks=st.integers(5, 14),
-        block_size=st.sampled_from([1, 2, 3, 4, (2, 2), (1, 3), (4, 2), (2, 3, 4)]),
-        seqs=st.integers(1, 5),
-        budget=st.integers(1, 24),
-        depth=st.sampled_from([(1, 1), (2, 1), (1, 2), (1, 4)]),
-        policy=st.sampled_from(["fcfs", "priority", "deadline"]),
-        caching=st.booleans(),
-        states=st.booleans(),
-    )
-    def make(self, num_blocks, block_size, seqs, budget, depth, policy, caching, states):
-        self.rig = Rig(
-            policy=policy,
-            caching=caching,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_model_len=longest(num_blocks - 1, block_size),
-            max_num_seqs=seqs,
-            max_num_batched_tokens=budget,
-            pipeline_depth=depth[0],
-            max_tokens_per_row=depth[1],
-            has_states=states and depth[1] == 1,
-        )
-        self.requests: list[Request] = []
-
-    @rule(data=st.data())
-    def add(self, data):
-        longest = min(self.rig.info.max_model_len - 1, 16)
-        prompt = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=longest))
-        request = self.rig.add(
-            prompt,
-            max_tokens=data.draw(st.integers(1, 12)),
-            priority=data.draw(st.integers(0, 2)),
-            deadline=data.draw(st.sampled_from([1.0, 2.0, math.inf])),
-            eos=data.draw(st.sampled_from([(), tuple(range(0, 997, 7))])),
-            prompt_logprobs=data.draw(st.sampled_from([None, None, 0, 2])),
-            needs_host=data.draw(st.sampled_from([False, False, True])),
-        )
-        self.requests.append(request)
-
-    def _pick(self, data, *states):
-        return data.draw(st.sampled_from([r for r in self.requests if r.status in states]))
-
-    def _any(self, *states):
-        return any(r.status in states for r in self.requests)
-
-    @precondition(lambda self: self._any(Status.WAITING, Status.RUNNING, Status.PAUSED))
-    @rule(data=st.data())
-    def abort(self, data):
-        request = self._pick(data, Status.WAITING, Status.RUNNING, Status.PAUSED)
-        self.rig.scheduler.finish(request, "abort")
-
-    @precondition(lambda self: self._any(Status.WAITING, Status.RUNNING))
-    @rule(data=st.data())
-    def pause(self, data):
-        self.rig.scheduler.pause(self._pick(data, Status.WAITING, Status.RUNNING))
-
-    @precondition(lambda self: self._any(Status.PAUSED))
-    @rule(data=st.data())
-    def resume(self, data):
-        self.rig.scheduler.resume(self._pick(data, Status.PAUSED))
-
-    @rule(times=st.integers(1, 6))
-    def run(self, times):
-        for _ in range(times):
-            self._turn()
-
-    def _turn(self):
-        rig = self.rig
-        launched = None
-        if len(rig.in_flight) < rig.info.pipeline_depth:
-            launched = rig.launch()
-            if launched is not None:
-                assert launched.batch.num_tokens <= rig.info.max_num_batched_tokens
-                assert len(launched.requests) <= rig.info.max_num_seqs
-        if rig.in_flight and (launched is None or len(rig.in_flight) == rig.info.pipeline_depth):
-            rig.collect()
-        rig.scheduler.check_integrity()
-
-    @precondition(lambda self: self.rig.in_flight)
-    @rule()
-    def fail_what_is_in_flight(self):
-        self.rig.executor.discard()
-        self.rig.scheduler.rollback(self.rig.in_flight)
-        self.rig.in_flight.clear()
-
-    @rule()
-    def reset(self):
-        idle = all(not r.blocks for r in self.requests)
-        assert self.rig.scheduler.kv.reset_prefix_cache() is idle
-
-    @invariant()
-    def sound(self):
-        if hasattr(self, "rig"):
-            self.rig.scheduler.check_integrity()
-            assert not self.rig.scheduler.failed
-
-    def teardown(self):
-        if not hasattr(self, "rig"):
-            return
-        for request in self.requests:
-            self.rig.scheduler.resume(request)
-        for _ in range(5000):
-            if not self.rig.scheduler.has_work() and not self.rig.in_flight:
-                break
-            self._turn()
-        pool = self.rig.scheduler.kv.pool
-        assert pool.num_free == pool.num_usable
-        for request in self.requests:
-            assert request.finished, request
-            self.rig.expect(request)
-            if request.finish_reason == "length":
-                assert len(request.token_ids) == request.max_total_tokens
-
-
-SchedulerMachine.TestCase.settings = examples(200, stateful_step_count=40)
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -9,7 +9,7 @@ import pytest
 
 from asyncllm.core.block_pool import NULL_BLOCK_ID
 from tests.fakes import fake
-from tests.test_scheduler import Rig, info
+from tests.scheduler_rig import Rig, info
 
 PROMPT = [7, 7]
 

@@ -25,8 +25,8 @@ from tests.checkpoints import make_checkpoint
 from tests.families import CASES, make
 from tests.native_library import native_library
 from tests.reference import MARGIN, Expected, Tally, compare, generate, score
+from tests.scheduler_rig import Rig
 from tests.static_runner import CPU, LateStream, TraceRecorder, make_decoder, make_runner
-from tests.test_scheduler import Rig
 
 WINDOW = 7
 OUTPUT = 20

@@ -14,8 +14,9 @@ from asyncllm.core.kv_cache import KVCacheManager, SlidingWindowGroup
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.scheduler import Scheduler
 from tests.hypothesis_settings import examples
-from tests.test_kv_cache import ids, request
-from tests.test_scheduler import Rig, SchedulerMachine, group, info
+from tests.kv_requests import ids, request
+from tests.scheduler_machine import SchedulerMachine
+from tests.scheduler_rig import Rig, group, info, longest_context
 
 GROUPS = [
     [(2, 3)],
@@ -339,7 +340,7 @@ class WindowMachine(SchedulerMachine):
     def make(self, num_blocks, groups, seqs, budget, depth, policy, caching):
         specs = [group(i, *one) for i, one in enumerate(groups)]
         step_tokens = budget + depth[1] - 1
-        while (longest := self.longest(specs, num_blocks - 1, step_tokens)) < 2:
+        while (longest := longest_context(specs, num_blocks - 1, step_tokens)) < 2:
             num_blocks += 1
         self.rig = rig(
             *groups,
@@ -353,16 +354,6 @@ class WindowMachine(SchedulerMachine):
             max_tokens_per_row=depth[1],
         )
         self.requests = []
-
-    @staticmethod
-    def longest(specs, num_blocks, step_tokens) -> int:
-        return max(
-            (
-                n
-                for n in range(41)
-                if sum(spec.max_blocks(n, step_tokens) for spec in specs) <= num_blocks
-            ),
-        )
 
 
 WindowMachine.TestCase.settings = examples(80, stateful_step_count=40)

@@ -14,9 +14,9 @@ from asyncllm.metrics import EngineMetrics
 from asyncllm.testing import FakeExecutor
 from tests.fakes import Fake, FakeModelConfig, FakeTokenizer
 from tests.hypothesis_settings import examples
-from tests.test_metrics import samples
-from tests.test_scheduler import Rig, SchedulerMachine, group, info
-from tests.test_sliding_window import WindowMachine
+from tests.metric_samples import samples
+from tests.scheduler_machine import SchedulerMachine
+from tests.scheduler_rig import Rig, group, info, longest_context
 
 
 class StateRig(Rig):
@@ -538,7 +538,7 @@ class StateMachine(SchedulerMachine):
     )
     def make(self, num_blocks, groups, seqs, budget, depth, policy, snapshots, interval):
         specs = [group(i, *one) for i, one in enumerate(groups)]
-        while (longest := WindowMachine.longest(specs, num_blocks - 1, budget)) < 2:
+        while (longest := longest_context(specs, num_blocks - 1, budget)) < 2:
             num_blocks += 1
         self.rig = StateRig(
             *groups,

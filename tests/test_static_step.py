@@ -49,7 +49,9 @@ from asyncllm.runtime.loading import LoadedModel
 from asyncllm.sampling_params import SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.driver import UNCHECKED, Driver, Sequence, packed, unchecked
+from tests.dummy_runner import MODEL
 from tests.fakes import FakeModelConfig, FakeTokenizer
+from tests.slow import slow_but
 from tests.static_runner import (
     CPU,
     LateStream,
@@ -60,7 +62,6 @@ from tests.static_runner import (
     steps_of,
     storages,
 )
-from tests.test_model_runner import MODEL
 from tests.triton.checks import check_step_state
 
 SHAPES = {
@@ -102,7 +103,7 @@ HOST_KINDS = [
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=slow_but(SHAPES, "llama", "window"))
 def decoder(request: pytest.FixtureRequest) -> Decoder:
     return make_decoder(SHAPES[request.param])
 
@@ -365,7 +366,7 @@ def untraced(decoder: Decoder, ahead: bool, **settings: Any) -> ModelRunner:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("fields", UNCHECKED[::3], ids=lambda fields: next(iter(fields)))
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", slow_but([False, True], True))
 def test_a_request_that_cannot_be_assigned_ends_alone(
     llama: Decoder, fields: dict[str, Any], ahead: bool
 ) -> None:
@@ -758,7 +759,7 @@ class Roll(transformers.LogitsProcessor):
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", slow_but([1, 2], 2))
 async def test_a_plain_and_a_host_row_equal_transformers(tmp_path: Path, depth: int) -> None:
     """One step ahead the plain row is in every step, the other in every second one."""
     reference: Any = make_checkpoint(tmp_path, "Qwen3ForCausalLM", head_dim=16)
@@ -802,8 +803,8 @@ async def test_a_plain_and_a_host_row_equal_transformers(tmp_path: Path, depth: 
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("seed", [12, pytest.param(11, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("depth", slow_but([1, 2], 2))
+@pytest.mark.parametrize("seed", slow_but([12, 11], 12))
 async def test_aborts_and_preemptions_under_the_scheduler(
     llama: Decoder, depth: int, seed: int
 ) -> None:

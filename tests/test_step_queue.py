@@ -20,9 +20,9 @@ from asyncllm.gpu.ops.native_embedding import NativeTable
 from asyncllm.gpu.sample.sample_output import NOT_FINITE
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import Driver, Sequence, packed
-from tests.test_recorded_step import (
+from tests.dummy_runner import MODEL as LLAMA
+from tests.recorded_runner import (
     ISAS,
-    LLAMA,
     PROMPTS,
     QWEN3,
     make_decoder,

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from asyncllm import EngineConfig, ModelLoadError
+from asyncllm import ModelLoadError
 from asyncllm.gpu import build
-from asyncllm.runtime.loading import LoadedModel, load_model
 from asyncllm.runtime.tokenizer_load import TokenizerLoad
 from asyncllm.text.tokenizer import Tokenizer
 from tests.checkpoints import copy_tokenizer, make_checkpoint
+from tests.model_load import load, reading_thread
 
 SECONDS = 20.0
 READ = Tokenizer.from_directory
@@ -34,16 +34,6 @@ class Progress:
             self.at_first()
         else:
             self.moved.set()
-
-
-def load(progress: Any = lambda *_: None, **fields: Any) -> LoadedModel:
-    settings = {"device": "cpu", "num_blocks": 16, "max_num_batched_tokens": 64}
-    return load_model(EngineConfig(**(settings | fields)), progress)
-
-
-def reading_thread() -> threading.Thread | None:
-    found = [t for t in threading.enumerate() if t.name == "asyncllm-tokenizer-load"]
-    return found[0] if found else None
 
 
 def patch(monkeypatch: pytest.MonkeyPatch, read: Callable[..., Tokenizer]) -> None:

@@ -20,7 +20,7 @@ from asyncllm.tool_calls.response_format import ResponseFormat, ResponseFormats
 from asyncllm.tool_calls.tool_grammar import with_tool_grammar
 from asyncllm.tool_calls.tool_use import ToolUse
 from tests.structured import ByteRig, byte_vocabulary, tokens_of
-from tests.test_tools import ONE, add
+from tests.thinking_engine import ONE, add
 
 ASK = [{"role": "user", "content": "Ask."}]
 WEATHER = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -11,7 +10,6 @@ import pytest
 import tokenizers
 
 from asyncllm import (
-    AsyncLLMEngine,
     DeadlineExceededError,
     Delta,
     EngineConfig,
@@ -23,34 +21,16 @@ from asyncllm import (
 )
 from asyncllm.cli.chat import _print
 from asyncllm.core.reasoning import Reasoning
-from asyncllm.runtime.loading import LoadedModel
 from asyncllm.testing import byte_tokenizer, fake_engine, fake_llm
-from asyncllm.testing.fake_engine import FakeModelConfig, ScriptedExecutor, _limits
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.tokenizer import Tokenizer
+from tests.thinking_engine import ASK, MARKS, ONE, TOOLS, add, get_weather, thinking_engine, values
 
-ASK = [{"role": "user", "content": "Ask."}]
-ONE = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 TWO = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 
 
-def add(a: int, b: int) -> int:
-    """Add two numbers."""
-    return a + b
-
-
-def get_weather(city: str) -> str:
-    """Get the weather in a city."""
-    return f"rain in {city}"
-
-
-TOOLS = [add, get_weather]
 NAMED = {"type": "function", "name": "add"}
-
-
-def values(calls: Any) -> list[tuple[str, str]]:
-    return [(call.name, call.arguments) for call in calls]
 
 
 @pytest.mark.asyncio
@@ -333,34 +313,6 @@ def test_past_arguments_are_a_dict_or_text_as_the_template_wants_them() -> None:
 # --- reasoning ------------------------------------------------------------------------------
 
 THINK, END_THINK = 258, 259
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined %}"
-    "{{ '<think>\n' if enable_thinking else '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
-    "{% if tools %}{% endif %}{# <tool_call> #}"
-)
-
-
-def thinking_engine(
-    answers: Any, *, marks: Any = None, depth: int = 1, **overrides: Any
-) -> AsyncLLMEngine:
-    """fake_engine whose tokenizer has ``<think>`` and ``</think>``, which are not special."""
-
-    def load(config: EngineConfig, progress: Any) -> LoadedModel:
-        backend = byte_tokenizer().backend
-        backend.add_tokens([tokenizers.AddedToken(t, normalized=False) for t in marks or MARKS])
-        names = {"eos_token": "<|im_end|>"}
-        tokenizer = Tokenizer(backend, ChatTemplate({"default": TEMPLATE}, names), names)
-        tokenizer.chat_template.compile()
-        info = replace(_limits(config, tokenizer.vocab_size), pipeline_depth=depth)
-        executor = ScriptedExecutor(info, tokenizer, answers)
-        return LoadedModel(executor, tokenizer, FakeModelConfig(info.max_model_len))
-
-    return AsyncLLMEngine._with_loader(load, **overrides)
-
-
-MARKS = ("<think>", "</think>")
 
 
 @pytest.mark.asyncio

@@ -39,6 +39,7 @@ from tests.parity import (
     run_matrix,
 )
 from tests.reference import generate
+from tests.slow import slow_but
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,12 @@ def load_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]
     return case_loader(tmp_path_factory, make_case)
 
 
-@pytest.mark.parametrize("name", CASES)
+KINDS = ("Bamba", "Cohere2", "DeepseekV3", "GPT2", "GPTNeoX", "Gemma4-shared", "GptOss", "Lfm2")
+KINDS += ("Llama", "Mamba2", "Mixtral", "Phi3-longrope", "Qwen3_5")
+"""One of each kind of layer, position and state."""
+
+
+@pytest.mark.parametrize("name", slow_but(CASES, *KINDS))
 def test_equals_transformers(load_case, name):
     case = load_case(name)
     check_reference(case)
@@ -73,7 +79,10 @@ def test_matrix(load_case, name, backend):
     run_matrix(load_case(name), backend)
 
 
-@pytest.mark.parametrize("name", ["Gemma2", "GptOss", "DeepseekV3", "Mamba2", "Qwen3_5"])
+NATIVE = ["Gemma2", "GptOss", "DeepseekV3", "Mamba2", "Qwen3_5"]
+
+
+@pytest.mark.parametrize("name", slow_but(NATIVE, "GptOss", "Mamba2", "Qwen3_5"))
 def test_native_ops(load_case, name):
     if native_library() is None:
         pytest.skip("no C++ compiler to build the native ops with")

@@ -27,8 +27,8 @@ from asyncllm.serving.websocket import serve
 from tests.fakes import fake
 from tests.idle import idle
 from tests.missing_package import import_error
-from tests.test_app_hostile import CLOSE, FIN, TEXT, UPGRADE, frame, heard
-from tests.websocket_clients import ENDS, Client, client_of, served, text_of
+from tests.websocket_clients import ENDS, MALFORMED, Client, client_of, served, text_of
+from tests.websocket_frames import CLOSE, FIN, TEXT, UPGRADE, frame, heard
 
 pytestmark = pytest.mark.asyncio
 
@@ -400,34 +400,6 @@ async def test_no_value_of_a_field_breaks_a_connection():
                 name = "input" if (field, value) == ("instructions", "x") else field
                 assert end["error"]["param"].startswith(name), (value, end)
         await idle(server.engine)
-
-
-MALFORMED = [
-    b"\x00\x01binary",
-    "",
-    "no json",
-    '{"type": "response.create"',
-    "[]",
-    "null",
-    "1",
-    '"text"',
-    "{}",
-    '{"type": 5}',
-    '{"type": {}}',
-    '{"type": "response.steer"}',
-    '{"type": "response.create", "input": NaN}',
-    '{"type": "response.create", "input": "1", "temperature": 1e999}',
-    '{"type": "response.create", "input": "\\ud800"}',
-    '{"type": "response.create", "input": "1", "instructions": "\\udfff 2"}',
-    '{"type": "response.create", "input": "1", "metadata": {"a": "\\ud800"}}',
-    "[" * 5000,
-    '{"type": ' * 5000,
-    '{"type": "response.create", "input": ' + "9" * 5000 + "}",
-    '{"type": "response.create", "input": [[[[]]]]}',
-    '{"type": "response.create", "input": {"role": "user"}}',
-    json.dumps({"type": "response.create", "input": "1", "x" * 5000: 1}),
-    json.dumps({"type": "response.create", "model": "y" * 50_000}),
-]
 
 
 async def test_malformed_messages_are_answered():

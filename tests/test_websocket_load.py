@@ -14,8 +14,7 @@ from websockets.exceptions import ConnectionClosed
 
 from tests.fakes import fake
 from tests.idle import idle
-from tests.test_websocket import MALFORMED
-from tests.websocket_clients import client_of, served, text_of
+from tests.websocket_clients import MALFORMED, client_of, served, text_of
 
 pytestmark = pytest.mark.asyncio
 

@@ -2,44 +2,19 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 
 from asyncllm import AsyncLLMEngine, InvalidRequestError, RequestError
-from asyncllm.core.batch import GrammarMask, RowError, StepBatch, StepResult
+from asyncllm.core.batch import RowError
 from asyncllm.core.block_pool import Block
-from asyncllm.core.executor import Executor
 from asyncllm.core.request import Request, RequestGroup
 from asyncllm.core.scheduled_step import ScheduledStep
 from asyncllm.runtime.loading import LoadedModel, load_model
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.testing import FakeExecutor
 from tests.fakes import fake
-from tests.test_scheduler import Rig
-
-
-class Pickling:
-    """As an executor in another process: no object goes through, and no ``in_process``."""
-
-    def __init__(self, executor: Executor) -> None:
-        self.executor = executor
-        self.info = executor.info
-
-    def launch(self, batch: StepBatch) -> None:
-        self.executor.launch(pickle.loads(pickle.dumps(batch)))
-
-    def sample(self, masks: GrammarMask) -> None:
-        self.executor.sample(pickle.loads(pickle.dumps(masks)))
-
-    def collect(self) -> StepResult:
-        return pickle.loads(pickle.dumps(self.executor.collect()))
-
-    def discard(self) -> None:
-        self.executor.discard()
-
-    def close(self) -> None:
-        self.executor.close()
+from tests.pickling_executor import Pickling
+from tests.scheduler_rig import Rig
 
 
 @pytest.mark.parametrize(

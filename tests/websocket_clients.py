@@ -58,3 +58,31 @@ async def served(engine, **options):
 
 def text_of(response):
     return response["output"][0]["content"][0]["text"]
+
+
+MALFORMED = [
+    b"\x00\x01binary",
+    "",
+    "no json",
+    '{"type": "response.create"',
+    "[]",
+    "null",
+    "1",
+    '"text"',
+    "{}",
+    '{"type": 5}',
+    '{"type": {}}',
+    '{"type": "response.steer"}',
+    '{"type": "response.create", "input": NaN}',
+    '{"type": "response.create", "input": "1", "temperature": 1e999}',
+    '{"type": "response.create", "input": "\\ud800"}',
+    '{"type": "response.create", "input": "1", "instructions": "\\udfff 2"}',
+    '{"type": "response.create", "input": "1", "metadata": {"a": "\\ud800"}}',
+    "[" * 5000,
+    '{"type": ' * 5000,
+    '{"type": "response.create", "input": ' + "9" * 5000 + "}",
+    '{"type": "response.create", "input": [[[[]]]]}',
+    '{"type": "response.create", "input": {"role": "user"}}',
+    json.dumps({"type": "response.create", "input": "1", "x" * 5000: 1}),
+    json.dumps({"type": "response.create", "model": "y" * 50_000}),
+]

@@ -59,6 +59,7 @@ class EngineCore:
         thread: the engine thread, on which ``check_waiting`` raises.
         hung: the engine died because a call of the executor did not return in time.
         close_reason: message of EngineClosedError; CLOSED after the application's own ``aclose``.
+        closed: the engine has closed, and its loop ends.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class EngineCore:
         self._suspended = False
         self._closing_at: float | None = None
         self._only_paused_since: float | None = None
-        self._closed = False
+        self.closed = False
         self._masked_step = -1
         self._num_steps = 0
         self._last_step_time = 0.0
@@ -126,6 +127,10 @@ class EngineCore:
         may have a copy of the queue in mid-operation."""
         if os.getpid() == self.pid:
             self.abort(group)
+
+    def is_idle(self) -> bool:
+        """Whether no step is in flight and every call has returned."""
+        return not (self._in_flight or self._calls.due or self._calls)
 
     def stats(self) -> EngineStats:
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
@@ -189,7 +194,7 @@ class EngineCore:
     def run(self) -> None:
         """Run the loop until the engine closes or a step fails. Never raises."""
         try:
-            while not self._closed:
+            while not self.closed:
                 self.step()
         except _DeclaredHung:
             pass
@@ -227,9 +232,9 @@ class EngineCore:
         if self._calls.due and not self._in_flight:
             # An exception of a call ends the engine, as one of a step does.
             self._calls.run_due()
-        launched = not self._closed and self._launch()
+        launched = not self.closed and self._launch()
         self.output_processor.flush_wakeups()
-        if self._closed:
+        if self.closed:
             return
         if self._in_flight and (not launched or self._pipeline_full()):
             self._collect()
@@ -407,7 +412,7 @@ class EngineCore:
             for group in self.admission.close(self.shutdown_error):
                 group.cancelled = True
                 self.on_abort(group)
-            self._closed = True
+            self.closed = True
 
     def _time_to_next_event(self) -> float | None:
         """Seconds to the next deadline or the end of closing, an hour at most; None without

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from asyncllm.core.channel import Channel
@@ -76,6 +76,9 @@ class MailboxRegistry:
 
     def __init__(self) -> None:
         self._by_loop: dict[object, LoopMailbox] = {}
+
+    def __iter__(self) -> Iterator[LoopMailbox]:
+        return iter(self._by_loop.copy().values())
 
     def of_running_loop(self) -> LoopMailbox:
         """Mailbox of the running event loop; always the same object.

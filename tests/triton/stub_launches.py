@@ -13,9 +13,8 @@ from torch import Tensor
 from triton.backends.nvidia import driver as nvidia
 
 from asyncllm.gpu.ops.triton.launcher import BoundKernel
+from tests.triton.small_steps import MODELS, make_step, mixed_step
 from tests.triton.stub_cuda import StubDriver, stub_cuda
-from tests.triton.test_launcher import mixed_step
-from tests.triton.test_warm_up import MODELS, make_step
 
 LAUNCHES = {"window": 2 * 6 + 5, "hybrid": 7 + 9 + 4, "experts": 2 * 12 + 5}
 """Of a step of each model."""

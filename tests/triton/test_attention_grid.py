@@ -20,7 +20,7 @@ from asyncllm.gpu.ops.triton.tuning import cdiv, num_extra_shares, wave_share
 from tests.static_runner import replay_of
 from tests.step_inputs import captured, planned
 from tests.triton.launches import Launch, recording
-from tests.triton.test_warm_up import make_step
+from tests.triton.small_steps import make_step
 
 CPU = torch.device("cpu")
 SMS, PLACES, KV_HEADS = 132, 528, 8

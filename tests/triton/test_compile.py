@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,6 +18,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import triton
 
 from asyncllm.gpu.ops.triton.tuning import decode_programs
+from tests.slow import slow_but
 from tests.triton.launches import Build, compile_launch
 from tests.triton.variants import SHARED_MEMORY, Variant, variants
 
@@ -91,13 +91,13 @@ def test_the_list_stays_short() -> None:
     assert len(names) == len(set(names)) <= 185
 
 
-def marked(variant: Variant) -> Any:
-    """sm_90 with every run, the other architectures and what is rare when asked for."""
-    often = variant.capability == 90 and not variant.rare
-    return pytest.param(variant, marks=() if often else pytest.mark.slow)
+VARIANTS = variants()
+COMMON = [one for one in reversed(VARIANTS) if one.capability == 90 and not one.rare]
+OFTEN = {one.kernel: one for one in sorted(COMMON, key=lambda one: one.name.endswith("head128"))}
+"""One of each kernel, with heads of 128 where it has heads."""
 
 
-@pytest.mark.parametrize("variant", [marked(variant) for variant in variants()], ids=str)
+@pytest.mark.parametrize("variant", slow_but(VARIANTS, *OFTEN.values()), ids=str)
 def test_compiles(variant: Variant, tmp_path: Path) -> None:
     launch = variant.launch()
     build = compile_launch(launch, variant.capability, tmp_path)

@@ -22,13 +22,10 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from asyncllm.core.batch import StepBatch
-from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.ops.triton import launcher
 from asyncllm.gpu.ops.triton.launcher import BoundKernel, CompiledLaunch, Launcher, launched
 from tests.hypothesis_settings import examples
-from tests.static_runner import queue_mixed_step
-from tests.triton.test_warm_up import MODELS, make_step
+from tests.triton.small_steps import MODELS, make_step, mixed_step
 
 CPU = torch.device("cpu")
 DEVICE, STREAM = 4343, 17
@@ -284,19 +281,6 @@ def test_a_compiled_launch_passes_the_launchers_arguments(
     launch.launch(9, 8, 1, 17, *launch.rest(others))
     run(9, 8, 1, 17, 5, (4, 1, 0), None, None, None, *others)
     assert run.handed[0] == run.handed[1]
-
-
-def mixed_step(runner: ModelRunner, decodes: int, prompt: int, prefix: int = 0) -> None:
-    """Queues a step of so many decodes and a prompt behind a prefix."""
-    given = StepBatch(
-        step=0,
-        req_indices=list(range(decodes + 1)),
-        starts=[100] * decodes + [prefix],
-        counts=[1] * decodes + [prompt],
-        samples=[True] * (decodes + 1),
-        num_decodes=decodes,
-    )
-    queue_mixed_step(runner, given)
 
 
 @contextmanager

@@ -9,9 +9,8 @@ from asyncllm.gpu.ops.triton.attention import TritonAttention
 from tests.triton.decoder_steps import BlocksFirst, run_steps
 
 
-@pytest.mark.parametrize(
-    "kind", [TritonAttention, pytest.param(BlocksFirst, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [TritonAttention, BlocksFirst])
 def test_logits_are_those_of_the_plain_backend(kind: type[TritonAttention]) -> None:
     device = torch.device("cpu")
     expected = run_steps("torch", torch.float32, device)

@@ -1,0 +1,144 @@
+"""Whatever a scheduler goes through, drawn by hypothesis."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from asyncllm.core.request import Request, Status
+from tests.hypothesis_settings import examples
+from tests.scheduler_rig import Rig, info
+
+
+def longest(num_blocks: int, block_size) -> int:
+    """Tokens whose KV the blocks hold in every group."""
+    sizes = [group.block_size for group in info(block_size).kv_groups]
+    fits = (n for n in itertools.count(1) if sum(-(-n // s) for s in sizes) > num_blocks)
+    return next(fits) - 1
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Tiny pools, few distinct tokens (so that prefixes are shared), aborts, pauses, failed
+    steps, prompt log-probabilities, tokens drawn with the host, several KV groups, recurrent
+    states, depth 1 and 2, several tokens per row, every policy. Outputs must equal those without
+    any cache."""
+
+    @initialize(
+        num_blocks=st.integers(5, 14),
+        block_size=st.sampled_from([1, 2, 3, 4, (2, 2), (1, 3), (4, 2), (2, 3, 4)]),
+        seqs=st.integers(1, 5),
+        budget=st.integers(1, 24),
+        depth=st.sampled_from([(1, 1), (2, 1), (1, 2), (1, 4)]),
+        policy=st.sampled_from(["fcfs", "priority", "deadline"]),
+        caching=st.booleans(),
+        states=st.booleans(),
+    )
+    def make(self, num_blocks, block_size, seqs, budget, depth, policy, caching, states):
+        self.rig = Rig(
+            policy=policy,
+            caching=caching,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=longest(num_blocks - 1, block_size),
+            max_num_seqs=seqs,
+            max_num_batched_tokens=budget,
+            pipeline_depth=depth[0],
+            max_tokens_per_row=depth[1],
+            has_states=states and depth[1] == 1,
+        )
+        self.requests: list[Request] = []
+
+    @rule(data=st.data())
+    def add(self, data):
+        longest = min(self.rig.info.max_model_len - 1, 16)
+        prompt = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=longest))
+        request = self.rig.add(
+            prompt,
+            max_tokens=data.draw(st.integers(1, 12)),
+            priority=data.draw(st.integers(0, 2)),
+            deadline=data.draw(st.sampled_from([1.0, 2.0, math.inf])),
+            eos=data.draw(st.sampled_from([(), tuple(range(0, 997, 7))])),
+            prompt_logprobs=data.draw(st.sampled_from([None, None, 0, 2])),
+            needs_host=data.draw(st.sampled_from([False, False, True])),
+        )
+        self.requests.append(request)
+
+    def _pick(self, data, *states):
+        return data.draw(st.sampled_from([r for r in self.requests if r.status in states]))
+
+    def _any(self, *states):
+        return any(r.status in states for r in self.requests)
+
+    @precondition(lambda self: self._any(Status.WAITING, Status.RUNNING, Status.PAUSED))
+    @rule(data=st.data())
+    def abort(self, data):
+        request = self._pick(data, Status.WAITING, Status.RUNNING, Status.PAUSED)
+        self.rig.scheduler.finish(request, "abort")
+
+    @precondition(lambda self: self._any(Status.WAITING, Status.RUNNING))
+    @rule(data=st.data())
+    def pause(self, data):
+        self.rig.scheduler.pause(self._pick(data, Status.WAITING, Status.RUNNING))
+
+    @precondition(lambda self: self._any(Status.PAUSED))
+    @rule(data=st.data())
+    def resume(self, data):
+        self.rig.scheduler.resume(self._pick(data, Status.PAUSED))
+
+    @rule(times=st.integers(1, 6))
+    def run(self, times):
+        for _ in range(times):
+            self._turn()
+
+    def _turn(self):
+        rig = self.rig
+        launched = None
+        if len(rig.in_flight) < rig.info.pipeline_depth:
+            launched = rig.launch()
+            if launched is not None:
+                assert launched.batch.num_tokens <= rig.info.max_num_batched_tokens
+                assert len(launched.requests) <= rig.info.max_num_seqs
+        if rig.in_flight and (launched is None or len(rig.in_flight) == rig.info.pipeline_depth):
+            rig.collect()
+        rig.scheduler.check_integrity()
+
+    @precondition(lambda self: self.rig.in_flight)
+    @rule()
+    def fail_what_is_in_flight(self):
+        self.rig.executor.discard()
+        self.rig.scheduler.rollback(self.rig.in_flight)
+        self.rig.in_flight.clear()
+
+    @rule()
+    def reset(self):
+        idle = all(not r.blocks for r in self.requests)
+        assert self.rig.scheduler.kv.reset_prefix_cache() is idle
+
+    @invariant()
+    def sound(self):
+        if hasattr(self, "rig"):
+            self.rig.scheduler.check_integrity()
+            assert not self.rig.scheduler.failed
+
+    def teardown(self):
+        if not hasattr(self, "rig"):
+            return
+        for request in self.requests:
+            self.rig.scheduler.resume(request)
+        for _ in range(5000):
+            if not self.rig.scheduler.has_work() and not self.rig.in_flight:
+                break
+            self._turn()
+        pool = self.rig.scheduler.kv.pool
+        assert pool.num_free == pool.num_usable
+        for request in self.requests:
+            assert request.finished, request
+            self.rig.expect(request)
+            if request.finish_reason == "length":
+                assert len(request.token_ids) == request.max_total_tokens
+
+
+SchedulerMachine.TestCase.settings = examples(200, stateful_step_count=40)
