@@ -1,4 +1,4 @@
-"""load_decoder: a model with its weights, its op set and its attention."""
+"""load_decoder: loads a model with its weights, op set and attention."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from asyncllm.gpu.weights import dummy_weights, load_weights, weights_bytes
 from asyncllm.validation import invalid
 
 UNUSED_BLOCK_SIZE = 256
-"""Tokens per block where no layer attends to any: the blocks count tokens, and say where a prefix
-ends whose state is kept."""
+"""Tokens per block of a model without attention. Its blocks hold no KV: they count tokens, and mark
+where a prefix with a saved state ends."""
 
 
 def load_decoder(
@@ -50,8 +50,7 @@ def load_decoder(
     num_threads: int | None,
     progress: Progress | None,
 ) -> tuple[LanguageModel, list[KVGroup], int]:
-    """The model with its weights, its KV groups, and on a GPU the bytes that were free
-    before."""
+    """Loads the model; returns it, its KV groups, and the bytes that a GPU had free before."""
     dtype = resolve_dtype(config.dtype, model, device, config.attention_backend)
     if isinstance(model, TransformersConfig):
         return _load_transformers(config, model, dtype, device, num_threads, progress)
@@ -66,7 +65,7 @@ def load_decoder(
     if ops.packs_linear:
         warn_without_huge_pages()
         if model.quantization is None:
-            # Its own threads pack; torch's would spin beside them behind every copy.
+            # The native threads pack; torch's would spin beside them after every copy.
             set_thread_count(1)
     if config.load_format == "dummy":
         weights = dummy_weights(model, dtype, device, progress)
@@ -84,7 +83,7 @@ def _load_transformers(
     num_threads: int | None,
     progress: Progress | None,
 ) -> tuple[TransformersDecoder, list[KVGroup], int]:
-    """As ``load_decoder``, through transformers' modules."""
+    """``load_decoder`` for transformers' modules."""
     plan = Plan.of(model)
     attention, block_size = _make_attention(config, plan.kinds, dtype, device, num_threads)
     if attention:
@@ -136,13 +135,13 @@ def _make_attention(
     device: torch.device,
     num_threads: int | None,
 ) -> tuple[dict[AttentionKind, Attention], int]:
-    """The attention of each kind, and the tokens per KV block."""
+    """Makes the attention of each kind; returns it and the tokens per KV block."""
     attention: dict[AttentionKind, Attention] = {}
     alike: dict[tuple[AttentionShape, int | None], Attention] = {}
     block_size = config.block_size
     for kind in dict.fromkeys(kinds):
         if (kind.shape, kind.window) in alike:
-            # Of another KV group: they share what an attention keeps beside its plans.
+            # The same attention in another KV group: one object serves both, only plans differ.
             attention[kind] = alike[kind.shape, kind.window]
             continue
         windows = frozenset({kind.window})
@@ -166,7 +165,7 @@ def quantisation(
     device: torch.device,
     ops: TorchOps,
 ) -> Conversion | None:
-    """The conversion of linear layers' weights that ``config.quantization`` names; None for none.
+    """Conversion of linear weights that ``config.quantization`` names; None without.
 
     Raises:
         InvalidRequestError: the checkpoint is quantised already, or the device or its op set does

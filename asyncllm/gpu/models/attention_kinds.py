@@ -1,5 +1,4 @@
-"""attention_kinds and its kin: the attention of each layer that a configuration describes, with its
-KV group and its RoPE."""
+"""Attention of each layer of a configuration: its kind, KV group and RoPE."""
 
 from __future__ import annotations
 
@@ -47,8 +46,8 @@ def attention_layers(model: ModelConfig) -> list[int]:
 
 
 def kv_indices(model: ModelConfig) -> dict[int, int]:
-    """By layer that has attention, the index of the cache that it attends to: one that attends to
-    another's keys has none of its own."""
+    """Index of the KV cache that each attention layer reads. A layer that shares another's keys and
+    values has no cache of its own."""
     indices: dict[int, int] = {}
     for layer in attention_layers(model):
         source = model.layer(layer).kv_layer
@@ -57,7 +56,7 @@ def kv_indices(model: ModelConfig) -> dict[int, int]:
 
 
 def layer_groups(model: ModelConfig) -> tuple[dict[int, AttentionKind], list[LayerGroup]]:
-    """The kind of attention in each layer that has it, and the KV groups of the caches."""
+    """Attention kind of each attention layer, and the KV groups of the caches."""
     indices = kv_indices(model)
     kinds = {layer: attention_kind(model, layer) for layer in indices}
     caches = [LayerCache.of(kinds[layer]) for layer in _writers(model)]
@@ -67,12 +66,12 @@ def layer_groups(model: ModelConfig) -> tuple[dict[int, AttentionKind], list[Lay
 
 
 def _writers(model: ModelConfig) -> list[int]:
-    """The layers that have keys and values of their own."""
+    """The attention layers with keys and values of their own."""
     return [layer for layer in attention_layers(model) if model.layer(layer).kv_layer is None]
 
 
 def attention_kinds(model: ModelConfig) -> tuple[AttentionKind, ...]:
-    """The kinds of attention that the layers have, each once."""
+    """The distinct attention kinds of the layers."""
     return tuple(dict.fromkeys(layer_groups(model)[0].values()))
 
 
@@ -93,7 +92,7 @@ def rope_specs(model: ModelConfig) -> tuple[RopeSpec, ...]:
 
 
 class Wires(NamedTuple):
-    """The attention of a layer, and the indices by which its mixer reads a StepContext: those of
+    """The attention of a layer, and the indices by which its mixer reads a StepContext; see
     AttentionMixer."""
 
     kind: AttentionKind
@@ -106,7 +105,8 @@ class Wires(NamedTuple):
 def attention_wires(
     model: ModelConfig, attention: Mapping[AttentionKind, Attention]
 ) -> dict[int, Wires]:
-    """Those of each layer that has attention; ``attention`` is of each of ``attention_kinds``."""
+    """LayerAttention of each attention layer; ``attention`` has one for each of
+    ``attention_kinds``."""
     specs, indices, order = rope_specs(model), kv_indices(model), list(attention)
     ropes, wires = list(dict.fromkeys(specs)), {}
     for layer, kind in layer_groups(model)[0].items():

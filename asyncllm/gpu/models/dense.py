@@ -1,4 +1,4 @@
-"""build_decoder: the decoder that a configuration describes, from its weights."""
+"""build_decoder: builds the engine's own decoder from a configuration and weights."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def build_decoder(
     """Builds the decoder that ``model`` describes.
 
     Args:
-        attention: of each of ``attention_kinds``.
+        attention: the Attention of each of ``attention_kinds``.
         weights: ``(name, tensor)`` in the order of ``architectures.parameters``, or a linear
             layer's weights in a form that ``ops`` takes. Each is taken over as it comes, so that
             a packing backend never holds two copies of more than one of them.
-        convert: what becomes of the weights of every linear layer, the output head included,
-            before ``ops`` takes them: a quantisation.
-        dtype: of the model, where the embedding does not say it because it is packed.
+        convert: quantisation of every linear layer's weights, the output head included, before
+            ``ops`` takes them; None without.
+        dtype: the model's; needed if the embedding is packed, and so has none.
     """
     source, wires = _InOrder(iter(weights)), attention_wires(model, attention)
     builder = DecoderBuilder(model, ops, wires, source, convert, dtype)
@@ -70,7 +70,7 @@ def build_decoder(
 
 
 class _InOrder:
-    """A source of weights that come in the order in which they are asked for."""
+    """Source of weights that arrive in the order in which they are requested."""
 
     def __init__(self, weights: Iterator[tuple[str, Tensor | LinearWeights]]) -> None:
         self._weights = weights
@@ -82,22 +82,22 @@ class _InOrder:
         return weights
 
     def finish(self) -> None:
-        """Runs the weights to their end, which closes the files they come from."""
+        """Exhausts the weights, which closes their files."""
         for name, _ in self._weights:
             raise RuntimeError(f"weights left over: {name}")
 
 
 class DecoderBuilder:
-    """The parts of a decoder from the first to the last, each made as its weights are named.
+    """Builds a decoder part by part, in the order of its weights.
 
     Args:
-        wires: of the layers that have attention.
-        source: of the weights, whose order is that of the calls.
+        attention_by_layer: the attention layers' LayerAttention.
+        source: returns the weights of the next part.
         convert, dtype: see ``build_decoder``.
 
     Attributes:
-        scalar: of the hidden states behind the last layer that was made: the norm that follows
-            multiplies by it.
+        pending_scale: factor on the output of the last layer built (``layer_scalar``), which the
+            next norm applies.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class DecoderBuilder:
         attention: Mapping[AttentionKind, Attention],
         ropes: Sequence[RopeSpec],
     ) -> Decoder:
-        """The decoder of these layers."""
+        """Builds the decoder with these layers."""
         model, ops, hidden = self.model, self.ops, self.model.hidden_size
         embedding, lm_head = self.embedding()
         inputs = build_layer_inputs(self.scope)
@@ -138,7 +138,7 @@ class DecoderBuilder:
         )  # fmt: skip
 
     def embedding(self) -> tuple[Embedding, Linear | None]:
-        """The embedding, and the output head where that is tied to it."""
+        """Builds the embedding, and the output head if it is tied to it."""
         model, ops, head, dtype = self.model, self.ops, self.head_scope, self.dtype
         rows, tied = (("model.embed_tokens", model.vocab_size),), model.tie_word_embeddings
         weights = head.source(head.parameter("embed", rows, model.hidden_size, linear=tied))
@@ -170,7 +170,7 @@ class DecoderBuilder:
         return layer
 
     def kind(self, index: int) -> Hashable:
-        """Equal for layers whose ops have the same shapes."""
+        """Key that is equal for layers whose ops have the same shapes."""
         model, wires = self.model, self.wires.get(index)
         kind = "linear attention" if wires is None else wires.kind
         sizes = (model.layer(index), index in self.lenders) if model.layers else ()
@@ -197,7 +197,7 @@ class DecoderBuilder:
         queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         names, gates = model.names.qkv, queries if model.gated_attention else 0
         if model.layer(index).value_is_key:
-            # A copy of its rows is less than a branch in every kernel.
+            # A second projection with the key's rows costs less than a branch in every kernel.
             names = (*names[:2], names[1])
         rows = stacked(names, (queries + gates, keys, keys))
         order = self.qkv_order(shape)
@@ -230,7 +230,8 @@ class DecoderBuilder:
         return SharedAttentionMixer(q=q, rope=rope, **rest)
 
     def rest_of_attention(self, scope: Scope, index: int, width: int) -> dict[str, Any]:
-        """Parts of attention with or without keys of its own; ``width`` is that of its output."""
+        """Builds the parts that both attention mixers have; ``width`` is attention's output
+        size."""
         model, wires = self.model, self.wires[index]
         return {
             "attention": wires.attention,
@@ -242,8 +243,9 @@ class DecoderBuilder:
         }
 
     def qkv_order(self, shape: AttentionShape) -> Tensor | None:
-        """The rows of q, k and v in the order in which the ops take them: those of a head of q and
-        of k as they are rotated, and gates, which a file has behind each head of q, behind all."""
+        """Order of the rows of q, k and v that the ops take; None for a file's own. Within heads of
+        q and k it is ``rotary_order``. Output gates, which a file has after each head of q, come
+        last."""
         dim, heads, kv_heads = shape.head_dim, shape.num_heads, shape.num_kv_heads
         gated = self.model.gated_attention
         if self.order is None and not gated:
@@ -259,11 +261,10 @@ class DecoderBuilder:
     def head_norm(
         self, scope: Scope, name: str, shape: AttentionShape, width: int
     ) -> Tensor | None:
-        """The weight of a norm of one head or of all, in the order in which they are rotated; None
-        where the model has no such norm.
+        """Weight of a query or key norm, in rotary order; None if the model has none.
 
         Args:
-            width: of all heads.
+            width: size of all heads together.
         """
         model = self.model
         if not model.qk_norm:
@@ -277,7 +278,7 @@ class DecoderBuilder:
     def mlp(
         self, scope: Scope, index: int
     ) -> tuple[Callable[[Tensor], Tensor], ExpertsBeside | None]:
-        """A layer's MLP or the experts in its place, and experts that are beside it."""
+        """Builds a layer's MLP or the experts in its place, and experts beside it."""
         names, experts = self.model.names, self.experts_of(index)
         size = self.model.layer(index).intermediate_size
         if experts is not None and experts.beside:
@@ -291,7 +292,7 @@ class DecoderBuilder:
         return NormedMLP(mlp, scope.norm("mlp_norm", names.mlp_norm)), None
 
     def last_norm(self) -> RMSNorm:
-        """With the divisor of the logits, which are linear in what it returns."""
+        """Builds the final norm, whose weight includes the logits' divisor."""
         model, weight = self.model, self.scope.norm_weight("norm", "model.norm")
         if model.logits_divisor != 1.0:
             weight = weight / model.logits_divisor

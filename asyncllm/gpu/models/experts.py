@@ -1,4 +1,4 @@
-"""ExpertsMLP: a mixture of experts in the place of an MLP, and its weights."""
+"""ExpertsMLP: a mixture of experts in place of an MLP, and its construction."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from asyncllm.gpu.ops.routing import RouterWeights, Routing
 
 @dataclass(slots=True)
 class ExpertsMLP:
-    """Each token's experts by the weights of its routing (Shazeer et al., 2017), and beside them an
-    MLP that all tokens share.
+    """Mixture of experts (Shazeer et al., 2017), with or without a shared MLP.
 
     Attributes:
-        gate: a logit, by whose sigmoid ``shared`` is multiplied.
+        gate: logit whose sigmoid multiplies the output of ``shared``; None without.
     """
 
     routing: Routing
@@ -45,8 +44,8 @@ class ExpertsBeside:
     """Experts of the residual beside an MLP (Gemma 4), and the norm of the sum of both.
 
     Attributes:
-        router_norm, input_norm: of the residual, for the router and for the experts.
-        mixed_norm: behind the experts.
+        router_norm, input_norm: norms of the residual before the router and before the experts.
+        mixed_norm: norm after the experts.
     """
 
     router_norm: RMSNorm
@@ -56,14 +55,15 @@ class ExpertsBeside:
     norm: RMSNorm
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Args: x: ``[T, H]``, what the MLP makes of the residual."""
+        """Adds the experts of ``residual`` to the MLP's output ``x``, and norms the sum;
+        ``[T, H]``."""
         ids, weights = self.experts.routing(self.router_norm(residual))
         mixed = self.experts.experts(self.input_norm(residual), ids, weights)
         return self.norm.add(self.mixed_norm(mixed), x)[0]
 
 
 def build_experts(scope: Scope, config: ExpertsConfig) -> ExpertsMLP:
-    """The experts of a layer, with the MLP that all tokens share where there is one."""
+    """Builds a layer's experts, and the shared MLP if it has one."""
     ops, names, routing = scope.ops, config.names, config.routing
     hidden, count, inner = scope.model.hidden_size, routing.num_experts, config.intermediate_size
     rows = scope.linear_weights(
@@ -99,7 +99,7 @@ def build_experts(scope: Scope, config: ExpertsConfig) -> ExpertsMLP:
 def build_experts_beside(
     scope: Scope, config: ExpertsConfig, size: int
 ) -> tuple[NormedMLP, ExpertsBeside]:
-    """An MLP of intermediate size ``size``, and the experts beside it."""
+    """Builds an MLP of intermediate size ``size``, and the experts beside it."""
     model, names = scope.model, config.names
     experts = build_experts(scope, config)
     router = scope.norm_weight("router.norm", names.router_norm, suffix="")
@@ -114,7 +114,7 @@ def build_experts_beside(
 
 
 def _router(scope: Scope, config: ExpertsConfig, kind: str, *width: int) -> Parameter:
-    """Weight or bias of the router, as it is: rounded weights would choose other experts."""
+    """The router's weight or bias, never quantised: rounding would choose other experts."""
     names, routing = config.names, config.routing
     fields: dict[str, Any] = {"suffix": f".{kind}", "dtype": "float32" if routing.float32 else None}
     own, fused = (
@@ -127,8 +127,7 @@ def _router(scope: Scope, config: ExpertsConfig, kind: str, *width: int) -> Para
 def _stack(
     scope: Scope, config: ExpertsConfig, name: str, parts: tuple[tuple[str, int], ...], width: int
 ) -> LinearWeights:
-    """A linear layer of all experts, one below the other: from a tensor per expert and part, or
-    from one tensor."""
+    """Stacked weights of a linear layer of all experts, from separate tensors or a fused one."""
     names, count, found = config.names, config.routing.num_experts, []
     layout = StackLayout(count, names.transposed, names.transposed and name == "gate_up")
     each = [(f"{names.experts}.{i}.{part}", rows) for i in range(count) for part, rows in parts]

@@ -1,4 +1,4 @@
-"""HostRows: the rows of a step whose tokens are drawn with the host."""
+"""HostRows: a step's rows whose sampling needs the host."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ from asyncllm.gpu.sample.sampler import Sampler
 
 
 class HostRows:
-    """K rows of a step that are sampled apart from the others, in two halves.
+    """K rows of a step whose sampling needs the host, in two halves.
 
-    ``take`` is queued behind the forward pass and copies all that the rows are sampled from: the
-    next step may be queued, and run, before the host comes to them, and their request indices may
-    have other requests by then. ``sample`` applies ``bad_words`` and the logits processors, and
-    draws; the step's end has to be waited for first.
+    ``copy_inputs`` is queued after the forward pass and copies the inputs of sampling, because the
+    next step may run first, with other requests at these indices. ``sample`` applies ``bad_words``
+    and the logits processors, and draws; wait for the step's end before it.
 
     Args:
-        places: ``[K]``, their places among the rows that are sampled.
-        req_indices, positions: ``[K]``, and of the tokens that are sampled; all tokens before
-            ``positions`` are known.
+        places: ``[K]``, places of the rows among the step's sampled rows.
+        req_indices, positions: ``[K]``, request index and position of each sampled token; all
+            tokens before it are known.
     """
 
     def __init__(
@@ -55,19 +54,19 @@ class HostRows:
     def take(
         self, logits: Tensor, rows: SamplingRows, scalars: Mapping[str, Tensor], stages: Stages
     ) -> Tensor:
-        """Queues the first half. Nothing is read on the host.
+        """Queues the copies of the inputs; reads nothing on the host.
 
         Args:
-            logits: ``[S, vocab_size]`` of the whole step, as are ``rows``.
-            scalars: of DRAW, by request index.
-            stages: of the whole step.
+            logits, rows: ``[S, vocab_size]`` and inputs of all sampled rows of the step.
+            scalars: the scalars of DRAW, by request index.
+            stages: stages of the whole step.
 
         Returns:
             ``places`` on the device.
         """
         index = copy_to_device(self.places, logits.device)
         own = rows.at(index)
-        # A line for each row, and one behind them for padding.
+        # One table row for each sampled row, and one more for padding.
         lines = torch.cat((own.lines(), own.lines()[:1]))
         self._scalars = {name: scalars[name][lines] for name in DRAW}
         self._logits, self._at = logits[index], own.positions
@@ -77,7 +76,7 @@ class HostRows:
         return index
 
     def sample(self) -> SampleOutput:
-        """The second half: a token for each row, in the order of ``places``."""
+        """Draws a token for each row, in the order of ``places``."""
         errors: dict[int, Exception] = {}
         self._process(errors)
         lines = torch.arange(len(self.places), device=self._at.device)
@@ -90,7 +89,7 @@ class HostRows:
         return output
 
     def _process(self, errors: dict[int, Exception]) -> None:
-        """The stages on the host, in place."""
+        """Applies bad words and logits processors, in place."""
         processed, claims = self._processed, dict[int, Claim]()
         for row, rules in self._rules.items():
             output = self._outputs[row]
@@ -108,7 +107,7 @@ class HostRows:
                     errors[row] = error
 
     def _explain(self, output: SampleOutput) -> None:
-        """The errors of rows without a token."""
+        """Adds the errors of rows without a token."""
         for row in np.flatnonzero(output.token_ids < 0).tolist():
             if row in output.errors:
                 continue
