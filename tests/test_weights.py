@@ -512,8 +512,8 @@ def test_lent_weights_share_a_buffer_or_are_the_file(source, dtype):
     kept: list[torch.Tensor] = []
     most = 0
     with LiveBytes() as live:
-        lent = load_weights(source, dtype, CPU, lambda *now: calls[1].append(now), lend=True)
-        for name, tensor in lent:
+        loaded = load_weights(source, dtype, CPU, lambda *now: calls[1].append(now), transient=True)
+        for name, tensor in loaded:
             assert torch.equal(tensor, expected[name]), name
             if tensor.dim() == 1 or name == "embed.weight":
                 kept.append(tensor)
@@ -547,7 +547,7 @@ def test_two_files_of_a_checkpoint_are_mapped_at_once(copy):
     (copy.path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     del tensors
     most = 0
-    for name, tensor in load_weights(copy, torch.float32, CPU, lend=True):
+    for name, tensor in load_weights(copy, torch.float32, CPU, transient=True):
         assert torch.equal(tensor, expected[name])
         maps = Path("/proc/self/maps").read_text()
         most = max(most, sum(f"{copy.path}/model-{n}.safetensors" in maps for n in range(7)))

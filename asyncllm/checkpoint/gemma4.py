@@ -103,7 +103,7 @@ def _experts(config: ConfigFile, sizes: Sizes) -> ExpertsConfig:
         RoutingConfig(count, top_k, renormalise=True, expert_scale=True),
         config.integer("moe_intermediate_size"),
         ActivationConfig(gelu=True),
-        beside=True,
+        beside_mlp=True,
         names=ExpertsNames(
             router="router.proj", experts=None, fused="experts", fused_router="router.proj"
         ),

@@ -38,7 +38,7 @@ from asyncllm.gpu.transformers_model.weights import dummy_modules, load_modules
 from asyncllm.gpu.weights import dummy_weights, load_weights, weights_bytes
 from asyncllm.validation import invalid
 
-UNUSED_BLOCK_SIZE = 256
+ATTENTION_FREE_BLOCK_SIZE = 256
 """Tokens per block of a model without attention. Its blocks hold no KV: they count tokens, and mark
 where a prefix with a saved state ends."""
 
@@ -71,7 +71,9 @@ def load_decoder(
         weights = dummy_weights(model, dtype, device, progress)
     else:
         takes = ops.takes if ops.schemes != {"plain"} else None
-        weights = load_weights(model, dtype, device, progress, takes=takes, lend=ops.packs_linear)
+        weights = load_weights(
+            model, dtype, device, progress, takes=takes, transient=ops.packs_linear
+        )
     return build_decoder(model, ops, attention, weights, convert, dtype), groups, free_at_start
 
 
@@ -156,7 +158,7 @@ def _make_attention(
         )
         attention[kind], block_size = make_attention(config.attention_backend, request)
         alike[kind.shape, kind.window] = attention[kind]
-    return attention, block_size or UNUSED_BLOCK_SIZE
+    return attention, block_size or ATTENTION_FREE_BLOCK_SIZE
 
 
 def quantisation(

@@ -211,7 +211,7 @@ class StepRunner:
         num_apart = 0
         if step.host_rows is not None:
             rows = memory.sampling_rows(count)
-            index = step.host_rows.take(logits, rows, memory.scalars, step.stages)
+            index = step.host_rows.copy_inputs(logits, rows, memory.scalars, step.stages)
             rows.req_indices.index_fill_(0, index, -1)
             num_apart = len(step.host_rows.places)
         if num_apart < count and not self.replay.sample(step):

@@ -37,7 +37,7 @@ def load_weights(
     open_reader: Callable[[Path, torch.dtype], CheckpointReader] = open_checkpoint,
     takes: Callable[[WeightForm], bool] | None = None,
     *,
-    lend: bool = False,
+    transient: bool = False,
 ) -> Iterator[tuple[str, Tensor | LinearWeights]]:
     """Yields the decoder's parameters from a checkpoint, in the order of ``parameters``.
 
@@ -64,22 +64,22 @@ def load_weights(
     reader = open_reader(model.path, dtype)
     with closing(TextPart(reader, model.architecture) if model.is_text_part else reader) as reader:
         wanted = [parameter.found_in(reader.tensors) for parameter in parameters(model)]
-        _check(reader, model, wanted)
+        _check_tensors(reader, model, wanted)
         if staging is None and device.type == "cuda":
             staging = PinnedUploader(device)
         tensors = reader.tensors
         done, num_bytes = 0, sum(tensors[name].num_bytes for p in wanted for name, _ in p.parts)
         packed = PackedSizes()
-        lent = _Lent(wanted, dtype, reader) if lend else None
+        short_lived = _TransientWeights(wanted, dtype, reader) if transient else None
         for parameter in wanted:
-            bundle = _packed(reader, parameter, takes)
+            bundle = _quantised_weight(reader, parameter, takes)
             whole = None
             if bundle is not None:
                 packed.add(bundle)
                 target = bundle
-            elif lent is not None and lent.has(parameter):
-                whole = lent.whole(parameter)
-                target = lent.buffer(parameter) if whole is None else whole
+            elif short_lived is not None and short_lived.covers(parameter):
+                whole = short_lived.mapped(parameter)
+                target = short_lived.buffer(parameter) if whole is None else whole
             else:
                 target = _allocate(parameter, dtype, device)
             row = 0
@@ -97,24 +97,24 @@ def load_weights(
         log_sizes(model.path, reader, dtype, packed)
 
 
-class _Lent:
+class _TransientWeights:
     """Weights of linear layers, each valid until the next is requested."""
 
     def __init__(
         self, wanted: list[Parameter], dtype: torch.dtype, reader: CheckpointReader
     ) -> None:
         self._dtype, self._reader = dtype, reader
-        copied = [each for each in wanted if self.has(each) and self.whole(each) is None]
+        copied = [each for each in wanted if self.covers(each) and self.mapped(each) is None]
         largest = max((math.prod(each.shape) for each in copied), default=0)
         self._buffer = torch.empty(largest, dtype=dtype, device="cpu")
 
-    def has(self, parameter: Parameter) -> bool:
+    def covers(self, parameter: Parameter) -> bool:
         """Whether a weight can be transient. Those of experts cannot: they are held until a layer
         has all."""
         held = ".experts." in parameter.name
         return parameter.linear and parameter.dtype is None and not held
 
-    def whole(self, parameter: Parameter) -> Tensor | None:
+    def mapped(self, parameter: Parameter) -> Tensor | None:
         """The tensor in the mapped file; None unless it is the whole weight in the right dtype."""
         name = parameter.parts[0][0]
         info = self._reader.tensors[name]
@@ -129,7 +129,7 @@ class _Lent:
         return self._buffer[: math.prod(parameter.shape)].view(parameter.shape)
 
 
-def _packed(
+def _quantised_weight(
     reader: CheckpointReader,
     parameter: Parameter,
     takes: Callable[[WeightForm], bool] | None,
@@ -200,7 +200,7 @@ def _check_tied_head(reader: CheckpointReader, model: ModelConfig) -> None:
         )
 
 
-def _check(reader: CheckpointReader, model: ModelConfig, wanted: list[Parameter]) -> None:
+def _check_tensors(reader: CheckpointReader, model: ModelConfig, wanted: list[Parameter]) -> None:
     """Raises ModelLoadError for a missing, misshapen or unexpected tensor."""
     expected = {
         name: parameter.stored_shape(rows) for parameter in wanted for name, rows in parameter.parts
@@ -217,13 +217,13 @@ def _check(reader: CheckpointReader, model: ModelConfig, wanted: list[Parameter]
             )
     _check_tied_head(reader, model)
     for name, info in reader.tensors.items():
-        if name not in expected and not is_unused(model, name) and not _adds_nothing(reader, name):
+        if name not in expected and not is_unused(model, name) and not _is_zero_bias(reader, name):
             raise ModelLoadError(
                 f"{info.file}: tensor {name!r} is none of this architecture's: the model would "
                 "be computed without it"
             )
 
 
-def _adds_nothing(reader: CheckpointReader, name: str) -> bool:
+def _is_zero_bias(reader: CheckpointReader, name: str) -> bool:
     """Whether a tensor is a bias of zeros, which quantisers add to layers without a bias."""
     return name.endswith(".bias") and not any(bool(part.any()) for part in reader.slices(name))

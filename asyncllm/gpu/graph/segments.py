@@ -51,7 +51,7 @@ class Segments:
         self._tensors: dict[tuple[object, ...], Tensor] = {}
         self._filled: dict[tuple[int, torch.dtype], int] = {}
         self._ends: dict[object, Tensor] = {}
-        self._lent: tuple[int, ...] = ()
+        self._shared_kv: tuple[int, ...] = ()
         self._context: StepContext | None = None
         self._num_tokens = 0
 
@@ -69,7 +69,7 @@ class Segments:
             self._context = None
         ends = {name: tensor[:count] for name, tensor in self._ends.items()}
         context.inputs = ends.get("inputs")
-        context.lent = {i: (ends["k", i], ends["v", i]) for i in self._lent}
+        context.shared_kv = {i: (ends["k", i], ends["v", i]) for i in self._shared_kv}
         return self.model.finish(ends["x"], ends.get("residual"), step, context)
 
     def close(self) -> None:
@@ -87,8 +87,8 @@ class Segments:
         ends: dict[object, Tensor | None] = {
             "x": x, "residual": residual, "inputs": context.inputs,
         }  # fmt: skip
-        self._lent = tuple(context.lent)
-        for index, (k, v) in context.lent.items():
+        self._shared_kv = tuple(context.shared_kv)
+        for index, (k, v) in context.shared_kv.items():
             ends |= {("k", index): k, ("v", index): v}
         for name, tensor in ends.items():
             if tensor is not None:

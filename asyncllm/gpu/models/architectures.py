@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig
-from asyncllm.gpu.models.attention_kinds import Wires
+from asyncllm.gpu.models.attention_kinds import LayerAttention
 from asyncllm.gpu.models.dense import DecoderBuilder
 from asyncllm.gpu.models.parameter import Parameter
 from asyncllm.gpu.ops.torch_ops import TorchOps
@@ -23,14 +23,14 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 SMALL_MODEL = 32_000_000
 """Models with fewer parameters are bound by the overhead of ops, not by their arithmetic."""
 
-_PREDICTOR = re.compile(r"mtp\.")
+_MTP = re.compile(r"mtp\.")
 """Modules for multi-token prediction, in checkpoints of Qwen3-Next and its successors."""
-_KEYS_AND_VALUES = re.compile(r"model\.layers\.\d+\.self_attn\.[kv]_(proj|norm)\.")
+_KV_PROJECTION = re.compile(r"model\.layers\.\d+\.self_attn\.[kv]_(proj|norm)\.")
 
 _COMPUTED_BUFFER = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
 
-class _Listing:
+class _ParameterRecorder:
     """A source that records the requested parameters, and returns placeholders.
 
     Matrices are on the meta device, without memory. Vectors are real, because arithmetic with norms
@@ -38,10 +38,10 @@ class _Listing:
     """
 
     def __init__(self) -> None:
-        self.found: list[Parameter] = []
+        self.requested: list[Parameter] = []
 
     def __call__(self, parameter: Parameter) -> Tensor:
-        self.found.append(parameter)
+        self.requested.append(parameter)
         if len(parameter.shape) == 1:
             return torch.ones(parameter.shape, dtype=torch.float32, device="cpu")
         return torch.empty(parameter.shape, dtype=torch.float32, device="meta")
@@ -50,15 +50,15 @@ class _Listing:
         """Makes a builder of ``layers`` in plain torch that takes its weights here. Its layers have
         no attention."""
         nothing: Any = None
-        wires = dict.fromkeys(layers, Wires(nothing, nothing, 0, 0, 0))
-        return DecoderBuilder(model, TorchOps(), wires, self)
+        attention = dict.fromkeys(layers, LayerAttention(nothing, nothing, 0, 0, 0))
+        return DecoderBuilder(model, TorchOps(), attention, self)
 
 
 def parameters(model: ModelConfig) -> list[Parameter]:
     """Every parameter of the decoder, in the order in which ``build_decoder`` requests them."""
-    layers, listing = range(model.num_layers), _Listing()
-    listing.builder(model, layers).decoder(layers, {}, ())
-    return listing.found
+    layers, recorder = range(model.num_layers), _ParameterRecorder()
+    recorder.builder(model, layers).decoder(layers, {}, ())
+    return recorder.requested
 
 
 def is_unused(model: ModelConfig, name: str) -> bool:
@@ -68,28 +68,28 @@ def is_unused(model: ModelConfig, name: str) -> bool:
     saved, layers for multi-token prediction, and keys and values of a layer that shares another's.
     """
     tied_head = model.tie_word_embeddings and name == "lm_head.weight"
-    if tied_head or _COMPUTED_BUFFER.match(name) or _PREDICTOR.match(name):
+    if tied_head or _COMPUTED_BUFFER.match(name) or _MTP.match(name):
         return True
     layer = _LAYER.match(name)
     if layer is None:
         return False
     index, end = int(layer[1]), model.num_layers + model.unused_layers
     if index < model.num_layers:
-        return model.layer(index).kv_layer is not None and bool(_KEYS_AND_VALUES.match(name))
+        return model.layer(index).kv_layer is not None and bool(_KV_PROJECTION.match(name))
     return index < end
 
 
 def sum_parameters(model: ModelConfig, size: Callable[[Parameter], int]) -> int:
     """Sums ``size`` over all parameters. Layers differ only in mixer, experts and sizes, so one
     layer of each kind is listed, and counted for all."""
-    kinds, listing = _kinds_of_layers(model), _Listing()
-    builder = listing.builder(model, kinds)
+    kinds, recorder = _kinds_of_layers(model), _ParameterRecorder()
+    builder = recorder.builder(model, kinds)
     builder.decoder((), {}, ())
-    total = sum(map(size, listing.found))
+    total = sum(map(size, recorder.requested))
     for layer, count in kinds.items():
-        listing.found.clear()
+        recorder.requested.clear()
         builder.layer(layer)
-        total += count * sum(map(size, listing.found))
+        total += count * sum(map(size, recorder.requested))
     return total
 
 

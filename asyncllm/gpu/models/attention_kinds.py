@@ -59,13 +59,13 @@ def layer_groups(model: ModelConfig) -> tuple[dict[int, AttentionKind], list[Lay
     """Attention kind of each attention layer, and the KV groups of the caches."""
     indices = kv_indices(model)
     kinds = {layer: attention_kind(model, layer) for layer in indices}
-    caches = [LayerCache.of(kinds[layer]) for layer in _writers(model)]
+    caches = [LayerCache.of(kinds[layer]) for layer in _layers_with_kv(model)]
     groups = group_layers(caches, model.max_position_embeddings)
     grouped = with_groups(list(kinds.values()), list(indices.values()), groups)
     return dict(zip(kinds, grouped, strict=True)), groups
 
 
-def _writers(model: ModelConfig) -> list[int]:
+def _layers_with_kv(model: ModelConfig) -> list[int]:
     """The attention layers with keys and values of their own."""
     return [layer for layer in attention_layers(model) if model.layer(layer).kv_layer is None]
 
@@ -80,8 +80,8 @@ def kv_groups(
 ) -> list[KVGroup]:
     """The KV groups, in the block layout that their attention chooses."""
     kinds, groups = layer_groups(model)
-    writers = [kinds[layer] for layer in _writers(model)]
-    return make_kv_groups(groups, writers, attention, block_size)
+    layers = [kinds[layer] for layer in _layers_with_kv(model)]
+    return make_kv_groups(groups, layers, attention, block_size)
 
 
 def rope_specs(model: ModelConfig) -> tuple[RopeSpec, ...]:
@@ -91,7 +91,7 @@ def rope_specs(model: ModelConfig) -> tuple[RopeSpec, ...]:
     return tuple(map(RopeSpec, ropes, sizes, (model.rotary_dim,) * model.num_layers))
 
 
-class Wires(NamedTuple):
+class LayerAttention(NamedTuple):
     """The attention of a layer, and the indices by which its mixer reads a StepContext; see
     AttentionMixer."""
 
@@ -102,14 +102,14 @@ class Wires(NamedTuple):
     kv_index: int
 
 
-def attention_wires(
+def attention_by_layer(
     model: ModelConfig, attention: Mapping[AttentionKind, Attention]
-) -> dict[int, Wires]:
+) -> dict[int, LayerAttention]:
     """LayerAttention of each attention layer; ``attention`` has one for each of
     ``attention_kinds``."""
     specs, indices, order = rope_specs(model), kv_indices(model), list(attention)
-    ropes, wires = list(dict.fromkeys(specs)), {}
+    ropes, layers = list(dict.fromkeys(specs)), {}
     for layer, kind in layer_groups(model)[0].items():
         places = order.index(kind), ropes.index(specs[layer]), indices[layer]
-        wires[layer] = Wires(kind, attention[kind], *places)
-    return wires
+        layers[layer] = LayerAttention(kind, attention[kind], *places)
+    return layers

@@ -12,9 +12,9 @@ from torch import Tensor
 from asyncllm.checkpoint.experts_config import ExpertsConfig
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.gpu.models.attention_kinds import (
-    Wires,
+    LayerAttention,
+    attention_by_layer,
     attention_shape,
-    attention_wires,
     rope_specs,
 )
 from asyncllm.gpu.models.decoder import Decoder
@@ -61,15 +61,15 @@ def build_decoder(
             ``ops`` takes them; None without.
         dtype: the model's; needed if the embedding is packed, and so has none.
     """
-    source, wires = _InOrder(iter(weights)), attention_wires(model, attention)
-    builder = DecoderBuilder(model, ops, wires, source, convert, dtype)
+    source, by_layer = _OrderedSource(iter(weights)), attention_by_layer(model, attention)
+    builder = DecoderBuilder(model, ops, by_layer, source, convert, dtype)
     ropes = list(dict.fromkeys(rope_specs(model)))
     decoder = builder.decoder(range(model.num_layers), attention, ropes)
     source.finish()
     return decoder
 
 
-class _InOrder:
+class _OrderedSource:
     """Source of weights that arrive in the order in which they are requested."""
 
     def __init__(self, weights: Iterator[tuple[str, Tensor | LinearWeights]]) -> None:
@@ -104,19 +104,20 @@ class DecoderBuilder:
         self,
         model: ModelConfig,
         ops: TorchOps,
-        wires: Mapping[int, Wires],
+        attention_by_layer: Mapping[int, LayerAttention],
         source: Source,
         convert: Conversion | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.model, self.ops, self.wires, self.dtype = model, ops, wires, dtype
+        self.model, self.ops, self.dtype = model, ops, dtype
+        self.attention_by_layer = attention_by_layer
         self.scope = Scope(model, ops, source, None if convert is None else convert.linear)
         self.head_scope = replace(self.scope, convert=None if convert is None else convert.head)
         rotary_dim = model.rotary_dim or model.head_dim
         self.order = rotary_order(model.head_dim, rotary_dim, interleaved=model.interleaved_rope)
-        self.lenders = {layer.kv_layer for layer in model.layers}
+        self.shared_layers = {layer.kv_layer for layer in model.layers}
         self.states: list[StateSpec] = []
-        self.scalar = 1.0
+        self.pending_scale = 1.0
 
     def decoder(
         self,
@@ -129,7 +130,7 @@ class DecoderBuilder:
         embedding, lm_head = self.embedding()
         inputs = build_layer_inputs(self.scope)
         made = [self.layer(index) for index in layers]
-        norm = self.last_norm()
+        norm = self.final_norm()
         if lm_head is None:
             lm_head = self.head_scope.linear("lm_head", (("lm_head", model.vocab_size),), hidden)
         return Decoder(
@@ -155,25 +156,25 @@ class DecoderBuilder:
 
     def layer(self, index: int) -> Layer:
         model, names = self.model, self.model.names
-        scope = self.scope.at(f"layers.{index}.", f"model.layers.{index}.")
-        input_norm = scope.norm_before("input_norm", names.input_norm, self.scalar)
+        scope = self.scope.child(f"layers.{index}.", f"model.layers.{index}.")
+        input_norm = scope.residual_norm("input_norm", names.input_norm, self.pending_scale)
         mixer = self.mixer(scope, index)
         if names.mixer_norm is not None:
             mixer = NormedMixer(mixer, scope.norm("mixer_norm", names.mixer_norm))
-        post_norm = scope.norm_before("post_norm", names.post_norm)
+        post_norm = scope.residual_norm("post_norm", names.post_norm)
         mlp, beside = self.mlp(scope, index)
         layer: Layer = DecoderLayer(self.kind(index), input_norm, mixer, post_norm, mlp, beside)
         if model.layer_input is not None:
             layer = build_input_layer(scope, model.layer_input.size, layer, index)
         if model.layer_scalar:
-            self.scalar = scope.tensor("scalar", "layer_scalar", 1, suffix="").item()
+            self.pending_scale = scope.tensor("scalar", "layer_scalar", 1, suffix="").item()
         return layer
 
     def kind(self, index: int) -> Hashable:
         """Key that is equal for layers whose ops have the same shapes."""
-        model, wires = self.model, self.wires.get(index)
-        kind = "linear attention" if wires is None else wires.kind
-        sizes = (model.layer(index), index in self.lenders) if model.layers else ()
+        model, own = self.model, self.attention_by_layer.get(index)
+        kind = "linear attention" if own is None else own.kind
+        sizes = (model.layer(index), index in self.shared_layers) if model.layers else ()
         apart = (*sizes, "experts") if self.experts_of(index) else sizes
         return (kind, *apart) if apart else kind
 
@@ -186,8 +187,8 @@ class DecoderBuilder:
         if linear is not None and linear.layers[index]:
             first = len(self.states)
             self.states += linear_attention_states(linear)
-            return build_linear_attention(scope.at("", "linear_attn."), linear, first)
-        scope = scope.at("", "self_attn.")
+            return build_linear_attention(scope.child("", "linear_attn."), linear, first)
+        scope = scope.child("", "self_attn.")
         if self.model.layer(index).kv_layer is None:
             return self.attention(scope, index)
         return self.shared_attention(scope, index)
@@ -202,8 +203,8 @@ class DecoderBuilder:
         rows = stacked(names, (queries + gates, keys, keys))
         order = self.qkv_order(shape)
         qkv = scope.linear("qkv", rows, model.hidden_size, model.attention_bias, order)
-        q_norm = self.head_norm(scope, "q_norm", shape, queries)
-        k_norm = self.head_norm(scope, "k_norm", shape, keys)
+        q_norm = self.qk_norm_weight(scope, "q_norm", shape, queries)
+        k_norm = self.qk_norm_weight(scope, "k_norm", shape, keys)
         v_norm = None
         if model.value_norm:
             assert q_norm is not None
@@ -213,8 +214,8 @@ class DecoderBuilder:
             qkv=qkv,
             rope_and_cache=self.ops.rope_and_cache(shape, *norms),
             gate=OutputGate(queries + 2 * keys, self.ops.sigmoid_mul) if gates else None,
-            lends=index in self.lenders,
-            **self.rest_of_attention(scope, index, queries),
+            shares_kv=index in self.shared_layers,
+            **self.common_attention_parts(scope, index, queries),
         )
 
     def shared_attention(self, scope: Scope, index: int) -> SharedAttentionMixer:
@@ -224,21 +225,21 @@ class DecoderBuilder:
             order = order[:queries]
         rows = ((model.names.qkv[0], queries),)
         q = scope.linear("qkv", rows, model.hidden_size, model.attention_bias, order)
-        norm = self.head_norm(scope, "q_norm", shape, queries)
+        norm = self.qk_norm_weight(scope, "q_norm", shape, queries)
         rope = self.ops.rope(shape, norm, model.rms_norm_eps)
-        rest = self.rest_of_attention(scope, index, queries)
+        rest = self.common_attention_parts(scope, index, queries)
         return SharedAttentionMixer(q=q, rope=rope, **rest)
 
-    def rest_of_attention(self, scope: Scope, index: int, width: int) -> dict[str, Any]:
+    def common_attention_parts(self, scope: Scope, index: int, width: int) -> dict[str, Any]:
         """Builds the parts that both attention mixers have; ``width`` is attention's output
         size."""
-        model, wires = self.model, self.wires[index]
+        model, own = self.model, self.attention_by_layer[index]
         return {
-            "attention": wires.attention,
+            "attention": own.attention,
             "o": scope.linear("o", (("o_proj", model.hidden_size),), width, model.output_bias),
-            "attention_index": wires.attention_index,
-            "rope_index": wires.rope_index,
-            "kv_index": wires.kv_index,
+            "attention_index": own.attention_index,
+            "rope_index": own.rope_index,
+            "kv_index": own.kv_index,
             "sinks": (scope.vector("sinks", model.num_heads),) if model.sinks else (),
         }
 
@@ -258,7 +259,7 @@ class DecoderBuilder:
             parts.append(queries + dim + torch.arange(dim))
         return torch.cat([part.flatten() for part in parts])
 
-    def head_norm(
+    def qk_norm_weight(
         self, scope: Scope, name: str, shape: AttentionShape, width: int
     ) -> Tensor | None:
         """Weight of a query or key norm, in rotary order; None if the model has none.
@@ -281,20 +282,20 @@ class DecoderBuilder:
         """Builds a layer's MLP or the experts in its place, and experts beside it."""
         names, experts = self.model.names, self.experts_of(index)
         size = self.model.layer(index).intermediate_size
-        if experts is not None and experts.beside:
+        if experts is not None and experts.beside_mlp:
             return build_experts_beside(scope, experts, size)
         if experts is not None:
             mlp = build_experts(scope, experts)
         else:
-            mlp = scope.at("", f"{names.mlp}.").gated_mlp(size)
+            mlp = scope.child("", f"{names.mlp}.").gated_mlp(size)
         if names.mlp_norm is None:
             return mlp, None
         return NormedMLP(mlp, scope.norm("mlp_norm", names.mlp_norm)), None
 
-    def last_norm(self) -> RMSNorm:
+    def final_norm(self) -> RMSNorm:
         """Builds the final norm, whose weight includes the logits' divisor."""
         model, weight = self.model, self.scope.norm_weight("norm", "model.norm")
         if model.logits_divisor != 1.0:
             weight = weight / model.logits_divisor
         eps, multiplier = model.rms_norm_eps, model.residual_multiplier
-        return self.ops.rms_norm(weight, eps, multiplier, self.scalar)
+        return self.ops.rms_norm(weight, eps, multiplier, self.pending_scale)

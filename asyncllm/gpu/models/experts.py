@@ -67,8 +67,8 @@ def build_experts(scope: Scope, config: ExpertsConfig) -> ExpertsMLP:
     ops, names, routing = scope.ops, config.names, config.routing
     hidden, count, inner = scope.model.hidden_size, routing.num_experts, config.intermediate_size
     rows = scope.linear_weights(
-        _router(scope, config, "weight", hidden),
-        _router(scope, config, "bias") if routing.bias else None,
+        _router_parameter(scope, config, "weight", hidden),
+        _router_parameter(scope, config, "bias") if routing.bias else None,
     )
     correction = scale = None
     if routing.correction:
@@ -82,8 +82,8 @@ def build_experts(scope: Scope, config: ExpertsConfig) -> ExpertsMLP:
         ops.experts(
             ExpertsWeights(
                 count,
-                _stack(scope, config, "gate_up", ((gate, inner), (up, inner)), hidden),
-                _stack(scope, config, "down", ((down, hidden),), inner),
+                _stacked_experts(scope, config, "gate_up", ((gate, inner), (up, inner)), hidden),
+                _stacked_experts(scope, config, "down", ((down, hidden),), inner),
             ),
             config.activation,
             routing.top_k,
@@ -92,7 +92,7 @@ def build_experts(scope: Scope, config: ExpertsConfig) -> ExpertsMLP:
     if config.shared_gate:
         mlp.gate = scope.linear("shared.gate", ((names.shared_gate, 1),), hidden)
     if config.shared_size:
-        mlp.shared = scope.at("shared.", f"{names.shared}.").gated_mlp(config.shared_size)
+        mlp.shared = scope.child("shared.", f"{names.shared}.").gated_mlp(config.shared_size)
     return mlp
 
 
@@ -107,13 +107,13 @@ def build_experts_beside(
     norm = scope.norm("experts.norm", names.norm)
     mixed_norm = scope.norm("experts.mixed_norm", names.mixed_norm)
     mlp_norm = scope.norm("experts.mlp_norm", names.mlp_norm)
-    mlp = scope.at("", f"{model.names.mlp}.").gated_mlp(size)
+    mlp = scope.child("", f"{model.names.mlp}.").gated_mlp(size)
     assert model.names.mlp_norm is not None
     whole = scope.norm("mlp_norm", model.names.mlp_norm)
     return NormedMLP(mlp, mlp_norm), ExpertsBeside(router_norm, norm, experts, mixed_norm, whole)
 
 
-def _router(scope: Scope, config: ExpertsConfig, kind: str, *width: int) -> Parameter:
+def _router_parameter(scope: Scope, config: ExpertsConfig, kind: str, *width: int) -> Parameter:
     """The router's weight or bias, never quantised: rounding would choose other experts."""
     names, routing = config.names, config.routing
     fields: dict[str, Any] = {"suffix": f".{kind}", "dtype": "float32" if routing.float32 else None}
@@ -121,10 +121,10 @@ def _router(scope: Scope, config: ExpertsConfig, kind: str, *width: int) -> Para
         scope.parameter("router", ((name, routing.num_experts),), *width, **fields)
         for name in (names.router, names.fused_router)
     )
-    return replace(own, other=fused)
+    return replace(own, alternative=fused)
 
 
-def _stack(
+def _stacked_experts(
     scope: Scope, config: ExpertsConfig, name: str, parts: tuple[tuple[str, int], ...], width: int
 ) -> LinearWeights:
     """Stacked weights of a linear layer of all experts, from separate tensors or a fused one."""
@@ -135,7 +135,7 @@ def _stack(
     bias = scope.parameter(f"experts.{name}", each, suffix=".bias") if config.bias else None
     for single, suffix in ((weight, ""), (bias, "_bias")):
         if single is not None:
-            stored = f"{scope.stored}{names.fused}.{name}_proj{suffix}"
+            stored = f"{scope.stored_prefix}{names.fused}.{name}_proj{suffix}"
             fused = replace(single, parts=((stored, single.shape[0]),), layout=layout)
-            found.append(fused if names.experts is None else replace(single, other=fused))
+            found.append(fused if names.experts is None else replace(single, alternative=fused))
     return scope.linear_weights(*found)

@@ -85,7 +85,7 @@ def build_layer_inputs(scope: Scope) -> LayerInputs | None:
     model, ops, config = scope.model, scope.ops, scope.model.layer_input
     if config is None:
         return None
-    scope, width = scope.at("layer_inputs.", "model."), model.num_layers * config.size
+    scope, width = scope.child("layer_inputs.", "model."), model.num_layers * config.size
     values = scope.tensor("table", "embed_tokens_per_layer", config.vocab_size, width)
     multiplier = torch.tensor(config.size**0.5, dtype=values.dtype).item() * 0.5**0.5
     rows = (("per_layer_model_projection", width),)
@@ -98,7 +98,7 @@ def build_layer_inputs(scope: Scope) -> LayerInputs | None:
 
 def build_input_layer(scope: Scope, size: int, layer: Layer, index: int) -> InputLayer:
     """Builds the block that follows ``layer``, for an embedding of ``size`` elements."""
-    hidden, scope = scope.model.hidden_size, scope.at("input.", "")
+    hidden, scope = scope.model.hidden_size, scope.child("input.", "")
     return InputLayer(
         layer,
         add=scope.ops.residual_add(scope.model.residual_multiplier),

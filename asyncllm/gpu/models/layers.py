@@ -52,7 +52,7 @@ class StepContext:
     state_rows: Any = None
     rows: Tensor | None = None
     inputs: Tensor | None = None
-    lent: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    shared_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def mix(self, core: Core, width: int, *tensors: Tensor) -> Tensor:
         """Runs a mixer's core on tensors ``[T, ...]``; returns ``[T, width]``. Piecewise CUDA
@@ -127,15 +127,15 @@ class AttentionMixer:
     kv_index: int
     sinks: tuple[Tensor, ...] = ()
     gate: OutputGate | None = None
-    lends: bool = False
+    shares_kv: bool = False
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         kv, index, rows = step.kv[self.kv_index], self.attention_index, step.rows
         rotary, qkv, gate = step.rotary[self.rope_index], self.qkv(x), self.gate
         own = qkv if gate is None else qkv[:, : gate.start]
         q, k, v = self.rope_and_cache(own, rotary, kv, step.slot_mappings[index])
-        if self.lends:
-            step.lent[self.kv_index] = k, v
+        if self.shares_kv:
+            step.shared_kv[self.kv_index] = k, v
         if rows is not None and not len(rows):
             return x[:0]
         mixed = step.mix(self.attend, q.shape[1] * q.shape[2], q, k, v)
@@ -167,7 +167,7 @@ class SharedAttentionMixer:
     sinks: tuple[Tensor, ...] = ()
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
-        rows, (k, v) = step.rows, step.lent[self.kv_index]
+        rows, (k, v) = step.rows, step.shared_kv[self.kv_index]
         if rows is not None and not len(rows):
             return x[:0]
         q = self.rope(self.q(x), step.rotary[self.rope_index])
@@ -226,7 +226,7 @@ class DecoderLayer:
     mixer: Mixer
     post_norm: RMSNorm
     mlp: Callable[[Tensor], Tensor]
-    beside: Callable[[Tensor, Tensor], Tensor] | None = None
+    experts_beside: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext
@@ -242,4 +242,4 @@ class DecoderLayer:
                 return x, residual
         normed, residual = self.post_norm.add(x, residual)
         x = self.mlp(normed)
-        return (x if self.beside is None else self.beside(x, residual)), residual
+        return (x if self.experts_beside is None else self.experts_beside(x, residual)), residual

@@ -58,14 +58,18 @@ class Parameter:
     dtype: str | None = None
     layout: StackLayout | None = None
     linear: bool = False
-    other: Parameter | None = None
+    alternative: Parameter | None = None
 
     def found_in(self, tensors: Collection[str]) -> Parameter:
         """The parameter as a checkpoint with these tensors stores it."""
-        other = self.other
-        if other is None or self.parts[0][0] in tensors or other.parts[0][0] not in tensors:
+        alternative = self.alternative
+        if (
+            alternative is None
+            or self.parts[0][0] in tensors
+            or alternative.parts[0][0] not in tensors
+        ):
             return self
-        return other
+        return alternative
 
     def stored_shape(self, rows: int) -> tuple[int, ...]:
         """The shape of a part of ``rows`` in the checkpoint."""

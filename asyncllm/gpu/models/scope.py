@@ -39,12 +39,14 @@ class Scope:
     ops: TorchOps
     source: Source
     convert: Convert | None = None
-    own: str = ""
-    stored: str = ""
+    prefix: str = ""
+    stored_prefix: str = ""
 
-    def at(self, own: str, stored: str) -> Scope:
+    def child(self, prefix: str, stored_prefix: str) -> Scope:
         """Scope of a part within this one, whose prefixes it extends."""
-        return replace(self, own=self.own + own, stored=self.stored + stored)
+        return replace(
+            self, prefix=self.prefix + prefix, stored_prefix=self.stored_prefix + stored_prefix
+        )
 
     def parameter(
         self, name: str, parts: Parts, *width: int, suffix: str = ".weight", **fields: Any
@@ -55,9 +57,9 @@ class Scope:
             suffix: end of the parameter's name, and of the parts' names.
             fields: other fields of Parameter.
         """
-        stored = tuple((f"{self.stored}{part}{suffix}", rows) for part, rows in parts)
+        stored = tuple((f"{self.stored_prefix}{part}{suffix}", rows) for part, rows in parts)
         shape = (sum(rows for _, rows in parts), *width)
-        return Parameter(f"{self.own}{name}{suffix}", shape, stored, **fields)
+        return Parameter(f"{self.prefix}{name}{suffix}", shape, stored, **fields)
 
     def tensor(self, name: str, stored: str, rows: int, *width: int, **fields: Any) -> Tensor:
         """Values of a parameter that is one checkpoint tensor; see ``parameter``."""
@@ -115,7 +117,7 @@ class Scope:
         """Makes a norm without residual addition."""
         return self.ops.rms_norm(self.norm_weight(name, stored), self.model.rms_norm_eps)
 
-    def norm_before(self, name: str, stored: str | None, scale: float = 1.0) -> RMSNorm:
+    def residual_norm(self, name: str, stored: str | None, scale: float = 1.0) -> RMSNorm:
         """Makes the norm before a block, which first adds its input to the residual. Without
         ``stored`` it only adds."""
         eps, multiplier = self.model.rms_norm_eps, self.model.residual_multiplier

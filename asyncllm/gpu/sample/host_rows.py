@@ -13,7 +13,7 @@ from asyncllm.gpu.batch.sampling_table import DRAW
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
 from asyncllm.gpu.sample.batched_processors import Claim
-from asyncllm.gpu.sample.host_rules import apply_processors, hide_bad_words
+from asyncllm.gpu.sample.host_rules import apply_processors, mask_bad_words
 from asyncllm.gpu.sample.logprobs import logprobs_of_row, token_logprobs
 from asyncllm.gpu.sample.sample_output import NONE_LEFT, NOT_FINITE, SampleOutput
 from asyncllm.gpu.sample.sampler import Sampler
@@ -48,10 +48,10 @@ class HostRows:
             for row in self._rules
         }
         self._num_changes = sampler.batched.num_changes
-        self._logits = self._processed = self._at = torch.empty(0)
+        self._logits = self._processed = self._positions = torch.empty(0)
         self._scalars: dict[str, Tensor] = {}
 
-    def take(
+    def copy_inputs(
         self, logits: Tensor, rows: SamplingRows, scalars: Mapping[str, Tensor], stages: Stages
     ) -> Tensor:
         """Queues the copies of the inputs; reads nothing on the host.
@@ -69,7 +69,7 @@ class HostRows:
         # One table row for each sampled row, and one more for padding.
         lines = torch.cat((own.lines(), own.lines()[:1]))
         self._scalars = {name: scalars[name][lines] for name in DRAW}
-        self._logits, self._at = logits[index], own.positions
+        self._logits, self._positions = logits[index], own.positions
         needed = Stages(int(np.bitwise_or.reduce(self._stages))) | (stages & Stages.MASKS)
         needed &= LOGITS_STAGES
         self._processed = self._sampler.ops.process_logits(self._logits, own, needed)
@@ -78,22 +78,24 @@ class HostRows:
     def sample(self) -> SampleOutput:
         """Draws a token for each row, in the order of ``places``."""
         errors: dict[int, Exception] = {}
-        self._process(errors)
-        lines = torch.arange(len(self.places), device=self._at.device)
+        self._apply_processors(errors)
+        lines = torch.arange(len(self.places), device=self._positions.device)
         last, tokens = torch.zeros_like(torch.cat((lines, lines[:1]))), torch.empty_like(lines)
-        self._sampler.ops.sample(self._processed, self._scalars, lines, self._at, last, tokens)
+        self._sampler.ops.sample(
+            self._processed, self._scalars, lines, self._positions, last, tokens
+        )
         output = SampleOutput(tokens.cpu().numpy(), errors=errors)
-        self._explain(output)
+        self._add_errors(output)
         output.token_ids[list(errors)] = -1
         self._gather_logprobs(output)
         return output
 
-    def _process(self, errors: dict[int, Exception]) -> None:
+    def _apply_processors(self, errors: dict[int, Exception]) -> None:
         """Applies bad words and logits processors, in place."""
         processed, claims = self._processed, dict[int, Claim]()
         for row, rules in self._rules.items():
             output = self._outputs[row]
-            hide_bad_words(processed[row], rules, output)
+            mask_bad_words(processed[row], rules, output)
             if (claim := rules.claim) is not None:
                 claim.output += output[len(claim.output) :].tolist()
                 claims[row] = claim
@@ -106,7 +108,7 @@ class HostRows:
                 except Exception as error:
                     errors[row] = error
 
-    def _explain(self, output: SampleOutput) -> None:
+    def _add_errors(self, output: SampleOutput) -> None:
         """Adds the errors of rows without a token."""
         for row in np.flatnonzero(output.token_ids < 0).tolist():
             if row in output.errors:

@@ -28,7 +28,7 @@ class HostRules:
     claim: Claim | None = None
 
 
-def hide_bad_words(row: Tensor, rules: HostRules, output: np.ndarray) -> None:
+def mask_bad_words(row: Tensor, rules: HostRules, output: np.ndarray) -> None:
     """Masks the last token of each bad word whose other tokens end the output.
 
     Args:
@@ -53,8 +53,8 @@ def apply_processors(row: Tensor, rules: HostRules, output: np.ndarray) -> None:
             value = processor(tokens, value)
             if not isinstance(value, Tensor) or value.shape != row.shape:
                 raise TypeError(
-                    f"logits processor {describe(processor)} returned {kind_of(value)}, expected "
-                    f"a tensor of shape {tuple(row.shape)}"
+                    f"logits processor {describe(processor)} returned {type_and_shape(value)}, "
+                    f"expected a tensor of shape {tuple(row.shape)}"
                 )
         assert isinstance(value, Tensor)
         check_storage(value)
@@ -76,7 +76,7 @@ def check_storage(value: Tensor) -> None:
         raise ValueError("a logits processor returned a tensor whose storage does not hold it")
 
 
-def kind_of(value: object) -> str:
+def type_and_shape(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return f"a {type(value).__name__}"
