@@ -330,7 +330,7 @@ def test_a_failed_capture_is_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_process_that_stays_in_capture_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     captures = Captures("aten::_local_scalar_dense")
     captures.install(monkeypatch)
-    monkeypatch.setattr(CudaGraphCapturer, "_leave_pool", lambda self: None)
+    monkeypatch.setattr(CudaGraphCapturer, "_end_pool_recording", lambda self: None)
     with pytest.raises(AssertionError, match="nothing can be captured any more"):
         smoke_probes.check_failed_capture(CudaGraphCapturer(DEVICE), DEVICE)
 

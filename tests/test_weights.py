@@ -166,7 +166,7 @@ def test_a_parameter_may_have_a_dtype_of_its_own(source):
     """Norms in float32 in a model of bfloat16: as they are loaded, drawn, and counted."""
     plain = weights_bytes(source, torch.bfloat16)
     assert plain == sum(t.nbytes for t in read(source, torch.bfloat16).values())
-    source = replace(source, wide_norms=True)
+    source = replace(source, float32_norm_weights=True)
     for load in (load_weights, dummy_weights):
         found = dict(load(source, torch.bfloat16, CPU))
         for name, tensor in found.items():

@@ -107,7 +107,7 @@ class CallbackRun:
                 return False
             _log(handler, event)
         except BaseException as error:
-            if _ends_the_reading(error):
+            if _cancels_reading(error):
                 raise
             _log(handler, event)
             if _attribute(handler, "raise_error") and not quiet:
@@ -144,7 +144,7 @@ def _attribute(handler: Any, name: str) -> Any:
         return None
 
 
-def _ends_the_reading(error: BaseException) -> bool:
+def _cancels_reading(error: BaseException) -> bool:
     """Whether an exception came from outside, into the reading task, and not from the handler."""
     if isinstance(error, GeneratorExit):
         # If it was thrown into this task, its traceback has no frames of the handler.

@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from asyncllm.cli.arguments import parse
     from asyncllm.errors import AsyncLLMError, InvalidRequestError
 
-    _open_missing()
+    _open_missing_streams()
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             # A character that the encoding lacks must not end a command.
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(error, 1)
 
 
-def _open_missing() -> None:
+def _open_missing_streams() -> None:
     """Open the null device for standard streams that the caller has closed. Python has None for
     them, and the next files or sockets would get their numbers."""
     sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115  # until the end

@@ -33,7 +33,7 @@ from asyncllm.gpu.transformers_model.check import Reference
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.decoder import TransformersDecoder
 from asyncllm.gpu.transformers_model.families import is_tested
-from asyncllm.gpu.transformers_model.interface import NAME
+from asyncllm.gpu.transformers_model.interface import ENGINE_NAME
 from asyncllm.gpu.transformers_model.weights import dummy_modules, load_modules
 from asyncllm.gpu.weights import dummy_weights, load_weights, weights_bytes
 from asyncllm.validation import invalid
@@ -101,7 +101,7 @@ def _load_transformers(
     convert = quantisation(config, model, device, ops)
     load = dummy_modules if config.load_format == "dummy" else load_modules
     modules, owner = load(
-        model, dtype, device, attention=NAME, experts=experts_name(device), progress=progress
+        model, dtype, device, attention=ENGINE_NAME, experts=experts_name(device), progress=progress
     )
     reference = None
     if not is_tested(model):

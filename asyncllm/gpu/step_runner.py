@@ -123,7 +123,7 @@ class StepRunner:
             self.sample(step)
         output = step.drawn_output()
         if step.host_rows is not None or step.prompt_hidden is not None:
-            with self.stream.aside():
+            with self.stream.side_context():
                 if step.host_rows is not None:
                     output.merge(step.host_rows.places, step.host_rows.sample())
                 if step.prompt_hidden is not None:
@@ -157,7 +157,7 @@ class StepRunner:
             needed = state.needs_logits[step.req_indices]
             if batch.masked_rows:
                 needed[step.places_of(batch.masked_rows)] = True
-            step.put_first(needed)
+            step.order_sampled_rows(needed)
         step.epochs = self.inputs.epochs[step.req_indices]
         step.row_stages = state.stages[step.req_indices]
         if failures := sampler.failures:
@@ -170,7 +170,7 @@ class StepRunner:
 
     def _prepare_sampling(self, step: LaunchedStep) -> None:
         """Sets the step's stages, and its rows that need the host."""
-        places = self.sampler.state.needing_host(step.req_indices)
+        places = self.sampler.state.rows_needing_host(step.req_indices)
         if len(places):
             at = step.req_indices[places], step.positions[places]
             step.host_rows = HostRows(self.sampler, places, *at)
@@ -216,7 +216,7 @@ class StepRunner:
             num_apart = len(step.host_rows.places)
         if num_apart < count and not self.replay.sample(step):
             if step.stages and not memory.on_device:
-                self._draw_apart(step, logits)
+                self._draw_by_stages(step, logits)
             else:
                 self.draw(logits, step.stages)
         if count < len(step.rows):
@@ -231,7 +231,7 @@ class StepRunner:
         tokens, rows = memory.sampled[:count], memory.sampling_rows(count)
         self.sampler.sample(logits, rows, memory.scalars, stages, tokens, top)
 
-    def _draw_apart(self, step: LaunchedStep, logits: Tensor) -> None:
+    def _draw_by_stages(self, step: LaunchedStep, logits: Tensor) -> None:
         """Draws rows with stages separately: on a CPU the stages of all rows would take longer."""
         memory, count, some = self.memory, step.num_logits, self._rows_with_stages(step)
         if len(some) in (0, count):

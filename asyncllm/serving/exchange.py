@@ -22,7 +22,7 @@ LOG_LINE = "asyncllm.log_line"
 """Scope key of the request's LogLine."""
 
 
-_CLOSE = {"Connection": "close"}
+_CLOSE_HEADERS = {"Connection": "close"}
 """Headers of an answer before the body was read to its end."""
 
 
@@ -30,7 +30,7 @@ class ClientGoneError(Exception):
     """The client closed its connection before the answer."""
 
 
-GONE = (ClientGoneError, OSError)
+DISCONNECT_ERRORS = (ClientGoneError, OSError)
 """Raised where the client is gone: servers raise OSError."""
 
 
@@ -87,7 +87,7 @@ class Exchange:
                 f"body: did not come within {self._body_timeout:g} seconds",
                 code="request_timeout",
                 status=408,
-                headers=_CLOSE,
+                headers=_CLOSE_HEADERS,
             ) from None
 
     def _too_large(self) -> ProtocolError:
@@ -95,7 +95,7 @@ class Exchange:
             f"body: is too long, expected at most {self._max_body} bytes",
             code="request_too_large",
             status=413,
-            headers=_CLOSE,
+            headers=_CLOSE_HEADERS,
         )
 
     async def gone(self) -> None:

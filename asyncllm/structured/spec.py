@@ -117,7 +117,7 @@ def _structural_tag(value: Any) -> str:
     name = f"{_NAME}.structural_tag"
     if isinstance(value, str):
         value = _loads(name, value)
-    if not isinstance(value, Mapping) or not check.same(value.get("type"), "structural_tag"):
+    if not isinstance(value, Mapping) or not check.equal_json(value.get("type"), "structural_tag"):
         raise check.invalid(name, value, 'a dict, or JSON text, with "type": "structural_tag"')
     if ("structures" in value) == ("format" in value):
         raise check.invalid(name, value, 'either "structures" and "triggers", or "format"')

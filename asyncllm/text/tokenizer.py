@@ -42,7 +42,7 @@ from asyncllm.text.tokenizer_thread import LONG_TEXT
 from asyncllm.validation import explain
 
 _MAX_CHARACTERS = 1 << 24
-_AT_ONCE = RenderLimits(max_output=LONG_TEXT, max_value=16 * LONG_TEXT, seconds=0.005)
+_AT_ONCE_LIMITS = RenderLimits(max_output=LONG_TEXT, max_value=16 * LONG_TEXT, seconds=0.005)
 
 _NAMED_TOKENS = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
 
@@ -90,7 +90,7 @@ class Tokenizer:
         Raises:
             ModelLoadError: for files that are missing or damaged, or make no fast tokenizer.
         """
-        with _reading(Path(path)):
+        with _load_errors(Path(path)):
             return cls._read(Path(path), trust_remote_code)
 
     @classmethod
@@ -100,7 +100,7 @@ class Tokenizer:
             return cls(backend, ChatTemplate(templates, special_tokens), special_tokens)
         file = path / "tokenizer.json"
         if file.is_file():
-            with _reading(file):
+            with _load_errors(file):
                 backend = tokenizers.Tokenizer.from_file(str(file))
         else:
             backend = _convert(path, trust_remote_code)
@@ -182,7 +182,7 @@ class Tokenizer:
         """
         if at_once and not self.chat_template.is_compiled(conversation):
             return None
-        limits = _AT_ONCE if at_once else self._render_limits(max_tokens)
+        limits = _AT_ONCE_LIMITS if at_once else self._render_limits(max_tokens)
         render = partial(self.chat_template.render, conversation, limits)
         control = self._control_tokens
         try:
@@ -299,7 +299,7 @@ class Tokenizer:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _load_errors(path: Path) -> Iterator[None]:
     """Convert errors of the library, bare exceptions and Rust panics, to ModelLoadError."""
     try:
         yield

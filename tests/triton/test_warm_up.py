@@ -22,7 +22,7 @@ from asyncllm.checkpoint.layer_config import LayerConfig
 from asyncllm.core.batch import StepBatch
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.gpu.batch.sampling_inputs import Stages
-from asyncllm.gpu.batch.sampling_table import DRAW
+from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS
 from asyncllm.gpu.graph.compile_turn import compiling_alone
 from asyncllm.gpu.graph.cuda_graphs import EagerCapturer, GraphKey, Part, default_sizes
 from asyncllm.gpu.graph.warm_up import warm_up
@@ -87,7 +87,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_softcap": 50.0,
         "logits_softcap": 30.0,
         "norm_offset": 1.0,
-        "wide_norms": True,
+        "float32_norm_weights": True,
     },
     "wide heads": wide_fields(8),
     "whole norms": {"norms_whole_projections": True, "sliding_layers": (), "sliding_window": None},
@@ -172,7 +172,7 @@ def draw_for_the_host(runner: ModelRunner) -> None:
     steps = steps_of(runner)
     for rows in (1, 3):
         lines = torch.arange(rows + 1)
-        own = {name: steps.memory.scalars[name][lines] for name in DRAW}
+        own = {name: steps.memory.scalars[name][lines] for name in DRAW_SCALARS}
         logits = torch.zeros((rows, runner.info.vocab_size))
         steps.model.ops.sample(
             logits, own, lines[:-1], lines[:-1], torch.zeros_like(lines), lines[:-1].clone()

@@ -82,7 +82,7 @@ class Segments:
         """Runs all layers but the last, on as many tokens as the key's bucket."""
         step = self.memory.padded_inputs(key.bucket)
         inputs = self.model.token_inputs(step, self.cache)
-        context = _Segmented(plans=(), segments=self, **inputs)
+        context = _SegmentedContext(plans=(), segments=self, **inputs)
         x, residual = self.model.body(step, context)
         ends: dict[object, Tensor | None] = {
             "x": x, "residual": residual, "inputs": context.inputs,
@@ -133,7 +133,7 @@ class Segments:
 
 
 @dataclass(slots=True)
-class _Segmented(StepContext):
+class _SegmentedContext(StepContext):
     """The context of captured layers, which leaves cores to the replay."""
 
     segments: Segments | None = None

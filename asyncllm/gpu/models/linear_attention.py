@@ -69,7 +69,7 @@ def build_linear_attention(
     """Builds a layer's mixer, whose states begin at index ``first_state``."""
     ops, hidden, eps = scope.ops, scope.model.hidden_size, scope.model.rms_norm_eps
     heads, values, channels = config.num_value_heads, config.value_size, config.conv_size
-    if config.by_key_head:
+    if config.grouped_by_key_head:
         qkvz, gates = {"in_proj_qkvz": channels + values}, {"in_proj_ba": 2 * heads}
     else:
         qkvz = {"in_proj_qkv": channels, "in_proj_z": values}
@@ -94,7 +94,7 @@ def build_linear_attention(
 
 def projection_rows(config: LinearAttentionConfig) -> tuple[Tensor, Tensor] | None:
     """Order of a file's rows of ``qkvz`` and ``gates`` in the mixer, int64; None if unchanged."""
-    if not config.by_key_head:
+    if not config.grouped_by_key_head:
         return None
     group = config.num_value_heads // config.num_key_heads
     wide = group * config.value_dim

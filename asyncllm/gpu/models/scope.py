@@ -109,7 +109,7 @@ class Scope:
     def norm_weight(self, name: str, stored: str, width: int = 0, **fields: Any) -> Tensor:
         """Weight of a norm, ``[width]``; width 0 is the hidden size."""
         model = self.model
-        dtype = "float32" if model.wide_norms else None
+        dtype = "float32" if model.float32_norm_weights else None
         weight = self.tensor(name, stored, width or model.hidden_size, dtype=dtype, **fields)
         return weight + model.norm_offset if model.norm_offset else weight
 

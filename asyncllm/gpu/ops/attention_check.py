@@ -16,10 +16,10 @@ from asyncllm.gpu.ops.base import Attention, AttentionShape
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.validation import explain
 
-UNOWNED = 64.0
+UNOWNED_VALUE = 64.0
 """Value of KV slots that no sequence owns: a key that is seen by mistake dominates its row."""
 
-PADDED = 2
+NUM_PADDED_ROWS = 2
 """Padded rows of a decode step."""
 
 
@@ -111,7 +111,7 @@ def _steps(request: AttentionRequest, size: int) -> Iterator[_Step]:
 def _make_step(name: str, rows: _Rows, request: AttentionRequest) -> _Step:
     shape, device, random = request.shape, request.device, torch.Generator().manual_seed(len(name))
     pair = (shape.num_kv_heads, shape.head_dim)
-    cache = torch.full((2, rows.blocks.size + 1, rows.size, *pair), UNOWNED)
+    cache = torch.full((2, rows.blocks.size + 1, rows.size, *pair), UNOWNED_VALUE)
     for row in range(len(rows.starts)):
         own = rows.slots(row, 0)
         cache.flatten(1, 2)[:, own] = torch.randn(2, len(own), *pair, generator=random)
@@ -119,7 +119,7 @@ def _make_step(name: str, rows: _Rows, request: AttentionRequest) -> _Step:
     inputs = rows.captured(device) if name == "decode" else rows.planned(device)
     # Queries are a slice of a wider projection, as they are in the model.
     heads = shape.num_heads + 2 * shape.num_kv_heads
-    count = len(slots) + (PADDED if name == "decode" else 0)
+    count = len(slots) + (NUM_PADDED_ROWS if name == "decode" else 0)
     merged = torch.randn(count, heads, shape.head_dim, generator=random)
     q = merged.to(device, request.dtype)[:, : shape.num_heads]
     cache = cache.to(device, request.dtype)
@@ -156,7 +156,9 @@ class _Rows:
     def captured(self, device: torch.device) -> StepInputs:
         """The same rows with padded rows after them, as in a captured step."""
         return replace(
-            self._inputs(device, PADDED), max_len=self.table.shape[1] * self.size, host=None
+            self._inputs(device, NUM_PADDED_ROWS),
+            max_len=self.table.shape[1] * self.size,
+            host=None,
         )
 
     def _inputs(self, device: torch.device, padded: int) -> StepInputs:

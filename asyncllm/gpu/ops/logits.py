@@ -42,7 +42,7 @@ def process_logits(logits: Tensor, rows: SamplingRows, stages: Stages) -> Tensor
     """
     processed = logits.to(torch.float32, copy=True)
     if stages & Stages.PENALTIES:
-        _count(rows.lines(), rows)
+        _count(rows.table_rows(), rows)
     for part in _chunks(*processed.shape):
         _process(processed[part], rows.at(part), stages)
     return processed
@@ -66,7 +66,7 @@ def _chunks(num_rows: int, vocab_size: int) -> Iterator[slice]:
 
 def _process(logits: Tensor, rows: SamplingRows, stages: Stages) -> None:
     """Applies the stages to a chunk of rows, in place."""
-    lines = rows.lines()
+    lines = rows.table_rows()
     if stages & Stages.MASKS:
         assert rows.mask_slots is not None
         assert rows.mask_words is not None

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from asyncllm.gpu.batch.sampling_inputs import LOGITS_STAGES, SamplingRows, Stages, TopLogprobs
-from asyncllm.gpu.batch.sampling_table import DRAW
+from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
 from asyncllm.gpu.sample.batched_processors import Claim
 from asyncllm.gpu.sample.host_rules import apply_processors, mask_bad_words
 from asyncllm.gpu.sample.logprobs import logprobs_of_row, token_logprobs
-from asyncllm.gpu.sample.sample_output import NONE_LEFT, NOT_FINITE, SampleOutput
+from asyncllm.gpu.sample.sample_output import NO_TOKEN_MESSAGE, NOT_FINITE_MESSAGE, SampleOutput
 from asyncllm.gpu.sample.sampler import Sampler
 
 
@@ -58,7 +58,7 @@ class HostRows:
 
         Args:
             logits, rows: ``[S, vocab_size]`` and inputs of all sampled rows of the step.
-            scalars: the scalars of DRAW, by request index.
+            scalars: the scalars of DRAW_SCALARS, by request index.
             stages: stages of the whole step.
 
         Returns:
@@ -67,8 +67,8 @@ class HostRows:
         index = copy_to_device(self.places, logits.device)
         own = rows.at(index)
         # One table row for each sampled row, and one more for padding.
-        lines = torch.cat((own.lines(), own.lines()[:1]))
-        self._scalars = {name: scalars[name][lines] for name in DRAW}
+        table_rows = torch.cat((own.table_rows(), own.table_rows()[:1]))
+        self._scalars = {name: scalars[name][table_rows] for name in DRAW_SCALARS}
         self._logits, self._positions = logits[index], own.positions
         needed = Stages(int(np.bitwise_or.reduce(self._stages))) | (stages & Stages.MASKS)
         needed &= LOGITS_STAGES
@@ -79,10 +79,13 @@ class HostRows:
         """Draws a token for each row, in the order of ``places``."""
         errors: dict[int, Exception] = {}
         self._apply_processors(errors)
-        lines = torch.arange(len(self.places), device=self._positions.device)
-        last, tokens = torch.zeros_like(torch.cat((lines, lines[:1]))), torch.empty_like(lines)
+        table_rows = torch.arange(len(self.places), device=self._positions.device)
+        last, tokens = (
+            torch.zeros_like(torch.cat((table_rows, table_rows[:1]))),
+            torch.empty_like(table_rows),
+        )
         self._sampler.ops.sample(
-            self._processed, self._scalars, lines, self._positions, last, tokens
+            self._processed, self._scalars, table_rows, self._positions, last, tokens
         )
         output = SampleOutput(tokens.cpu().numpy(), errors=errors)
         self._add_errors(output)
@@ -114,9 +117,9 @@ class HostRows:
             if row in output.errors:
                 continue
             if not bool(torch.isfinite(self._logits[row].max())):
-                message = NOT_FINITE
+                message = NOT_FINITE_MESSAGE
             elif output.token_ids[row] == NO_TOKEN_LEFT:
-                message = NONE_LEFT
+                message = NO_TOKEN_MESSAGE
             else:
                 message = "a logits processor returned logits that are not finite"
             output.errors[row] = ValueError(message)

@@ -19,7 +19,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from asyncllm.gpu.ops.triton.tuning import INT32
+from asyncllm.gpu.ops.triton.tuning import INT32_END
 
 ALIGNMENT = 16
 """Bytes. Triton compiles kernels for pointers that are multiples of it, or for any pointers."""
@@ -90,7 +90,7 @@ class Launcher:
         return bool(
             is_observed()
             or self.kernel.pre_run_hooks
-            or max(self.unspecialised(numbers), default=0) >= INT32
+            or max(self.unspecialised(numbers), default=0) >= INT32_END
         )
 
 
