@@ -31,7 +31,7 @@ _LONGEST_WAIT = 1.0
 
 @dataclass(frozen=True, slots=True)
 class BeamOutput(CompletionOutput):
-    """One output of a beam search. ``logprobs`` has those of its tokens, without alternatives.
+    """One output of a beam search. ``logprobs`` are those of its tokens, without alternatives.
 
     Attributes:
         score: ``cumulative_logprob / len(token_ids) ** length_penalty``.

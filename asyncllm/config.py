@@ -46,7 +46,7 @@ _MAX_NAMES = 64
 _MAX_NAME_LENGTH = 1024
 _MAX_SEQS = 2**16
 _MAX_TOKENS = 2**31 - 1
-"""Positions and block ids are int32 on a device."""
+"""Largest number of tokens or blocks: positions and block ids are int32 on a device."""
 
 
 @check.known_fields("setting")

@@ -105,8 +105,8 @@ class AsyncLLMEngine(Handle):
 
     @contextlib.contextmanager
     def _starting(self) -> Iterator[EngineThread]:
-        """A new engine thread. If the start fails or is cancelled, the engine is as if it had
-        never been called."""
+        """Context of a new engine thread. If the start fails or is cancelled, the engine is as if
+        it had never been called."""
         if self.state == "closed":
             raise EngineClosedError("start(): the engine is closed; expected a new engine")
         if self.state != "new":
@@ -245,7 +245,7 @@ class AsyncLLMEngine(Handle):
 
     @property
     def load_stage(self) -> LoadStage:
-        """Stage of the start, which is the unit of ``load_progress``."""
+        """Stage of the start, and unit of ``load_progress``."""
         return self._thread.stage if self._thread is not None else "weights"
 
     # --- requests ----------------------------------------------------------------------

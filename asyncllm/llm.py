@@ -188,7 +188,7 @@ class LLM(Handle):
     def stream_chat(
         self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Any
     ) -> LLMStream:
-        """``stream`` for a conversation."""
+        """Submits a conversation at once and returns its output as a plain iterator."""
         return LLMStream(self.engine.chat(messages, sampling_params, **options), self._mailbox)
 
     def tokenize(self, prompt: str | Messages, **options: Any) -> list[int]:
@@ -267,12 +267,12 @@ class LLM(Handle):
 
     @property
     def state(self) -> EngineState:
-        """As ``AsyncLLMEngine.state``."""
+        """State of the engine's life cycle; see ``AsyncLLMEngine.state``."""
         return self.engine.state
 
     @property
     def error(self) -> EngineError | None:
-        """As ``AsyncLLMEngine.error``."""
+        """Why the engine ended; see ``AsyncLLMEngine.error``."""
         return self.engine.error
 
     def close(self, *, drain: float | None = 0.0) -> None:

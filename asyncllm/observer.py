@@ -61,8 +61,8 @@ class Observer(Protocol):
 
 
 def outputs_of(request: Request) -> list[Request]:
-    """All outputs of a request, in order of index, for use in an observer's methods. Only the first
-    if the engine died while the request was submitted."""
+    """All outputs of a request, in order of index; for an observer's methods. Only the first if the
+    engine died while the request was submitted."""
     return request.group.members or [request]
 
 

@@ -32,10 +32,10 @@ NUMBER_BOUNDS: Mapping[str, tuple[float, float]] = {
     "frequency_penalty": (-2, 2),
     "repetition_penalty": (0.01, 100),
 }
-"""The least and the greatest value of each field; ``top_p`` has to be above its least."""
+"""Least and greatest value of each number field; ``top_p`` has to be above its least."""
 
 BIAS_RANGE = (-100, 100)
-"""Of each number in ``logit_bias``."""
+"""Least and greatest value of a number in ``logit_bias``."""
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024

@@ -49,7 +49,7 @@ class TensorNames:
 
 
 NORMS_BEFORE = TensorNames()
-"""Names with norms before attention and MLP, as in Llama."""
+"""Tensor names of a layer with norms before attention and MLP, as in Llama."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ def _olmo3(config: ConfigFile, sizes: Sizes) -> Fields:
 
 
 def _phi3(config: ConfigFile, sizes: Sizes) -> Fields:
-    # Its first files have other names for longrope.
+    # Its first checkpoints have other names for longrope.
     rope = read_rope(config, sizes.rotary_dim, {"su": "longrope", "yarn": "longrope"})
     return {"rope": rope, **_window_of_all_layers(config, sizes)}
 

@@ -147,7 +147,7 @@ class Chat:
                 stream = self._engine.chat(self._conversation.to_send(starts[0]), **sampling)
                 self._read(stream)
             except ContextLengthExceededError:
-                # The engine's limit, its KV cache, may be lower.
+                # The KV cache may set a lower limit than the context.
                 if len(starts) == 1:
                     raise
                 del starts[0]

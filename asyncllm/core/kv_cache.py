@@ -11,7 +11,8 @@ from asyncllm.core.request import NEVER, Request
 from asyncllm.core.state_snapshots import StateSnapshots
 
 OutOfWindow = tuple[int, int, int]
-"""``(KV group, first, end)``: entries of its block table that became the null block."""
+"""Freed entries ``first`` to ``end - 1`` of a KV group's block table:
+``(KV group, first, end)``."""
 
 
 class FullAttentionGroup:

@@ -162,8 +162,8 @@ def masked_rows(step: ScheduledStep) -> list[int]:
 def make_masks(
     step: ScheduledStep,
 ) -> tuple[GrammarMask, list[tuple[Request, BaseException | None]]]:
-    """Masks of a step, once all tokens before it are known, and the requests that end here instead:
-    complete (None), or with an error."""
+    """Makes the masks of a step, once all tokens before it are known. Also returns the requests
+    that end instead, with None if their output is complete, else with their error."""
     batch = step.batch
     masks = GrammarMask(batch.step)
     ends: list[tuple[Request, BaseException | None]] = []

@@ -1,4 +1,4 @@
-"""warn_without_huge_pages: a check that the operating system backs weights with huge pages."""
+"""warn_without_huge_pages: checks that the system backs weights with huge pages."""
 
 from __future__ import annotations
 

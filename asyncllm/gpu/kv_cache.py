@@ -255,7 +255,7 @@ def _block_sizes(groups: Sequence[KVGroup]) -> str:
 
 
 def _per_group(groups: Sequence[KVGroup], num_tokens: int, step_tokens: int) -> str:
-    """Words for the blocks that a sequence needs, by group where there are several."""
+    """Describes the blocks that a sequence needs, by group if there are several."""
     counts = [group.spec.max_blocks(num_tokens, step_tokens) for group in groups]
     if len(counts) == 1:
         return str(counts[0])

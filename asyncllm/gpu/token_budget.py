@@ -13,7 +13,7 @@ GPU_TARGET_SECONDS = 0.05
 
 LOWEST_BUDGET = 64
 HIGHEST_BUDGET = 2048
-"""Bounds of the token budget on a CPU; on a GPU the device's default replaces the upper one."""
+"""Bounds of the token budget on a CPU; a GPU's upper bound is the device's default."""
 
 MULTIPLE = 32
 
@@ -28,7 +28,7 @@ _SIZES = 8, 32
 """Tokens of the first timed steps. A model whose first step takes half of the target already gets
 the budget LOWEST_BUDGET, and is spared the second."""
 
-_NOTHING_KNOWN: Mapping[int, float] = MappingProxyType({})
+_NO_TIMINGS: Mapping[int, float] = MappingProxyType({})
 
 
 def calibrate_token_budget(
@@ -72,7 +72,7 @@ def calibrate_token_budget(
 def min_tokens_ahead(
     time_step: Callable[[int], float],
     max_num_seqs: int,
-    known: Mapping[int, float] = _NOTHING_KNOWN,
+    known: Mapping[int, float] = _NO_TIMINGS,
 ) -> int | None:
     """Finds the smallest step, in tokens, that is worth starting ahead on its own thread.
 

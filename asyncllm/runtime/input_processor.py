@@ -348,7 +348,7 @@ class InputProcessor:
             bool(claimed_by) or limits.exceeded_by(resolved, bad_words)
         )
         for index in range(resolved.n):
-            Request(  # adds itself to the group
+            Request(  # the constructor adds it to the group
                 group,
                 resolved.of_output(index) if index else resolved,
                 max_model_len=info.max_model_len,

@@ -32,7 +32,8 @@ class LoopMailbox:
         return True
 
     def _drain(self) -> None:
-        # The flag first: a channel that is added later is either seen below, or posts anew.
+        # Clear the flag first: a channel that is added later is either found below, or posts a new
+        # call.
         self._posted = False
         ready = self._ready
         while ready:

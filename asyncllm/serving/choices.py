@@ -98,7 +98,7 @@ async def abort_on_disconnect(
                 tasks.start_soon(keep_alive.fill)
             try:
                 yield
-            except Exception as error:  # the task group would wrap it
+            except Exception as error:  # the task group would wrap the error
                 failure = error
             tasks.cancel_scope.cancel()
     finally:

@@ -23,7 +23,7 @@ LOG_LINE = "asyncllm.log_line"
 
 
 _CLOSE_HEADERS = {"Connection": "close"}
-"""Headers of an answer before the body was read to its end."""
+"""Headers of an answer that is sent before the body was read to its end."""
 
 
 class ClientGoneError(Exception):
@@ -31,7 +31,7 @@ class ClientGoneError(Exception):
 
 
 DISCONNECT_ERRORS = (ClientGoneError, OSError)
-"""Raised where the client is gone: servers raise OSError."""
+"""Errors raised when the client is gone; servers raise OSError."""
 
 
 class Exchange:
@@ -159,4 +159,4 @@ def encode(value: Any) -> str:
 
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
-"""Made once; ``json.dumps`` would make one per call."""
+"""Shared JSON encoder, because ``json.dumps`` would make one per call."""

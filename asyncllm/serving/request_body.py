@@ -129,7 +129,7 @@ def unsupported(name: str, value: Any, accepted: tuple[Any, ...] = ()) -> Protoc
 
 
 def limit_fields(value: Any) -> Any:
-    """BeforeValidator that bounds an object's fields: pydantic makes an error for every unknown
+    """Validator that limits an object's fields, because pydantic makes an error for every unknown
     one."""
     if isinstance(value, dict) and len(value) > MAX_FIELDS:
         raise ValueError(f"at most {MAX_FIELDS} fields")

@@ -33,8 +33,7 @@ ENGINE_NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "prompt"
 
 MAX_CONTINUABLE = 32
 MAX_UNSTORED_SIZE = 1 << 24
-"""Limits of responses with ``store=false`` that their own connection can still continue: their
-number, and their characters."""
+"""Most responses with ``store=false`` that a connection can continue, and their characters."""
 
 MAX_ERRORS = 64
 """Consecutive requests that may fail through the client's fault."""

@@ -58,7 +58,7 @@ def refuse_unenforced(schema: Any, enforced: frozenset[str]) -> None:
     """Raise GrammarError for a keyword that is neither ``enforced`` nor an annotation."""
     for one in subschemas(schema):
         if one is not schema and "$ref" in one and ("$id" in one or "id" in one):
-            # Each draft of JSON Schema lets another of the two win.
+            # Drafts of JSON Schema differ in which of the two wins.
             raise GrammarError("'$id' beside '$ref' is not enforced")
         for keyword in one:
             if keyword not in enforced and keyword not in ANNOTATIONS:

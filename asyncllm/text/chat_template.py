@@ -181,7 +181,7 @@ class ChatTemplate:
 
 
 def _read_text(path: Path, most: int = -1) -> str:
-    """A file's first ``most`` characters, or all."""
+    """Reads the first ``most`` characters of a file, or all."""
     try:
         with path.open(encoding="utf-8") as file:
             return file.read(most)

@@ -232,7 +232,7 @@ def _unknown(backend: tokenizers.Tokenizer) -> list[int]:
 
 
 def _delimiter(text: str) -> str:
-    """Character of a special token that is rarest in ordinary text."""
+    """The character of a special token that is rarest in ordinary text."""
     signs = [sign for sign in text if not _occurs_in_words(sign)] or [text[0]]
     return min(signs, key=_COMMON_CHARACTERS.find)
 

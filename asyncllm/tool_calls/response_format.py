@@ -30,7 +30,7 @@ SKIP = "skip"
 if TYPE_CHECKING:
     from asyncllm.config import EngineConfig
 
-# Look-behind constructs, which cannot work: earlier text is dropped.
+# Look-behind constructs of patterns. They cannot work, because earlier text is dropped.
 _LOOK_BEHIND = ("(?<=", "(?<!", r"\A")
 
 

@@ -11,7 +11,7 @@ import torch
 from asyncllm.gpu.batch.sections import Table
 
 UNCOUNTED = 2**63 - 1
-"""``counted_from`` of a request index without penalties."""
+"""Value of ``counted_from`` for a request index without penalties."""
 
 
 class Scalar(NamedTuple):

@@ -59,8 +59,8 @@ class Gptq:
             raise config.bad("is_marlin_format", "false")
         name = "checkpoint_format" if "checkpoint_format" in config else "format"
         version = config.choice(name, ("gptq", "gptq_v2"), "gptq")
-        # A 1 in every field of a word. The quantiser subtracted it from whole words, so that adding
-        # it to whole words undoes that, borrows included.
+        # A word with a 1 in every field. The quantiser subtracted it from whole words, so adding it
+        # to whole words restores the zero points, borrows included.
         fields = sum(1 << place for place in range(0, 32, self.bits))
         self.zero_offset = fields if version == "gptq" else 0
         config.choice("pack_dtype", ("int32",), "int32")

@@ -24,7 +24,7 @@ from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.step_runner import StepRunner
 
 PROMPT_TOKENS = 2
-"""Tokens of a small prefill."""
+"""Number of tokens of a small prefill."""
 
 
 def warm_up(runner: StepRunner, replay: GraphReplay, progress: Callable[[int, int], None]) -> None:

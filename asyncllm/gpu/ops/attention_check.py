@@ -17,10 +17,11 @@ from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.validation import explain
 
 UNOWNED_VALUE = 64.0
-"""Value of KV slots that no sequence owns: a key that is seen by mistake dominates its row."""
+"""Value in KV slots that no sequence owns, so large that a key seen by mistake dominates its
+row."""
 
 NUM_PADDED_ROWS = 2
-"""Padded rows of a decode step."""
+"""Number of padded rows in a decode step."""
 
 
 def check_attention(attention: Attention, request: AttentionRequest) -> None:

@@ -27,14 +27,14 @@ from asyncllm.gpu.ops.gumbel import (
 )
 
 BLOCK_LOGITS = 2**20
-"""Logits at a time, in whole rows."""
+"""Logits to sample at a time, in whole rows."""
 
 SPAN_TOKENS = 32
 """Tokens of a span. They lie a stride apart, because a maximum over a stride takes a fraction of
 the time of one over neighbours."""
 
 SPAN_COUNTS = (64, 512)
-"""Numbers of spans to search, one after the other, before all of them."""
+"""Numbers of spans to search in turn, before searching all."""
 
 
 def sample(

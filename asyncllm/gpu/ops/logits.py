@@ -18,10 +18,10 @@ CHUNK_ELEMENTS = 1 << 22
 """Logits that the stages process at a time, so that their temporary memory does not grow with the
 batch."""
 
-_CHUNK_BYTES = 20
-"""Most temporary bytes per logit of a chunk: its counts, and both of its penalised values."""
+_BYTES_PER_LOGIT = 20
+"""Most temporary bytes per logit of a chunk, for counts and both penalised values."""
 
-_RULE_BYTES = 64
+_BYTES_PER_BIAS = 64
 """Most temporary bytes per entry of a row's ``logit_bias``."""
 
 
@@ -52,7 +52,7 @@ def processing_bytes(num_rows: int, vocab_size: int) -> int:
     """Most bytes that ``process_logits`` allocates for ``num_rows``, its result included."""
     chunk = min(num_rows, _chunk_rows(vocab_size))
     result = 4 * num_rows * vocab_size
-    return result + chunk * (_CHUNK_BYTES * vocab_size + _RULE_BYTES * MAX_BIAS)
+    return result + chunk * (_BYTES_PER_LOGIT * vocab_size + _BYTES_PER_BIAS * MAX_BIAS)
 
 
 def _chunk_rows(vocab_size: int) -> int:

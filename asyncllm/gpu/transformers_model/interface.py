@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 ENGINE_NAME = "asyncllm"
-"""Name of the attention, which gets no masks, and of the experts."""
+"""Name of the engine's attention and experts in transformers' tables; the attention gets no
+masks."""
 
 PROBE_NAME = "asyncllm_probe"
 """Name of the attention under which calls and masks are probed."""

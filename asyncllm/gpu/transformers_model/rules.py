@@ -24,7 +24,7 @@ _RECURRENT = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.RNNCellBase)
 """Modules in which tokens of a sequence see one another."""
 
 _MAX_CHECKED_POSITION = 2**22
-"""Positions up to which masks are checked."""
+"""Largest position at which masks are checked."""
 
 
 def check_modules(model: TransformersConfig) -> None:

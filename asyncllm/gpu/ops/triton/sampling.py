@@ -48,8 +48,8 @@ COUNTERS = tl.constexpr(4)
 """Rows of counters per program of the first kernel; each row covers four chunks."""
 
 CHUNK_ARGUMENTS = ["listed", "chunk_max", "chunk_sum", "chunk_score", "chunk_token"]
-"""Arguments that lie in one allocation. Their addresses depend on the number of rows: specialised
-on their alignment, the kernels would be compiled again in the middle of serving."""
+"""Kernel arguments that lie in one allocation. Their addresses depend on the number of rows;
+kernels specialised on their alignment would be compiled again in the middle of serving."""
 
 
 @triton.jit

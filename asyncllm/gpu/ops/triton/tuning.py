@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 INT32_END = 2**31
-"""The first number that a signed 32-bit integer does not hold."""
+"""One more than the largest signed 32-bit integer."""
 
 SPLIT_TOKENS = 256
-"""Fewest tokens of a sequence for which a split of decode attention pays."""
+"""Fewest tokens per split of a sequence for which splitting decode attention pays."""
 
 MAX_WAVE_SPLITS = 8
 """Most programs that share a sequence only to fill the last wave."""
