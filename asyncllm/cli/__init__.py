@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        _drop_output()  # its reader has left
+        _drop_output()  # the reader of the pipe has left
         return 1
     except OSError as error:  # a full disk, say
         _drop_output()
@@ -53,7 +53,7 @@ def _open_missing_streams() -> None:
 
 def _drop_output() -> None:
     """Discard the rest of the buffer, so that it does not raise at exit."""
-    with suppress(OSError):  # the output may be no file
+    with suppress(OSError):  # standard output may have no file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -50,7 +50,7 @@ class StructuredOutput:
         """
         reasoning = request.reasoning
         thinking = reasoning is not None and reasoning.thinking
-        if reason == "stop":  # the grammar sees a stop token only if it names it
+        if reason == "stop":  # the grammar gets a stop token only if the grammar names it
             if thinking or token_id not in self.special or self.matcher.may_end():
                 return reason
             return self._accept_named_stop_token(request, token_id)

@@ -161,7 +161,7 @@ class StepRunner:
         step.epochs = self.inputs.epochs[step.req_indices]
         step.row_stages = state.stages[step.req_indices]
         if failures := sampler.failures:
-            # Kept with the step: its indices may have other requests when it is collected.
+            # Kept with the step: when it is collected, its request indices may have other requests.
             step.failures = {
                 row: failures[req_index]
                 for row, req_index in enumerate(batch.req_indices)

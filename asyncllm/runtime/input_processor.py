@@ -459,7 +459,7 @@ class InputProcessor:
             try:
                 token_ids = encode() or []
                 if group.cancelled:
-                    return  # meanwhile; the engine may have ended
+                    return  # cancelled meanwhile; the engine may have ended
                 self._set_prompt(request, token_ids, parser)
             except BaseException as error:
                 if not issubclass(type(error), Exception):  # a panic inside the tokenizer

@@ -38,7 +38,7 @@ class LoopMailbox:
         ready = self._ready
         while ready:
             waiter = ready.popleft().waiter
-            # It may have been woken or cancelled before.
+            # The waiter may have been woken or cancelled before.
             if waiter is not None and not waiter.done():
                 waiter.set_result(None)
 

@@ -189,7 +189,7 @@ class GrammarCompiler:
             if waiting is None:
                 self._num_overdue -= 1
             elif self._closed:
-                waiting = None  # their engine has ended
+                waiting = None  # the engine of these requests has ended
             else:
                 self._jobs.pop(job.spec, None)
             if grammar is not None and not self._closed:

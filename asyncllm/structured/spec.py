@@ -56,7 +56,7 @@ def parse_structured_outputs(value: Any) -> StructuredOutputs | None:
     try:
         return _parse(value)
     except InvalidRequestError as error:
-        error.param = _NAME  # the messages name the kind as well
+        error.param = _NAME  # error messages name the kind as well
         raise
 
 

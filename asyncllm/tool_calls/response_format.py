@@ -309,7 +309,7 @@ def _checked(template: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _content_end(fields: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Pattern that ends the content, from a tokenizer's own template; it is no text."""
+    """Pattern that ends the content in a tokenizer's own template; its matches are not text."""
     import regex
 
     for part in fields.values():

@@ -108,7 +108,7 @@ class Segments:
             return
         count, key = self._num_tokens, (out.shape[1], out.dtype)
         out[:count] = core(self._context, *(tensor[:count] for tensor in given))
-        # An earlier, longer step has left values there.
+        # An earlier, longer step has left values in the padding.
         if (filled := self._filled.get(key, 0)) > count:
             out[count:filled].zero_()
         self._filled[key] = count

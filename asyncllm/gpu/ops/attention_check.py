@@ -141,9 +141,9 @@ class _Rows:
         width = int(-(-self.lengths.max() // size)) + 1
         order = np.random.default_rng(len(rows)).permutation(len(rows) * width) + 1
         self.blocks = order.reshape(-1, width)
-        self.lines = np.arange(len(rows))[::-1].copy()
+        self.req_indices = np.arange(len(rows))[::-1].copy()
         self.table = np.zeros((len(rows) + 1, width), dtype=np.int32)
-        self.table[self.lines] = self.blocks
+        self.table[self.req_indices] = self.blocks
 
     def slots(self, row: int, first: int) -> np.ndarray:
         """KV slots of a row's tokens from ``first`` on."""
@@ -163,7 +163,7 @@ class _Rows:
         )
 
     def _inputs(self, device: torch.device, padded: int) -> StepInputs:
-        def there(array: np.ndarray, dtype: torch.dtype, padding: int = 0) -> Tensor:
+        def padded_on_device(array: np.ndarray, dtype: torch.dtype, padding: int = 0) -> Tensor:
             padded_rows = np.concatenate((array, np.full(padded, padding)))
             return torch.from_numpy(padded_rows).to(device, dtype)
 
@@ -175,13 +175,13 @@ class _Rows:
             num_decodes=decodes + padded,
             token_ids=tokens,
             positions=tokens,
-            req_indices=there(self.lines, torch.int64, -1),
-            seq_lens=there(self.lengths, torch.int32),
+            req_indices=padded_on_device(self.req_indices, torch.int64, -1),
+            seq_lens=padded_on_device(self.lengths, torch.int32),
             query_start_loc=torch.from_numpy(starts).to(device),
             prefill_start_loc=torch.from_numpy(starts[decodes:] - decodes).int().to(device),
             groups=[GroupInputs(tokens, table, self.table, self.size)],
-            max_num_seqs=len(self.lines),
+            max_num_seqs=len(self.req_indices),
             max_len=int(self.lengths.max()),
             num_logits=0,
-            host=RowArrays(self.lines, self.starts, starts, self.lengths.astype(np.int32)),
+            host=RowArrays(self.req_indices, self.starts, starts, self.lengths.astype(np.int32)),
         )
