@@ -58,7 +58,7 @@ class LLMStream(Handle, Iterator[Delta]):
         return delta
 
     def result(self) -> Completion:
-        """Reads to the end and returns the whole."""
+        """Reads the stream to its end, and returns the completion."""
         for _ in self:
             pass
         return self._stream.completion()

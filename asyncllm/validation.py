@@ -68,8 +68,8 @@ def explain(error: BaseException) -> str:
 
 
 def plain_text(value: object) -> str | None:
-    """A text as a ``str`` and no subclass, whose methods would run on the engine thread; None for
-    anything else."""
+    """Plain ``str`` of a text; None for anything else. A subclass's methods would run on the engine
+    thread."""
     return str.__str__(value) if isinstance(value, str) else None
 
 

@@ -111,9 +111,7 @@ class CallbackRun:
                 raise
             _log(handler, event)
             if _attribute(handler, "raise_error") and not quiet:
-                if isinstance(
-                    error, StopAsyncIteration
-                ):  # a StopAsyncIteration would end the reader's ``async for``
+                if isinstance(error, StopAsyncIteration):  # it would end the reader's ``async for``
                     name = type(handler).__name__
                     raise RuntimeError(f"{name}.{event} raised StopAsyncIteration") from error
                 raise

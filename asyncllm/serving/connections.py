@@ -203,7 +203,7 @@ class _Answer:
     It frames the parts of a chunked answer itself: h11 would make an event for each, check it and
     call its writer, which is most of the cost of a streamed event."""
 
-    __slots__ = ("_chunked", "_cycle", "_flow", "_head", "_send", "_starts", "_transport")
+    __slots__ = ("_chunked", "_cycle", "_flow", "_head", "_is_starting", "_send", "_transport")
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class _Answer:
         self._flow = flow
         self._transport = transport
         self._send = send
-        self._chunked = self._starts = False
+        self._chunked = self._is_starting = False
         self._head = b""
         cycle.transport = cast(asyncio.Transport, self)
 
@@ -235,16 +235,16 @@ class _Answer:
             self.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     async def _start(self, message: Any) -> None:
-        self._starts = True
+        self._is_starting = True
         try:
             await self._send(message)
         finally:
-            self._starts = False
+            self._is_starting = False
         self._chunked = self._will_be_chunked(message)
 
     def write(self, data: bytes) -> None:
         """Replaces the transport's ``write`` for uvicorn."""
-        if self._starts:
+        if self._is_starting:
             self._head = data
             return
         if self._head:

@@ -1,4 +1,4 @@
-"""Reference: a check of untested architectures against their own plain forward pass, at load."""
+"""Reference: checks untested architectures at load against their own plain forward pass."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from asyncllm.gpu.transformers_model.config import TransformersConfig, build_ske
 from asyncllm.gpu.transformers_model.head import logits_of, output_head
 from asyncllm.gpu.transformers_model.interface import ENGINE_NAME, PROBE_NAME, register, set_handler
 from asyncllm.gpu.transformers_model.recurrent_probe import (
+    CallWatch,
     RecurrentCall,
-    Watch,
     probe_recurrent,
 )
 from asyncllm.validation import explain
@@ -212,7 +212,7 @@ def probe(model: TransformersConfig) -> Probe:
     if isinstance(embedding, nn.Embedding) and kind is not nn.Embedding:
         embedding.__class__ = type(kind.__name__, (kind, _WatchedLookup), {})
     try:
-        with torch.no_grad(), Watch(skeleton) as watch:
+        with torch.no_grad(), CallWatch(skeleton) as watch:
             inputs = probe_inputs(NUM_TOKENS, torch.device("meta"))
             hidden = base(**inputs, use_cache=False).last_hidden_state
             found.hidden_size = hidden.shape[-1]

@@ -79,14 +79,14 @@ class SeenCall:
 
 
 @dataclass(slots=True)
-class Watch:
+class CallWatch:
     """Context that records the calls of modules that take a cache."""
 
     model: nn.Module
     calls: dict[str, SeenCall] = field(default_factory=dict)
     hooks: list[Any] = field(default_factory=list)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> CallWatch:
         self.hooks = [
             self.model.get_submodule(name).register_forward_pre_hook(
                 self._hook(name), with_kwargs=True
@@ -164,7 +164,7 @@ class _StateRecorder(CallStates):
 
 
 def probe_recurrent(
-    model: nn.Module, watch: Watch, callers: list[str]
+    model: nn.Module, watch: CallWatch, callers: list[str]
 ) -> tuple[list[RecurrentCall], set[str]]:
     """Finds modules that keep a state, in the order of their calls, and idle ones.
 
