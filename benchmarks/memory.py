@@ -87,9 +87,9 @@ def settled() -> float:
     """Resident MiB once garbage is collected and the C library, where it is glibc, has given
     back what it keeps for later."""
     gc.collect()
-    empty_cache = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if empty_cache is not None:
-        empty_cache(0)
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
     return resident_bytes() / MIB
 
 
