@@ -746,7 +746,7 @@ def test_a_loop_may_come_while_another_looks_for_those_that_are_gone():
         return registry.of_running_loop()
 
     class Gone:
-        """CallInfo whether it is closed, it lets another loop come before it answers."""
+        """Asked whether it is closed, it lets another loop come before it answers."""
 
         coming = False
 

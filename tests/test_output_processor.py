@@ -266,7 +266,7 @@ def test_streams_of_a_closed_loop_are_aborted(waiting):
     assert end_of(there) is end_of(unread) is None
     assert [group.cancelled for group in (there, unread, inner)] == [False] * 3
     assert rig.counts == (0, 2, 0)
-    # CallInfo once for what was delivered once.
+    # Asked once for what was delivered once.
     closed.closed = False
     mailbox.closed = True
     rig.processor.flush_wakeups()
