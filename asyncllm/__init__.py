@@ -55,7 +55,7 @@ __version__ = "0.1.0"
 # application that has no logging set up.
 logging.getLogger("asyncllm").addHandler(logging.NullHandler())
 
-_HOMES = {
+_NAMES_BY_MODULE = {
     "asyncllm.beams": "BeamOutput beam_search",
     "asyncllm.config": "EngineConfig",
     "asyncllm.core.deadlines": "DeadlineExceededError",
@@ -72,13 +72,13 @@ _HOMES = {
     "asyncllm.sampling_params": "SamplingParams",
     "asyncllm.stream": "TokenStream",
 }
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
+_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 
-__all__ = sorted(_HOME_OF)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = sorted(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    module = _HOME_OF.get(name)
+    module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(module), name)
@@ -87,4 +87,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})
+    return sorted({*globals(), *_MODULE_OF})

@@ -31,7 +31,7 @@ _LONGEST_WAIT = 1.0
 
 @dataclass(frozen=True, slots=True)
 class BeamOutput(CompletionOutput):
-    """One output of a beam search. ``logprobs`` has those of its tokens, without alternatives.
+    """One output of a beam search. ``logprobs`` are those of its tokens, without alternatives.
 
     Attributes:
         score: ``cumulative_logprob / len(token_ids) ** length_penalty``.
@@ -106,7 +106,7 @@ async def beam_search(
 
 
 def _early_stopping(value: EarlyStopping) -> EarlyStopping:
-    if check.same(value, "never"):
+    if check.equal_json(value, "never"):
         return value
     return check.boolean("early_stopping", value, refuse=_not_early_stopping)
 
@@ -158,15 +158,15 @@ class BeamSearch:
         even if all stop tokens are likelier."""
         return self.beam_width + len(self.stop_token_ids)
 
-    def advance(self, tops: Iterable[Sequence[Logprob]]) -> None:
+    def advance(self, top_tokens: Iterable[Sequence[Logprob]]) -> None:
         """Advance every running beam by a token.
 
         Args:
-            tops: the ``num_candidates`` likeliest tokens of each running beam.
+            top_tokens: the ``num_candidates`` likeliest tokens of each running beam.
         """
         candidates = [
             (beam.logprob + entry.logprob, beam, entry)
-            for beam, top in zip(self.running, tops, strict=True)
+            for beam, top in zip(self.running, top_tokens, strict=True)
             for entry in top
         ]
         candidates.sort(key=lambda one: -one[0])
@@ -253,7 +253,7 @@ class _Driver:
         """Compute the likeliest next tokens of each prompt, with as many requests at a time as the
         queue accepts."""
         live: deque[TokenStream] = deque()
-        tops = []
+        top_tokens = []
         try:
             for prompt in prompts:
                 while True:
@@ -262,17 +262,17 @@ class _Driver:
                         break
                     except EngineOverloadedError as refused:
                         if live:
-                            tops.append(await self._read(live.popleft()))
+                            top_tokens.append(await self._read(live.popleft()))
                         elif self._first is None:
                             raise
                         else:
                             await anyio.sleep(min(refused.retry_after, _LONGEST_WAIT))
             while live:
-                tops.append(await self._read(live.popleft()))
+                top_tokens.append(await self._read(live.popleft()))
         finally:
             for stream in live:
                 stream.close()
-        return tops
+        return top_tokens
 
     def _submit(self, prompt: str | Sequence[int]) -> TokenStream:
         timeout = None

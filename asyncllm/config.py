@@ -46,7 +46,7 @@ _MAX_NAMES = 64
 _MAX_NAME_LENGTH = 1024
 _MAX_SEQS = 2**16
 _MAX_TOKENS = 2**31 - 1
-"""Positions and block ids are int32 on a device."""
+"""Largest number of tokens or blocks: positions and block ids are int32 on a device."""
 
 
 @check.known_fields("setting")
@@ -203,9 +203,9 @@ class EngineConfig:
         check.field(self, check.integer, "max_queued_tokens", 1)
         check.field(self, check.integer, "max_logprobs", -1)
         check.field(self, check.integer, "seed", 0, 2**64 - 1)
-        if not check.same(self.max_num_batched_tokens, "auto"):
+        if not check.equal_json(self.max_num_batched_tokens, "auto"):
             check.field(self, check.integer, "max_num_batched_tokens", 1, _MAX_TOKENS)
-        if not check.same(self.num_state_snapshots, "auto"):
+        if not check.equal_json(self.num_state_snapshots, "auto"):
             check.field(self, check.integer, "num_state_snapshots", 1, _MAX_SEQS)
         check.field(self, check.number, "gpu_memory_utilization", 0, 1, above=True)
         check.field(self, check.seconds, "step_timeout", above=True)

@@ -24,4 +24,5 @@ COUNTERPARTS: Mapping[str, Mapping[str, str]] = {
         "params": "sampling_params",
     },
 }
-"""By kind of name, as in error messages. Names that are equal in both are left out."""
+"""Names used here, by kind of name as in error messages and by the other name. Names that are equal
+are left out."""

@@ -92,7 +92,7 @@ class AsyncLLMEngine(Handle):
         """
         with self._starting() as thread:
             await wait_for(thread.ready)
-            self._take_in(thread)
+            self._adopt_thread(thread)
             thread.supervise()
 
     def _start_blocking(self) -> ThreadMailbox:
@@ -100,13 +100,13 @@ class AsyncLLMEngine(Handle):
         streams."""
         with self._starting() as thread:
             thread.ready.result()
-            self._take_in(thread)
+            self._adopt_thread(thread)
             return self._thread_mailbox()
 
     @contextlib.contextmanager
     def _starting(self) -> Iterator[EngineThread]:
-        """A new engine thread. If the start fails or is cancelled, the engine is as if it had
-        never been called."""
+        """Context of a new engine thread. If the start fails or is cancelled, the engine is as if
+        it had never been called."""
         if self.state == "closed":
             raise EngineClosedError("start(): the engine is closed; expected a new engine")
         if self.state != "new":
@@ -120,7 +120,7 @@ class AsyncLLMEngine(Handle):
             self._thread = self._input_processor = None
             raise
 
-    def _take_in(self, thread: EngineThread) -> None:
+    def _adopt_thread(self, thread: EngineThread) -> None:
         self._input_processor = InputProcessor(
             thread.loaded,
             thread.core,
@@ -149,8 +149,8 @@ class AsyncLLMEngine(Handle):
         if thread is not None:
             await wait_for(thread.exited)
             until = time.monotonic() + _JOIN_TIMEOUT
-            for leftover in self._clean_up(thread):
-                await join(leftover, max(0.0, until - time.monotonic()))
+            for thread_to_join in self._clean_up(thread):
+                await join(thread_to_join, max(0.0, until - time.monotonic()))
             await thread.unwatch()
 
     def _close_blocking(self, drain: float | None = 0.0) -> None:
@@ -162,8 +162,8 @@ class AsyncLLMEngine(Handle):
                     thread.exited.result(thread.watch_interval)
                 thread.check_step()
             until = time.monotonic() + _JOIN_TIMEOUT
-            for leftover in self._clean_up(thread):
-                leftover.join(max(0.0, until - time.monotonic()))
+            for thread_to_join in self._clean_up(thread):
+                thread_to_join.join(max(0.0, until - time.monotonic()))
 
     def _end(self, drain: float | None) -> EngineThread | None:
         drain = check.seconds("drain", drain, optional=True)
@@ -182,8 +182,8 @@ class AsyncLLMEngine(Handle):
         """Drops the mailboxes and closes the input processor. Returns the threads to join."""
         assert self._input_processor is not None
         self._mailboxes.clear()
-        leftovers = (thread.leftover, *self._input_processor.close())
-        return [leftover for leftover in leftovers if leftover is not None]
+        leftovers = (thread.thread_to_join, *self._input_processor.close())
+        return [thread_to_join for thread_to_join in leftovers if thread_to_join is not None]
 
     async def wait_closed(self) -> None:
         """Waits until the engine has ended, by ``aclose`` or otherwise; any task, any loop.
@@ -245,7 +245,7 @@ class AsyncLLMEngine(Handle):
 
     @property
     def load_stage(self) -> LoadStage:
-        """Stage of the start, which is the unit of ``load_progress``."""
+        """Stage of the start, and unit of ``load_progress``."""
         return self._thread.stage if self._thread is not None else "weights"
 
     # --- requests ----------------------------------------------------------------------
@@ -403,7 +403,7 @@ class AsyncLLMEngine(Handle):
 
         What takes long is done on another thread.
         """
-        encode = self._running().tokenizing(
+        encode = self._running().prepare_tokenize(
             prompt,
             add_special_tokens=add_special_tokens,
             tools=tools,
@@ -425,7 +425,7 @@ class AsyncLLMEngine(Handle):
             InvalidRequestError: for anything but integers from 0 to 2**32 - 1.
             EngineClosedError: if the engine is not started, or closed.
         """
-        length, decode = self._running().detokenizing(token_ids, skip_special_tokens)
+        length, decode = self._running().prepare_detokenize(token_ids, skip_special_tokens)
         return decode() if length < LONG_TEXT else await anyio.to_thread.run_sync(decode)
 
     # --- the engine as a whole ---------------------------------------------------------

@@ -58,7 +58,7 @@ class LLMStream(Handle, Iterator[Delta]):
         return delta
 
     def result(self) -> Completion:
-        """Reads to the end and returns the whole."""
+        """Reads the stream to its end, and returns the completion."""
         for _ in self:
             pass
         return self._stream.completion()
@@ -188,16 +188,16 @@ class LLM(Handle):
     def stream_chat(
         self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Any
     ) -> LLMStream:
-        """``stream`` for a conversation."""
+        """Submits a conversation at once and returns its output as a plain iterator."""
         return LLMStream(self.engine.chat(messages, sampling_params, **options), self._mailbox)
 
     def tokenize(self, prompt: str | Messages, **options: Any) -> list[int]:
         """``AsyncLLMEngine.tokenize`` in the calling thread; arguments and errors as there."""
-        return self.engine._running().tokenizing(prompt, **options)()  # pyright: ignore[reportReturnType]
+        return self.engine._running().prepare_tokenize(prompt, **options)()  # pyright: ignore[reportReturnType]
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """``AsyncLLMEngine.detokenize`` in the calling thread; arguments and errors as there."""
-        return self.engine._running().detokenizing(token_ids, skip_special_tokens)[1]()
+        return self.engine._running().prepare_detokenize(token_ids, skip_special_tokens)[1]()
 
     def _batch(
         self,
@@ -267,12 +267,12 @@ class LLM(Handle):
 
     @property
     def state(self) -> EngineState:
-        """As ``AsyncLLMEngine.state``."""
+        """State of the engine's life cycle; see ``AsyncLLMEngine.state``."""
         return self.engine.state
 
     @property
     def error(self) -> EngineError | None:
-        """As ``AsyncLLMEngine.error``."""
+        """Why the engine ended; see ``AsyncLLMEngine.error``."""
         return self.engine.error
 
     def close(self, *, drain: float | None = 0.0) -> None:

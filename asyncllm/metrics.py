@@ -36,11 +36,11 @@ except ImportError as error:
 F = TypeVar("F", bound=Metric)
 
 
-TOKENS = (*(digit * 10.0**power for power in range(6) for digit in (1, 2, 5)), 1e6)
+TOKEN_BUCKETS = (*(digit * 10.0**power for power in range(6) for digit in (1, 2, 5)), 1e6)
 """Buckets of token counts: 1, 2, 5, 10, 20, 50 … up to a million."""
-FINE = tuple(value / 1000 for value in TOKENS)
+TIME_BUCKETS = tuple(value / 1000 for value in TOKEN_BUCKETS)
 """Buckets of times: 1 ms to 1000 s, for small models as well as long queues."""
-OUTPUTS = (1.0, 2.0, 5.0, 10.0, 20.0)
+OUTPUT_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 # vLLM's buckets, which its dashboards and alerts expect.
 _VLLM_FIRST_TOKEN = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -73,11 +73,11 @@ _HISTOGRAMS = (
     ("request_prefill_time_seconds", "From the first step to the first token.", _VLLM_LATENCY),
     ("request_decode_time_seconds", "From the first token to the end.", _VLLM_LATENCY),
     ("request_inference_time_seconds", "From the first step to the end.", _VLLM_LATENCY),
-    ("request_prompt_tokens", "Prompt tokens of a request.", TOKENS),
-    ("request_generation_tokens", "Output tokens of a request.", TOKENS),
-    ("request_max_num_generation_tokens", "Tokens of a request's longest output.", TOKENS),
-    ("request_params_max_tokens", "The max_tokens of requests that set it.", TOKENS),
-    ("request_params_n", "The n of requests: outputs asked for.", OUTPUTS),
+    ("request_prompt_tokens", "Prompt tokens of a request.", TOKEN_BUCKETS),
+    ("request_generation_tokens", "Output tokens of a request.", TOKEN_BUCKETS),
+    ("request_max_num_generation_tokens", "Tokens of a request's longest output.", TOKEN_BUCKETS),
+    ("request_params_max_tokens", "The max_tokens of requests that set it.", TOKEN_BUCKETS),
+    ("request_params_n", "The n of requests: outputs asked for.", OUTPUT_BUCKETS),
 )
 """Histograms: name, documentation, vLLM's buckets."""
 
@@ -138,7 +138,11 @@ class _EngineRecord:
         self.labels = labels
         self.lock = threading.Lock()
         self.histograms = {
-            name: _Histogram(buckets if vllm_buckets or buckets in (TOKENS, OUTPUTS) else FINE)
+            name: _Histogram(
+                buckets
+                if vllm_buckets or buckets in (TOKEN_BUCKETS, OUTPUT_BUCKETS)
+                else TIME_BUCKETS
+            )
             for name, _, buckets in _HISTOGRAMS
         }
         self.finished = dict.fromkeys(_REASONS, 0)

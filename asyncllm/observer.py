@@ -61,8 +61,8 @@ class Observer(Protocol):
 
 
 def outputs_of(request: Request) -> list[Request]:
-    """All outputs of a request, in order of index, for use in an observer's methods. Only the first
-    if the engine died while the request was submitted."""
+    """All outputs of a request, in order of index; for an observer's methods. Only the first if the
+    engine died while the request was submitted."""
     return request.group.members or [request]
 
 
@@ -79,10 +79,10 @@ class ObserverNotifier:
     _end: tuple[Usage, BaseException | None] | None = None
     # Popping from a list is atomic: it decides which thread delivers.
     _undelivered: list[bool] = field(default_factory=lambda: [True])
-    _to_tell_of_first_token: list[Observer] = field(init=False)
+    _first_token_observers: list[Observer] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._to_tell_of_first_token = list(self._observers)
+        self._first_token_observers = list(self._observers)
 
     def submitted(self, submission: RequestInfo) -> None:
         for observer in self._observers:
@@ -115,7 +115,7 @@ class ObserverNotifier:
     def _deliver_first_token(self) -> None:
         while True:
             try:
-                observer = self._to_tell_of_first_token.pop(0)
+                observer = self._first_token_observers.pop(0)
             except IndexError:
                 return
             _tell(observer, "on_first_token", self._request)

@@ -13,7 +13,7 @@ from asyncllm import validation as check
 from asyncllm.structured.response_format import parse_response_format
 from asyncllm.structured.spec import parse_structured_outputs
 
-INTEGERS: Mapping[str, tuple[int, int]] = {
+INTEGER_BOUNDS: Mapping[str, tuple[int, int]] = {
     # Each output has a copy of the prompt's token ids.
     "n": (1, 256),
     "top_k": (-1, check.MAX_INTEGER),
@@ -24,7 +24,7 @@ INTEGERS: Mapping[str, tuple[int, int]] = {
     "prompt_logprobs": (-1, check.MAX_INTEGER),
     "truncate_prompt_tokens": (-1, check.MAX_INTEGER),
 }
-NUMBERS: Mapping[str, tuple[float, float]] = {
+NUMBER_BOUNDS: Mapping[str, tuple[float, float]] = {
     "temperature": (0, 100),
     "top_p": (0, 1),
     "min_p": (0, 1),
@@ -32,10 +32,10 @@ NUMBERS: Mapping[str, tuple[float, float]] = {
     "frequency_penalty": (-2, 2),
     "repetition_penalty": (0.01, 100),
 }
-"""The least and the greatest value of each field; ``top_p`` has to be above its least."""
+"""Least and greatest value of each number field; ``top_p`` has to be above its least."""
 
 BIAS_RANGE = (-100, 100)
-"""Of each number in ``logit_bias``."""
+"""Least and greatest value of a number in ``logit_bias``."""
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
@@ -156,9 +156,9 @@ class SamplingParams:
     _set = object.__setattr__
 
     def __post_init__(self) -> None:
-        for name, bounds in INTEGERS.items():
+        for name, bounds in INTEGER_BOUNDS.items():
             check.field(self, check.integer, name, *bounds)
-        for name, bounds in NUMBERS.items():
+        for name, bounds in NUMBER_BOUNDS.items():
             check.field(self, check.number, name, *bounds, above=name == "top_p")
         if self.truncate_prompt_tokens == 0:
             raise check.invalid("truncate_prompt_tokens", 0, "1 or more, -1 or None")

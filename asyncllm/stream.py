@@ -129,7 +129,7 @@ class TokenStream(Handle):
             backend = self._backend or self._bind()
             waiter = backend.make_waiter()
             if waiter is None:
-                raise self._belongs_elsewhere()
+                raise self._is_read_elsewhere()
             self._reading = True
             try:
                 while True:
@@ -178,11 +178,11 @@ class TokenStream(Handle):
         if mailbox is None:
             self._channel.mailbox = mailbox = self._mailbox_of_loop()
         elif not isinstance(mailbox, LoopMailbox):
-            raise self._belongs_elsewhere()
+            raise self._is_read_elsewhere()
         self._backend = mailbox.backend
         return mailbox.backend
 
-    def _belongs_elsewhere(self) -> RuntimeError:
+    def _is_read_elsewhere(self) -> RuntimeError:
         return RuntimeError(
             f"stream {self.request_id!r} belongs to the event loop that read it first"
         )

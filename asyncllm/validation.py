@@ -68,8 +68,8 @@ def explain(error: BaseException) -> str:
 
 
 def plain_text(value: object) -> str | None:
-    """A text as a ``str`` and no subclass, whose methods would run on the engine thread; None for
-    anything else."""
+    """Plain ``str`` of a text; None for anything else. A subclass's methods would run on the engine
+    thread."""
     return str.__str__(value) if isinstance(value, str) else None
 
 
@@ -98,7 +98,7 @@ def _integer_in(value: Any, low: int, high: int) -> int | None:
         return None
     try:
         found = int(operator.index(value))
-    except Exception:  # for example a tensor with several elements
+    except Exception:  # such as a tensor with several elements, whose truth value is an error
         return None
     return found if low <= found <= high else None
 
@@ -237,12 +237,14 @@ def field(owner: Any, validator: Callable[..., Any], name: str, *limits: Any, **
         object.__setattr__(owner, name, found)
 
 
-def same(value: Any, other: Any) -> bool:
+def equal_json(value: Any, other: Any) -> bool:
     """Equality of JSON values: 1 is not True, and an array equals nothing."""
     if type(value) is not type(other):
         return False
     if isinstance(value, dict):
-        return value.keys() == other.keys() and all(same(value[key], other[key]) for key in value)
+        return value.keys() == other.keys() and all(
+            equal_json(value[key], other[key]) for key in value
+        )
     return bool(value == other)
 
 

@@ -109,7 +109,7 @@ def load(parts: Parts, backed: int) -> Callable[..., Any]:
                 from asyncllm.text.tokenizer import Tokenizer
 
                 measure_weights(parts, backed)
-                for function in ("calibrate_token_budget", "ahead_from"):
+                for function in ("calibrate_token_budget", "min_tokens_ahead"):
                     parts.measure(token_budget, function, "calibration")
                 import asyncllm.gpu.build  # noqa: F401 - for its time
             parts.measure(Tokenizer, "from_directory", "tokenizer, beside the weights")

@@ -140,7 +140,7 @@ class Bench:
             batch.masked_rows = rows
             step.masks = GrammarMask(self._steps, rows, [masks[row] for row in rows])
         self.model.given, self.ops.drawn = logits, {}
-        needing = self.sampler.state.needing_host(step.req_indices)
+        needing = self.sampler.state.rows_needing_host(step.req_indices)
         self.ops.host_rows = step.req_indices[needing].tolist()
         with torch.no_grad():
             self.runner.begin(step, ahead=False)

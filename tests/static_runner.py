@@ -72,7 +72,7 @@ class LateStream(CudaStream):
     def context(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def aside(self) -> AbstractContextManager[object]:
+    def side_context(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def run(self, work: Callable[[], None]) -> None:

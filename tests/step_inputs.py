@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.batch.sampling_table import DRAW
+from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS
 from asyncllm.gpu.batch.step_inputs import GroupInputs, RowArrays, StepInputs
 
 
@@ -88,5 +88,5 @@ def captured(
 
 
 def draw_scalars(*columns: Tensor) -> dict[str, Tensor]:
-    """The scalars of DRAW, in its order."""
-    return dict(zip(DRAW, columns, strict=True))
+    """The scalars of DRAW_SCALARS, in its order."""
+    return dict(zip(DRAW_SCALARS, columns, strict=True))

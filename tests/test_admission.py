@@ -96,7 +96,7 @@ def test_an_estimate_is_corrected(clock):
     admission.reserve(long, 95)
     with pytest.raises(EngineOverloadedError):
         admission.reserve(request("b"), 10)
-    admission.correct(long, 20)
+    admission.correct_estimate(long, 20)
     admission.reserve(request("b"), 80)
 
 
@@ -232,10 +232,10 @@ def test_a_prompt_is_corrected_only_while_it_is_queued(clock):
     one, other = request("a"), request("b")
     admission.reserve(one, 50)
     admission.reserve(other, 10)
-    admission.correct(one, 70)
+    admission.correct_estimate(one, 70)
     assert "80 prompt tokens are queued" in str(refused(admission, 21))
     admission.leave_queue(one.members[0])
-    admission.correct(one, 10_000)
+    admission.correct_estimate(one, 10_000)
     admission.reserve(request("c"), 90)
     assert "100 prompt tokens are queued" in str(refused(admission, 1))
 

@@ -26,7 +26,7 @@ from asyncllm.gpu.ops.native_attention import NativeAttention
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.registry import (
     BUILTIN,
-    GROUP,
+    ENTRY_POINT_GROUP,
     NativeChoice,
     make_attention,
     make_ops,
@@ -430,7 +430,10 @@ def install(tmp_path, monkeypatch):
         info.mkdir(parents=True)
         (place / f"{name}.py").write_text(source)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        lines = [f"[{GROUP}]", *(f"{entry} = {value}" for entry, value in entries.items())]
+        lines = [
+            f"[{ENTRY_POINT_GROUP}]",
+            *(f"{entry} = {value}" for entry, value in entries.items()),
+        ]
         (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
         monkeypatch.syspath_prepend(str(place))
 
@@ -443,7 +446,10 @@ def install(tmp_path, monkeypatch):
 def example() -> str:
     """The example of the documentation, and the entry point that it names."""
     text = DOCS.read_text()
-    assert f'[project.entry-points."{GROUP}"]\nexact = "exact_attention:ExactAttention"' in text
+    assert (
+        f'[project.entry-points."{ENTRY_POINT_GROUP}"]\nexact = "exact_attention:ExactAttention"'
+        in text
+    )
     match = re.search(r"```python\n(.*?)```", text, re.DOTALL)
     assert match is not None
     return match[1]

@@ -169,8 +169,8 @@ class Table:
 
 def run(search, table):
     while not search.done:
-        tops = [table.top(beam.token_ids, search.num_candidates) for beam in search.running]
-        search.advance(tops)
+        top_tokens = [table.top(beam.token_ids, search.num_candidates) for beam in search.running]
+        search.advance(top_tokens)
     return search.ended
 
 

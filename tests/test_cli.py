@@ -15,7 +15,7 @@ import pytest
 
 from asyncllm.cli import main
 from asyncllm.cli.conversation import Conversation
-from asyncllm.cli.flow import Flow
+from asyncllm.cli.flow import WordWrapper
 from asyncllm.cli.measure import percentile
 from asyncllm.cli.prompts import prompts
 from asyncllm.cli.text import one_line, printable, rate, seconds
@@ -142,7 +142,7 @@ def test_an_engine_that_dies_is_one_line() -> None:
         "    raise ValueError('the device is on fire')\n"
         "from asyncllm.gpu import calibration\n"
         "calibration.calibrate_token_budget = lambda time_step: 64\n"
-        "calibration.ahead_from = lambda time_step, most, known: None\n"
+        "calibration.min_tokens_ahead = lambda time_step, most, known: None\n"
         "ModelRunner.launch = launch\n"
         "sys.exit(main(['bench']))\n"
     )
@@ -198,7 +198,7 @@ def test_flow_breaks_lines_between_words_however_the_text_is_cut() -> None:
     rng = random.Random(seed)
     for _ in range(50):
         out = io.StringIO()
-        flow = Flow(out, width=16)
+        flow = WordWrapper(out, width=16)
         rest = text
         while rest:
             cut = rng.randint(1, 6)
@@ -215,7 +215,7 @@ def test_flow_breaks_lines_between_words_however_the_text_is_cut() -> None:
 
 def test_flow_lets_a_word_that_is_too_long_stand_alone() -> None:
     out = io.StringIO()
-    flow = Flow(out, width=10)
+    flow = WordWrapper(out, width=10)
     flow.write("an incomprehensible word")
     flow.finish()
     assert out.getvalue() == "  an\n  incomprehensible\n  word\n"

@@ -56,7 +56,7 @@ def _other_kv(runner: ModelRunner) -> None:
             state.cache.layers[mixer.kv_index].shape == state.cache.layers[mixer.kv_index + 2].shape
         )
     for mixer in mixers[:2]:
-        mixer.lends = True
+        mixer.shares_kv = True
 
 
 def _no_scalars(runner: ModelRunner) -> None:
@@ -93,17 +93,17 @@ def _other_rows_for_values(runner: ModelRunner) -> None:
 
 def _no_router_norm(runner: ModelRunner) -> None:
     for layer in _layers(runner):
-        layer.beside.router_norm = lambda x: x
+        layer.experts_beside.router_norm = lambda x: x
 
 
 def _no_expert_scale(runner: ModelRunner) -> None:
     for layer in _layers(runner):
-        layer.beside.experts.routing.expert_scale = None
+        layer.experts_beside.experts.routing.expert_scale = None
 
 
 def _no_experts(runner: ModelRunner) -> None:
     for layer in _layers(runner):
-        layer.beside.mixed_norm = torch.zeros_like
+        layer.experts_beside.mixed_norm = torch.zeros_like
 
 
 def _config(**fields: Any) -> Callable[[ModelConfig], ModelConfig]:

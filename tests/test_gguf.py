@@ -31,7 +31,7 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats import reader as reader_module
 from asyncllm.gpu.formats.open_checkpoint import open_checkpoint
 from asyncllm.gpu.ops.linear_weights import LinearWeights
-from asyncllm.gpu.ops.native_weights import stored_as
+from asyncllm.gpu.ops.native_weights import native_type
 from asyncllm.gpu.weights import load_weights
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.tokenizer import Tokenizer
@@ -343,7 +343,7 @@ def test_blocks_of_a_scale_and_integers_stay_packed(plain, tmp_path, monkeypatch
     model = ModelConfig.from_directory(path)
     expected = dict(load_weights(model, torch.float32, CPU))
     found = dict(
-        load_weights(model, torch.float32, CPU, takes=lambda form: stored_as(form) is not None)
+        load_weights(model, torch.float32, CPU, takes=lambda form: native_type(form) is not None)
     )
     packed = {name: each for name, each in found.items() if isinstance(each, LinearWeights)}
     assert bool(packed) == (kind != "Q4_1")

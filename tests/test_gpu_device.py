@@ -29,7 +29,7 @@ MIB = 2**20
 
 def test_a_pool_counts_what_it_took_and_gives_it_back():
     probe = MemoryProbe()
-    probe.trim(GPU)
+    probe.empty_cache(GPU)
     torch.ones(1, device=GPU)
     before = probe.info(GPU)[0]
     with probe.pool(GPU) as reserved:
@@ -40,7 +40,7 @@ def test_a_pool_counts_what_it_took_and_gives_it_back():
         assert reserved() == 64 * MIB
     assert probe.info(GPU)[0] == before - 64 * MIB
     assert probe.finish(GPU, 5.0)
-    probe.trim(GPU)
+    probe.empty_cache(GPU)
     assert probe.info(GPU)[0] == before
 
 
@@ -50,7 +50,7 @@ def test_measuring_leaves_the_hosts_peak_statistics():
     held = torch.cuda.max_memory_allocated(GPU)
     assert held >= 256 * MIB
     probe = MemoryProbe()
-    probe.trim(GPU)
+    probe.empty_cache(GPU)
     free, total = probe.info(GPU)
     found = cuda_cache_bytes(
         EngineConfig(),

@@ -110,8 +110,8 @@ class SimulatedGPU:
         self._answer("finish")
         return not self.busy
 
-    def trim(self, device: torch.device, seconds: float = -1) -> None:
-        self._answer("trim")
+    def empty_cache(self, device: torch.device, seconds: float = -1) -> None:
+        self._answer("empty_cache")
         self.cached = self.pooled = 0
 
     def _answer(self, word: str) -> None:
@@ -146,7 +146,15 @@ def test_an_empty_gpu_gives_its_share_less_weights_step_and_graphs():
     # 0.9 of 80 GiB is 72, and 72 - 16 - 3 - 1 = 52.
     assert found == 52 * GIB
     assert gpu.pooled == 0
-    assert gpu.log == ["trim", "info", "trim", "pool", "closed", "trim", "info"]
+    assert gpu.log == [
+        "empty_cache",
+        "info",
+        "empty_cache",
+        "pool",
+        "closed",
+        "empty_cache",
+        "info",
+    ]
 
 
 def test_what_others_hold_is_not_ours_to_count():
@@ -588,7 +596,7 @@ class OnGPU:
 def test_release_waits_and_then_empties():
     gpu = SimulatedGPU(cached=GIB)
     release(GPU, gpu)
-    assert gpu.log == ["finish", "trim"]
+    assert gpu.log == ["finish", "empty_cache"]
     assert gpu.free == gpu.total
 
 
@@ -806,7 +814,9 @@ def use_pool() -> None:
         pass
 
 
-@pytest.mark.parametrize("work", [lambda: MemoryProbe().trim(GPU), use_pool], ids=["trim", "pool"])
+@pytest.mark.parametrize(
+    "work", [lambda: MemoryProbe().empty_cache(GPU), use_pool], ids=["empty_cache", "pool"]
+)
 def test_memory_waits_for_another_engines_capture(torch_state: Captures, work) -> None:
     done: list[bool] = []
 
@@ -826,8 +836,8 @@ def test_memory_waits_for_another_engines_capture(torch_state: Captures, work) -
 
 def test_a_cache_is_not_emptied_beside_an_open_pool(torch_state: Captures) -> None:
     with MemoryProbe().pool(GPU), pytest.raises(TimeoutError, match=r"more than 0\.05 s"):
-        MemoryProbe().trim(GPU, 0.05)
-    MemoryProbe().trim(GPU, 0.05)
+        MemoryProbe().empty_cache(GPU, 0.05)
+    MemoryProbe().empty_cache(GPU, 0.05)
 
 
 def test_release_does_not_wait_for_a_capture_that_hangs(

@@ -284,6 +284,6 @@ def test_the_streams_are_not_of_the_pool_that_applications_share(
     monkeypatch.setattr(torch.cuda, "Stream", PooledStream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     stream = CudaStream(DEVICE)
-    with stream.aside():
+    with stream.side_context():
         pass
     assert made == [-1, -1]

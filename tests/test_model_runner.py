@@ -21,7 +21,7 @@ from asyncllm.gpu import devices, kv_cache
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.graph.replay import EagerReplay
 from asyncllm.gpu.ops.registry import NativeChoice
-from asyncllm.gpu.token_budget import GPU_TARGET_SECONDS, ahead_from, calibrate_token_budget
+from asyncllm.gpu.token_budget import GPU_TARGET_SECONDS, calibrate_token_budget, min_tokens_ahead
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import GREEDY, Driver
 from tests.dummy_runner import LARGE, MODEL, make
@@ -436,10 +436,10 @@ def test_a_slow_model_is_not_timed_with_more_tokens_than_it_takes_to_know_its_bu
 
 def test_a_step_that_was_timed_for_the_budget_is_not_run_again_for_the_depth():
     times = iter([0.004, 0.004, 0.004])
-    assert ahead_from(lambda _: next(times), 64, {1: 0.5, 8: 0.001}) == 8
+    assert min_tokens_ahead(lambda _: next(times), 64, {1: 0.5, 8: 0.001}) == 8
     assert next(times, None) is None
-    assert ahead_from(lambda _: pytest.fail("not to be run"), 64, {8: 0.011}) is None
-    assert ahead_from(lambda count: 0.02 * count, 4, {8: 0.001}) is None
+    assert min_tokens_ahead(lambda _: pytest.fail("not to be run"), 64, {8: 0.011}) is None
+    assert min_tokens_ahead(lambda count: 0.02 * count, 4, {8: 0.001}) is None
 
 
 @pytest.mark.parametrize(
@@ -461,7 +461,7 @@ def test_a_second_step_is_in_flight_where_a_full_one_takes_ten_milliseconds(seco
         sizes.append(count)
         return next(times)
 
-    assert ahead_from(time_step, 64) == found
+    assert min_tokens_ahead(time_step, 64) == found
     assert sizes == calls
 
 

@@ -15,7 +15,7 @@ from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.quantise import quantise_int4, quantise_int8
-from asyncllm.gpu.sample.sample_output import NOT_FINITE
+from asyncllm.gpu.sample.sample_output import NOT_FINITE_MESSAGE
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import Driver
 from tests.dummy_runner import LARGE, MODEL, make
@@ -156,7 +156,7 @@ def test_a_greedy_row_without_a_number_ends_alone(monkeypatch):
     driver.run([sound, other])
     assert sound.outputs == alone.outputs
     assert other.outputs == []
-    assert str(other.error) == NOT_FINITE
+    assert str(other.error) == NOT_FINITE_MESSAGE
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -80,7 +80,7 @@ def returning(make: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
 
 
 LARGE = [2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64, 10**20, 10**400, 10**5000]
-INTEGERS = st.integers() | st.sampled_from(LARGE) | st.sampled_from([-n for n in LARGE])
+INTEGER_BOUNDS = st.integers() | st.sampled_from(LARGE) | st.sampled_from([-n for n in LARGE])
 FLOATS = st.floats() | st.sampled_from([1e300, -0.0, 5e-324, math.nan, math.inf, 1e-5, 3.4e38])
 NUMPY_SCALARS = st.sampled_from(
     [np.int8(-1), np.int64(2**63 - 1), np.uint64(2**64 - 1), np.float16(1), np.float32("nan")]
@@ -88,8 +88,8 @@ NUMPY_SCALARS = st.sampled_from(
 ARRAYS = st.sampled_from(
     [np.array(3), np.zeros((2, 2)), np.array([1.5]), np.array(["x"]), torch.tensor([1, 2])]
 )
-NUMBERS = st.one_of(
-    INTEGERS,
+NUMBER_BOUNDS = st.one_of(
+    INTEGER_BOUNDS,
     FLOATS,
     NUMPY_SCALARS,
     ARRAYS,
@@ -98,12 +98,12 @@ NUMBERS = st.one_of(
 TEXTS = st.text() | st.sampled_from(
     ["", "\ud800", "\0", "auto", "none", "x" * 5000, "<|im_end|>", "1 2", "\U0001f600" * 9]
 )
-SCALARS = NUMBERS | TEXTS | st.none() | st.sampled_from([b"\xff", object(), ..., type, len])
+SCALARS = NUMBER_BOUNDS | TEXTS | st.none() | st.sampled_from([b"\xff", object(), ..., type, len])
 VALUES = st.one_of(
     SCALARS,
     st.lists(SCALARS, max_size=3),
     st.dictionaries(st.integers(-1, 2000) | TEXTS, SCALARS, max_size=2),
-    st.lists(st.lists(NUMBERS, max_size=2), max_size=2),
+    st.lists(st.lists(NUMBER_BOUNDS, max_size=2), max_size=2),
 )
 PROCESSORS = st.lists(
     st.sampled_from(

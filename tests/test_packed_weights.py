@@ -18,7 +18,7 @@ from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.formats import reader as reader_module
 from asyncllm.gpu.ops.linear_weights import LinearWeights, WeightForm
-from asyncllm.gpu.ops.native_weights import stored_as
+from asyncllm.gpu.ops.native_weights import native_type
 from asyncllm.gpu.packed_weights import packed_weights
 from asyncllm.gpu.weights import load_weights
 from tests.checkpoints import make_checkpoint
@@ -61,7 +61,7 @@ def loaded(model: ModelConfig, **settings: Any) -> dict[str, Tensor | LinearWeig
 
 
 def takes(form: WeightForm) -> bool:
-    return stored_as(form) is not None
+    return native_type(form) is not None
 
 
 def bundles(weights: Iterable[tuple[str, Tensor | LinearWeights]]) -> dict[str, LinearWeights]:

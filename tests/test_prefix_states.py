@@ -249,7 +249,7 @@ def test_states_are_copied_between_slots_and_snapshots():
 def test_a_step_that_copies_states_is_not_run_ahead_of_the_host():
     """The native library's thread would run the next step before the host has saved them."""
     queue = StepQueue.__new__(StepQueue)
-    queue.least_tokens = 1
+    queue.min_tokens = 1
     for copies in (dict(), dict(masked_rows=[0])):
         batch = StepBatch(0, [0], [0], [5], [True], num_tokens=5, **copies)
         assert queue.takes(LaunchedStep(batch), ()) is True

@@ -89,7 +89,7 @@ def submission_waits_for_the_first_read(patch):
             core.send(core.on_add, self._group)
         return await read(self)
 
-    patch.setattr(InputProcessor, "_add", later)
+    patch.setattr(InputProcessor, "_send", later)
     patch.setattr(TokenStream, "__anext__", first_submit)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from asyncllm.core.batch import RequestAssignment
 from asyncllm.core.executor import SamplingLimits
 from asyncllm.gpu.batch.sampling_inputs import Stages
-from asyncllm.gpu.batch.sampling_table import DRAW
+from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS
 from asyncllm.gpu.sample.host_rules import HostRules, apply_processors
 from asyncllm.gpu.sample.rng import mix_seed
 from asyncllm.sampling_params import MAX_BIAS, MAX_STOP_IDS, SamplingParams
@@ -66,7 +66,7 @@ def draws(
     out = torch.empty_like(lines)
     rows = logits.expand(count, -1)
     last = torch.zeros(count + 1, dtype=torch.int64)
-    scalars = dict(zip(DRAW, (state, *parameters), strict=True))
+    scalars = dict(zip(DRAW_SCALARS, (state, *parameters), strict=True))
     cpu_ops(ops).sample(rows, scalars, lines, lines, last, out)
     assert torch.equal(last[:-1], out)
     return out.numpy()
@@ -346,7 +346,7 @@ def test_the_core_knows_which_requests_need_the_host(fields, eos, bad_words):
     params = SamplingParams(**fields)
     known = () if params.ignore_eos else eos
     bench.enter(1, [1, 2], [], known, bad_words, **fields)
-    needs = bench.sampler.state.needing_host(np.array([0, 1])).tolist()
+    needs = bench.sampler.state.rows_needing_host(np.array([0, 1])).tolist()
     assert needs == ([1] if limits.exceeded_by(params, bad_words) else [])
 
 
@@ -414,7 +414,7 @@ def test_what_cannot_be_assigned_leaves_its_slot_neutral(fields):
     params = unchecked(**fields)
     bench.sampler.assign(RequestAssignment(0, "odd", [1, 2], 2, [1], params))
     assert set(bench.sampler.failures) == {0}
-    assert not len(bench.sampler.state.needing_host(np.array([0])))
+    assert not len(bench.sampler.state.rows_needing_host(np.array([0])))
     assert Stages(int(bench.sampler.state.stages[0])) is Stages.NONE
     assert bench.sample(torch.zeros(1, 30), [0]).token_ids[0] >= 0
     bench.enter(0, [1, 2], [], temperature=0.0, logit_bias={4: 5.0})

@@ -74,11 +74,11 @@ def test_a_block_is_given_back_once_all_of_it_lies_before_the_window(block_size,
     for computed in range(1, 41):
         one.num_computed_tokens = computed
         kv.publish(one)
-        free, trims = kv.pool.num_free, kv.trim(one)
+        free, freed = kv.pool.num_free, kv.free_out_of_window(one)
         gone = [i for i in range(len(held)) if (i + 1) * block_size <= computed - window + 1]
         assert ids(one)[0] == [0 if i in gone else block for i, block in enumerate(held)]
-        assert sum(end - first for _, first, end in trims) == kv.pool.num_free - free
-        assert kv.trim(one) == []
+        assert sum(end - first for _, first, end in freed) == kv.pool.num_free - free
+        assert kv.free_out_of_window(one) == []
         kv.check_integrity([one])
     # What was given back can be found all the same.
     assert kv.pool.num_cached == 40 // block_size
@@ -134,7 +134,7 @@ def test_an_admission_takes_what_a_window_holds_at_once():
     # A step takes what the one before has left behind.
     for computed in range(8, 50, 7):
         one.num_computed_tokens = computed
-        kv.trim(one)
+        kv.free_out_of_window(one)
         assert kv.grow(one, min(computed + 8, 50)) is not None
         assert len(one.blocks[1]) * 3 >= min(computed + 8, 50)
         kv.check_integrity([one])
@@ -290,15 +290,15 @@ def _narrow(monkeypatch) -> None:
 
 def _early(monkeypatch) -> None:
     """Blocks are given back by the step that still reads them."""
-    trim = KVCacheManager.trim
+    free = KVCacheManager.free_out_of_window
 
     def early(self, request):
         request.num_computed_tokens += 1
-        trims = trim(self, request)
+        freed = free(self, request)
         request.num_computed_tokens -= 1
-        return trims
+        return freed
 
-    monkeypatch.setattr(KVCacheManager, "trim", early)
+    monkeypatch.setattr(KVCacheManager, "free_out_of_window", early)
 
 
 def _short_hit(monkeypatch) -> None:
@@ -307,7 +307,7 @@ def _short_hit(monkeypatch) -> None:
 
     def short(self, *args):
         make(self, *args)
-        self._num_seen -= 1
+        self._num_visible_blocks -= 1
 
     monkeypatch.setattr(SlidingWindowGroup, "__init__", short)
 

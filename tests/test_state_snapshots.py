@@ -214,7 +214,7 @@ def test_the_state_of_an_output_waits_for_its_last_token():
     # Eight tokens are in the state, the eighth of which is in flight in the step before.
     assert (first.num_computed_tokens, len(first.token_ids)) == (8, 8)
     assert rig.states.pool.num_cached == 1
-    rig.states.settle()
+    rig.states.publish_saved()
     assert rig.states.pool.num_cached == 2
 
 
@@ -442,8 +442,8 @@ def _too_old(monkeypatch) -> None:
     publish = StateSnapshots._publish
 
     def older(self, save):
-        if save.num_tokens + self._unit <= len(save.request.token_ids):
-            save.num_tokens += self._unit
+        if save.num_tokens + self._tokens_per_unit <= len(save.request.token_ids):
+            save.num_tokens += self._tokens_per_unit
         publish(self, save)
 
     monkeypatch.setattr(StateSnapshots, "_publish", older)
@@ -466,14 +466,14 @@ def _same_step(monkeypatch) -> None:
 
 def _any_epoch(monkeypatch) -> None:
     """It counts though its request has started over, and its step has failed."""
-    settle = StateSnapshots.settle
+    publish_saved = StateSnapshots.publish_saved
 
     def ignorant(self):
         for save in self._saves:
             save.epoch = save.request.epoch
-        settle(self)
+        publish_saved(self)
 
-    monkeypatch.setattr(StateSnapshots, "settle", ignorant)
+    monkeypatch.setattr(StateSnapshots, "publish_saved", ignorant)
 
 
 def _early(monkeypatch) -> None:

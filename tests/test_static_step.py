@@ -556,7 +556,7 @@ def test_the_plain_step_state(block_size: int) -> None:
 def test_every_host_buffer_sees_every_change_of_the_sampling_parameters() -> None:
     """Three buffers take turns, of which each change finds other ones behind."""
     state = SamplingState(2, 100, 4)
-    limits = StepLimits(2, 2, 1, lines=3)
+    limits = StepLimits(2, 2, 1, table_rows=3)
     buffers = cycle([HostBuffer(limits, 100, 4, [8]) for _ in range(3)])
     for number, uses in enumerate((1, 3, 1, 2, 4)):
         params = SamplingParams(temperature=0.5 + number, top_k=number, seed=number).resolve(

@@ -17,7 +17,7 @@ from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.ops.native_embedding import NativeTable
-from asyncllm.gpu.sample.sample_output import NOT_FINITE
+from asyncllm.gpu.sample.sample_output import NOT_FINITE_MESSAGE
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import Driver, Sequence, packed
 from tests.dummy_runner import MODEL as LLAMA
@@ -266,7 +266,7 @@ def test_a_row_without_numbers_fails_alone():
     driver.launch([(bad, 0), (good, 0), (worse, 0)])
     driver.launch([(bad, 1), (good, 1), (worse, 1)])
     driver.collect()
-    assert str(bad.error) == str(worse.error) == NOT_FINITE
+    assert str(bad.error) == str(worse.error) == NOT_FINITE_MESSAGE
     driver.collect()
     driver.run([good], depth=2)
     alone = Driver(make_runner(decoder))

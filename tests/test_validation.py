@@ -201,12 +201,12 @@ def test_an_exception_is_explained_though_its_methods_raise(how: str) -> None:
 
 
 def test_equal_as_json_is() -> None:
-    assert check.same({"type": "text"}, {"type": "text"})
+    assert check.equal_json({"type": "text"}, {"type": "text"})
     for value in ({"type": "json"}, {}, {"type": "text", "x": 1}, [], np.array(["text"]), None):
-        assert not check.same(value, {"type": "text"})
-    assert not check.same({"type": np.zeros(2)}, {"type": "text"})
-    assert not check.same(np.zeros(2), [])
-    assert not check.same(1, True)
+        assert not check.equal_json(value, {"type": "text"})
+    assert not check.equal_json({"type": np.zeros(2)}, {"type": "text"})
+    assert not check.equal_json(np.zeros(2), [])
+    assert not check.equal_json(1, True)
 
 
 # --- where they are used -----------------------------------------------------------------

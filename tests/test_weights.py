@@ -166,7 +166,7 @@ def test_a_parameter_may_have_a_dtype_of_its_own(source):
     """Norms in float32 in a model of bfloat16: as they are loaded, drawn, and counted."""
     plain = weights_bytes(source, torch.bfloat16)
     assert plain == sum(t.nbytes for t in read(source, torch.bfloat16).values())
-    source = replace(source, wide_norms=True)
+    source = replace(source, float32_norm_weights=True)
     for load in (load_weights, dummy_weights):
         found = dict(load(source, torch.bfloat16, CPU))
         for name, tensor in found.items():
@@ -512,8 +512,8 @@ def test_lent_weights_share_a_buffer_or_are_the_file(source, dtype):
     kept: list[torch.Tensor] = []
     most = 0
     with LiveBytes() as live:
-        lent = load_weights(source, dtype, CPU, lambda *now: calls[1].append(now), lend=True)
-        for name, tensor in lent:
+        loaded = load_weights(source, dtype, CPU, lambda *now: calls[1].append(now), transient=True)
+        for name, tensor in loaded:
             assert torch.equal(tensor, expected[name]), name
             if tensor.dim() == 1 or name == "embed.weight":
                 kept.append(tensor)
@@ -547,7 +547,7 @@ def test_two_files_of_a_checkpoint_are_mapped_at_once(copy):
     (copy.path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     del tensors
     most = 0
-    for name, tensor in load_weights(copy, torch.float32, CPU, lend=True):
+    for name, tensor in load_weights(copy, torch.float32, CPU, transient=True):
         assert torch.equal(tensor, expected[name])
         maps = Path("/proc/self/maps").read_text()
         most = max(most, sum(f"{copy.path}/model-{n}.safetensors" in maps for n in range(7)))

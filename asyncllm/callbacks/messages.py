@@ -33,7 +33,7 @@ _SPEAKERS: Mapping[MessageType, str] = {
 }
 
 
-class _Dumps:
+class _ModelDump:
     """Adds pydantic's ``model_dump``, which tracers and loggers call, to dataclasses."""
 
     def model_dump(self, **_: Any) -> dict[str, Any]:
@@ -45,7 +45,7 @@ class _Dumps:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, _Dumps):
+    if isinstance(value, _ModelDump):
         return value.model_dump()
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
@@ -53,7 +53,7 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass
-class CallbackMessage(_Dumps):
+class CallbackMessage(_ModelDump):
     """One message of a conversation, with the attributes of LangChain's ``BaseMessage``.
 
     Attributes:
@@ -95,7 +95,7 @@ class CallbackMessage(_Dumps):
 
 
 @dataclass
-class CallbackGeneration(_Dumps):
+class CallbackGeneration(_ModelDump):
     """One output, or a chunk of one for ``on_llm_new_token(chunk=…)``. For conversations
     ``message`` is set, as in LangChain's ``ChatGeneration``."""
 
@@ -113,7 +113,7 @@ class CallbackChatGeneration(CallbackGeneration):
 
 
 @dataclass
-class CallbackResult(_Dumps):
+class CallbackResult(_ModelDump):
     """Argument of ``on_llm_end``, with the attributes of LangChain's ``LLMResult``.
 
     Attributes:

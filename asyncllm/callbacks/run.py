@@ -107,11 +107,11 @@ class CallbackRun:
                 return False
             _log(handler, event)
         except BaseException as error:
-            if _ends_the_reading(error):
+            if _cancels_reading(error):
                 raise
             _log(handler, event)
             if _attribute(handler, "raise_error") and not quiet:
-                if isinstance(error, StopAsyncIteration):  # would end the reader's ``async for``
+                if isinstance(error, StopAsyncIteration):  # it would end the reader's ``async for``
                     name = type(handler).__name__
                     raise RuntimeError(f"{name}.{event} raised StopAsyncIteration") from error
                 raise
@@ -144,10 +144,10 @@ def _attribute(handler: Any, name: str) -> Any:
         return None
 
 
-def _ends_the_reading(error: BaseException) -> bool:
+def _cancels_reading(error: BaseException) -> bool:
     """Whether an exception came from outside, into the reading task, and not from the handler."""
     if isinstance(error, GeneratorExit):
-        # If it was thrown into this task, its traceback has no frames of the handler.
+        # An exception thrown into this task has no frames of the handler in its traceback.
         assert error.__traceback__ is not None
         return error.__traceback__.tb_next is None
     if isinstance(error, asyncio.CancelledError):

@@ -59,7 +59,7 @@ class ConfigFile:
         return cls.read(path) if path.exists() else cls(path, {})
 
     def overridden(self, overrides: Mapping[str, Any] | None) -> ConfigFile:
-        """The fields with those of ``EngineConfig.hf_overrides`` in their place.
+        """Copy with the fields of ``EngineConfig.hf_overrides`` replaced.
 
         Raises:
             InvalidRequestError: for a ``quantization_config``.

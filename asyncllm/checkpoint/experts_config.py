@@ -91,8 +91,8 @@ class ExpertsConfig:
         shared_size: size of the shared MLP, which every token passes beside its experts; 0 is none.
         shared_gate: the shared MLP's output is multiplied by the sigmoid of a logit of its own.
         bias: the experts' projections have biases.
-        beside: the layers also have an ordinary MLP. MLP, router and experts all read the residual,
-            each through a norm of its own.
+        beside_mlp: the layers also have an ordinary MLP. MLP, router and experts all read the
+            residual, each through a norm of its own.
     """
 
     layers: tuple[bool, ...]
@@ -102,5 +102,5 @@ class ExpertsConfig:
     shared_size: int = 0
     shared_gate: bool = False
     bias: bool = False
-    beside: bool = False
+    beside_mlp: bool = False
     names: ExpertsNames = ExpertsNames()

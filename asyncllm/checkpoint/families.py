@@ -48,8 +48,8 @@ class TensorNames:
     down: str = "down_proj"
 
 
-BEFORE = TensorNames()
-"""Names with norms before attention and MLP, as in Llama."""
+NORMS_BEFORE = TensorNames()
+"""Tensor names of a layer with norms before attention and MLP, as in Llama."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Family:
     architecture: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
     eos_token_ids: tuple[int, ...] = ()
-    names: TensorNames = BEFORE
+    names: TensorNames = NORMS_BEFORE
     activation: str = "hidden_act"
     rotates: float | None = None
     text_part: bool = False
@@ -110,7 +110,7 @@ def read_window(config: ConfigFile, layers: tuple[bool, ...]) -> Fields:
     return {"sliding_window": window if any(layers) else None, "sliding_layers": layers}
 
 
-def read_switched_window(config: ConfigFile, sizes: Sizes, layers: tuple[bool, ...]) -> Fields:
+def read_optional_window(config: ConfigFile, sizes: Sizes, layers: tuple[bool, ...]) -> Fields:
     """Read the window if ``use_sliding_window`` is true; else there is none."""
     if config.boolean("use_sliding_window", False):
         return read_window(config, layers)
@@ -118,7 +118,7 @@ def read_switched_window(config: ConfigFile, sizes: Sizes, layers: tuple[bool, .
     return read_window(file, (False,) * sizes.num_layers)
 
 
-def _window_everywhere(config: ConfigFile, sizes: Sizes) -> Fields:
+def _window_of_all_layers(config: ConfigFile, sizes: Sizes) -> Fields:
     """Read a sliding window of all layers, or of none if it is null."""
     window = config.integer("sliding_window", None, high=MAX_POSITIONS)
     implied = (window is not None,) * sizes.num_layers
@@ -156,7 +156,7 @@ def _qwen(config: ConfigFile, sizes: Sizes) -> Fields:
     first = config.integer("max_window_layers", 28, low=0)
     layers = tuple(index >= first for index in range(sizes.num_layers))
     slides = config.values.get("sliding_window") is not None
-    return read_switched_window(config, sizes, tuple(slides and each for each in layers))
+    return read_optional_window(config, sizes, tuple(slides and each for each in layers))
 
 
 def _qwen2(config: ConfigFile, sizes: Sizes) -> Fields:
@@ -176,7 +176,7 @@ def _ministral3(config: ConfigFile, sizes: Sizes) -> Fields:
     if beta:
         original = section.integer("original_max_position_embeddings", high=MAX_POSITIONS)
         rope = replace(rope, query_scale_beta=beta, original_max_position=original)
-    return {"rope": rope, **_window_everywhere(config, sizes)}
+    return {"rope": rope, **_window_of_all_layers(config, sizes)}
 
 
 def _smollm3(config: ConfigFile, sizes: Sizes) -> Fields:
@@ -193,7 +193,7 @@ def _smollm3(config: ConfigFile, sizes: Sizes) -> Fields:
             raise config.bad("no_rope_layers", accepted)
         rotates = tuple(bool(each) for each in named[: sizes.num_layers])
     slides = config.values.get("sliding_window") is not None
-    window = read_switched_window(config, sizes, tuple(slides and not each for each in rotates))
+    window = read_optional_window(config, sizes, tuple(slides and not each for each in rotates))
     return {**_llama(config, sizes), **window, **_ropes_by_layer(config, sizes, rotates)}
 
 
@@ -202,7 +202,7 @@ def _ropes_by_layer(config: ConfigFile, sizes: Sizes, rotates: tuple[bool, ...])
     return {"layer_ropes": tuple(rope if each else NO_ROPE for each in rotates)}
 
 
-def _by_kind(ropes: Mapping[str, RopeConfig], sliding: tuple[bool, ...]) -> Fields:
+def _ropes_by_kind(ropes: Mapping[str, RopeConfig], sliding: tuple[bool, ...]) -> Fields:
     """Set the RoPE of each layer by its kind."""
     return {"layer_ropes": tuple(ropes[SLIDING if each else FULL] for each in sliding)}
 
@@ -211,7 +211,7 @@ def _olmo2(config: ConfigFile, sizes: Sizes) -> Fields:
     return {
         "qk_norm": True,
         "norms_whole_projections": True,
-        "wide_norms": True,
+        "float32_norm_weights": True,
         **read_biases(config),
     }
 
@@ -220,13 +220,13 @@ def _olmo3(config: ConfigFile, sizes: Sizes) -> Fields:
     window = read_window(config, every(4, sizes))
     theta = config.number("rope_theta", 500_000.0, open_low=True)
     ropes = read_layer_ropes(config, sizes.rotary_dim, {FULL: theta, SLIDING: theta})
-    return {**_olmo2(config, sizes), **window, **_by_kind(ropes, window["sliding_layers"])}
+    return {**_olmo2(config, sizes), **window, **_ropes_by_kind(ropes, window["sliding_layers"])}
 
 
 def _phi3(config: ConfigFile, sizes: Sizes) -> Fields:
-    # Its first files have other names for longrope.
+    # Its first checkpoints have other names for longrope.
     rope = read_rope(config, sizes.rotary_dim, {"su": "longrope", "yarn": "longrope"})
-    return {"rope": rope, **_window_everywhere(config, sizes)}
+    return {"rope": rope, **_window_of_all_layers(config, sizes)}
 
 
 def _granite(config: ConfigFile, sizes: Sizes) -> Fields:
@@ -265,7 +265,7 @@ def _gemma(config: ConfigFile, sizes: Sizes) -> Fields:
     return {
         **read_biases(config),
         "norm_offset": 1.0,
-        "wide_norms": True,
+        "float32_norm_weights": True,
         "embedding_multiplier": sizes.hidden_size**0.5,
         "rounds_embedding_multiplier": True,
         "attention_scale": config.number("query_pre_attn_scalar", 256, open_low=True) ** -0.5,
@@ -288,25 +288,25 @@ def _gemma3(config: ConfigFile, sizes: Sizes) -> Fields:
         SLIDING: config.number("rope_local_base_freq", 1e4, open_low=True),
     }
     ropes = read_layer_ropes(config, sizes.rotary_dim, thetas)
-    layers = _by_kind(ropes, window["sliding_layers"])
+    layers = _ropes_by_kind(ropes, window["sliding_layers"])
     return {**_gemma(config, sizes), "qk_norm": True, **window, **layers}
 
 
-AROUND = TensorNames(
+NORMS_AROUND = TensorNames(
     post_norm="pre_feedforward_layernorm",
     mixer_norm="post_attention_layernorm",
     mlp_norm="post_feedforward_layernorm",
 )
-BEHIND = replace(AROUND, input_norm=None, post_norm=None)
-FUSED = TensorNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",))
-SHARED = TensorNames(mlp="shared_mlp", gate_up=("input_linear",), down="output_linear")
+NORMS_AFTER = replace(NORMS_AROUND, input_norm=None, post_norm=None)
+FUSED_PROJECTIONS = TensorNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",))
+SHARED_MLP = TensorNames(mlp="shared_mlp", gate_up=("input_linear",), down="output_linear")
 GLM4 = TensorNames(
     mixer_norm="post_self_attn_layernorm",
     mlp_norm="post_mlp_layernorm",
     gate_up=("gate_up_proj",),
 )
 
-AS_MANY = {"num_key_value_heads": None}
+MULTI_HEAD = {"num_key_value_heads": None}
 """Default of families with as many key/value heads as query heads."""
 
 _GEMMA: Fields = {
@@ -326,9 +326,9 @@ _GEMMA3 = {
 }
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", AS_MANY, (2,), read=_llama),
+    "llama": Family("LlamaForCausalLM", MULTI_HEAD, (2,), read=_llama),
     "mistral": Family(
-        "MistralForCausalLM", {"sliding_window": 4096}, (2,), read=_window_everywhere
+        "MistralForCausalLM", {"sliding_window": 4096}, (2,), read=_window_of_all_layers
     ),
     "qwen2": Family("Qwen2ForCausalLM", {"sliding_window": 4096}, read=_qwen2),
     "qwen3": Family("Qwen3ForCausalLM", {"sliding_window": 4096, "head_dim": 128}, read=_qwen3),
@@ -353,29 +353,33 @@ FAMILIES: dict[str, Family] = {
         read=_smollm3,
     ),
     "olmo2": Family(
-        "Olmo2ForCausalLM", AS_MANY | {"rms_norm_eps": 1e-5}, (50_279,), names=BEHIND, read=_olmo2
+        "Olmo2ForCausalLM",
+        MULTI_HEAD | {"rms_norm_eps": 1e-5},
+        (50_279,),
+        names=NORMS_AFTER,
+        read=_olmo2,
     ),
     "olmo3": Family(
         "Olmo3ForCausalLM",
-        AS_MANY | {"rms_norm_eps": 1e-5, "sliding_window": 4096},
+        MULTI_HEAD | {"rms_norm_eps": 1e-5, "sliding_window": 4096},
         (50_279,),
-        names=BEHIND,
+        names=NORMS_AFTER,
         read=_olmo3,
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
-        AS_MANY | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+        MULTI_HEAD | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
         (32_000,),
-        names=FUSED,
+        names=FUSED_PROJECTIONS,
         rotates=1.0,
         read=_phi3,
     ),
-    "granite": Family("GraniteForCausalLM", AS_MANY, (2,), read=_granite),
+    "granite": Family("GraniteForCausalLM", MULTI_HEAD, (2,), read=_granite),
     "granitemoehybrid": Family(
         "GraniteMoeHybridForCausalLM",
-        AS_MANY | {"shared_intermediate_size": 1024},
+        MULTI_HEAD | {"shared_intermediate_size": 1024},
         (2,),
-        names=SHARED,
+        names=SHARED_MLP,
         covers=_is_dense_granite4,
         read=_granite4,
     ),
@@ -391,7 +395,7 @@ FAMILIES: dict[str, Family] = {
         "Gemma2ForCausalLM",
         _GEMMA2,
         (1,),
-        names=AROUND,
+        names=NORMS_AROUND,
         activation="hidden_activation",
         read=_gemma2,
     ),
@@ -399,7 +403,7 @@ FAMILIES: dict[str, Family] = {
         "Gemma3ForCausalLM",
         _GEMMA3,
         (1,),
-        names=AROUND,
+        names=NORMS_AROUND,
         activation="hidden_activation",
         text_part=True,
         read=_gemma3,

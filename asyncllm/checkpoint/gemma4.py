@@ -12,8 +12,8 @@ from asyncllm.checkpoint.experts_config import (
     RoutingConfig,
 )
 from asyncllm.checkpoint.families import (
-    AROUND,
     FULL,
+    NORMS_AROUND,
     SLIDING,
     Family,
     Fields,
@@ -29,7 +29,7 @@ from asyncllm.checkpoint.layer_config import (
     share_kv,
 )
 from asyncllm.checkpoint.moe_families import MAX_EXPERTS
-from asyncllm.checkpoint.rope_config import RENAMED, RopeConfig, RopeKind, rope_from
+from asyncllm.checkpoint.rope_config import ROPE_PARAMETERS, RopeConfig, RopeKind, rope_from
 
 
 def _gemma4(config: ConfigFile, sizes: Sizes) -> Fields:
@@ -45,7 +45,7 @@ def _gemma4(config: ConfigFile, sizes: Sizes) -> Fields:
         **read_biases(config),
         "qk_norm": True,
         "value_norm": True,
-        "wide_norms": True,
+        "float32_norm_weights": True,
         "layer_scalar": True,
         "attention_scale": 1.0,
         "embedding_multiplier": sizes.hidden_size**0.5,
@@ -85,7 +85,11 @@ def _layers(config: ConfigFile, slides: tuple[bool, ...]) -> list[LayerConfig]:
 
 
 def _rope(config: ConfigFile, sizes: Sizes, kind: str) -> RopeConfig:
-    named = config.section(RENAMED) if RENAMED in config else ConfigFile(config.path, _ROPES)
+    named = (
+        config.section(ROPE_PARAMETERS)
+        if ROPE_PARAMETERS in config
+        else ConfigFile(config.path, _ROPES)
+    )
     section = named.section(kind)
     section.choice("rope_type", ("default", "proportional"))
     theta = section.number("rope_theta", open_low=True)
@@ -103,7 +107,7 @@ def _experts(config: ConfigFile, sizes: Sizes) -> ExpertsConfig:
         RoutingConfig(count, top_k, renormalise=True, expert_scale=True),
         config.integer("moe_intermediate_size"),
         ActivationConfig(gelu=True),
-        beside=True,
+        beside_mlp=True,
         names=ExpertsNames(
             router="router.proj", experts=None, fused="experts", fused_router="router.proj"
         ),
@@ -132,7 +136,7 @@ GEMMA4: dict[str, Family] = {
         "Gemma4ForCausalLM",
         _DEFAULTS,
         (1,),
-        names=AROUND,
+        names=NORMS_AROUND,
         activation="hidden_activation",
         text_part=True,
         read=_gemma4,

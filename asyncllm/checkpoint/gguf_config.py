@@ -21,7 +21,7 @@ ARCHITECTURES = {
 }
 """Architectures by ``general.architecture``; Mistral's files say "llama" too."""
 
-_COPIED = {
+_COPIED_FIELDS = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
@@ -31,7 +31,7 @@ _COPIED = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
-_READ = (
+_OTHER_FIELDS = (
     "attention.key_length attention.value_length rope.dimension_count rope.scaling.type "
     "rope.scaling.factor rope.scaling.original_context_length rope.scaling.finetuned vocab_size "
     "attention.sliding_window attention.causal expert_count expert_used_count"
@@ -60,11 +60,11 @@ def gguf_config(file: GGUFFile) -> ConfigFile:
     }
     fields = ConfigFile(file.path, values)
     for name in values:
-        if name not in _COPIED and name not in _READ:
+        if name not in _COPIED_FIELDS and name not in _OTHER_FIELDS:
             raise fields.bad(name, f"no such value of {architecture}, which may change the model")
     if fields.integer("expert_count", 0, low=0) > 0:
         raise fields.bad("expert_count", "0: mixtures of experts are not supported")
-    config = {there: values[here] for here, there in _COPIED.items() if here in values}
+    config = {there: values[here] for here, there in _COPIED_FIELDS.items() if here in values}
     config |= {
         "architectures": [ARCHITECTURES[architecture]],
         "head_dim": _head_dim(fields),

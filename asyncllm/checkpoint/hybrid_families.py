@@ -30,7 +30,7 @@ def _linear_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
     return tuple(kind == LINEAR for kind in kinds)
 
 
-def _gated_delta(config: ConfigFile, sizes: Sizes, *, by_key_head: bool = False) -> Fields:
+def _gated_delta(config: ConfigFile, sizes: Sizes, *, grouped_by_key_head: bool = False) -> Fields:
     """Read the fields of a hybrid model: gated delta rules, and attention with a gated output."""
     config.choice("hidden_act", ("silu", "swish"), "silu")
     if not config.boolean("attn_output_gate", True):
@@ -48,12 +48,12 @@ def _gated_delta(config: ConfigFile, sizes: Sizes, *, by_key_head: bool = False)
         config.integer("linear_key_head_dim", high=MAX_HEAD_DIM),
         config.integer("linear_value_head_dim", high=MAX_HEAD_DIM),
         config.integer("linear_conv_kernel_dim", low=2, high=MAX_CONV_WIDTH),
-        by_key_head,
+        grouped_by_key_head,
     )
     return {
         "qk_norm": True,
         "norm_offset": 1.0,
-        "wide_norms": True,
+        "float32_norm_weights": True,
         "gated_attention": True,
         "linear_attention": linear if any(layers) else None,
         **read_biases(config),
@@ -83,7 +83,7 @@ def _qwen3_5_moe(config: ConfigFile, sizes: Sizes) -> Fields:
 def _qwen3_next(config: ConfigFile, sizes: Sizes) -> Fields:
     routing = normalised_routing(config, "num_experts")
     experts = _experts(config, sparse_layers(config, sizes), routing)
-    return {**_gated_delta(config, sizes, by_key_head=True), **experts}
+    return {**_gated_delta(config, sizes, grouped_by_key_head=True), **experts}
 
 
 _GATED_DELTA: Fields = {

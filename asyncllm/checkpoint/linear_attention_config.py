@@ -15,8 +15,8 @@ class LinearAttentionConfig:
             value heads.
         key_dim, value_dim: size of a head.
         conv_width: kernel size of the convolution, the current input included.
-        by_key_head: a file groups the rows of q, k, v, z and of the gates by key head (Qwen3-Next),
-            instead of all rows of q, then all of k, and so on.
+        grouped_by_key_head: a file groups the rows of q, k, v, z and of the gates by key head
+            (Qwen3-Next), instead of all rows of q, then all of k, and so on.
     """
 
     layers: tuple[bool, ...]
@@ -25,7 +25,7 @@ class LinearAttentionConfig:
     key_dim: int
     value_dim: int
     conv_width: int
-    by_key_head: bool = False
+    grouped_by_key_head: bool = False
 
     @property
     def key_size(self) -> int:

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from asyncllm import validation as check
 from asyncllm.checkpoint.config_file import REQUIRED, ConfigFile
 from asyncllm.checkpoint.experts_config import ExpertsConfig
-from asyncllm.checkpoint.families import BEFORE, Family, Sizes, TensorNames
 from asyncllm.checkpoint.families import FAMILIES as DENSE_FAMILIES
+from asyncllm.checkpoint.families import NORMS_BEFORE, Family, Sizes, TensorNames
 from asyncllm.checkpoint.gemma4 import GEMMA4
 from asyncllm.checkpoint.gguf_config import gguf_config
 from asyncllm.checkpoint.gguf_file import GGUFFile
@@ -58,7 +58,7 @@ class ModelConfig:
             ``norms_whole_projections``, over all heads together (OLMo 2).
         value_norm: RMSNorm without a weight over each value head.
         norm_offset: added to the weights of norms (1 for Gemma).
-        wide_norms: norms multiply by their weight in float32, and round once.
+        float32_norm_weights: norms multiply by their weight in float32, and round once.
         attention_bias: biases on q, k and v; ``output_bias`` on o; ``mlp_bias`` on the MLP.
         attention_scale: factor of the scores; None is ``head_dim ** -0.5``.
         attention_softcap, logits_softcap: caps of scores and of logits, ``cap * tanh(x / cap)``.
@@ -105,13 +105,13 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: str = "float32"
     is_text_part: bool = False
-    names: TensorNames = BEFORE
+    names: TensorNames = NORMS_BEFORE
     activation: Activation = "silu"
     qk_norm: bool = False
     value_norm: bool = False
     norms_whole_projections: bool = False
     norm_offset: float = 0.0
-    wide_norms: bool = False
+    float32_norm_weights: bool = False
     attention_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -264,11 +264,11 @@ def _family(config: ConfigFile) -> tuple[Family, ConfigFile, bool]:
         outer = {name: values[name] for name in shared if values.get(name) is not None}
         inner = values["text_config"]
         ends = [each["eos_token_id"] for each in (values, inner) if "eos_token_id" in each]
-        values = {**inner, **outer} | ({"eos_token_id": _joined(ends)} if ends else {})
+        values = {**inner, **outer} | ({"eos_token_id": _flattened(ends)} if ends else {})
     return family, ConfigFile(config.path, {**family.defaults, **values}), is_text_part
 
 
-def _joined(values: list[Any]) -> list[Any]:
+def _flattened(values: list[Any]) -> list[Any]:
     """Flatten lists among values, and drop null."""
     return [
         entry

@@ -72,7 +72,7 @@ def resolve_model(
     """
     patterns = _CONFIG_PATTERNS + _TOKENIZER_PATTERNS + (_WEIGHT_PATTERNS if weights else ())
     patterns += ("*.py",) if code else ()
-    with _looking_at(model):
+    with _lookup_errors(model):
         if model is None:
             directory = _bundled_model()
             _refuse_revision("the model in the package", revision)
@@ -94,7 +94,7 @@ def resolve_tokenizer(
     """Find a tokenizer's directory or GGUF file; arguments and errors as for ``resolve_model``."""
     # Without tokenizer.json, transformers finds the tokenizer's class in config.json.
     patterns = ("config.json", *_TOKENIZER_PATTERNS)
-    with _looking_at(tokenizer):
+    with _lookup_errors(tokenizer):
         directory = _resolve(tokenizer, revision, patterns, hub)
         directory = _gguf_file(directory, *(directory / name for name in _TOKENIZER_FILES))
         if directory.suffix == GGUF_SUFFIX:
@@ -107,7 +107,7 @@ def resolve_tokenizer(
 
 
 @contextmanager
-def _looking_at(location: str | os.PathLike[str] | None) -> Iterator[None]:
+def _lookup_errors(location: str | os.PathLike[str] | None) -> Iterator[None]:
     """Convert OSErrors of look-ups to ModelLoadError: a folder without permission, or too long a
     name, must not count as absent."""
     try:

@@ -10,14 +10,14 @@ from asyncllm.checkpoint.experts_config import (
     RoutingConfig,
 )
 from asyncllm.checkpoint.families import (
-    AS_MANY,
     FAMILIES,
+    MULTI_HEAD,
     Family,
     Fields,
     Sizes,
     every,
     read_biases,
-    read_switched_window,
+    read_optional_window,
     read_window,
 )
 
@@ -53,7 +53,7 @@ def sparse_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
     )
 
 
-def _groups(config: ConfigFile, count: int, top_k: int) -> tuple[int, int]:
+def _read_groups(config: ConfigFile, count: int, top_k: int) -> tuple[int, int]:
     """Read ``n_group`` and ``topk_group``; the chosen groups need at least ``top_k`` experts."""
     groups = config.integer("n_group", 1, high=count)
     if count % groups or (groups > 1 and count // groups < 2):
@@ -73,7 +73,7 @@ def normalised_routing(config: ConfigFile, *names: str) -> RoutingConfig:
     return RoutingConfig(count, top_k, renormalise=config.boolean("norm_topk_prob", False))
 
 
-def _some(experts: ExpertsConfig) -> Fields:
+def _experts_or_none(experts: ExpertsConfig) -> Fields:
     """Set ``experts``, to None if no layer has any."""
     return {"experts": experts if any(experts.layers) else None}
 
@@ -82,7 +82,7 @@ def _deepseek_v3_routing(config: ConfigFile, sizes: Sizes) -> Fields:
     """Read DeepSeek-V3's routing: sigmoid scores, groups and a correction bias (arXiv 2412.19437,
     section 2.1.2), after ``first_k_dense_replace`` dense layers."""
     count, top_k = expert_counts(config, "n_routed_experts", "num_local_experts")
-    groups, chosen = _groups(config, count, top_k)
+    groups, chosen = _read_groups(config, count, top_k)
     first = config.integer("first_k_dense_replace", low=0)
     routing = RoutingConfig(
         count,
@@ -101,7 +101,7 @@ def _deepseek_v3_routing(config: ConfigFile, sizes: Sizes) -> Fields:
     layers = tuple(layer >= first for layer in range(sizes.num_layers))
     unused = config.integer("num_nextn_predict_layers", 0, low=0, high=1024)
     return {
-        **_some(ExpertsConfig(layers, routing, size, shared_size=shared)),
+        **_experts_or_none(ExpertsConfig(layers, routing, size, shared_size=shared)),
         "unused_layers": unused,
     }
 
@@ -129,7 +129,7 @@ def _qwen2_moe(config: ConfigFile, sizes: Sizes) -> Fields:
     most = config.integer("max_window_layers", 28, low=0)
     slides = "sliding_window" in config
     layers = tuple(slides and layer % 2 == 0 and layer < most for layer in range(sizes.num_layers))
-    window = read_switched_window(config, sizes, layers)
+    window = read_optional_window(config, sizes, layers)
     experts = ExpertsConfig(
         sparse_layers(config, sizes),
         normalised_routing(config, "num_experts"),
@@ -139,7 +139,7 @@ def _qwen2_moe(config: ConfigFile, sizes: Sizes) -> Fields:
         names=ExpertsNames(shared="mlp.shared_expert"),
     )
     bias = config.boolean("qkv_bias", True)
-    return {"attention_bias": bias, **window, **_some(experts)}
+    return {"attention_bias": bias, **window, **_experts_or_none(experts)}
 
 
 def _qwen3_moe(config: ConfigFile, sizes: Sizes) -> Fields:
@@ -149,8 +149,8 @@ def _qwen3_moe(config: ConfigFile, sizes: Sizes) -> Fields:
         config.integer("moe_intermediate_size"),
     )
     slides = "sliding_window" in config
-    window = read_switched_window(config, sizes, (slides,) * sizes.num_layers)
-    return {"qk_norm": True, **read_biases(config), **window, **_some(experts)}
+    window = read_optional_window(config, sizes, (slides,) * sizes.num_layers)
+    return {"qk_norm": True, **read_biases(config), **window, **_experts_or_none(experts)}
 
 
 def _olmoe(config: ConfigFile, sizes: Sizes) -> Fields:
@@ -205,7 +205,7 @@ def _ernie4_5_moe(config: ConfigFile, sizes: Sizes) -> Fields:
     names = ExpertsNames(correction="mlp.moe_statics.e_score_correction_bias")
     experts = ExpertsConfig(layers, routing, size, shared_size=shared, names=names)
     unused = config.integer("num_nextn_predict_layers", 0, low=0, high=1024)
-    return {"interleaved_rope": True, **_some(experts), "unused_layers": unused}
+    return {"interleaved_rope": True, **_experts_or_none(experts), "unused_layers": unused}
 
 
 def _gpt_oss(config: ConfigFile, sizes: Sizes) -> Fields:
@@ -250,10 +250,12 @@ MOE_FAMILIES: dict[str, Family] = {
     ),
     "qwen2_moe": Family("Qwen2MoeForCausalLM", {"sliding_window": 4096}, read=_qwen2_moe),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", {"sliding_window": 4096}, read=_qwen3_moe),
-    "olmoe": Family("OlmoeForCausalLM", AS_MANY | {"rms_norm_eps": 1e-5}, (50_279,), read=_olmoe),
+    "olmoe": Family(
+        "OlmoeForCausalLM", MULTI_HEAD | {"rms_norm_eps": 1e-5}, (50_279,), read=_olmoe
+    ),
     "dots1": Family(
         "Dots1ForCausalLM",
-        AS_MANY | {"sliding_window": 4096, "first_k_dense_replace": 0},
+        MULTI_HEAD | {"sliding_window": 4096, "first_k_dense_replace": 0},
         read=_dots1,
     ),
     "glm4_moe": Family(

@@ -13,7 +13,7 @@ MAX_POSITIONS = 2**31 - 1
 """Largest position: devices store positions as int32."""
 
 RopeKind = Literal["default", "linear", "llama3", "longrope", "none", "proportional", "yarn"]
-KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "longrope", "yarn")
+ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "longrope", "yarn")
 """Kinds that a file may name; some families also have "proportional". "dynamic" is not supported:
 its frequencies depend on the longest sequence of a batch, so an output would depend on other
 requests."""
@@ -57,14 +57,14 @@ class RopeConfig:
 
 NO_ROPE = RopeConfig(kind="none")
 
-RENAMED = "rope_parameters"
+ROPE_PARAMETERS = "rope_parameters"
 """Name of the section with RoPE parameters since transformers 5."""
 
 
 def rope_section(config: ConfigFile) -> ConfigFile:
     """Section with the RoPE parameters. If a file has both, ``rope_scaling`` wins, as in
     transformers."""
-    return config.section("rope_scaling" if config.values.get("rope_scaling") else RENAMED)
+    return config.section("rope_scaling" if config.values.get("rope_scaling") else ROPE_PARAMETERS)
 
 
 def read_rope(
@@ -81,7 +81,7 @@ def read_rope(
     """
     section = rope_section(config)
     if any(isinstance(value, dict) for value in section.values.values()):
-        name = "rope_scaling" if config.values.get("rope_scaling") else RENAMED
+        name = "rope_scaling" if config.values.get("rope_scaling") else ROPE_PARAMETERS
         raise config.bad(name, "one set of RoPE parameters for all layers")
     theta = config.number("rope_theta", 10_000.0, open_low=True)
     return rope_from(section, config, theta, rotary_dim, aliases)
@@ -100,7 +100,7 @@ def read_layer_ropes(
     found: dict[str, RopeConfig] = {}
     legacy = config.section("rope_scaling")
     for name, theta in thetas.items():
-        own = config.section(RENAMED).section(name)
+        own = config.section(ROPE_PARAMETERS).section(name)
         scaled = legacy if legacy.values and name == "full_attention" else own
         section = ConfigFile(config.path, {**own.values, **scaled.values})
         found[name] = rope_from(section, config, theta, rotary_dim)
@@ -126,7 +126,7 @@ def rope_from(
     """
     theta = section.number("rope_theta", theta, open_low=True)
     key = "rope_type" if "rope_type" in section else "type"
-    names: dict[str, RopeKind] = {**{kind: kind for kind in KINDS}, **(aliases or {})}
+    names: dict[str, RopeKind] = {**{kind: kind for kind in ROPE_KINDS}, **(aliases or {})}
     kind: RopeKind = names[section.choice(key, tuple(names), "default")]
     if kind == "default":
         return RopeConfig(theta=theta)
@@ -136,7 +136,7 @@ def rope_from(
         factor = section.number("factor", 1.0, open_low=True)
         share = section.number("partial_rotary_factor", 1.0, high=1.0)
         return RopeConfig(theta=theta, kind=kind, factor=factor, share=share)
-    original = _original(section, config)
+    original = _original_context(section, config)
     read = {"llama3": _llama3, "yarn": _yarn, "longrope": _longrope}[kind]
     fields = read(section, config, original, rotary_dim)
     if kind == "yarn" and theta <= 1.0:
@@ -144,7 +144,7 @@ def rope_from(
     return RopeConfig(theta=theta, kind=kind, original_max_position=original, **fields)
 
 
-def _original(section: ConfigFile, config: ConfigFile) -> int:
+def _original_context(section: ConfigFile, config: ConfigFile) -> int:
     """Read the original context. As in transformers, a field of the model wins over one of the
     section."""
     name, context = "original_max_position_embeddings", config.values["max_position_embeddings"]

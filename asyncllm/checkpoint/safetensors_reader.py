@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from asyncllm.checkpoint.codes import Codes
 
 
-MAPPED = 2
+MAX_MAPPED_FILES = 2
 """Files that stay mapped: a layer may begin in one and end in the next."""
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _read_errors(path: Path) -> Iterator[None]:
     """Convert errors of the system, which torch raises as RuntimeError, to ModelLoadError."""
     try:
         yield
@@ -55,11 +55,11 @@ class SafetensorsReader:
             raise ModelLoadError(f"{directory}: its safetensors files have no tensor")
 
     def _open(self, path: Path) -> None:
-        with _reading(path):
+        with _read_errors(path):
             version = self._versions[path] = FileVersion(path)
         try:
             # Mapping checks the header against the length of the file.
-            with _reading(path):
+            with _read_errors(path):
                 self._map(path)
                 with path.open("rb") as file:
                     header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
@@ -81,7 +81,7 @@ class SafetensorsReader:
         if file is None:
             file = safe_open(path, framework="pt", device="cpu")
         self._files[path] = file
-        while len(self._files) > MAPPED:
+        while len(self._files) > MAX_MAPPED_FILES:
             del self._files[next(iter(self._files))]
         return file
 
@@ -89,7 +89,7 @@ class SafetensorsReader:
         """Read a tensor, as a view of the mapped file."""
         path = self.tensors[name].file
         try:
-            with _reading(path):
+            with _read_errors(path):
                 return self._map(path).get_tensor(name)
         except SafetensorError as error:
             raise ModelLoadError(f"{path}: tensor {name!r} cannot be read: {error}") from error

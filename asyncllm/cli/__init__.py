@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from asyncllm.cli.arguments import parse
     from asyncllm.errors import AsyncLLMError, InvalidRequestError
 
-    _open_missing()
+    _open_missing_streams()
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             # A character that the encoding lacks must not end a command.
@@ -36,14 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        _drop_output()  # its reader has left
+        _drop_output()  # the reader of the pipe has left
         return 1
     except OSError as error:  # a full disk, say
         _drop_output()
         return _complain(error, 1)
 
 
-def _open_missing() -> None:
+def _open_missing_streams() -> None:
     """Open the null device for standard streams that the caller has closed. Python has None for
     them, and the next files or sockets would get their numbers."""
     sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115  # until the end
@@ -53,7 +53,7 @@ def _open_missing() -> None:
 
 def _drop_output() -> None:
     """Discard the rest of the buffer, so that it does not raise at exit."""
-    with suppress(OSError):  # the output may be no file
+    with suppress(OSError):  # standard output may have no file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

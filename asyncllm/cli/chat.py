@@ -17,7 +17,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from asyncllm.cli.arguments import sampling_options
 from asyncllm.cli.conversation import Conversation, count_tokens, room_for_messages
-from asyncllm.cli.flow import Flow
+from asyncllm.cli.flow import WordWrapper
 from asyncllm.cli.prompt_line import read_message, without_echo
 from asyncllm.cli.session import checked_config, loop_factory, model_name, open_engine
 from asyncllm.cli.text import printable, rate, seconds
@@ -26,7 +26,7 @@ from asyncllm.errors import ContextLengthExceededError, EngineOverloadedError, R
 from asyncllm.outputs import Completion, Usage
 from asyncllm.stream import TokenStream
 
-_WIDEST = 92
+_MAX_WIDTH = 92
 _PROMPT = "› "
 
 
@@ -147,7 +147,7 @@ class Chat:
                 stream = self._engine.chat(self._conversation.to_send(starts[0]), **sampling)
                 self._read(stream)
             except ContextLengthExceededError:
-                # The engine's limit, its KV cache, may be lower.
+                # The KV cache may set a lower limit than the context.
                 if len(starts) == 1:
                     raise
                 del starts[0]
@@ -171,7 +171,7 @@ class Chat:
     def _read(self, stream: TokenStream) -> None:
         """Print a stream as it arrives. Ctrl-C aborts it and keeps the text so far; if the engine
         hangs, a second Ctrl-C leaves the program."""
-        flow = Flow(sys.stdout, _width()) if self._terminal else None
+        flow = WordWrapper(sys.stdout, _width()) if self._terminal else None
         reading = self._loop.start_task_soon(_print, stream, flow)
         try:
             reading.result()
@@ -233,7 +233,7 @@ class Chat:
         self._note(text)
 
 
-async def _print(stream: TokenStream, flow: Flow | None) -> None:
+async def _print(stream: TokenStream, flow: WordWrapper | None) -> None:
     """Print the answer, and on a terminal the thoughts before it."""
     thinking = False
     async for delta in stream:
@@ -252,7 +252,7 @@ async def _print(stream: TokenStream, flow: Flow | None) -> None:
 
 def _width() -> int:
     """Readable line width on this terminal, in characters."""
-    return min(shutil.get_terminal_size().columns, _WIDEST)
+    return min(shutil.get_terminal_size().columns, _MAX_WIDTH)
 
 
 def _figures(usage: Usage, reason: str | None) -> str:

@@ -29,8 +29,8 @@ async def watch(show: Show) -> None:
     console = Console()
     view = View(console, show)
     with Live(console=console, auto_refresh=False, transient=True) as live:
-        await follow_all(show, lambda: live.update(view.moving(), refresh=True))
-    for part in view.final():
+        await follow_all(show, lambda: live.update(view.live_frame(), refresh=True))
+    for part in view.final_frame():
         console.print(part)
 
 
@@ -48,7 +48,7 @@ class View:
         self._short = [t for t in show.tracks if not t.prompt.long][: max(rows, 0) * columns]
         self._short_columns = max(min(columns, len(self._short)), 1)
 
-    def moving(self) -> RenderableType:
+    def live_frame(self) -> RenderableType:
         """Frame that fits the window, while streams run."""
         rows = math.ceil(len(self._short) / self._short_columns)
         room = self._console.height - 4 - rows * _SHORT_HEIGHT
@@ -61,7 +61,7 @@ class View:
             self._status(),
         )
 
-    def final(self) -> list[RenderableType]:
+    def final_frame(self) -> list[RenderableType]:
         """Whole answers and the table of figures."""
         parts: list[RenderableType] = [self._header()]
         for tracks, columns in (
@@ -140,7 +140,7 @@ class View:
             ("batch", f"{stats.num_running}"),
             ("waiting", f"{stats.num_waiting}"),
             ("KV", f"{stats.kv_cache_usage:.1%}"),
-            ("prefix hits", f"{show.hit_share:.0%}"),
+            ("prefix hits", f"{show.prefix_hit_rate:.0%}"),
             ("step", seconds(stats.last_step_time)),
             ("", rate(show.num_tokens, show.elapsed)),
         )

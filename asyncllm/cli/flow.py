@@ -1,4 +1,4 @@
-"""Flow: wraps streamed text at words as it arrives."""
+"""WordWrapper: wraps streamed text at words as it arrives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TextIO
 _PARTS = re.compile(r"\n|[^\S\n]+|\S+")
 
 
-class Flow:
+class WordWrapper:
     """Writes text with a margin and breaks lines between words. An incomplete word is held back,
     because it may not fit the line.
 

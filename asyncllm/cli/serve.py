@@ -69,15 +69,15 @@ async def _main(arguments: argparse.Namespace) -> None:
     async with open_engine(engine), server:
         asked = _signals()
         print(f"{app.model_names[0]}: {server.url}/v1", flush=True)
-        await _until_asked_or_dead(asked, engine)
+        await _wait_for_signal_or_death(asked, engine)
         asked.clear()
         app.drain()
-        await _idle(engine, drain, asked)
+        await _wait_until_idle(engine, drain, asked)
         if asked.is_set():
             server.close_at_once()
 
 
-async def _until_asked_or_dead(asked: asyncio.Event, engine: AsyncLLMEngine) -> None:
+async def _wait_for_signal_or_death(asked: asyncio.Event, engine: AsyncLLMEngine) -> None:
     """Wait for a signal. EngineDeadError ends the command, so that a supervisor restarts it."""
     waits = [asyncio.ensure_future(asked.wait()), asyncio.ensure_future(engine.wait_closed())]
     try:
@@ -89,7 +89,7 @@ async def _until_asked_or_dead(asked: asyncio.Event, engine: AsyncLLMEngine) -> 
             wait.cancel()
 
 
-async def _idle(engine: AsyncLLMEngine, seconds: float, asked: asyncio.Event) -> None:
+async def _wait_until_idle(engine: AsyncLLMEngine, seconds: float, asked: asyncio.Event) -> None:
     """Wait until no request is left, at most ``seconds``, or until a signal asks to hurry."""
     with anyio.move_on_after(seconds):
         while not asked.is_set() and engine.state == "running":

@@ -94,7 +94,7 @@ class Show:
         return max((sum(a <= at <= b for a, b in spans) for at, _ in spans), default=0)
 
     @property
-    def hit_share(self) -> float:
+    def prefix_hit_rate(self) -> float:
         return self.stats.prefix_cache_hits / max(self.stats.prefix_cache_queries, 1)
 
     def totals(self) -> str:
@@ -104,7 +104,7 @@ class Show:
         return (
             f"{self.count}, {self.num_tokens} tokens in {seconds(self.elapsed)}: "
             f"{rate(self.num_tokens, self.elapsed)} together, first token after {median} "
-            f"(median), up to {self.num_at_once} at once, {self.hit_share:.0%} of the prompt "
+            f"(median), up to {self.num_at_once} at once, {self.prefix_hit_rate:.0%} of the prompt "
             "from the prefix cache"
         )
 

@@ -128,7 +128,7 @@ class Admission:
             return _MAX_RETRY_AFTER
         return max(surplus / rate, 0.01)
 
-    def correct(self, group: RequestGroup, num_tokens: int) -> None:
+    def correct_estimate(self, group: RequestGroup, num_tokens: int) -> None:
         """Replace the estimate of a prompt's length once it is tokenised."""
         with self._lock:
             for request in group.members:

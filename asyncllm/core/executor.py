@@ -18,7 +18,7 @@ class StepOutOfMemoryError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SamplingLimits:
-    """Limits within which an executor samples on its device, without the host.
+    """Limits within which an executor samples without the host.
 
     Attributes:
         max_logprobs: largest ``logprobs``.

@@ -38,8 +38,7 @@ class InProcess:
 
 
 def plain(sampling: SamplingParams) -> SamplingParams:
-    """Parameters that can be pickled: no callables, no mappings shared with the engine, no
-    grammar."""
+    """Copy of the parameters that can be pickled: no callables, grammar or shared mappings."""
     if (
         not sampling.logits_processors
         and not sampling.logit_bias

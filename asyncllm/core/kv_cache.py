@@ -10,8 +10,9 @@ from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.request import NEVER, Request
 from asyncllm.core.state_snapshots import StateSnapshots
 
-Trim = tuple[int, int, int]
-"""``(KV group, first, end)``: entries of its block table that became the null block."""
+OutOfWindow = tuple[int, int, int]
+"""Freed entries ``first`` to ``end - 1`` of a KV group's block table:
+``(KV group, first, end)``."""
 
 
 class FullAttentionGroup:
@@ -27,16 +28,16 @@ class FullAttentionGroup:
         self.block_size = spec.block_size
         self.index = index
         self.pool = pool
-        self._suffix = index.to_bytes(index > 0, "big")
+        self._hash_suffix = index.to_bytes(index > 0, "big")
 
-    def first_seen(self, num_computed: int) -> int:
+    def first_visible(self, num_computed: int) -> int:
         """First table entry that the query at position ``num_computed`` reads."""
         return 0
 
     def find_prefix(self, request: Request, num_tokens: int) -> list[Block]:
         """Longest cached prefix of the first ``num_tokens`` tokens, as entries of a block table."""
         found: list[Block] = []
-        find, suffix = self.pool.find, self._suffix
+        find, suffix = self.pool.find, self._hash_suffix
         hashes = request.extend_hashes(self.block_size)
         for i in range(num_tokens // self.block_size):
             block = find(hashes[i] + suffix)
@@ -55,7 +56,7 @@ class FullAttentionGroup:
         blocks = request.blocks[self.index]
         hashes = request.extend_hashes(self.block_size)
         for i in range(self._first_unpublished(request), end // self.block_size):
-            if self.pool.publish(blocks[i], hashes[i] + self._suffix):
+            if self.pool.publish(blocks[i], hashes[i] + self._hash_suffix):
                 published.append(blocks[i])
 
     def _first_unpublished(self, request: Request) -> int:
@@ -73,25 +74,25 @@ class SlidingWindowGroup(FullAttentionGroup):
         self.window = spec.window
         self._most = spec.max_blocks(NEVER, step_tokens)
         # Cached prefixes end with a whole block; the query after one sees this many blocks of it.
-        self._num_seen = -(-(self.window - 1) // self.block_size)
+        self._num_visible_blocks = -(-(self.window - 1) // self.block_size)
 
-    def first_seen(self, num_computed: int) -> int:
+    def first_visible(self, num_computed: int) -> int:
         first_key = num_computed - self.window + 1
         return first_key // self.block_size if first_key > 0 else 0
 
     def max_entries(self, num_computed: int) -> int:
         """Most entries that a table needs with ``num_computed`` tokens computed: the null blocks
         before the window, and as many blocks as a sequence holds at once."""
-        return self.first_seen(num_computed) + self._most
+        return self.first_visible(num_computed) + self._most
 
-    def trims_at(self, num_trimmed: int) -> int:
+    def next_out_of_window(self, num_out_of_window: int) -> int:
         """Number of computed tokens at which the next block leaves the window."""
-        return (num_trimmed + 1) * self.block_size + self.window - 1
+        return (num_out_of_window + 1) * self.block_size + self.window - 1
 
     def find_prefix(self, request: Request, num_tokens: int) -> list[Block]:
         """Longest prefix within ``num_tokens`` whose last blocks, those that the next query sees,
         are cached. Entries before those are the null block."""
-        find, suffix, num_seen = self.pool.find, self._suffix, self._num_seen
+        find, suffix, num_seen = self.pool.find, self._hash_suffix, self._num_visible_blocks
         hashes = request.extend_hashes(self.block_size)
         i = end = num_tokens // self.block_size
         seen: list[Block] = []
@@ -111,14 +112,14 @@ class SlidingWindowGroup(FullAttentionGroup):
     def _first_unpublished(self, request: Request) -> int:
         """First full block to publish that is still held: with tokens in flight, one may be given
         back before it is published."""
-        return max(super()._first_unpublished(request), request.num_trimmed[self.index])
+        return max(super()._first_unpublished(request), request.num_out_of_window[self.index])
 
 
 def block_ids(tables: Iterable[list[Block]]) -> tuple[list[int], ...]:
     return tuple([[block.block_id for block in blocks] for blocks in tables])
 
 
-_GROUPS = {"full_attention": FullAttentionGroup, "sliding_window": SlidingWindowGroup}
+_GROUP_CLASSES = {"full_attention": FullAttentionGroup, "sliding_window": SlidingWindowGroup}
 
 
 class KVCacheManager:
@@ -157,7 +158,8 @@ class KVCacheManager:
             sizes = [spec.block_size for spec in specs]
             self.states = StateSnapshots(num_state_snapshots, sizes)
         self.groups = [
-            _GROUPS[spec.kind](spec, i, self.pool, step_tokens) for i, spec in enumerate(specs)
+            _GROUP_CLASSES[spec.kind](spec, i, self.pool, step_tokens)
+            for i, spec in enumerate(specs)
         ]
         self._sliding = [g for g in self.groups if isinstance(g, SlidingWindowGroup)]
         self._step_tokens = step_tokens
@@ -173,7 +175,7 @@ class KVCacheManager:
         """Most blocks, over all groups, that a sequence of ``num_tokens`` holds at once."""
         return sum(group.spec.max_blocks(num_tokens, self._step_tokens) for group in self.groups)
 
-    def _missing(
+    def _missing_blocks(
         self, tables: Sequence[list[Block]], num_tokens: int, num_computed: int
     ) -> list[int]:
         """Blocks per group that the tables lack to hold ``num_tokens``."""
@@ -198,14 +200,14 @@ class KVCacheManager:
         for group in self.groups:
             found.append(group.find_prefix(request, length))
             length = len(found[-1]) * group.block_size
-        length = self._agree(request, found, length)
+        length = self._shorten_to_common(request, found, length)
         if self.states is not None:
             request.num_shared_tokens = length
             while (end := self.states.find(request, length)) < length:
-                length = self._agree(request, found, end)
+                length = self._shorten_to_common(request, found, end)
         return tuple(found)
 
-    def _agree(self, request: Request, found: list[list[Block]], length: int) -> int:
+    def _shorten_to_common(self, request: Request, found: list[list[Block]], length: int) -> int:
         """Shorten the tables to the longest prefix within ``length`` tokens that all groups have
         cached; returns its length in tokens."""
         agreed = False
@@ -226,15 +228,15 @@ class KVCacheManager:
         preempt others. (With a window they still may: a block that others share does not come
         free.) False, with nothing taken, if fewer than ``reserve`` blocks would be left."""
         num_computed = len(prefix[0]) * self.groups[0].block_size
-        missing = self._missing(prefix, num_tokens, num_computed)
+        missing = self._missing_blocks(prefix, num_tokens, num_computed)
         num_taken = sum(missing)
         for blocks in prefix:
             for block in blocks:
                 num_taken += block.ref_count == 0
         if num_taken + reserve > self.pool.num_free:
             return False
-        request.num_trimmed = [group.first_seen(num_computed) for group in self.groups]
-        for blocks, first in zip(prefix, request.num_trimmed, strict=True):
+        request.num_out_of_window = [group.first_visible(num_computed) for group in self.groups]
+        for blocks, first in zip(prefix, request.num_out_of_window, strict=True):
             for block in blocks[first:]:
                 self.pool.touch(block)
         request.blocks = prefix
@@ -250,34 +252,34 @@ class KVCacheManager:
                 self.num_hit_tokens += request.num_computed_tokens
         return True
 
-    def trim(self, request: Request) -> list[Trim]:
+    def free_out_of_window(self, request: Request) -> list[OutOfWindow]:
         """Free the blocks that no later query sees; their contents stay cached. A step in flight
         may still read them: steps run in order, so a new owner writes after it.
 
         Returns:
             The table entries that became the null block.
         """
-        trims: list[Trim] = []
+        freed: list[OutOfWindow] = []
         for group in self._sliding:
-            first = request.num_trimmed[group.index]
-            end = group.first_seen(request.num_computed_tokens)
+            first = request.num_out_of_window[group.index]
+            end = group.first_visible(request.num_computed_tokens)
             if first < end:
                 blocks = request.blocks[group.index]
                 self.pool.release(blocks[first:end])
                 blocks[first:end] = [self.pool.null_block] * (end - first)
-                request.num_trimmed[group.index] = end
-                trims.append((group.index, first, end))
-        return trims
+                request.num_out_of_window[group.index] = end
+                freed.append((group.index, first, end))
+        return freed
 
     def grow(
         self, request: Request, num_tokens: int, reserve: int = 0
     ) -> tuple[list[int], ...] | None:
         """Append blocks until the tables hold ``num_tokens``, or all known tokens if those are
-        more; call ``trim`` first. Returns the new ids per group; None, with nothing taken, if fewer
-        than ``reserve`` blocks would be left."""
+        more; call ``free_out_of_window`` first. Returns the new ids per group; None, with nothing
+        taken, if fewer than ``reserve`` blocks would be left."""
         if num_tokens < len(request.token_ids):
             num_tokens = len(request.token_ids)
-        missing = self._missing(request.blocks, num_tokens, request.num_computed_tokens)
+        missing = self._missing_blocks(request.blocks, num_tokens, request.num_computed_tokens)
         total = sum(missing)
         if total and total + reserve > self.pool.num_free:
             return None
@@ -295,10 +297,11 @@ class KVCacheManager:
             if len(blocks) * group.block_size < num_slots:
                 num_slots = len(blocks) * group.block_size
         for group in self._sliding:
-            trims_at = group.trims_at(request.num_trimmed[group.index])
-            # Trim a single block only when the tables grow, or they would change twice as often.
-            if trims_at + group.block_size <= num_slots:
-                num_slots = trims_at
+            next_out_of_window = group.next_out_of_window(request.num_out_of_window[group.index])
+            # OutOfWindow a single block only when the tables grow, or they would change twice as
+            # often.
+            if next_out_of_window + group.block_size <= num_slots:
+                num_slots = next_out_of_window
         request.num_slots = num_slots
         return appended
 
@@ -348,7 +351,7 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         """Free all blocks of the request; their contents stay cached."""
-        for blocks, first in zip(request.blocks, request.num_trimmed, strict=False):
+        for blocks, first in zip(request.blocks, request.num_out_of_window, strict=False):
             self.pool.release(blocks[first:])
         request.blocks = ()
         request.num_slots = request.num_computed_tokens = 0
@@ -368,10 +371,10 @@ class KVCacheManager:
             for group, blocks in zip(self.groups, request.blocks, strict=False):
                 assert request.num_computed_tokens <= len(blocks) * group.block_size, request
                 assert request.num_slots <= len(blocks) * group.block_size, request
-                trimmed = request.num_trimmed[group.index]
+                trimmed = request.num_out_of_window[group.index]
                 assert [b is null for b in blocks] == [i < trimmed for i in range(len(blocks))], (
                     request
                 )
-                assert trimmed <= group.first_seen(request.num_computed_tokens), request
+                assert trimmed <= group.first_visible(request.num_computed_tokens), request
                 most = group.spec.max_blocks(NEVER, self._step_tokens)
                 assert len(blocks) - trimmed <= most, request

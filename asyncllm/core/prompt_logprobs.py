@@ -36,7 +36,7 @@ def prompt_spans(step: ScheduledStep, vocab_size: int) -> dict[int, PromptSpan]:
 
 
 def keep_prompt_logprobs(step: ScheduledStep, result: StepResult) -> None:
-    """Append a step's prompt log-probabilities to requests whose epoch has not changed since."""
+    """Append a step's prompt log-probabilities to its requests whose epoch has not changed."""
     for row, values in result.prompt_logprobs.items():
         request = step.requests[row]
         if request.epoch == step.epochs[row]:

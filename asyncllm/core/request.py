@@ -115,11 +115,11 @@ class Request:
         epoch: bumped when in-flight results become void, by preemption or rollback.
         blocks: per KV group the blocks held, in order of position; empty if none are. The KV cache
             manager owns this and the next five.
-        num_trimmed: per KV group the leading entries of ``blocks`` that are the null block, because
-            their tokens lie before the group's window.
+        num_out_of_window: per KV group the leading entries of ``blocks`` that are the null block,
+            because their tokens lie before the group's window.
         block_hashes: by block size, hashes of the full blocks of ``token_ids`` computed so far.
         num_slots: number of tokens up to which the tables need no change: every group has blocks
-            for them, and at most one block to trim.
+            for them, and at most one block is out of window.
         num_published: leading tokens whose full blocks were offered to the pool.
         publish_at: number of tokens at which the next block is full and can be offered.
         snapshot_at: number of tokens at which its recurrent state is saved; never reached without
@@ -170,7 +170,7 @@ class Request:
     num_computed_tokens: int = field(init=False, default=0)
     num_placeholders: int = field(init=False, default=0)
     blocks: tuple[list[Block], ...] = field(init=False, default=())
-    num_trimmed: list[int] = field(init=False, default_factory=list)
+    num_out_of_window: list[int] = field(init=False, default_factory=list)
     block_hashes: dict[int, list[bytes]] = field(init=False, default_factory=dict)
     num_slots: int = field(init=False, default=0)
     num_published: int = field(init=False, default=0)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from asyncllm.core.batch import RequestAssignment, StepBatch, StepResult
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.in_process import InProcess, plain
-from asyncllm.core.kv_cache import KVCacheManager, Trim, block_ids
+from asyncllm.core.kv_cache import KVCacheManager, OutOfWindow, block_ids
 from asyncllm.core.prompt_logprobs import keep_prompt_logprobs, prompt_spans
 from asyncllm.core.request import Request, Status
 from asyncllm.core.scheduled_step import ScheduledStep
@@ -141,9 +141,9 @@ class Scheduler:
         into ``failed``."""
         step = ScheduledStep(StepBatch(self._num_steps))
         if self.kv.states is not None:
-            self.kv.states.settle()
+            self.kv.states.publish_saved()
         scheduled: dict[Request, int] = {}
-        grown: dict[Request, tuple[tuple[list[int], ...], list[Trim]]] = {}
+        grown: dict[Request, tuple[tuple[list[int], ...], list[OutOfWindow]]] = {}
         budget, preempted = self._schedule_running(scheduled, grown)
         for request, count in scheduled.items():
             self._commit(request, count, step)
@@ -153,11 +153,11 @@ class Scheduler:
             return None
         step.order_decodes_first()
         batch = step.batch
-        for request, (new, trims) in grown.items():
+        for request, (new, freed) in grown.items():
             if request in scheduled:
                 batch.new_blocks.append((request.req_index, new))
-                if trims:
-                    batch.trimmed += [(request.req_index, *trim) for trim in trims]
+                if freed:
+                    batch.trimmed += [(request.req_index, *entries) for entries in freed]
         if step.is_masked:
             batch.masked_rows = masked_rows(step)
         if batch.num_decodes < len(step.requests):
@@ -171,7 +171,7 @@ class Scheduler:
     def _schedule_running(
         self,
         scheduled: dict[Request, int],
-        grown: dict[Request, tuple[tuple[list[int], ...], list[Trim]]],
+        grown: dict[Request, tuple[tuple[list[int], ...], list[OutOfWindow]]],
     ) -> tuple[int, bool]:
         """Schedule running requests in order, and preempt when blocks run out. Returns the budget
         left and whether a request was preempted."""
@@ -193,7 +193,7 @@ class Scheduler:
             if end > request.num_slots:
                 end = min(end, self.info.max_model_len, request.snapshot_at)
                 count = min(count, end - request.num_computed_tokens)
-                trims = self.kv.trim(request)
+                freed = self.kv.free_out_of_window(request)
                 block_ids = self.kv.grow(request, end)
                 while block_ids is None:
                     victim = self._victim()
@@ -208,7 +208,7 @@ class Scheduler:
                     block_ids = self.kv.grow(request, end)
                 if block_ids is None:
                     continue
-                grown[request] = block_ids, trims
+                grown[request] = block_ids, freed
             scheduled[request] = count
             budget -= count
         return budget, preempted
@@ -265,7 +265,7 @@ class Scheduler:
     def _take_blocks(self, request: Request, reserve: int) -> bool:
         num_tokens = self._num_reserved_tokens(request)
         if request.blocks:
-            self.kv.trim(request)
+            self.kv.free_out_of_window(request)
             return self.kv.grow(request, num_tokens, reserve) is not None
         return self.kv.admit(request, num_tokens, self.kv.find_prefix(request), reserve)
 

@@ -61,8 +61,8 @@ class StateSnapshots:
     ) -> None:
         self.pool = BlockPool(num_snapshots + 1)
         self._block_size = block_sizes[0]
-        self._unit = math.lcm(*block_sizes)
-        self._interval = -(-interval // self._unit) * self._unit
+        self._tokens_per_unit = math.lcm(*block_sizes)
+        self._interval = -(-interval // self._tokens_per_unit) * self._tokens_per_unit
         self._saves: list[_Save] = []
         self._saving: set[bytes] = set()
 
@@ -74,7 +74,9 @@ class StateSnapshots:
         0."""
         if not self.pool.num_cached:
             return 0
-        for end in range(num_tokens // self._unit * self._unit, 0, -self._unit):
+        for end in range(
+            num_tokens // self._tokens_per_unit * self._tokens_per_unit, 0, -self._tokens_per_unit
+        ):
             if self.pool.find(self._key(request, end)) is not None:
                 return end
         return 0
@@ -84,7 +86,11 @@ class StateSnapshots:
         snapshot has. If so, the request had better wait a step."""
         if not self._saving:
             return False
-        for end in range(request.max_cached_tokens // self._unit * self._unit, 0, -self._unit):
+        for end in range(
+            request.max_cached_tokens // self._tokens_per_unit * self._tokens_per_unit,
+            0,
+            -self._tokens_per_unit,
+        ):
             key = self._key(request, end)
             if key in self._saving:
                 return True
@@ -95,7 +101,7 @@ class StateSnapshots:
     def admit(self, request: Request) -> None:
         """Choose the first snapshot of a request that has its blocks and
         ``num_computed_tokens``."""
-        request.snapshot_at = self._next(request)
+        request.snapshot_at = self._next_snapshot_at(request)
 
     def load(self, request: Request) -> int:
         """Snapshot that an admitted request continues from; it becomes the most recently used. A
@@ -115,7 +121,7 @@ class StateSnapshots:
             published: list that the block is appended to once it is findable.
         """
         num_tokens = request.num_computed_tokens
-        request.snapshot_at = self._next(request)
+        request.snapshot_at = self._next_snapshot_at(request)
         if 2 * len(self._saves) >= self.pool.num_usable:
             return None
         if num_tokens <= len(request.token_ids):
@@ -127,7 +133,7 @@ class StateSnapshots:
         self._saves.append(_Save(block, request, request.epoch, num_tokens, published))
         return block.block_id
 
-    def settle(self) -> None:
+    def publish_saved(self) -> None:
         """Publish the snapshots that earlier steps have saved, except those whose last token is
         still in flight. Snapshots of an outdated epoch are dropped."""
         if not self._saves:
@@ -157,15 +163,15 @@ class StateSnapshots:
                 self.pool.unpublish(block)
         request.output_snapshot = save.block, key
 
-    def _next(self, request: Request) -> int:
+    def _next_snapshot_at(self, request: Request) -> int:
         """Number of tokens at the request's next snapshot. Recomputed output gets one at its end: a
         request that was paused or preempted may be so again."""
         computed = request.num_computed_tokens
-        last = (request.num_prompt_tokens - 1) // self._unit * self._unit
+        last = (request.num_prompt_tokens - 1) // self._tokens_per_unit * self._tokens_per_unit
         if computed < last:
             shared = request.num_shared_tokens
             return shared if computed < shared < last else last
-        known = (len(request.token_ids) - 1) // self._unit * self._unit
+        known = (len(request.token_ids) - 1) // self._tokens_per_unit * self._tokens_per_unit
         if computed < known:
             return known
         return last + ((computed - last) // self._interval + 1) * self._interval

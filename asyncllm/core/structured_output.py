@@ -50,10 +50,10 @@ class StructuredOutput:
         """
         reasoning = request.reasoning
         thinking = reasoning is not None and reasoning.thinking
-        if reason == "stop":  # the grammar sees a stop token only if it names it
+        if reason == "stop":  # the grammar gets a stop token only if the grammar names it
             if thinking or token_id not in self.special or self.matcher.may_end():
                 return reason
-            return self._advance_by_named(request, token_id)
+            return self._accept_named_stop_token(request, token_id)
         if reasoning is not None:
             if thinking:
                 return reason
@@ -64,7 +64,7 @@ class StructuredOutput:
             raise _does_not_follow(request, token_id)
         return self._ended(reason)
 
-    def _advance_by_named(self, request: Request, token_id: int) -> FinishReason | None:
+    def _accept_named_stop_token(self, request: Request, token_id: int) -> FinishReason | None:
         """Accept a stop token where the grammar cannot end. The mask allowed it, so the grammar
         names it."""
         if not self.matcher.accept(token_id):
@@ -117,7 +117,7 @@ class StructuredOutput:
         if opening is not None and opening >> 3 < len(mask):
             mask[opening >> 3] |= 1 << (opening & 7)
         if request.sampling.allowed_token_ids is not None:
-            mask = self._among_allowed(request.sampling.allowed_token_ids, mask)
+            mask = self._restrict_to_allowed(request.sampling.allowed_token_ids, mask)
         if mask != bytes(len(mask)):
             return bytes(mask)
         if may_end:
@@ -128,7 +128,7 @@ class StructuredOutput:
             "cannot spell what it does"
         )
 
-    def _among_allowed(self, token_ids: Sequence[int], mask: bytearray) -> bytearray:
+    def _restrict_to_allowed(self, token_ids: Sequence[int], mask: bytearray) -> bytearray:
         if self.allowed is None:
             allowed = bytearray(len(mask))
             for token_id in token_ids:
@@ -162,8 +162,8 @@ def masked_rows(step: ScheduledStep) -> list[int]:
 def make_masks(
     step: ScheduledStep,
 ) -> tuple[GrammarMask, list[tuple[Request, BaseException | None]]]:
-    """Masks of a step, once all tokens before it are known, and the requests that end here instead:
-    complete (None), or with an error."""
+    """Makes the masks of a step, once all tokens before it are known. Also returns the requests
+    that end instead, with None if their output is complete, else with their error."""
     batch = step.batch
     masks = GrammarMask(batch.step)
     ends: list[tuple[Request, BaseException | None]] = []

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import traceback
 
-_ATTRIBUTES = [vars(BaseException)[name] for name in ("__traceback__", "__cause__", "__context__")]
+_EXCEPTION_LINKS = [
+    vars(BaseException)[name] for name in ("__traceback__", "__cause__", "__context__")
+]
 
 
 def clear_frames(error: BaseException) -> None:
@@ -19,6 +21,6 @@ def clear_frames(error: BaseException) -> None:
         seen.add(id(current))
         # Through BaseException's descriptors: a class of the application may override these
         # attributes, and raise.
-        tb, *causes = (one.__get__(current) for one in _ATTRIBUTES)
+        tb, *causes = (one.__get__(current) for one in _EXCEPTION_LINKS)
         traceback.clear_frames(tb)
         pending += causes

@@ -14,7 +14,8 @@ POLICIES: Mapping[str, SortKey] = {
     "priority": lambda r: (r.priority, r.arrival_index),
     "deadline": lambda r: (r.priority, r.group.deadline, r.arrival_index),
 }
-"""Smaller comes first. The same key chooses victims: the largest is preempted first."""
+"""Sort key of requests by policy; smaller ones come first. The request with the largest key is
+preempted first."""
 
 
 class WaitingQueue:

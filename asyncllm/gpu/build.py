@@ -27,7 +27,7 @@ from asyncllm.gpu.model_runner import Graphs, ModelRunner
 from asyncllm.gpu.models.architectures import is_small
 from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.sample.batched_processors import make_processors
-from asyncllm.gpu.sample.logprobs import DEFAULT_FUSED
+from asyncllm.gpu.sample.logprobs import DEFAULT_BUFFERED_LOGPROBS
 from asyncllm.gpu.state_cache import slot_bytes
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.gpu.transformers_model.config import TransformersConfig
@@ -140,7 +140,7 @@ def _make_runner(
         num_threads=1 if decoder.ops.name == "native" else num_threads,
         stream=mode.stream,
         graphs=step_graphs,
-        num_logprobs=most if most >= 0 else DEFAULT_FUSED,
+        num_logprobs=most if most >= 0 else DEFAULT_BUFFERED_LOGPROBS,
         logits_processors=processors,
     )
 

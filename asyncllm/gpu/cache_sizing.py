@@ -22,7 +22,7 @@ from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.profile import profile_run, recorded_bytes
 from asyncllm.gpu.state_cache import StateCache, slot_bytes
 from asyncllm.gpu.state_sizing import choose_snapshots
-from asyncllm.gpu.token_budget import HIGHEST
+from asyncllm.gpu.token_budget import HIGHEST_BUDGET
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.logger import get_logger
 from asyncllm.validation import invalid
@@ -164,8 +164,8 @@ def largest_token_budget(
     """Tokens of the largest step, for which memory is kept."""
     budget = config.max_num_batched_tokens
     if budget == "auto":
-        # Calibration on a CPU chooses HIGHEST at most.
-        return mode.token_budget if mode.stream.is_async else min(mode.token_budget, HIGHEST)
+        # Calibration on a CPU chooses HIGHEST_BUDGET at most.
+        return mode.token_budget if mode.stream.is_async else min(mode.token_budget, HIGHEST_BUDGET)
     # No step has more tokens than max_num_seqs sequences of full length.
     context = model.max_position_embeddings
     return min(budget, max_num_seqs * min(config.max_model_len or context, context))

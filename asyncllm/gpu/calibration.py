@@ -9,7 +9,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.gpu.execution_mode import ExecutionMode
 from asyncllm.gpu.model_runner import ModelRunner
-from asyncllm.gpu.token_budget import GPU_TARGET_SECONDS, ahead_from, calibrate_token_budget
+from asyncllm.gpu.token_budget import GPU_TARGET_SECONDS, calibrate_token_budget, min_tokens_ahead
 from asyncllm.logger import get_logger
 from asyncllm.sampling_params import SamplingParams
 
@@ -37,7 +37,7 @@ def calibrate(runner: ModelRunner, config: EngineConfig, mode: ExecutionMode) ->
         logger.info("a step has at most %d tokens", measured)
     if config.async_scheduling is None and runner.can_run_ahead:
         most = min(runner.info.max_num_seqs, runner.info.max_num_batched_tokens)
-        found = ahead_from(time_step, most, known)
+        found = min_tokens_ahead(time_step, most, known)
         if found is not None:
             runner.run_ahead(found)
 

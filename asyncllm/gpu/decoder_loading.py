@@ -1,4 +1,4 @@
-"""load_decoder: a model with its weights, its op set and its attention."""
+"""load_decoder: loads a model with its weights, op set and attention."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from asyncllm.gpu.transformers_model.check import Reference
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.decoder import TransformersDecoder
 from asyncllm.gpu.transformers_model.families import is_tested
-from asyncllm.gpu.transformers_model.interface import NAME
+from asyncllm.gpu.transformers_model.interface import ENGINE_NAME
 from asyncllm.gpu.transformers_model.weights import dummy_modules, load_modules
 from asyncllm.gpu.weights import dummy_weights, load_weights, weights_bytes
 from asyncllm.validation import invalid
 
-UNUSED_BLOCK_SIZE = 256
-"""Tokens per block where no layer attends to any: the blocks count tokens, and say where a prefix
-ends whose state is kept."""
+ATTENTION_FREE_BLOCK_SIZE = 256
+"""Tokens per block of a model without attention. Its blocks hold no KV: they count tokens, and mark
+where a prefix with a saved state ends."""
 
 
 def load_decoder(
@@ -50,8 +50,7 @@ def load_decoder(
     num_threads: int | None,
     progress: Progress | None,
 ) -> tuple[LanguageModel, list[KVGroup], int]:
-    """The model with its weights, its KV groups, and on a GPU the bytes that were free
-    before."""
+    """Loads the model; returns it, its KV groups, and the bytes that a GPU had free before."""
     dtype = resolve_dtype(config.dtype, model, device, config.attention_backend)
     if isinstance(model, TransformersConfig):
         return _load_transformers(config, model, dtype, device, num_threads, progress)
@@ -66,13 +65,15 @@ def load_decoder(
     if ops.packs_linear:
         warn_without_huge_pages()
         if model.quantization is None:
-            # Its own threads pack; torch's would spin beside them behind every copy.
+            # The native threads pack; torch's would spin beside them after every copy.
             set_thread_count(1)
     if config.load_format == "dummy":
         weights = dummy_weights(model, dtype, device, progress)
     else:
         takes = ops.takes if ops.schemes != {"plain"} else None
-        weights = load_weights(model, dtype, device, progress, takes=takes, lend=ops.packs_linear)
+        weights = load_weights(
+            model, dtype, device, progress, takes=takes, transient=ops.packs_linear
+        )
     return build_decoder(model, ops, attention, weights, convert, dtype), groups, free_at_start
 
 
@@ -84,7 +85,7 @@ def _load_transformers(
     num_threads: int | None,
     progress: Progress | None,
 ) -> tuple[TransformersDecoder, list[KVGroup], int]:
-    """As ``load_decoder``, through transformers' modules."""
+    """``load_decoder`` for transformers' modules."""
     plan = Plan.of(model)
     attention, block_size = _make_attention(config, plan.kinds, dtype, device, num_threads)
     if attention:
@@ -100,7 +101,7 @@ def _load_transformers(
     convert = quantisation(config, model, device, ops)
     load = dummy_modules if config.load_format == "dummy" else load_modules
     modules, owner = load(
-        model, dtype, device, attention=NAME, experts=experts_name(device), progress=progress
+        model, dtype, device, attention=ENGINE_NAME, experts=experts_name(device), progress=progress
     )
     reference = None
     if not is_tested(model):
@@ -136,13 +137,13 @@ def _make_attention(
     device: torch.device,
     num_threads: int | None,
 ) -> tuple[dict[AttentionKind, Attention], int]:
-    """The attention of each kind, and the tokens per KV block."""
+    """Makes the attention of each kind; returns it and the tokens per KV block."""
     attention: dict[AttentionKind, Attention] = {}
     alike: dict[tuple[AttentionShape, int | None], Attention] = {}
     block_size = config.block_size
     for kind in dict.fromkeys(kinds):
         if (kind.shape, kind.window) in alike:
-            # Of another KV group: they share what an attention keeps beside its plans.
+            # The same attention in another KV group: one object serves both, only plans differ.
             attention[kind] = alike[kind.shape, kind.window]
             continue
         windows = frozenset({kind.window})
@@ -157,7 +158,7 @@ def _make_attention(
         )
         attention[kind], block_size = make_attention(config.attention_backend, request)
         alike[kind.shape, kind.window] = attention[kind]
-    return attention, block_size or UNUSED_BLOCK_SIZE
+    return attention, block_size or ATTENTION_FREE_BLOCK_SIZE
 
 
 def quantisation(
@@ -166,7 +167,7 @@ def quantisation(
     device: torch.device,
     ops: TorchOps,
 ) -> Conversion | None:
-    """The conversion of linear layers' weights that ``config.quantization`` names; None for none.
+    """Conversion of linear weights that ``config.quantization`` names; None without.
 
     Raises:
         InvalidRequestError: the checkpoint is quantised already, or the device or its op set does

@@ -9,7 +9,7 @@ import torch
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.errors import EngineError, InvalidRequestError
 from asyncllm.gpu.models.architectures import is_small
-from asyncllm.gpu.ops.backend import dotted
+from asyncllm.gpu.ops.backend import capability_text
 from asyncllm.gpu.ops.registry import choose_native
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.logger import get_logger
@@ -19,7 +19,7 @@ logger = get_logger(__name__)
 MIN_CAPABILITY = (8, 0)
 """Lowest compute capability that has bfloat16 and for which the kernels are compiled."""
 
-_WAY_OUT = 'device="cpu" runs everywhere'
+_REMEDY = 'device="cpu" runs everywhere'
 _NO_GPU = ("Found no NVIDIA driver", "No CUDA GPUs are available")
 """Beginnings of torch's error messages where there is no GPU (c10/cuda/CUDAFunctions.cpp)."""
 
@@ -57,11 +57,11 @@ class CudaDriver:
 
 
 @dataclass(frozen=True, slots=True)
-class _Obstacle:
+class _CudaProblem:
     """Why CUDA cannot be used, and whether there is a GPU nevertheless."""
 
     reason: str
-    gpu_is_there: bool
+    has_gpu: bool
     cause: Exception | None = None
 
 
@@ -92,33 +92,33 @@ def resolve_device(name: str, driver: CudaDriver | None = None) -> torch.device:
         if obstacle is None:
             return torch.device("cuda", index)
     if name != "auto":
-        raise EngineError(f"device={name!r}: {obstacle.reason}; {_WAY_OUT}") from obstacle.cause
-    if obstacle.gpu_is_there:
+        raise EngineError(f"device={name!r}: {obstacle.reason}; {_REMEDY}") from obstacle.cause
+    if obstacle.has_gpu:
         logger.warning('device="auto" is the CPU: %s', obstacle.reason)
     return torch.device("cpu")
 
 
-def _start(driver: CudaDriver) -> _Obstacle | None:
+def _start(driver: CudaDriver) -> _CudaProblem | None:
     if not driver.built():
-        return _Obstacle(f"torch {torch.__version__} was built without CUDA", False)
+        return _CudaProblem(f"torch {torch.__version__} was built without CUDA", False)
     try:
         driver.start()
     except RuntimeError as error:
         torch_reason = str(error)
         there = not torch_reason.startswith(_NO_GPU)
-        return _Obstacle(f"CUDA cannot be used: {torch_reason}", there, error)
+        return _CudaProblem(f"CUDA cannot be used: {torch_reason}", there, error)
     return None
 
 
-def _check_device(driver: CudaDriver, index: int) -> _Obstacle | None:
+def _check_device(driver: CudaDriver, index: int) -> _CudaProblem | None:
     count = driver.count()
     if index >= count:
-        return _Obstacle(f"there are {count} CUDA devices, numbered from 0", True)
+        return _CudaProblem(f"there are {count} CUDA devices, numbered from 0", True)
     found = driver.capability(index)
     if found < MIN_CAPABILITY:
-        return _Obstacle(
-            f"{driver.name(index)} has compute capability {dotted(found)}, expected "
-            f"{dotted(MIN_CAPABILITY)} or higher",
+        return _CudaProblem(
+            f"{driver.name(index)} has compute capability {capability_text(found)}, expected "
+            f"{capability_text(MIN_CAPABILITY)} or higher",
             True,
         )
     return None

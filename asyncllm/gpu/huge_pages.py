@@ -1,4 +1,4 @@
-"""warn_without_huge_pages: a check that the operating system backs weights with huge pages."""
+"""warn_without_huge_pages: checks that the system backs weights with huge pages."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 
 from asyncllm.logger import get_logger
 
-SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+SETTING_FILE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 logger = get_logger(__name__)
 
 
-def warn_without_huge_pages(setting: Path = SETTING) -> None:
+def warn_without_huge_pages(setting: Path = SETTING_FILE) -> None:
     """Warns that weights are read more slowly, if transparent huge pages are off.
 
     With pages of 4 KiB two threads read 28 to 34 GB of weights a second, with huge pages 35 to 65.

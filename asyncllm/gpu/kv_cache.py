@@ -98,7 +98,7 @@ class KVCache:
         states: StateCache | None = None,
     ) -> None:
         self.states = states
-        depth = _depth(groups)
+        depth = _layers_per_block(groups)
         size = num_blocks * block_bytes(groups, dtype) // (depth * dtype.itemsize)
         memory = _zeros((depth, size), dtype, device)
         self.by_layer = bool(groups[0].layouts)
@@ -157,10 +157,10 @@ def block_bytes(groups: Sequence[KVGroup], dtype: torch.dtype) -> int:
             f"KV groups {groups}: expected the same size of a block and order of its outer "
             "dimensions in all of them"
         )
-    return _depth(groups) * sizes.pop() * dtype.itemsize
+    return _layers_per_block(groups) * sizes.pop() * dtype.itemsize
 
 
-def _depth(groups: Sequence[KVGroup]) -> int:
+def _layers_per_block(groups: Sequence[KVGroup]) -> int:
     """Layers for which a block has room."""
     return max(len(group.spec.layers) for group in groups)
 
@@ -223,18 +223,18 @@ def size_cache(
         return blocks_per_seq(groups, num_tokens, step_tokens)
 
     if config.num_blocks is not None:
-        usable, knob = config.num_blocks, "num_blocks"
+        usable, setting = config.num_blocks, "num_blocks"
     elif config.kv_cache_memory is not None:
-        usable, knob = int(config.kv_cache_memory) // per_block - 1, "kv_cache_memory"
+        usable, setting = int(config.kv_cache_memory) // per_block - 1, "kv_cache_memory"
     else:
         full, most = blocks(longest), available // per_block - 1
         if shares_memory:
             useful = max(full, min(max_num_seqs * full, available // 2 // per_block - 1))
         else:
             useful = 2 * max_num_seqs * full
-        usable, knob = min(most, useful), "kv_cache_memory"
+        usable, setting = min(most, useful), "kv_cache_memory"
     if usable < blocks(config.max_model_len or 1):
-        raise _too_small(config.max_model_len, usable, groups, step_tokens, per_block, knob)
+        raise _too_small(config.max_model_len, usable, groups, step_tokens, per_block, setting)
     max_model_len = bisect_right(range(1, longest + 1), usable, key=blocks)
     if max_model_len < longest:
         logger.warning(
@@ -245,7 +245,7 @@ def size_cache(
             usable,
             _block_sizes(groups),
             _per_group(groups, longest, step_tokens),
-            knob,
+            setting,
         )
     return KVCacheSize(usable + 1, max_model_len)
 
@@ -255,7 +255,7 @@ def _block_sizes(groups: Sequence[KVGroup]) -> str:
 
 
 def _per_group(groups: Sequence[KVGroup], num_tokens: int, step_tokens: int) -> str:
-    """Words for the blocks that a sequence needs, by group where there are several."""
+    """Describes the blocks that a sequence needs, by group if there are several."""
     counts = [group.spec.max_blocks(num_tokens, step_tokens) for group in groups]
     if len(counts) == 1:
         return str(counts[0])
@@ -272,7 +272,7 @@ def _too_small(
     groups: Sequence[KVGroup],
     step_tokens: int,
     per_block: int,
-    knob: str,
+    setting: str,
 ) -> KVCacheTooSmallError:
     """Makes the error for a cache with too few usable blocks.
 
@@ -288,11 +288,11 @@ def _too_small(
         if any(group.spec.window is not None for group in groups):
             purpose += f", {_per_group(groups, max_model_len, step_tokens)}"
             remedy += " or max_num_batched_tokens"
-    least = needed if knob == "num_blocks" else (needed + 1) * per_block
+    least = needed if setting == "num_blocks" else (needed + 1) * per_block
     return KVCacheTooSmallError(
         f"the KV cache holds {max(usable, 0)} blocks of {_block_sizes(groups)} tokens "
-        f"({per_block} bytes each), but {purpose}, {needed * per_block} bytes: raise {knob} to at "
-        f"least {least}{remedy}"
+        f"({per_block} bytes each), but {purpose}, {needed * per_block} bytes: raise {setting} "
+        f"to at least {least}{remedy}"
     )
 
 

@@ -18,8 +18,8 @@ from asyncllm.gpu.models.language_model import StepOutput
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
 from asyncllm.gpu.sample.host_rows import HostRows
 from asyncllm.gpu.sample.logprobs import token_logprobs
-from asyncllm.gpu.sample.sample_output import NONE_LEFT, NOT_FINITE, SampleOutput
-from asyncllm.gpu.sample.sampling_state import LineUpdate
+from asyncllm.gpu.sample.sample_output import NO_TOKEN_MESSAGE, NOT_FINITE_MESSAGE, SampleOutput
+from asyncllm.gpu.sample.sampling_state import TableUpdate
 from asyncllm.validation import explain
 
 
@@ -86,7 +86,7 @@ class LaunchedStep:
         self.stages = Stages.NONE
         self.bucket: int | None = None
         self.balanced = False
-        self.updates: list[LineUpdate] = []
+        self.updates: list[TableUpdate] = []
         self.overflow: list[TableChange] = []
         self.masks: GrammarMask | None = None
         self.started = self.is_drawn = False
@@ -110,7 +110,7 @@ class LaunchedStep:
     def awaits_masks(self) -> bool:
         return bool(self.batch.masked_rows) and self.masks is None
 
-    def put_first(self, needed: np.ndarray) -> None:
+    def order_sampled_rows(self, needed: np.ndarray) -> None:
         """Orders the sampled rows: those whose logits are needed come first.
 
         Args:
@@ -155,7 +155,9 @@ class LaunchedStep:
             for place in np.flatnonzero(failed).tolist():
                 restricted = self.row_stages[place] & Stages.RULES.value or place in masked
                 none_left = tokens[place] == NO_TOKEN_LEFT and restricted
-                output.errors[place] = ValueError(NONE_LEFT if none_left else NOT_FINITE)
+                output.errors[place] = ValueError(
+                    NO_TOKEN_MESSAGE if none_left else NOT_FINITE_MESSAGE
+                )
                 tokens[place] = -1
         if self.stages & Stages.LOGPROBS:
             asked = self.row_logprobs >= 0

@@ -63,8 +63,8 @@ class MemoryProbe:
         Yields a function that returns the bytes that the pool has taken from the device; the pool
         never shrinks within the context. Meanwhile no other engine captures or gives memory back.
 
-        The pool has no owner once the context ends, so that ``trim`` may empty it. It is not a
-        ``torch.cuda.MemPool``, whose C++ destructor empties it and ends the process if that
+        The pool has no owner once the context ends, so that ``empty_cache`` may empty it. It is not
+        a ``torch.cuda.MemPool``, whose C++ destructor empties it and ends the process if that
         fails: up to torch 2.12 it fails while any thread is inside ``use_mem_pool``, in later
         versions while any thread captures a CUDA graph.
         """
@@ -88,7 +88,7 @@ class MemoryProbe:
             time.sleep(0.001)
         return True
 
-    def trim(self, device: torch.device, seconds: float = -1) -> None:
+    def empty_cache(self, device: torch.device, seconds: float = -1) -> None:
         """Returns torch's cached and unused blocks to the device.
 
         Args:
@@ -202,9 +202,9 @@ def cuda_cache_bytes(
             "what a step takes can be measured only in torch's native allocator, and the process "
             "has another: set kv_cache_memory or num_blocks"
         )
-    probe.trim(device)
+    probe.empty_cache(device)
     peak, failure = _measure(profile_run, device, probe)
-    probe.trim(device)
+    probe.empty_cache(device)
     free, total = probe.info(device)
     budget = CacheBudget(
         total=total,
@@ -259,7 +259,7 @@ def check_weights(
         EngineError: the weights will not fit.
     """
     probe = probe or MemoryProbe()
-    probe.trim(device)
+    probe.empty_cache(device)
     free, total = probe.info(device)
     measured = config.num_blocks is None and config.kv_cache_memory is None
     share = int(config.gpu_memory_utilization * total) if measured else total
@@ -335,7 +335,7 @@ def release(device: torch.device, probe: MemoryProbe | None = None) -> None:
     probe = probe or MemoryProbe()
     try:
         if probe.finish(device, RELEASE_SECONDS):
-            probe.trim(device, RELEASE_SECONDS)
+            probe.empty_cache(device, RELEASE_SECONDS)
         else:
             logger.warning(
                 "%s was still busy after %g s: the engine's memory stays in torch's cache until "

@@ -30,7 +30,7 @@ from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.memory import is_out_of_memory, release
 from asyncllm.gpu.models.language_model import LanguageModel
-from asyncllm.gpu.sample.logprobs import MAX_FUSED
+from asyncllm.gpu.sample.logprobs import MAX_BUFFERED_LOGPROBS
 from asyncllm.gpu.step_runner import StepRunner
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.logits_processor import LogitsProcessor
@@ -100,10 +100,10 @@ class ModelRunner:
         self._stream = SyncStream() if stream is None else stream
         if self._stream.is_async and graphs is None:
             raise ValueError("an asynchronous stream needs graphs: its state is on the device")
-        with self._stream.context(), self._memory_explained():
+        with self._stream.context(), self._explain_memory_error():
             runner = StepRunner(
                 model, cache, info, self._stream, self.in_process,
-                on_device=graphs is not None, num_logprobs=min(num_logprobs, MAX_FUSED),
+                on_device=graphs is not None, num_logprobs=min(num_logprobs, MAX_BUFFERED_LOGPROBS),
                 padded_tokens=max(graphs.token_sizes, default=0) if graphs is not None else 0,
             )  # fmt: skip
         if self._stream.is_async:
@@ -120,7 +120,7 @@ class ModelRunner:
             )  # fmt: skip
         self.execution = runner.replay.description
         if graphs is None:
-            with self._memory_explained():
+            with self._explain_memory_error():
                 self._record()
 
     def _record(self) -> None:
@@ -136,7 +136,7 @@ class ModelRunner:
         runner.stream = self._stream = StepQueue(found, memory, runner.inputs, runner.sampler)
 
     @contextlib.contextmanager
-    def _memory_explained(self) -> Iterator[None]:
+    def _explain_memory_error(self) -> Iterator[None]:
         """Turns a MemoryError of allocating the largest step into an EngineError."""
         try:
             yield
@@ -188,7 +188,7 @@ class ModelRunner:
         self.info = replace(self.info, max_num_batched_tokens=max_num_batched_tokens)
         runner = self._open()
         if isinstance(self._stream, StepQueue):
-            with self._memory_explained():
+            with self._explain_memory_error():
                 runner.resize(self.info)
                 self._record()
 
@@ -204,7 +204,7 @@ class ModelRunner:
         """
         assert isinstance(self._stream, StepQueue)
         self.info = replace(self.info, pipeline_depth=2)
-        self._stream.least_tokens = num_tokens
+        self._stream.min_tokens = num_tokens
 
     # --- the executor ------------------------------------------------------------------
 
@@ -225,7 +225,7 @@ class ModelRunner:
             )
         step.masks = masks
         if step.started and self._stream.is_async:
-            with self._errors_kept(step):
+            with self._keep_errors(step):
                 runner.sample(step)
             self._begin_steps()
 
@@ -302,13 +302,13 @@ class ModelRunner:
                 if not self._stream.takes(step, islice(self._steps, number)):
                     return
                 step.started = True
-                with self._errors_kept(step):
+                with self._keep_errors(step):
                     runner.begin(step, ahead=True)
             if not step.is_drawn:
                 return
 
     @contextlib.contextmanager
-    def _errors_kept(self, step: LaunchedStep) -> Iterator[None]:
+    def _keep_errors(self, step: LaunchedStep) -> Iterator[None]:
         """Keeps an error of a step's queued work for ``collect`` to raise."""
         try:
             with torch.inference_mode(), self._stream.context():

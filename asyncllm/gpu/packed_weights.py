@@ -41,7 +41,7 @@ def packed_weights(
     return LinearWeights(
         values,
         scheme=scheme,
-        scales=torch.cat([_by_row(part, part.scales) for part in codes]),
+        scales=torch.cat([_expand_to_rows(part, part.scales) for part in codes]),
         scale_block=form.scale_block,
         zeros=zeros.to(values.dtype) if has_zeros else None,
     )
@@ -73,10 +73,10 @@ def _zeros(part: Codes) -> Tensor:
         zeros = torch.zeros(part.scales.shape, dtype=torch.int16)
     else:
         zeros = part.zeros.to(torch.int16)
-    return _by_row(part, zeros - shift)
+    return _expand_to_rows(part, zeros - shift)
 
 
-def _by_row(part: Codes, grid: Tensor) -> Tensor:
+def _expand_to_rows(part: Codes, grid: Tensor) -> Tensor:
     """Expands ``grid`` to one row per row of the weights."""
     if part.block[0] == 1:
         return grid

@@ -84,7 +84,7 @@ class StateCache:
         alike: dict[torch.dtype, list[Tensor]] = {}
         for tensor in self.tensors:
             alike.setdefault(tensor.dtype, []).append(tensor)
-        self._alike = list(alike.values())
+        self._by_dtype = list(alike.values())
 
     @property
     def num_bytes(self) -> int:
@@ -110,7 +110,7 @@ class StateCache:
         All layers' states of a dtype are one kernel on a GPU, or a few, instead of one per layer.
         """
         copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-        for tensors in self._alike:
+        for tensors in self._by_dtype:
             to = [tensor[slot] for slot, _ in pairs for tensor in tensors]
             copy(to, [tensor[slot] for _, slot in pairs for tensor in tensors])
 

@@ -13,7 +13,7 @@ from asyncllm.gpu.batch.grammar_masks import GrammarMasks
 from asyncllm.gpu.batch.host_buffer import HostBuffer
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.sampling_inputs import LogitsTables, SamplingRows, Stages, TopLogprobs
-from asyncllm.gpu.batch.step_buffer import ROWS, StepBuffer, StepLimits
+from asyncllm.gpu.batch.step_buffer import LAST_DECODE_SECTION, StepBuffer, StepLimits
 from asyncllm.gpu.batch.step_inputs import GroupInputs, StepInputs
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.launched_step import LaunchedStep
@@ -102,7 +102,7 @@ class StepMemory:
         if not self.on_device:
             return
         tokens_end = next(reversed(self.buffer.tensors))
-        self.buffer.copy_from(step.buffer, ROWS if step.is_decode else tokens_end)
+        self.buffer.copy_from(step.buffer, LAST_DECODE_SECTION if step.is_decode else tokens_end)
         for group, indices, values in step.overflow:
             changes = copy_to_device(indices, self.device), copy_to_device(values, self.device)
             self._change_table(group, changes)
@@ -212,7 +212,7 @@ class StepMemory:
         tensors, masks, rows = self.buffer.tensors, self.masks, slice(count)
         return SamplingRows(
             req_indices=tensors["sampled_req_indices"][rows],
-            positions=tensors[ROWS][rows],
+            positions=tensors[LAST_DECODE_SECTION][rows],
             host_token_ids=tensors["previous_tokens"][rows],
             last_sampled_tokens=self.last_sampled_tokens,
             rules=self.scalars,

@@ -123,7 +123,7 @@ class StepRunner:
             self.sample(step)
         output = step.drawn_output()
         if step.host_rows is not None or step.prompt_hidden is not None:
-            with self.stream.aside():
+            with self.stream.side_context():
                 if step.host_rows is not None:
                     output.merge(step.host_rows.places, step.host_rows.sample())
                 if step.prompt_hidden is not None:
@@ -157,11 +157,11 @@ class StepRunner:
             needed = state.needs_logits[step.req_indices]
             if batch.masked_rows:
                 needed[step.places_of(batch.masked_rows)] = True
-            step.put_first(needed)
+            step.order_sampled_rows(needed)
         step.epochs = self.inputs.epochs[step.req_indices]
         step.row_stages = state.stages[step.req_indices]
         if failures := sampler.failures:
-            # Kept with the step: its indices may have other requests when it is collected.
+            # Kept with the step: when it is collected, its request indices may have other requests.
             step.failures = {
                 row: failures[req_index]
                 for row, req_index in enumerate(batch.req_indices)
@@ -170,7 +170,7 @@ class StepRunner:
 
     def _prepare_sampling(self, step: LaunchedStep) -> None:
         """Sets the step's stages, and its rows that need the host."""
-        places = self.sampler.state.needing_host(step.req_indices)
+        places = self.sampler.state.rows_needing_host(step.req_indices)
         if len(places):
             at = step.req_indices[places], step.positions[places]
             step.host_rows = HostRows(self.sampler, places, *at)
@@ -211,12 +211,12 @@ class StepRunner:
         num_apart = 0
         if step.host_rows is not None:
             rows = memory.sampling_rows(count)
-            index = step.host_rows.take(logits, rows, memory.scalars, step.stages)
+            index = step.host_rows.copy_inputs(logits, rows, memory.scalars, step.stages)
             rows.req_indices.index_fill_(0, index, -1)
             num_apart = len(step.host_rows.places)
         if num_apart < count and not self.replay.sample(step):
             if step.stages and not memory.on_device:
-                self._draw_apart(step, logits)
+                self._draw_by_stages(step, logits)
             else:
                 self.draw(logits, step.stages)
         if count < len(step.rows):
@@ -231,7 +231,7 @@ class StepRunner:
         tokens, rows = memory.sampled[:count], memory.sampling_rows(count)
         self.sampler.sample(logits, rows, memory.scalars, stages, tokens, top)
 
-    def _draw_apart(self, step: LaunchedStep, logits: Tensor) -> None:
+    def _draw_by_stages(self, step: LaunchedStep, logits: Tensor) -> None:
         """Draws rows with stages separately: on a CPU the stages of all rows would take longer."""
         memory, count, some = self.memory, step.num_logits, self._rows_with_stages(step)
         if len(some) in (0, count):

@@ -11,31 +11,31 @@ TARGET_SECONDS = 0.2
 GPU_TARGET_SECONDS = 0.05
 """Target duration of a full step on a GPU: the gap that a prompt makes in every running stream."""
 
-LOWEST = 64
-HIGHEST = 2048
-"""Bounds of the token budget on a CPU; on a GPU the device's default replaces the upper one."""
+LOWEST_BUDGET = 64
+HIGHEST_BUDGET = 2048
+"""Bounds of the token budget on a CPU; a GPU's upper bound is the device's default."""
 
 MULTIPLE = 32
 
-SHORT_SECONDS = 0.01
+MAX_AHEAD_SECONDS = 0.01
 """Longest full decode step that may have a second one in flight, because an abort or a first token
 waits for both."""
 
-WORTH_SECONDS = 0.0005
+MIN_AHEAD_SECONDS = 0.0005
 """Shortest step for which it pays to begin behind the previous one without the host."""
 
 _SIZES = 8, 32
 """Tokens of the first timed steps. A model whose first step takes half of the target already gets
-the budget LOWEST, and is spared the second."""
+the budget LOWEST_BUDGET, and is spared the second."""
 
-_NOTHING_KNOWN: Mapping[int, float] = MappingProxyType({})
+_NO_TIMINGS: Mapping[int, float] = MappingProxyType({})
 
 
 def calibrate_token_budget(
     time_step: Callable[[int], float],
     *,
     target: float = TARGET_SECONDS,
-    highest: int = HIGHEST,
+    highest: int = HIGHEST_BUDGET,
     repeats: int = 1,
 ) -> int:
     """Finds the tokens of a prefill step that takes about ``target`` seconds.
@@ -48,7 +48,7 @@ def calibrate_token_budget(
 
     Args:
         time_step: runs a step of the given number of tokens and returns its seconds.
-        highest: largest budget in tokens, at least LOWEST.
+        highest: largest budget in tokens, at least LOWEST_BUDGET.
         repeats: times that each size is timed. The shortest counts, because the first step of a
             size may have to load kernels.
 
@@ -66,13 +66,13 @@ def calibrate_token_budget(
         size = max(second, size * 2)
         seconds = time_best(size)
     tokens = int(size * target / max(seconds, 1e-9))
-    return max(LOWEST, min(highest, tokens // MULTIPLE * MULTIPLE))
+    return max(LOWEST_BUDGET, min(highest, tokens // MULTIPLE * MULTIPLE))
 
 
-def ahead_from(
+def min_tokens_ahead(
     time_step: Callable[[int], float],
     max_num_seqs: int,
-    known: Mapping[int, float] = _NOTHING_KNOWN,
+    known: Mapping[int, float] = _NO_TIMINGS,
 ) -> int | None:
     """Finds the smallest step, in tokens, that is worth starting ahead on its own thread.
 
@@ -94,11 +94,11 @@ def ahead_from(
     few = min(_SIZES[0], max_num_seqs)
     if few not in known:
         time_step(1)
-    if (known[few] if few in known else time_step(few)) > SHORT_SECONDS:
+    if (known[few] if few in known else time_step(few)) > MAX_AHEAD_SECONDS:
         return None
     seconds = time_step(max_num_seqs)
-    if seconds < 2 * SHORT_SECONDS:
+    if seconds < 2 * MAX_AHEAD_SECONDS:
         seconds = min(seconds, time_step(max_num_seqs), time_step(max_num_seqs))
-    if seconds > SHORT_SECONDS:
+    if seconds > MAX_AHEAD_SECONDS:
         return None
-    return max(1, round(max_num_seqs * WORTH_SECONDS / max(seconds, 1e-9)))
+    return max(1, round(max_num_seqs * MIN_AHEAD_SECONDS / max(seconds, 1e-9)))

@@ -1,4 +1,4 @@
-"""Weights: a checkpoint's tensors to the decoder's parameters."""
+"""load_weights: reads a checkpoint's tensors into the decoder's parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from asyncllm.gpu.weight_upload import PinnedUploader
 DUMMY_SEED = 0
 
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")
-"""Of a weight in a file; integers and floats of 8 bits mean nothing without scales."""
+"""Dtypes of a plain weight in a file; 8-bit integers and floats would need scales."""
 
 
 def load_weights(
@@ -37,9 +37,9 @@ def load_weights(
     open_reader: Callable[[Path, torch.dtype], CheckpointReader] = open_checkpoint,
     takes: Callable[[WeightForm], bool] | None = None,
     *,
-    lend: bool = False,
+    transient: bool = False,
 ) -> Iterator[tuple[str, Tensor | LinearWeights]]:
-    """Parameters of the decoder from a checkpoint, in the order of ``parameters``.
+    """Yields the decoder's parameters from a checkpoint, in the order of ``parameters``.
 
     Each parameter is allocated once, and its checkpoint tensors are copied and converted into
     their slices of it. Everything is checked before the first parameter is made. To a GPU the
@@ -47,16 +47,16 @@ def load_weights(
     parameter that was yielded is complete for work on the thread's current stream.
 
     Args:
-        dtype: of the model; a parameter may have its own.
-        staging: how copies get to the device; None is directly on a CPU, and through pinned
+        dtype: the model's dtype; a parameter may have its own.
+        staging: copies tensors to the device; None copies directly on a CPU, and through pinned
             buffers to a GPU.
-        open_reader: makes the reader of the files in ``model.path``, of plain tensors.
-        takes: whether linear layers compute with weights of a form, which are then yielded as the
-            checkpoint stores them, on the CPU; None dequantises all.
-        lend: for an op set that packs linear layers, on a CPU: the weight of one is valid until
-            the next is asked for. It is the mapped file itself where that holds it whole and in the
-            model's dtype, else a part of one buffer: no copy is made to be thrown away, and no
-            memory that the operating system has to make again for each.
+        open_reader: opens the files in ``model.path`` as plain tensors.
+        takes: tells whether linear layers compute with quantised weights of a form. Such weights
+            are yielded as stored, on the CPU; None dequantises all.
+        transient: for an op set that packs linear layers on a CPU, yield weights that are valid
+            until the next one is requested. A weight is the mapped file itself, if that holds it
+            whole and in the model's dtype, else part of one buffer: this saves a copy, and fresh
+            memory for each.
 
     Raises:
         ModelLoadError: naming the file, the tensor, and the expected and the found shape.
@@ -64,22 +64,22 @@ def load_weights(
     reader = open_reader(model.path, dtype)
     with closing(TextPart(reader, model.architecture) if model.is_text_part else reader) as reader:
         wanted = [parameter.found_in(reader.tensors) for parameter in parameters(model)]
-        _check(reader, model, wanted)
+        _check_tensors(reader, model, wanted)
         if staging is None and device.type == "cuda":
             staging = PinnedUploader(device)
         tensors = reader.tensors
         done, num_bytes = 0, sum(tensors[name].num_bytes for p in wanted for name, _ in p.parts)
         packed = PackedSizes()
-        lent = _Lent(wanted, dtype, reader) if lend else None
+        short_lived = _TransientWeights(wanted, dtype, reader) if transient else None
         for parameter in wanted:
-            bundle = _packed(reader, parameter, takes)
+            bundle = _quantised_weight(reader, parameter, takes)
             whole = None
             if bundle is not None:
                 packed.add(bundle)
                 target = bundle
-            elif lent is not None and lent.has(parameter):
-                whole = lent.whole(parameter)
-                target = lent.buffer(parameter) if whole is None else whole
+            elif short_lived is not None and short_lived.covers(parameter):
+                whole = short_lived.mapped(parameter)
+                target = short_lived.buffer(parameter) if whole is None else whole
             else:
                 target = _allocate(parameter, dtype, device)
             row = 0
@@ -97,24 +97,25 @@ def load_weights(
         log_sizes(model.path, reader, dtype, packed)
 
 
-class _Lent:
-    """Weights of linear layers, each of which is valid until the next."""
+class _TransientWeights:
+    """Weights of linear layers, each valid until the next is requested."""
 
     def __init__(
         self, wanted: list[Parameter], dtype: torch.dtype, reader: CheckpointReader
     ) -> None:
         self._dtype, self._reader = dtype, reader
-        copied = [each for each in wanted if self.has(each) and self.whole(each) is None]
+        copied = [each for each in wanted if self.covers(each) and self.mapped(each) is None]
         largest = max((math.prod(each.shape) for each in copied), default=0)
         self._buffer = torch.empty(largest, dtype=dtype, device="cpu")
 
-    def has(self, parameter: Parameter) -> bool:
-        """Those of experts are held until all of a layer's are there."""
+    def covers(self, parameter: Parameter) -> bool:
+        """Whether a weight can be transient. Those of experts cannot: they are held until a layer
+        has all."""
         held = ".experts." in parameter.name
         return parameter.linear and parameter.dtype is None and not held
 
-    def whole(self, parameter: Parameter) -> Tensor | None:
-        """The mapped tensor, where it is what the layer takes."""
+    def mapped(self, parameter: Parameter) -> Tensor | None:
+        """The tensor in the mapped file; None unless it is the whole weight in the right dtype."""
         name = parameter.parts[0][0]
         info = self._reader.tensors[name]
         mapped = info.num_bytes == math.prod(parameter.shape) * self._dtype.itemsize
@@ -128,13 +129,13 @@ class _Lent:
         return self._buffer[: math.prod(parameter.shape)].view(parameter.shape)
 
 
-def _packed(
+def _quantised_weight(
     reader: CheckpointReader,
     parameter: Parameter,
     takes: Callable[[WeightForm], bool] | None,
 ) -> LinearWeights | None:
-    """The weight of a linear layer, or of an embedding that a head is tied to, as it is stored;
-    None for another parameter, and where it has to be dequantised."""
+    """Quantised weight of a linear layer or tied embedding, as stored; None for any other
+    parameter."""
     if takes is None or not parameter.linear or parameter.layout is not None:
         return None
     return packed_weights([reader.codes(name) for name, _ in parameter.parts], takes)
@@ -155,8 +156,8 @@ def _copy(slices: Iterable[Tensor], target: Tensor, staging: PinnedUploader | No
 def dummy_weights(
     model: ModelConfig, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Random parameters, the same in every run: norms are 1, biases 0, and matrices
-    normal with variance ``1 / columns``, which keeps activations of order 1."""
+    """Yields random parameters, the same in every run. Norms are 1, biases 0, and matrices normal
+    with variance ``1 / columns``, which keeps activations of order 1."""
     generator = torch.Generator(device=device).manual_seed(DUMMY_SEED)
     done, num_bytes = 0, weights_bytes(model, dtype)
     for parameter in parameters(model):
@@ -186,8 +187,8 @@ def weights_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def _check_tied_head(reader: CheckpointReader, model: ModelConfig) -> None:
-    """Raises ModelLoadError for an output head beside the embedding that it should be a copy of:
-    transformers would compute with it."""
+    """Raises ModelLoadError for a tied output head that differs from the stored embedding.
+    transformers would compute with the head."""
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if not model.tie_word_embeddings or head not in reader.tensors:
         return
@@ -199,8 +200,8 @@ def _check_tied_head(reader: CheckpointReader, model: ModelConfig) -> None:
         )
 
 
-def _check(reader: CheckpointReader, model: ModelConfig, wanted: list[Parameter]) -> None:
-    """Raises ModelLoadError unless every wanted tensor is there and no other is."""
+def _check_tensors(reader: CheckpointReader, model: ModelConfig, wanted: list[Parameter]) -> None:
+    """Raises ModelLoadError for a missing, misshapen or unexpected tensor."""
     expected = {
         name: parameter.stored_shape(rows) for parameter in wanted for name, rows in parameter.parts
     }
@@ -216,13 +217,13 @@ def _check(reader: CheckpointReader, model: ModelConfig, wanted: list[Parameter]
             )
     _check_tied_head(reader, model)
     for name, info in reader.tensors.items():
-        if name not in expected and not is_unused(model, name) and not _adds_nothing(reader, name):
+        if name not in expected and not is_unused(model, name) and not _is_zero_bias(reader, name):
             raise ModelLoadError(
                 f"{info.file}: tensor {name!r} is none of this architecture's: the model would "
                 "be computed without it"
             )
 
 
-def _adds_nothing(reader: CheckpointReader, name: str) -> bool:
-    """Whether a tensor is a bias of zeros, which quantisers give to linear layers without one."""
+def _is_zero_bias(reader: CheckpointReader, name: str) -> bool:
+    """Whether a tensor is a bias of zeros, which quantisers add to layers without a bias."""
     return name.endswith(".bias") and not any(bool(part.any()) for part in reader.slices(name))

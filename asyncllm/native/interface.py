@@ -10,7 +10,8 @@ from typing import Any
 _P, _I, _N, _F = c_void_p, c_int64, c_int32, c_float
 
 NUM_DRAW_SCALARS = 5
-"""Number of scalars in ``gpu.batch.sampling_table.DRAW``, in the order of SampleArgs' pointers."""
+"""Number of scalars in ``gpu.batch.sampling_table.DRAW_SCALARS``, in the order of SampleArgs'
+pointers."""
 
 
 def _fields(*groups: tuple[Any, str]) -> list[tuple[str, Any]]:

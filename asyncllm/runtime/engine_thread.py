@@ -185,7 +185,7 @@ class EngineThread:
         return None if closed_by_application else self.core.shutdown_error()
 
     @property
-    def leftover(self) -> threading.Thread | None:
+    def thread_to_join(self) -> threading.Thread | None:
         """Thread to join once ``exited`` is done; None if it is stuck."""
         return None if self.core.hung else self._thread
 

@@ -39,14 +39,14 @@ from asyncllm.tool_calls.response_format import ResponseFormat, ResponseFormats
 from asyncllm.tool_calls.tool_grammar import with_tool_grammar
 from asyncllm.tool_calls.tool_use import ToolUse
 
-Asked = tuple[Operation, Any]
+CallInfo = tuple[Operation, Any]
 """Operation and prompt; they become a RequestInfo only if there are observers."""
 
 _PROMPT_END = 32
-"""Tokens at a prompt's end in which the beginning of the answer is searched."""
+"""Last tokens of a prompt in which the beginning of the answer is searched."""
 
 _MAX_TRUNCATED = 2**24
-"""Characters of a text of which the last tokens are kept: all of it is tokenised."""
+"""Most characters of a text with ``truncate_prompt_tokens``, because all of it is tokenised."""
 
 
 @dataclass(eq=False, repr=False)
@@ -85,20 +85,20 @@ class InputProcessor:
         text = check.plain_text(prompt)
         if prompt is None or text == "":
             raise check.invalid("prompt", prompt, "text or token ids, not empty")
-        asked: Asked = ("text_completion", prompt)
+        call: CallInfo = ("text_completion", prompt)
         request = self._build(sampling_params, sampling, options)
         if text is None:
-            token_ids = self._checked_ids(prompt, self._kept(request))
+            token_ids = self._checked_ids(prompt, self._max_prompt_tokens(request))
         else:
             tokenizer = self.loaded.tokenizer
             if len(text) >= LONG_TEXT:
                 least = tokenizer.min_tokens(len(text))
                 self._check_length(request, len(text), least)
                 encode, estimate = partial(tokenizer.encode, text), max(least, len(text) // 4)
-                return self._enqueue_long(request, asked, estimate, encode)
+                return self._enqueue_long(request, call, estimate, encode)
             token_ids = tokenizer.encode(text)
         self._set_prompt(request, token_ids)
-        return self._enqueue(request, asked, request.num_prompt_tokens)
+        return self._enqueue(request, call, request.num_prompt_tokens)
 
     def conversation(
         self,
@@ -114,7 +114,7 @@ class InputProcessor:
         """Submits messages, rendered by the chat template with ``variables``."""
         split_special_tokens = check.boolean("split_special_tokens", split_special_tokens)
         template = check.string("chat_template", template, optional=True)
-        form, free = self._form(use, template), True
+        form, free = self._response_format(use, template), True
         chat = self._template_input(messages, use, template, variables)
         if use is not None:
             assert form is not None
@@ -135,15 +135,15 @@ class InputProcessor:
                 one_call=use is not None and not use.parallel,
                 text_is_free=free if use else request.sampling.structured_outputs is None,
             )
-        asked: Asked = ("chat", messages)
-        longest = request.max_model_len - 1 if self._kept(request) is None else None
+        call: CallInfo = ("chat", messages)
+        longest = request.max_model_len - 1 if self._max_prompt_tokens(request) is None else None
         encode = partial(self._encode_chat, chat, longest, split_special_tokens)
         if (token_ids := encode(at_once=True)) is not None:
             self._set_prompt(request, token_ids, parser)
-            return self._enqueue(request, asked, request.num_prompt_tokens, parser)
-        return self._enqueue_long(request, asked, chat.num_characters // 4, encode, parser)
+            return self._enqueue(request, call, request.num_prompt_tokens, parser)
+        return self._enqueue_long(request, call, chat.num_characters // 4, encode, parser)
 
-    def tokenizing(
+    def prepare_tokenize(
         self,
         prompt: Any,
         *,
@@ -154,9 +154,9 @@ class InputProcessor:
         chat_template_kwargs: dict[str, Any] | None = None,
         split_special_tokens: bool = True,
     ) -> Callable[..., list[int] | None]:
-        """Checks the arguments of ``AsyncLLMEngine.tokenize`` and returns the function that makes
-        the tokens: for another thread, or with ``at_once=True``, which gives None for a prompt that
-        takes long."""
+        """Checks the arguments of ``AsyncLLMEngine.tokenize``; returns a function that tokenises.
+        Any thread may call it; with ``at_once=True`` it returns None for a prompt that takes
+        long."""
         special = check.boolean("add_special_tokens", add_special_tokens, optional=True)
         generation = check.boolean("add_generation_prompt", add_generation_prompt)
         split = check.boolean("split_special_tokens", split_special_tokens)
@@ -167,9 +167,9 @@ class InputProcessor:
                 accepted = "None or False with messages, whose special tokens the template writes"
                 raise check.invalid("add_special_tokens", special, accepted)
             use, variables = ToolUse.of(tools, "auto", True), chat_template_kwargs
-            self._form(use, template)
+            self._response_format(use, template)
             if not generation:
-                variables = _variables(variables) | {"add_generation_prompt": False}
+                variables = _checked_variables(variables) | {"add_generation_prompt": False}
             chat = self._template_input(prompt, use, template, variables)
             return partial(self._encode_chat, chat, None, split)
         of_chat: dict[str, tuple[Any, Any]] = {
@@ -184,11 +184,11 @@ class InputProcessor:
                 raise check.invalid(name, value, f"{neutral} with a text: it is for messages")
         return partial(self._encode_text, text, special is not False)
 
-    def detokenizing(
+    def prepare_detokenize(
         self, token_ids: Any, skip_special_tokens: bool
     ) -> tuple[int, Callable[[], str]]:
-        """Checks the arguments of ``AsyncLLMEngine.detokenize``; returns the number of tokens and
-        the function that makes the text."""
+        """Checks the arguments of ``AsyncLLMEngine.detokenize``; returns the number of tokens and a
+        function that decodes them."""
         skip = check.boolean("skip_special_tokens", skip_special_tokens)
         ids = check.token_ids("token_ids", token_ids, 2**32)
         return len(ids), partial(self.loaded.tokenizer.decode, ids, skip_special_tokens=skip)
@@ -216,7 +216,7 @@ class InputProcessor:
         template: str | None,
         variables: dict[str, Any] | None,
     ) -> TemplateInput:
-        given = _variables(variables)
+        given = _checked_variables(variables)
         own = {"tools": None if use is None else use.schemas, "chat_template": template}
         for name, value in own.items():
             if value is None:
@@ -228,11 +228,11 @@ class InputProcessor:
         as_text = self._formats.arguments_as_text
         return TemplateInput(messages, given, arguments_as_text=as_text)
 
-    def _form(self, use: ToolUse | None, template: str | None) -> ResponseFormat | None:
-        """The format of an answer.
+    def _response_format(self, use: ToolUse | None, template: str | None) -> ResponseFormat | None:
+        """Format of the answer to a conversation.
 
         Args:
-            template: the call's own, or None.
+            template: the call's own chat template, or None.
 
         Raises:
             InvalidRequestError: for tools that the model cannot be offered.
@@ -252,15 +252,15 @@ class InputProcessor:
         worker = self._worker.close()
         return self.grammars.close() + ([] if worker is None else [worker])
 
-    def _kept(self, request: Request) -> int | None:
+    def _max_prompt_tokens(self, request: Request) -> int | None:
         """Most prompt tokens that a request keeps; None for a prompt that is not cut."""
         kept = request.sampling.truncate_prompt_tokens
         return request.max_model_len - 1 if kept == -1 else kept
 
     def _check_length(self, request: Request, num_characters: int, least: int) -> None:
-        """Refuse a text by its length alone: if it has at least ``least`` tokens and these are too
-        many, or, with a prompt that is cut, if it is too long to be tokenised."""
-        if self._kept(request) is None:
+        """Refuse a text by its length alone. ``least`` is a lower bound of its tokens; a prompt
+        that will be cut only has to be short enough to be tokenised."""
+        if self._max_prompt_tokens(request) is None:
             if least >= request.max_model_len:
                 raise self._too_long(least, "at least ")
         elif num_characters > _MAX_TRUNCATED:
@@ -276,7 +276,7 @@ class InputProcessor:
             most = max(check.MAX_ITEMS, info.max_model_len)
             return list(check.token_ids("prompt", prompt, info.vocab_size, most))
         length = 0
-        with suppress(Exception):  # it has no length, or too large a one
+        with suppress(Exception):  # the prompt has no length, or one beyond 64 bits
             length = len(prompt)
         if length >= info.max_model_len:
             raise self._too_long(length)
@@ -348,7 +348,7 @@ class InputProcessor:
             bool(claimed_by) or limits.exceeded_by(resolved, bad_words)
         )
         for index in range(resolved.n):
-            Request(  # adds itself to the group
+            Request(  # the constructor adds it to the group
                 group,
                 resolved.of_output(index) if index else resolved,
                 max_model_len=info.max_model_len,
@@ -371,7 +371,7 @@ class InputProcessor:
             raise InvalidRequestError(
                 "prompt: has no tokens, expected at least one", param="prompt"
             )
-        if (kept := self._kept(request)) is not None and len(token_ids) > kept:
+        if (kept := self._max_prompt_tokens(request)) is not None and len(token_ids) > kept:
             request.group.num_truncated_tokens = len(token_ids) - kept
             token_ids = token_ids[-kept:]
         if len(token_ids) >= request.max_model_len:
@@ -416,7 +416,7 @@ class InputProcessor:
         return found
 
     def _enqueue(
-        self, request: Request, asked: Asked, num_tokens: int, parser: MessageParser | None = None
+        self, request: Request, call: CallInfo, num_tokens: int, parser: MessageParser | None = None
     ) -> TokenStream:
         """Reserve the group's place in the queue, call the observers, and send the group to the
         engine thread if its prompt is known.
@@ -432,15 +432,15 @@ class InputProcessor:
         # Made first: an observer that is interrupted drops it, which aborts the request.
         stream = TokenStream(request, self.core, self.mailboxes.of_running_loop, parser)
         if notifier is not None:
-            notifier.submitted(RequestInfo(*asked))
+            notifier.submitted(RequestInfo(*call))
         if request.num_prompt_tokens:
-            self._add(request)
+            self._send(request)
         return stream
 
     def _enqueue_long(
         self,
         request: Request,
-        asked: Asked,
+        call: CallInfo,
         estimate: int,
         encode: Callable[[], list[int] | None],
         parser: MessageParser | None = None,
@@ -448,8 +448,8 @@ class InputProcessor:
         """Enqueue a request whose prompt, of about ``estimate`` tokens, a thread makes with
         ``encode``."""
         core, group = self.core, request.group
-        most = self._kept(request) or request.max_model_len
-        stream = self._enqueue(request, asked, min(estimate, most), parser)
+        most = self._max_prompt_tokens(request) or request.max_model_len
+        stream = self._enqueue(request, call, min(estimate, most), parser)
         if group.deadline < math.inf:
             core.send(core.on_watch_deadline, group)
 
@@ -459,15 +459,15 @@ class InputProcessor:
             try:
                 token_ids = encode() or []
                 if group.cancelled:
-                    return  # meanwhile; the engine may have ended
+                    return  # cancelled meanwhile; the engine may have ended
                 self._set_prompt(request, token_ids, parser)
             except BaseException as error:
                 if not issubclass(type(error), Exception):  # a panic inside the tokenizer
                     error = InvalidRequestError(f"prompt: {check.describe(error)}", param="prompt")
                 core.send(core.on_fail, group, error)
                 return
-            core.admission.correct(group, request.num_prompt_tokens)
-            self._add(request)
+            core.admission.correct_estimate(group, request.num_prompt_tokens)
+            self._send(request)
 
         try:
             self._worker.submit(job)
@@ -475,7 +475,7 @@ class InputProcessor:
             core.send(core.on_fail, group, error)
         return stream
 
-    def _add(self, request: Request) -> None:
+    def _send(self, request: Request) -> None:
         """Send the group to the engine thread once its grammar is compiled. Other requests do not
         wait for it."""
         core, group, spec = self.core, request.group, request.sampling.structured_outputs
@@ -484,16 +484,16 @@ class InputProcessor:
             return
         grammar = self.grammars.find(spec)
         if grammar is not None:
-            self._add_with_grammar(group, grammar, None)
+            self._send_with_grammar(group, grammar, None)
             return
         if group.deadline < math.inf:
             core.send(core.on_watch_deadline, group)
         try:
-            self.grammars.submit(spec, partial(self._add_with_grammar, group))
+            self.grammars.submit(spec, partial(self._send_with_grammar, group))
         except RequestError as error:
             core.send(core.on_fail, group, error)
 
-    def _add_with_grammar(
+    def _send_with_grammar(
         self, group: RequestGroup, grammar: Grammar | None, error: Exception | None
     ) -> None:
         core = self.core
@@ -509,7 +509,7 @@ class InputProcessor:
         core.send(core.on_add, group)
 
 
-def _variables(given: Any) -> dict[str, Any]:
+def _checked_variables(given: Any) -> dict[str, Any]:
     accepted = "a dict of names to values, or None"
     if given is None:
         return {}

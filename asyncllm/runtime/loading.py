@@ -101,7 +101,7 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
         has_defaults=config.generation_config == "auto",
     )
     text = TokenizerLoad(partial(_read_tokenizer, tokenizer_path, config))
-    if not _may_read_aside(tokenizer_path, model_config):
+    if not _can_read_in_parallel(tokenizer_path, model_config):
         text.result()
     try:
         executor = build_model_runner(config, model_config, partial(_report, text, progress))
@@ -142,7 +142,7 @@ def _read_tokenizer(path: Path, config: EngineConfig) -> tuple[Tokenizer, Respon
     return tokenizer, formats
 
 
-def _may_read_aside(path: Path, model_config: Any) -> bool:
+def _can_read_in_parallel(path: Path, model_config: Any) -> bool:
     """Whether the tokenizer can be read on a thread of its own. Not if both it and the model import
     transformers: two threads may see half-initialised modules."""
     from asyncllm.checkpoint.model_config import ModelConfig

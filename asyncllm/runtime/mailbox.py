@@ -32,12 +32,13 @@ class LoopMailbox:
         return True
 
     def _drain(self) -> None:
-        # The flag first: a channel that is added later is either seen below, or posts anew.
+        # Clear the flag first: a channel that is added later is either found below, or posts a new
+        # call.
         self._posted = False
         ready = self._ready
         while ready:
             waiter = ready.popleft().waiter
-            # It may have been woken or cancelled before.
+            # The waiter may have been woken or cancelled before.
             if waiter is not None and not waiter.done():
                 waiter.set_result(None)
 

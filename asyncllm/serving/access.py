@@ -60,7 +60,9 @@ class AccessRules:
             return Refusal(403, "the Host header names no loopback address")
         if origins and not self._is_allowed(origins[0], hosts[0]):
             return Refusal(403, "pages of this origin may not connect")
-        if self._tokens is not None and not self._knows(_offered(authorizations, protocols)):
+        if self._tokens is not None and not self._accepts_token(
+            _offered(authorizations, protocols)
+        ):
             return Refusal(401, "expected Authorization: Bearer with the right token")
         return None
 
@@ -75,7 +77,7 @@ class AccessRules:
         offered = b"" if self._tokens is None else _offered(authorizations, protocols)
         return hashlib.sha256(offered).hexdigest() if offered else ""
 
-    def _knows(self, offered: bytes) -> bool:
+    def _accepts_token(self, offered: bytes) -> bool:
         assert self._tokens is not None
         # Compares with every token, so that timing reveals nothing.
         return sum(hmac.compare_digest(offered, token) for token in self._tokens) > 0
@@ -86,7 +88,7 @@ def _offered(authorizations: Sequence[str], protocols: Iterable[str]) -> bytes:
     for header in authorizations:
         scheme, _, rest = header.partition(" ")
         if scheme.lower() == "bearer":
-            offered = _raw(rest.strip())
+            offered = _header_bytes(rest.strip())
     if not authorizations:
         for name in protocols:
             if name.startswith(TOKEN_PROTOCOL):
@@ -94,7 +96,7 @@ def _offered(authorizations: Sequence[str], protocols: Iterable[str]) -> bytes:
     return offered
 
 
-def _raw(text: str) -> bytes:
+def _header_bytes(text: str) -> bytes:
     """Bytes of a header. It was decoded as ISO-8859-1, but clients send UTF-8."""
     try:
         return text.encode("latin-1")

@@ -1,4 +1,4 @@
-"""The JSON of answers, as the writers make it and ``/openapi.json`` describes it.
+"""Types of the JSON answers, for the writers and for ``/openapi.json``.
 
 An answer has these fields, and may have others.
 """
@@ -91,7 +91,7 @@ class ChatCompletion(TypedDict):
 
 
 class CompletionLogprobs(TypedDict):
-    """Parallel lists, of the tokens."""
+    """Log-probabilities of an output, as parallel lists by token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]

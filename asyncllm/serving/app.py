@@ -30,7 +30,7 @@ try:
         live,
         show_metrics,
     )
-    from asyncllm.serving.sockets import Socket
+    from asyncllm.serving.sockets import WebSocketEndpoint
     from asyncllm.serving.stats_session import StatsSession
     from asyncllm.serving.tokenization import detokenize, tokenize
 except ModuleNotFoundError as missing:
@@ -44,7 +44,7 @@ from asyncllm import validation as check
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import AsyncLLMError
 from asyncllm.serving.access import AccessRules
-from asyncllm.serving.exchange import GONE, Exchange, Receive, Scope, Send
+from asyncllm.serving.exchange import DISCONNECT_ERRORS, Exchange, Receive, Scope, Send
 from asyncllm.serving.frame_pacer import FramePacer
 from asyncllm.serving.gate import App, Gate, refuse
 from asyncllm.serving.protocol_error import ProtocolError, from_engine_error
@@ -57,10 +57,10 @@ Handler = Callable[[Serving, Exchange], Awaitable[None]]
 Page = Callable[[str], "tuple[str, bytes] | None"]
 
 OPEN_PATHS = ("/health", "/health/live", "/health/ready")
-"""Answered without a token: health checks have none."""
+"""Paths that need no token, because health checks have none."""
 
-FOUND = "asyncllm.found"
-"""Key of a scope: the file of the page that is at its path."""
+PAGE_FILE = "asyncllm.found"
+"""Scope key of the page's file at the request's path."""
 
 
 class Endpoint:
@@ -91,9 +91,11 @@ class Endpoint:
             await self._handler(scope)(self._serving, exchange)
         except ProtocolError as error:
             await exchange.refuse(error)
-        except AsyncLLMError as error:  # before OSError, which one of them also is
+        except (
+            AsyncLLMError
+        ) as error:  # before DISCONNECT_ERRORS: one AsyncLLMError is an OSError too
             await exchange.refuse(from_engine_error(error, self._names))
-        except GONE:
+        except DISCONNECT_ERRORS:
             return
         except Exception:
             logger.exception("a request to %s failed", scope["path"])
@@ -123,7 +125,7 @@ class ServerApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan" and scope["path"].endswith("/"):
-            # Litestar ends the paths of what it mounts so.
+            # Litestar adds a slash to the path of a mounted application.
             scope = {**scope, "path": scope["path"].rstrip("/")}
         await self._app(scope, receive, send)
 
@@ -133,12 +135,12 @@ class ServerApp:
 
     @property
     def needs_token(self) -> bool:
-        """Clients have to send a token."""
+        """Whether clients have to send a token."""
         return self._serving.needs_token
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The model's names to clients."""
+        """The model's names for clients."""
         return self._serving.model_names
 
     def drain(self) -> None:
@@ -256,8 +258,10 @@ def _router(
     for path, handlers, names in table:
         endpoint = Endpoint(serving, handlers, names, limits)
         routes.append(Route(path, Gate(endpoint, None if path in OPEN_PATHS else rules, serving)))
-    responses = Socket(serving, lambda socket, owner: ResponseSession(socket, serving, owner))
-    stats = Socket(serving, lambda socket, owner: StatsSession(socket, serving))
+    responses = WebSocketEndpoint(
+        serving, lambda socket, owner: ResponseSession(socket, serving, owner)
+    )
+    stats = WebSocketEndpoint(serving, lambda socket, owner: StatsSession(socket, serving))
     for path, socket in (("/v1/responses", responses), ("/v1/stats", stats)):
         routes.append(WebSocketRoute(path, Gate(socket, rules, serving)))
     if page is not None:
@@ -266,13 +270,13 @@ def _router(
     return Router(
         routes,
         redirect_slashes=False,
-        default=Gate(_Nowhere(serving, limits), rules, serving),
+        default=Gate(_UnknownPath(serving, limits), rules, serving),
         lifespan=lambda _: _lifespan(serving),
     )  # pyright: ignore[reportReturnType]
 
 
 class _PageRoute(BaseRoute):
-    """The paths at which the page has a file."""
+    """Route of the paths at which the page has a file."""
 
     def __init__(self, page: Page, app: App) -> None:
         self._page = page
@@ -282,7 +286,7 @@ class _PageRoute(BaseRoute):
         if scope["type"] == "http" and scope["method"] in ("GET", "HEAD"):
             path = scope["path"].removeprefix(scope.get("root_path", ""))
             if (found := self._page(path or "/")) is not None:
-                return Match.FULL, {FOUND: found}
+                return Match.FULL, {PAGE_FILE: found}
         return Match.NONE, {}
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -290,12 +294,12 @@ class _PageRoute(BaseRoute):
 
 
 async def _show_page(serving: Serving, exchange: Exchange) -> None:
-    content_type, body = exchange.scope[FOUND]
+    content_type, body = exchange.scope[PAGE_FILE]
     headers = {"cache-control": "no-store"}
     await exchange.respond(200, body, f"{content_type}; charset=utf-8", headers)
 
 
-class _Nowhere(Endpoint):
+class _UnknownPath(Endpoint):
     """Endpoint of unknown paths."""
 
     def __init__(self, serving: Serving, limits: Mapping[str, Any]) -> None:

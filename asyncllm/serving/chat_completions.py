@@ -6,7 +6,7 @@ from asyncllm.serving.chat_request import ChatRequest
 from asyncllm.serving.chat_writer import ChatWriter
 from asyncllm.serving.choices import EventAnswer, answer_whole
 from asyncllm.serving.exchange import Exchange
-from asyncllm.serving.offload import submitted
+from asyncllm.serving.offload import submit_offloaded
 from asyncllm.serving.request_body import parse_json
 from asyncllm.serving.serving import Serving
 
@@ -15,7 +15,7 @@ async def chat_completions(serving: Serving, exchange: Exchange) -> None:
     request = ChatRequest.parse(parse_json(await exchange.body()))
     model = serving.model_name(request.model)
     engine = serving.engine
-    stream = await submitted(
+    stream = await submit_offloaded(
         lambda: request.submit(engine, serving.timeout), len(request.tools or ())
     )
     writer = ChatWriter(

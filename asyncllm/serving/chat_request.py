@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.serving.protocol_error import ProtocolError
-from asyncllm.serving.request_body import JustFalse, RequestBody, few_fields, invalid, unsupported
+from asyncllm.serving.request_body import JustFalse, RequestBody, invalid, limit_fields, unsupported
 from asyncllm.serving.sampling_fields import Choices, text_or_list
 from asyncllm.stream import TokenStream
 from asyncllm.tool_calls.tool_use import MAX_TOOLS
@@ -30,7 +30,9 @@ class TextPart(TypedDict):
 Content = Annotated[
     Annotated[str, Tag("#text")]
     | Annotated[
-        list[Annotated[TextPart, BeforeValidator(few_fields)]], Field(fail_fast=True), Tag("#list")
+        list[Annotated[TextPart, BeforeValidator(limit_fields)]],
+        Field(fail_fast=True),
+        Tag("#list"),
     ],
     Discriminator(text_or_list),
 ]
@@ -61,7 +63,7 @@ class Message(TypedDict):
     tool_call_id: NotRequired[str | None]
     tool_calls: NotRequired[
         Annotated[
-            list[Annotated[MessageToolCall, BeforeValidator(few_fields)]],
+            list[Annotated[MessageToolCall, BeforeValidator(limit_fields)]],
             Field(max_length=1024, fail_fast=True),
         ]
         | None
@@ -90,11 +92,12 @@ class Tool(TypedDict):
 
 
 Messages = Annotated[
-    list[Annotated[Message, BeforeValidator(few_fields)]],
+    list[Annotated[Message, BeforeValidator(limit_fields)]],
     Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
 ]
 Tools = Annotated[
-    list[Annotated[Tool, BeforeValidator(few_fields)]], Field(max_length=MAX_TOOLS, fail_fast=True)
+    list[Annotated[Tool, BeforeValidator(limit_fields)]],
+    Field(max_length=MAX_TOOLS, fail_fast=True),
 ]
 
 
@@ -111,7 +114,7 @@ class NamedTool(TypedDict):
 
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("#text")]
-    | Annotated[NamedTool, BeforeValidator(few_fields), Tag("#list")],
+    | Annotated[NamedTool, BeforeValidator(limit_fields), Tag("#list")],
     Discriminator(text_or_list),
 ]
 

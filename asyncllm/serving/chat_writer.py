@@ -46,14 +46,14 @@ class ChatWriter:
             "service_tier": "default",
             "system_fingerprint": None,
         }
-        self._tells_usage = usage != "none"
+        self._sends_usage = usage != "none"
         self._running = RunningUsage() if usage == "each chunk" else None
         self._logprobs = None if num_logprobs is None else LogprobWriter(bytes_of, num_logprobs)
         self._calls = [WholeCalls() for _ in range(num_choices)]
         common = encode({"object": "chat.completion.chunk", **self._fields})[:-1]
         # There is a chunk per token: their constant parts are serialised once.
         self._head = f'data: {common},"choices":[{{"index":'
-        self._tail = '}],"usage":null}\n\n' if self._tells_usage else "}]}\n\n"
+        self._tail = '}],"usage":null}\n\n' if self._sends_usage else "}]}\n\n"
         self._common = common
         first = {"role": "assistant", "content": "", "refusal": None}
         self._opening = "".join(self._chunk(index, first) for index in range(num_choices))
@@ -141,7 +141,7 @@ class ChatWriter:
         return f"{self._head}{index},{rest[1:-1]}{self._tail}"
 
     def closing(self, usages: Sequence[Usage | None]) -> str:
-        if not self._tells_usage:
+        if not self._sends_usage:
             return ""
         usage = encode(usage_fields(usages))
         return f'data: {self._common},"choices":[],"usage":{usage}}}\n\n'

@@ -42,20 +42,20 @@ class ChoicesWriter(Protocol):
     def closing(self, usages: Sequence[Usage | None]) -> str: ...
 
 
-class Silence:
-    """Sends comments during silence. Each event sets ``broken``, which costs a fraction of a read
-    with a time limit.
+class KeepAlive:
+    """Sends comments to keep a silent connection alive. Each event sets ``has_sent``, which costs a
+    fraction of a read with a timeout.
 
     Args:
         seconds: longest silence.
         send: sends a text to the client; raises OSError if it is gone.
 
     Attributes:
-        broken: whether anything was sent since the last check.
+        has_sent: whether anything was sent since the last check.
     """
 
     def __init__(self, seconds: float, send: Callable[[str], Awaitable[None]]) -> None:
-        self.broken = False
+        self.has_sent = False
         self._seconds = seconds
         self._send = send
 
@@ -64,19 +64,19 @@ class Silence:
         with suppress(OSError):
             while True:
                 await anyio.sleep(self._seconds / 2)
-                if not self.broken:
+                if not self.has_sent:
                     await self._send(PING)
-                self.broken = False
+                self.has_sent = False
 
 
 @asynccontextmanager
-async def abort_when_gone(
-    exchange: Exchange, streams: Sequence[TokenStream], silence: Silence | None = None
+async def abort_on_disconnect(
+    exchange: Exchange, streams: Sequence[TokenStream], keep_alive: KeepAlive | None = None
 ) -> AsyncIterator[None]:
     """Abort the streams when the client closes its connection, or the block is left.
 
     Args:
-        silence: sends its comments meanwhile.
+        keep_alive: sends its comments meanwhile.
 
     Raises:
         ClientGoneError: at the end of the block, if the client has gone meanwhile.
@@ -94,11 +94,11 @@ async def abort_when_gone(
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(watch)
-            if silence is not None:
-                tasks.start_soon(silence.fill)
+            if keep_alive is not None:
+                tasks.start_soon(keep_alive.fill)
             try:
                 yield
-            except Exception as error:  # the task group would wrap it
+            except Exception as error:  # the task group would wrap the error
                 failure = error
             tasks.cancel_scope.cancel()
     finally:
@@ -114,11 +114,11 @@ async def answer_whole(
     exchange: Exchange, streams: Sequence[TokenStream], writer: ChoicesWriter
 ) -> None:
     """Send a whole answer. Raises ProtocolError or AsyncLLMError before anything is sent."""
-    async with abort_when_gone(exchange, streams):
+    async with abort_on_disconnect(exchange, streams):
         completions = [await stream.result() for stream in streams]
     for completion in completions:
         if any(output.finish_reason == "abort" for output in completion.outputs):
-            raise aborted()
+            raise aborted_error()
     await exchange.respond_json(writer.whole(completions))
 
 
@@ -144,7 +144,7 @@ class EventAnswer:
         self._streams = streams
         self._writer = writer
         self._pacer = pacer
-        self._silence = Silence(ping_interval, self._send)
+        self._keep_alive = KeepAlive(ping_interval, self._send)
         self._opening = anyio.Lock()
         self._opened = False
 
@@ -152,8 +152,8 @@ class EventAnswer:
         """Send the answer. Raises ProtocolError or AsyncLLMError if nothing was sent yet."""
         self._pacer.begin()
         try:
-            async with abort_when_gone(self._exchange, self._streams, self._silence):
-                await self._tell_all()
+            async with abort_on_disconnect(self._exchange, self._streams, self._keep_alive):
+                await self._send_streams()
         except (ProtocolError, AsyncLLMError) as error:
             if not self._exchange.started:
                 raise
@@ -164,21 +164,21 @@ class EventAnswer:
             self._pacer.end()
         await self._exchange.end_events()
 
-    async def _tell_all(self) -> None:
+    async def _send_streams(self) -> None:
         if len(self._streams) == 1:
-            await self._tell(self._streams[0], 0)
+            await self._send_stream(self._streams[0], 0)
         else:
-            await self._tell_several()
+            await self._send_several()
         usages = [stream.usage for stream in self._streams]
         await self._send(self._writer.closing(usages) + "data: [DONE]\n\n")
 
-    async def _tell_several(self) -> None:
+    async def _send_several(self) -> None:
         """Send the chunks of several streams as they arrive. The first error ends all."""
         failure: list[Exception] = []
 
         async def tell(stream: TokenStream, base: int) -> None:
             try:
-                await self._tell(stream, base)
+                await self._send_stream(stream, base)
             except Exception as error:
                 failure.append(error)
                 tasks.cancel_scope.cancel()
@@ -191,14 +191,14 @@ class EventAnswer:
         if failure:
             raise failure[0]
 
-    async def _tell(self, stream: TokenStream, base: int) -> None:
-        pacer, chunks, silence = self._pacer, self._writer.chunks, self._silence
+    async def _send_stream(self, stream: TokenStream, base: int) -> None:
+        pacer, chunks, keep_alive = self._pacer, self._writer.chunks, self._keep_alive
         send = self._exchange.send_events
         async for delta in stream:
             if delta.finish_reason == "abort":
-                raise aborted()
+                raise aborted_error()
             if text := chunks(delta, base, stream):
-                silence.broken = True
+                keep_alive.has_sent = True
                 await (send(text) if self._opened else self._open(text))
             if delta.finish_reason is None and (pause := pacer.pause) > 0:
                 # Tokens that arrive meanwhile are merged into one chunk.
@@ -220,7 +220,7 @@ class EventAnswer:
             self._opened = True
 
 
-def aborted() -> ProtocolError:
+def aborted_error() -> ProtocolError:
     """Error for a request that something other than its client aborted."""
     return ProtocolError(
         "the request was aborted, as when the server closes; send it again",

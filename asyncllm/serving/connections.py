@@ -1,8 +1,9 @@
-"""Connections: uvicorn's protocols, bounded in what their clients may do, and quick at events.
+"""uvicorn's protocols with limits on clients, and a fast path for streamed events.
 
-uvicorn waits for ever for the rest of a header or of a body that its application does not read, and
-for a client that does not read; it counts connections when their request has come, answers pings
-that nothing reads, and collects any number of fragments. The protocols here end all of that.
+uvicorn waits for ever for the rest of a header, for the rest of a body that its application does
+not read, and for a client that does not read its answer. It limits connections only once their
+request has come, answers pings of a client that does not read, and collects any number of
+fragments. The protocols here bound all of these.
 """
 
 from __future__ import annotations
@@ -24,24 +25,26 @@ from asyncllm import validation as check
 from asyncllm.serving.exchange import Receive, Scope, Send
 
 MAX_FRAGMENTS = 1024
-"""Of a WebSocket message. Empty ones would be collected without an end."""
+"""Most fragments of a WebSocket message. Without a limit, empty ones would be collected for
+ever."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Bounds on connections, checked.
+    """Limits on connections, checked.
 
     Attributes:
-        max_connections: at once; a request over another is answered with 503. Twice as many are
-            accepted, so that they can be told so.
+        max_connections: most connections whose requests are served; others are answered with 503.
+            Twice as many are accepted, so that they get this answer.
         max_header_size: bytes of a request's line and fields.
         max_message_size: bytes of a WebSocket message.
-        header_timeout: seconds that a client has to send a header, or the rest of a body behind
-            its answer.
+        header_timeout: seconds that a client has to send a header, or the rest of a body after its
+            answer.
         send_timeout: seconds that a client may leave its answer unread.
         keep_alive: seconds that a connection may be idle between two requests.
         close_timeout: seconds that a client has to answer a WebSocket's close.
-        ping_interval, ping_timeout: of WebSockets, in seconds; None sends no pings.
+        ping_interval, ping_timeout: seconds between pings of a WebSocket, and to wait for the
+            answer; None sends no pings.
     """
 
     max_connections: int = 1024
@@ -65,7 +68,7 @@ class ConnectionLimits:
 
 
 def protocols(limits: ConnectionLimits) -> tuple[type[HttpProtocol], type[WebSocketProtocol]]:
-    """The two protocols with ``limits``. uvicorn makes them by class."""
+    """Makes subclasses of both protocols with ``limits``, because uvicorn instantiates classes."""
     return (
         type("HttpProtocol", (HttpProtocol,), {"limits": limits}),
         type("WebSocketProtocol", (WebSocketProtocol,), {"limits": limits}),
@@ -73,7 +76,7 @@ def protocols(limits: ConnectionLimits) -> tuple[type[HttpProtocol], type[WebSoc
 
 
 class _Timer:
-    """At most one call that is due; another one does not put it off."""
+    """Timer of one call; starting it again does not postpone the call."""
 
     __slots__ = ("_call", "_handle", "_seconds")
 
@@ -93,10 +96,10 @@ class _Timer:
 
 
 class _BoundedProtocol(asyncio.Protocol):
-    """Mixin of both protocols: a client that leaves its answer unread is closed in the end.
+    """Mixin of both protocols: closes the connection of a client that leaves its answer unread.
 
-    The transport pauses its protocol with what the kernel does not take; with TLS after 64 KiB of
-    it. So no answer is made ahead of its client, and one that is whole is timed like any other.
+    The transport pauses its protocol as soon as the kernel takes no more data; with TLS after 64
+    KiB. So no stream runs ahead of its client, and a whole answer is timed like a stream.
     """
 
     limits: ClassVar[ConnectionLimits]
@@ -111,7 +114,7 @@ class _BoundedProtocol(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        # At 0 a transport of TLS, which pauses at its limit and not above it, pauses when empty.
+        # Not 0: a TLS transport pauses at its limit, not above it, and so would pause when empty.
         transport.set_write_buffer_limits(high=1)
 
     def pause_writing(self) -> None:
@@ -162,7 +165,7 @@ class HttpProtocol(_BoundedProtocol, H11Protocol):
         if len(self.connections) > self.limits.max_connections:
             self._refuse_upgrade()
             return
-        # The transport may wait for an answer to be read, or with TLS for its own tickets.
+        # Writing may be paused: an earlier answer is unread, or with TLS the session tickets.
         paused = self.flow.write_paused
         self.resume_writing()
         super().handle_websocket_upgrade(event)
@@ -186,7 +189,7 @@ class HttpProtocol(_BoundedProtocol, H11Protocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
         else:
-            self.transport.abort()  # in the middle of an answer, or behind it
+            self.transport.abort()  # during an answer, or after it
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -194,13 +197,13 @@ class HttpProtocol(_BoundedProtocol, H11Protocol):
 
 
 class _Answer:
-    """``send`` of one request, and the transport of its answer. The head is sent with the body's
-    first part, as ASGI asks for: a call of the system less before the first text.
+    """ASGI ``send`` of one request, and the transport of its answer. The head is sent with the
+    body's first part, as ASGI asks: one system call less before the first text.
 
-    It frames the parts of a chunked answer itself: for each h11 makes an event, checks it against
-    its state and asks its writer, which is most of what an event of a stream costs the loop."""
+    It frames the parts of a chunked answer itself: h11 would make an event for each, check it and
+    call its writer, which is most of the cost of a streamed event."""
 
-    __slots__ = ("_chunked", "_cycle", "_flow", "_head", "_send", "_starts", "_transport")
+    __slots__ = ("_chunked", "_cycle", "_flow", "_head", "_is_starting", "_send", "_transport")
 
     def __init__(
         self,
@@ -213,7 +216,7 @@ class _Answer:
         self._flow = flow
         self._transport = transport
         self._send = send
-        self._chunked = self._starts = False
+        self._chunked = self._is_starting = False
         self._head = b""
         cycle.transport = cast(asyncio.Transport, self)
 
@@ -232,16 +235,16 @@ class _Answer:
             self.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     async def _start(self, message: Any) -> None:
-        self._starts = True
+        self._is_starting = True
         try:
             await self._send(message)
         finally:
-            self._starts = False
+            self._is_starting = False
         self._chunked = self._will_be_chunked(message)
 
     def write(self, data: bytes) -> None:
-        """As the transport's, in whose place it is for uvicorn."""
-        if self._starts:
+        """Replaces the transport's ``write`` for uvicorn."""
+        if self._is_starting:
             self._head = data
             return
         if self._head:
@@ -252,7 +255,7 @@ class _Answer:
         return getattr(self._transport, name)
 
     def _will_be_chunked(self, start: Any) -> bool:
-        """As h11 has it."""
+        """Whether h11 will send the answer in chunks."""
         scope = self._cycle.scope
         return (
             scope["http_version"] == "1.1"
@@ -270,7 +273,7 @@ class WebSocketProtocol(_BoundedProtocol, WebSocketsSansIOProtocol):
         self.close_timeout = self.limits.close_timeout
 
     def shutdown(self) -> None:
-        """Closes with 1001, and waits for the answer as behind a close of the application."""
+        """Closes with 1001, and waits for the client's answer as after the application's close."""
         if not self.handshake_complete:
             super().shutdown()
         elif self.conn.state is State.OPEN:  # else a close is under way
@@ -294,13 +297,13 @@ class WebSocketProtocol(_BoundedProtocol, WebSocketsSansIOProtocol):
         if (text := message.get("text")) is None:
             await super().send(message)
             return
-        # websockets makes a Frame and a buffer of each, which costs more than the rest.
+        # websockets would make a Frame and a buffer for each text, which costs more than the rest.
         self.transport.write(_text_frame(text.encode()))
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if not self.writable.is_set() and not self.transport.is_closing():
-            self.transport.pause_reading()  # or pongs would pile up
+            self.transport.pause_reading()  # else unsent pongs would pile up
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -318,7 +321,7 @@ class WebSocketProtocol(_BoundedProtocol, WebSocketsSansIOProtocol):
 
 
 def _text_frame(data: bytes) -> bytes:
-    """A message in one frame of a server, without extensions (RFC 6455, section 5.2)."""
+    """Encodes a text message as one server frame without extensions (RFC 6455, section 5.2)."""
     length = len(data)
     if length < 126:
         return b"\x81%c%b" % (length, data)

@@ -22,16 +22,16 @@ LOG_LINE = "asyncllm.log_line"
 """Scope key of the request's LogLine."""
 
 
-_CLOSE = {"Connection": "close"}
-"""Headers of an answer before the body was read to its end."""
+_CLOSE_HEADERS = {"Connection": "close"}
+"""Headers of an answer that is sent before the body was read to its end."""
 
 
 class ClientGoneError(Exception):
     """The client closed its connection before the answer."""
 
 
-GONE = (ClientGoneError, OSError)
-"""Raised where the client is gone: servers raise OSError."""
+DISCONNECT_ERRORS = (ClientGoneError, OSError)
+"""Errors raised when the client is gone; servers raise OSError."""
 
 
 class Exchange:
@@ -87,7 +87,7 @@ class Exchange:
                 f"body: did not come within {self._body_timeout:g} seconds",
                 code="request_timeout",
                 status=408,
-                headers=_CLOSE,
+                headers=_CLOSE_HEADERS,
             ) from None
 
     def _too_large(self) -> ProtocolError:
@@ -95,7 +95,7 @@ class Exchange:
             f"body: is too long, expected at most {self._max_body} bytes",
             code="request_too_large",
             status=413,
-            headers=_CLOSE,
+            headers=_CLOSE_HEADERS,
         )
 
     async def gone(self) -> None:
@@ -159,4 +159,4 @@ def encode(value: Any) -> str:
 
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
-"""Made once; ``json.dumps`` would make one per call."""
+"""Shared JSON encoder, because ``json.dumps`` would make one per call."""

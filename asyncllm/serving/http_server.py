@@ -1,4 +1,4 @@
-"""HttpServer: uvicorn under an application, with bounds on what connections may do."""
+"""HttpServer: runs an application on uvicorn, with limits on connections."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from asyncllm.serving.gate import App
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn's server, which leaves signals to the process that it runs in."""
+    """uvicorn's server, without its signal handlers."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -39,14 +39,14 @@ class _Uvicorn(uvicorn.Server):
 
 
 class HttpServer:
-    """Serves an application; ``async with`` begins to listen, and closes.
+    """Server of an application; ``async with`` begins to listen, and closes it.
 
     Args:
-        app: an ASGI application. It is not told of a lifespan.
-        host, port: where to listen; port 0 takes a free one.
-        limits: on connections.
+        app: an ASGI application. It gets no lifespan events.
+        host, port: address to listen on; port 0 takes a free one.
+        limits: limits on connections.
         drain: seconds that answers may take to end when the server closes.
-        ssl: speaks TLS with this; None speaks none.
+        ssl: context for TLS; None serves without TLS.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class HttpServer:
             ws_max_size=limits.max_message_size,
             ws_ping_interval=limits.ping_interval,
             ws_ping_timeout=limits.ping_timeout,
-            # Tokens are small: compressing them costs more time than it saves, and memory.
+            # Messages of single tokens are small: compression would cost time and memory.
             ws_per_message_deflate=False,
             lifespan="off",
             log_config=None,
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            # A connection counts among those that its request finds.
+            # uvicorn counts the connection of the request itself.
             limit_concurrency=limits.max_connections + 1,
             timeout_keep_alive=limits.keep_alive,
             timeout_graceful_shutdown=drain,  # pyright: ignore[reportArgumentType]
@@ -99,7 +99,7 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """The server's address, as "http://127.0.0.1:8000"."""
+        """The server's address, such as "http://127.0.0.1:8000"."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http{'s' if self._ssl else ''}://{host}:{self.port}"
 
@@ -109,20 +109,21 @@ class HttpServer:
         return len(self._server.server_state.connections)
 
     def bind(self) -> None:
-        """Takes the address before the server is started, so that nothing else is done in vain.
+        """Binds the address before the server starts, so that a taken one fails early.
 
         Raises:
-            OSError: if it is taken, or not this machine's.
+            OSError: if the address is taken, or not this machine's.
         """
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         address = self.host, self._port
         self._socket = socket.create_server(address, family=family, backlog=2048)
-        # Connections inherit it. asyncio sets it only where a socket's protocol number says TCP,
-        # which is 0 here; with Nagle's algorithm a second event waits 40 ms for the first's ACK.
+        # Connections inherit the option. asyncio sets it only for sockets with protocol number TCP,
+        # and here it is 0. With Nagle's algorithm a second event would wait 40 ms for the first
+        # one's ACK.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     async def __aenter__(self) -> Self:
-        """Raises OSError, as ``bind``."""
+        """Begins to listen. Raises OSError as ``bind``."""
         if self._socket is None:
             self.bind()
         assert self._socket is not None
@@ -135,12 +136,12 @@ class HttpServer:
         return self
 
     def close_at_once(self) -> None:
-        """Lets a close that is under way wait no longer."""
+        """Ends the wait of a close that is under way."""
         self._server.force_exit = True
 
     async def aclose(self) -> None:
-        """Stops to listen, closes WebSockets with 1001, which aborts what they generate, and waits
-        for the other answers in flight; after ``drain`` seconds those are cut. Idempotent."""
+        """Closes the server. Idempotent. WebSockets are closed with 1001, which aborts their
+        requests; other answers in flight have ``drain`` seconds to end."""
         if self._task is None:
             return
         self._server.should_exit = True

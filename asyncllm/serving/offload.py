@@ -1,4 +1,4 @@
-"""submitted: runs a slow submission on a worker thread."""
+"""submit_offloaded: runs a slow submission on a worker thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MANY_TOOLS = 8
 """Tools from which on submission uses a thread; reading one takes 0.1 to 0.4 ms."""
 
 
-async def submitted(submit: Callable[[], T], num_tools: int) -> T:
+async def submit_offloaded(submit: Callable[[], T], num_tools: int) -> T:
     """Call ``submit()``, on a worker thread if there are many tools to read."""
     if num_tools < MANY_TOOLS:
         return submit()

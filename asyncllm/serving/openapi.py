@@ -1,4 +1,4 @@
-"""The description of the application, for ``/openapi.json``."""
+"""openapi: the OpenAPI description of the application, for ``/openapi.json``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _ERRORS = {
 
 
 def openapi(*, needs_token: bool) -> dict[str, Any]:
-    """OpenAPI 3.1.
+    """OpenAPI 3.1 description of the application.
 
     Args:
         needs_token: clients have to send a bearer token.
@@ -80,22 +80,24 @@ def _paths() -> dict[str, Any]:
     health["get"]["responses"]["503"] = {**state, "description": "Not now."}
     return {
         "/v1/chat/completions": {
-            "post": _posted("A chat completion.", ChatRequest, ChatCompletion, streams=True)
+            "post": _post_operation("A chat completion.", ChatRequest, ChatCompletion, streams=True)
         },
         "/v1/completions": {
-            "post": _posted("A completion.", CompletionRequest, Completion, streams=True)
+            "post": _post_operation("A completion.", CompletionRequest, Completion, streams=True)
         },
-        "/v1/responses": {"post": _posted("A response.", ResponseRequest, Response, streams=True)},
+        "/v1/responses": {
+            "post": _post_operation("A response.", ResponseRequest, Response, streams=True)
+        },
         "/v1/responses/{response_id}": {
-            "parameters": [_in_path("response_id")],
+            "parameters": [_path_parameter("response_id")],
             "get": _operation("A stored response.", _answer(Response), (404,)),
             "delete": _operation("Forgets a response.", _answer(DeletedResponse), (404,)),
         },
-        "/tokenize": {"post": _posted("Token ids of a text.", TokenizeRequest, Tokens)},
-        "/detokenize": {"post": _posted("The text of token ids.", DetokenizeRequest, Text)},
+        "/tokenize": {"post": _post_operation("Token ids of a text.", TokenizeRequest, Tokens)},
+        "/detokenize": {"post": _post_operation("The text of token ids.", DetokenizeRequest, Text)},
         "/v1/models": {"get": _operation("The models.", _answer(ModelList), ())},
         "/v1/models/{model}": {
-            "parameters": [_in_path("model")],
+            "parameters": [_path_parameter("model")],
             "get": _operation("A model.", _answer(Model), (404,)),
         },
         "/health": health,
@@ -107,16 +109,16 @@ def _paths() -> dict[str, Any]:
     }
 
 
-def _in_path(name: str) -> dict[str, Any]:
+def _path_parameter(name: str) -> dict[str, Any]:
     return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
 
 
-def _posted(
+def _post_operation(
     summary: str, body: type[RequestBody], answer: type, *, streams: bool = False
 ) -> dict[str, Any]:
     found = _answer(answer)
     if streams:
-        # Before OpenAPI 3.2 the schema of a stream of events describes each of them.
+        # In OpenAPI before 3.2, the schema of an event stream describes a single event.
         found["content"]["text/event-stream"] = {"schema": _reference(Event)}
     errors = (400, 404, 408, 413, 422, 429, 504)
     return {

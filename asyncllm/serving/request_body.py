@@ -85,7 +85,7 @@ class RequestBody(BaseModel):
             raise _unknown(name[:MAX_PARAM], cls.model_fields)
         for name in cls.NEUTRAL.keys() & fields.keys():
             value = fields.pop(name)
-            if not any(check.same(value, neutral) for neutral in cls.NEUTRAL[name]):
+            if not any(check.equal_json(value, neutral) for neutral in cls.NEUTRAL[name]):
                 raise unsupported(name, value, cls.NEUTRAL[name])
         try:
             return cls.model_validate(fields)
@@ -128,8 +128,8 @@ def unsupported(name: str, value: Any, accepted: tuple[Any, ...] = ()) -> Protoc
     return ProtocolError(message, code="unsupported_parameter", param=name)
 
 
-def few_fields(value: Any) -> Any:
-    """BeforeValidator that bounds an object's fields: pydantic makes an error for every unknown
+def limit_fields(value: Any) -> Any:
+    """Validator that limits an object's fields, because pydantic makes an error for every unknown
     one."""
     if isinstance(value, dict) and len(value) > MAX_FIELDS:
         raise ValueError(f"at most {MAX_FIELDS} fields")

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, with_config
 from typing_extensions import TypedDict
 
 from asyncllm.serving.chat_request import FORBID
-from asyncllm.serving.request_body import UNSUPPORTED_TYPE, few_fields
+from asyncllm.serving.request_body import UNSUPPORTED_TYPE, limit_fields
 from asyncllm.serving.sampling_fields import text_or_list
 
 Message = dict[str, Any]
@@ -30,7 +30,7 @@ class ItemText(TypedDict):
 ItemContent = Annotated[
     Annotated[str, Tag("#text")]
     | Annotated[
-        list[Annotated[ItemText, BeforeValidator(few_fields)]],
+        list[Annotated[ItemText, BeforeValidator(limit_fields)]],
         Field(min_length=1, fail_fast=True),
         Tag("#list"),
     ],
@@ -82,7 +82,7 @@ class ReasoningItem(TypedDict):
     summary: NotRequired[list[Any] | None]
     content: NotRequired[
         Annotated[
-            list[Annotated[ReasoningText, BeforeValidator(few_fields)]], Field(fail_fast=True)
+            list[Annotated[ReasoningText, BeforeValidator(limit_fields)]], Field(fail_fast=True)
         ]
         | None
     ]
@@ -95,10 +95,10 @@ def _item_tag(item: Any) -> str:
 
 
 InputItem = Annotated[
-    Annotated[MessageItem, BeforeValidator(few_fields), Tag("#message")]
-    | Annotated[FunctionCallItem, BeforeValidator(few_fields), Tag("#function_call")]
-    | Annotated[FunctionCallOutputItem, BeforeValidator(few_fields), Tag("#function_call_output")]
-    | Annotated[ReasoningItem, BeforeValidator(few_fields), Tag("#reasoning")],
+    Annotated[MessageItem, BeforeValidator(limit_fields), Tag("#message")]
+    | Annotated[FunctionCallItem, BeforeValidator(limit_fields), Tag("#function_call")]
+    | Annotated[FunctionCallOutputItem, BeforeValidator(limit_fields), Tag("#function_call_output")]
+    | Annotated[ReasoningItem, BeforeValidator(limit_fields), Tag("#reasoning")],
     Discriminator(
         _item_tag,
         custom_error_type=UNSUPPORTED_TYPE,

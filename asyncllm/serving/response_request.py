@@ -16,7 +16,7 @@ from asyncllm.serving.chat_request import (
     template_messages,
     template_variables,
 )
-from asyncllm.serving.request_body import JustFalse, few_fields, unsupported
+from asyncllm.serving.request_body import JustFalse, limit_fields, unsupported
 from asyncllm.serving.response_input import InputItem, Message, messages_of
 from asyncllm.serving.sampling_fields import SamplingFields, text_or_list
 from asyncllm.stream import TokenStream
@@ -53,7 +53,7 @@ class ResponseNamedTool(TypedDict):
 
 ResponseToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("#text")]
-    | Annotated[ResponseNamedTool, BeforeValidator(few_fields), Tag("#list")],
+    | Annotated[ResponseNamedTool, BeforeValidator(limit_fields), Tag("#list")],
     Discriminator(text_or_list),
 ]
 
@@ -87,8 +87,8 @@ def _format_tag(value: Any) -> str:
 class TextConfig(TypedDict):
     format: NotRequired[
         Annotated[
-            Annotated[PlainFormat, BeforeValidator(few_fields), Tag("#plain")]
-            | Annotated[SchemaFormat, BeforeValidator(few_fields), Tag("#schema")],
+            Annotated[PlainFormat, BeforeValidator(limit_fields), Tag("#plain")]
+            | Annotated[SchemaFormat, BeforeValidator(limit_fields), Tag("#schema")],
             Discriminator(_format_tag),
         ]
         | None
@@ -141,7 +141,7 @@ class ResponseRequest(SamplingFields):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_INTEGER)] | None = None
     tools: (
         Annotated[
-            list[Annotated[ResponseTool, BeforeValidator(few_fields)]],
+            list[Annotated[ResponseTool, BeforeValidator(limit_fields)]],
             Field(max_length=MAX_TOOLS, fail_fast=True),
         ]
         | None
@@ -151,7 +151,7 @@ class ResponseRequest(SamplingFields):
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    metadata: Annotated[Metadata, BeforeValidator(few_fields)] | None = None
+    metadata: Annotated[Metadata, BeforeValidator(limit_fields)] | None = None
     store: bool | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None

@@ -16,8 +16,8 @@ import anyio
 from anyio.abc import TaskGroup
 
 from asyncllm.errors import AsyncLLMError, EngineClosedError, EngineDeadError
-from asyncllm.serving.exchange import GONE, encode
-from asyncllm.serving.offload import submitted
+from asyncllm.serving.exchange import DISCONNECT_ERRORS, encode
+from asyncllm.serving.offload import submit_offloaded
 from asyncllm.serving.protocol_error import ProtocolError, from_engine_error
 from asyncllm.serving.request_body import parse_json, unsupported
 from asyncllm.serving.response_events import Event
@@ -33,8 +33,7 @@ ENGINE_NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "prompt"
 
 MAX_CONTINUABLE = 32
 MAX_UNSTORED_SIZE = 1 << 24
-"""Limits of responses with ``store=false`` that their own connection can still continue: their
-number, and their characters."""
+"""Most responses with ``store=false`` that a connection can continue, and their characters."""
 
 MAX_ERRORS = 64
 """Consecutive requests that may fail through the client's fault."""
@@ -69,7 +68,7 @@ class ResponseSession:
         # A task of the group runs up to its first wait even if it was cancelled before, so each
         # response is cleaned up.
         async with anyio.create_task_group() as self._tasks:
-            with contextlib.suppress(*GONE):
+            with contextlib.suppress(*DISCONNECT_ERRORS):
                 async for message in self.connection:
                     if not self._closing:
                         await self._receive(message)
@@ -132,7 +131,7 @@ class ResponseSession:
         request = ResponseRequest.parse(fields)
         if request.stream is False:
             raise unsupported("stream", False, (True,))
-        turn = await submitted(
+        turn = await submit_offloaded(
             lambda: ResponseTurn.begin(self.serving, self.owner, request, self._unstored),
             len(request.tools or ()),
         )
@@ -153,10 +152,10 @@ class ResponseSession:
                 await turn.tell(self._send_all, before_end=self._end)
         except AsyncLLMError as error:
             self._end()
-            with contextlib.suppress(*GONE):
+            with contextlib.suppress(*DISCONNECT_ERRORS):
                 await self._send_all(turn.events.failed(from_engine_error(error, ENGINE_NAMES)))
                 self._close_with(error)
-        except GONE:
+        except DISCONNECT_ERRORS:
             return
         except Exception:
             logger.exception("response %s failed", turn.events.id)

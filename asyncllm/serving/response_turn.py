@@ -36,7 +36,7 @@ class ResponseTurn:
     _serving: Serving
     _owner: str
     _conversation: Conversation
-    _keep_in: ResponseStore | None
+    _store: ResponseStore | None
 
     @classmethod
     def begin(
@@ -87,10 +87,10 @@ class ResponseTurn:
                     # Tokens that arrive meanwhile are merged into one event.
                     await anyio.sleep(pause)
         ending = list(events.completed(self.stream.finish_reason, self.stream.usage))
-        if self._keep_in is not None:
+        if self._store is not None:
             turn = (events.turn(),) if generates else ()
             stored = StoredResponse(self._conversation.followed_by(turn), events.body)
-            self._keep_in.add(self._owner, events.id, stored)
+            self._store.add(self._owner, events.id, stored)
         before_end()
         await send(ending)
 

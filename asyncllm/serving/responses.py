@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from asyncllm.errors import AsyncLLMError
 from asyncllm.serving.answers import DeletedResponse
-from asyncllm.serving.choices import Silence, abort_when_gone, aborted
+from asyncllm.serving.choices import KeepAlive, abort_on_disconnect, aborted_error
 from asyncllm.serving.exchange import Exchange
-from asyncllm.serving.offload import submitted
+from asyncllm.serving.offload import submit_offloaded
 from asyncllm.serving.protocol_error import from_engine_error
 from asyncllm.serving.request_body import parse_json
 from asyncllm.serving.response_events import Event
@@ -21,16 +21,16 @@ from asyncllm.serving.serving import Serving
 
 async def create_response(serving: Serving, exchange: Exchange) -> None:
     request = ResponseRequest.parse(parse_json(await exchange.body()))
-    turn = await submitted(
+    turn = await submit_offloaded(
         lambda: ResponseTurn.begin(serving, exchange.owner, request), len(request.tools or ())
     )
     if request.stream:
-        await _tell_events(serving, exchange, turn)
+        await _send_events(serving, exchange, turn)
         return
-    async with abort_when_gone(exchange, [turn.stream]):
+    async with abort_on_disconnect(exchange, [turn.stream]):
         await turn.tell(_send_nothing)
     if turn.stream.finish_reason == "abort":
-        raise aborted()
+        raise aborted_error()
     await exchange.respond(200, turn.events.body.encode())
 
 
@@ -46,14 +46,14 @@ class _EventSender:
     def __init__(self, exchange: Exchange, ping_interval: float) -> None:
         self._exchange = exchange
         self._held: str | None = None
-        self.silence = Silence(ping_interval, self._send)
+        self.keep_alive = KeepAlive(ping_interval, self._send)
 
     async def send_all(self, events: Iterable[Event]) -> None:
         text = "".join([f"event: {kind}\ndata: {data}\n\n" for kind, data in events])
         if self._held is None:
             self._held = text
         elif text:
-            self.silence.broken = True
+            self.keep_alive.has_sent = True
             await self._send(text)
 
     async def _send(self, text: str) -> None:
@@ -63,11 +63,11 @@ class _EventSender:
         await self._exchange.send_events((held or "") + text)
 
 
-async def _tell_events(serving: Serving, exchange: Exchange, turn: ResponseTurn) -> None:
+async def _send_events(serving: Serving, exchange: Exchange, turn: ResponseTurn) -> None:
     sender = _EventSender(exchange, serving.ping_interval)
     serving.pacer.begin()
     try:
-        async with abort_when_gone(exchange, [turn.stream], sender.silence):
+        async with abort_on_disconnect(exchange, [turn.stream], sender.keep_alive):
             await turn.tell(sender.send_all)
     except AsyncLLMError as error:
         if not exchange.started:

@@ -1,4 +1,4 @@
-"""SamplingFields: what every kind of request can ask of sampling, under the engine's names."""
+"""SamplingFields: sampling fields that all request bodies share."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pydantic import Discriminator, Field, Tag, WithJsonSchema
 
 from asyncllm.sampling_params import (
     BIAS_RANGE,
-    INTEGERS,
+    INTEGER_BOUNDS,
     MAX_BAD_WORD_LENGTH,
     MAX_BAD_WORDS,
     MAX_BIAS,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
-    NUMBERS,
+    NUMBER_BOUNDS,
     SamplingParams,
 )
 from asyncllm.serving.request_body import RequestBody, invalid
@@ -23,12 +23,12 @@ from asyncllm.validation import MAX_INTEGER, MAX_ITEMS
 
 
 def text_or_list(value: Any) -> str:
-    """Tag of a union of a text and a list. A union that is tried one by one would report the
-    errors of all its alternatives."""
+    """Tag that selects the alternative of a union of text and list. Without a tag, pydantic would
+    report the errors of both alternatives."""
     return "#text" if isinstance(value, str) else "#list"
 
 
-# SamplingParams holds values to their bounds; ``json_schema_extra`` is the description of them.
+# SamplingParams enforces the bounds; ``json_schema_extra`` only describes them.
 StopString = Annotated[str, Field(min_length=1, json_schema_extra={"maxLength": MAX_STOP_LENGTH})]
 StopStrings = Annotated[
     list[StopString], Field(fail_fast=True, json_schema_extra={"maxItems": MAX_STOP_STRINGS})
@@ -45,7 +45,7 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_ITEMS, fail_fast=True)]
 Bias = Annotated[
     dict[str, Any],
-    # Read by ``_bias``, which ends at the first item that is wrong.
+    # Checked by ``_bias``, which stops at the first invalid item.
     WithJsonSchema(
         {
             "type": "object",
@@ -60,17 +60,17 @@ Bias = Annotated[
     ),
 ]
 
-ENGINE_FIELDS = (
+SHARED_FIELDS = (
     "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed stop "
     "stop_token_ids ignore_eos min_tokens truncate_prompt_tokens allowed_token_ids bad_words "
     "skip_special_tokens include_stop_str_in_output structured_outputs extra_args"
 ).split()
-"""Fields that are SamplingParams' of the same name."""
+"""Fields with the same name in SamplingParams."""
 
 
 class SamplingFields(RequestBody):
-    """Sampling and scheduling. What a field means, and its neutral value, is said in
-    ``SamplingParams`` and ``AsyncLLMEngine.stream``."""
+    """Fields for sampling and scheduling. ``SamplingParams`` and ``AsyncLLMEngine.stream`` document
+    their meanings and neutral values."""
 
     model: str | None = None
     temperature: float | None = None
@@ -100,16 +100,15 @@ class SamplingFields(RequestBody):
     prompt_cache_key: str | None = None
 
     def sampling_params(self, more: Mapping[str, Any]) -> SamplingParams:
-        """The engine's parameters. Made here, so that a bad one is told before anything is
-        submitted.
+        """Converts the fields to SamplingParams, before anything is submitted.
 
         Args:
-            more: fields that the protocol calls otherwise.
+            more: fields with other names in the protocol.
 
         Raises:
             InvalidRequestError: for a value that SamplingParams refuses.
         """
-        given = self.given({name: name for name in ENGINE_FIELDS})
+        given = self.given({name: name for name in SHARED_FIELDS})
         if self.logit_bias is not None:
             given["logit_bias"] = _bias(self.logit_bias)
         return SamplingParams(**given, **more)
@@ -117,10 +116,10 @@ class SamplingFields(RequestBody):
     @classmethod
     def openapi_schema(cls, ref_template: str) -> dict[str, Any]:
         schema = super().openapi_schema(ref_template)
-        for kind, bounds in (int | None, INTEGERS), (float | None, NUMBERS):
+        for kind, bounds in (int | None, INTEGER_BOUNDS), (float | None, NUMBER_BOUNDS):
             for name, (low, high) in bounds.items():
                 field = cls.model_fields.get(name)
-                # One of another type is the protocol's own.
+                # A field of another type is a different field of the protocol.
                 if field is not None and field.annotation == kind:
                     least = "exclusiveMinimum" if name == "top_p" else "minimum"
                     schema["properties"][name] |= {least: low, "maximum": high}
@@ -133,7 +132,7 @@ class SamplingFields(RequestBody):
 
 
 def _bias(given: Mapping[str, Any]) -> dict[int, Any]:
-    """JSON has texts alone for keys."""
+    """Converts the keys of ``logit_bias`` to integers: JSON keys are strings."""
     for key in given:
         if not (key.isdecimal() and key.isascii() and len(key) <= 10):
             raise invalid("logit_bias", key, "token ids, 0 or more, for keys")

@@ -1,4 +1,4 @@
-"""Serving: an engine and settings that the endpoints of an application share."""
+"""Serving: the engine and settings that all endpoints of an application share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Serving:
         pacer: limits the frame rate of all streamed answers.
         store: responses that can be continued.
         stats_interval: seconds between two snapshots of the statistics.
-        needs_token: clients have to send a bearer token.
+        needs_token: whether clients have to send a bearer token.
         description: OpenAPI description as JSON, made at first use.
         draining: the server is about to close and refuses requests.
         sessions: sessions of the open WebSockets.

@@ -1,4 +1,4 @@
-"""WebSockets over ASGI: the connections of ResponseSession and StatsSession."""
+"""WebSocketEndpoint: accepts WebSockets over ASGI, for ResponseSession and StatsSession."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 from asyncllm.serving.access import PROTOCOL
 from asyncllm.serving.exchange import (
-    GONE,
+    DISCONNECT_ERRORS,
     LOG_LINE,
     OWNER,
     ClientGoneError,
@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 class SocketConnection:
-    """A WebSocket connection that is open. Sending raises one of GONE where the client is gone."""
+    """An open WebSocket connection. Sending raises one of DISCONNECT_ERRORS if the client is
+    gone."""
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive = receive
@@ -38,11 +39,11 @@ class SocketConnection:
     async def close(self, code: int = 1000, reason: str = "") -> None:
         if self._open:
             self._open = False
-            with contextlib.suppress(*GONE):
+            with contextlib.suppress(*DISCONNECT_ERRORS):
                 await self._send({"type": "websocket.close", "code": code, "reason": reason})
 
     async def __aiter__(self) -> AsyncIterator[str | bytes]:
-        """Messages, until the connection is closed by either side."""
+        """Yields messages until either side closes the connection."""
         while (message := await self._receive())["type"] != "websocket.disconnect":
             if message["type"] == "websocket.receive":
                 text = message.get("text")
@@ -54,12 +55,12 @@ class Session(Protocol):
     async def run(self) -> None: ...
 
 
-class Socket:
+class WebSocketEndpoint:
     """An ASGI application that accepts WebSockets, and runs a session on each.
 
     Args:
-        serving: notes the sessions.
-        session: makes one, of a connection and the owner of its responses.
+        serving: has the set of open sessions.
+        session: makes a session from a connection and the owner of its responses.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 
 from asyncllm.errors import AsyncLLMError
-from asyncllm.serving.exchange import GONE, encode
+from asyncllm.serving.exchange import DISCONNECT_ERRORS, encode
 from asyncllm.serving.response_session import ResponseSession
 from asyncllm.serving.serving import Serving
 from asyncllm.serving.sockets import SocketConnection
@@ -43,7 +43,7 @@ class StatsSession:
 
     async def _send(self) -> None:
         last, sent_at = None, 0.0
-        with contextlib.suppress(*GONE):
+        with contextlib.suppress(*DISCONNECT_ERRORS):
             while True:
                 try:
                     event = self._snapshot()

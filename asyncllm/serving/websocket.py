@@ -1,4 +1,4 @@
-"""serve: OpenAI's protocol, a page and the engine's statistics, on the application's own loop.
+"""serve: an HTTP and WebSocket server on the application's own event loop.
 
     async with AsyncLLMEngine() as engine:
         async with serve(engine, port=8000) as server:
@@ -44,25 +44,26 @@ def serve(
     max_frame_rate: float = 1000.0,
     ssl: SSLContext | None = None,
 ) -> EngineServer:
-    """A server for a started engine; it begins to listen in ``async with`` or ``await``.
+    """Makes a server for a started engine, which listens from ``async with`` or ``await`` on.
 
-    What it serves is ``create_app``'s: ``/v1/responses`` speaks OpenAI's Responses protocol, over
-    HTTP and in WebSocket mode; ``/v1/stats`` sends what the engine is doing, and reads nothing.
+    It serves ``create_app(engine)``: ``/v1/responses`` speaks OpenAI's Responses protocol, over
+    HTTP and WebSockets; ``/v1/stats`` sends the engine's statistics over a WebSocket.
 
     Args:
-        engine: started; it is not closed with the server.
-        host, port: where to listen; port 0 takes a free one. Bound to anything but a
-            loopback address without a token, the server logs a warning.
-        token, origins, page, timeout, stats_interval, max_frame_rate: as ``create_app``'s.
+        engine: a started engine; the server does not close it.
+        host, port: address to listen on; port 0 takes a free one. Without a token, the server logs
+            a warning unless the address is a loopback one.
+        token, origins, page, timeout, stats_interval, max_frame_rate: as for ``create_app``.
         model_name: the model's name to clients; None is ``EngineConfig.served_model_name``, else
             the model as given to the engine.
-        max_connections: at once; more are answered with 503.
-        max_message_size: bytes of a message, a longer one closes its connection with 1009; and of
-            a request's body.
-        ping_interval, ping_timeout: of WebSockets, in seconds; None sends no pings.
-        close_timeout: seconds that a client has to answer a close, and that answers over HTTP may
-            take to end when the server closes.
-        ssl: speaks TLS with this; None speaks none.
+        max_connections: most open connections; more are answered with 503.
+        max_message_size: most bytes of a WebSocket message, which otherwise closes its connection
+            with 1009, and of a request's body.
+        ping_interval, ping_timeout: seconds between pings of a WebSocket, and to wait for the
+            answer; None sends no pings.
+        close_timeout: seconds that a client has to answer a close, and that HTTP answers in flight
+            may take when the server closes.
+        ssl: context for TLS; None serves without TLS.
 
     Raises:
         InvalidRequestError: for an argument that makes no sense.
@@ -91,7 +92,8 @@ def serve(
 
 
 class EngineServer(HttpServer):
-    """Made by ``serve``. ``async with`` starts and closes it; so do ``await`` and ``aclose``."""
+    """Server made by ``serve``. ``async with`` starts and closes it; so do ``await`` and
+    ``aclose``."""
 
     def __init__(self, app: ServerApp, host: str, port: int, **options: Any) -> None:
         super().__init__(app, host, port, **options)
@@ -103,12 +105,13 @@ class EngineServer(HttpServer):
 
     @property
     def model_name(self) -> str:
-        """The model's name to clients."""
+        """The model's name for clients."""
         return self._app.model_names[0]
 
     async def __aenter__(self) -> Self:
-        """Raises EngineError for an engine that is not running, and OSError as ``bind``."""
-        self.engine.stats()  # refused here, and not to clients
+        """Begins to listen. Raises EngineError for an engine that is not running, and OSError as
+        ``bind``."""
+        self.engine.stats()  # raises here, instead of at each request
         if not (self._app.needs_token or is_loopback(self.host)):
             logger.warning(
                 "listening on %s WITHOUT A TOKEN: all who reach this address use the model "
@@ -121,7 +124,7 @@ class EngineServer(HttpServer):
         return self.__aenter__().__await__()
 
     async def serve_forever(self) -> None:
-        """Until it is cancelled, or the server or its engine is closed.
+        """Waits until it is cancelled, or the server or its engine is closed.
 
         Raises:
             EngineDeadError, EngineClosedError: if the engine ended by anything but its

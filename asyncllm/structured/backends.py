@@ -84,7 +84,7 @@ class Backends:
             names = ("llguidance", "xgrammar") if self._choice == "auto" else (self._choice,)
             found = tuple(name for name in names if importlib.util.find_spec(name) is not None)
             if not found:
-                return ()  # not cached: it may be installed while the process runs
+                return ()  # not cached: xgrammar may be installed while the process runs
             self._installed = found
         return self._installed
 

@@ -24,7 +24,7 @@ which nothing can end."""
 
 CACHE_SIZE = 128
 
-Done = Callable[[Grammar | None, Exception | None], None]
+DoneCallback = Callable[[Grammar | None, Exception | None], None]
 """Callback with the grammar or an error, called once on a thread of the compiler."""
 
 
@@ -33,7 +33,7 @@ class _Job:
     """A grammar that requests wait for. ``waiting`` is None once they have a result."""
 
     spec: StructuredOutputs
-    waiting: list[Done] | None = field(default_factory=list)
+    waiting: list[DoneCallback] | None = field(default_factory=list)
     timer: threading.Timer | None = None
 
 
@@ -72,7 +72,7 @@ class GrammarCompiler:
                 self._cache.move_to_end(spec)
             return grammar
 
-    def submit(self, spec: StructuredOutputs, done: Done) -> None:
+    def submit(self, spec: StructuredOutputs, done: DoneCallback) -> None:
         """Compile a grammar on a thread, then call ``done``; any thread.
 
         Raises:
@@ -174,7 +174,7 @@ class GrammarCompiler:
             for done in waiting:
                 done(None, copy(error))
 
-    def _drop(self, job: _Job) -> list[Done]:
+    def _drop(self, job: _Job) -> list[DoneCallback]:
         """Remove a job that fails; returns the callbacks that wait for it. The caller holds the
         lock."""
         waiting, job.waiting = job.waiting, None
@@ -189,7 +189,7 @@ class GrammarCompiler:
             if waiting is None:
                 self._num_overdue -= 1
             elif self._closed:
-                waiting = None  # their engine has ended
+                waiting = None  # the engine of these requests has ended
             else:
                 self._jobs.pop(job.spec, None)
             if grammar is not None and not self._closed:

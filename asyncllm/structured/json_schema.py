@@ -19,7 +19,7 @@ ANNOTATIONS = frozenset(
 )
 """Keywords that restrict nothing."""
 
-LLGUIDANCE = frozenset(
+LLGUIDANCE_KEYWORDS = frozenset(
     """$ref additionalItems additionalProperties allOf anyOf const enum exclusiveMaximum
     exclusiveMinimum format items maxItems maxLength maxProperties maximum minItems minLength
     minProperties minimum multipleOf oneOf pattern patternProperties prefixItems properties
@@ -27,9 +27,11 @@ LLGUIDANCE = frozenset(
 )
 """Keywords that llguidance enforces, or refuses itself if it cannot."""
 
-_OF_SCHEMAS = frozenset("$defs definitions dependentSchemas patternProperties properties".split())
-_LISTS = frozenset("allOf anyOf oneOf prefixItems items".split())
-_SCHEMAS = frozenset(
+_MAPS_OF_SCHEMAS = frozenset(
+    "$defs definitions dependentSchemas patternProperties properties".split()
+)
+_LISTS_OF_SCHEMAS = frozenset("allOf anyOf oneOf prefixItems items".split())
+_SINGLE_SCHEMAS = frozenset(
     """additionalItems additionalProperties contains else if items not propertyNames then
     unevaluatedItems unevaluatedProperties""".split()
 )
@@ -44,11 +46,11 @@ def subschemas(schema: Any) -> Iterator[Mapping[str, Any]]:
             continue  # true, false, or nothing that a backend would take
         yield item
         for keyword, value in item.items():
-            if keyword in _OF_SCHEMAS and isinstance(value, Mapping):
+            if keyword in _MAPS_OF_SCHEMAS and isinstance(value, Mapping):
                 pending += value.values()
-            elif keyword in _LISTS and isinstance(value, list):
+            elif keyword in _LISTS_OF_SCHEMAS and isinstance(value, list):
                 pending += value
-            elif keyword in _SCHEMAS:
+            elif keyword in _SINGLE_SCHEMAS:
                 pending.append(value)
 
 
@@ -56,7 +58,7 @@ def refuse_unenforced(schema: Any, enforced: frozenset[str]) -> None:
     """Raise GrammarError for a keyword that is neither ``enforced`` nor an annotation."""
     for one in subschemas(schema):
         if one is not schema and "$ref" in one and ("$id" in one or "id" in one):
-            # Each draft of JSON Schema lets another of the two win.
+            # Drafts of JSON Schema differ in which of the two wins.
             raise GrammarError("'$id' beside '$ref' is not enforced")
         for keyword in one:
             if keyword not in enforced and keyword not in ANNOTATIONS:
@@ -64,7 +66,7 @@ def refuse_unenforced(schema: Any, enforced: frozenset[str]) -> None:
                     raise GrammarError(f"the keyword {keyword!r} is not enforced")
 
 
-XGRAMMAR = {
+XGRAMMAR_KEYWORDS = {
     # Not length or pattern: xgrammar then allows bare control characters, which are invalid JSON.
     "string": frozenset[str](),
     "integer": frozenset("minimum maximum exclusiveMinimum exclusiveMaximum".split()),
@@ -94,7 +96,7 @@ def refuse_ignored_by_xgrammar(schema: Any) -> None:
                 break
         else:
             kind = one.get("type")
-            if not isinstance(kind, str) or kind not in XGRAMMAR:
+            if not isinstance(kind, str) or kind not in XGRAMMAR_KEYWORDS:
                 if not keywords:
                     continue
                 names = ", ".join(sorted(keywords))
@@ -103,5 +105,5 @@ def refuse_ignored_by_xgrammar(schema: Any) -> None:
             for name in required:
                 if name not in properties:
                     raise GrammarError(f"the required {name!r}, not in properties, is not enforced")
-            for keyword in sorted(keywords - {"type"} - XGRAMMAR.get(kind, frozenset())):
+            for keyword in sorted(keywords - {"type"} - XGRAMMAR_KEYWORDS.get(kind, frozenset())):
                 raise GrammarError(f"the keyword {keyword!r} is not enforced with type {kind!r}")

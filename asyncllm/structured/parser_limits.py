@@ -1,8 +1,10 @@
-"""Limits of llguidance's parser, which meets them as an output is written: a grammar that is past
-them in one of its first states is refused before, and one further in ends its own request.
+"""try_states: checks a grammar against the limits of llguidance's parser.
 
-They stay as llguidance has them. With four times as many alternatives a mask of 150,000 tokens
-takes 100 ms and more, and every request of the batch waits for it.
+The parser meets its limits while an output is written. A grammar that exceeds them in one of its
+first states is refused before; one that does so later ends its own request.
+
+The limits are llguidance's defaults. With four times as many alternatives a mask of 150,000 tokens
+would take 100 ms and more, and every request of the batch would wait.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import time
 from typing import Any
 
 from asyncllm.structured.grammar import GrammarError
-from asyncllm.structured.json_schema import LLGUIDANCE, refuse_unenforced
+from asyncllm.structured.json_schema import LLGUIDANCE_KEYWORDS, refuse_unenforced
 from asyncllm.structured.references import refuse_endless
 
 CHARACTERS_PER_STATE = 512
@@ -20,19 +22,18 @@ MAX_SECONDS = 1.0
 
 
 def refuse_past_llguidance(schema: Any) -> None:
-    """Raises GrammarError, which names it, for what llguidance does not enforce in a schema, and
-    for what has no end."""
-    refuse_unenforced(schema, LLGUIDANCE)
+    """Raises GrammarError for a keyword that llguidance does not enforce, or an endless schema."""
+    refuse_unenforced(schema, LLGUIDANCE_KEYWORDS)
     refuse_endless(schema)
 
 
 def try_states(matcher: Any, mask_size: int, num_characters: int) -> None:
-    """Raises GrammarError if the parser is at a limit in one of the first states of a grammar:
-    the more of them are tried, the longer it is.
+    """Raises GrammarError if the parser exceeds a limit in one of the grammar's first states. More
+    states are tried for a longer grammar.
 
     Args:
-        matcher: llguidance's, at the beginning; it is not moved.
-        mask_size: bytes of the masks' part that is tokens of the vocabulary.
+        matcher: llguidance's matcher in its initial state, which is not changed.
+        mask_size: leading bytes of a mask that belong to the vocabulary.
     """
     states = [matcher.deep_copy()]
     left = min(2 + num_characters // CHARACTERS_PER_STATE, MAX_STATES)
@@ -60,13 +61,13 @@ def _check_limits(matcher: Any) -> None:
 
 
 def _some_tokens(mask: bytes) -> list[int]:
-    """The first token of each of some bytes of a mask, apart from each other."""
+    """Up to four allowed tokens of a mask, spread over the vocabulary."""
     found = [8 * i + (byte & -byte).bit_length() - 1 for i, byte in enumerate(mask) if byte]
     return found[:: max(1, len(found) // 4)][:4]
 
 
 def explain(error: str) -> str:
-    """llguidance's words in one line, without the grammar that it was found in."""
+    """llguidance's error message in one line, without the grammar."""
     if error.startswith("NoExtensionBias"):
         return "admits nothing"
     words = error.partition("\n1 | ")[0].replace("<non-verbose/>", "").split()

@@ -1,4 +1,4 @@
-"""References of a JSON schema: where each ``$ref`` leads, and whether a value there can end."""
+"""References of a JSON schema: resolves ``$ref``, and refuses endless ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 from asyncllm.structured.grammar import GrammarError
 from asyncllm.validation import describe
 
-_NESTING = ("object", "array")
+_CONTAINER_TYPES = ("object", "array")
 
 
 def is_local(pointer: Any) -> TypeGuard[str]:
@@ -36,12 +36,12 @@ def resolve(pointer: str, root: Any) -> Any:
 
 
 def refuse_endless(root: Any) -> None:
-    """Raises GrammarError, which names it, for a ``$ref`` whose values never end: each has to
-    hold another. A grammar admits their beginning and would go on for ever.
+    """Raises GrammarError for a ``$ref`` whose values never end, because each has to hold another.
+    A grammar would admit the beginning of such a value, and go on for ever.
 
-    The references that lead to a value with an end are the least fixed point of "one of its forms
-    takes no reference, or such references alone". It takes time in proportion to the schema, but
-    for a list of references in one place.
+    The references whose values can end are the least fixed point of "one of its forms has no
+    references, or only references that can end". Takes time in proportion to the schema, except for
+    a list of references in one place.
     """
     targets = dict(_references(root))
     ending: set[str] = set()
@@ -65,8 +65,8 @@ def refuse_endless(root: Any) -> None:
 
 
 def _references(root: Any) -> Iterator[tuple[str, Any]]:
-    """Each local ``$ref`` that can be reached, once, and its schema. Any other is the backend's
-    to refuse."""
+    """Yields each reachable local ``$ref`` once, with its schema; backends refuse other
+    references."""
     pending, seen = [root], set[str]()
     while pending:
         schema = pending.pop()
@@ -90,8 +90,8 @@ def _references(root: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _ends(schema: Any, ending: set[str], known: Mapping[str, Any], missing: list[str]) -> bool:
-    """Whether a schema has a value that ends, as far as ``ending`` references do. Those that it
-    lacks are added to ``missing``."""
+    """Whether a schema has a finite value, if the references ``ending`` have one. Other references
+    that it needs are added to ``missing``."""
 
     def ends(one: Any) -> bool:
         return _ends(one, ending, known, missing)
@@ -111,7 +111,9 @@ def _ends(schema: Any, ending: set[str], known: Mapping[str, Any], missing: list
     kinds = schema.get("type", "null")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     needed = {"object": _needed_properties, "array": _needed_items}
-    return any(kind not in _NESTING or all(map(ends, needed[kind](schema))) for kind in kinds)
+    return any(
+        kind not in _CONTAINER_TYPES or all(map(ends, needed[kind](schema))) for kind in kinds
+    )
 
 
 def _needed_properties(schema: Mapping[str, Any]) -> Iterator[Any]:

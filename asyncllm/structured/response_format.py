@@ -40,9 +40,9 @@ def _structured_outputs(value: Any) -> dict[str, Any] | None:
     if is_schema_type(value):
         return {"json": value}
     kind = value.get("type") if isinstance(value, Mapping) else None
-    if check.same(kind, "json_schema"):
+    if check.equal_json(kind, "json_schema"):
         return {"json": _schema(value)}
-    if check.same(kind, "structural_tag"):
+    if check.equal_json(kind, "structural_tag"):
         return {"structural_tag": dict(value)}
     known = {"text": None, "json_object": {"json_object": True}}
     if not isinstance(kind, str) or kind not in known or len(value) != 1:

@@ -56,7 +56,7 @@ def parse_structured_outputs(value: Any) -> StructuredOutputs | None:
     try:
         return _parse(value)
     except InvalidRequestError as error:
-        error.param = _NAME  # the messages name the kind as well
+        error.param = _NAME  # error messages name the kind as well
         raise
 
 
@@ -117,7 +117,7 @@ def _structural_tag(value: Any) -> str:
     name = f"{_NAME}.structural_tag"
     if isinstance(value, str):
         value = _loads(name, value)
-    if not isinstance(value, Mapping) or not check.same(value.get("type"), "structural_tag"):
+    if not isinstance(value, Mapping) or not check.equal_json(value.get("type"), "structural_tag"):
         raise check.invalid(name, value, 'a dict, or JSON text, with "type": "structural_tag"')
     if ("structures" in value) == ("format" in value):
         raise check.invalid(name, value, 'either "structures" and "triggers", or "format"')

@@ -113,7 +113,7 @@ class ScriptedExecutor(FakeExecutor):
             return [token for piece in pieces for token in self._piece(piece)]
         except Exception as error:  # the test's own function raised
             return [error]
-        except BaseException as error:  # would end the engine
+        except BaseException as error:  # another exception would end the engine
             failure = RuntimeError(f"answers raised {check.describe(error)}")
             failure.__cause__ = error
             return [failure]

@@ -27,13 +27,13 @@ def _tree(texts: list[str], depth: int) -> str:
     for _, group in groupby(texts[len(ends) :], key=lambda text: text[0]):
         alike = list(group)
         # The first and the last of sorted texts have the shortest common prefix.
-        shared = _shared(alike[0], alike[-1])
+        shared = _common_prefix(alike[0], alike[-1])
         rest = _tree([text[len(shared) :] for text in alike], depth + 1)
         branches.append(re.escape(shared) + (f"(?:{rest})" if rest else ""))
     return "|".join(branches + ends)
 
 
-def _shared(first: str, last: str) -> str:
+def _common_prefix(first: str, last: str) -> str:
     """Common prefix of two texts."""
     if first == last:
         return first

@@ -18,7 +18,7 @@ from asyncllm.text.any_of import any_of
 _FIRST_SURROGATE = 0xD800
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 # Characters of ordinary text, from the rarest to the most frequent; any other is rarer still.
-_COMMON_SIGNS = "[]<>{}()#*=\"'`-/:;!?.,\n "
+_COMMON_CHARACTERS = "[]<>{}()#*=\"'`-/:;!?.,\n "
 
 
 class ControlTokens:
@@ -53,8 +53,8 @@ class ControlTokens:
         )
         # A special token that is a word is hidden only where it stands in full: templates compare
         # fields and roles with words.
-        self._delimiters = [sign for sign in surrogates if not _in_words(sign)]
-        self._words = [text for text, sign in signs.items() if _in_words(sign)]
+        self._delimiters = [sign for sign in surrogates if not _occurs_in_words(sign)]
+        self._words = [text for text, sign in signs.items() if _occurs_in_words(sign)]
         self._pattern = any_of(self._ids)
         normalizers = {step["type"] for step in steps_of(backend.normalizer)}
         self._rewrites = not normalizers <= {"NFC", "Prepend", "Replace"}
@@ -147,14 +147,14 @@ class ControlTokens:
             hidden |= everything
             prompt = render(partial(self._hide, hidden))
             found = self._pattern.findall(prompt)
-            if found == written and (spelled <= hidden or self._is_part(prompt, strict)):
+            if found == written and (spelled <= hidden or self._only_drops_text(prompt, strict)):
                 return prompt
             hidden |= set(Counter(found) - Counter(written))
         if refusal is not None:
             raise refusal
         return strict
 
-    def _is_part(self, prompt: str, strict: str) -> bool:
+    def _only_drops_text(self, prompt: str, strict: str) -> bool:
         """Whether ``prompt`` is ``strict`` with text left out between control tokens. Then no
         message has moved a control token."""
         parts = zip(self._pattern.split(prompt), self._pattern.split(strict), strict=True)
@@ -232,10 +232,10 @@ def _unknown(backend: tokenizers.Tokenizer) -> list[int]:
 
 
 def _delimiter(text: str) -> str:
-    """Character of a special token that is rarest in ordinary text."""
-    signs = [sign for sign in text if not _in_words(sign)] or [text[0]]
-    return min(signs, key=_COMMON_SIGNS.find)
+    """The character of a special token that is rarest in ordinary text."""
+    signs = [sign for sign in text if not _occurs_in_words(sign)] or [text[0]]
+    return min(signs, key=_COMMON_CHARACTERS.find)
 
 
-def _in_words(sign: str) -> bool:
+def _occurs_in_words(sign: str) -> bool:
     return sign.isalnum() or sign == "_"

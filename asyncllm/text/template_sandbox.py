@@ -29,7 +29,7 @@ _READERS = frozenset(
     "min random reject rejectattr reverse select selectattr slice sort unique".split()
 )
 # Filters and methods whose result grows with an argument.
-_WIDENING = frozenset(
+_GROWING_METHODS = frozenset(
     "batch center expandtabs indent join ljust rjust round slice to_bytes tojson translate urlize "
     "wordwrap zfill".split()
 )
@@ -104,7 +104,7 @@ class Meter:
         if name not in _READERS and not isinstance(value, (str, bytes)):
             size = self.charge_text(value)
         grown = 0
-        if name in _WIDENING:
+        if name in _GROWING_METHODS:
             grown = (size + 1) * (max(map(self._width, given), default=0) + 1)
         elif name == "replace":
             texts = [str(one) for one in given]

@@ -319,14 +319,14 @@ class WindowDecoder:
         return len(token_ids), text
 
     def _new_text(self) -> str:
-        """Text of the window after that of its context."""
+        """New text of the window, which follows the text of its context."""
         if len(self._window) == self._context:
             return ""
         text = self._decode(self._window)
         if text.startswith(self._prefix):
             return text[len(self._prefix) :]
-        # The new tokens changed text that was returned: their bytes are invalid UTF-8 after the
-        # context's, perhaps only for now. Decoded alone they show which.
+        # The new tokens changed text that was returned: after the context their bytes are invalid
+        # UTF-8, perhaps only until more follow. Decoding them alone tells the two cases apart.
         return self._decode(self._window[self._context :])
 
     def _without_prompt(self, text: str) -> str:

@@ -43,7 +43,7 @@ from asyncllm.text.tokenizer_thread import LONG_TEXT
 from asyncllm.validation import explain
 
 _MAX_CHARACTERS = 1 << 24
-_AT_ONCE = RenderLimits(max_output=LONG_TEXT, max_value=16 * LONG_TEXT, seconds=0.005)
+_AT_ONCE_LIMITS = RenderLimits(max_output=LONG_TEXT, max_value=16 * LONG_TEXT, seconds=0.005)
 
 _NAMED_TOKENS = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
 
@@ -91,7 +91,7 @@ class Tokenizer:
         Raises:
             ModelLoadError: for files that are missing or damaged, or make no fast tokenizer.
         """
-        with _reading(Path(path)):
+        with _load_errors(Path(path)):
             return cls._read(Path(path), trust_remote_code)
 
     @classmethod
@@ -101,7 +101,7 @@ class Tokenizer:
             return cls(backend, ChatTemplate(templates, special_tokens), special_tokens)
         file = path / "tokenizer.json"
         if file.exists():
-            with _reading(file):
+            with _load_errors(file):
                 backend = tokenizers.Tokenizer.from_buffer(
                     read_small_file(file, MAX_TOKENIZER_BYTES)
                 )
@@ -185,7 +185,7 @@ class Tokenizer:
         """
         if at_once and not self.chat_template.is_compiled(conversation):
             return None
-        limits = _AT_ONCE if at_once else self._render_limits(max_tokens)
+        limits = _AT_ONCE_LIMITS if at_once else self._render_limits(max_tokens)
         render = partial(self.chat_template.render, conversation, limits)
         control = self._control_tokens
         try:
@@ -302,7 +302,7 @@ class Tokenizer:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _load_errors(path: Path) -> Iterator[None]:
     """Convert errors of the library, bare exceptions and Rust panics, to ModelLoadError."""
     try:
         yield

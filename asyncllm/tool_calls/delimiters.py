@@ -10,8 +10,8 @@ MAX_LENGTH = 4096
 """Most characters of a delimiter; a longer match is plain text."""
 
 _SAMPLES = string.printable
-# A private-use character: a pattern that accepts it as a beginning accepts nearly any.
-_ODD = "\U000f1234"
+# Private-use character: a pattern that can begin with it can begin with nearly any.
+_PRIVATE_CHARACTER = "\U000f1234"
 
 
 class Found(NamedTuple):
@@ -70,7 +70,7 @@ def _starters(pattern: Any, source: str) -> set[str] | None:
         match = pattern.match(character, partial=True)
         return match is not None and (match.partial or match.end() > 0)
 
-    return None if begins(_ODD) else {c for c in {*_SAMPLES, *source} if begins(c)}
+    return None if begins(_PRIVATE_CHARACTER) else {c for c in {*_SAMPLES, *source} if begins(c)}
 
 
 def literals_or_pattern(field: Mapping[str, Any], side: str) -> list[str] | str | None:

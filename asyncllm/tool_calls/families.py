@@ -88,8 +88,8 @@ def _function(name: str, arguments: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-_WHOLE = {"type": "function", "function": "{content}"}
-_NAMED = _function("{name}", "{content}")
+_WHOLE_CALL = {"type": "function", "function": "{content}"}
+_NAMED_CALL = _function("{name}", "{content}")
 
 # Harmony: a message has a header, with its channel and recipient, and a body.
 _START = r"(?:<\|start\|>assistant)?"
@@ -114,7 +114,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "content_args": {
                 "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
             },
-            "transform": _NAMED,
+            "transform": _NAMED_CALL,
         },
         form=CallForm(
             "<tool_call>\n<function=NAME>\n",
@@ -131,7 +131,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "close": "</tool_call>",
             "repeats": True,
             "content": "json",
-            "transform": _WHOLE,
+            "transform": _WHOLE_CALL,
         },
         form=CallForm(
             '<tool_call>\n{"name": "NAME", "arguments": ',
@@ -148,7 +148,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "open_pattern": r"\[TOOL_CALLS\](?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]",
             "repeats": True,
             "content": "json",
-            "transform": _NAMED,
+            "transform": _NAMED_CALL,
         },
         form=CallForm("[TOOL_CALLS]NAME[ARGS]", ""),
         markers=(("[TOOL_CALLS]", "[ARGS]"),),
@@ -172,7 +172,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "close": "```<｜tool▁call▁end｜>",
             "repeats": True,
             "content": "json",
-            "transform": _NAMED,
+            "transform": _NAMED_CALL,
         },
         form=CallForm(
             "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",
@@ -193,7 +193,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "close": "<｜tool▁call▁end｜>",
             "repeats": True,
             "content": "json",
-            "transform": _NAMED,
+            "transform": _NAMED_CALL,
         },
         form=CallForm(
             "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>",
@@ -213,7 +213,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "close": ["<|call|>", "<|end|>"],
             "repeats": True,
             "content": "json",
-            "transform": _NAMED,
+            "transform": _NAMED_CALL,
         },
         form=CallForm(
             "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",

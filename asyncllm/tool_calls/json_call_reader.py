@@ -13,7 +13,7 @@ from asyncllm.tool_calls.delimiters import Delimiters
 _MAX_HEAD = 1024
 """Most characters of a key or a name."""
 
-_SPACE = " \t\r\n"
+_WHITESPACE = " \t\r\n"
 _OUTSIDE = re.compile(r'["{}\[\]]')
 _INSIDE = re.compile(r'["\\]')
 _SCALAR_END = re.compile(r"[,}\s]")
@@ -192,7 +192,7 @@ class JsonCallReader:
     def _open_other(self, text: str, position: int) -> int:
         """Skip the value of a key without meaning, a string or a scalar."""
         character = text[position]
-        if character in _SPACE:
+        if character in _WHITESPACE:
             return position + 1
         if character in "{[,}]":
             raise _NoCall(position)
@@ -215,7 +215,7 @@ class JsonCallReader:
         return match.start()
 
     def _open_arguments(self, text: str, position: int) -> int:
-        if text[position] in _SPACE:
+        if text[position] in _WHITESPACE:
             return position + 1
         if text[position] != "{" or self._arguments is not None:
             raise _NoCall(position)
@@ -306,7 +306,7 @@ class JsonCallReader:
     def _expect(self, text: str, position: int, states: Mapping[str, _State]) -> int:
         """Skip white space; the next character selects the next state."""
         character = text[position]
-        if character in _SPACE:
+        if character in _WHITESPACE:
             return position + 1
         if character not in states:
             raise _NoCall(position)

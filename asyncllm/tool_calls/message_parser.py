@@ -136,7 +136,11 @@ class OutputParser:
 
     def take(self) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
         """Increments since the last call: text, reasoning, and a fragment of each tool call."""
-        new = "".join(self._new_text), "".join(self._new_reasoning), _joined(self._new_calls)
+        new = (
+            "".join(self._new_text),
+            "".join(self._new_reasoning),
+            _join_fragments(self._new_calls),
+        )
         self._new_text.clear()
         self._new_reasoning.clear()
         self._new_calls.clear()
@@ -299,7 +303,7 @@ class MessageParser:
         return found
 
 
-def _joined(deltas: list[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
+def _join_fragments(deltas: list[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
     """Join fragments of the same call."""
     if len(deltas) < 2:
         return tuple(deltas)

@@ -30,8 +30,8 @@ SKIP = "skip"
 if TYPE_CHECKING:
     from asyncllm.config import EngineConfig
 
-# Look-behind constructs, which cannot work: earlier text is dropped.
-_LOOKING_BACK = ("(?<=", "(?<!", r"\A")
+# Look-behind constructs of patterns. They cannot work, because earlier text is dropped.
+_LOOK_BEHIND = ("(?<=", "(?<!", r"\A")
 
 
 @dataclass(frozen=True, eq=False)
@@ -299,7 +299,7 @@ def _checked(template: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
         raise ModelLoadError(f"response_template: {error}") from error
     for name, part in template["fields"].items():
         for side in ("open_pattern", "close_pattern"):
-            if any(sign in str(part.get(side, "")) for sign in _LOOKING_BACK):
+            if any(sign in str(part.get(side, "")) for sign in _LOOK_BEHIND):
                 raise ModelLoadError(
                     f"response_template: {side} of {name!r} looks back, expected a pattern that "
                     "needs no text before it; EngineConfig.tool_call_parser and reasoning_parser "
@@ -309,7 +309,7 @@ def _checked(template: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _content_end(fields: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Pattern that ends the content, from a tokenizer's own template; it is no text."""
+    """Pattern that ends the content in a tokenizer's own template; its matches are not text."""
     import regex
 
     for part in fields.values():

@@ -62,7 +62,7 @@ class ToolUse:
 
     @property
     def parameters(self) -> dict[str, dict[str, Any]]:
-        """Schema of the parameters by name of the tool."""
+        """Schemas of the tools' parameters, by tool name."""
         functions = [schema["function"] for schema in self.schemas]
         return {function["name"]: function.get("parameters") or {} for function in functions}
 
@@ -82,7 +82,7 @@ def _choice(value: Any) -> str | dict[str, str]:
         return "auto"
     if (text := check.plain_text(value)) in ("auto", "none", "required"):
         return text
-    if isinstance(value, Mapping) and check.same(value.get("type"), "function"):
+    if isinstance(value, Mapping) and check.equal_json(value.get("type"), "function"):
         function = value.get("function", value)
         name = function.get("name") if isinstance(function, Mapping) else None
         if (text := check.plain_text(name)) is not None:

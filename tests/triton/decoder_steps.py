@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ExpertsConfig, RoutingConfig
-from asyncllm.checkpoint.families import AROUND
+from asyncllm.checkpoint.families import NORMS_AROUND
 from asyncllm.checkpoint.layer_config import LayerConfig, LayerInputConfig
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
@@ -74,10 +74,10 @@ def wide_fields(num_kv_heads: int) -> dict[str, Any]:
         "sliding_layers": (True, False) * 2,
         "layer_ropes": (RopeConfig(), RopeConfig(1e6, "proportional", share=0.25)) * 2,
         "layer_input": LayerInputConfig(8, 300),
-        "names": AROUND,
+        "names": NORMS_AROUND,
         "activation": "gelu_tanh",
         "value_norm": True,
-        "wide_norms": True,
+        "float32_norm_weights": True,
         "layer_scalar": True,
         "attention_scale": 1.0,
         "logits_softcap": 30.0,
@@ -95,7 +95,7 @@ def hybrid_fields(*linear: bool) -> dict[str, Any]:
         "sliding_window": None,
         "gated_attention": True,
         "norm_offset": 1.0,
-        "wide_norms": True,
+        "float32_norm_weights": True,
         "linear_attention": LinearAttentionConfig(linear, 1, 2, 8, 12, 4),
     }
 

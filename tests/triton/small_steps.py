@@ -50,7 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_softcap": 50.0,
         "logits_softcap": 30.0,
         "norm_offset": 1.0,
-        "wide_norms": True,
+        "float32_norm_weights": True,
     },
     "wide heads": wide_fields(8),
     "whole norms": {"norms_whole_projections": True, "sliding_layers": (), "sliding_window": None},

@@ -16,7 +16,7 @@ from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton import decode_attention, merge_attention, prefill_attention
 from asyncllm.gpu.ops.triton.attention import TritonAttention, TritonPlan
-from asyncllm.gpu.ops.triton.tuning import cdiv, num_extra_shares, wave_share
+from asyncllm.gpu.ops.triton.tuning import cdiv, num_extra_shares, wave_utilisation
 from tests.static_runner import replay_of
 from tests.step_inputs import captured, planned
 from tests.triton.launches import Launch, recording
@@ -71,7 +71,7 @@ def test_a_prefill_behind_a_long_prefix_fills_the_device(count: int) -> None:
         assert programs <= 2 * max(tiles * KV_HEADS, SMS)
         if plan.tile_splits > 1:
             assert tiles * KV_HEADS < SMS
-            assert wave_share(programs, SMS) > 0.6
+            assert wave_utilisation(programs, SMS) > 0.6
             assert plan.workspace is not None
             assert plan.workspace.numel() == rows * count * 32 * 130 * plan.tile_splits
         if rows in (1, 2, 3, 17, 512):
@@ -131,12 +131,12 @@ def test_heads_of_512_have_fewer_places() -> None:
     for rows in range(1, 513):
         lengths, ones = np.full(rows, 32_768), np.ones(rows, dtype=np.int64)
         plan = WIDE.plan(step(lengths, ones), None, 0)
-        assert wave_share(rows * 4 * plan.splits, 2 * SMS) > 0.7, rows
+        assert wave_utilisation(rows * 4 * plan.splits, 2 * SMS) > 0.7, rows
         prefill = WIDE.plan(step(lengths, ones * 20), None, 0)
         tiles = rows * 20 // 8 + rows
         programs = tiles * 4 * prefill.tile_splits
         assert programs >= min(tiles * 4, 0.6 * SMS)
-        assert prefill.tile_splits == 1 or wave_share(programs, SMS) > 0.6
+        assert prefill.tile_splits == 1 or wave_utilisation(programs, SMS) > 0.6
         if rows in (1, 9, 512):
             found = launches_of(plan, rows, WIDE)
             assert found["decode_kernel"].grid == (rows, 4, plan.splits)

@@ -16,7 +16,7 @@ from asyncllm.gpu.ops.triton.tuning import (
     next_power_of_2,
     num_splits,
     prefill_tiles,
-    wave_share,
+    wave_utilisation,
 )
 
 
@@ -46,17 +46,17 @@ def test_waves_are_nearly_as_full_as_they_can_be(kv_heads: int, num_sms: int) ->
         programs = batch * kv_heads
         splits = num_splits(batch, kv_heads, 2**20, num_sms)
         assert splits <= max(8, cdiv(places, programs))
-        share = wave_share(programs * splits, places)
+        share = wave_utilisation(programs * splits, places)
         assert share >= 0.72, (batch, splits, share)
-        better = [n for n in range(1, splits) if wave_share(programs * n, places) >= share]
+        better = [n for n in range(1, splits) if wave_utilisation(programs * n, places) >= share]
         assert not better, (batch, splits, better)
 
 
 def test_a_last_wave_of_a_few_programs_is_avoided() -> None:
     """8 key/value heads on 132 multiprocessors, four programs on each: rounding the number of
     splits up left half of the last wave's places idle at these batch sizes."""
-    shares = {batch: wave_share(batch * 8 * num_splits(batch, 8, 32768, 132), 528) for batch in
-              (4, 8, 16, 24, 40, 48, 72, 80, 96, 136, 160)}  # fmt: skip
+    shares = {batch: wave_utilisation(batch * 8 * num_splits(batch, 8, 32768, 132), 528)
+              for batch in (4, 8, 16, 24, 40, 48, 72, 80, 96, 136, 160)}  # fmt: skip
     assert min(shares.values()) > 0.88, shares
 
 

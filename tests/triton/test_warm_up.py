@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 
 from asyncllm.core.batch import StepBatch
 from asyncllm.gpu.batch.sampling_inputs import Stages
-from asyncllm.gpu.batch.sampling_table import DRAW
+from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS
 from asyncllm.gpu.graph.compile_turn import compiling_alone
 from asyncllm.gpu.graph.cuda_graphs import GraphKey, Part, default_sizes
 from asyncllm.gpu.graph.warm_up import warm_up
@@ -97,7 +97,7 @@ def draw_for_the_host(runner: ModelRunner) -> None:
     steps = steps_of(runner)
     for rows in (1, 3):
         lines = torch.arange(rows + 1)
-        own = {name: steps.memory.scalars[name][lines] for name in DRAW}
+        own = {name: steps.memory.scalars[name][lines] for name in DRAW_SCALARS}
         logits = torch.zeros((rows, runner.info.vocab_size))
         steps.model.ops.sample(
             logits, own, lines[:-1], lines[:-1], torch.zeros_like(lines), lines[:-1].clone()

@@ -44,15 +44,16 @@ class BlockTable:
             first = req_index * self.table.shape[1]
             self._changes.append(np.arange(first + start, first + end))
 
-    def trim(self, req_index: int, first: int, end: int) -> None:
+    def set_null(self, req_index: int, first: int, end: int) -> None:
         """Sets entries ``first`` to ``end - 1`` to the null block."""
         self.table[req_index, first:end] = NULL_BLOCK_ID
         if self.tracks_changes:
             line = req_index * self.table.shape[1]
             self._changes.append(np.arange(line + first, line + end))
 
-    def unfilled(self, req_index: int, first: int, length: int) -> np.ndarray:
-        """Ids of blocks, from entry ``first`` on, that a sequence of ``length`` does not fill."""
+    def unfilled_blocks(self, req_index: int, first: int, length: int) -> np.ndarray:
+        """Ids of the blocks, from entry ``first`` on, that a sequence of ``length`` tokens does not
+        fill."""
         first = max(first, length // self.block_size)
         return self.table[req_index, first : int(self.num_blocks[req_index])]
 

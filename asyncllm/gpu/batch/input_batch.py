@@ -55,7 +55,7 @@ class InputBatch:
         for req_index in batch.released:
             self.epochs[req_index] += 1
         for req_index, group, first, end in batch.trimmed:
-            self.tables[group].trim(req_index, first, end)
+            self.tables[group].set_null(req_index, first, end)
         for assignment in batch.assignments:
             req_index = assignment.req_index
             tokens = np.asarray(assignment.token_ids, dtype=np.int32)
@@ -81,12 +81,12 @@ class InputBatch:
             for table in self.tables:
                 # Blocks before ``start`` came from the prefix cache: they have other readers.
                 shared = -(-start // table.block_size)
-                found.append(table.unfilled(assignment.req_index, shared, end))
+                found.append(table.unfilled_blocks(assignment.req_index, shared, end))
         for req_index, new_blocks in batch.new_blocks:
             _, end = _span(batch, row_of.get(req_index))
             for table, block_ids in zip(self.tables, new_blocks, strict=True):
                 first = int(table.num_blocks[req_index]) - len(block_ids)
-                found.append(table.unfilled(req_index, first, end))
+                found.append(table.unfilled_blocks(req_index, first, end))
         return np.concatenate(found).astype(np.int64)
 
     def output_token_ids(self, req_index: int, end: int) -> np.ndarray:

@@ -32,7 +32,7 @@ class LogitsTables:
     """Tables of rules and penalties, with a row per request index.
 
     They are allocated when a request first needs them, and then keep their addresses. A row is
-    stale unless a scalar of RULES refers to it.
+    stale unless a scalar of RULE_SCALARS refers to it.
 
     Attributes:
         allowed: ``[N + 1, W]`` int32, a bit per token.
@@ -43,7 +43,7 @@ class LogitsTables:
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
-        self.lines, self.vocab_size, self.device = max_num_seqs + 1, vocab_size, device
+        self.table_rows, self.vocab_size, self.device = max_num_seqs + 1, vocab_size, device
         self.made = Stages.NONE
         self.allowed = self.bias_ids = self.stop_ids = self._zeros(0)
         self.counts = self.in_prompt = self._zeros(0)
@@ -67,7 +67,7 @@ class LogitsTables:
         return 4 * (max_num_seqs + 1) * line
 
     def _zeros(self, width: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.zeros((self.lines, width), dtype=dtype, device=self.device)
+        return torch.zeros((self.table_rows, width), dtype=dtype, device=self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class SamplingRows:
         positions: ``[S]`` int64, position of the token before the sampled one.
         host_token_ids: ``[S]`` int64, that token; -1 where it is in ``last_sampled_tokens``.
         last_sampled_tokens: ``[N + 1]`` int64, by request index.
-        rules: the scalars of RULES, ``[N + 1]`` each.
+        rules: the scalars of RULE_SCALARS, ``[N + 1]`` each.
         tables: rules and penalties by request index.
         mask_slots, mask_words: see GrammarMasks; None without MASKS.
     """
@@ -93,7 +93,7 @@ class SamplingRows:
     mask_slots: Tensor | None = None
     mask_words: Tensor | None = None
 
-    def lines(self) -> Tensor:
+    def table_rows(self) -> Tensor:
         """``[S]`` int64: each row's request index, N for a row to leave out."""
         return torch.where(
             self.req_indices < 0, len(self.last_sampled_tokens) - 1, self.req_indices

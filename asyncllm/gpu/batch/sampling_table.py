@@ -11,7 +11,7 @@ import torch
 from asyncllm.gpu.batch.sections import Table
 
 UNCOUNTED = 2**63 - 1
-"""``counted_from`` of a request index without penalties."""
+"""Value of ``counted_from`` for a request index without penalties."""
 
 
 class Scalar(NamedTuple):
@@ -27,7 +27,7 @@ class Scalar(NamedTuple):
     parameter: str = ""
 
 
-DRAW: Mapping[str, Scalar] = MappingProxyType(
+DRAW_SCALARS: Mapping[str, Scalar] = MappingProxyType(
     {
         "states": Scalar(torch.int64, 0),
         "temperature": Scalar(torch.float32, 1.0, "temperature"),
@@ -39,7 +39,7 @@ DRAW: Mapping[str, Scalar] = MappingProxyType(
 """Scalars of the draw, in the order of ``SampleArgs`` in ``native/src/interface.h``. ``states`` are
 the bits of the seeds' 64-bit states; ``top_k`` is 0 for all tokens."""
 
-RULES: Mapping[str, Scalar] = MappingProxyType(
+RULE_SCALARS: Mapping[str, Scalar] = MappingProxyType(
     {
         "restricted": Scalar(torch.int32, 0),
         "num_bias": Scalar(torch.int32, 0),
@@ -56,9 +56,9 @@ counts for the request index; ``num_bias`` and ``num_stop_ids`` count the entrie
 ``min_end`` is the position from which on stop ids may be sampled; ``counted_from`` is the position
 of the first token that is not in ``LogitsTables.counts`` yet."""
 
-SCALARS: Mapping[str, Scalar] = MappingProxyType({**DRAW, **RULES})
+SCALARS: Mapping[str, Scalar] = MappingProxyType({**DRAW_SCALARS, **RULE_SCALARS})
 
 
-def scalar_sections(lines: int) -> Table:
-    """Makes a section of ``lines`` elements for each of SCALARS."""
-    return {name: (scalar.dtype, lines) for name, scalar in SCALARS.items()}
+def scalar_sections(table_rows: int) -> Table:
+    """Makes a section of ``table_rows`` elements for each of SCALARS."""
+    return {name: (scalar.dtype, table_rows) for name, scalar in SCALARS.items()}

@@ -46,7 +46,7 @@ class StateRows:
     @classmethod
     def of(cls, step: StepInputs) -> StateRows:
         if step.host is None:
-            return cls(step.lines(), step.positions == 0, ())
+            return cls(step.table_rows(), step.positions == 0, ())
         # A single row needs no gathering.
         batched = step.num_decodes if step.num_decodes > 1 else 0
         ends, starts, slots = (
@@ -72,7 +72,7 @@ class StateRows:
         return held
 
 
-def state_of(state: Tensor, span: RowSpan) -> Tensor:
+def span_state(state: Tensor, span: RowSpan) -> Tensor:
     """View ``[1, *shape]`` of a span's state among all slots; zeroed first at position 0."""
     held = state[span.slot : span.slot + 1]
     return held.zero_() if span.is_fresh else held

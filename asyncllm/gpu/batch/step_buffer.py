@@ -17,7 +17,7 @@ from asyncllm.gpu.batch.sampling_table import scalar_sections
 from asyncllm.gpu.batch.sections import Sections, Table
 from asyncllm.gpu.batch.step_inputs import GroupInputs, RowArrays, StepInputs
 
-ROWS = "sampled_positions"
+LAST_DECODE_SECTION = "sampled_positions"
 """The last section that a decode step on a device needs."""
 
 
@@ -43,22 +43,22 @@ class StepLimits:
     """Sizes of the largest step.
 
     Attributes:
-        lines: elements of each sampling scalar, one per request index and one for padding; 0 where
-            steps read scalars and block tables from the host's memory.
+        table_rows: elements of each sampling scalar, one per request index and one for padding; 0
+            where steps read scalars and block tables from the host's memory.
         padded_tokens: number of tokens to which shorter steps are padded.
     """
 
     rows: int
     tokens: int
     num_groups: int
-    lines: int = 0
+    table_rows: int = 0
     padded_tokens: int = 0
 
     @classmethod
     def of(cls, info: ExecutorInfo, *, on_device: bool, padded_tokens: int) -> StepLimits:
         rows, tokens = info.max_num_seqs, info.max_num_batched_tokens
-        lines = rows + 1 if on_device else 0
-        return cls(rows, max(rows, tokens), len(info.kv_groups), lines, padded_tokens)
+        table_rows = rows + 1 if on_device else 0
+        return cls(rows, max(rows, tokens), len(info.kv_groups), table_rows, padded_tokens)
 
     def table(self) -> Table:
         """Dtypes and sizes of the sections.
@@ -67,12 +67,19 @@ class StepLimits:
         """
         table: dict[str, tuple[torch.dtype, int]] = {}
         rows, tokens = self.rows, self.tokens
-        if self.lines:
-            table |= scalar_sections(self.lines)
+        if self.table_rows:
+            table |= scalar_sections(self.table_rows)
             for group in range(self.num_groups):
                 table[f"changed_{group}"] = torch.int64, rows
                 table[f"new_blocks_{group}"] = torch.int32, rows
-        names = ("req_indices", "starts", "counts", "sampled_req_indices", "previous_tokens", ROWS)
+        names = (
+            "req_indices",
+            "starts",
+            "counts",
+            "sampled_req_indices",
+            "previous_tokens",
+            LAST_DECODE_SECTION,
+        )
         table |= dict.fromkeys(names, (torch.int64, rows))
         table["wanted"] = torch.int64, tokens
         table["query_start_loc"] = torch.int64, rows + 1
@@ -115,10 +122,10 @@ class StepBuffer(Sections):
         arrays["req_indices"][:count], arrays["starts"][:count] = req_indices, starts
         counts[:] = 1 if batch.num_decodes == count else batch.counts
         arrays["sampled_req_indices"][:sampled] = req_indices[rows]
-        arrays[ROWS][:sampled] = (starts + counts)[rows] - 1
-        if self.limits.lines:
+        arrays[LAST_DECODE_SECTION][:sampled] = (starts + counts)[rows] - 1
+        if self.limits.table_rows:
             arrays["req_indices"][count:] = arrays["sampled_req_indices"][sampled:] = -1
-            arrays["starts"][count:] = arrays[ROWS][sampled:] = 0
+            arrays["starts"][count:] = arrays[LAST_DECODE_SECTION][sampled:] = 0
         if batch.num_decodes == count:
             arrays["wanted"][:sampled] = rows
         else:
@@ -138,13 +145,13 @@ class StepBuffer(Sections):
         np.cumsum(counts, out=first[1:])
         arrays["prefill_start_loc"][: rows - num_decodes + 1] = first[num_decodes:] - num_decodes
         arrays["seq_lens"][:rows] = starts + counts
-        lines, positions = arrays["req_indices"][:rows], starts
+        table_rows, positions = arrays["req_indices"][:rows], starts
         if tokens != rows:
-            lines = np.repeat(lines, counts)
+            table_rows = np.repeat(table_rows, counts)
             positions = np.arange(tokens) + np.repeat(starts - first[:-1], counts)
-        found = {"token_ids": inputs.token_ids[lines, positions], "positions": positions}
+        found = {"token_ids": inputs.token_ids[table_rows, positions], "positions": positions}
         for group, table in enumerate(inputs.tables):
-            found[f"slots_{group}"] = table.slot_mapping(lines, positions)
+            found[f"slots_{group}"] = table.slot_mapping(table_rows, positions)
         padded = self.limits.padded_tokens
         for name, values in found.items():
             arrays[name][:tokens] = values

@@ -13,7 +13,7 @@ from asyncllm.checkpoint.reader import CheckpointReader
 from asyncllm.gpu.formats.base import (
     SCALE_DTYPES,
     PackedTensor,
-    PartsOf,
+    TensorParts,
     group_size,
     modules,
     refuse_unknown,
@@ -21,11 +21,11 @@ from asyncllm.gpu.formats.base import (
     unpack,
 )
 
-_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+_NIBBLE_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Nibble of each of a word's 8 outputs (AutoAWQ, ``WQLinear_GEMM``): the order in which a CUDA
 kernel unpacks them in pairs."""
 
-_KNOWN = (
+_KNOWN_FIELDS = (
     "quant_method bits group_size zero_point version format backend modules_to_not_convert "
     "do_fuse fuse_max_seq_len modules_to_fuse exllama_config"
 ).split()
@@ -44,7 +44,7 @@ class Awq:
     ignored = ""
 
     def __init__(self, config: ConfigFile) -> None:
-        refuse_unknown(config, _KNOWN)
+        refuse_unknown(config, _KNOWN_FIELDS)
         config.integer("bits", 4, low=4, high=4)
         for name in ("version", "format"):
             value = config.values.get(name, "gemm")
@@ -60,7 +60,7 @@ class Awq:
 
     def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
         for stem in list(stems(reader.tensors, "qweight")):
-            parts = PartsOf(reader.tensors, stem)
+            parts = TensorParts(reader.tensors, stem)
             inputs, words = parts.require("qweight", ["I32"], dims=2).shape
             groups = inputs // (self.group or inputs)
             if inputs % (self.group or inputs):
@@ -74,7 +74,7 @@ class Awq:
 
     def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Codes:
         qweight, scales = parts["qweight"], parts["scales"]
-        order, group = torch.tensor(_PLACES), tensor.shape[1] // scales.shape[0]
+        order, group = torch.tensor(_NIBBLE_ORDER), tensor.shape[1] // scales.shape[0]
         zeros = unpack(parts["qzeros"], 4, 1, order).T
 
         def rows(start: int, stop: int) -> Tensor:

@@ -70,7 +70,7 @@ class WeightFormat(Protocol):
         ...
 
 
-class PartsOf:
+class TensorParts:
     """Looks up the parts of one packed tensor by suffix, and checks them.
 
     Args:
@@ -97,7 +97,7 @@ class PartsOf:
         if info is None:
             owner = self.names and next(iter(self.names.values()))
             raise ModelLoadError(
-                f"{self._places()}: tensor {self.stem + suffix!r} is missing"
+                f"{self._file()}: tensor {self.stem + suffix!r} is missing"
                 + (f", which {owner!r} needs" if owner else "")
             )
         if 0 in info.shape:
@@ -125,7 +125,7 @@ class PartsOf:
             f"expected {accepted}"
         )
 
-    def _places(self) -> str:
+    def _file(self) -> str:
         found = [self.tensors[name].file for name in self.names.values()]
         return str(found[0] if found else next(iter(self.tensors.values())).file)
 

@@ -12,17 +12,19 @@ def dequantised(codes: Codes, start: int, stop: int) -> Tensor:
     """Dequantises rows ``start`` to ``stop - 1`` to float32."""
     part = codes.rows(start, stop).float()
     if codes.zeros is not None:
-        part -= _over(codes, codes.zeros, start, stop)
-    return part.mul_(_over(codes, codes.scales, start, stop))
+        part -= _expanded(codes, codes.zeros, start, stop)
+    return part.mul_(_expanded(codes, codes.scales, start, stop))
 
 
-def _over(codes: Codes, grid: Tensor, start: int, stop: int) -> Tensor:
+def _expanded(codes: Codes, grid: Tensor, start: int, stop: int) -> Tensor:
     if codes.column_groups is not None:
         return grid[start:stop].float()[:, codes.column_groups]
-    return spread(grid, codes.block, start, stop, codes.shape[1])
+    return expand_blocks(grid, codes.block, start, stop, codes.shape[1])
 
 
-def spread(grid: Tensor, block: tuple[int, int], start: int, stop: int, columns: int) -> Tensor:
+def expand_blocks(
+    grid: Tensor, block: tuple[int, int], start: int, stop: int, columns: int
+) -> Tensor:
     """Expands ``grid``, with one entry per block of rows and columns, to single elements.
 
     Args:

@@ -17,8 +17,8 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.base import (
     SCALE_DTYPES,
     PackedTensor,
-    PartsOf,
     Rows,
+    TensorParts,
     modules,
     refuse_unknown,
     stems,
@@ -26,7 +26,7 @@ from asyncllm.gpu.formats.base import (
 )
 from asyncllm.gpu.formats.fp8 import scaled_rows
 
-_KNOWN = (
+_KNOWN_FIELDS = (
     "quant_method config_groups format quantization_status global_compression_ratio ignore "
     "kv_cache_scheme sparsity_config transform_config moe_sparsity_config version"
 ).split()
@@ -76,7 +76,7 @@ class CompressedTensors:
     """
 
     def __init__(self, config: ConfigFile) -> None:
-        refuse_unknown(config, _KNOWN)
+        refuse_unknown(config, _KNOWN_FIELDS)
         config.choice("quantization_status", ("compressed",), "compressed")
         formats = (*FORMATS, "mixed-precision")
         default = config.choice("format", formats, "pack-quantized")
@@ -119,7 +119,7 @@ class CompressedTensors:
                 f"'weight_packed' is of shape {(rows, words)}, expected words of 32 bits with "
                 f"{scheme.bits}-bit integers"
             )
-        return self._finish(parts, scheme, (rows, columns))
+        return self._make_packed(parts, scheme, (rows, columns))
 
     def _unpacked(self, reader: CheckpointReader, stem: str) -> PackedTensor:
         scheme, parts = self._scheme_of(reader, stem + "weight"), _parts(reader, stem)
@@ -127,9 +127,11 @@ class CompressedTensors:
         rows, columns = parts.require("weight", [dtype], dims=2).shape
         if scheme.bits != 8:
             raise parts.bad("weight", f"'weight_packed' of {scheme.bits} bits")
-        return self._finish(parts, scheme, (rows, columns))
+        return self._make_packed(parts, scheme, (rows, columns))
 
-    def _finish(self, parts: PartsOf, scheme: Scheme, shape: tuple[int, int]) -> PackedTensor:
+    def _make_packed(
+        self, parts: TensorParts, scheme: Scheme, shape: tuple[int, int]
+    ) -> PackedTensor:
         """Checks the parts that packed and unpacked layouts share; makes the PackedTensor."""
         (rows, columns), block = shape, scheme.block
         grid = (1,)
@@ -164,7 +166,7 @@ class CompressedTensors:
         scale = parts["weight_scale"].reshape(-1, 1 if scheme.block is None else _width(parts))
         if scheme.is_float:
             return scaled_rows(parts["weight"], scale, block)
-        offset = _offsets(scheme, parts, scale)
+        offset = _zero_points(scheme, parts, scale)
         order = _groups(tensor, parts, scale.shape[1])
 
         def rows(start: int, stop: int) -> Tensor:
@@ -197,15 +199,15 @@ class CompressedTensors:
         return next((s for s in self.schemes if "Linear" in s.targets), None)
 
 
-def _parts(reader: CheckpointReader, stem: str) -> PartsOf:
-    return PartsOf(reader.tensors, stem)
+def _parts(reader: CheckpointReader, stem: str) -> TensorParts:
+    return TensorParts(reader.tensors, stem)
 
 
 def _width(parts: Mapping[str, Tensor]) -> int:
     return parts["weight_scale"].shape[1]
 
 
-def _offsets(scheme: Scheme, parts: Mapping[str, Tensor], scale: Tensor) -> Tensor | None:
+def _zero_points(scheme: Scheme, parts: Mapping[str, Tensor], scale: Tensor) -> Tensor | None:
     """Zero points of the stored values, in the shape of the scales; None for none.
 
     Packed values are ``2 ** (bits - 1)`` above the signed ones, and so are their zero points.

@@ -12,18 +12,18 @@ from asyncllm.checkpoint.reader import CheckpointReader
 from asyncllm.gpu.formats.base import (
     SCALE_DTYPES,
     PackedTensor,
-    PartsOf,
     Rows,
+    TensorParts,
     modules,
     refuse_unknown,
     stems,
 )
-from asyncllm.gpu.formats.codes import spread
+from asyncllm.gpu.formats.codes import expand_blocks
 
 _SCALES = ("weight_scale_inv", "weight_scale")
 """Names of scales; both multiply the weight, although the first is called an inverse."""
 
-_KNOWN = (
+_KNOWN_FIELDS = (
     "quant_method activation_scheme weight_block_size dequantize modules_to_not_convert "
     "modules_to_convert ignored_layers scale_fmt fmt expert_dtype kv_cache_scheme"
 ).split()
@@ -46,7 +46,7 @@ class Fp8:
             refuse_unknown(config, _KNOWN_FBGEMM)
             scheme = "dynamic"
         else:
-            refuse_unknown(config, _KNOWN)
+            refuse_unknown(config, _KNOWN_FIELDS)
             config.choice("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
             config.choice("scale_fmt", ("float", "ue8m0"), "float")
             config.choice("expert_dtype", ("fp8",), "fp8")
@@ -60,9 +60,9 @@ class Fp8:
     def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
         for stem in list(stems(reader.tensors, "weight")):
             if reader.tensors[stem + "weight"].dtype == "F8_E4M3":
-                yield self._packed(PartsOf(reader.tensors, stem))
+                yield self._packed(TensorParts(reader.tensors, stem))
 
-    def _packed(self, parts: PartsOf) -> PackedTensor:
+    def _packed(self, parts: TensorParts) -> PackedTensor:
         shape = parts.require("weight", ["F8_E4M3"], dims=2).shape
         suffix = next((s for s in _SCALES if parts.find(s)), _SCALES[self.block is None])
         scale = parts.require(suffix, (*SCALE_DTYPES, "F8_E8M0"))
@@ -95,7 +95,11 @@ def scaled_rows(weight: Tensor, scale: Tensor, block: tuple[int, int] | None) ->
         scale = scale.reshape(-1, 1)
 
     def rows(start: int, stop: int) -> Tensor:
-        return weight[start:stop].to(torch.float32).mul_(spread(scale, block, start, stop, columns))
+        return (
+            weight[start:stop]
+            .to(torch.float32)
+            .mul_(expand_blocks(scale, block, start, stop, columns))
+        )
 
     return rows
 

@@ -98,7 +98,8 @@ class GGUFReader:
 
     def slices(self, name: str) -> Iterator[Tensor]:
         stored = self._stored[name]
-        # A row of a matrix is whole blocks; a vector is read at once, for it may end within one.
+        # A row of a matrix is whole blocks; a vector is read at once, because it may end within a
+        # block.
         plain = GGML_TYPES[stored.type][0] in PLAIN_TYPES
         rows = stored.shape[0] if plain or len(stored.shape) > 1 else 1
         read = self._rows(name, rows)

@@ -14,7 +14,7 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.base import (
     SCALE_DTYPES,
     PackedTensor,
-    PartsOf,
+    TensorParts,
     group_size,
     modules,
     refuse_unknown,
@@ -22,7 +22,7 @@ from asyncllm.gpu.formats.base import (
     unpack,
 )
 
-_KNOWN = (
+_KNOWN_FIELDS = (
     "quant_method method bits group_size desc_act sym checkpoint_format format pack_dtype "
     "is_marlin_format dynamic lm_head modules_to_not_convert rotation adapter activation "
     # Fields about the quantiser and the intended kernels:
@@ -49,7 +49,7 @@ class Gptq:
     ignored = ""
 
     def __init__(self, config: ConfigFile) -> None:
-        refuse_unknown(config, _KNOWN)
+        refuse_unknown(config, _KNOWN_FIELDS)
         self.bits = config.integer("bits")
         if self.bits not in (2, 4, 8):
             raise config.bad("bits", "2, 4 or 8")
@@ -59,8 +59,8 @@ class Gptq:
             raise config.bad("is_marlin_format", "false")
         name = "checkpoint_format" if "checkpoint_format" in config else "format"
         version = config.choice(name, ("gptq", "gptq_v2"), "gptq")
-        # A 1 in every field of a word. The quantiser subtracted it from whole words, so that adding
-        # it to whole words undoes that, borrows included.
+        # A word with a 1 in every field. The quantiser subtracted it from whole words, so adding it
+        # to whole words restores the zero points, borrows included.
         fields = sum(1 << place for place in range(0, 32, self.bits))
         self.zero_offset = fields if version == "gptq" else 0
         config.choice("pack_dtype", ("int32",), "int32")
@@ -74,7 +74,7 @@ class Gptq:
 
     def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
         for stem in list(stems(reader.tensors, "qweight")):
-            parts = PartsOf(reader.tensors, stem)
+            parts = TensorParts(reader.tensors, stem)
             words, outputs = parts.require("qweight", ["I32"], dims=2).shape
             inputs = words * 32 // self.bits
             groups = -(-inputs // (self.group or inputs))

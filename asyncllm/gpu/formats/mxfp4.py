@@ -9,7 +9,14 @@ from torch import Tensor
 
 from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.checkpoint.reader import CheckpointReader
-from asyncllm.gpu.formats.base import PackedTensor, PartsOf, Rows, modules, refuse_unknown, stems
+from asyncllm.gpu.formats.base import (
+    PackedTensor,
+    Rows,
+    TensorParts,
+    modules,
+    refuse_unknown,
+    stems,
+)
 
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of e2m1 codes 0 to 7 (OCP Microscaling Formats 1.0, table 5); 8 to 15 are negative."""
@@ -38,7 +45,7 @@ class Mxfp4:
 
     def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
         for stem in list(stems(reader.tensors, "_blocks")):
-            parts = PartsOf(reader.tensors, stem)
+            parts = TensorParts(reader.tensors, stem)
             experts, outputs, blocks, width = parts.require("_blocks", ["U8"], dims=4).shape
             parts.require("_blocks", ["U8"], (experts, outputs, blocks, 16))
             parts.require("_scales", ["U8"], (experts, outputs, blocks))

@@ -71,13 +71,13 @@ class CudaGraphCapturer:
                 # The stream must not stay in capture; the error is raised below.
                 with contextlib.suppress(RuntimeError):
                     recording.graph.capture_end()
-            self._leave_pool(recording.graph, pool)
+            self._end_pool_recording(recording.graph, pool)
             raise
         finally:
             self._recording = None
         return recording.replay
 
-    def _leave_pool(self, graph: torch.cuda.CUDAGraph, pool: _POOL_HANDLE) -> None:
+    def _end_pool_recording(self, graph: torch.cuda.CUDAGraph, pool: _POOL_HANDLE) -> None:
         """Ends the allocator's recording into the pool, after an invalidated capture.
 
         ``capture_begin`` starts it, and ``capture_end`` raises for such a capture before it would

@@ -1,4 +1,4 @@
-"""CAPTURES: the lock of a process's CUDA graph captures, and its failed graphs."""
+"""CAPTURES: the process's lock for CUDA graph captures, and its failed graphs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ProcessCaptures:
     """
 
     def __init__(self) -> None:
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self._failed: list[torch.cuda.CUDAGraph] = []
 
     @contextmanager
@@ -36,12 +36,12 @@ class ProcessCaptures:
         Raises:
             TimeoutError: another engine holds it for longer.
         """
-        if not self._turn.acquire(timeout=seconds):
+        if not self._lock.acquire(timeout=seconds):
             raise TimeoutError(f"another engine captured CUDA graphs for more than {seconds:g} s")
         try:
             yield
         finally:
-            self._turn.release()
+            self._lock.release()
 
     def keep(self, graph: torch.cuda.CUDAGraph) -> None:
         """Keeps a failed graph, to which torch still has a pointer; call it under the turn."""

@@ -98,7 +98,7 @@ class EagerCapturer:
 
 
 @dataclass(slots=True)
-class _Failed:
+class _FailedCaptures:
     """Failed captures of a key, and its steps since the last one."""
 
     captures: int = 0
@@ -135,7 +135,7 @@ class StepGraphs:
         self._run = run
         self._capturer = capturer
         self._graphs: dict[GraphKey, Callable[[], None]] = {}
-        self._failed: dict[GraphKey, _Failed] = {}
+        self._failed: dict[GraphKey, _FailedCaptures] = {}
 
     def bucket(self, num_rows: int) -> int | None:
         """The smallest bucket that holds ``num_rows``, or None."""
@@ -163,7 +163,7 @@ class StepGraphs:
         largest = replace(key, bucket=self.buckets[-1])
         if largest not in self._graphs and largest not in self._failed:
             key = largest
-        if self._is_due(key):
+        if self._retry_is_due(key):
             self._capture(key)
         else:
             self._run(key)
@@ -183,7 +183,7 @@ class StepGraphs:
         self._graphs.clear()
         self._run = _closed
 
-    def _is_due(self, key: GraphKey) -> bool:
+    def _retry_is_due(self, key: GraphKey) -> bool:
         """Counts a step of a key without a graph, and returns whether to capture it."""
         failed = self._failed.get(key)
         if failed is None:
@@ -197,7 +197,7 @@ class StepGraphs:
         run = partial(self._run, key)
         graph = self._capturer.capture(run)
         if graph is None:
-            failed = self._failed.setdefault(key, _Failed())
+            failed = self._failed.setdefault(key, _FailedCaptures())
             failed.captures, failed.steps = failed.captures + 1, 0
             return
         self._graphs[key] = graph

@@ -67,7 +67,7 @@ class GraphReplay:
         self._draw = draw
         self._logits: Tensor | None = None
         most = memory.info.max_model_len
-        # Only attention that has a form for skewed batches.
+        # The attention that has a balanced form, for skewed batches.
         self._skews = [
             partial(attention.is_skewed, max_len=most, window=kind.window)
             for kind, attention in model.attention.items()

@@ -51,7 +51,7 @@ class Segments:
         self._tensors: dict[tuple[object, ...], Tensor] = {}
         self._filled: dict[tuple[int, torch.dtype], int] = {}
         self._ends: dict[object, Tensor] = {}
-        self._lent: tuple[int, ...] = ()
+        self._shared_kv: tuple[int, ...] = ()
         self._context: StepContext | None = None
         self._num_tokens = 0
 
@@ -66,7 +66,7 @@ class Segments:
             self._context = None
         ends = {name: tensor[:count] for name, tensor in self._ends.items()}
         context.inputs = ends.get("inputs")
-        context.lent = {i: (ends["k", i], ends["v", i]) for i in self._lent}
+        context.shared_kv = {i: (ends["k", i], ends["v", i]) for i in self._shared_kv}
         return self.model.finish(ends["x"], ends.get("residual"), step, context)
 
     def close(self) -> None:
@@ -79,13 +79,13 @@ class Segments:
         """Runs all layers but the last, on as many tokens as the key's bucket."""
         step = self.memory.padded_inputs(key.bucket)
         inputs = self.model.token_inputs(step, self.cache)
-        context = _Segmented(plans=(), segments=self, **inputs)
+        context = _SegmentedContext(plans=(), segments=self, **inputs)
         x, residual = self.model.body(step, context)
         ends: dict[object, Tensor | None] = {
             "x": x, "residual": residual, "inputs": context.inputs,
         }  # fmt: skip
-        self._lent = tuple(context.lent)
-        for index, (k, v) in context.lent.items():
+        self._shared_kv = tuple(context.shared_kv)
+        for index, (k, v) in context.shared_kv.items():
             ends |= {("k", index): k, ("v", index): v}
         for name, tensor in ends.items():
             if tensor is not None:
@@ -105,7 +105,7 @@ class Segments:
             return
         count, key = self._num_tokens, (out.shape[1], out.dtype)
         out[:count] = core(self._context, *(tensor[:count] for tensor in given))
-        # An earlier, longer step has left values there.
+        # An earlier, longer step has left values in the padding.
         if (filled := self._filled.get(key, 0)) > count:
             out[count:filled].zero_()
         self._filled[key] = count
@@ -130,7 +130,7 @@ class Segments:
 
 
 @dataclass(slots=True)
-class _Segmented(StepContext):
+class _SegmentedContext(StepContext):
     """The context of captured layers, which leaves cores to the replay."""
 
     segments: Segments | None = None

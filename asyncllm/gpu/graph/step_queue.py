@@ -8,7 +8,7 @@ from itertools import cycle
 
 from asyncllm.gpu.batch.host_buffer import HostBuffer
 from asyncllm.gpu.batch.input_batch import InputBatch
-from asyncllm.gpu.batch.step_buffer import ROWS
+from asyncllm.gpu.batch.step_buffer import LAST_DECODE_SECTION
 from asyncllm.gpu.graph.recorded_step import RecordedStep
 from asyncllm.gpu.graph.streams import SyncStream
 from asyncllm.gpu.launched_step import LaunchedStep
@@ -36,7 +36,7 @@ class _Job(HostBuffer):
         own = memory.buffer
         super().__init__(own.limits, memory.info.vocab_size, num_logprobs)
         given, tokens = own.tensors, self.tokens
-        indices, positions = given["sampled_req_indices"], given[ROWS]
+        indices, positions = given["sampled_req_indices"], given[LAST_DECODE_SECTION]
         # If the head does not find the largest logit, no row is greedy, and this is never read.
         greedy = tokens if recorded.greedy is None else recorded.greedy
         lines, width = batch.token_ids.shape
@@ -73,7 +73,7 @@ class StepQueue(SyncStream):
     While anything is queued, no other op may run on the context.
 
     Attributes:
-        least_tokens: smallest step, in tokens, that begins before it is collected; None where only
+        min_tokens: smallest step, in tokens, that begins before it is collected; None where only
             steps that await masks do.
     """
 
@@ -81,7 +81,7 @@ class StepQueue(SyncStream):
         self, recorded: RecordedStep, memory: StepMemory, batch: InputBatch, sampler: Sampler
     ) -> None:
         self.recorded = recorded
-        self.least_tokens: int | None = None
+        self.min_tokens: int | None = None
         self._memory, self._sampler = memory, sampler
         num_logprobs = sampler.state.num_logprobs
         self._jobs = cycle([_Job(recorded, memory, batch, num_logprobs) for _ in range(DEPTH)])
@@ -93,7 +93,7 @@ class StepQueue(SyncStream):
         It has to be long enough or await masks, and may only append to the rows of the batch that
         the steps in flight read.
         """
-        batch, least = step.batch, self.least_tokens
+        batch, least = step.batch, self.min_tokens
         # The host copies recurrent states before and after the step.
         if not len(batch) or batch.state_loads or batch.state_saves:
             return False
@@ -119,7 +119,9 @@ class StepQueue(SyncStream):
         self._memory.receive(step)
         self._memory.write(step)
         asks = step.batch.masked_rows or step.batch.prompt_logprobs or step.row_stages.any()
-        step.is_drawn = not asks and not len(self._sampler.state.needing_host(step.req_indices))
+        step.is_drawn = not asks and not len(
+            self._sampler.state.rows_needing_host(step.req_indices)
+        )
         job.set_sizes(step)
         context = self.recorded.program.context
         status = context.functions.submit(context.handle, job.args)

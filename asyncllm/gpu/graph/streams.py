@@ -9,7 +9,7 @@ import torch
 
 from asyncllm.gpu.launched_step import Event, LaunchedStep
 
-HIGH = -1
+HIGH_PRIORITY = -1
 """CUDA stream priority; 0 is the default, and torch takes any lower number for its high one."""
 
 
@@ -27,7 +27,7 @@ class SyncStream:
         """Context in which torch's allocations and queued work belong to this stream."""
         return nullcontext()
 
-    def aside(self) -> AbstractContextManager[object]:
+    def side_context(self) -> AbstractContextManager[object]:
         """Context for work on finished results, which does not wait for this stream's queue.
 
         On exit it waits for that work, so that the caller may release the tensors.
@@ -48,7 +48,7 @@ class SyncStream:
 
     def record(self) -> Event:
         """Records an event behind everything queued so far."""
-        return Done()
+        return DoneEvent()
 
     def wait(self, step: LaunchedStep) -> None:
         """Waits for the queued work of a step."""
@@ -57,7 +57,7 @@ class SyncStream:
         """Waits, without the GIL, for everything queued so far."""
 
 
-class Done:
+class DoneEvent:
     """The event of a synchronous stream."""
 
     def synchronize(self) -> None:
@@ -76,21 +76,21 @@ class CudaStream(SyncStream):
     is_async = True
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device, priority=HIGH)
-        self._aside: torch.cuda.Stream | None = None
+        self._stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
+        self._side_stream: torch.cuda.Stream | None = None
 
     def context(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        if self._aside is None:
-            self._aside = torch.cuda.Stream(self._stream.device, priority=HIGH)
-        with torch.cuda.stream(self._aside):
+    def side_context(self) -> Iterator[None]:
+        if self._side_stream is None:
+            self._side_stream = torch.cuda.Stream(self._stream.device, priority=HIGH_PRIORITY)
+        with torch.cuda.stream(self._side_stream):
             try:
                 yield
             finally:
-                self._aside.synchronize()
+                self._side_stream.synchronize()
 
     def takes(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
         return not any(step.awaits_tokens_of(one) for one in before)

@@ -23,8 +23,8 @@ from asyncllm.gpu.graph.graph_replay import GraphReplay
 from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.step_runner import StepRunner
 
-PROMPT = 2
-"""Tokens of a small prefill."""
+PROMPT_TOKENS = 2
+"""Number of tokens of a small prefill."""
 
 
 def warm_up(runner: StepRunner, replay: GraphReplay, progress: Callable[[int, int], None]) -> None:
@@ -49,7 +49,7 @@ def warm_up(runner: StepRunner, replay: GraphReplay, progress: Callable[[int, in
     steps = [*(partial(replay.run_padding, GraphKey(count)) for count in rows)]
     if replay.can_balance:
         steps.append(partial(replay.run_padding, GraphKey(rows[-1], balanced=True)))
-    prefixes = sorted({0, max(0, info.max_model_len - PROMPT)})
+    prefixes = sorted({0, max(0, info.max_model_len - PROMPT_TOKENS)})
     steps += [partial(_sample_processed, runner)]
     steps += [partial(_run_mixed, runner, prefix) for prefix in prefixes]
     steps += [partial(_run_mixed, runner, 0, count) for count in _expert_tokens(runner)]
@@ -95,10 +95,12 @@ def _expert_tokens(runner: StepRunner) -> list[int]:
     """Tokens of the prefills that launch the experts' other kernels."""
     info = runner.info
     most = min(info.max_num_batched_tokens, info.max_num_seqs * info.max_model_len) - 1
-    return [count - 1 for count in expert_changes(runner.model) if PROMPT < count - 1 <= most]
+    return [
+        count - 1 for count in expert_changes(runner.model) if PROMPT_TOKENS < count - 1 <= most
+    ]
 
 
-def _run_mixed(runner: StepRunner, prefix: int, num_tokens: int = PROMPT) -> None:
+def _run_mixed(runner: StepRunner, prefix: int, num_tokens: int = PROMPT_TOKENS) -> None:
     """Runs a decode row and prefills of ``num_tokens`` in all, the first behind a prefix.
 
     All KV is in the null block.

@@ -1,4 +1,4 @@
-"""The parameters of the decoder by its sizes alone, and what a checkpoint may have beside them."""
+"""The decoder's parameters from its sizes alone, and the checkpoint tensors that it ignores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig
-from asyncllm.gpu.models.attention_kinds import Wires
+from asyncllm.gpu.models.attention_kinds import LayerAttention
 from asyncllm.gpu.models.dense import DecoderBuilder
 from asyncllm.gpu.models.parameter import Parameter
 from asyncllm.gpu.ops.torch_ops import TorchOps
@@ -21,75 +21,80 @@ from asyncllm.gpu.transformers_model.config import TransformersConfig
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 
 SMALL_MODEL = 32_000_000
-"""Parameters below which a model is bound by the number of ops."""
+"""Models with fewer parameters are bound by the overhead of ops, not by their arithmetic."""
 
-_PREDICTOR = re.compile(r"mtp\.")
-"""Of modules that predict further tokens, in the checkpoints of Qwen3-Next and its successors."""
-_KEYS_AND_VALUES = re.compile(r"model\.layers\.\d+\.self_attn\.[kv]_(proj|norm)\.")
+_MTP = re.compile(r"mtp\.")
+"""Modules for multi-token prediction, in checkpoints of Qwen3-Next and its successors."""
+_KV_PROJECTION = re.compile(r"model\.layers\.\d+\.self_attn\.[kv]_(proj|norm)\.")
 
 _COMPUTED_BUFFER = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
 
-class _Listing:
-    """A source that lists what it is asked for. Matrices have no memory. Vectors are real: norms
-    are computed with, which on the meta device imports much of torch."""
+class _ParameterRecorder:
+    """A source that records the requested parameters, and returns placeholders.
+
+    Matrices are on the meta device, without memory. Vectors are real, because arithmetic with norms
+    on the meta device imports much of torch.
+    """
 
     def __init__(self) -> None:
-        self.found: list[Parameter] = []
+        self.requested: list[Parameter] = []
 
     def __call__(self, parameter: Parameter) -> Tensor:
-        self.found.append(parameter)
+        self.requested.append(parameter)
         if len(parameter.shape) == 1:
             return torch.ones(parameter.shape, dtype=torch.float32, device="cpu")
         return torch.empty(parameter.shape, dtype=torch.float32, device="meta")
 
     def builder(self, model: ModelConfig, layers: Iterable[int]) -> DecoderBuilder:
-        """The decoder that asks it, in plain torch, of which ``layers`` may be built. They attend
-        to nothing."""
+        """Makes a builder of ``layers`` in plain torch that takes its weights here. Its layers have
+        no attention."""
         nothing: Any = None
-        wires = dict.fromkeys(layers, Wires(nothing, nothing, 0, 0, 0))
-        return DecoderBuilder(model, TorchOps(), wires, self)
+        attention = dict.fromkeys(layers, LayerAttention(nothing, nothing, 0, 0, 0))
+        return DecoderBuilder(model, TorchOps(), attention, self)
 
 
 def parameters(model: ModelConfig) -> list[Parameter]:
-    """Every parameter of the decoder, in the order in which ``build_decoder`` asks for them."""
-    layers, listing = range(model.num_layers), _Listing()
-    listing.builder(model, layers).decoder(layers, {}, ())
-    return listing.found
+    """Every parameter of the decoder, in the order in which ``build_decoder`` requests them."""
+    layers, recorder = range(model.num_layers), _ParameterRecorder()
+    recorder.builder(model, layers).decoder(layers, {}, ())
+    return recorder.requested
 
 
 def is_unused(model: ModelConfig, name: str) -> bool:
-    """Whether a checkpoint's tensor may be left out: a second copy of a tied output head, a table
-    that older versions of transformers saved, one of a layer that predicts further tokens, or keys
-    and values of a layer that attends to another's."""
+    """Whether the decoder ignores a checkpoint's tensor.
+
+    It ignores a second copy of a tied output head, RoPE tables that older versions of transformers
+    saved, layers for multi-token prediction, and keys and values of a layer that shares another's.
+    """
     tied_head = model.tie_word_embeddings and name == "lm_head.weight"
-    if tied_head or _COMPUTED_BUFFER.match(name) or _PREDICTOR.match(name):
+    if tied_head or _COMPUTED_BUFFER.match(name) or _MTP.match(name):
         return True
     layer = _LAYER.match(name)
     if layer is None:
         return False
     index, end = int(layer[1]), model.num_layers + model.unused_layers
     if index < model.num_layers:
-        return model.layer(index).kv_layer is not None and bool(_KEYS_AND_VALUES.match(name))
+        return model.layer(index).kv_layer is not None and bool(_KV_PROJECTION.match(name))
     return index < end
 
 
 def sum_parameters(model: ModelConfig, size: Callable[[Parameter], int]) -> int:
-    """The sum of ``size`` over all parameters. Layers are alike but for their mixer, their experts
-    and their sizes, so one of each kind stands for all."""
-    kinds, listing = _kinds_of_layers(model), _Listing()
-    builder = listing.builder(model, kinds)
+    """Sums ``size`` over all parameters. Layers differ only in mixer, experts and sizes, so one
+    layer of each kind is listed, and counted for all."""
+    kinds, recorder = _kinds_of_layers(model), _ParameterRecorder()
+    builder = recorder.builder(model, kinds)
     builder.decoder((), {}, ())
-    total = sum(map(size, listing.found))
+    total = sum(map(size, recorder.requested))
     for layer, count in kinds.items():
-        listing.found.clear()
+        recorder.requested.clear()
         builder.layer(layer)
-        total += count * sum(map(size, listing.found))
+        total += count * sum(map(size, recorder.requested))
     return total
 
 
 def _kinds_of_layers(model: ModelConfig) -> dict[int, int]:
-    """The first layer of each kind, and how many there are."""
+    """Number of layers of each kind, by the index of the kind's first layer."""
     with_experts = model.experts.layers if model.experts is not None else ()
     linear = model.linear_attention.layers if model.linear_attention is not None else ()
     apart = [each for each in (with_experts, linear, model.layers) if each]
@@ -100,7 +105,7 @@ def _kinds_of_layers(model: ModelConfig) -> dict[int, int]:
 
 
 def is_small(model: ModelConfig | TransformersConfig) -> bool:
-    """Whether the number of ops decides the speed, and not their arithmetic."""
+    """Whether a model has fewer parameters than ``SMALL_MODEL``."""
     if isinstance(model, TransformersConfig):
         return model.num_parameters < SMALL_MODEL
     return sum_parameters(model, lambda parameter: math.prod(parameter.shape)) < SMALL_MODEL

@@ -1,5 +1,4 @@
-"""attention_kinds and its kin: the attention of each layer that a configuration describes, with its
-KV group and its RoPE."""
+"""Attention of each layer of a configuration: its kind, KV group and RoPE."""
 
 from __future__ import annotations
 
@@ -47,8 +46,8 @@ def attention_layers(model: ModelConfig) -> list[int]:
 
 
 def kv_indices(model: ModelConfig) -> dict[int, int]:
-    """By layer that has attention, the index of the cache that it attends to: one that attends to
-    another's keys has none of its own."""
+    """Index of the KV cache that each attention layer reads. A layer that shares another's keys and
+    values has no cache of its own."""
     indices: dict[int, int] = {}
     for layer in attention_layers(model):
         source = model.layer(layer).kv_layer
@@ -57,22 +56,22 @@ def kv_indices(model: ModelConfig) -> dict[int, int]:
 
 
 def layer_groups(model: ModelConfig) -> tuple[dict[int, AttentionKind], list[LayerGroup]]:
-    """The kind of attention in each layer that has it, and the KV groups of the caches."""
+    """Attention kind of each attention layer, and the KV groups of the caches."""
     indices = kv_indices(model)
     kinds = {layer: attention_kind(model, layer) for layer in indices}
-    caches = [LayerCache.of(kinds[layer]) for layer in _writers(model)]
+    caches = [LayerCache.of(kinds[layer]) for layer in _layers_with_kv(model)]
     groups = group_layers(caches, model.max_position_embeddings)
     grouped = with_groups(list(kinds.values()), list(indices.values()), groups)
     return dict(zip(kinds, grouped, strict=True)), groups
 
 
-def _writers(model: ModelConfig) -> list[int]:
-    """The layers that have keys and values of their own."""
+def _layers_with_kv(model: ModelConfig) -> list[int]:
+    """The attention layers with keys and values of their own."""
     return [layer for layer in attention_layers(model) if model.layer(layer).kv_layer is None]
 
 
 def attention_kinds(model: ModelConfig) -> tuple[AttentionKind, ...]:
-    """The kinds of attention that the layers have, each once."""
+    """The distinct attention kinds of the layers."""
     return tuple(dict.fromkeys(layer_groups(model)[0].values()))
 
 
@@ -81,8 +80,8 @@ def kv_groups(
 ) -> list[KVGroup]:
     """The KV groups, in the block layout that their attention chooses."""
     kinds, groups = layer_groups(model)
-    writers = [kinds[layer] for layer in _writers(model)]
-    return make_kv_groups(groups, writers, attention, block_size)
+    layers = [kinds[layer] for layer in _layers_with_kv(model)]
+    return make_kv_groups(groups, layers, attention, block_size)
 
 
 def rope_specs(model: ModelConfig) -> tuple[RopeSpec, ...]:
@@ -92,8 +91,8 @@ def rope_specs(model: ModelConfig) -> tuple[RopeSpec, ...]:
     return tuple(map(RopeSpec, ropes, sizes, (model.rotary_dim,) * model.num_layers))
 
 
-class Wires(NamedTuple):
-    """The attention of a layer, and the indices by which its mixer reads a StepContext: those of
+class LayerAttention(NamedTuple):
+    """The attention of a layer, and the indices by which its mixer reads a StepContext; see
     AttentionMixer."""
 
     kind: AttentionKind
@@ -103,13 +102,14 @@ class Wires(NamedTuple):
     kv_index: int
 
 
-def attention_wires(
+def attention_by_layer(
     model: ModelConfig, attention: Mapping[AttentionKind, Attention]
-) -> dict[int, Wires]:
-    """Those of each layer that has attention; ``attention`` is of each of ``attention_kinds``."""
+) -> dict[int, LayerAttention]:
+    """LayerAttention of each attention layer; ``attention`` has one for each of
+    ``attention_kinds``."""
     specs, indices, order = rope_specs(model), kv_indices(model), list(attention)
-    ropes, wires = list(dict.fromkeys(specs)), {}
+    ropes, layers = list(dict.fromkeys(specs)), {}
     for layer, kind in layer_groups(model)[0].items():
         places = order.index(kind), ropes.index(specs[layer]), indices[layer]
-        wires[layer] = Wires(kind, attention[kind], *places)
-    return wires
+        layers[layer] = LayerAttention(kind, attention[kind], *places)
+    return layers

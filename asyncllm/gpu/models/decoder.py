@@ -26,11 +26,11 @@ class Decoder:
     """A decoder-only transformer: embedding, layers, final norm and output head.
 
     Attributes:
-        attention: of each kind that layers have, in the order of their indices.
-        ropes: of each RoPE table, by index.
-        embedding: its dtype and device are the model's.
-        states: what its recurrent layers keep of a sequence.
-        layer_inputs: what layers take beside the hidden states.
+        attention: the Attention of each kind, in the order of the kinds' indices.
+        ropes: content of each RoPE table, by index.
+        embedding: has the model's dtype and device.
+        states: recurrent states of a sequence; () without any.
+        layer_inputs: per-layer embeddings; None without.
         rope_tables: see ``set_max_positions``.
     """
 
@@ -49,7 +49,7 @@ class Decoder:
 
     @property
     def needs_zeroed_blocks(self) -> bool:
-        """Whether KV blocks have to be cleared for a new owner, as ``Attention`` says."""
+        """Whether KV blocks have to be cleared for a new owner, see ``Attention``."""
         return any(attention.needs_zeroed_blocks for attention in self.attention.values())
 
     def set_max_positions(self, count: int) -> None:
@@ -58,9 +58,9 @@ class Decoder:
         self.rope_tables = [rope_table(*rope, count, dtype, device) for rope in self.ropes]
 
     def with_few_layers(self) -> Decoder:
-        """A copy whose steps take as much memory, in a fraction of the time. Layers have the same
-        shapes and run one after the other: the first of each kind, the second and the last have
-        the peak of all of them."""
+        """A copy with few layers, whose steps take as much memory in a fraction of the time. Layers
+        of a kind have the same shapes and run one after the other, so the first of each kind, the
+        second and the last reach the same peak."""
         layers = self.layers
         kinds = [layer.kind for layer in layers]
         kept = {kinds.index(kind) for kind in kinds} | {min(1, len(layers) - 1)}
@@ -74,8 +74,8 @@ class Decoder:
         return self.finish(*self.body(step, context), step, context)
 
     def body(self, step: StepInputs, context: StepContext) -> tuple[Tensor, Tensor | None]:
-        """All layers but the last: what they compute depends on the step's tokens alone, but for
-        the cores of their mixers. Returns output and residual, as a Layer does."""
+        """Runs all layers but the last; returns output and residual, as a Layer does. Except for
+        the mixers' cores, the results depend on the step's tokens alone."""
         x, residual = self.embedding(step.token_ids), None
         if self.layer_inputs is not None:
             context.inputs = self.layer_inputs(step.token_ids, x)
@@ -86,7 +86,8 @@ class Decoder:
     def finish(
         self, x: Tensor, residual: Tensor | None, step: StepInputs, context: StepContext
     ) -> StepOutput:
-        """The last layer, past whose mixer only the rows that are wanted matter, and the head."""
+        """Runs the last layer and the head; after its mixer only for the tokens in
+        ``step.wanted``."""
         context.rows = step.wanted
         x, residual = self.layers[-1](x, residual, context)
         hidden, first = self.norm.add(x, residual)[0], step.num_logits
@@ -104,14 +105,14 @@ class Decoder:
 
     @property
     def argmax(self) -> Callable[[Tensor], Tensor] | None:
-        """The head's own, see ``LanguageModel``; None where logits are capped, which makes equal
-        what the head tells apart."""
+        """The head's ``argmax``, see ``LanguageModel``; None where logits are capped, because the
+        cap rounds different logits to equal ones."""
         if self.logits_softcap is not None or not isinstance(self.lm_head, ArgmaxLinear):
             return None
         return self.lm_head.argmax
 
     def context(self, step: StepInputs, cache: KVCache) -> StepContext:
-        """The inputs of a step to its layers."""
+        """Makes the inputs of the layers in a step."""
         states = cache.states.tensors if cache.states is not None and self.states else ()
         return StepContext(
             plans=[

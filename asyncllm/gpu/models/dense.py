@@ -1,4 +1,4 @@
-"""build_decoder: the decoder that a configuration describes, from its weights."""
+"""build_decoder: builds the engine's own decoder from a configuration and weights."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 from asyncllm.checkpoint.experts_config import ExpertsConfig
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.gpu.models.attention_kinds import (
-    Wires,
+    LayerAttention,
+    attention_by_layer,
     attention_shape,
-    attention_wires,
     rope_specs,
 )
 from asyncllm.gpu.models.decoder import Decoder
@@ -53,24 +53,24 @@ def build_decoder(
     """Builds the decoder that ``model`` describes.
 
     Args:
-        attention: of each of ``attention_kinds``.
+        attention: the Attention of each of ``attention_kinds``.
         weights: ``(name, tensor)`` in the order of ``architectures.parameters``, or a linear
             layer's weights in a form that ``ops`` takes. Each is taken over as it comes, so that
             a packing backend never holds two copies of more than one of them.
-        convert: what becomes of the weights of every linear layer, the output head included,
-            before ``ops`` takes them: a quantisation.
-        dtype: of the model, where the embedding does not say it because it is packed.
+        convert: quantisation of every linear layer's weights, the output head included, before
+            ``ops`` takes them; None without.
+        dtype: the model's; needed if the embedding is packed, and so has none.
     """
-    source, wires = _InOrder(iter(weights)), attention_wires(model, attention)
-    builder = DecoderBuilder(model, ops, wires, source, convert, dtype)
+    source, by_layer = _OrderedSource(iter(weights)), attention_by_layer(model, attention)
+    builder = DecoderBuilder(model, ops, by_layer, source, convert, dtype)
     ropes = list(dict.fromkeys(rope_specs(model)))
     decoder = builder.decoder(range(model.num_layers), attention, ropes)
     source.finish()
     return decoder
 
 
-class _InOrder:
-    """A source of weights that come in the order in which they are asked for."""
+class _OrderedSource:
+    """Source of weights that arrive in the order in which they are requested."""
 
     def __init__(self, weights: Iterator[tuple[str, Tensor | LinearWeights]]) -> None:
         self._weights = weights
@@ -82,41 +82,42 @@ class _InOrder:
         return weights
 
     def finish(self) -> None:
-        """Runs the weights to their end, which closes the files they come from."""
+        """Exhausts the weights, which closes their files."""
         for name, _ in self._weights:
             raise RuntimeError(f"weights left over: {name}")
 
 
 class DecoderBuilder:
-    """The parts of a decoder from the first to the last, each made as its weights are named.
+    """Builds a decoder part by part, in the order of its weights.
 
     Args:
-        wires: of the layers that have attention.
-        source: of the weights, whose order is that of the calls.
+        attention_by_layer: the attention layers' LayerAttention.
+        source: returns the weights of the next part.
         convert, dtype: see ``build_decoder``.
 
     Attributes:
-        scalar: of the hidden states behind the last layer that was made: the norm that follows
-            multiplies by it.
+        pending_scale: factor on the output of the last layer built (``layer_scalar``), which the
+            next norm applies.
     """
 
     def __init__(
         self,
         model: ModelConfig,
         ops: TorchOps,
-        wires: Mapping[int, Wires],
+        attention_by_layer: Mapping[int, LayerAttention],
         source: Source,
         convert: Conversion | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.model, self.ops, self.wires, self.dtype = model, ops, wires, dtype
+        self.model, self.ops, self.dtype = model, ops, dtype
+        self.attention_by_layer = attention_by_layer
         self.scope = Scope(model, ops, source, None if convert is None else convert.linear)
         self.head_scope = replace(self.scope, convert=None if convert is None else convert.head)
         rotary_dim = model.rotary_dim or model.head_dim
         self.order = rotary_order(model.head_dim, rotary_dim, interleaved=model.interleaved_rope)
-        self.lenders = {layer.kv_layer for layer in model.layers}
+        self.shared_layers = {layer.kv_layer for layer in model.layers}
         self.states: list[StateSpec] = []
-        self.scalar = 1.0
+        self.pending_scale = 1.0
 
     def decoder(
         self,
@@ -124,12 +125,12 @@ class DecoderBuilder:
         attention: Mapping[AttentionKind, Attention],
         ropes: Sequence[RopeSpec],
     ) -> Decoder:
-        """The decoder of these layers."""
+        """Builds the decoder with these layers."""
         model, ops, hidden = self.model, self.ops, self.model.hidden_size
         embedding, lm_head = self.embedding()
         inputs = build_layer_inputs(self.scope)
         made = [self.layer(index) for index in layers]
-        norm = self.last_norm()
+        norm = self.final_norm()
         if lm_head is None:
             lm_head = self.head_scope.linear("lm_head", (("lm_head", model.vocab_size),), hidden)
         return Decoder(
@@ -138,7 +139,7 @@ class DecoderBuilder:
         )  # fmt: skip
 
     def embedding(self) -> tuple[Embedding, Linear | None]:
-        """The embedding, and the output head where that is tied to it."""
+        """Builds the embedding, and the output head if it is tied to it."""
         model, ops, head, dtype = self.model, self.ops, self.head_scope, self.dtype
         rows, tied = (("model.embed_tokens", model.vocab_size),), model.tie_word_embeddings
         weights = head.source(head.parameter("embed", rows, model.hidden_size, linear=tied))
@@ -155,25 +156,25 @@ class DecoderBuilder:
 
     def layer(self, index: int) -> Layer:
         model, names = self.model, self.model.names
-        scope = self.scope.at(f"layers.{index}.", f"model.layers.{index}.")
-        input_norm = scope.norm_before("input_norm", names.input_norm, self.scalar)
+        scope = self.scope.child(f"layers.{index}.", f"model.layers.{index}.")
+        input_norm = scope.residual_norm("input_norm", names.input_norm, self.pending_scale)
         mixer = self.mixer(scope, index)
         if names.mixer_norm is not None:
             mixer = NormedMixer(mixer, scope.norm("mixer_norm", names.mixer_norm))
-        post_norm = scope.norm_before("post_norm", names.post_norm)
+        post_norm = scope.residual_norm("post_norm", names.post_norm)
         mlp, beside = self.mlp(scope, index)
         layer: Layer = DecoderLayer(self.kind(index), input_norm, mixer, post_norm, mlp, beside)
         if model.layer_input is not None:
             layer = build_input_layer(scope, model.layer_input.size, layer, index)
         if model.layer_scalar:
-            self.scalar = scope.tensor("scalar", "layer_scalar", 1, suffix="").item()
+            self.pending_scale = scope.tensor("scalar", "layer_scalar", 1, suffix="").item()
         return layer
 
     def kind(self, index: int) -> Hashable:
-        """Equal for layers whose ops have the same shapes."""
-        model, wires = self.model, self.wires.get(index)
-        kind = "linear attention" if wires is None else wires.kind
-        sizes = (model.layer(index), index in self.lenders) if model.layers else ()
+        """Key that is equal for layers whose ops have the same shapes."""
+        model, own = self.model, self.attention_by_layer.get(index)
+        kind = "linear attention" if own is None else own.kind
+        sizes = (model.layer(index), index in self.shared_layers) if model.layers else ()
         apart = (*sizes, "experts") if self.experts_of(index) else sizes
         return (kind, *apart) if apart else kind
 
@@ -186,8 +187,8 @@ class DecoderBuilder:
         if linear is not None and linear.layers[index]:
             first = len(self.states)
             self.states += linear_attention_states(linear)
-            return build_linear_attention(scope.at("", "linear_attn."), linear, first)
-        scope = scope.at("", "self_attn.")
+            return build_linear_attention(scope.child("", "linear_attn."), linear, first)
+        scope = scope.child("", "self_attn.")
         if self.model.layer(index).kv_layer is None:
             return self.attention(scope, index)
         return self.shared_attention(scope, index)
@@ -197,13 +198,13 @@ class DecoderBuilder:
         queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         names, gates = model.names.qkv, queries if model.gated_attention else 0
         if model.layer(index).value_is_key:
-            # A copy of its rows is less than a branch in every kernel.
+            # A second projection with the key's rows costs less than a branch in every kernel.
             names = (*names[:2], names[1])
         rows = stacked(names, (queries + gates, keys, keys))
         order = self.qkv_order(shape)
         qkv = scope.linear("qkv", rows, model.hidden_size, model.attention_bias, order)
-        q_norm = self.head_norm(scope, "q_norm", shape, queries)
-        k_norm = self.head_norm(scope, "k_norm", shape, keys)
+        q_norm = self.qk_norm_weight(scope, "q_norm", shape, queries)
+        k_norm = self.qk_norm_weight(scope, "k_norm", shape, keys)
         v_norm = None
         if model.value_norm:
             assert q_norm is not None
@@ -213,8 +214,8 @@ class DecoderBuilder:
             qkv=qkv,
             rope_and_cache=self.ops.rope_and_cache(shape, *norms),
             gate=OutputGate(queries + 2 * keys, self.ops.sigmoid_mul) if gates else None,
-            lends=index in self.lenders,
-            **self.rest_of_attention(scope, index, queries),
+            shares_kv=index in self.shared_layers,
+            **self.common_attention_parts(scope, index, queries),
         )
 
     def shared_attention(self, scope: Scope, index: int) -> SharedAttentionMixer:
@@ -224,26 +225,28 @@ class DecoderBuilder:
             order = order[:queries]
         rows = ((model.names.qkv[0], queries),)
         q = scope.linear("qkv", rows, model.hidden_size, model.attention_bias, order)
-        norm = self.head_norm(scope, "q_norm", shape, queries)
+        norm = self.qk_norm_weight(scope, "q_norm", shape, queries)
         rope = self.ops.rope(shape, norm, model.rms_norm_eps)
-        rest = self.rest_of_attention(scope, index, queries)
+        rest = self.common_attention_parts(scope, index, queries)
         return SharedAttentionMixer(q=q, rope=rope, **rest)
 
-    def rest_of_attention(self, scope: Scope, index: int, width: int) -> dict[str, Any]:
-        """Parts of attention with or without keys of its own; ``width`` is that of its output."""
-        model, wires = self.model, self.wires[index]
+    def common_attention_parts(self, scope: Scope, index: int, width: int) -> dict[str, Any]:
+        """Builds the parts that both attention mixers have; ``width`` is attention's output
+        size."""
+        model, own = self.model, self.attention_by_layer[index]
         return {
-            "attention": wires.attention,
+            "attention": own.attention,
             "o": scope.linear("o", (("o_proj", model.hidden_size),), width, model.output_bias),
-            "attention_index": wires.attention_index,
-            "rope_index": wires.rope_index,
-            "kv_index": wires.kv_index,
+            "attention_index": own.attention_index,
+            "rope_index": own.rope_index,
+            "kv_index": own.kv_index,
             "sinks": (scope.vector("sinks", model.num_heads),) if model.sinks else (),
         }
 
     def qkv_order(self, shape: AttentionShape) -> Tensor | None:
-        """The rows of q, k and v in the order in which the ops take them: those of a head of q and
-        of k as they are rotated, and gates, which a file has behind each head of q, behind all."""
+        """Order of the rows of q, k and v that the ops take; None for a file's own. Within heads of
+        q and k it is ``rotary_order``. Output gates, which a file has after each head of q, come
+        last."""
         dim, heads, kv_heads = shape.head_dim, shape.num_heads, shape.num_kv_heads
         gated = self.model.gated_attention
         if self.order is None and not gated:
@@ -256,14 +259,13 @@ class DecoderBuilder:
             parts.append(queries + dim + torch.arange(dim))
         return torch.cat([part.flatten() for part in parts])
 
-    def head_norm(
+    def qk_norm_weight(
         self, scope: Scope, name: str, shape: AttentionShape, width: int
     ) -> Tensor | None:
-        """The weight of a norm of one head or of all, in the order in which they are rotated; None
-        where the model has no such norm.
+        """Weight of a query or key norm, in rotary order; None if the model has none.
 
         Args:
-            width: of all heads.
+            width: size of all heads together.
         """
         model = self.model
         if not model.qk_norm:
@@ -277,23 +279,23 @@ class DecoderBuilder:
     def mlp(
         self, scope: Scope, index: int
     ) -> tuple[Callable[[Tensor], Tensor], ExpertsBeside | None]:
-        """A layer's MLP or the experts in its place, and experts that are beside it."""
+        """Builds a layer's MLP or the experts in its place, and experts beside it."""
         names, experts = self.model.names, self.experts_of(index)
         size = self.model.layer(index).intermediate_size
-        if experts is not None and experts.beside:
+        if experts is not None and experts.beside_mlp:
             return build_experts_beside(scope, experts, size)
         if experts is not None:
             mlp = build_experts(scope, experts)
         else:
-            mlp = scope.at("", f"{names.mlp}.").gated_mlp(size)
+            mlp = scope.child("", f"{names.mlp}.").gated_mlp(size)
         if names.mlp_norm is None:
             return mlp, None
         return NormedMLP(mlp, scope.norm("mlp_norm", names.mlp_norm)), None
 
-    def last_norm(self) -> RMSNorm:
-        """With the divisor of the logits, which are linear in what it returns."""
+    def final_norm(self) -> RMSNorm:
+        """Builds the final norm, whose weight includes the logits' divisor."""
         model, weight = self.model, self.scope.norm_weight("norm", "model.norm")
         if model.logits_divisor != 1.0:
             weight = weight / model.logits_divisor
         eps, multiplier = model.rms_norm_eps, model.residual_multiplier
-        return self.ops.rms_norm(weight, eps, multiplier, self.scalar)
+        return self.ops.rms_norm(weight, eps, multiplier, self.pending_scale)

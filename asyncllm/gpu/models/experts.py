@@ -1,4 +1,4 @@
-"""ExpertsMLP: a mixture of experts in the place of an MLP, and its weights."""
+"""ExpertsMLP: a mixture of experts in place of an MLP, and its construction."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from asyncllm.gpu.ops.routing import RouterWeights, Routing
 
 @dataclass(slots=True)
 class ExpertsMLP:
-    """Each token's experts by the weights of its routing (Shazeer et al., 2017), and beside them an
-    MLP that all tokens share.
+    """Mixture of experts (Shazeer et al., 2017), with or without a shared MLP.
 
     Attributes:
-        gate: a logit, by whose sigmoid ``shared`` is multiplied.
+        gate: logit whose sigmoid multiplies the output of ``shared``; None without.
     """
 
     routing: Routing
@@ -45,8 +44,8 @@ class ExpertsBeside:
     """Experts of the residual beside an MLP (Gemma 4), and the norm of the sum of both.
 
     Attributes:
-        router_norm, input_norm: of the residual, for the router and for the experts.
-        mixed_norm: behind the experts.
+        router_norm, input_norm: norms of the residual before the router and before the experts.
+        mixed_norm: norm after the experts.
     """
 
     router_norm: RMSNorm
@@ -56,19 +55,20 @@ class ExpertsBeside:
     norm: RMSNorm
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Args: x: ``[T, H]``, what the MLP makes of the residual."""
+        """Adds the experts of ``residual`` to the MLP's output ``x``, and norms the sum;
+        ``[T, H]``."""
         ids, weights = self.experts.routing(self.router_norm(residual))
         mixed = self.experts.experts(self.input_norm(residual), ids, weights)
         return self.norm.add(self.mixed_norm(mixed), x)[0]
 
 
 def build_experts(scope: Scope, config: ExpertsConfig) -> ExpertsMLP:
-    """The experts of a layer, with the MLP that all tokens share where there is one."""
+    """Builds a layer's experts, and the shared MLP if it has one."""
     ops, names, routing = scope.ops, config.names, config.routing
     hidden, count, inner = scope.model.hidden_size, routing.num_experts, config.intermediate_size
     rows = scope.linear_weights(
-        _router(scope, config, "weight", hidden),
-        _router(scope, config, "bias") if routing.bias else None,
+        _router_parameter(scope, config, "weight", hidden),
+        _router_parameter(scope, config, "bias") if routing.bias else None,
     )
     correction = scale = None
     if routing.correction:
@@ -82,8 +82,8 @@ def build_experts(scope: Scope, config: ExpertsConfig) -> ExpertsMLP:
         ops.experts(
             ExpertsWeights(
                 count,
-                _stack(scope, config, "gate_up", ((gate, inner), (up, inner)), hidden),
-                _stack(scope, config, "down", ((down, hidden),), inner),
+                _stacked_experts(scope, config, "gate_up", ((gate, inner), (up, inner)), hidden),
+                _stacked_experts(scope, config, "down", ((down, hidden),), inner),
             ),
             config.activation,
             routing.top_k,
@@ -92,14 +92,14 @@ def build_experts(scope: Scope, config: ExpertsConfig) -> ExpertsMLP:
     if config.shared_gate:
         mlp.gate = scope.linear("shared.gate", ((names.shared_gate, 1),), hidden)
     if config.shared_size:
-        mlp.shared = scope.at("shared.", f"{names.shared}.").gated_mlp(config.shared_size)
+        mlp.shared = scope.child("shared.", f"{names.shared}.").gated_mlp(config.shared_size)
     return mlp
 
 
 def build_experts_beside(
     scope: Scope, config: ExpertsConfig, size: int
 ) -> tuple[NormedMLP, ExpertsBeside]:
-    """An MLP of intermediate size ``size``, and the experts beside it."""
+    """Builds an MLP of intermediate size ``size``, and the experts beside it."""
     model, names = scope.model, config.names
     experts = build_experts(scope, config)
     router = scope.norm_weight("router.norm", names.router_norm, suffix="")
@@ -107,28 +107,27 @@ def build_experts_beside(
     norm = scope.norm("experts.norm", names.norm)
     mixed_norm = scope.norm("experts.mixed_norm", names.mixed_norm)
     mlp_norm = scope.norm("experts.mlp_norm", names.mlp_norm)
-    mlp = scope.at("", f"{model.names.mlp}.").gated_mlp(size)
+    mlp = scope.child("", f"{model.names.mlp}.").gated_mlp(size)
     assert model.names.mlp_norm is not None
     whole = scope.norm("mlp_norm", model.names.mlp_norm)
     return NormedMLP(mlp, mlp_norm), ExpertsBeside(router_norm, norm, experts, mixed_norm, whole)
 
 
-def _router(scope: Scope, config: ExpertsConfig, kind: str, *width: int) -> Parameter:
-    """Weight or bias of the router, as it is: rounded weights would choose other experts."""
+def _router_parameter(scope: Scope, config: ExpertsConfig, kind: str, *width: int) -> Parameter:
+    """The router's weight or bias, never quantised: rounding would choose other experts."""
     names, routing = config.names, config.routing
     fields: dict[str, Any] = {"suffix": f".{kind}", "dtype": "float32" if routing.float32 else None}
     own, fused = (
         scope.parameter("router", ((name, routing.num_experts),), *width, **fields)
         for name in (names.router, names.fused_router)
     )
-    return replace(own, other=fused)
+    return replace(own, alternative=fused)
 
 
-def _stack(
+def _stacked_experts(
     scope: Scope, config: ExpertsConfig, name: str, parts: tuple[tuple[str, int], ...], width: int
 ) -> LinearWeights:
-    """A linear layer of all experts, one below the other: from a tensor per expert and part, or
-    from one tensor."""
+    """Stacked weights of a linear layer of all experts, from separate tensors or a fused one."""
     names, count, found = config.names, config.routing.num_experts, []
     layout = StackLayout(count, names.transposed, names.transposed and name == "gate_up")
     each = [(f"{names.experts}.{i}.{part}", rows) for i in range(count) for part, rows in parts]
@@ -136,7 +135,7 @@ def _stack(
     bias = scope.parameter(f"experts.{name}", each, suffix=".bias") if config.bias else None
     for single, suffix in ((weight, ""), (bias, "_bias")):
         if single is not None:
-            stored = f"{scope.stored}{names.fused}.{name}_proj{suffix}"
+            stored = f"{scope.stored_prefix}{names.fused}.{name}_proj{suffix}"
             fused = replace(single, parts=((stored, single.shape[0]),), layout=layout)
-            found.append(fused if names.experts is None else replace(single, other=fused))
+            found.append(fused if names.experts is None else replace(single, alternative=fused))
     return scope.linear_weights(*found)

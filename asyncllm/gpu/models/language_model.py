@@ -1,4 +1,4 @@
-"""LanguageModel: the protocol between a runner and a model, the engine's own decoder or another."""
+"""LanguageModel: protocol of the models that a runner can run."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class StepOutput(NamedTuple):
 
     Attributes:
         logits: ``[num_logits, vocab_size]`` in the model's dtype.
-        hidden: ``[E, H]`` behind the final norm, at ``StepInputs.wanted``.
-        tokens: ``[num_greedy]`` int64, see ``ArgmaxLinear``.
+        hidden: ``[E, H]`` after the final norm, at ``StepInputs.wanted``.
+        tokens: ``[num_greedy]`` int64, tokens of the largest logits; see ``ArgmaxLinear``.
     """
 
     logits: Tensor
@@ -46,17 +46,17 @@ class LanguageModel(Protocol):
 
     @property
     def model(self) -> Any:
-        """Its configuration."""
+        """The model's configuration."""
         ...
 
     @property
     def ops(self) -> Any:
-        """The op set, which samples as well."""
+        """The op set, with which the runner samples."""
         ...
 
     @property
     def attention(self) -> Mapping[AttentionKind, Attention]:
-        """Of each kind that layers have."""
+        """The Attention of each attention kind."""
         ...
 
     @property
@@ -69,13 +69,13 @@ class LanguageModel(Protocol):
 
     @property
     def argmax(self) -> Callable[[Tensor], Tensor] | None:
-        """``[S, H] -> [S]`` int64: the tokens that greedy rows sample from ``logits(hidden)``,
-        which are not written; see ``ArgmaxLinear``. None where they have to be."""
+        """``[S, H] -> [S]`` int64: tokens of the largest logits, without writing the logits; see
+        ``ArgmaxLinear``. None if the logits are needed for it."""
         ...
 
     @property
     def needs_zeroed_blocks(self) -> bool:
-        """Whether KV blocks have to be cleared for a new owner, as ``Attention`` says."""
+        """Whether KV blocks have to be cleared for a new owner, see ``Attention``."""
         ...
 
     def set_max_positions(self, count: int) -> None:
@@ -87,8 +87,8 @@ class LanguageModel(Protocol):
         ...
 
     def forward(self, step: StepInputs, cache: KVCache) -> StepOutput:
-        """Runs a step, and writes its KV. While a CUDA graph is captured, or a Recorder is active,
-        nothing is read on the host; rows of padding are undefined.
+        """Runs a step, and writes its KV. Padded rows of the result are undefined. While a CUDA
+        graph is captured, or a Recorder is active, it reads nothing on the host.
 
         Raises:
             Unrecordable: while a Recorder is active, for an op that is not native.

@@ -1,4 +1,4 @@
-"""LayerInputs: what each layer takes of a token beside the hidden states (per-layer embeddings)."""
+"""LayerInputs: per-layer embeddings, an input of each layer beside the hidden states."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from asyncllm.gpu.ops.base import Embedding, Linear, RMSNorm
 
 @dataclass(slots=True)
 class LayerInputs:
-    """Of all layers at once: the token's entry of a table of its own, and a normed projection of
-    its embedding.
+    """Per-layer embeddings of all layers: a table's entry for the token, plus a projection. The
+    projection is of the first layer's input. A layer gets P elements per token.
 
     Attributes:
         table: ``[T] -> [T, layers * P]``.
         projection: ``[T, H] -> [T, layers * P]``.
-        norm: of each P of them.
-        add: the sum of two tensors.
+        norm: norm of each layer's P projected elements.
+        add: adds two tensors.
     """
 
     table: Embedding
@@ -44,12 +44,12 @@ class LayerInputs:
 
 @dataclass(slots=True)
 class InputLayer:
-    """A layer, and behind it a block around the residual that is gated by the layer's own input.
+    """A layer, followed by a residual block that its per-layer embedding gates.
 
     Attributes:
-        add: the sum of a layer's output and the residual.
-        activation: of a gate, times what it gates.
-        index: of the layer.
+        add: adds the layer's output to the residual.
+        activation: activation of the gate, times the layer's embedding.
+        index: index of the layer.
     """
 
     layer: Layer
@@ -76,13 +76,16 @@ class InputLayer:
 
 
 def build_layer_inputs(scope: Scope) -> LayerInputs | None:
-    """The factors of Gemma 4: the table's is the root of its size, the projection's that of the
-    inverse of the hidden size, and that of their sum the root of 1/2. The second is the norm's to
-    take: of x * c with eps it is the norm of x with eps / c ** 2."""
+    """Builds the per-layer embeddings; None for a model without.
+
+    As in Gemma 4, the table has the factor ``size ** 0.5``, the projection ``hidden_size ** -0.5``,
+    and their sum ``0.5 ** 0.5``. The projection's factor is in the norm's epsilon: the norm of c *
+    x with eps is the norm of x with eps / c ** 2.
+    """
     model, ops, config = scope.model, scope.ops, scope.model.layer_input
     if config is None:
         return None
-    scope, width = scope.at("layer_inputs.", "model."), model.num_layers * config.size
+    scope, width = scope.child("layer_inputs.", "model."), model.num_layers * config.size
     values = scope.tensor("table", "embed_tokens_per_layer", config.vocab_size, width)
     multiplier = torch.tensor(config.size**0.5, dtype=values.dtype).item() * 0.5**0.5
     rows = (("per_layer_model_projection", width),)
@@ -94,8 +97,8 @@ def build_layer_inputs(scope: Scope) -> LayerInputs | None:
 
 
 def build_input_layer(scope: Scope, size: int, layer: Layer, index: int) -> InputLayer:
-    """``layer``, which is that of ``scope``, and the block behind it, whose input has ``size``."""
-    hidden, scope = scope.model.hidden_size, scope.at("input.", "")
+    """Builds the block that follows ``layer``, for an embedding of ``size`` elements."""
+    hidden, scope = scope.model.hidden_size, scope.child("input.", "")
     return InputLayer(
         layer,
         add=scope.ops.residual_add(scope.model.residual_multiplier),

@@ -13,7 +13,7 @@ from asyncllm.gpu.ops.base import Attention, AttentionShape, Linear, RMSNorm, Ro
 
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
-    """Attention that layers have in common: they share one Attention and its plan of a step.
+    """Attention parameters that several layers share, with one Attention and one plan per step.
 
     Attributes:
         window: keys that a query sees, itself included; None is all.
@@ -27,22 +27,20 @@ class AttentionKind:
 
 @dataclass(slots=True)
 class StepContext:
-    """Inputs of a step to its layers beside the hidden states; made once per step.
+    """Inputs of the layers in a step, beside the hidden states; made once per step.
 
     Attributes:
-        positions: ``[T]`` int64, of each token in its sequence.
-        slot_mappings: per attention kind ``[T]`` int64, where each token's K and V go.
-        plans: per attention kind, from its Attention.
-        rotary: per RoPE table, from the op set.
-        kv: per layer the tensor of its K and V.
-        states: of a model with recurrent layers, the tensors of their StateCache.
-        state_rows: whose states they are, from the op set.
-        rows: ``[S]`` int64, the tokens that are wanted past the mixer of the layer that runs:
-            in the last one those that are sampled; None is all.
-        inputs: ``[T, layers, P]``, what each layer takes of a token beside the hidden states, in
-            models where it does.
-        lent: by the index of their KV the step's own k and v of layers that lend them to later
-            ones.
+        positions: ``[T]`` int64, position of each token in its sequence.
+        slot_mappings: per attention kind ``[T]`` int64, KV slot of each token.
+        plans: per attention kind, the plan that its Attention made.
+        rotary: per RoPE table, the result of ``TorchOps.rotary``.
+        kv: KV cache of each layer that has one.
+        states: tensors of the StateCache; () for a model without recurrent layers.
+        state_rows: result of ``TorchOps.state_rows``; None without recurrent layers.
+        rows: ``[S]`` int64, tokens to compute after the running layer's mixer:
+            ``StepInputs.wanted`` in the last layer; None is all.
+        inputs: ``[T, layers, P]``, per-layer embeddings; None without.
+        shared_kv: the step's own k and v of layers that share them with later ones, by KV index.
     """
 
     positions: Tensor
@@ -54,26 +52,26 @@ class StepContext:
     state_rows: Any = None
     rows: Tensor | None = None
     inputs: Tensor | None = None
-    lent: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    shared_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def mix(self, core: Core, width: int, *tensors: Tensor) -> Tensor:
-        """Runs a mixer's core on tensors ``[T, ...]``, to ``[T, width]``. A capture in segments is
-        broken here and nowhere else."""
+        """Runs a mixer's core on tensors ``[T, ...]``; returns ``[T, width]``. Piecewise CUDA
+        graphs are cut here and nowhere else."""
         return core(self, *tensors)
 
 
 Core = Callable[..., Tensor]
-"""The part of a mixer in which tokens of a sequence see one another: the StepContext and tensors
-``[T, ...]`` to ``[T, N]``. It alone reads the step's rows, plans and states."""
+"""The part of a mixer in which tokens of a sequence see one another. Takes the StepContext and
+tensors ``[T, ...]``, returns ``[T, N]``. Only a core reads the step's rows, plans and states."""
 
 Mixer = Callable[[Tensor, StepContext], Tensor]
 """The sublayer in which tokens of a sequence see one another, attention or a recurrence:
-``[T, H] -> [T, H]``, or ``[S, H]`` at ``step.rows``. It keeps the state of all T tokens."""
+``[T, H] -> [T, H]``, or ``[S, H]`` at ``step.rows``. It writes the KV or state of all T tokens."""
 
 
 class Layer(Protocol):
-    """One layer. The residual is added by the norm that follows, fused into it, so a layer
-    takes and returns its input and the residual apart.
+    """One decoder layer. The next norm adds the residual, as one fused op, so a layer takes and
+    returns its input and the residual separately.
 
     Attributes:
         kind: equal for layers whose ops have the same shapes.
@@ -96,11 +94,10 @@ class Layer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OutputGate:
-    """A gate for each element of attention's output (Qiu et al., 2025), by whose sigmoid it is
-    multiplied.
+    """Sigmoid gate on each element of attention's output (Qiu et al., 2025).
 
     Attributes:
-        start: of the gates in the outputs of ``qkv``, behind k and v.
+        start: first column of the gates in the output of ``qkv``, after k and v.
         multiply: ``sigmoid_mul`` of the op set.
     """
 
@@ -113,12 +110,12 @@ class AttentionMixer:
     """Attention with its projections.
 
     Attributes:
-        attention_index: of its kind in StepContext.
-        rope_index: of its RoPE table in StepContext.
-        kv_index: of its KV in StepContext.
-        sinks: a last argument of attention, ``[Hq]`` float32, where its shape has sinks.
-        gate: of the output; None without.
-        lends: later layers attend to its keys and values.
+        attention_index: index of its attention kind in StepContext.
+        rope_index: index of its RoPE table in StepContext.
+        kv_index: index of its KV cache in StepContext.
+        sinks: the last argument of attention, ``[Hq]`` float32; () without sinks.
+        gate: gate on the output; None without.
+        shares_kv: later layers attend to its keys and values.
     """
 
     qkv: Linear
@@ -130,15 +127,15 @@ class AttentionMixer:
     kv_index: int
     sinks: tuple[Tensor, ...] = ()
     gate: OutputGate | None = None
-    lends: bool = False
+    shares_kv: bool = False
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         kv, index, rows = step.kv[self.kv_index], self.attention_index, step.rows
         rotary, qkv, gate = step.rotary[self.rope_index], self.qkv(x), self.gate
         own = qkv if gate is None else qkv[:, : gate.start]
         q, k, v = self.rope_and_cache(own, rotary, kv, step.slot_mappings[index])
-        if self.lends:
-            step.lent[self.kv_index] = k, v
+        if self.shares_kv:
+            step.shared_kv[self.kv_index] = k, v
         if rows is not None and not len(rows):
             return x[:0]
         mixed = step.mix(self.attend, q.shape[1] * q.shape[2], q, k, v)
@@ -153,11 +150,11 @@ class AttentionMixer:
 
 @dataclass(slots=True)
 class SharedAttentionMixer:
-    """Attention to the keys and values of an earlier layer, which lends them: it has queries alone,
-    and writes nothing.
+    """Attention to the keys and values of an earlier layer (KV sharing). It computes queries alone,
+    and writes no KV.
 
     Attributes:
-        kv_index: of the KV of that layer; the rest as in AttentionMixer.
+        kv_index: index of that layer's KV cache; the rest as in AttentionMixer.
     """
 
     q: Linear
@@ -170,7 +167,7 @@ class SharedAttentionMixer:
     sinks: tuple[Tensor, ...] = ()
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
-        rows, (k, v) = step.rows, step.lent[self.kv_index]
+        rows, (k, v) = step.rows, step.shared_kv[self.kv_index]
         if rows is not None and not len(rows):
             return x[:0]
         q = self.rope(self.q(x), step.rotary[self.rope_index])
@@ -196,7 +193,7 @@ class GatedMLP:
 
 @dataclass(slots=True)
 class NormedMixer:
-    """A mixer with a norm behind it."""
+    """A mixer followed by a norm."""
 
     mixer: Mixer
     norm: RMSNorm
@@ -207,7 +204,7 @@ class NormedMixer:
 
 @dataclass(slots=True)
 class NormedMLP:
-    """An MLP with a norm behind it."""
+    """An MLP followed by a norm."""
 
     mlp: Callable[[Tensor], Tensor]
     norm: RMSNorm
@@ -218,10 +215,10 @@ class NormedMLP:
 
 @dataclass(slots=True)
 class DecoderLayer:
-    """Mixer and MLP, each around a residual: norms before them, behind them, or both.
+    """Mixer and MLP, each with a residual connection and norms before it, after it, or both.
 
     Attributes:
-        beside: what is beside the MLP, from the MLP's output and the residual.
+        experts_beside: adds the experts beside the MLP, from its output and the residual.
     """
 
     kind: Hashable
@@ -229,7 +226,7 @@ class DecoderLayer:
     mixer: Mixer
     post_norm: RMSNorm
     mlp: Callable[[Tensor], Tensor]
-    beside: Callable[[Tensor, Tensor], Tensor] | None = None
+    experts_beside: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext
@@ -245,4 +242,4 @@ class DecoderLayer:
                 return x, residual
         normed, residual = self.post_norm.add(x, residual)
         x = self.mlp(normed)
-        return (x if self.beside is None else self.beside(x, residual)), residual
+        return (x if self.experts_beside is None else self.experts_beside(x, residual)), residual

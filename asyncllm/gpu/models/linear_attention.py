@@ -1,4 +1,4 @@
-"""GatedDeltaMixer: a gated delta rule in the place of attention, its weights and its states."""
+"""GatedDeltaMixer: Gated DeltaNet in place of attention, its construction and states."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from asyncllm.gpu.state_cache import StateSpec
 
 @dataclass(slots=True)
 class GatedDeltaMixer:
-    """Gated DeltaNet (Yang et al., 2025): projections, a short convolution over q, k and v, the
-    gated delta rule, and a norm that is gated by z.
+    """Gated DeltaNet (Yang et al., 2025). It consists of projections, a short convolution over q, k
+    and v, the gated delta rule, and a norm gated by z.
 
     Attributes:
-        qkvz: the rows of q, k and v, ``conv_size`` in all, before those of z.
-        gates: the logits of beta of each value head, and behind them those of its decay.
-        first_state: of its two in StepContext, those of the convolution and of the rule.
+        qkvz: projection to q, k and v, ``conv_size`` in all, then z.
+        gates: projection to each value head's logit of beta, then of the decay.
+        first_state: index in ``StepContext.states`` of the convolution's state; the delta rule's is
+            the next.
     """
 
     qkvz: Linear
@@ -54,7 +55,7 @@ class GatedDeltaMixer:
 
 
 def linear_attention_states(config: LinearAttentionConfig) -> list[StateSpec]:
-    """The states of a layer, in the order in which its mixer has them."""
+    """Recurrent states of a layer: the convolution's, then the delta rule's."""
     matrix = (config.num_value_heads, config.key_dim, config.value_dim)
     return [
         StateSpec((config.conv_width - 1, config.conv_size)),
@@ -65,10 +66,10 @@ def linear_attention_states(config: LinearAttentionConfig) -> list[StateSpec]:
 def build_linear_attention(
     scope: Scope, config: LinearAttentionConfig, first_state: int
 ) -> GatedDeltaMixer:
-    """The mixer of a layer, whose states begin at ``first_state``."""
+    """Builds a layer's mixer, whose states begin at index ``first_state``."""
     ops, hidden, eps = scope.ops, scope.model.hidden_size, scope.model.rms_norm_eps
     heads, values, channels = config.num_value_heads, config.value_size, config.conv_size
-    if config.by_key_head:
+    if config.grouped_by_key_head:
         qkvz, gates = {"in_proj_qkvz": channels + values}, {"in_proj_ba": 2 * heads}
     else:
         qkvz = {"in_proj_qkv": channels, "in_proj_z": values}
@@ -76,7 +77,7 @@ def build_linear_attention(
     order, gates_order = projection_rows(config) or (None, None)
     return GatedDeltaMixer(
         qkvz=scope.linear("qkvz", qkvz.items(), hidden, order=order),
-        # The decay of a state is exponential in them.
+        # Not quantised, because the decay is exponential in them.
         gates=scope.linear("gates", gates.items(), hidden, order=gates_order, exact=True),
         conv=ops.causal_conv(
             scope.tensor("conv", "conv1d", channels, 1, config.conv_width).squeeze(1)
@@ -92,9 +93,8 @@ def build_linear_attention(
 
 
 def projection_rows(config: LinearAttentionConfig) -> tuple[Tensor, Tensor] | None:
-    """The rows of a file's ``qkvz`` and ``gates`` in the order in which the mixer has them, int64;
-    None where it is the file's own."""
-    if not config.by_key_head:
+    """Order of a file's rows of ``qkvz`` and ``gates`` in the mixer, int64; None if unchanged."""
+    if not config.grouped_by_key_head:
         return None
     group = config.num_value_heads // config.num_key_heads
     wide = group * config.value_dim
@@ -105,7 +105,6 @@ def projection_rows(config: LinearAttentionConfig) -> tuple[Tensor, Tensor] | No
 
 
 def _regrouped(count: int, sizes: tuple[int, ...]) -> Tensor:
-    """The rows of ``count`` groups that have parts of these sizes, with all groups' first parts
-    before their second ones."""
+    """Row order that puts the first parts of all ``count`` groups before their second parts."""
     rows = torch.arange(count * sum(sizes), device="cpu").view(count, -1)
     return torch.cat([part.flatten() for part in rows.split(sizes, 1)])

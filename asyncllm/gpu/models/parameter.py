@@ -1,4 +1,4 @@
-"""Parameter: a tensor of the decoder, and the tensors of a checkpoint that it is made of."""
+"""Parameter: a tensor of the decoder, and the checkpoint tensors that it is made from."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class StackLayout:
-    """How one tensor of a checkpoint has what lies below one another in a parameter: as
-    ``[count, rows, columns]``, or ``[count, rows]``.
+    """Layout of a fused checkpoint tensor that holds ``count`` stacked matrices. Its shape is
+    ``[count, rows, columns]``, or ``[count, rows]`` for vectors.
 
     Attributes:
-        transposed: ``[count, columns, rows]``.
-        interleaved: rows of the first and of the second half of each take turns.
+        transposed: the shape is ``[count, columns, rows]``.
+        interleaved: rows of the first and the second half of each matrix alternate.
     """
 
     count: int
@@ -23,13 +23,12 @@ class StackLayout:
     interleaved: bool = False
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """That of the checkpoint's tensor, for a parameter of ``shape``."""
+        """Shape of the checkpoint tensor, for a parameter of ``shape``."""
         one = (shape[0] // self.count, *shape[1:])
         return (self.count, *(reversed(one) if self.transposed else one))
 
     def rows(self, slices: Iterable[Tensor]) -> Iterator[Tensor]:
-        """The rows of the parameter, from slices of the checkpoint's tensor along its first
-        dimension; a copy is made of one at a time."""
+        """Yields the parameter's rows, a matrix at a time, from slices of the checkpoint tensor."""
         for part in slices:
             for one in part:
                 turned = one.transpose(0, -1) if self.transposed else one
@@ -44,13 +43,13 @@ class Parameter:
 
     Attributes:
         name: the decoder's own name, e.g. "layers.3.qkv.weight".
-        shape: of the whole; ``parts`` are stacked along its first dimension.
+        shape: shape of all ``parts``, stacked along the first dimension.
         parts: ``(tensor name, rows)`` in order.
         dtype: torch's name of the dtype it is kept in, e.g. "float32"; None is the model's.
-        layout: of the one part there is then; None where parts are rows as they are.
-        linear: the weight of a linear layer, which may be packed or quantised. Those of routers and
-            of gates are computed as they are.
-        other: the same parameter as other checkpoints store it.
+        layout: layout of a single fused part; None if the parts are plain rows.
+        linear: it is the weight of a linear layer, and may be packed or quantised. Weights of
+            routers and gates may not.
+        alternative: the same parameter as other checkpoints store it; None without.
     """
 
     name: str
@@ -59,14 +58,18 @@ class Parameter:
     dtype: str | None = None
     layout: StackLayout | None = None
     linear: bool = False
-    other: Parameter | None = None
+    alternative: Parameter | None = None
 
     def found_in(self, tensors: Collection[str]) -> Parameter:
         """The parameter as a checkpoint with these tensors stores it."""
-        other = self.other
-        if other is None or self.parts[0][0] in tensors or other.parts[0][0] not in tensors:
+        alternative = self.alternative
+        if (
+            alternative is None
+            or self.parts[0][0] in tensors
+            or alternative.parts[0][0] not in tensors
+        ):
             return self
-        return other
+        return alternative
 
     def stored_shape(self, rows: int) -> tuple[int, ...]:
         """The shape of a part of ``rows`` in the checkpoint."""
@@ -74,5 +77,5 @@ class Parameter:
         return shape if self.layout is None else self.layout.stored_shape(shape)
 
     def rows(self, slices: Iterable[Tensor]) -> Iterable[Tensor]:
-        """A part's rows, from slices of its tensor."""
+        """Rows of a part, from slices of its checkpoint tensor."""
         return slices if self.layout is None else self.layout.rows(slices)

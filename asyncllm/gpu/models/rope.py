@@ -1,9 +1,8 @@
 """Rotary position embedding (Su et al., 2021) as a table indexed by position.
 
-The ops rotate all of a head, element i with element i + head_dim / 2. RoPE on a part of the head,
-or of neighbours, is the same rotation of a head whose elements are in another order:
-``rotary_order`` gives that order, which q and k of a layer take on alike, so that their products
-stay what they are.
+The ops rotate whole heads, element i together with element i + head_dim / 2. RoPE on a part of a
+head, or on neighbouring elements, is the same rotation with the elements in another order:
+``rotary_order``. q and k of a layer have the same order, so their dot products do not change.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from asyncllm.checkpoint.rope_config import RopeConfig
 
 
 class RopeSpec(NamedTuple):
-    """A RoPE table's content.
+    """Content of a RoPE table.
 
     Attributes:
-        rotary_dim: elements of a head that are rotated, the first of each half; None is all.
+        rotary_dim: elements of a head that are rotated, at the start of each half; None is all.
     """
 
     rope: RopeConfig
@@ -30,15 +29,16 @@ class RopeSpec(NamedTuple):
 
 
 def inverse_frequencies(rope: RopeConfig, rotary_dim: int, max_positions: int = 0) -> Tensor:
-    """Radians per position of each pair, ``[rotary_dim / 2]`` float32.
+    """Rotation of each pair per position, in radians, ``[rotary_dim / 2]`` float32.
 
-    "linear" divides all of them by ``factor``. "llama3" divides those whose wavelength
-    exceeds ``original_max_position / low_freq_factor``, leaves those below
-    ``original_max_position / high_freq_factor``, and interpolates between (Llama 3.1).
-    "yarn" does so between numbers of rotations (Peng et al., 2023, section 3.2). "longrope" has a
-    divisor for each, the long ones if ``max_positions`` is more than ``original_max_position``
-    (Ding et al., 2024): once for all sequences, so that none depends on another's length.
-    "proportional" has 0 behind the first ``share`` of all pairs (Gemma 4). "none" is 0.
+    "linear" divides all of them by ``factor``. "llama3" divides those whose wavelength exceeds
+    ``original_max_position / low_freq_factor``, leaves those below
+    ``original_max_position / high_freq_factor``, and interpolates between (Llama 3.1). "yarn"
+    interpolates between two numbers of rotations (Peng et al., 2023, section 3.2). "longrope"
+    divides each by its own factor, a long one if ``max_positions`` exceeds
+    ``original_max_position`` (Ding et al., 2024): the same for all sequences, so that none depends
+    on another's length. "proportional" is 0 after the first ``share`` of all pairs (Gemma 4).
+    "none" is 0.
     """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
     freqs = 1.0 / (rope.theta**exponents)
@@ -55,20 +55,22 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int, max_positions: int = 
         long = max_positions > rope.original_max_position
         factors = torch.tensor(rope.long_factors if long else rope.short_factors, device="cpu")
         return 1.0 / (factors * rope.theta**exponents)
-    kept = _kept_by_llama3(rope, freqs) if rope.kind == "llama3" else _kept_by_yarn(rope, freqs)
+    kept = (
+        _llama3_kept_share(rope, freqs) if rope.kind == "llama3" else _yarn_kept_share(rope, freqs)
+    )
     return (1 - kept) * freqs / rope.factor + kept * freqs
 
 
-def _kept_by_llama3(rope: RopeConfig, freqs: Tensor) -> Tensor:
-    """The share of each frequency that is not stretched."""
+def _llama3_kept_share(rope: RopeConfig, freqs: Tensor) -> Tensor:
+    """Share of each frequency that Llama 3's scaling keeps."""
     wavelengths = 2 * math.pi / freqs
     low, high = rope.low_freq_factor, rope.high_freq_factor
     return ((rope.original_max_position / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
 
 
-def _kept_by_yarn(rope: RopeConfig, freqs: Tensor) -> Tensor:
-    """The share of each frequency that is not stretched: a ramp between the pair that makes
-    ``beta_fast`` rotations within the original context and the one that makes ``beta_slow``."""
+def _yarn_kept_share(rope: RopeConfig, freqs: Tensor) -> Tensor:
+    """Share of each frequency that YaRN keeps: a ramp from the pair with ``beta_fast`` rotations in
+    the original context to the pair with ``beta_slow``."""
     dim = 2 * len(freqs)
 
     def pair(rotations: float) -> float:
@@ -93,12 +95,11 @@ def rope_table(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Cosines and sines of every position below ``max_positions``: for pairs that are not rotated
-    1 and 0.
+    """Cosines and sines of positions below ``max_positions``; 1 and 0 for pairs not rotated.
 
     Returns:
         ``[max_positions, head_dim]``: cosines in the first half, sines in the second. Where queries
-        are scaled, ``[max_positions, 2, head_dim]``: those of queries, then those of keys.
+            are scaled, ``[max_positions, 2, head_dim]``: for queries, then for keys.
     """
     positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
     frequencies = inverse_frequencies(rope, rotary_dim or head_dim, max_positions)
@@ -112,18 +113,16 @@ def rope_table(
 
 
 def _query_scale(rope: RopeConfig, positions: Tensor) -> Tensor:
-    """``[max_positions, 1]``, of queries: their logits grow with the keys that they see (Llama 4's
-    temperature tuning)."""
+    """Factor on queries by position, ``[max_positions, 1]`` (Llama 4's temperature tuning)."""
     contexts = torch.floor(positions / rope.original_max_position)
     return (1 + rope.query_scale_beta * torch.log(1 + contexts)).unsqueeze(1)
 
 
 def rotary_order(head_dim: int, rotary_dim: int, *, interleaved: bool) -> Tensor | None:
-    """The rows of a head in the order in which the ops rotate them, ``[head_dim]`` int64; None
-    where it is their own.
+    """Order in which the ops take a head's rows, ``[head_dim]`` int64; None if unchanged.
 
     Args:
-        rotary_dim: rows that are rotated, the first of the head.
+        rotary_dim: leading rows of the head, which are rotated.
         interleaved: rows 2i and 2i + 1 are rotated together, not i and i + rotary_dim / 2.
     """
     if rotary_dim == head_dim and not interleaved:

@@ -16,11 +16,12 @@ from asyncllm.gpu.ops.base import Attention, AttentionShape
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.validation import explain
 
-UNOWNED = 64.0
-"""Value of KV slots that no sequence owns: a key that is seen by mistake dominates its row."""
+UNOWNED_VALUE = 64.0
+"""Value in KV slots that no sequence owns, so large that a key seen by mistake dominates its
+row."""
 
-PADDED = 2
-"""Padded rows of a decode step."""
+NUM_PADDED_ROWS = 2
+"""Number of padded rows in a decode step."""
 
 
 def check_attention(attention: Attention, request: AttentionRequest) -> None:
@@ -111,7 +112,7 @@ def _steps(request: AttentionRequest, size: int) -> Iterator[_Step]:
 def _make_step(name: str, rows: _Rows, request: AttentionRequest) -> _Step:
     shape, device, random = request.shape, request.device, torch.Generator().manual_seed(len(name))
     pair = (shape.num_kv_heads, shape.head_dim)
-    cache = torch.full((2, rows.blocks.size + 1, rows.size, *pair), UNOWNED)
+    cache = torch.full((2, rows.blocks.size + 1, rows.size, *pair), UNOWNED_VALUE)
     for row in range(len(rows.starts)):
         own = rows.slots(row, 0)
         cache.flatten(1, 2)[:, own] = torch.randn(2, len(own), *pair, generator=random)
@@ -119,7 +120,7 @@ def _make_step(name: str, rows: _Rows, request: AttentionRequest) -> _Step:
     inputs = rows.captured(device) if name == "decode" else rows.planned(device)
     # Queries are a slice of a wider projection, as they are in the model.
     heads = shape.num_heads + 2 * shape.num_kv_heads
-    count = len(slots) + (PADDED if name == "decode" else 0)
+    count = len(slots) + (NUM_PADDED_ROWS if name == "decode" else 0)
     merged = torch.randn(count, heads, shape.head_dim, generator=random)
     q = merged.to(device, request.dtype)[:, : shape.num_heads]
     cache = cache.to(device, request.dtype)
@@ -140,9 +141,9 @@ class _Rows:
         width = int(-(-self.lengths.max() // size)) + 1
         order = np.random.default_rng(len(rows)).permutation(len(rows) * width) + 1
         self.blocks = order.reshape(-1, width)
-        self.lines = np.arange(len(rows))[::-1].copy()
+        self.req_indices = np.arange(len(rows))[::-1].copy()
         self.table = np.zeros((len(rows) + 1, width), dtype=np.int32)
-        self.table[self.lines] = self.blocks
+        self.table[self.req_indices] = self.blocks
 
     def slots(self, row: int, first: int) -> np.ndarray:
         """KV slots of a row's tokens from ``first`` on."""
@@ -156,11 +157,13 @@ class _Rows:
     def captured(self, device: torch.device) -> StepInputs:
         """The same rows with padded rows after them, as in a captured step."""
         return replace(
-            self._inputs(device, PADDED), max_len=self.table.shape[1] * self.size, host=None
+            self._inputs(device, NUM_PADDED_ROWS),
+            max_len=self.table.shape[1] * self.size,
+            host=None,
         )
 
     def _inputs(self, device: torch.device, padded: int) -> StepInputs:
-        def there(array: np.ndarray, dtype: torch.dtype, padding: int = 0) -> Tensor:
+        def padded_on_device(array: np.ndarray, dtype: torch.dtype, padding: int = 0) -> Tensor:
             padded_rows = np.concatenate((array, np.full(padded, padding)))
             return torch.from_numpy(padded_rows).to(device, dtype)
 
@@ -172,13 +175,13 @@ class _Rows:
             num_decodes=decodes + padded,
             token_ids=tokens,
             positions=tokens,
-            req_indices=there(self.lines, torch.int64, -1),
-            seq_lens=there(self.lengths, torch.int32),
+            req_indices=padded_on_device(self.req_indices, torch.int64, -1),
+            seq_lens=padded_on_device(self.lengths, torch.int32),
             query_start_loc=torch.from_numpy(starts).to(device),
             prefill_start_loc=torch.from_numpy(starts[decodes:] - decodes).int().to(device),
             groups=[GroupInputs(tokens, table, self.table, self.size)],
-            max_num_seqs=len(self.lines),
+            max_num_seqs=len(self.req_indices),
             max_len=int(self.lengths.max()),
             num_logits=0,
-            host=RowArrays(self.lines, self.starts, starts, self.lengths.astype(np.int32)),
+            host=RowArrays(self.req_indices, self.starts, starts, self.lengths.astype(np.int32)),
         )

@@ -120,9 +120,11 @@ class Constraints:
             return
         low, high = self.min_capability, self.max_capability
         if (low and capability < low) or (high and capability > high):
-            limits = [f" {word} {dotted(at)}" for word, at in (("from", low), ("to", high)) if at]
+            limits = [
+                f" {word} {capability_text(at)}" for word, at in (("from", low), ("to", high)) if at
+            ]
             expected = f"compute capability{''.join(limits)}"
-            yield Unmet("compute capability", dotted(capability), expected)
+            yield Unmet("compute capability", capability_text(capability), expected)
 
 
 @runtime_checkable
@@ -159,6 +161,6 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def dotted(capability: tuple[int, int]) -> str:
+def capability_text(capability: tuple[int, int]) -> str:
     """A compute capability in the usual notation, such as "8.0"."""
     return f"{capability[0]}.{capability[1]}"

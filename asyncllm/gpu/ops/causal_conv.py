@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncllm.gpu.batch.state_rows import StateRows, state_of
+from asyncllm.gpu.batch.state_rows import StateRows, span_state
 
 
 class CausalConv(Protocol):
@@ -46,7 +46,7 @@ class TorchCausalConv:
             out[:count] = self._convolve(inputs).squeeze(1)
             state.index_copy_(0, rows.slots, inputs[:, 1:])
         for span in rows.spans:
-            held = state_of(state, span)
+            held = span_state(state, span)
             inputs = torch.cat((held, x[span.start : span.end].unsqueeze(0)), 1)
             out[span.start : span.end] = self._convolve(inputs)[0]
             held.copy_(inputs[:, 1 - width :])

@@ -26,15 +26,15 @@ from asyncllm.gpu.ops.gumbel import (
     truncates,
 )
 
-BLOCK = 2**20
-"""Logits at a time, in whole rows."""
+BLOCK_LOGITS = 2**20
+"""Logits to sample at a time, in whole rows."""
 
-SPAN = 32
+SPAN_TOKENS = 32
 """Tokens of a span. They lie a stride apart, because a maximum over a stride takes a fraction of
 the time of one over neighbours."""
 
-SPANS = (64, 512)
-"""Numbers of spans to search, one after the other, before all of them."""
+SPAN_COUNTS = (64, 512)
+"""Numbers of spans to search in turn, before searching all."""
 
 
 def sample(
@@ -48,7 +48,7 @@ def sample(
     """Samples one token per row, see ``TorchOps.sample``; depends on that row alone."""
     out.fill_(-1)
     width = -(-logits.shape[1] // CHUNK) * CHUNK
-    for rows in torch.nonzero(req_indices >= 0).flatten().split(max(1, BLOCK // width)):
+    for rows in torch.nonzero(req_indices >= 0).flatten().split(max(1, BLOCK_LOGITS // width)):
         lines = req_indices[rows]
         temperature = sampling["temperature"][lines]
         scaled = logits.new_full((len(rows), width), -torch.inf, dtype=torch.float32)
@@ -69,7 +69,7 @@ def _sample_rows(
     limits: tuple[Tensor, Tensor, Tensor],
     vocab_size: int,
 ) -> Tensor:
-    maxima = scaled.view(len(scaled), SPAN, -1).amax(1)
+    maxima = scaled.view(len(scaled), SPAN_TOKENS, -1).amax(1)
     largest = maxima.amax(-1)
     finite = torch.isfinite(largest)
     tokens = torch.where(largest == -torch.inf, NO_TOKEN_LEFT, -1)
@@ -83,7 +83,7 @@ def _sample_rows(
     if len(rows := torch.nonzero(drawn & truncated).flatten()):
         chosen = limits[0][rows], limits[1][rows], limits[2][rows]
         tokens[rows] = _race_truncated(
-            scaled[rows], maxima[rows], keys[rows], chosen, vocab_size, SPANS[0]
+            scaled[rows], maxima[rows], keys[rows], chosen, vocab_size, SPAN_COUNTS[0]
         )
     return tokens
 
@@ -129,7 +129,7 @@ def _race_truncated(
     winner = torch.where(kept, score, -torch.inf).argmax(-1, keepdim=True)
     tokens = ids.gather(1, winner).squeeze(1)
     if len(rows := torch.nonzero(~complete & (bound > -torch.inf)).flatten()):
-        wider = next((count for count in SPANS if count > width), maxima.shape[1])
+        wider = next((count for count in SPAN_COUNTS if count > width), maxima.shape[1])
         chosen = limits[0][rows], limits[1][rows], limits[2][rows]
         tokens[rows] = _race_truncated(
             scaled[rows], maxima[rows], keys[rows], chosen, vocab_size, wider
@@ -151,7 +151,7 @@ def _candidates(scaled: Tensor, maxima: Tensor, width: int) -> tuple[Tensor, Ten
         top = maxima.topk(width + 1)
         bound = top.values[:, -1]
         spans = top.indices[:, :width].sort(-1).values
-        spread = torch.arange(SPAN, device=scaled.device).unsqueeze(1) * count
+        spread = torch.arange(SPAN_TOKENS, device=scaled.device).unsqueeze(1) * count
         ids = (spread + spans.unsqueeze(1)).flatten(1)
     values, order = scaled.gather(1, ids).sort(dim=-1, descending=True, stable=True)
     return values, ids.gather(1, order), bound

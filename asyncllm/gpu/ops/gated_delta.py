@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
-from asyncllm.gpu.batch.state_rows import StateRows, state_of
+from asyncllm.gpu.batch.state_rows import StateRows, span_state
 
-CHUNK = 64
+CHUNK_TOKENS = 64
 """Tokens that one set of matrix products computes."""
 
 NORM_EPS = 1e-6
@@ -105,9 +105,9 @@ class TorchGatedDelta:
             out[:count] = _one_token(held, *inputs.tokens(0, count))
             state.index_copy_(0, rows.slots, held)
         for span in (*rows.apart, *rows.spans):
-            held = state_of(state, span)
-            for start in range(span.start, span.end, CHUNK):
-                end = min(start + CHUNK, span.end)
+            held = span_state(state, span)
+            for start in range(span.start, span.end, CHUNK_TOKENS):
+                end = min(start + CHUNK_TOKENS, span.end)
                 step = _one_token if end - start == 1 else _chunk
                 out[start:end] = step(held, *inputs.tokens(start, end))
         return out.flatten(1).to(qkv.dtype)

@@ -135,9 +135,9 @@ def race_in_chunk(chunks: Tensor, chunk: Tensor, keys: Tensor) -> Tensor:
 def gumbel_keys(states: Tensor, positions: Tensor) -> Tensor:
     """``[S]`` int64: the bits of output number ``position`` of SplitMix64 at each state."""
     z = states + (positions.long() + 1) * _signed(0x9E3779B97F4A7C15)
-    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
-    return z ^ _shifted(z, 31)
+    z = (z ^ _logical_right_shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _logical_right_shift(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _logical_right_shift(z, 31)
 
 
 def exponentials(keys: Tensor, vocab_size: int) -> Tensor:
@@ -175,19 +175,19 @@ def _exponential(word: Tensor) -> Tensor:
 
 def _philox(counters: Tensor, keys: Tensor, domain: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four words of Philox4x32-10 as int64 in [0, 2**32), of the counter (counters, domain)."""
-    key0, key1 = torch.broadcast_tensors(keys & _LOW32, _shifted(keys, 32))[:2]
+    key0, key1 = torch.broadcast_tensors(keys & _LOW32, _logical_right_shift(keys, 32))[:2]
     zero = torch.zeros_like(counters + keys)
     c0, c1, c2, c3 = counters + zero, zero + domain, zero, zero
     for _ in range(10):
         product0, product2 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0 = _shifted(product2, 32) ^ c1 ^ key0
-        c2 = _shifted(product0, 32) ^ c3 ^ key1
+        c0 = _logical_right_shift(product2, 32) ^ c1 ^ key0
+        c2 = _logical_right_shift(product0, 32) ^ c3 ^ key1
         c1, c3 = product2 & _LOW32, product0 & _LOW32
         key0, key1 = (key0 + 0x9E3779B9) & _LOW32, (key1 + 0xBB67AE85) & _LOW32
     return c0, c1, c2, c3
 
 
-def _shifted(z: Tensor, count: int) -> Tensor:
+def _logical_right_shift(z: Tensor, count: int) -> Tensor:
     """Logical shift to the right of the bits of int64."""
     return (z >> count) & ((1 << (64 - count)) - 1)
 

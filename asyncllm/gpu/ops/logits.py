@@ -18,10 +18,10 @@ CHUNK_ELEMENTS = 1 << 22
 """Logits that the stages process at a time, so that their temporary memory does not grow with the
 batch."""
 
-_CHUNK_BYTES = 20
-"""Most temporary bytes per logit of a chunk: its counts, and both of its penalised values."""
+_BYTES_PER_LOGIT = 20
+"""Most temporary bytes per logit of a chunk, for counts and both penalised values."""
 
-_RULE_BYTES = 64
+_BYTES_PER_BIAS = 64
 """Most temporary bytes per entry of a row's ``logit_bias``."""
 
 
@@ -42,7 +42,7 @@ def process_logits(logits: Tensor, rows: SamplingRows, stages: Stages) -> Tensor
     """
     processed = logits.to(torch.float32, copy=True)
     if stages & Stages.PENALTIES:
-        _count(rows.lines(), rows)
+        _count(rows.table_rows(), rows)
     for part in _chunks(*processed.shape):
         _process(processed[part], rows.at(part), stages)
     return processed
@@ -52,7 +52,7 @@ def processing_bytes(num_rows: int, vocab_size: int) -> int:
     """Most bytes that ``process_logits`` allocates for ``num_rows``, its result included."""
     chunk = min(num_rows, _chunk_rows(vocab_size))
     result = 4 * num_rows * vocab_size
-    return result + chunk * (_CHUNK_BYTES * vocab_size + _RULE_BYTES * MAX_BIAS)
+    return result + chunk * (_BYTES_PER_LOGIT * vocab_size + _BYTES_PER_BIAS * MAX_BIAS)
 
 
 def _chunk_rows(vocab_size: int) -> int:
@@ -66,7 +66,7 @@ def _chunks(num_rows: int, vocab_size: int) -> Iterator[slice]:
 
 def _process(logits: Tensor, rows: SamplingRows, stages: Stages) -> None:
     """Applies the stages to a chunk of rows, in place."""
-    lines = rows.lines()
+    lines = rows.table_rows()
     if stages & Stages.MASKS:
         assert rows.mask_slots is not None
         assert rows.mask_words is not None

@@ -14,7 +14,7 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.ops.experts import ExpertsWeights, split
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.native_pointwise import GELU_TANH, SILU
-from asyncllm.gpu.ops.native_weights import stored_as
+from asyncllm.gpu.ops.native_weights import native_type
 from asyncllm.gpu.ops.program import DTYPES, rows_of
 from asyncllm.gpu.ops.routing import RouterWeights
 from asyncllm.native.context import Context, PackedWeights, fail
@@ -119,7 +119,7 @@ class NativeExperts:
         self.context = context
         layers = weights.gate_up, weights.down
         for layer in layers:
-            if layer.scheme != "plain" and stored_as(layer.form) is None:
+            if layer.scheme != "plain" and native_type(layer.form) is None:
                 raise ModelLoadError(
                     f"experts of scheme {layer.scheme!r} with scale_block={layer.scale_block}: the "
                     "op set 'native' has no layout for them"

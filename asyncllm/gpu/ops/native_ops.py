@@ -40,7 +40,7 @@ from asyncllm.gpu.ops.native_sampling import (
     NativeSample,
     NativeTopLogprobs,
 )
-from asyncllm.gpu.ops.native_weights import SPAN, conversions, stored_as
+from asyncllm.gpu.ops.native_weights import SPAN, conversions, native_type
 from asyncllm.gpu.ops.recorder import Recorder
 from asyncllm.gpu.ops.routing import RouterWeights, Routing
 from asyncllm.native.context import Context, fail
@@ -73,7 +73,7 @@ class NativeOps(CpuOps):
         self.context.functions.lengthen_slice()
 
     def takes(self, form: WeightForm) -> bool:
-        return form.scheme == "plain" or stored_as(form) is not None
+        return form.scheme == "plain" or native_type(form) is not None
 
     def make_linear(self, weights: LinearWeights) -> NativeLinear:
         return NativeLinear(self.context, weights)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from asyncllm.gpu.batch.grammar_masks import num_words
 from asyncllm.gpu.batch.sampling_inputs import SamplingRows, Stages, TopLogprobs
-from asyncllm.gpu.batch.sampling_table import DRAW, RULES
+from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS, RULE_SCALARS
 from asyncllm.gpu.ops.program import DTYPES
 from asyncllm.native.context import Context, fail
 from asyncllm.native.interface import LogitsArgs, SampleArgs
@@ -66,8 +66,11 @@ def sample_args(
         vocab_size=logits.shape[1],
         req_indices=address("req_indices", req_indices, torch.int64, rows),
         positions=address("positions", positions, torch.int64, rows),
-        scalars=(ctypes.c_void_p * len(DRAW))(
-            *(address(name, sampling[name], each.dtype, lines) for name, each in DRAW.items())
+        scalars=(ctypes.c_void_p * len(DRAW_SCALARS))(
+            *(
+                address(name, sampling[name], each.dtype, lines)
+                for name, each in DRAW_SCALARS.items()
+            )
         ),
         lines=lines,
         last_sampled=address("last_sampled_tokens", last_sampled_tokens, torch.int64, lines),
@@ -114,7 +117,7 @@ class NativeProcessLogits:
         count, vocab_size = logits.shape
         out = torch.empty((count, vocab_size), dtype=torch.float32, device="cpu")
         last = rows.last_sampled_tokens
-        lines = min(len(last), len(rows.rules["restricted"]), rows.tables.lines)
+        lines = min(len(last), len(rows.rules["restricted"]), rows.tables.table_rows)
         args = LogitsArgs(
             logits=logits.data_ptr(),
             row_stride=logits.stride(0),
@@ -172,7 +175,7 @@ def _set_penalties(args: LogitsArgs, rows: SamplingRows) -> None:
 
 def _set_scalars(args: LogitsArgs, rows: SamplingRows, *names: str) -> None:
     for name in names:
-        setattr(args, name, address(name, rows.rules[name], RULES[name].dtype, args.lines))
+        setattr(args, name, address(name, rows.rules[name], RULE_SCALARS[name].dtype, args.lines))
 
 
 class NativeTopLogprobs:

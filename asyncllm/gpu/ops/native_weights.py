@@ -22,7 +22,7 @@ SPAN = 32
 """Inputs that share a scale when the kernels quantise them; a group of weights is a multiple."""
 
 
-def stored_as(form: WeightForm) -> int | None:
+def native_type(form: WeightForm) -> int | None:
     """The type that packs quantised weights without rounding them again; None if none does."""
     block_rows, group = form.scale_block or (0, 0)
     columns = form.shape[1]
@@ -88,7 +88,7 @@ def pack(context: Context, weights: LinearWeights) -> PackedWeights:
     """Copies weights into the kernels' panels, so that the caller may drop its own.
 
     Args:
-        weights: plain, or of a form for which ``stored_as`` has a type.
+        weights: plain, or of a form for which ``native_type`` has a type.
 
     Raises:
         ModelLoadError: zeros that are not integers.
@@ -96,7 +96,7 @@ def pack(context: Context, weights: LinearWeights) -> PackedWeights:
     """
     bias = None if weights.bias is None else weights.bias.float().contiguous()
     if weights.scheme != "plain":
-        stored = stored_as(weights.form)
+        stored = native_type(weights.form)
         if stored != INT8:
             assert stored is not None
             return _pack_grouped(context, weights, stored, bias)

@@ -92,7 +92,8 @@ class Program:
             fail(self.failure(status, self._failed.value, self._sizes), status)
 
     def failure(self, status: int, at: int, sizes: Iterable[int]) -> str:
-        """Words for the failed part of a run: the op at ``at``, the step's sizes, or the call."""
+        """Describes the failed part of a run: the op at index ``at``, the step's sizes, or the
+        call."""
         if at >= 0:
             return f"step, op {at}, {self.names[at]}"
         if status != INVALID:

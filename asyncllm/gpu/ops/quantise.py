@@ -21,7 +21,7 @@ CHUNK = 2**22
 GROUP = 32
 """Inputs that share a scale and a zero point in 4 bits."""
 
-SHRINKS = (1.0, 0.92, 0.84)
+RANGE_FRACTIONS = (1.0, 0.92, 0.84)
 """Fractions of a group's range that its 15 steps may span."""
 
 
@@ -58,11 +58,11 @@ def quantise_int8(weights: LinearWeights) -> LinearWeights:
 def quantise_int4(weights: LinearWeights) -> LinearWeights:
     """Rounds to 4 bits, with a scale and a zero point for each output channel and GROUP inputs.
 
-    Codes go from 0 to 15. Each fraction in SHRINKS of a group's range, which includes 0, is divided
-    into 15 steps, with elements beyond it clipped; the one with the least squared error is kept.
-    Errors are summed in halves, so that the sum is the same on every processor. Scales are rounded
-    to bfloat16 first, so that codes are computed with the stored scales. A group with NaN or
-    infinity gets such a scale, and its outputs are NaN.
+    Codes go from 0 to 15. Each fraction in RANGE_FRACTIONS of a group's range, which includes 0, is
+    divided into 15 steps, with elements beyond it clipped; the one with the least squared error is
+    kept. Errors are summed in halves, so that the sum is the same on every processor. Scales are
+    rounded to bfloat16 first, so that codes are computed with the stored scales. A group with NaN
+    or infinity gets such a scale, and its outputs are NaN.
 
     Args:
         weights: of scheme "plain".
@@ -99,8 +99,8 @@ def _nearest_codes(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Scales and zero points ``[rows, groups, 1]``, and the codes of ``[rows, groups, GROUP]``."""
     low = values.amin(2, keepdim=True).clamp_(max=0.0)
     high = values.amax(2, keepdim=True).clamp_(min=0.0)
-    best, least = _steps(low, high, SHRINKS[0]), None
-    for shrink in SHRINKS:
+    best, least = _steps(low, high, RANGE_FRACTIONS[0]), None
+    for shrink in RANGE_FRACTIONS:
         scale, zero = _steps(low, high, shrink)
         exact = values * _inverse(scale)
         error = exact.round().clamp_(-zero, 15.0 - zero).sub_(exact).square_()

@@ -122,7 +122,7 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten.index.Tensor and len(args[1]) == 1:
-            return self._select(args[0], args[1][0])
+            return self._record_selection(args[0], args[1][0])
         if func.is_view:
             return func(*args, **(kwargs or {}))
         raise Unrecordable(f"{func} has no native kernel")
@@ -169,21 +169,21 @@ class Recorder(TorchDispatchMode):
         for pointer, tensor in tensors.items():
             # The library skips the rows with logits, whose number varies by step, when it runs.
             skipped = FAKE_SIZES[Size.SAMPLED] if (name, pointer) == ("argmax", "x") else 0
-            place = op.pointers[pointer] = self._find(name, tensor, skipped)
+            place = op.pointers[pointer] = self._find_buffer(name, tensor, skipped)
             place[0].last = len(self._ops)
         self._ops.append(op)
         self._held += holds
 
     def keep(self, tensor: Tensor) -> None:
         """Makes a tensor a result of the program, which is kept after a run."""
-        buffer, _ = self._find("result", tensor)
+        buffer, _ = self._find_buffer("result", tensor)
         self._results.append((buffer, tensor.dtype, tensor.shape[1]))
 
     def refuse_call(self) -> NoReturn:
         """Raises Unrecordable; called for a native op that cannot be recorded."""
         raise Unrecordable("a native op cannot be recorded")
 
-    def _select(self, x: Tensor, index: Tensor) -> Tensor:
+    def _record_selection(self, x: Tensor, index: Tensor) -> Tensor:
         """Records the selection of rows of ``x`` by a step's index."""
         if index.dtype != torch.int64 or x.dim() != 2 or x.stride(1) != 1:
             raise Unrecordable("an index other than one of rows has no native kernel")
@@ -201,7 +201,7 @@ class Recorder(TorchDispatchMode):
                 return size
         raise Unrecordable(f"a tensor {tuple(tensor.shape)} does not have the step's tokens")
 
-    def _find(self, name: str, tensor: Tensor, skipped: int = 0) -> tuple[_Buffer, int]:
+    def _find_buffer(self, name: str, tensor: Tensor, skipped: int = 0) -> tuple[_Buffer, int]:
         """The buffer that a tensor views, and its offset in bytes after ``skipped`` rows."""
         at = tensor.data_ptr()
         index = bisect_right(self._buffers, at, key=_address) - 1

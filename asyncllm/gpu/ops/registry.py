@@ -25,7 +25,7 @@ from asyncllm.native.shared_library import Library, NativeUnavailableError
 
 logger = get_logger(__name__)
 
-GROUP = "asyncllm.attention_backends"
+ENTRY_POINT_GROUP = "asyncllm.attention_backends"
 """The entry point group of backends from other distributions."""
 
 BUILTIN: dict[str, AttentionBackend] = {
@@ -77,12 +77,12 @@ def resolve(name: str, request: AttentionRequest) -> str:
         return name
     if request.device.type == "cuda":
         return "triton"
-    if not _chooses_native() or any(NativeAttention.constraints.unmet(request)):
+    if not _runs_native() or any(NativeAttention.constraints.unmet(request)):
         return "torch"
     return "native"
 
 
-def _chooses_native() -> bool:
+def _runs_native() -> bool:
     """Whether ``choose_native`` runs native ops; warns if only a build is missing."""
     choice = choose_native()
     if choice.can_be_built:
@@ -125,7 +125,7 @@ def find_backend(name: str) -> AttentionBackend:
         InvalidRequestError: no such backend.
         EngineError: several have this name, or it cannot be loaded.
     """
-    found = list(entry_points(group=GROUP, name=name))
+    found = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
     owners = [_distribution(entry) for entry in found]
     if name in BUILTIN:
         owners.append("asyncllm")
@@ -138,7 +138,7 @@ def find_backend(name: str) -> AttentionBackend:
         return BUILTIN[name]
     if found:
         return _load(found[0])
-    others = sorted({entry.name for entry in entry_points(group=GROUP)} - set(BUILTIN))
+    others = sorted({entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)} - set(BUILTIN))
     raise InvalidRequestError(
         f"attention_backend={name!r}: expected one of {', '.join(('auto', *BUILTIN, *others))}",
         param="attention_backend",
@@ -183,7 +183,7 @@ def ops_without_attention(name: str, device: torch.device, num_threads: int) -> 
     Raises:
         EngineError: "native" is configured, but the library is missing or does not work here.
     """
-    if device.type == "cpu" and (name == "native" or (name == "auto" and _chooses_native())):
+    if device.type == "cpu" and (name == "native" or (name == "auto" and _runs_native())):
         return NativeOps(native_context(num_threads))
     return make_ops(device, None)
 

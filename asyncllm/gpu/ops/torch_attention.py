@@ -214,7 +214,7 @@ class TorchAttention:
         group: AttentionGroup,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Returns ``[tokens of the padded group, Hq, D]``."""
+        """Attention of one padded group, ``[tokens of the group, Hq, D]``."""
         shape = self.shape
         rows, queries, heads = group.num_rows, group.num_queries, shape.num_heads
         if group.blocks is None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.batch.sampling_table import DRAW
+from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS
 from asyncllm.gpu.batch.state_rows import StateRows
 from asyncllm.gpu.batch.step_inputs import GroupInputs, StepInputs
 from asyncllm.gpu.ops.base import (
@@ -111,10 +111,10 @@ class TorchOps:
         Raises:
             ModelLoadError: the op set cannot compute with this form of weights.
         """
-        self._take(weights)
+        self._check_and_count(weights)
         return self.make_linear(weights)
 
-    def _take(self, weights: LinearWeights) -> None:
+    def _check_and_count(self, weights: LinearWeights) -> None:
         """Checks the form of weights, and adds their bytes to ``linear_bytes``."""
         if not self.takes(weights.form):
             raise ModelLoadError(
@@ -146,7 +146,7 @@ class TorchOps:
         """
         before = self.linear_bytes
         for layer in (weights.gate_up, weights.down):
-            self._take(layer)
+            self._check_and_count(layer)
         # A step of one token reads the weights of its top_k experts only.
         self.linear_bytes = before + (self.linear_bytes - before) * top_k // weights.num_experts
         return self.make_experts(weights, config)
@@ -296,7 +296,7 @@ class TorchOps:
             return
         assert step.previous_tokens is not None
         assert step.last_sampled_tokens is not None
-        lines, padded, size = step.lines(), step.req_indices < 0, group.block_size
+        lines, padded, size = step.table_rows(), step.req_indices < 0, group.block_size
         sampled = step.last_sampled_tokens[lines]
         tokens = torch.where(step.previous_tokens < 0, sampled, step.previous_tokens)
         blocks = group.block_table[lines, step.positions // size].long()
@@ -321,7 +321,7 @@ class TorchOps:
 
         Args:
             logits: ``[S, vocab_size]``, not changed.
-            sampling: the scalars of DRAW, ``[N + 1]`` each.
+            sampling: the scalars of DRAW_SCALARS, ``[N + 1]`` each.
             req_indices: ``[S]`` int64, request index of each row; -1 for a padded row.
             positions: ``[S]`` int64, position of the token before the sampled one.
             last_sampled_tokens: ``[N + 1]`` int64 by request index; gets the token, or 0 where
@@ -331,7 +331,7 @@ class TorchOps:
         """
         padded = req_indices < 0
         lines = torch.where(padded, len(last_sampled_tokens) - 1, req_indices)
-        own = {name: sampling[name][lines] for name in DRAW}
+        own = {name: sampling[name][lines] for name in DRAW_SCALARS}
         tokens = gumbel_sample(logits, positions=positions + 1, **own)
         last_sampled_tokens.index_copy_(0, lines, tokens.masked_fill(padded, 0).clamp_(min=0))
         out.copy_(tokens.masked_fill(padded, -1))

@@ -17,7 +17,7 @@ from asyncllm.core.batch import RequestAssignment
 from asyncllm.errors import EngineError
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.sample.claim import Claim
-from asyncllm.gpu.sample.host_rules import check_storage, kind_of
+from asyncllm.gpu.sample.host_rules import check_storage, type_and_shape
 from asyncllm.logits_processor import ENTRY_POINTS, BatchUpdate, LogitsProcessor
 from asyncllm.validation import explain
 
@@ -110,7 +110,8 @@ class _ProcessorRequests:
             value = self.processor.apply(logits, indices)
             if not isinstance(value, Tensor) or value.shape != shape:
                 raise TypeError(
-                    f"apply returned {kind_of(value)}, expected a tensor of shape {tuple(shape)}"
+                    f"apply returned {type_and_shape(value)}, expected a tensor of shape "
+                    f"{tuple(shape)}"
                 )
             check_storage(value)
             return value.to(logits)

@@ -1,4 +1,4 @@
-"""HostRows: the rows of a step whose tokens are drawn with the host."""
+"""HostRows: a step's rows whose sampling needs the host."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ import torch
 from torch import Tensor
 
 from asyncllm.gpu.batch.sampling_inputs import LOGITS_STAGES, SamplingRows, Stages, TopLogprobs
-from asyncllm.gpu.batch.sampling_table import DRAW
+from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
 from asyncllm.gpu.sample.batched_processors import Claim
-from asyncllm.gpu.sample.host_rules import apply_processors, hide_bad_words
+from asyncllm.gpu.sample.host_rules import apply_processors, mask_bad_words
 from asyncllm.gpu.sample.logprobs import logprobs_of_row, token_logprobs
-from asyncllm.gpu.sample.sample_output import NONE_LEFT, NOT_FINITE, SampleOutput
+from asyncllm.gpu.sample.sample_output import NO_TOKEN_MESSAGE, NOT_FINITE_MESSAGE, SampleOutput
 from asyncllm.gpu.sample.sampler import Sampler
 
 
 class HostRows:
-    """K rows of a step that are sampled apart from the others, in two halves.
+    """K rows of a step whose sampling needs the host, in two halves.
 
-    ``take`` is queued behind the forward pass and copies all that the rows are sampled from: the
-    next step may be queued, and run, before the host comes to them, and their request indices may
-    have other requests by then. ``sample`` applies ``bad_words`` and the logits processors, and
-    draws; the step's end has to be waited for first.
+    ``copy_inputs`` is queued after the forward pass and copies the inputs of sampling, because the
+    next step may run first, with other requests at these indices. ``sample`` applies ``bad_words``
+    and the logits processors, and draws; wait for the step's end before it.
 
     Args:
-        places: ``[K]``, their places among the rows that are sampled.
-        req_indices, positions: ``[K]``, and of the tokens that are sampled; all tokens before
-            ``positions`` are known.
+        places: ``[K]``, places of the rows among the step's sampled rows.
+        req_indices, positions: ``[K]``, request index and position of each sampled token; all
+            tokens before it are known.
     """
 
     def __init__(
@@ -49,52 +48,57 @@ class HostRows:
             for row in self._rules
         }
         self._num_changes = sampler.batched.num_changes
-        self._logits = self._processed = self._at = torch.empty(0)
+        self._logits = self._processed = self._positions = torch.empty(0)
         self._scalars: dict[str, Tensor] = {}
 
-    def take(
+    def copy_inputs(
         self, logits: Tensor, rows: SamplingRows, scalars: Mapping[str, Tensor], stages: Stages
     ) -> Tensor:
-        """Queues the first half. Nothing is read on the host.
+        """Queues the copies of the inputs; reads nothing on the host.
 
         Args:
-            logits: ``[S, vocab_size]`` of the whole step, as are ``rows``.
-            scalars: of DRAW, by request index.
-            stages: of the whole step.
+            logits, rows: ``[S, vocab_size]`` and inputs of all sampled rows of the step.
+            scalars: the scalars of DRAW_SCALARS, by request index.
+            stages: stages of the whole step.
 
         Returns:
             ``places`` on the device.
         """
         index = copy_to_device(self.places, logits.device)
         own = rows.at(index)
-        # A line for each row, and one behind them for padding.
-        lines = torch.cat((own.lines(), own.lines()[:1]))
-        self._scalars = {name: scalars[name][lines] for name in DRAW}
-        self._logits, self._at = logits[index], own.positions
+        # One table row for each sampled row, and one more for padding.
+        table_rows = torch.cat((own.table_rows(), own.table_rows()[:1]))
+        self._scalars = {name: scalars[name][table_rows] for name in DRAW_SCALARS}
+        self._logits, self._positions = logits[index], own.positions
         needed = Stages(int(np.bitwise_or.reduce(self._stages))) | (stages & Stages.MASKS)
         needed &= LOGITS_STAGES
         self._processed = self._sampler.ops.process_logits(self._logits, own, needed)
         return index
 
     def sample(self) -> SampleOutput:
-        """The second half: a token for each row, in the order of ``places``."""
+        """Draws a token for each row, in the order of ``places``."""
         errors: dict[int, Exception] = {}
-        self._process(errors)
-        lines = torch.arange(len(self.places), device=self._at.device)
-        last, tokens = torch.zeros_like(torch.cat((lines, lines[:1]))), torch.empty_like(lines)
-        self._sampler.ops.sample(self._processed, self._scalars, lines, self._at, last, tokens)
+        self._apply_processors(errors)
+        table_rows = torch.arange(len(self.places), device=self._positions.device)
+        last, tokens = (
+            torch.zeros_like(torch.cat((table_rows, table_rows[:1]))),
+            torch.empty_like(table_rows),
+        )
+        self._sampler.ops.sample(
+            self._processed, self._scalars, table_rows, self._positions, last, tokens
+        )
         output = SampleOutput(tokens.cpu().numpy(), errors=errors)
-        self._explain(output)
+        self._add_errors(output)
         output.token_ids[list(errors)] = -1
         self._gather_logprobs(output)
         return output
 
-    def _process(self, errors: dict[int, Exception]) -> None:
-        """The stages on the host, in place."""
+    def _apply_processors(self, errors: dict[int, Exception]) -> None:
+        """Applies bad words and logits processors, in place."""
         processed, claims = self._processed, dict[int, Claim]()
         for row, rules in self._rules.items():
             output = self._outputs[row]
-            hide_bad_words(processed[row], rules, output)
+            mask_bad_words(processed[row], rules, output)
             if (claim := rules.claim) is not None:
                 claim.output += output[len(claim.output) :].tolist()
                 claims[row] = claim
@@ -107,15 +111,15 @@ class HostRows:
                 except Exception as error:
                     errors[row] = error
 
-    def _explain(self, output: SampleOutput) -> None:
-        """The errors of rows without a token."""
+    def _add_errors(self, output: SampleOutput) -> None:
+        """Adds the errors of rows without a token."""
         for row in np.flatnonzero(output.token_ids < 0).tolist():
             if row in output.errors:
                 continue
             if not bool(torch.isfinite(self._logits[row].max())):
-                message = NOT_FINITE
+                message = NOT_FINITE_MESSAGE
             elif output.token_ids[row] == NO_TOKEN_LEFT:
-                message = NONE_LEFT
+                message = NO_TOKEN_MESSAGE
             else:
                 message = "a logits processor returned logits that are not finite"
             output.errors[row] = ValueError(message)

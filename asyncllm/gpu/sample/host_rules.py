@@ -1,4 +1,4 @@
-"""The rules of one row that need the host: bad words of several tokens, logits processors."""
+"""HostRules: bad words of several tokens and logits processors, which run on the host."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class HostRules:
     """Sampling parameters of a request that need the host.
 
     Attributes:
-        bad_words: sequences of two tokens or more, of which the last may not follow the others.
-        processors: the request's own, in order.
-        claim: of the engine's processors that have a part in it.
+        bad_words: sequences of two tokens or more; the last must not follow the others.
+        processors: the request's own logits processors, in order.
+        claim: its claim by the engine's processors; None without.
     """
 
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -28,8 +28,8 @@ class HostRules:
     claim: Claim | None = None
 
 
-def hide_bad_words(row: Tensor, rules: HostRules, output: np.ndarray) -> None:
-    """Hides the last token of each of the ``bad_words`` whose other tokens end the output.
+def mask_bad_words(row: Tensor, rules: HostRules, output: np.ndarray) -> None:
+    """Masks the last token of each bad word whose other tokens end the output.
 
     Args:
         output: ``[n]``, the output so far.
@@ -44,8 +44,8 @@ def hide_bad_words(row: Tensor, rules: HostRules, output: np.ndarray) -> None:
 
 
 def apply_processors(row: Tensor, rules: HostRules, output: np.ndarray) -> None:
-    """Writes what the request's processors make of the row. Raises what they raise, as an
-    Exception, and for a result that is no row."""
+    """Applies the request's own logits processors to its row, in place. Raises an Exception: a
+    processor's error, or TypeError for a result that is not ``[vocab_size]``."""
     value: object = row.clone()
     tokens = output.tolist()
     try:
@@ -53,8 +53,8 @@ def apply_processors(row: Tensor, rules: HostRules, output: np.ndarray) -> None:
             value = processor(tokens, value)
             if not isinstance(value, Tensor) or value.shape != row.shape:
                 raise TypeError(
-                    f"logits processor {describe(processor)} returned {kind_of(value)}, expected "
-                    f"a tensor of shape {tuple(row.shape)}"
+                    f"logits processor {describe(processor)} returned {type_and_shape(value)}, "
+                    f"expected a tensor of shape {tuple(row.shape)}"
                 )
         assert isinstance(value, Tensor)
         check_storage(value)
@@ -68,15 +68,15 @@ def apply_processors(row: Tensor, rules: HostRules, output: np.ndarray) -> None:
 
 
 def check_storage(value: Tensor) -> None:
-    """Raises unless the tensor's memory holds all of it: its storage may have been resized, and
-    torch would read past the end."""
+    """Raises ValueError for a tensor that extends beyond its storage. A processor may have resized
+    the storage; torch would read past its end."""
     spans = zip(value.shape, value.stride(), strict=True)
     last = value.storage_offset() + sum((count - 1) * stride for count, stride in spans)
     if value.untyped_storage().nbytes() < (last + 1) * value.itemsize:
         raise ValueError("a logits processor returned a tensor whose storage does not hold it")
 
 
-def kind_of(value: object) -> str:
+def type_and_shape(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return f"a {type(value).__name__}"

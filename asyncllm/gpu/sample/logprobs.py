@@ -7,11 +7,11 @@ from torch import Tensor
 
 from asyncllm.outputs import Logprob, TokenLogprobs
 
-MAX_FUSED = 64
+MAX_BUFFERED_LOGPROBS = 64
 """Most log-probabilities per token that a step's buffers hold; more are computed by the host."""
 
 
-DEFAULT_FUSED = 20
+DEFAULT_BUFFERED_LOGPROBS = 20
 """Log-probabilities per token in a step's buffers, if the configuration sets no limit."""
 
 

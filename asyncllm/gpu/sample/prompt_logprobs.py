@@ -14,7 +14,7 @@ from asyncllm.gpu.batch.sampling_inputs import TopLogprobs
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.sample.logprobs import token_logprobs
-from asyncllm.gpu.sample.sample_output import NOT_FINITE
+from asyncllm.gpu.sample.sample_output import NOT_FINITE_MESSAGE
 from asyncllm.outputs import TokenLogprobs
 
 SLICE_ELEMENTS = 1 << 24
@@ -49,7 +49,7 @@ def gather_prompt_logprobs(
         end = begin + span.end - span.first
         values = _span_logprobs(hidden[begin:end], tokens[row], span.num_top, decoder)
         if values is None:
-            errors[row] = ValueError(NOT_FINITE)
+            errors[row] = ValueError(NOT_FINITE_MESSAGE)
         else:
             found[row] = values
         begin = end

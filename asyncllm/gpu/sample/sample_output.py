@@ -8,8 +8,8 @@ import numpy as np
 
 from asyncllm.outputs import TokenLogprobs
 
-NOT_FINITE = "the model's logits are not finite numbers"
-NONE_LEFT = (
+NOT_FINITE_MESSAGE = "the model's logits are not finite numbers"
+NO_TOKEN_MESSAGE = (
     "no token is left to sample: the grammar, allowed_token_ids, bad_words, min_tokens and logits "
     "processors exclude all of them"
 )

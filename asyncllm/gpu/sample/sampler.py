@@ -12,7 +12,7 @@ from asyncllm.gpu.batch.sampling_inputs import LOGITS_STAGES, SamplingRows, Stag
 from asyncllm.gpu.memory import is_device_failure
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.sample.batched_processors import BatchedProcessors
-from asyncllm.gpu.sample.sampling_state import LineUpdate, SamplingState
+from asyncllm.gpu.sample.sampling_state import SamplingState, TableUpdate
 from asyncllm.logits_processor import LogitsProcessor
 
 
@@ -42,7 +42,7 @@ class Sampler:
         self.state = SamplingState(max_num_seqs, vocab_size, min(num_logprobs, vocab_size))
         self.failures: dict[int, Exception] = {}
 
-    def assign(self, assignment: RequestAssignment) -> LineUpdate | None:
+    def assign(self, assignment: RequestAssignment) -> TableUpdate | None:
         """Takes over a request's parameters. Its tokens are in the input batch already.
 
         An error fails this request alone and goes to ``failures``. The index gets neutral
@@ -88,7 +88,7 @@ class Sampler:
 
         Args:
             logits: ``[S, vocab_size]``, not changed.
-            scalars: the scalars of DRAW, by request index.
+            scalars: the scalars of DRAW_SCALARS, by request index.
             stages: stages that any of the rows needs.
             tokens: ``[S]`` int64, written: see ``TorchOps.sample``.
             top: log-probabilities of the model's unprocessed logits; written with LOGPROBS.

@@ -28,7 +28,7 @@ NO_ROWS = np.empty(0, dtype=np.int64)
 
 
 @dataclass(slots=True)
-class LineUpdate:
+class TableUpdate:
     """New contents of a request index's rows of LogitsTables; None for tables without one.
 
     Attributes:
@@ -86,20 +86,20 @@ class SamplingState:
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, num_logprobs: int) -> None:
-        lines = max_num_seqs + 1
+        table_rows = max_num_seqs + 1
         self.vocab_size, self.num_logprobs = vocab_size, num_logprobs
-        self.sections = Sections(scalar_sections(lines), torch.device("cpu"))
+        self.sections = Sections(scalar_sections(table_rows), torch.device("cpu"))
         self._scalars = self.sections.arrays
         for name, scalar in SCALARS.items():
             self._scalars[name].fill(scalar.neutral)
-        self.logprobs = np.full(lines, -1, dtype=np.int64)
-        self.stages = np.zeros(lines, dtype=np.int64)
-        self.needs_logits = np.ones(lines, dtype=np.bool_)
+        self.logprobs = np.full(table_rows, -1, dtype=np.int64)
+        self.stages = np.zeros(table_rows, dtype=np.int64)
+        self.needs_logits = np.ones(table_rows, dtype=np.bool_)
         self.host: dict[int, HostRules] = {}
         self.host_logprobs: dict[int, int] = {}
         self.version = 0
 
-    def assign(self, assignment: RequestAssignment) -> LineUpdate | None:
+    def assign(self, assignment: RequestAssignment) -> TableUpdate | None:
         """Sets the parameters of a request.
 
         It raises for a value that does not fit its array; the index has to be released then.
@@ -118,7 +118,7 @@ class SamplingState:
         # No vocabulary is larger than _MAX_TOP_K.
         scalars["top_k"][req_index] = min(params.top_k, _MAX_TOP_K)
         scalars["states"][req_index] = np.uint64(mix_seed(params.seed)).view(np.int64)
-        update = LineUpdate(req_index, Stages.NONE)
+        update = TableUpdate(req_index, Stages.NONE)
         if params.logprobs is not None:
             self._assign_logprobs(update, params.logprobs)
         restricted = params.allowed_token_ids is not None or assignment.bad_words
@@ -133,7 +133,7 @@ class SamplingState:
         self.needs_logits[req_index] = bool(update.stages) or has_host or drawn
         return update if update.stages & (Stages.RULES | Stages.PENALTIES) else None
 
-    def _assign_logprobs(self, update: LineUpdate, count: int) -> None:
+    def _assign_logprobs(self, update: TableUpdate, count: int) -> None:
         if 0 <= count <= self.num_logprobs:
             self.logprobs[update.req_index] = count
             update.stages |= Stages.LOGPROBS
@@ -142,14 +142,14 @@ class SamplingState:
                 self.vocab_size if count < 0 else int(np.int64(count))
             )
 
-    def _assign_rules(self, update: LineUpdate, assignment: RequestAssignment) -> None:
+    def _assign_rules(self, update: TableUpdate, assignment: RequestAssignment) -> None:
         req_index, params, scalars = update.req_index, assignment.sampling, self._scalars
         update.bias = self._bias(params.logit_bias)
         if update.bias is not None:
             scalars["num_bias"][req_index] = len(update.bias[0])
         if params.min_tokens:
             stop_ids = [*assignment.eos_token_ids, *params.stop_token_ids]
-            update.stop_ids = self._ids(stop_ids, MAX_STOP_IDS)
+            update.stop_ids = self._token_ids(stop_ids, MAX_STOP_IDS)
             scalars["num_stop_ids"][req_index] = len(stop_ids)
             scalars["min_end"][req_index] = assignment.num_prompt_tokens + params.min_tokens
         update.allowed = self._allowed(params.allowed_token_ids, assignment.bad_words)
@@ -160,12 +160,12 @@ class SamplingState:
         if bad_words or params.logits_processors:
             self.host[req_index] = HostRules(bad_words, tuple(params.logits_processors))
 
-    def _assign_penalties(self, update: LineUpdate, assignment: RequestAssignment) -> None:
+    def _assign_penalties(self, update: TableUpdate, assignment: RequestAssignment) -> None:
         tokens = np.asarray(assignment.token_ids, dtype=np.int64)
         prompt = assignment.num_prompt_tokens
         ids, counts = np.unique(tokens[prompt:], return_counts=True)
         update.counts = ids, counts.astype(np.int32)
-        update.in_prompt = self._packed(tokens[:prompt])
+        update.in_prompt = self._packed_bits(tokens[:prompt])
         update.stages |= Stages.PENALTIES
         self._scalars["counted_from"][update.req_index] = len(tokens)
 
@@ -173,16 +173,20 @@ class SamplingState:
         if not bias:
             return None
         with np.errstate(over="raise", invalid="raise"):
-            return self._ids(list(bias), MAX_BIAS), np.array(list(bias.values()), np.float32)
+            return self._token_ids(list(bias), MAX_BIAS), np.array(list(bias.values()), np.float32)
 
     def _allowed(self, allowed: Any, bad_words: tuple[tuple[int, ...], ...]) -> np.ndarray | None:
         single = [words[0] for words in bad_words if len(words) == 1]
         if allowed is None and not single:
             return None
-        words = self._packed(self._ids(allowed)) if allowed is not None else ~self._packed([])
-        return words & ~self._packed(self._ids(single))
+        words = (
+            self._packed_bits(self._token_ids(allowed))
+            if allowed is not None
+            else ~self._packed_bits([])
+        )
+        return words & ~self._packed_bits(self._token_ids(single))
 
-    def _ids(self, token_ids: Any, most: int = MAX_ITEMS) -> np.ndarray:
+    def _token_ids(self, token_ids: Any, most: int = MAX_ITEMS) -> np.ndarray:
         """Token ids as int32; IndexError for one outside the vocabulary, or more than ``most``."""
         ids = np.array(token_ids, np.int64)
         if len(ids) > most:
@@ -191,7 +195,7 @@ class SamplingState:
             raise IndexError(f"token ids {ids.min()} to {ids.max()} in {self.vocab_size} tokens")
         return ids.astype(np.int32)
 
-    def _packed(self, token_ids: Any) -> np.ndarray:
+    def _packed_bits(self, token_ids: Any) -> np.ndarray:
         """Packs token ids into ``[W]`` int32, a bit per token."""
         bits = np.zeros(num_words(self.vocab_size) * 32, dtype=np.uint8)
         bits[np.asarray(token_ids, dtype=np.int64)] = 1
@@ -212,7 +216,7 @@ class SamplingState:
         self.needs_logits[req_index] = True
         return self.host.setdefault(req_index, HostRules())
 
-    def needing_host(self, req_indices: np.ndarray) -> np.ndarray:
+    def rows_needing_host(self, req_indices: np.ndarray) -> np.ndarray:
         """Places in ``req_indices`` whose sampling needs the host.
 
         These have bad words of several tokens, logits processors, or more log-probabilities than a

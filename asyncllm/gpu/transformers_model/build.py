@@ -32,7 +32,7 @@ from asyncllm.gpu.transformers_model.attention import (
 )
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.decoder import DtypeAndDevice, TransformersDecoder
-from asyncllm.gpu.transformers_model.interface import NAME, set_handler
+from asyncllm.gpu.transformers_model.interface import ENGINE_NAME, set_handler
 from asyncllm.gpu.transformers_model.linear import OpEmbedding, OpExperts, OpLinear, look_up_in
 from asyncllm.gpu.transformers_model.probe import Probe, linear_kinds, probe
 from asyncllm.gpu.transformers_model.recurrent import RecurrentModule
@@ -98,7 +98,7 @@ def experts_name(device: torch.device) -> str:
     On a CPU it is the op set's, elsewhere transformers' grouped product, which reads nothing on the
     host.
     """
-    return NAME if device.type == "cpu" else "grouped_mm"
+    return ENGINE_NAME if device.type == "cpu" else "grouped_mm"
 
 
 def build_transformers_decoder(
@@ -143,7 +143,7 @@ def build_transformers_decoder(
         if type(linear) in linear_kinds():
             sizes, own = _sizes(linear), make_head if linear is head else make
             _replace(modules, name, OpLinear(_take(linear, own, owner), *sizes))
-    if experts_name(owner.device) == NAME:
+    if experts_name(owner.device) == ENGINE_NAME:
         for name in found.experts:
             module = modules.get_submodule(name)
             set_handler(module, OpExperts(module, make, owner.take))

@@ -1,4 +1,4 @@
-"""Reference: a check of untested architectures against their own plain forward pass, at load."""
+"""Reference: checks untested architectures at load against their own plain forward pass."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TOLERANCE = 4.0
 ROUNDINGS = 16
 """Lower bound of the noise, in float32 roundings of the largest logit."""
 
-MOST_NOISE = 1.0
+MAX_NOISE = 1.0
 """Noise beyond which a comparison is meaningless."""
 
 SEED = 0
@@ -89,11 +89,11 @@ class Reference:
                 noise = max(noise, cls._sdpa_noise(modules, sequences, expected, device))
         finally:
             config._attn_implementation, config._experts_implementation = ours
-        if noise > MOST_NOISE:
+        if noise > MAX_NOISE:
             raise ModelLoadError(
                 f"{model.path}: {model.architecture} is not among the tested architectures, and "
                 f"its own results in {dtype} vary by {noise:.3g}, so that others cannot be told "
-                f'from them; expected at most {MOST_NOISE:g}, as dtype="float32" may give'
+                f'from them; expected at most {MAX_NOISE:g}, as dtype="float32" may give'
             )
         return cls(sequences, expected, noise)
 

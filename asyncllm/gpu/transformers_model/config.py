@@ -32,7 +32,7 @@ UNLIMITED_CONTEXT = 131_072
 """Context in tokens of a model without attention and positions, which has no limit of its own;
 buffers are allocated for it."""
 
-_COUNTS = (
+_COUNT_FIELDS = (
     "num_hidden_layers n_layer n_layers num_layers decoder_layers num_experts num_local_experts "
     "n_routed_experts"
 ).split()
@@ -231,7 +231,7 @@ def _check_fields(file: ConfigFile) -> None:
     """
     parts = [file.section(name) for name, value in file.values.items() if isinstance(value, dict)]
     for part in (file, *parts):
-        for name in _COUNTS:
+        for name in _COUNT_FIELDS:
             if isinstance(part.values.get(name), int):
                 part.integer(name, low=0, high=MAX_LAYERS)
     for part in (file, file.section("text_config")):

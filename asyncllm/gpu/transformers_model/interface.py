@@ -10,13 +10,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-NAME = "asyncllm"
-"""Name of the attention, which gets no masks, and of the experts."""
+ENGINE_NAME = "asyncllm"
+"""Name of the engine's attention and experts in transformers' tables; the attention gets no
+masks."""
 
 PROBE_NAME = "asyncllm_probe"
 """Name of the attention under which calls and masks are probed."""
 
-HANDLER = "asyncllm_handler"
+HANDLER_ATTRIBUTE = "asyncllm_handler"
 """Attribute of a module that holds its handler."""
 
 
@@ -30,7 +31,7 @@ def attend(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention of a module, ``[1, heads, T, size]`` to ``[1, T, heads, size]``."""
-    handler = module.__dict__[HANDLER]
+    handler = module.__dict__[HANDLER_ATTRIBUTE]
     return handler.attend(module, query, key, value, attention_mask, scaling, options), None
 
 
@@ -38,7 +39,9 @@ def run_experts(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """Experts of a module, ``[T, H] -> [T, H]``."""
-    return module.__dict__[HANDLER].experts(module, hidden_states, top_k_index, top_k_weights)
+    return module.__dict__[HANDLER_ATTRIBUTE].experts(
+        module, hidden_states, top_k_index, top_k_weights
+    )
 
 
 class ProbedMask:
@@ -66,10 +69,10 @@ def register() -> None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
+    ALL_ATTENTION_FUNCTIONS.register(ENGINE_NAME, attend)
     ALL_ATTENTION_FUNCTIONS.register(PROBE_NAME, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE_NAME, probe_mask)
-    experts_functions().register(NAME, run_experts)
+    experts_functions().register(ENGINE_NAME, run_experts)
 
 
 def experts_functions() -> Any:
@@ -79,4 +82,4 @@ def experts_functions() -> Any:
 
 
 def set_handler(module: nn.Module, handler: Any) -> None:
-    module.__dict__[HANDLER] = handler
+    module.__dict__[HANDLER_ATTRIBUTE] = handler

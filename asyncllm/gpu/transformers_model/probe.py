@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.transformers_model.config import TransformersConfig, build_skeleton
 from asyncllm.gpu.transformers_model.head import logits_of, output_head
-from asyncllm.gpu.transformers_model.interface import NAME, PROBE_NAME, register, set_handler
+from asyncllm.gpu.transformers_model.interface import ENGINE_NAME, PROBE_NAME, register, set_handler
 from asyncllm.gpu.transformers_model.recurrent_probe import (
+    CallWatch,
     RecurrentCall,
-    Watch,
     probe_recurrent,
 )
 from asyncllm.validation import explain
@@ -85,7 +85,7 @@ class Probe:
     hidden_size: int = 0
 
 
-_PLAIN = frozenset(
+_HARMLESS_OPTIONS = frozenset(
     "dropout is_causal use_cache cache_position position_ids output_attentions "
     "output_hidden_states output_router_logits return_dict logits_to_keep".split()
 )
@@ -129,7 +129,9 @@ class _Recorder:
                 softcap=given.pop("softcap", None),
                 sinks=given.pop("s_aux", None) is not None,
                 shared=shared,
-                options={name: value for name, value in given.items() if name not in _PLAIN},
+                options={
+                    name: value for name, value in given.items() if name not in _HARMLESS_OPTIONS
+                },
             )
         )
         return query.new_empty((1, query.shape[2], query.shape[1], value.shape[-1]))
@@ -187,7 +189,7 @@ def probe(model: TransformersConfig) -> Probe:
     """
     register()
     model.config._attn_implementation = PROBE_NAME
-    set_experts(model.config, NAME)
+    set_experts(model.config, ENGINE_NAME)
     try:
         skeleton: Any = build_skeleton(model.path, model.model_class, model.config)
     except ModelLoadError as error:  # with its own attention it could be built
@@ -210,7 +212,7 @@ def probe(model: TransformersConfig) -> Probe:
     if isinstance(embedding, nn.Embedding) and kind is not nn.Embedding:
         embedding.__class__ = type(kind.__name__, (kind, _WatchedLookup), {})
     try:
-        with torch.no_grad(), Watch(skeleton) as watch:
+        with torch.no_grad(), CallWatch(skeleton) as watch:
             inputs = probe_inputs(NUM_TOKENS, torch.device("meta"))
             hidden = base(**inputs, use_cache=False).last_hidden_state
             found.hidden_size = hidden.shape[-1]

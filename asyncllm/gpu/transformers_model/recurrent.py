@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from asyncllm.gpu.batch.state_rows import RowSpan, StateRows, state_of
+from asyncllm.gpu.batch.state_rows import RowSpan, StateRows, span_state
 from asyncllm.gpu.transformers_model.attention import Step
 from asyncllm.gpu.transformers_model.call_states import CallStates, StateKey
 from asyncllm.gpu.transformers_model.recurrent_probe import RecurrentCall
@@ -66,5 +66,5 @@ class RecurrentModule:
     def _compute_row(self, hidden: Tensor, span: RowSpan, options: dict[str, Any]) -> Tensor:
         """Computes a row on its own slot, ``[1, n, H] -> [n, H]``."""
         states = self.step.states
-        held = {key: state_of(states[place], span) for key, place in self.places.items()}
+        held = {key: span_state(states[place], span) for key, place in self.places.items()}
         return self.forward(hidden, **options | {self.cache: CallStates(held)})[0]

@@ -79,14 +79,14 @@ class SeenCall:
 
 
 @dataclass(slots=True)
-class Watch:
+class CallWatch:
     """Context that records the calls of modules that take a cache."""
 
     model: nn.Module
     calls: dict[str, SeenCall] = field(default_factory=dict)
     hooks: list[Any] = field(default_factory=list)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> CallWatch:
         self.hooks = [
             self.model.get_submodule(name).register_forward_pre_hook(
                 self._hook(name), with_kwargs=True
@@ -117,7 +117,7 @@ def _on_meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, Tensor) else value
 
 
-class _Listener(CallStates):
+class _StateRecorder(CallStates):
     """A cache without states that records which states a module keeps."""
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ class _Listener(CallStates):
 
 
 def probe_recurrent(
-    model: nn.Module, watch: Watch, callers: list[str]
+    model: nn.Module, watch: CallWatch, callers: list[str]
 ) -> tuple[list[RecurrentCall], set[str]]:
     """Finds modules that keep a state, in the order of their calls, and idle ones.
 
@@ -190,7 +190,7 @@ def _probe(module: nn.Module, name: str, cache: str, seen: SeenCall) -> Recurren
     """Probes a module's use of its cache; None if it does not use it."""
     names = list(inspect.signature(module.forward).parameters)
     call = RecurrentCall(name, type(module).__name__, names[0], cache, {})
-    listener = _Listener()
+    listener = _StateRecorder()
     try:
         with torch.enable_grad():
             given = dict(zip(names, seen.args, strict=False)) | seen.options
@@ -230,7 +230,7 @@ def _bad_calls(
 
     Their results have to depend on the states with which they start, and have to update them.
     """
-    listener = _Listener()
+    listener = _StateRecorder()
     options = {name: value for name, value in options.items() if not isinstance(value, Tensor)}
     module(chunk, **options | {call.cache: listener})
     call.states = listener.states

@@ -20,12 +20,12 @@ class LongRope:
     Attributes:
         module: transformers' rotary embedding.
         layer_type: type of layers with parameters of their own; None for all layers.
-        original: original context in tokens, before the extension to long sequences.
+        original_context: original context in tokens, before the extension to long sequences.
     """
 
     module: Any
     layer_type: str | None
-    original: int
+    original_context: int
     config: Any
 
     @classmethod
@@ -58,7 +58,7 @@ class LongRope:
         prefix = "" if self.layer_type is None else f"{self.layer_type}_"
         buffer = getattr(self.module, f"{prefix}inv_freq")
         # The function only checks whether the length exceeds the original context.
-        length = self.original + (1 if max_positions > self.original else 0)
+        length = self.original_context + (1 if max_positions > self.original_context else 0)
         options = {} if self.layer_type is None else {"layer_type": self.layer_type}
         chosen, _ = ROPE_INIT_FUNCTIONS["longrope"](
             self.config, buffer.device, seq_len=length, **options

@@ -23,8 +23,8 @@ from asyncllm.gpu.transformers_model.recurrent_probe import cache_parameters, ca
 _RECURRENT = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.RNNCellBase)
 """Modules in which tokens of a sequence see one another."""
 
-_FAR = 2**22
-"""Positions up to which masks are checked."""
+_MAX_CHECKED_POSITION = 2**22
+"""Largest position at which masks are checked."""
 
 
 def check_modules(model: TransformersConfig) -> None:
@@ -208,7 +208,7 @@ def _window(model: TransformersConfig, call: AttentionCall) -> int | None:
             "one that transformers' mask functions make",
         )
     window = _mask_window(model, call)
-    context = min(model.max_position_embeddings, _FAR)
+    context = min(model.max_position_embeddings, _MAX_CHECKED_POSITION)
     if window is None and call.window is not None and call.window >= context:
         return call.window
     if window != call.window:
@@ -222,7 +222,7 @@ def _window(model: TransformersConfig, call: AttentionCall) -> int | None:
 
 
 def _mask_window(model: TransformersConfig, call: AttentionCall) -> int | None:
-    length = min(model.max_position_embeddings, _FAR)
+    length = min(model.max_position_embeddings, _MAX_CHECKED_POSITION)
     keys = torch.arange(length, device="cpu")
     zero = torch.zeros((), dtype=torch.int64, device="cpu")
     window = None

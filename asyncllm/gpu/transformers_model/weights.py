@@ -21,7 +21,7 @@ from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.weights import DUMMY_SEED, STORED_DTYPES
 from asyncllm.validation import explain
 
-_COMPUTED = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+_COMPUTED_BUFFERS = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
 _loading = threading.Lock()
 """Lock for loads: while transformers loads a model, it replaces global functions of its own. A
@@ -55,7 +55,7 @@ def load_modules(
         _check_dtypes(reader, model)
         loading = _Loading(sum(info.num_bytes for info in reader.tensors.values()), progress)
         for name, info in reader.tensors.items():
-            if not _COMPUTED.match(name):
+            if not _COMPUTED_BUFFERS.match(name):
                 tensors[name] = reader.tensor(name)
             loading.read(info.num_bytes)
         modules = _convert(model, tensors, dtype, attention, experts)
@@ -195,18 +195,18 @@ class _Loading:
 
     def read(self, num_bytes: int) -> None:
         self._read += num_bytes
-        self._tell()
+        self._report_progress()
 
     def take(self, num_bytes: int) -> None:
         # A tensor that is taken twice, such as one that goes to a device first, counts once.
         self._taken = min(self._taken + num_bytes, self.num_bytes)
-        self._tell()
+        self._report_progress()
 
     def finish(self) -> None:
         self._taken = self.num_bytes
-        self._tell()
+        self._report_progress()
 
-    def _tell(self) -> None:
+    def _report_progress(self) -> None:
         if self.progress is not None:
             taken = self.total * self._taken // self.num_bytes if self.num_bytes else 0
             self.progress((self._read + taken) // 2, self.total)

@@ -46,7 +46,7 @@ MUTATIONS = [
     ("top_k", "searching = rank != k", "searching = rank > k", "sampling"),
     ("top_k", "number == k - 1", "number == k", "top_k"),
     ("top_k", "cut = token + 1", "cut = token", "top_k"),
-    ("top_k", "if found > SORTED", "if found > 2 * SORTED", "top_k"),
+    ("top_k", "if found > MAX_SORTED", "if found > 2 * MAX_SORTED", "top_k"),
     ("top_k", "(order >= lowest_order)", "(order > lowest_order)", "top_k"),
     ("sampling", "(mass >= top_p * total)", "(mass > total)", "sampling"),
     ("sampling", "winner = tl.min(tl.where(score", "winner = tl.max(tl.where(score", "ties"),

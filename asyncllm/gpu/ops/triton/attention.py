@@ -135,7 +135,7 @@ class TritonAttention:
         self.num_sms: int = num_sms or (
             torch.cuda.get_device_properties(device).multi_processor_count
         )
-        self.per_sm = decode_programs(capability, shape.head_dim)
+        self.programs_per_sm = decode_programs(capability, shape.head_dim)
         self.decode_tiles = decode_tiles(capability, shape.head_dim, dtype.itemsize)
         self.prefill_tiles = prefill_tiles(capability, shape.head_dim, dtype.itemsize)
 
@@ -143,7 +143,9 @@ class TritonAttention:
         """Chooses the programs per row and key/value head for a batch of decode rows."""
         if window is not None:
             max_len = min(max_len, window)
-        return num_splits(batch, self.shape.num_kv_heads, max_len, self.num_sms, self.per_sm)
+        return num_splits(
+            batch, self.shape.num_kv_heads, max_len, self.num_sms, self.programs_per_sm
+        )
 
     def balances(self, max_len: int, window: int | None) -> bool:
         """Whether decode rows of at most ``max_len`` tokens may be skewed.
@@ -164,7 +166,7 @@ class TritonAttention:
         if not self.balances(longest, window):
             return False
         splits, kv_heads = self.splits(batch, max_len, None), self.shape.num_kv_heads
-        places = self.per_sm * self.num_sms
+        places = self.programs_per_sm * self.num_sms
         return is_skewed(longest, int(lengths.sum()), splits, kv_heads, places)
 
     def plan(self, step: StepInputs, window: int | None, group: int) -> TritonPlan:
@@ -193,7 +195,9 @@ class TritonAttention:
         """Chooses how decode rows' keys are divided; returns the partial results per head."""
         batch = plan.num_decodes
         if balanced:
-            plan.extra_shares = num_extra_shares(self.shape.num_kv_heads, self.num_sms, self.per_sm)
+            plan.extra_shares = num_extra_shares(
+                self.shape.num_kv_heads, self.num_sms, self.programs_per_sm
+            )
             return batch + plan.extra_shares
         plan.splits = self.splits(batch, max_len, plan.window)
         return batch * plan.splits if plan.splits > 1 else 0

@@ -81,7 +81,7 @@ def conv_chunk_kernel(
     BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """TOKENS tokens of a row of several; grid ``(tiles, blocks of channels)``."""
+    """A tile of TOKENS tokens, in rows of several tokens; grid ``(tiles, blocks of channels)``."""
     tile = tl.program_id(0)
     row = find_sequence(query_start, num_rows, tile, TOKENS)
     first = tl.load(query_start + row)

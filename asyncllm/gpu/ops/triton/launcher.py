@@ -19,7 +19,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from asyncllm.gpu.ops.triton.tuning import INT32
+from asyncllm.gpu.ops.triton.tuning import INT32_END
 
 ALIGNMENT = 16
 """Bytes. Triton compiles kernels for pointers that are multiples of it, or for any pointers."""
@@ -90,7 +90,7 @@ class Launcher:
         return bool(
             is_observed()
             or self.kernel.pre_run_hooks
-            or max(self.unspecialised(numbers), default=0) >= INT32
+            or max(self.unspecialised(numbers), default=0) >= INT32_END
         )
 
 
@@ -144,9 +144,9 @@ class CompiledLaunch:
         if len(given) != 1 or given[0][:4] != place:
             return plain
         rest, count = given[0][4:], len(arguments)
-        if _same(rest[-1], arguments):
+        if _all_equal(rest[-1], arguments):
             return cls(launch, rest[:-1], nested=True)
-        if _same(rest[-count:], arguments):
+        if _all_equal(rest[-count:], arguments):
             return cls(launch, rest[:-count], nested=False)
         return plain
 
@@ -154,7 +154,7 @@ class CompiledLaunch:
         return (*self.head, arguments) if self.nested else (*self.head, *arguments)
 
 
-def _same(found: object, expected: tuple[Any, ...]) -> bool:
+def _all_equal(found: object, expected: tuple[Any, ...]) -> bool:
     if not isinstance(found, tuple) or len(found) != len(expected):
         return False
     return all(one is other for one, other in zip(found, expected, strict=True))

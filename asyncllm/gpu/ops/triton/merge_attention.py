@@ -19,7 +19,7 @@ from torch import Tensor
 from asyncllm.gpu.ops.triton.launcher import launched
 from asyncllm.gpu.ops.triton.tuning import SPLIT_TOKENS, block_dim_of, workspace_size
 
-LEAST = tl.constexpr(SPLIT_TOKENS)
+MIN_SHARE_TOKENS = tl.constexpr(SPLIT_TOKENS)
 MERGED_SPLITS = 8
 
 
@@ -42,7 +42,9 @@ def share_keys(seq_lens, num_rows, extra, KEYS: tl.constexpr, LINES: tl.constexp
     rows = tl.arange(0, LINES)
     lengths = tl.load(seq_lens + rows, mask=rows < num_rows, other=0).to(tl.int32)
     total = tl.sum(lengths.to(tl.int64), 0)
-    per_share = tl.maximum(tl.cdiv(tl.cdiv(total, extra), KEYS) * KEYS, LEAST).to(tl.int32)
+    per_share = tl.maximum(tl.cdiv(tl.cdiv(total, extra), KEYS) * KEYS, MIN_SHARE_TOKENS).to(
+        tl.int32
+    )
     return per_share, tl.cumsum(tl.cdiv(lengths, per_share), 0)
 
 

@@ -23,7 +23,7 @@ from asyncllm.gpu.ops.triton.rope_cache import TritonRope, TritonRopeAndCache
 from asyncllm.gpu.ops.triton.routing import TritonRouting
 from asyncllm.gpu.ops.triton.sampling import sample
 from asyncllm.gpu.ops.triton.state_rows import TritonStateRows
-from asyncllm.gpu.ops.triton.tuning import FEW_ROWS
+from asyncllm.gpu.ops.triton.tuning import SMALL_GROUP_ROWS
 
 
 class TritonOps(TorchOps):
@@ -62,7 +62,7 @@ class TritonOps(TorchOps):
         return TritonGatedNorm(weight, eps)
 
     def expert_tokens(self, num_experts: int, top_k: int) -> tuple[int, ...]:
-        return (FEW_ROWS * num_experts // top_k + 1,)
+        return (SMALL_GROUP_ROWS * num_experts // top_k + 1,)
 
     def rms_norm(
         self, weight: Tensor, eps: float, multiplier: float = 1.0, scale: float = 1.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from asyncllm.gpu.ops.triton.tuning import INT32
+from asyncllm.gpu.ops.triton.tuning import INT32_END
 
 
 def row_stride(name: str, x: Tensor) -> int:
@@ -32,7 +32,7 @@ def head_strides(name: str, x: Tensor) -> tuple[int, int]:
     row, head, inner = x.stride()
     if inner != 1 and x.shape[2] > 1:
         raise ValueError(f"{name} has strides {x.stride()}: expected contiguous heads")
-    if head * x.shape[1] >= INT32:
+    if head * x.shape[1] >= INT32_END:
         raise ValueError(f"{name} has heads {head} elements apart: expected them within 2**31")
     return row, head
 
@@ -46,7 +46,7 @@ def cache_strides(cache: Tensor) -> tuple[int, ...]:
         ValueError: a head spans 2**31 elements or more.
     """
     strides = cache.stride()
-    if strides[4] * cache.shape[4] >= INT32:
+    if strides[4] * cache.shape[4] >= INT32_END:
         raise ValueError(
             f"a cache with elements of a head {strides[4]} apart: expected them within 2**31"
         )

@@ -28,8 +28,8 @@ from asyncllm.gpu.ops import gumbel
 from asyncllm.gpu.ops.triton.launcher import launched
 from asyncllm.gpu.ops.triton.operands import row_stride
 from asyncllm.gpu.ops.triton.top_k import (
-    SCANNED,
-    SORTED,
+    MAX_SORTED,
+    SCANNED_CHUNKS,
     is_ahead,
     kth_largest,
     listed_values,
@@ -47,16 +47,15 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 COUNTERS = tl.constexpr(4)
 """Rows of counters per program of the first kernel; each row covers four chunks."""
 
-PER_CHUNK = ["listed", "chunk_max", "chunk_sum", "chunk_score", "chunk_token"]
-"""Arguments that lie in one allocation. Their addresses depend on the number of rows: specialised
-on their alignment, the kernels would be compiled again in the middle of serving."""
+CHUNK_ARGUMENTS = ["listed", "chunk_max", "chunk_sum", "chunk_score", "chunk_token"]
+"""Kernel arguments that lie in one allocation. Their addresses depend on the number of rows;
+kernels specialised on their alignment would be compiled again in the middle of serving."""
 
 
 @triton.jit
 def race_key(states, positions, row, line):
-    """Output of SplitMix64 at the row's state, numbered by the sampled token's position.
-
-    That position is one after ``positions``.
+    """Key of the noise for a row's sampled token: an output of SplitMix64. The row's seed is the
+    state; the output's number is the token's position, ``positions + 1``.
     """
     state = tl.load(states + line).to(tl.uint64, bitcast=True)
     steps = (tl.load(positions + row).to(tl.int64) + 2).to(tl.uint64, bitcast=True)
@@ -82,7 +81,7 @@ def temperature_factor(temperature):
 
 
 @launched
-@triton.jit(do_not_specialize_on_alignment=PER_CHUNK)
+@triton.jit(do_not_specialize_on_alignment=CHUNK_ARGUMENTS)
 def chunk_kernel(
     chunk_max,
     chunk_sum,
@@ -170,10 +169,10 @@ def race_in_chunk(logits, chunk, factor, vocab_size, key):
 @triton.jit
 def race_ahead(logits, listed, count, factor, vocab_size, largest, key, pivot_value, pivot):
     """Mass of the listed tokens ahead of a pivot, and the winner of the race among them."""
-    mass = tl.zeros([SCANNED, CHUNK], tl.float32)
-    best = tl.full([SCANNED, CHUNK], float("-inf"), tl.float32)
-    winner = tl.full([SCANNED, CHUNK], 0, tl.int32)
-    for start in range(0, count, SCANNED):
+    mass = tl.zeros([SCANNED_CHUNKS, CHUNK], tl.float32)
+    best = tl.full([SCANNED_CHUNKS, CHUNK], float("-inf"), tl.float32)
+    winner = tl.full([SCANNED_CHUNKS, CHUNK], 0, tl.int32)
+    for start in range(0, count, SCANNED_CHUNKS):
         token, value, real = listed_values(logits, listed, count, factor, vocab_size, start)
         chunk = token // CHUNK
         counter = (chunk // 4 * CHUNK + token % CHUNK).to(tl.uint32)
@@ -195,7 +194,7 @@ def race_ahead(logits, listed, count, factor, vocab_size, largest, key, pivot_va
 
 
 @launched
-@triton.jit(do_not_specialize_on_alignment=PER_CHUNK)
+@triton.jit(do_not_specialize_on_alignment=CHUNK_ARGUMENTS)
 def choose_kernel(
     out,
     last_sampled_tokens,
@@ -274,7 +273,7 @@ def choose_kernel(
             cut_token = vocab_size
             if limited:
                 cut_value, cut_token = top_k_cut(
-                    logits, candidates + row * SORTED, listed, count, factor, vocab_size,
+                    logits, candidates + row * MAX_SORTED, listed, count, factor, vocab_size,
                     floor_value, lowest_order, k,
                 )  # fmt: skip
             total, token = race_ahead(*among, largest, key, cut_value, cut_token)
@@ -313,7 +312,7 @@ def sample(
     num_chunks = cdiv(vocab_size, gumbel.CHUNK)
     floats = torch.empty((3, rows, num_chunks), dtype=torch.float32, device=logits.device)
     indices = torch.empty((2, rows, num_chunks), dtype=torch.int32, device=logits.device)
-    candidates = torch.empty((rows, SORTED.value), dtype=torch.int64, device=logits.device)
+    candidates = torch.empty((rows, MAX_SORTED.value), dtype=torch.int64, device=logits.device)
     chunks = (*floats, indices[0])
     of_rows = (logits, sampling["states"], positions, sampling["temperature"])
     sizes = (vocab_size, num_chunks, row_stride("logits", logits))

@@ -2,7 +2,7 @@
 
 The k-th largest of the chunks' maxima bounds the k-th largest logit from below. Tokens at or above
 that bound are rarely many more than k: one pass over the listed chunks collects them, and they are
-sorted (bitonic, Batcher, 1968). If they are more than SORTED, for a large k or among ties,
+sorted (bitonic, Batcher, 1968). If they are more than MAX_SORTED, for a large k or among ties,
 quickselect (Hoare, 1961) finds the cut in as many passes as it takes.
 """
 
@@ -18,10 +18,10 @@ CHUNK = tl.constexpr(gumbel.CHUNK)
 PRIORITY = tl.constexpr(0x9E3779B1)
 PRIORITY_INVERSE = tl.constexpr(pow(0x9E3779B1, -1, 2**32))
 
-SCANNED = tl.constexpr(4)
+SCANNED_CHUNKS = tl.constexpr(4)
 """Chunks that are read at a time."""
 
-SORTED = tl.constexpr(256)
+MAX_SORTED = tl.constexpr(256)
 """Most candidates that are sorted: two for each thread of a program."""
 
 
@@ -46,8 +46,8 @@ def kth_largest(order, k):
 
 @triton.jit
 def listed_values(logits, listed, count, factor, vocab_size, start):
-    """Tokens and logits of the listed chunks ``start`` to ``start + SCANNED - 1``."""
-    entry = start + tl.arange(0, SCANNED)
+    """Tokens and logits of the listed chunks ``start`` to ``start + SCANNED_CHUNKS - 1``."""
+    entry = start + tl.arange(0, SCANNED_CHUNKS)
     chunk = tl.load(listed + entry, mask=entry < count, other=0)
     token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     real = (entry < count)[:, None] & (token < vocab_size)
@@ -74,10 +74,10 @@ def rank_of(
 
     The random tokens lie between ``high`` and the pivot, and between the pivot and ``low``.
     """
-    ranks = tl.zeros([SCANNED, CHUNK], tl.int32)
-    above = tl.full([SCANNED, CHUNK], -2147483648, tl.int32)
-    below = tl.full([SCANNED, CHUNK], -2147483648, tl.int32)
-    for start in range(0, count, SCANNED):
+    ranks = tl.zeros([SCANNED_CHUNKS, CHUNK], tl.int32)
+    above = tl.full([SCANNED_CHUNKS, CHUNK], -2147483648, tl.int32)
+    below = tl.full([SCANNED_CHUNKS, CHUNK], -2147483648, tl.int32)
+    for start in range(0, count, SCANNED_CHUNKS):
         token, value, real = listed_values(logits, listed, count, factor, vocab_size, start)
         # An odd factor permutes the numbers of 32 bits: no two tokens have the same priority.
         priority = (token.to(tl.uint32) * PRIORITY).to(tl.int32, bitcast=True)
@@ -135,28 +135,28 @@ def sort_cut(logits, candidates, listed, count, factor, vocab_size, floor_value,
     """Finds the cut by sorting the listed tokens at or above both bounds.
 
     Returns value and id of the cut, and the number of these tokens. The cut is invalid if they are
-    more than SORTED.
+    more than MAX_SORTED.
 
     Args:
-        candidates: ``[SORTED]`` int64, scratch memory of the row.
+        candidates: ``[MAX_SORTED]`` int64, scratch memory of the row.
         lowest_order: lower bound of ``order_of`` the k-th largest; 0 if unknown.
-        k: at most SORTED.
+        k: at most MAX_SORTED.
     """
     found = count * 0
-    for start in range(0, count, SCANNED):
+    for start in range(0, count, SCANNED_CHUNKS):
         token, value, real = listed_values(logits, listed, count, factor, vocab_size, start)
         order = order_of(value)
         wanted = real & (value >= floor_value) & (order >= lowest_order)
         # The key orders by logit, then by id: no two are equal.
         rank = (order - 2147483648) * 4294967296 + (4294967295 - token.to(tl.int64))
-        rank = tl.reshape(rank, [SCANNED * CHUNK])
-        chosen = tl.reshape(wanted.to(tl.int32), [SCANNED * CHUNK])
+        rank = tl.reshape(rank, [SCANNED_CHUNKS * CHUNK])
+        chosen = tl.reshape(wanted.to(tl.int32), [SCANNED_CHUNKS * CHUNK])
         place = found + tl.cumsum(chosen, 0) - 1
-        tl.store(candidates + place, rank, mask=(chosen > 0) & (place < SORTED))
+        tl.store(candidates + place, rank, mask=(chosen > 0) & (place < MAX_SORTED))
         found += tl.sum(chosen, 0)
     # Threads read values that others of the program have written.
     tl.debug_barrier()
-    number = tl.arange(0, SORTED)
+    number = tl.arange(0, MAX_SORTED)
     rank = tl.load(candidates + number, mask=number < found, other=-9223372036854775808)
     rank = tl.sort(rank, descending=True)
     last_in = tl.sum(tl.where(number == k - 1, rank, 0), 0)
@@ -178,11 +178,11 @@ def top_k_cut(logits, candidates, listed, count, factor, vocab_size, floor_value
     """
     cut_value = floor_value
     cut = vocab_size
-    found = vocab_size * 0 + SORTED + 1
-    if k <= SORTED:
+    found = vocab_size * 0 + MAX_SORTED + 1
+    if k <= MAX_SORTED:
         cut_value, cut, found = sort_cut(
             logits, candidates, listed, count, factor, vocab_size, floor_value, lowest_order, k
         )
-    if found > SORTED:
+    if found > MAX_SORTED:
         cut_value, cut = select_cut(logits, listed, count, factor, vocab_size, floor_value, k)
     return cut_value, cut

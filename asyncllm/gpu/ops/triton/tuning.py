@@ -10,11 +10,11 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-INT32 = 2**31
-"""The first number that a signed 32-bit integer does not hold."""
+INT32_END = 2**31
+"""One more than the largest signed 32-bit integer."""
 
 SPLIT_TOKENS = 256
-"""Fewest tokens of a sequence for which a split of decode attention pays."""
+"""Fewest tokens per split of a sequence for which splitting decode attention pays."""
 
 MAX_WAVE_SPLITS = 8
 """Most programs that share a sequence only to fill the last wave."""
@@ -32,7 +32,7 @@ TILE_SPLIT_TOKENS = 512
 merged, is twice as large as the keys and values that a step of its loop reads."""
 
 SKEWED_TOKENS = 1024
-"""A program with fewer keys beyond twice its fair share does not make a batch skewed."""
+"""Tokens beyond twice the average share that a split may have before a batch counts as skewed."""
 
 _HEAD_DIMS = (64, 128, 256, 512)
 MAX_HEAD_DIM = _HEAD_DIMS[-1]
@@ -140,7 +140,7 @@ class ProductTiles:
     stages: int
 
 
-FEW_ROWS = 16
+SMALL_GROUP_ROWS = 16
 """Average rows of a group up to which a grouped product takes its smallest tiles."""
 
 
@@ -149,15 +149,17 @@ def product_tiles(num_rows: int, num_groups: int, element_size: int) -> ProductT
 
     It depends on shapes alone, so that it is fixed in a captured graph.
     """
-    rows = FEW_ROWS if num_rows <= FEW_ROWS * num_groups else 64
+    rows = SMALL_GROUP_ROWS if num_rows <= SMALL_GROUP_ROWS * num_groups else 64
     if element_size > 2:
         # Tensor cores multiply float32 at full precision in software: registers are short.
-        return ProductTiles(rows // 2 if rows > FEW_ROWS else FEW_ROWS, 32, 32, 4, 1)
+        return ProductTiles(
+            rows // 2 if rows > SMALL_GROUP_ROWS else SMALL_GROUP_ROWS, 32, 32, 4, 1
+        )
     return ProductTiles(rows, 64, 64, 4, 3)
 
 
 def num_splits(
-    batch: int, kv_heads: int, max_len: int, num_sms: int, per_sm: int = PROGRAMS_PER_SM
+    batch: int, kv_heads: int, max_len: int, num_sms: int, programs_per_sm: int = PROGRAMS_PER_SM
 ) -> int:
     """Number of programs that share one sequence and key/value head in decode attention.
 
@@ -170,27 +172,26 @@ def num_splits(
         batch: rows of the launch, padding included.
         max_len: longest possible sequence of the launch, in tokens.
         num_sms: multiprocessors of the GPU.
-        per_sm: concurrent programs of a multiprocessor.
+        programs_per_sm: concurrent programs of a multiprocessor.
     """
-    places, programs = per_sm * num_sms, batch * kv_heads
+    places, programs = programs_per_sm * num_sms, batch * kv_heads
     most = min(max(cdiv(places, programs), MAX_WAVE_SPLITS), cdiv(max_len, SPLIT_TOKENS))
     return _fewest_splits(programs, places, max(1, most))
 
 
-def num_extra_shares(kv_heads: int, num_sms: int, per_sm: int = PROGRAMS_PER_SM) -> int:
-    """Programs per key/value head, beyond one per row, for a skewed batch of decode rows.
-
-    Together they are two waves, so that a share is about half of the keys that a place on the GPU
-    has to read in all.
+def num_extra_shares(kv_heads: int, num_sms: int, programs_per_sm: int = PROGRAMS_PER_SM) -> int:
+    """Programs per key/value head, beyond one per row, for a skewed batch of decode rows. All
+    programs together are two waves, so that a share is about half of the keys that each concurrent
+    program has to read in all.
     """
-    return cdiv(2 * per_sm * num_sms, kv_heads)
+    return cdiv(2 * programs_per_sm * num_sms, kv_heads)
 
 
 def is_skewed(longest: int, total: int, splits: int, kv_heads: int, places: int) -> bool:
     """Whether a batch of decode rows would wait for its longest sequence.
 
-    That is so if each split of that sequence has more than twice the keys that a place on the GPU
-    has to read in all.
+    That is so if a split of that sequence has more than twice the average number of keys per
+    concurrent program.
 
     Args:
         longest, total: tokens of the longest sequence, and of all.
@@ -222,13 +223,13 @@ def num_tile_splits(num_tiles: int, kv_heads: int, max_len: int, num_sms: int) -
 
 @lru_cache(maxsize=4096)
 def _fewest_splits(programs: int, places: int, most: int) -> int:
-    shares = [wave_share(programs * splits, places) for splits in range(1, most + 1)]
+    shares = [wave_utilisation(programs * splits, places) for splits in range(1, most + 1)]
     good = 0.9 * max(shares)
     return next(splits for splits, share in enumerate(shares, 1) if share >= good)
 
 
-def wave_share(programs: int, places: int) -> float:
-    """Share of the places that equal programs keep busy until the last has ended."""
+def wave_utilisation(programs: int, places: int) -> float:
+    """Share of the GPU that equal programs keep busy until the last has ended."""
     return programs / (cdiv(programs, places) * places)
 
 
