@@ -146,7 +146,7 @@ def write_gguf(path: Path, kind: str) -> Path:
     import gguf
     import numpy as np
 
-    from tests.gguf_files import stored_name
+    from benchmarks.peer_gguf import gguf_name
 
     file = path / "model.gguf"
     writer = gguf.GGUFWriter(file, "qwen3")
@@ -165,10 +165,10 @@ def write_gguf(path: Path, kind: str) -> Path:
     random = np.random.default_rng(0)
     for name, shape in tensor_shapes(path).items():
         if len(shape) == 1:
-            writer.add_tensor(stored_name(name), np.ones(shape, np.float32))
+            writer.add_tensor(gguf_name(name), np.ones(shape, np.float32))
         else:
             raw = random.integers(0, 60, (shape[0], shape[1] // elements * size), np.uint8)
-            writer.add_tensor(stored_name(name), raw, raw_dtype=quant)
+            writer.add_tensor(gguf_name(name), raw, raw_dtype=quant)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
