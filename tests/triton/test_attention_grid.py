@@ -196,6 +196,8 @@ def test_the_host_chooses_the_graph_by_the_lengths_of_a_step() -> None:
             StepBatch(0, list(range(60)), positions.tolist(), [1] * 60, [True] * 60, 60, 60)
         )
         launched.stages = Stages(stages)
+        assert replay.prepare(launched)
+        assert (launched.bucket, launched.balanced) == (64, longest == 4096)
         replay.forward(launched)
     assert keys == [
         GraphKey(64, balanced=True),
