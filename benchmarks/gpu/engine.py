@@ -210,7 +210,10 @@ class EngineBench:
         # The first sequences decode while the last are prefilled.
         prefills = -(-batch * plan.prompt // plan.token_budget)
         length = plan.steps + 2 * prefills + 8
+        # On a busy machine the first sequence could end before the last is submitted.
+        await engine.pause()
         streams = submit(engine, equal_lengths(batch, plan.prompt, length, vocab=shape.vocab))
+        await engine.resume()
         readers = asyncio.create_task(drain(streams))
         if meter is not None:
             await self.until_all_decode(engine, batch, readers)
