@@ -1,4 +1,4 @@
-"""Whatever a scheduler goes through, drawn by hypothesis."""
+"""State machines of the scheduler, driven by hypothesis."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ from tests.hostile import hostile
 
 
 async def alone(call: Callable[[], Any], *params: str) -> None:
-    """Makes a call and ends what it began. It may fail, by what the argument raised or by an
-    error that names one of ``params``, and not as if the engine were gone."""
+    """Makes a call and aborts its request. It may fail with the argument's own exception, or with
+    an error that names one of ``params``, but not as if the engine were gone."""
     told: Exception | None = None
     try:
         found = call()

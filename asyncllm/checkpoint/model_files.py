@@ -224,7 +224,7 @@ def _download(model: str, revision: str | None, patterns: tuple[str, ...], hub: 
             tqdm_class=_quiet_bar(hub.get("progress")),
             library_name="asyncllm",
         )
-    # Bare Exception, because huggingface_hub passes on errors of whatever HTTP library it uses.
+    # Bare Exception, because huggingface_hub passes on the errors of its HTTP library.
     except Exception as error:
         raise ModelLoadError(_explain(model, revision, error)) from error
     return Path(directory)

@@ -370,8 +370,8 @@ class EngineCore:
         self.output_processor.release(group)
 
     def suspend(self, suspended: bool) -> None:
-        """Stop or resume scheduling; run through ``call``. A closing engine goes on, because nobody
-        could resume it."""
+        """Stop or resume scheduling; run through ``call``. A closing engine goes on, because it
+        could not be resumed."""
         self._suspended = suspended and self._closing_at is None
 
     def on_close(self, drain: float | None) -> None:

@@ -212,7 +212,7 @@ class OutputProcessor:
                 self._abort_readers_of(mailbox)
 
     def _abort_readers_of(self, mailbox: Mailbox) -> None:
-        """Abort the streams of a closed loop, which nobody will read."""
+        """Abort the streams of a closed loop, which have no reader any more."""
         for request in list(self._scheduler.requests()):
             group = request.group
             if group.channel.mailbox is mailbox:

@@ -60,7 +60,7 @@ class TextItem:
 
 @dataclass(slots=True)
 class CallItem:
-    """Item with a call of a tool."""
+    """Output item of a response: one function call."""
 
     index: int
     call: ToolCall

@@ -21,7 +21,7 @@ _EXTRAS = {"llguidance": "structured", "xgrammar": "xgrammar"}
 class Backends:
     """The grammar backends of one engine, each made at its first use.
 
-    With "auto", llguidance compiles what it can enforce. xgrammar, if installed, gets the rest.
+    With "auto", llguidance compiles the grammars that it can enforce; xgrammar, if installed, the others.
 
     Args:
         choice: ``EngineConfig.structured_outputs_backend``.

@@ -33,7 +33,7 @@ _MAX_PIECE = 32
 
 
 class LLGuidanceBackend:
-    """Default backend: has no dependencies, and refuses what it does not enforce."""
+    """Default backend, without dependencies; refuses keywords that it does not enforce."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._library: Any = importlib.import_module("llguidance")

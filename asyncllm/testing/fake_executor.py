@@ -93,7 +93,7 @@ class FakeExecutor:
     following ids the next ranks, and rank r has -r / 10.
 
     A row under a grammar's mask keeps its token if that is allowed, else the digest selects an
-    allowed one. Such a row yields one token, whatever ``max_tokens_per_row`` is.
+    allowed one. Such a row yields one token for any ``max_tokens_per_row``.
 
     Args:
         info: limits to report.

@@ -287,7 +287,7 @@ def choose_kernel(
                 mass, following = race_ahead(
                     *among, largest, key, value_of(logits, token, factor), token
                 )
-    # A chunk with NaN makes the total NaN, whatever the maxima are.
+    # A chunk with NaN makes the total NaN for any maxima.
     invalid = tl.where(total == 0.0, NO_TOKEN_LEFT, -1)
     tl.store(out + row, tl.where(valid, token, invalid).to(tl.int64))
     tl.store(last_sampled_tokens + line, tl.where(valid, token, 0).to(tl.int64))

@@ -16,7 +16,7 @@ MIN_VERSION = (3, 6)
 
 
 def check_triton() -> None:
-    """Checks that Triton and what it needs for its launchers are installed.
+    """Checks that Triton and the C compiler for its launchers are installed.
 
     It needs a C compiler, Python's headers, and a folder for compiled kernels.
 
