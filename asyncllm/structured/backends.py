@@ -21,7 +21,8 @@ _EXTRAS = {"llguidance": "structured", "xgrammar": "xgrammar"}
 class Backends:
     """The grammar backends of one engine, each made at its first use.
 
-    With "auto", llguidance compiles the grammars that it can enforce; xgrammar, if installed, the others.
+    With "auto", llguidance compiles the grammars that it can enforce; xgrammar, if installed, the
+    others.
 
     Args:
         choice: ``EngineConfig.structured_outputs_backend``.
