@@ -27,7 +27,8 @@ def percentile(values: Sequence[float], share: float) -> float | None:
 
 class LagMeter:
     """Meter of the running event loop's lag: a task asks to be woken every millisecond, and notes
-    how late it is.
+    how late it is. At least once, however short the block: leaving it waits for the tick under
+    way.
 
         async with LagMeter() as meter:
             ...
@@ -36,10 +37,11 @@ class LagMeter:
 
     def __init__(self) -> None:
         self.lags: list[float] = []
+        self._leaving = False
         self._task: asyncio.Task[None]
 
     async def _tick(self) -> None:
-        while True:
+        while not (self._leaving and self.lags):
             due = time.perf_counter() + _TICK_SECONDS
             await asyncio.sleep(_TICK_SECONDS)
             self.lags.append(max(time.perf_counter() - due, 0.0))
@@ -49,9 +51,8 @@ class LagMeter:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        self._leaving = True
+        await self._task
 
 
 def machine(device: str = "cpu") -> dict[str, str]:
