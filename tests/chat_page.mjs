@@ -98,14 +98,101 @@ const scenarios = {
     await ended(page);
     const result = await page.evaluate(() => {
       const parts = [...document.querySelectorAll(".assistant .text > *")];
-      const font = (node) => getComputedStyle(node).fontFamily;
+      const mono = (node) => getComputedStyle(node).fontFamily.includes("monospace");
       return {
-        parts: parts.map((part) => [part.localName, part.textContent]),
-        alike: parts.every((part) => part.localName === "pre" || font(part) === font(document.body)),
-        mono: parts.every((part) => part.localName !== "pre" || font(part).includes("monospace")),
+        parts: parts.map((part) => [part.localName, (part.querySelector("code") ?? part).textContent]),
+        mono: parts.every((part) => mono(part.querySelector("pre code") ?? part) === (part.className === "code")),
       };
     });
     say({ ...result, failures: page.failures });
+  },
+
+  async markdown(browser) {
+    const context = await browser.newContext({ permissions: ["clipboard-read", "clipboard-write"] });
+    const page = await openIn(context);
+    const requests = [];
+    page.on("request", (request) => requests.push(request.url()));
+    await page.fill("#prompt", "1");
+    await page.evaluate(() => {
+      const found = (name) => document.querySelector(`.assistant ${name}`);
+      const look = () => {
+        window.heading ??= found("h3");
+        if (found("blockquote")) window.kept ??= window.heading.isConnected;
+      };
+      new MutationObserver(look).observe(document.querySelector("#messages"), { subtree: true, childList: true });
+    });
+    await page.keyboard.press("Enter");
+    await page.waitForSelector(".assistant .text blockquote");
+    const html = () => answer(page).locator(".text").innerHTML();
+    const kept = await page.evaluate(() => window.kept);
+    await ended(page);
+    const [first, pasted] = [await html(), () => page.evaluate(() => navigator.clipboard.readText())];
+    await page.click(".copy");
+    const code = await pasted();
+    await page.click(".foot-tools button:first-child");
+    const whole = await pasted();
+    await page.reload();
+    await page.waitForSelector(".assistant .text blockquote");
+    say({ html: first, again: await html(), code, whole, kept, requests: requests.filter((to) => !to.startsWith(url)), ran: await page.evaluate(() => window.ran ?? null), failures: page.failures });
+  },
+
+  async storage(browser) {
+    const context = await browser.newContext();
+    const pages = [];
+    for (const text of ["of the first tab", "of the second tab"]) {
+      const page = await openIn(context);
+      await ask(page, text);
+      await ended(page);
+      pages.push(page);
+    }
+    const [page] = pages;
+    const titles = () => page.locator(".conversation").allTextContents();
+    await page.reload();
+    const reloaded = await page.textContent("#title");
+    await page.click("#new-chat");
+    const both = await titles();
+    const count = () => page.evaluate(() => Object.keys(localStorage).length);
+    for (let i = 0; i < 3; i++) {
+      await page.evaluate(() => document.querySelector("#many").click());
+      await page.waitForFunction(() => !document.querySelector("#conversations [data-state=running]"));
+    }
+    await page.reload();
+    await page.evaluate(() => document.querySelector("#many").click());
+    await page.waitForFunction(() => !document.querySelector("#conversations [data-state=running]"));
+    const most = await count();
+    page.on("dialog", (dialog) => dialog.accept());
+    await page.click("#forget");
+    const forgotten = await titles();
+    const left = await count();
+    await page.addInitScript(() => {
+      for (const name of ["localStorage", "sessionStorage"]) {
+        Object.defineProperty(window, name, { get() { throw new DOMException("denied", "SecurityError"); } });
+      }
+    });
+    await page.reload();
+    await ask(page, "without storage");
+    await ended(page);
+    say({ reloaded, both, most, forgotten, left, refused: await page.textContent("#title"), failures: page.failures });
+  },
+
+  async empty(browser) {
+    const problems = [];
+    for (const [width, height] of [[360, 640], [360, 800], [1280, 860], [1280, 720], [1920, 1080]]) {
+      const page = await open(browser, { viewport: { width, height }, isMobile: width < 400 });
+      await page.click("#show-settings");
+      for (const selector of ["html", "#prompt", "#system", "#conversations", "#activity", ".settings"]) {
+        const over = await page.evaluate((selector) => {
+          const node = document.querySelector(selector);
+          return [node.scrollHeight - node.clientHeight, node.scrollWidth - node.clientWidth];
+        }, selector);
+        if (over[0] > 0 || over[1] > 0) problems.push(`${width} x ${height}: ${selector} ${over}`);
+      }
+      await page.click("#show-settings");
+      const over = await page.evaluate(() => document.querySelector("#scroll").scrollHeight - document.querySelector("#scroll").clientHeight);
+      if (over > 0) problems.push(`${width} x ${height}: #scroll ${over}`);
+      await page.context().close();
+    }
+    say(problems);
   },
 
   async tools(browser) {
@@ -148,7 +235,7 @@ const scenarios = {
   },
 
   async phone(browser) {
-    // So narrow that "Regenerate" has a line of its own.
+    // So narrow that the buttons have a line of their own.
     const page = await open(browser, { viewport: { width: 320, height: 640 }, isMobile: true, hasTouch: true });
     await ask(page, "1");
     await started(page);
@@ -162,7 +249,7 @@ const scenarios = {
     // Where the text of a node begins.
     const left = (node) => node.getBoundingClientRect().left + parseFloat(getComputedStyle(node).paddingLeft);
     const note = await answer(page).locator(".note").evaluate(left);
-    const regenerate = await page.getByRole("button", { name: "Regenerate" }).evaluate(left);
+    const tools = await answer(page).locator(".foot-tools button").first().evaluate(left);
     await page.focus("#prompt");
     await page.keyboard.press("Enter");
     await started(page);
@@ -177,7 +264,7 @@ const scenarios = {
       await page.waitForSelector(`#${name}`, { state: "hidden" });
       drawers.push({ focused, ...(await page.evaluate(() => ({ left: document.activeElement.id, open: document.body.dataset.drawer ?? null }))) });
     }
-    say({ hint, kept, asked, after, note, regenerate, sent, drawers, failures: page.failures });
+    say({ hint, kept, asked, after, note, tools, sent, drawers, failures: page.failures });
   },
 
   async lost(browser) {

@@ -187,23 +187,103 @@ async def shown(scenario, pieces):
 
 PARTS = [
     ["p", "Let me [look] {there}.\n"],
-    ["pre", '<tool_call>\n{"name": "f",\n\n "arguments": {}}\n</tool_call>\n'],
-    ["pre", '<tool_call>{"name": "g"}</tool_call>\n'],
+    ["div", '<tool_call>\n{"name": "f",\n\n "arguments": {}}\n</tool_call>\n'],
+    ["div", '<tool_call>{"name": "g"}</tool_call>\n'],
     ["p", "And:\n\n"],
-    ["pre", '{"a": ["}", 1,\n  {"b": "\\"{"}]}\n'],
-    ["pre", "[\n  1\n]\n"],
+    ["div", '{"a": ["}", 1,\n  {"b": "\\"{"}]}\n'],
+    ["div", "[\n  1\n]\n"],
     ["p", "[1] says so.\n"],
-    ["pre", "```json\n{\n\n}\n```\n"],
-    ["pre", '{"never": [closed\n\n'],
+    ["div", '{"never": [closed\n\n'],
     ["p", "That is it.\n"],
-    ["pre", '{"cut": "o'],
+    ["div", '{"cut": "o'],
 ]
 
 
 def test_data_in_an_answer_is_monospaced():
     whole = "".join(text for _, text in PARTS)
     result = asyncio.run(shown("data", [whole[i : i + 3] for i in range(0, len(whole), 3)]))
-    assert result == {"parts": PARTS, "alike": True, "mono": True, "failures": []}
+    parts = [[name, text.rstrip()] for name, text in PARTS]
+    assert result == {"parts": parts, "mono": True, "failures": []}
+
+
+MARKDOWN = """# Title
+
+Some **bold**, `x < y` and a [link](https://example.org), not [this](javascript:window.ran=1).
+
+1. one
+2. two
+   - [x] done
+
+| a | b |
+|---|:-:|
+| 1 | 2 |
+
+```json
+{
+
+}
+```
+
+<img src=x onerror='window.ran=1'> ![picture](http://127.0.0.1:9/picture.png)
+
+> quoted"""
+RENDERED = (
+    "<h3>Title</h3>"
+    "<p>Some <strong>bold</strong>, <code>x &lt; y</code> and a "
+    '<a href="https://example.org" title="https://example.org" target="_blank" '
+    'rel="noopener noreferrer">link</a>, not [this](javascript:window.ran=1).</p>'
+    "<ol><li><span>one</span></li><li><span>two</span>"
+    "<ul><li><span>☑ </span><span>done</span></li></ul></li></ol>"
+    '<div class="table"><table><thead><tr><th>a</th><th style="text-align: center;">b</th></tr>'
+    '</thead><tbody><tr><td>1</td><td style="text-align: center;">2</td></tr></tbody></table></div>'
+    '<div class="code" data-language="json"><pre><code>{\n\n}</code></pre>'
+    '<button type="button" class="quiet copy">Copy</button></div>'
+    "<p>&lt;img src=x onerror='window.ran=1'&gt; "
+    '<a href="http://127.0.0.1:9/picture.png" title="http://127.0.0.1:9/picture.png" '
+    'target="_blank" rel="noopener noreferrer">picture</a></p>'
+    "<blockquote><p>quoted</p></blockquote>"
+)
+
+
+def test_markdown_is_rendered_and_copied():
+    """As it grows, three characters at a time, it becomes what the whole text is."""
+    pieces = [MARKDOWN[i : i + 3] for i in range(0, len(MARKDOWN), 3)]
+    result = asyncio.run(shown("markdown", pieces))
+    assert result == {
+        "html": RENDERED,
+        "again": RENDERED,
+        "code": "{\n\n}",
+        "whole": MARKDOWN,
+        "kept": True,
+        "requests": [],
+        "ran": None,
+        "failures": [],
+    }
+
+
+def test_chats_are_kept_by_tab_and_forgotten():
+    async def main():
+        rig = fake(max_model_len=30)
+        async with rig.engine() as engine, serve(engine, port=0, page=page) as server:
+            async with driven("storage", url_of(server)) as browser:
+                return await browser.hear()
+
+    result = asyncio.run(main())
+    assert result["reloaded"] == "of the first tab"
+    assert sorted(result["both"]) == ["New chat", "of the first tab", "of the second tab"]
+    assert result["most"] == 20
+    assert (result["forgotten"], result["left"]) == (["New chat"], 0)
+    assert (result["refused"], result["failures"]) == ("without storage", [])
+
+
+def test_no_scroll_bar_where_nothing_is_to_scroll():
+    async def main():
+        rig = fake(max_model_len=30)
+        async with rig.engine() as engine, serve(engine, port=0, page=page) as server:
+            async with driven("empty", url_of(server)) as browser:
+                return await browser.hear()
+
+    assert asyncio.run(main()) == []
 
 
 class ScriptedServer:
@@ -334,7 +414,7 @@ def test_enter_drawers_and_edges_on_a_phone():
     assert result["hint"].startswith("Wait for the answer")
     assert (result["kept"], result["asked"]) == ("2", 1)
     assert (result["after"], result["sent"]) == ("", "2")
-    assert result["note"] == result["regenerate"]
+    assert result["note"] == result["tools"]
     assert result["drawers"] == [
         {"focused": "Close the conversations", "left": "show-rail", "open": None},
         {"focused": "Close the engine's activity", "left": "show-activity", "open": None},

@@ -19,7 +19,8 @@ TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 def page(path: str) -> tuple[str, bytes] | None:
     """A file of the page; nothing outside its directory, because names are compared."""
-    files = {f"/{file.name}": file for file in STATIC.iterdir()}
+    found = (file for file in STATIC.rglob("*") if file.suffix in TYPES)
+    files = {f"/{file.relative_to(STATIC).as_posix()}": file for file in found}
     file = files.get("/index.html" if path == "/" else path)
     return None if file is None else (TYPES[file.suffix], file.read_bytes())
 

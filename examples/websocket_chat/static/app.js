@@ -3,8 +3,8 @@
 import { Activity } from "./activity.js";
 import { Conversation } from "./conversation.js";
 import { MessageList } from "./messages.js";
+import * as store from "./store.js";
 
-const STORED = "asyncllm-conversations";
 const HUES = [182, 262, 32, 330, 132, 82, 222, 2];
 const SUGGESTIONS = [
   "Tell me a story about Mia and a boat.",
@@ -34,6 +34,7 @@ function add(saved = {}) {
 function open(conversation) {
   if (current) current.draft = $("prompt").value;
   current = conversation;
+  store.setOpen(conversation.id);
   document.documentElement.style.setProperty("--hue", conversation.hue);
   $("system").value = conversation.system;
   $("temperature").value = conversation.temperature;
@@ -50,9 +51,14 @@ function open(conversation) {
 function remove(conversation) {
   conversation.close();
   conversations.delete(conversation.id);
-  save();
+  store.forget(conversation.id);
   if (conversation === current) open([...conversations.values()].at(-1) ?? add());
   else showList();
+}
+
+function forgetAll() {
+  if (!confirm("Forget all chats? They are kept in this browser only.")) return;
+  [...conversations.values()].forEach(remove);
 }
 
 function newChat() {
@@ -63,7 +69,7 @@ function newChat() {
 
 function changed(conversation, what) {
   if (what === "list") {
-    save();
+    save(conversation);
     showList();
     if (!conversation.turn && conversation.messages.length) announce(conversation);
   }
@@ -85,27 +91,21 @@ function announce(conversation) {
   }
 }
 
-function save() {
-  const kept = [...conversations.values()].filter((one) => one.messages.length);
-  localStorage.setItem(STORED, JSON.stringify(kept.slice(-20)));
+function save(conversation) {
+  if (conversation.messages.length) store.save(conversation);
 }
 
 function restore() {
-  let saved = [];
-  try {
-    saved = JSON.parse(localStorage.getItem(STORED)) ?? [];
-  } catch {
-    localStorage.removeItem(STORED);
-  }
-  // A turn that a reload cut short left an answer without an end.
-  for (const one of saved) {
-    const last = one.messages.at(-1);
+  for (const saved of store.load()) {
+    // A turn that a reload cut short left an answer without an end.
+    const last = saved.messages.at(-1);
     if (last?.role === "assistant" && (!last.metrics || last.metrics.live)) {
       last.note = "Interrupted: the page was reloaded";
       last.failed = true;
     }
-    add(one);
+    add(saved);
   }
+  return conversations.get(store.getOpen()) ?? add();
 }
 
 // --- showing ---
@@ -116,6 +116,7 @@ function showAll() {
 }
 
 function showList() {
+  $("forget").hidden = ![...conversations.values()].some(({ messages }) => messages.length);
   $("conversations").replaceChildren(...[...conversations.values()].reverse().map(listItem));
 }
 
@@ -211,6 +212,7 @@ $("composer").addEventListener("submit", (event) => {
 });
 $("stop").onclick = () => current.stop();
 $("new-chat").onclick = newChat;
+$("forget").onclick = forgetAll;
 $("many").onclick = () => {
   const started = STORIES.map((story) => {
     const conversation = add();
@@ -244,7 +246,7 @@ $("suggestions").append(
 
 $("system").addEventListener("change", () => {
   current.system = $("system").value;
-  save();
+  save(current);
 });
 $("temperature").addEventListener("input", () => {
   current.temperature = Number($("temperature").value);
@@ -252,7 +254,7 @@ $("temperature").addEventListener("input", () => {
 });
 $("tools").addEventListener("change", () => {
   current.tools = $("tools").checked;
-  save();
+  save(current);
 });
 $("show-settings").onclick = () => {
   const settings = $("settings");
@@ -279,8 +281,7 @@ for (const way of [$("veil"), ...document.querySelectorAll(".close")]) way.oncli
 
 // --- start ---
 
-restore();
-open(add());
+open(restore());
 new Activity((responseId) => {
   for (const one of conversations.values()) {
     if (one.knows(responseId)) return one.hue;

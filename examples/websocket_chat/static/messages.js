@@ -1,12 +1,16 @@
 // The messages of one conversation. Text is only ever set as text.
 
 import { split } from "./blocks.js";
+import { codeBlock, markdown, patch } from "./markdown.js";
 
 export class MessageList {
   // actions: {regenerate(), edit(index, text)}
   constructor(list, actions) {
     this.list = list;
     this.actions = actions;
+    list.addEventListener("click", ({ target }) => {
+      if (target.matches(".copy")) copy(target, target.parentElement.querySelector("code").textContent);
+    });
   }
 
   show(conversation) {
@@ -87,7 +91,13 @@ export class MessageList {
     }
     const foot = element("div", "foot");
     foot.append(element("span", "metrics", metricsText(message.metrics)));
-    if (last && !turn) foot.append(button("Regenerate", () => this.actions.regenerate()));
+    const tools = element("div", "foot-tools");
+    if (!running && message.text) {
+      const whole = button("Copy", () => copy(whole, message.text));
+      tools.append(whole);
+    }
+    if (last && !turn) tools.append(button("Regenerate", () => this.actions.regenerate()));
+    foot.append(tools);
     item.append(foot);
     return item;
   }
@@ -140,28 +150,14 @@ function pretty(text) {
   }
 }
 
-// Touches only what has grown, so that a reader's selection stays.
-function setText(node, text) {
-  const shown = node.firstChild ?? node.appendChild(document.createTextNode(""));
-  if (shown.data === text) return;
-  if (text.startsWith(shown.data)) shown.appendData(text.slice(shown.length));
-  else shown.data = text;
+// Shows an answer's Markdown, and its data as monospaced blocks.
+function write(node, text) {
+  const blocks = split(text).flatMap((part) => (part.data ? [codeBlock(part.text.trimEnd())] : markdown(part.text)));
+  patch(node, blocks.length ? blocks : [element("p")]);
 }
 
-// Puts a text into paragraphs and monospaced blocks, touching only what has grown.
-function write(node, text) {
-  const parts = split(text);
-  parts.forEach(({ tag, text }, i) => {
-    let part = node.children[i];
-    if (part?.localName !== tag) {
-      const made = element(tag);
-      if (part) part.replaceWith(made);
-      else node.append(made);
-      part = made;
-    }
-    setText(part, text);
-  });
-  while (node.children.length > parts.length) node.lastChild.remove();
+function setText(node, text) {
+  patch(node, [document.createTextNode(text)]);
 }
 
 function metricsText(metrics) {
@@ -172,6 +168,28 @@ function metricsText(metrics) {
   parts.push(`${metrics.tokens} ${metrics.tokens === 1 ? "token" : "tokens"}`);
   if (metrics.cached) parts.push(`${metrics.cached} of ${metrics.prompt} prompt tokens cached`);
   return parts.join("  ·  ");
+}
+
+// Copies a text, and says so on the button that was pressed.
+async function copy(pressed, text) {
+  let copied = true;
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    copied = copySelected(text); // no clipboard without TLS, but on this machine
+  }
+  pressed.textContent = copied ? "Copied" : "Not allowed";
+  setTimeout(() => (pressed.textContent = "Copy"), 1500);
+}
+
+function copySelected(text) {
+  const area = element("textarea", "hidden");
+  area.value = text;
+  document.body.append(area);
+  area.select();
+  const copied = document.execCommand("copy");
+  area.remove();
+  return copied;
 }
 
 function element(name, className = "", text = "") {
