@@ -14,7 +14,12 @@ from typing import Any, Self, overload
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine import AsyncLLMEngine, EngineState
-from asyncllm.errors import EngineError, EngineOverloadedError, InvalidRequestError
+from asyncllm.errors import (
+    EngineError,
+    EngineOverloadedError,
+    InvalidRequestError,
+    RequestError,
+)
 from asyncllm.outputs import Completion, Delta, EngineStats, FinishReason, Usage
 from asyncllm.runtime.handle import Handle
 from asyncllm.runtime.mailbox import ThreadMailbox
@@ -161,7 +166,9 @@ class LLM(Handle):
             return self._batch(
                 self.engine.stream, [prompts], [sampling_params], bool(progress), options
             )[0]
-        return self._batch(self.engine.stream, prompts, sampling_params, progress, options)
+        return self._batch(
+            self.engine.stream, prompts, sampling_params, progress, options, name="prompts"
+        )
 
     def chat(
         self,
@@ -177,7 +184,9 @@ class LLM(Handle):
             return self._batch(
                 self.engine.chat, [messages], [sampling_params], bool(progress), options
             )[0]
-        return self._batch(self.engine.chat, messages, sampling_params, progress, options)
+        return self._batch(
+            self.engine.chat, messages, sampling_params, progress, options, name="messages"
+        )
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
@@ -206,7 +215,10 @@ class LLM(Handle):
         sampling_params: Any,
         progress: bool | None,
         options: dict[str, Any],
+        name: str | None = None,
     ) -> list[Completion]:
+        """Completions of a batch, in its order. ``name`` of the argument and an item's index stand
+        in the message of the item's error."""
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
         elif len(sampling_params) != len(prompts):
@@ -219,7 +231,7 @@ class LLM(Handle):
         results: list[Completion] = []
         with (
             _progress_bar(len(prompts), progress) as advance,
-            contextlib.closing(self._completions(submit, requests, options)) as completions,
+            contextlib.closing(self._completions(submit, requests, options, name)) as completions,
         ):
             for completion in completions:
                 results.append(completion)
@@ -231,31 +243,38 @@ class LLM(Handle):
         submit: Callable[..., TokenStream],
         requests: Iterable[tuple[Any, Any]],
         options: dict[str, Any],
+        name: str | None,
     ) -> Generator[Completion]:
         """Yield the completions in order, with as many requests at a time as the queue accepts."""
         live: deque[LLMStream] = deque()
-        begun = False
+        num_read = 0
+
+        def read() -> Completion:
+            nonlocal num_read
+            with _naming(name, num_read):
+                completion = live[0].result()
+            live.popleft()
+            num_read += 1
+            return completion
+
         try:
-            for prompt, sampling_params in requests:
+            for index, (prompt, sampling_params) in enumerate(requests):
                 while True:
                     try:
-                        live.append(
-                            LLMStream(submit(prompt, sampling_params, **options), self._mailbox)
-                        )
+                        with _naming(name, index):
+                            stream = submit(prompt, sampling_params, **options)
+                        live.append(LLMStream(stream, self._mailbox))
                         break
                     except EngineOverloadedError as refused:
                         if live:
-                            yield live[0].result()
-                            live.popleft()
-                            begun = True
-                        elif begun:
+                            yield read()
+                        elif num_read:
                             # The queue is full of other callers' requests.
                             time.sleep(min(refused.retry_after, _MAX_WAIT))
                         else:
                             raise
             while live:
-                yield live[0].result()
-                live.popleft()
+                yield read()
         finally:
             # Not left to destructors: an exception that the caller keeps also keeps the streams.
             for stream in live:
@@ -285,6 +304,17 @@ class LLM(Handle):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def _naming(name: str | None, index: int) -> Iterator[None]:
+    """Put a batch's item into the message of its error."""
+    try:
+        yield
+    except RequestError as error:
+        if name is not None:
+            error.args = (f"{name}[{index}]: {error}", *error.args[1:])
+        raise
 
 
 def _begins_with(value: Any, name: str, kind: type) -> bool:

@@ -298,7 +298,7 @@ class Completion:
 class EngineStats:
     """A snapshot of the engine; counters count since ``start()``. A request with ``n`` outputs
     is n of those that run, wait or are paused, and of preemptions and prompt tokens, and one
-    where requests are counted.
+    where requests are counted. ``dataclasses.asdict`` makes a dict of it, for JSON.
 
     Attributes:
         num_running: requests in the running batch.

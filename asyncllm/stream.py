@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import overload
+from typing import Any, overload
 
 from asyncllm import validation as check
 from asyncllm.core.channel import Channel, End, merged
@@ -310,6 +310,10 @@ class TokenStream(Handle):
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
+
+    def __await__(self) -> Generator[Any, Any, Completion]:
+        """``await stream`` is ``await stream.result()``."""
+        return self.result().__await__()
 
     async def result(self) -> Completion:
         """Read to the end; returns the completion, with deltas that were read before.

@@ -40,6 +40,28 @@ pytestmark = pytest.mark.asyncio
 # --- what is served ---------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/chat/completions", "; /v1/chat/completions is"),
+        ("/v1/v1/models", "; /v1/models is"),
+        ("/v1/tokenize", "; /tokenize is"),
+        ("/v1/embeddings", "; the engine generates text, and has no embeddings"),
+        (
+            "/v1/messages",
+            "; Anthropic's protocol is not spoken: /v1/chat/completions or /v1/respons",
+        ),
+        ("/docs", "; /openapi.json has all paths"),
+        ("/v1", "; /openapi.json has all paths"),
+        ("/", "; /openapi.json has all paths"),
+    ],
+)
+async def test_an_unknown_path_says_what_to_ask(path, hint):
+    async with app_client(fake_engine("x")) as client:
+        error = (await client.post(path, json=BODY)).json()["error"]
+    assert error["message"].startswith(f"there is nothing at this path{hint}")
+
+
 async def test_models_and_paths():
     async with app_client(fake_engine("x"), model_names=["a/b", "c"]) as client:
         models = (await client.get("/v1/models")).json()
@@ -52,6 +74,9 @@ async def test_models_and_paths():
         ]
         named = (await client.post(CHAT, json={**BODY, "model": "c"})).json()
         first = (await client.post(CHAT, json=BODY)).json()
+    assert 'expected "a/b" or "c", or none' in answers[0].json()["error"]["message"].replace(
+        "'", '"'
+    )
     assert models["object"] == "list"
     assert [model["id"] for model in models["data"]] == ["a/b", "c"]
     assert one == models["data"][0]

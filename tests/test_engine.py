@@ -73,7 +73,8 @@ async def test_text_prompts_and_chat_are_tokenised():
     rig = fake()
     async with rig.engine() as engine:
         one = await engine.generate("7 8 9", max_tokens=3)
-        two = await engine.chat([{"role": "user", "content": "7 8 9"}], max_tokens=3).result()
+        # A stream that is awaited is its result.
+        two = await engine.chat([{"role": "user", "content": "7 8 9"}], max_tokens=3)
     assert one.prompt_token_ids == two.prompt_token_ids == (7, 8, 9)
     assert list(one.token_ids) == list(two.token_ids) == rig.executor.reference([7, 8, 9], 3)
 
@@ -272,7 +273,6 @@ async def test_pause_keeps_everything_and_resume_goes_on():
         ([1, VOCAB_SIZE], {}, "prompt", "prompt=1000: expected token ids, integers from 0 to 999"),
         ([-1], {}, "prompt", "prompt=-1: expected token ids"),
         ([1.5], {}, "prompt", "prompt=1.5: expected token ids"),
-        (["a"], {}, "prompt", "prompt='a': expected token ids"),
         ([True], {}, "prompt", "prompt=True"),
         (None, {}, "prompt", "text or token ids"),
         (b"bytes", {}, "prompt", "bytes"),
@@ -305,6 +305,10 @@ async def test_pause_keeps_everything_and_resume_goes_on():
         ),
         ([1], {"allowed_token_ids": []}, "allowed_token_ids", "at least one"),
         ([1], {"logits_processors": [3]}, "logits_processors", "callables"),
+        (["a", "b"], {}, "prompt", "several prompts are a call each"),
+        ([[1], [2]], {}, "prompt", "several prompts are a call each"),
+        ([{"role": "user", "content": "a"}], {}, "prompt", r"messages are for chat\(\)"),
+        ({"role": "user"}, {}, "prompt", r"messages are for chat\(\)"),
         ([1], {"n": 0}, "n", "from 1 to 256"),
         ([1], {"n": 257}, "n", "from 1 to 256"),
         ([1], {"n": 2, "temperature": 0}, "n", "1 with temperature=0"),

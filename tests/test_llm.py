@@ -308,7 +308,15 @@ def test_a_bad_prompt_in_a_batch_leaves_nothing_behind(make):
     stats = llm.stats()
     assert stats.num_requests == 2
     assert stats.num_free_blocks == stats.num_blocks
-    assert caught.value is not None
+    assert str(caught.value).startswith("prompts[1]: prompt: has 30 tokens")
+
+
+def test_an_error_names_its_conversation_and_no_single_prompt(make):
+    llm = make(fake())
+    with pytest.raises(InvalidRequestError, match=r"^messages\[2\]: messages\[0\]: is"):
+        llm.chat([[{"role": "user", "content": "1"}]] * 2 + [["x"]], max_tokens=2)
+    with pytest.raises(InvalidRequestError, match=r"^prompt=-1: expected"):
+        llm.generate([-1])
 
 
 @pytest.mark.parametrize("prompts", [None, 5, {"a": 1}, {1, 2}, b"ab", (i for i in [1])])

@@ -272,6 +272,12 @@ class InputProcessor:
     def _checked_ids(self, prompt: Any, kept: int | None) -> list[int]:
         """Check a prompt of token ids; returns plain integers."""
         info = self.loaded.executor.info
+        first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else None
+        if isinstance(prompt, dict) or isinstance(first, dict):
+            raise check.invalid("prompt", prompt, "text or token ids; messages are for chat()")
+        if isinstance(first, (str, list)):
+            accepted = "one text or its token ids; several prompts are a call each, or LLM.generate"
+            raise check.invalid("prompt", prompt, accepted)
         if kept is not None:
             most = max(check.MAX_ITEMS, info.max_model_len)
             return list(check.token_ids("prompt", prompt, info.vocab_size, most))

@@ -9,7 +9,7 @@ serve`` does. Needs the extra ``[server]``.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -270,7 +270,7 @@ def _router(
     return Router(
         routes,
         redirect_slashes=False,
-        default=Gate(_UnknownPath(serving, limits), rules, serving),
+        default=Gate(_UnknownPath(serving, limits, [path for path, _, _ in table]), rules, serving),
         lifespan=lambda _: _lifespan(serving),
     )  # pyright: ignore[reportReturnType]
 
@@ -300,22 +300,40 @@ async def _show_page(serving: Serving, exchange: Exchange) -> None:
 
 
 class _UnknownPath(Endpoint):
-    """Endpoint of unknown paths."""
+    """Endpoint of unknown paths.
 
-    def __init__(self, serving: Serving, limits: Mapping[str, Any]) -> None:
+    Args:
+        paths: the known ones.
+    """
+
+    def __init__(self, serving: Serving, limits: Mapping[str, Any], paths: Collection[str]) -> None:
         super().__init__(serving, {}, {}, limits)
+        self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
-            await refuse(_NOT_FOUND, scope, receive, send)
+            await refuse(self._not_found(scope), scope, receive, send)
         else:
             await super().__call__(scope, receive, send)
 
     def _handler(self, scope: Scope) -> Handler:
-        raise _NOT_FOUND
+        raise self._not_found(scope)
+
+    def _not_found(self, scope: Scope) -> ProtocolError:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        # A base URL without /v1, or one to which a client has added its own.
+        meant = {f"/v1{path}", path.removeprefix("/v1")} & set(self._paths)
+        hint = (
+            f"; {min(meant)} is" if meant else _INSTEAD.get(path, "; /openapi.json has all paths")
+        )
+        return ProtocolError(f"there is nothing at this path{hint}", code="not_found", status=404)
 
 
-_NOT_FOUND = ProtocolError("there is nothing at this path", code="not_found", status=404)
+_INSTEAD = {
+    "/v1/embeddings": "; the engine generates text, and has no embeddings",
+    "/v1/messages": "; Anthropic's protocol is not spoken: /v1/chat/completions or /v1/responses",
+}
+"""Hints of paths that clients of other servers ask for."""
 
 
 @asynccontextmanager

@@ -57,7 +57,8 @@ class Serving:
         if asked not in self.model_names:
             served = " or ".join(map(describe, self.model_names))
             raise ProtocolError(
-                f"model: {describe(asked)} is not served here, expected {served}",
+                f"model: {describe(asked)} is not served here, expected {served}, or none; "
+                "served_model_name gives the model other names",
                 code="model_not_found",
                 param="model",
                 status=404,

@@ -162,7 +162,8 @@ class _NotJson(Exception):
 
 def _check_messages(messages: Any, copier: _Copier, as_text: bool) -> list[dict[str, Any]]:
     if not isinstance(messages, (list, tuple)):
-        raise _bad("messages", f"a {type(messages).__name__}", "a list of at least one message")
+        accepted = "a list of at least one message; a prompt is for stream() or generate()"
+        raise _bad("messages", f"a {type(messages).__name__}", accepted)
     if not messages:
         raise _bad("messages", "empty", "a list of at least one message")
     chat = []

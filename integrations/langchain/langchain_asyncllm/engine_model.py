@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -71,6 +72,10 @@ class EngineModel(BaseModel):
     def _unwrap(cls, value: Any) -> Any:
         return value.engine if isinstance(value, LLM) else value
 
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """A copy that borrows the same engine."""
+        return super().__deepcopy__({id(self.engine): self.engine, **(memo or {})})
+
     @property
     def model_name(self) -> str:
         """The engine's model."""
@@ -103,6 +108,13 @@ class EngineModel(BaseModel):
 
     def submit(self, request: Callable[[], T]) -> T:
         """``request()``, again after a while if the queue is full."""
+        if _has_running_loop():
+            warnings.warn(
+                "invoke, batch and stream block the running event loop; await ainvoke, abatch or "
+                "astream there",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         for _ in range(self.max_retries):
             try:
                 return request()
@@ -189,3 +201,11 @@ def token_usage(usage: Usage | None) -> dict[str, int]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.total_tokens,
     }
+
+
+def _has_running_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

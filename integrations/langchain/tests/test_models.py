@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import AsyncGenerator
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -24,6 +26,23 @@ async def _until_idle(llm: LLM) -> None:
     while (stats := llm.engine.stats()).num_running or stats.num_waiting:
         await asyncio.sleep(0.001)
     assert stats.num_free_blocks == stats.num_blocks
+
+
+async def test_a_copy_borrows_the_engine(llm: LLM) -> None:
+    model = ChatAsyncLLM(engine=llm, temperature=0, max_tokens=4)
+    for copied in (deepcopy(model), deepcopy({"a": [model]})["a"][0], model.model_copy(deep=True)):
+        assert (copied.engine, copied) == (model.engine, model)
+    assert deepcopy(AsyncLLM(engine=llm)).engine is llm.engine
+
+
+async def test_blocking_a_running_loop_is_said(llm: LLM) -> None:
+    model = ChatAsyncLLM(engine=llm, temperature=0, max_tokens=4)
+    with pytest.warns(RuntimeWarning, match="block the running event loop"):
+        text = model.invoke(STORY).text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert (await model.ainvoke(STORY)).text == text
+        assert (await asyncio.to_thread(model.invoke, STORY)).text == text
 
 
 async def test_all_ways_give_the_same_answer(llm: LLM) -> None:
