@@ -19,21 +19,20 @@ from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme, WeightFo
 from asyncllm.gpu.ops.native_embedding import NativeEmbedding, NativeTable
 from asyncllm.gpu.ops.native_experts import NativeExperts, NativeRouting
 from asyncllm.gpu.ops.native_linear import NativeLinear
+from asyncllm.gpu.ops.native_norms import NativeResidualAdd, NativeRMSNorm
 from asyncllm.gpu.ops.native_pointwise import (
     GELU_TANH,
     SILU,
     NativeGatedMul,
-    NativeResidualAdd,
+    NativeSigmoidMul,
     NativeSoftcap,
 )
 from asyncllm.gpu.ops.native_recurrent import (
     NativeCausalConv,
     NativeGatedDelta,
     NativeGatedNorm,
-    NativeSigmoidMul,
     NativeStateRows,
 )
-from asyncllm.gpu.ops.native_rms_norm import NativeRMSNorm
 from asyncllm.gpu.ops.native_rope import NativeRope, NativeRopeAndCache
 from asyncllm.gpu.ops.native_sampling import (
     NativeProcessLogits,
@@ -79,10 +78,10 @@ class NativeOps(CpuOps):
         return NativeLinear(self.context, weights)
 
     def routing(self, config: RoutingConfig, weights: RouterWeights) -> Routing:
-        return NativeRouting(self.context, config, weights, self.make_linear)
+        return NativeRouting(self.context, config, weights)
 
     def make_experts(self, weights: ExpertsWeights, config: ActivationConfig) -> Experts:
-        return NativeExperts(self.context, weights, config, self.make_linear)
+        return NativeExperts(self.context, weights, config)
 
     def state_rows(self, step: StepInputs) -> NativeStateRows:
         return NativeStateRows(step)
