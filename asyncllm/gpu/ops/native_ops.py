@@ -32,11 +32,7 @@ from asyncllm.gpu.ops.native_recurrent import (
     NativeStateRows,
 )
 from asyncllm.gpu.ops.native_rope import NativeRope, NativeRopeAndCache
-from asyncllm.gpu.ops.native_sampling import (
-    NativeProcessLogits,
-    NativeSample,
-    NativeTopLogprobs,
-)
+from asyncllm.gpu.ops.native_sampling import process_logits, sample, top_logprobs
 from asyncllm.gpu.ops.native_weights import SPAN, conversions, native_type
 from asyncllm.gpu.ops.recorder import Recorder
 from asyncllm.gpu.ops.routing import RouterWeights, Routing
@@ -69,9 +65,9 @@ class NativeOps(CpuOps):
         self.causal_conv = partial(NativeCausalConv, context)
         self.gated_delta = partial(NativeGatedDelta, context)
         self.gated_norm = partial(NativeGatedNorm, context)
-        self.sample = NativeSample(context)
-        self.process_logits = NativeProcessLogits(context)
-        self.top_logprobs = NativeTopLogprobs(context)
+        self.sample = partial(sample, context)
+        self.process_logits = partial(process_logits, context)
+        self.top_logprobs = partial(top_logprobs, context)
 
     def enter_thread(self) -> None:
         # This thread computes along with the context's own, which have long time slices too.

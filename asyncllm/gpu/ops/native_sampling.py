@@ -1,4 +1,4 @@
-"""NativeSample, NativeProcessLogits, NativeTopLogprobs: sampling in compiled code."""
+"""sample, process_logits, top_logprobs: sampling in compiled code."""
 
 from __future__ import annotations
 
@@ -77,69 +77,58 @@ def sample_args(
     )
 
 
-class NativeSample:
+def sample(
+    context: Context,
+    logits: Tensor,
+    sampling: Mapping[str, Tensor],
+    req_indices: Tensor,
+    positions: Tensor,
+    last_sampled_tokens: Tensor,
+    out: Tensor,
+) -> None:
     """Samples one token per row, see ``TorchOps.sample``.
 
     The noise has the bits of ``gumbel``; logarithms and sums of exponentials differ from torch's
     in their last bits, which changes the token where two tokens almost tie.
     """
-
-    def __init__(self, context: Context) -> None:
-        self.context = context
-
-    def __call__(
-        self,
-        logits: Tensor,
-        sampling: Mapping[str, Tensor],
-        req_indices: Tensor,
-        positions: Tensor,
-        last_sampled_tokens: Tensor,
-        out: Tensor,
-    ) -> None:
-        context = self.context
-        logits = logits_rows(logits)
-        args = sample_args(logits, sampling, req_indices, positions, last_sampled_tokens, out)
-        status = context.functions.sample(context.handle, args)
-        if status:
-            fail("sample", status)
+    logits = logits_rows(logits)
+    args = sample_args(logits, sampling, req_indices, positions, last_sampled_tokens, out)
+    status = context.functions.sample(context.handle, args)
+    if status:
+        fail("sample", status)
 
 
-class NativeProcessLogits:
+def process_logits(context: Context, logits: Tensor, rows: SamplingRows, stages: Stages) -> Tensor:
     """``logits.process_logits`` in compiled code, with the same bits."""
-
-    def __init__(self, context: Context) -> None:
-        self.context = context
-
-    def __call__(self, logits: Tensor, rows: SamplingRows, stages: Stages) -> Tensor:
-        logits, context = logits_rows(logits), self.context
-        count, vocab_size = logits.shape
-        out = torch.empty((count, vocab_size), dtype=torch.float32, device="cpu")
-        last = rows.last_sampled_tokens
-        lines = min(len(last), len(rows.rules["restricted"]), rows.tables.table_rows)
-        args = STRUCTS["LogitsArgs"](
-            logits=logits.data_ptr(),
-            row_stride=logits.stride(0),
-            rows=count,
-            vocab_size=vocab_size,
-            out=out.data_ptr(),
-            req_indices=address("req_indices", rows.req_indices, torch.int64, count),
-            positions=address("positions", rows.positions, torch.int64, count),
-            host_token_ids=address("host_token_ids", rows.host_token_ids, torch.int64, count),
-            last_sampled=address("last_sampled_tokens", last, torch.int64, lines),
-            lines=lines,
-            words=num_words(vocab_size),
-            dtype=DTYPES[logits.dtype],
-        )
-        if stages & Stages.MASKS:
-            _set_masks(args, rows)
-        if stages & Stages.RULES:
-            _set_rules(args, rows)
-        if stages & Stages.PENALTIES:
-            _set_penalties(args, rows)
-        status = context.functions.process_logits(context.handle, args)
-        if status:
-            fail("process_logits", status)
-        return out
+    logits = logits_rows(logits)
+    count, vocab_size = logits.shape
+    out = torch.empty((count, vocab_size), dtype=torch.float32, device="cpu")
+    last = rows.last_sampled_tokens
+    lines = min(len(last), len(rows.rules["restricted"]), rows.tables.table_rows)
+    args = STRUCTS["LogitsArgs"](
+        logits=logits.data_ptr(),
+        row_stride=logits.stride(0),
+        rows=count,
+        vocab_size=vocab_size,
+        out=out.data_ptr(),
+        req_indices=address("req_indices", rows.req_indices, torch.int64, count),
+        positions=address("positions", rows.positions, torch.int64, count),
+        host_token_ids=address("host_token_ids", rows.host_token_ids, torch.int64, count),
+        last_sampled=address("last_sampled_tokens", last, torch.int64, lines),
+        lines=lines,
+        words=num_words(vocab_size),
+        dtype=DTYPES[logits.dtype],
+    )
+    if stages & Stages.MASKS:
+        _set_masks(args, rows)
+    if stages & Stages.RULES:
+        _set_rules(args, rows)
+    if stages & Stages.PENALTIES:
+        _set_penalties(args, rows)
+    status = context.functions.process_logits(context.handle, args)
+    if status:
+        fail("process_logits", status)
+    return out
 
 
 def _set_masks(args: Any, rows: SamplingRows) -> None:
@@ -176,22 +165,17 @@ def _set_scalars(args: Any, rows: SamplingRows, *names: str) -> None:
         setattr(args, name, address(name, rows.rules[name], RULE_SCALARS[name].dtype, args.lines))
 
 
-class NativeTopLogprobs:
+def top_logprobs(context: Context, logits: Tensor, tokens: Tensor, out: TopLogprobs) -> None:
     """``logits.top_logprobs`` in compiled code; equal logits are in order of their token ids."""
-
-    def __init__(self, context: Context) -> None:
-        self.context = context
-
-    def __call__(self, logits: Tensor, tokens: Tensor, out: TopLogprobs) -> None:
-        logits, context = logits_rows(logits), self.context
-        count, width = len(tokens), out.values.shape[1]
-        if len(logits) < count:
-            raise ValueError(f"native sampling: {len(logits)} rows of logits, {count} tokens")
-        status = context.functions.top_logprobs(
-            context.handle, logits.data_ptr(), logits.stride(0), count, logits.shape[1],
-            DTYPES[logits.dtype], address("tokens", tokens, torch.int64, count), width - 1,
-            address("values", out.values, torch.float32, count, width),
-            address("ids", out.ids, torch.int64, count, width),
-        )  # fmt: skip
-        if status:
-            fail("top_logprobs", status)
+    logits = logits_rows(logits)
+    count, width = len(tokens), out.values.shape[1]
+    if len(logits) < count:
+        raise ValueError(f"native sampling: {len(logits)} rows of logits, {count} tokens")
+    status = context.functions.top_logprobs(
+        context.handle, logits.data_ptr(), logits.stride(0), count, logits.shape[1],
+        DTYPES[logits.dtype], address("tokens", tokens, torch.int64, count), width - 1,
+        address("values", out.values, torch.float32, count, width),
+        address("ids", out.ids, torch.int64, count, width),
+    )  # fmt: skip
+    if status:
+        fail("top_logprobs", status)
