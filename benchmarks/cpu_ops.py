@@ -27,11 +27,12 @@ from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.execution_report import memory_bandwidth
 from asyncllm.gpu.graph.replay import EagerReplay
 from asyncllm.gpu.model_runner import ModelRunner
+from asyncllm.native.interface import OP_KINDS
 from asyncllm.sampling_params import SamplingParams
 from benchmarks.common import Report, options
 
 OPS = {
-    "linear": "linear layers", "linear_argmax": "output head", "attention": "attention",
+    "linear": "linear layers", "argmax": "output head", "attention": "attention",
     "rms_norm": "norms", "rope_and_cache": "RoPE and KV write", "gated_mul": "activation",
     "gather": "embedding", "select": "picking rows",
 }  # fmt: skip
@@ -55,32 +56,28 @@ KINDS = [
 
 
 class Clock:
-    """Seconds in the functions of a library, by name."""
+    """Seconds in a library's runs of single ops, by the op's name."""
 
     def __init__(self, library: Any) -> None:
         self.functions, self.seconds = library, {}
 
     @contextmanager
     def watching(self) -> Iterator[dict[str, float]]:
-        own = {name: getattr(self.functions, name) for name in OPS}
-        self.seconds = dict.fromkeys(OPS, 0.0)
+        run, self.seconds = self.functions.run, dict.fromkeys(OPS, 0.0)
 
-        def timed(name: str) -> Any:
-            def call(*args: Any) -> int:
-                began = time.perf_counter()
-                status = own[name](*args)
+        def timed(context: Any, program: Any, *sizes: Any) -> int:
+            began = time.perf_counter()
+            status = run(context, program, *sizes)
+            name = OP_KINDS[program.ops[0].kind]
+            if name in self.seconds:
                 self.seconds[name] += time.perf_counter() - began
-                return status
+            return status
 
-            return call
-
-        for name in OPS:
-            setattr(self.functions, name, timed(name))
+        self.functions.run = timed
         try:
             yield self.seconds
         finally:
-            for name, function in own.items():
-                setattr(self.functions, name, function)
+            self.functions.run = run
 
 
 def step_of(runner: ModelRunner, kind: Kind, number: int) -> StepBatch:
@@ -155,7 +152,7 @@ def floors(runner: ModelRunner, kind: Kind) -> dict[str, tuple[float, float]]:
     kv = 2 * model.num_layers * model.num_kv_heads * model.head_dim * size
     return {
         "linear": (linear, linear / size * tokens),
-        "linear_argmax": (head, head / size * kind.rows),
+        "argmax": (head, head / size * kind.rows),
         "attention": (kv * kind.rows * (kind.before + kind.tokens),
                       2.0 * seen * width * model.num_layers),
     }  # fmt: skip

@@ -114,9 +114,7 @@ def main() -> None:
     report = Report("the parts of a decode step on a CPU", conditions)
     state, clock = runner._open(), Clock()
     library: Any = vars(state.model.ops)["context"].functions
-    for name in ("run", "linear", "linear_argmax", "gather", "select", "attention", "rms_norm",
-                 "rope_and_cache", "gated_mul"):  # fmt: skip
-        clock.watch(library, name, "native")
+    clock.watch(library, "run", "native")
     replays = state.replay, EagerReplay(state.model, state.cache, state.memory)
     for replay in replays:
         clock.watch(replay, "forward", "forward")

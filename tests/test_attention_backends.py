@@ -314,9 +314,8 @@ def test_a_block_size_that_does_not_fit(hopper, name, block_size, words):
 
 
 def test_a_soft_cap_is_handed_on(hopper):
-    pytest.importorskip("triton")
     capped = replace(GPU, shape=CAPPED)
-    for name in ("triton", "flash_attn", "flash_attn_3"):
+    for name in ("flash_attn", "flash_attn_3"):
         assert make_attention(name, capped)[0].softcap == 30.0
     attention, _ = make_attention("torch", capped)
     assert isinstance(attention, TorchAttention)

@@ -86,9 +86,9 @@ class Sequences:
         inputs = planned(table, np.arange(len(rows)), starts, ends - starts, self.block_size)
         return inputs, torch.cat(spans)
 
-    def run(self, attention, rows, starts, ends, window=None):
+    def run(self, attention, rows, starts, ends, window=None, sinks=None):
         inputs, q = self.inputs(rows, starts, ends)
-        return attention(q, q, q, self.cache, attention.plan(inputs, window, 0))
+        return attention(q, q, q, self.cache, attention.plan(inputs, window, 0), sinks)
 
     def expected(self, row, start, end, window, sinks):
         """In float64, head by head."""
@@ -146,9 +146,9 @@ def test_attention_is_that_of_a_plain_model(isa, step):
     sequences = Sequences(lengths, counts, shape, dtype, block_size, seed)
     generator = torch.Generator().manual_seed(seed)
     sinks = torch.randn(shape.num_heads, generator=generator) if sinking else None
-    attention = NativeAttention(context(2, isa), shape, dtype, sinks)
+    attention = NativeAttention(context(2, isa), shape, dtype)
     starts = [length - count for length, count in zip(lengths, counts, strict=True)]
-    found = sequences.run(attention, list(range(len(lengths))), starts, lengths, window)
+    found = sequences.run(attention, list(range(len(lengths))), starts, lengths, window, sinks)
     wanted = torch.cat(
         [
             sequences.expected(row, start, length, window, sinks)

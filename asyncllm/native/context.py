@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from typing import Any, NoReturn
 
-from asyncllm.native.interface import GroupedArgs
 from asyncllm.native.shared_library import Library, NativeUnavailableError
 
 _STATUS = {
@@ -92,7 +91,7 @@ class PackedWeights:
         return cls(context, handle, n, k)
 
     @classmethod
-    def grouped(cls, context: Context, args: GroupedArgs) -> PackedWeights:
+    def grouped(cls, context: Context, args: Any) -> PackedWeights:
         """Packs integers with a scale per output and group of inputs."""
         return cls(context, context.functions.pack_grouped(context.handle, args), args.n, args.k)
 

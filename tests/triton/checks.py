@@ -23,6 +23,8 @@ from tests.step_inputs import captured, draw_scalars
 from tests.triton.paged import (
     AttentionCase,
     assert_close,
+    attend_decodes,
+    attend_prefills,
     expected_rows,
     make_batch,
     make_cache,
@@ -46,13 +48,13 @@ def check_decode(module: ModuleType, case: AttentionCase, device: str, capabilit
         "sinks": batch.sinks,
     }
     lines = torch.arange(len(batch.block_table), device=device)
-    module.decode_attention(
-        batch.q, batch.cache, batch.block_table, lines, batch.seq_lens, out=out, **kwargs
+    attend_decodes(
+        module, batch.q, batch.cache, batch.block_table, lines, batch.seq_lens, out=out, **kwargs
     )
     for row, expected in enumerate(expected_rows(case, batch, scale)):
         assert_close(out[row : row + 1], expected, case.dtype, f"row {row}")
-    indexed = module.decode_attention(
-        batch.q, batch.cache, table, shuffled, batch.seq_lens, **kwargs
+    indexed = attend_decodes(
+        module, batch.q, batch.cache, table, shuffled, batch.seq_lens, **kwargs
     )
     assert torch.equal(indexed, out)
 
@@ -80,7 +82,8 @@ def check_prefill(module: ModuleType, case: AttentionCase, device: str, capabili
         (batch.q, out, in_order, batch.block_table),
         (q, behind, shuffled, table),
     ):
-        module.prefill_attention(
+        attend_prefills(
+            module,
             queries,
             batch.cache,
             blocks,
@@ -113,7 +116,8 @@ def check_decode_replays(module: ModuleType, capability: int) -> None:
     out = torch.empty_like(batch.q, memory_format=torch.contiguous_format)
 
     def run(target: Tensor) -> None:
-        module.decode_attention(
+        attend_decodes(
+            module,
             batch.q,
             batch.cache,
             batch.block_table,

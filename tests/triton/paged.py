@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton.attention import TritonPlan
+from asyncllm.gpu.ops.triton.tuning import workspace_size
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
@@ -17,7 +21,7 @@ class AttentionCase:
     """Rows of ``counts`` queries each, the last of ``lengths`` tokens.
 
     Attributes:
-        splits, extra_shares: programs, see ``decode_attention`` and ``prefill_attention``.
+        splits, extra_shares: programs, see ``DecodeAttention`` and ``PrefillAttention``.
         layout: order of the cache's dimensions in memory.
         padded_tokens: tokens past the last row.
     """
@@ -155,6 +159,46 @@ def attend(
         scores = torch.cat((scores, column), -1)
     weights = scores.softmax(-1)[..., :length]
     return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+def attend_decodes(
+    module: ModuleType, q: Tensor, cache: Tensor, block_table: Tensor, table_rows: Tensor,
+    seq_lens: Tensor, *, scale: float, softcap: float | None = None, sinks: Tensor | None = None,
+    out: Tensor | None = None, splits: int = 1, extra_shares: int = 0, window: int | None = None,
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    """``DecodeAttention`` of a module, on one token per row."""
+    shape = AttentionShape(*q.shape[1:2], *cache.shape[3:], scale, softcap, sinks is not None)
+    count = len(seq_lens) + extra_shares if extra_shares else len(seq_lens) * splits
+    attention = module.DecodeAttention(
+        shape, cache.shape[2], block_table, table_rows, seq_lens, splits=splits, window=window,
+        extra_shares=extra_shares, workspace=_workspace(q, count), **options,
+    )  # fmt: skip
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    attention(q, cache, out, sinks)
+    return out
+
+
+def attend_prefills(
+    module: ModuleType, q: Tensor, cache: Tensor, *rows: Tensor, scale: float,
+    softcap: float | None = None, sinks: Tensor | None = None, out: Tensor | None = None,
+    first_row: int = 0, splits: int = 1, window: int | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
+    """``PrefillAttention`` of a module; ``rows`` are its block table and metadata."""
+    shape = AttentionShape(*q.shape[1:2], *cache.shape[3:], scale, softcap, sinks is not None)
+    tokens = len(q) - first_row
+    attention = module.PrefillAttention(
+        shape, cache.shape[2], tokens, *rows, splits=splits, window=window, first_row=first_row,
+        workspace=_workspace(q, tokens * splits), **options,
+    )  # fmt: skip
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    attention(q, cache, out, sinks)
+    return out
+
+
+def _workspace(q: Tensor, count: int) -> Tensor:
+    size = workspace_size(count, *q.shape[1:])
+    return torch.empty(size, dtype=torch.float32, device=q.device)
 
 
 def plain_attention(q: Tensor, cache: Tensor, plan: TritonPlan, scale: float) -> Tensor:

@@ -170,11 +170,6 @@ def test_a_window_or_short_rows_are_never_skewed() -> None:
     assert ATTENTION.is_skewed(128, skewed(128, 8192, 1), MAX_LEN, None)
     assert [ATTENTION.balances(length, None) for length in (1024, 1025)] == [False, True]
     assert not ATTENTION.balances(MAX_LEN, 4096)
-    with pytest.raises(ValueError, match="extra_shares=5: expected 0 with a window"):
-        decode_attention.decode_attention(
-            torch.empty(1, 32, 128), CACHE, TABLE, TABLE[0], TABLE[0], scale=0.1,
-            tiles=ATTENTION.decode_tiles, extra_shares=5, window=9,
-        )  # fmt: skip
 
 
 def test_a_graph_has_either_form() -> None:

@@ -19,15 +19,15 @@ from asyncllm.gpu.ops.triton import (
     gated_norm,
     merge_attention,
     norm,
-    prefill_attention,
     rope_cache,
     sampling,
 )
-from asyncllm.gpu.ops.triton.tuning import decode_tiles, prefill_tiles
+from asyncllm.gpu.ops.triton.tuning import decode_tiles
 from tests.step_inputs import draw_scalars
 from tests.triton.launches import recording
+from tests.triton.paged import attend_decodes
 
-ROWS, TOKENS = 3, 6
+TOKENS = 6
 HALF = torch.ones(8)
 LINES = torch.arange(TOKENS)
 
@@ -37,91 +37,45 @@ def gaps(*shape: int) -> Tensor:
     return torch.zeros(*shape[:-1], 2 * shape[-1])[..., ::2]
 
 
-def apart(x: Tensor) -> Tensor:
-    """The same numbers with a gap behind each."""
-    return torch.stack((x, x), -1)[..., 0]
+def attend(q: Tensor, out: Tensor, cache: Tensor) -> None:
+    rows = torch.zeros(TOKENS, dtype=torch.int64), torch.ones(TOKENS, dtype=torch.int32)
+    table = torch.zeros((2, 5), dtype=torch.int32)
+    attend_decodes(
+        decode_attention, q, cache, table, *rows, scale=1.0, out=out, tiles=decode_tiles(90, 16, 4)
+    )
 
 
-def decode(**changed: Any) -> Tensor:
-    arguments: dict[str, Any] = {
-        "q": torch.zeros(ROWS, 4, 16),
-        "cache": torch.zeros(2, 4, 16, 2, 16),
-        "block_table": torch.zeros((2, 5), dtype=torch.int32),
-        "table_rows": torch.zeros(ROWS, dtype=torch.int64),
-        "seq_lens": torch.ones(ROWS, dtype=torch.int32),
-        "scale": 1.0,
-        "tiles": decode_tiles(90, 16, 4),
-    }
-    return decode_attention.decode_attention(**arguments | changed)
+def test_heads_with_gaps() -> None:
+    q, cache = torch.zeros(TOKENS, 4, 16), torch.zeros(2, 4, 16, 2, 16)
+    with pytest.raises(ValueError, match=r"q has strides .*: expected contiguous heads"):
+        attend(gaps(TOKENS, 4, 16), q, cache)
+    with pytest.raises(ValueError, match=r"out has strides .*: expected contiguous heads"):
+        attend(q, gaps(TOKENS, 4, 16), cache)
 
 
-def prefill(**changed: Any) -> Tensor:
-    arguments: dict[str, Any] = {
-        "q": torch.zeros(TOKENS, 4, 16),
-        "cache": torch.zeros(2, 4, 16, 2, 16),
-        "block_table": torch.zeros((2, 5), dtype=torch.int32),
-        "table_rows": torch.zeros(ROWS, dtype=torch.int64),
-        "seq_lens": torch.full((ROWS,), 2, dtype=torch.int32),
-        "query_start_loc": torch.arange(0, 7, 2),
-        "scale": 1.0,
-        "tiles": prefill_tiles(90, 16, 4),
-    }
-    return prefill_attention.prefill_attention(**arguments | changed)
-
-
-@pytest.mark.parametrize("attend", [decode, prefill])
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"q": gaps(TOKENS, 4, 16)}, "q has strides .*: expected contiguous heads"),
-        ({"q": torch.zeros(TOKENS, 3, 16)}, "3 heads: expected a multiple of the cache's 2"),
-        ({"q": torch.zeros(TOKENS, 4, 32)}, "expected heads of one size"),
-        ({"out": gaps(TOKENS, 4, 16)}, "out has strides .*: expected contiguous heads"),
-        ({"out": torch.zeros(1, 4, 16)}, "and out like q"),
-        ({"block_table": apart(torch.zeros((2, 5)).int())}, "block_table has strides"),
-        ({"table_rows": torch.zeros(2)}, r"table_rows has shape \(2,\).*expected \(3,\)"),
-        ({"seq_lens": apart(torch.ones(ROWS).int())}, r"\(3,\) without gaps"),
-        ({"splits": 0}, "splits=0: expected at least 1"),
-        ({"window": 0}, "window=0: expected at least 1"),
-        (
-            {"splits": 3, "workspace": torch.zeros(5)},
-            "a workspace of 5 elements: expected at least",
-        ),
-    ],
-)
-def test_attention(attend: Callable[..., Tensor], changed: dict[str, Any], message: str) -> None:
-    if attend is decode:
-        cut = {name: changed[name][:ROWS] for name in ("q", "out") if name in changed}
-        changed = changed | cut
-    with pytest.raises(ValueError, match=message):
-        attend(**changed)
-
-
-@pytest.mark.parametrize("attend", [decode, prefill])
-def test_offsets_beyond_32_bits(attend: Callable[..., Tensor]) -> None:
+def test_offsets_beyond_32_bits() -> None:
     """Kernels count heads of a row, and elements of a head, in 32 bits; all else in 64."""
-    rows = ROWS if attend is decode else TOKENS
-    heads = torch.empty_strided((rows, 4, 16), (16, 2**29, 1), device="meta")
+    q, cache = torch.zeros(TOKENS, 4, 16), torch.zeros(2, 4, 16, 2, 16)
+    heads = torch.empty_strided((TOKENS, 4, 16), (16, 2**29, 1), device="meta")
     with pytest.raises(ValueError, match="q has heads 536870912 elements apart"):
-        attend(q=heads, out=torch.zeros(rows, 4, 16))
+        attend(heads, q, cache)
     spread = torch.empty_strided((2, 4, 16, 2, 16), (1, 2, 8, 128, 2**27), device="meta")
     with pytest.raises(ValueError, match="elements of a head 134217728 apart"):
-        attend(cache=spread)
+        attend(q, q, spread)
     rope = rope_cache.TritonRopeAndCache(AttentionShape(4, 2, 16, 1.0), None, None, 1e-6)
     with pytest.raises(ValueError, match="elements of a head 134217728 apart"):
         rope(torch.zeros(TOKENS, 128), (torch.zeros(9, 16), LINES), spread, LINES)
 
 
-def test_starts_of_prefills() -> None:
-    with pytest.raises(ValueError, match=r"query_start_loc has shape \(3,\).*expected \(4,\)"):
-        prefill(query_start_loc=torch.arange(3))
-
-
 def test_shares_of_more_rows_than_lines_of_the_table() -> None:
     """Several rows may go on from one line; each of them has its share."""
-    rows = {"q": torch.zeros(9, 4, 16), "table_rows": torch.zeros(9, dtype=torch.int64)}
+    rows = torch.zeros(9, dtype=torch.int64), torch.ones(9, dtype=torch.int32)
+    table = torch.zeros((2, 5), dtype=torch.int32)
     with recording(decode_attention) as launches, recording(merge_attention) as merges:
-        decode(**rows, seq_lens=torch.ones(9, dtype=torch.int32), extra_shares=2)
+        attend_decodes(
+            decode_attention, torch.zeros(9, 4, 16), torch.zeros(2, 4, 16, 2, 16), table, *rows,
+            scale=1.0, extra_shares=2, tiles=decode_tiles(90, 16, 4),
+        )  # fmt: skip
     assert [each.arguments["LINES"] for each in (*launches, *merges)] == [16, 16]
 
 

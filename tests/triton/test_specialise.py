@@ -27,6 +27,7 @@ from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.gpu.ops.triton.tuning import decode_tiles
 from tests.step_inputs import draw_scalars, planned
 from tests.triton.launches import Launch, recording
+from tests.triton.paged import attend_decodes
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(14, 2, 64, 0.125)
@@ -103,7 +104,8 @@ def test_split_attention() -> None:
             q = torch.zeros((rows, 14, 64), dtype=torch.bfloat16)
             lengths = torch.ones(rows, dtype=torch.int32)
             for splits in (2, 3, 5):
-                decode_attention.decode_attention(
+                attend_decodes(
+                    decode_attention,
                     q,
                     cache,
                     table,

@@ -37,6 +37,7 @@ from asyncllm.gpu.ops.triton import (
 from asyncllm.gpu.ops.triton.state_rows import TritonStateRows
 from tests.step_inputs import captured, draw_scalars
 from tests.triton.launches import Launch, recording
+from tests.triton.paged import attend_decodes, attend_prefills
 
 CAPABILITIES = (80, 86, 89, 90, 100)
 
@@ -96,7 +97,8 @@ def decode(
         merged = empty(64, 8 * (group + 2), head_dim, dtype=dtype)
         cache = empty(2, 1000, block_size, 8, head_dim, dtype=dtype)
         with recording(decode_attention) as found, recording(merge_attention) as merges:
-            decode_attention.decode_attention(
+            attend_decodes(
+                decode_attention,
                 merged[:, : 8 * group],
                 cache,
                 ints(256, 256),
@@ -123,7 +125,8 @@ def prefill(
         merged = empty(4096, 8 * (group + 2), head_dim, dtype=dtype)
         cache = empty(2, 1000, block_size, 8, head_dim, dtype=dtype)
         with recording(prefill_attention) as found, recording(merge_attention) as merges:
-            prefill_attention.prefill_attention(
+            attend_prefills(
+                prefill_attention,
                 merged[:, : 8 * group],
                 cache,
                 ints(256, 256),

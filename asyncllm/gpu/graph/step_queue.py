@@ -16,7 +16,7 @@ from asyncllm.gpu.ops.native_sampling import sample_args
 from asyncllm.gpu.sample.sampler import Sampler
 from asyncllm.gpu.step_memory import StepMemory
 from asyncllm.native.context import fail
-from asyncllm.native.interface import JobArgs
+from asyncllm.native.interface import STRUCTS
 
 DEPTH = 2
 """Most steps in flight, the running one included."""
@@ -40,9 +40,9 @@ class _Job(HostBuffer):
         # If the head does not find the largest logit, no row is greedy, and this is never read.
         greedy = tokens if recorded.greedy is None else recorded.greedy
         lines, width = batch.token_ids.shape
-        self.args = JobArgs(
+        self.args = STRUCTS["Job"](
             program=ctypes.pointer(recorded.program.args),
-            to=own.memory.data_ptr(), source=self.memory.data_ptr(),
+            to=own.memory.data_ptr(), **{"from": self.memory.data_ptr()},
             draw=sample_args(
                 recorded.logits, memory.scalars, indices, positions, memory.last_sampled_tokens,
                 tokens,
@@ -58,7 +58,7 @@ class _Job(HostBuffer):
         assert sizes is not None
         args.sizes[:] = sizes
         begin = self.tensors["wanted"].data_ptr() - self.memory.data_ptr()
-        args.num_bytes = begin + self.tensors["wanted"].itemsize * sizes.wanted
+        args.bytes = begin + self.tensors["wanted"].itemsize * sizes.wanted
         args.num_tokens = sizes.logits + sizes.greedy if step.is_drawn else 0
         args.draw.rows = sizes.logits if step.is_drawn else 0
 

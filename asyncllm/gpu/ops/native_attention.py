@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
@@ -14,10 +13,10 @@ from asyncllm.errors import EngineError
 from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.ops.backend import AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.native_rope import check_cache
+from asyncllm.gpu.ops.native_op import NativeOp
+from asyncllm.gpu.ops.native_rope import set_cache
 from asyncllm.gpu.ops.program import DTYPES
-from asyncllm.native.context import Context, fail
-from asyncllm.native.interface import AttentionArgs
+from asyncllm.native.context import Context
 from asyncllm.native.shared_library import Library, NativeUnavailableError
 
 REMEDY = "`python -m asyncllm.native.build` compiles them, with a C++ compiler"
@@ -25,15 +24,11 @@ REMEDY = "`python -m asyncllm.native.build` compiles them, with a C++ compiler"
 
 @dataclass(slots=True)
 class StepRows:
-    """The plan of a step, in the form that the library reads.
+    """The plan of a step: the op, with the arguments that all layers share."""
 
-    Attributes:
-        args: arguments that all layers share.
-        held: arrays whose addresses are in ``args``.
-    """
-
-    args: AttentionArgs
-    held: tuple[Any, ...]
+    op: NativeOp
+    num_rows: int
+    num_tokens: int
 
 
 def native_context(num_threads: int) -> Context:
@@ -53,9 +48,6 @@ class NativeAttention:
 
     A query's result depends on its sequence alone, to the last bit: neither on other rows of the
     step nor on how its prompt was cut into chunks.
-
-    Args:
-        sinks: ``[Hq]`` float32, a logit per head that takes part in the softmax.
     """
 
     name = "native"
@@ -77,14 +69,8 @@ class NativeAttention:
             return cls(peer.context, request.shape, request.dtype)
         return cls(native_context(request.num_threads), request.shape, request.dtype)
 
-    def __init__(
-        self, context: Context, shape: AttentionShape, dtype: torch.dtype,
-        sinks: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, context: Context, shape: AttentionShape, dtype: torch.dtype) -> None:
         self.context, self.shape, self.dtype = context, shape, dtype
-        self.sinks = None if sinks is None else sinks.float().contiguous()
-        if self.sinks is not None and self.sinks.shape != (shape.num_heads,):
-            raise ValueError(f"sinks {tuple(self.sinks.shape)}: expected ({shape.num_heads},)")
 
     def plan(self, step: StepInputs, window: int | None, group: int) -> StepRows:
         """Plans a step or a recording of one; its arrays are read in place when the op runs."""
@@ -98,8 +84,11 @@ class NativeAttention:
             np.ascontiguousarray(rows.req_indices, np.int64),
         )
         blocks, starts, lengths, lines = held
-        shape, sinks = self.shape, self.sinks
-        args = AttentionArgs(
+        shape = self.shape
+        op = NativeOp(
+            self.context,
+            "attention",
+            held,
             block_table=blocks.ctypes.data,
             table_stride=blocks.shape[1],
             table_width=blocks.shape[1],
@@ -107,30 +96,28 @@ class NativeAttention:
             seq_lens=lengths.ctypes.data,
             lines=lines.ctypes.data,
             table_lines=len(blocks),
-            rows=len(lines),
-            num_tokens=step.num_tokens,
             heads=shape.num_heads,
             kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             window=window or 0,
             scale=shape.scale,
             softcap=shape.softcap or 0.0,
-            sinks=None if sinks is None else sinks.data_ptr(),
             dtype=DTYPES[self.dtype],
         )
-        return StepRows(args, held)
+        return StepRows(op, len(lines), step.num_tokens)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: StepRows,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        shape, args = self.shape, plan.args
+        shape, op = self.shape, plan.op
+        args = op.args
         if sinks is not None:
             sinks = sinks.detach().float().contiguous()
             if sinks.shape != (shape.num_heads,):
                 raise ValueError(f"sinks {tuple(sinks.shape)}: expected ({shape.num_heads},)")
             args.sinks = sinks.data_ptr()
-        expected = (args.num_tokens, shape.num_heads, shape.head_dim)
+        expected = (plan.num_tokens, shape.num_heads, shape.head_dim)
         if q.shape != expected or q.dtype != self.dtype or q.device.type != "cpu":
             raise ValueError(
                 f"native attention: q is {tuple(q.shape)} of {q.dtype} on {q.device}, expected "
@@ -138,20 +125,8 @@ class NativeAttention:
             )
         if q.stride(2) != 1:
             q = q.contiguous()
-        strides = check_cache(cache, shape, self.dtype)
-        args.kv_stride, args.block_stride, args.slot_stride, args.head_stride = strides
-        args.cache, args.num_blocks, args.block_size = (cache.data_ptr(), *cache.shape[1:3])
+        set_cache(args, cache, shape, self.dtype)
         args.q_token_stride, args.q_head_stride = q.stride(0), q.stride(1)
-        context, width = self.context, shape.num_heads * shape.head_dim
-        if (recorder := context.recorder) is not None:
-            out = recorder.empty(q, width)
-            recorder.add(
-                "attention", q, args, {"q": q, "out": out}, [*plan.held, cache, self.sinks, sinks]
-            )
-            return out
-        out = q.new_empty((q.shape[0], width))
-        args.q, args.out = q.data_ptr(), out.data_ptr()
-        status = context.functions.attention(context.handle, ctypes.byref(args))
-        if status:
-            fail("attention", status)
+        out = op.empty(q, shape.num_heads * shape.head_dim)
+        op(q, {"q": q, "out": out}, [cache, sinks], plan.num_rows)
         return out

@@ -6,40 +6,9 @@ import torch
 from torch import Tensor
 
 from asyncllm.gpu.ops.native_linear import NativeLinear
+from asyncllm.gpu.ops.native_op import NativeOp
 from asyncllm.gpu.ops.program import DTYPES, rows_of
-from asyncllm.native.context import Context, fail
-from asyncllm.native.interface import ARGS
-
-
-class NativeTable:
-    """An embedding with a table of plain values ``[vocab_size, H]``."""
-
-    def __init__(self, context: Context, values: Tensor, multiplier: float = 1.0) -> None:
-        self.context, self.values = context, rows_of(values, values.dtype)
-        self.multiplier = multiplier
-        self.dtype, self.device, self.shape = values.dtype, values.device, values.shape
-
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        ids, values, context = token_ids.contiguous(), self.values, self.context
-        if ids.dtype != torch.int64 or ids.device.type != "cpu" or ids.dim() != 1:
-            raise ValueError(f"native select: ids are {tuple(ids.shape)} of {ids.dtype}")
-        (rows, width), stride, dtype = values.shape, values.stride(0), DTYPES[values.dtype]
-        if (recorder := context.recorder) is not None:
-            out = recorder.empty(ids, width, values.dtype)
-            args = ARGS["select"](
-                x=values.data_ptr(), x_stride=stride, x_rows=rows, width=width,
-                scale=self.multiplier, dtype=dtype,
-            )  # fmt: skip
-            recorder.add("select", ids, args, {"ids": ids, "out": out}, [values])
-            return out
-        out = values.new_empty((len(ids), width))
-        status = context.functions.select(
-            context.handle, values.data_ptr(), stride, rows, ids.data_ptr(), len(ids),
-            out.data_ptr(), width, self.multiplier, dtype,
-        )  # fmt: skip
-        if status:
-            fail("select", status)
-        return out
+from asyncllm.native.context import Context
 
 
 class NativeEmbedding:
@@ -52,26 +21,33 @@ class NativeEmbedding:
     """
 
     def __init__(self, head: NativeLinear, dtype: torch.dtype, multiplier: float = 1.0) -> None:
-        self.head, self.dtype, self.shape = head, dtype, (head.n, head.k)
-        self.device, self.multiplier = torch.device("cpu"), multiplier
+        self.dtype, self.device, self.shape = dtype, torch.device("cpu"), (head.n, head.k)
+        self._op = NativeOp(
+            head.context, "gather", [head.weights],
+            weights=head.weights.handle, scale=multiplier, dtype=DTYPES[dtype],
+        )  # fmt: skip
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        ids, head, context = token_ids.contiguous(), self.head, self.head.context
+        ids = token_ids.contiguous()
         if ids.dtype != torch.int64 or ids.device.type != "cpu" or ids.dim() != 1:
-            raise ValueError(f"native gather: ids are {tuple(ids.shape)} of {ids.dtype}")
-        if (recorder := context.recorder) is not None:
-            out = recorder.empty(ids, head.k, self.dtype)
-            args = ARGS["gather"](
-                weights=head.weights.handle, scale=self.multiplier, dtype=DTYPES[self.dtype]
+            raise ValueError(
+                f"native {self._op.name}: ids are {tuple(ids.shape)} of {ids.dtype}, expected "
+                "[tokens] int64 on cpu"
             )
-            recorder.add("gather", ids, args, {"ids": ids, "out": out}, [head.weights])
-            return out
-        out = torch.empty((len(ids), head.k), dtype=self.dtype, device="cpu")
-        library = context.functions
-        status = library.gather(
-            context.handle, head.weights.handle, ids.data_ptr(), len(ids), out.data_ptr(),
-            self.multiplier, DTYPES[self.dtype],
-        )  # fmt: skip
-        if status:
-            fail("gather", status)
+        out = self._op.empty(ids, self.shape[1], self.dtype)
+        self._op(ids, {"ids": ids, "out": out})
         return out
+
+
+class NativeTable(NativeEmbedding):
+    """An embedding with a table of plain values ``[vocab_size, H]``."""
+
+    def __init__(self, context: Context, values: Tensor, multiplier: float = 1.0) -> None:
+        self.values = rows_of(values, values.dtype)
+        self.dtype, self.device, self.shape = values.dtype, values.device, tuple(values.shape)
+        rows, width = self.shape
+        self._op = NativeOp(
+            context, "select", [self.values],
+            x=self.values.data_ptr(), x_stride=self.values.stride(0), x_rows=rows, width=width,
+            scale=multiplier, dtype=DTYPES[self.dtype],
+        )  # fmt: skip

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,84 +10,48 @@ from torch import Tensor
 from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.ops.experts import ExpertsWeights, split
-from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.native_linear import NativeLinear
+from asyncllm.gpu.ops.native_op import NativeOp
 from asyncllm.gpu.ops.native_pointwise import GELU_TANH, SILU
 from asyncllm.gpu.ops.native_weights import native_type
 from asyncllm.gpu.ops.program import DTYPES, rows_of
 from asyncllm.gpu.ops.routing import RouterWeights
-from asyncllm.native.context import Context, PackedWeights, fail
-from asyncllm.native.interface import ARGS, ExpertsArgs, RoutingArgs
-
-
-class PackedLayer(Protocol):
-    """A linear layer on packed weights ``[n, k]``; ``dtype`` None takes inputs of any dtype."""
-
-    weights: PackedWeights
-    n: int
-    k: int
-    dtype: torch.dtype | None
-
-
-Pack = Callable[[LinearWeights], PackedLayer]
+from asyncllm.native.context import Context
 
 
 class NativeRouting:
     """A router's logits, from packed weights, and the choice of experts by them."""
 
-    def __init__(
-        self, context: Context, config: RoutingConfig, weights: RouterWeights, pack: Pack
-    ) -> None:
-        self.context, self.top_k = context, config.top_k
-        self.router = pack(weights.rows)
-        self.correction = _per_expert("correction bias", weights.correction, config)
-        self.expert_scale = _per_expert("scale of experts", weights.expert_scale, config)
-        self.args = RoutingArgs(
+    def __init__(self, context: Context, config: RoutingConfig, weights: RouterWeights) -> None:
+        self.top_k, self.router = config.top_k, NativeLinear(context, weights.rows)
+        correction = _per_expert("correction bias", weights.correction, config)
+        expert_scale = _per_expert("scale of experts", weights.expert_scale, config)
+        self._op = NativeOp(
+            context,
+            "routing",
+            [correction, expert_scale],
             stride=config.num_experts,
             num_experts=config.num_experts,
             top_k=config.top_k,
             num_groups=config.num_groups,
             top_groups=config.top_groups,
-            correction=None if self.correction is None else self.correction.data_ptr(),
+            correction=None if correction is None else correction.data_ptr(),
             scale=config.scale,
             least_sum=config.least_sum,
             sigmoid=config.scoring == "sigmoid",
             renormalise=config.renormalise,
-            expert_scale=None if self.expert_scale is None else self.expert_scale.data_ptr(),
+            expert_scale=None if expert_scale is None else expert_scale.data_ptr(),
             dtype=DTYPES[weights.rows.values.dtype],
         )
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x, context, args, router = rows_of(x, x.dtype), self.context, self.args, self.router
+        x, op, router = rows_of(x, x.dtype), self._op, self.router
         if x.shape[1] != router.k:
             raise ValueError(f"native routing: x has {x.shape[1]} columns, expected {router.k}")
-        dtype = router.dtype or x.dtype
-        if (recorder := context.recorder) is not None:
-            logits = recorder.empty(x, router.n, dtype)
-            linear = ARGS["linear"](
-                weights=router.weights.handle, x_stride=x.stride(0), y_stride=router.n,
-                dtype=DTYPES[x.dtype],
-            )  # fmt: skip
-            recorder.add("linear", x, linear, {"x": x, "y": logits}, [router.weights])
-            ids = recorder.empty(x, self.top_k, torch.int32)
-            weights = recorder.empty(x, self.top_k, torch.float32)
-            tensors = {"logits": logits, "ids": ids, "weights": weights}
-            recorder.add("routing", x, args, tensors, [self.correction, self.expert_scale])
-            return ids, weights
-        logits = x.new_empty((len(x), router.n), dtype=dtype)
-        functions = context.functions
-        status = functions.linear(
-            context.handle, router.weights.handle, x.data_ptr(), x.stride(0), logits.data_ptr(),
-            router.n, len(x), DTYPES[x.dtype],
-        )  # fmt: skip
-        if status:
-            fail("linear", status)
-        ids = x.new_empty((len(x), self.top_k), dtype=torch.int32)
-        weights = x.new_empty((len(x), self.top_k), dtype=torch.float32)
-        args.logits = logits.data_ptr()
-        args.ids, args.weights = ids.data_ptr(), weights.data_ptr()
-        status = functions.routing(context.handle, ctypes.byref(args), len(x))
-        if status:
-            fail("routing", status)
+        logits = router.project(x, router.dtype or x.dtype)
+        ids = op.empty(x, self.top_k, torch.int32)
+        weights = op.empty(x, self.top_k, torch.float32)
+        op(x, {"logits": logits, "ids": ids, "weights": weights})
         return ids, weights
 
 
@@ -113,10 +75,7 @@ class NativeExperts:
         ModelLoadError: quantised weights of a form that has no native type.
     """
 
-    def __init__(
-        self, context: Context, weights: ExpertsWeights, config: ActivationConfig, pack: Pack
-    ) -> None:
-        self.context = context
+    def __init__(self, context: Context, weights: ExpertsWeights, config: ActivationConfig) -> None:
         layers = weights.gate_up, weights.down
         for layer in layers:
             if layer.scheme != "plain" and native_type(layer.form) is None:
@@ -125,13 +84,18 @@ class NativeExperts:
                     "op set 'native' has no layout for them"
                 )
         self.layers = [
-            [pack(part) for part in split(layer, weights.num_experts)] for layer in layers
+            [NativeLinear(context, part) for part in split(layer, weights.num_experts)]
+            for layer in layers
         ]
         self.dtypes = {part[0].dtype for part in self.layers} - {None}
-        handles = ctypes.c_void_p * weights.num_experts
-        self.handles = [handles(*(each.weights.handle for each in part)) for part in self.layers]
-        gate_up, down = (ctypes.addressof(part) for part in self.handles)
-        self.args = ExpertsArgs(
+        self.width = weights.width
+        pointers = ctypes.c_void_p * weights.num_experts
+        handles = [pointers(*(each.weights.handle for each in part)) for part in self.layers]
+        gate_up, down = (ctypes.addressof(part) for part in handles)
+        self._op = NativeOp(
+            context,
+            "experts",
+            [handles, self.layers],
             gate_up=gate_up,
             down=down,
             num_experts=weights.num_experts,
@@ -150,10 +114,11 @@ class NativeExperts:
         shared: Tensor | None = None,
         gate: Tensor | None = None,
     ) -> Tensor:
-        x, args, context = rows_of(x, x.dtype), self.args, self.context
+        x, op = rows_of(x, x.dtype), self._op
         top_k = self._check(x, ids, weights, shared, gate)
+        args, out = op.args, op.empty(x, self.width)
         args.x_stride, args.top_k, args.dtype = x.stride(0), top_k, DTYPES[x.dtype]
-        tensors = {"x": x, "ids": ids, "weights": weights}
+        tensors = {"x": x, "ids": ids, "weights": weights, "out": out}
         # Without this an argument that is left out would keep the last call's pointer.
         args.shared, args.gate = None, None
         if shared is not None:
@@ -161,16 +126,7 @@ class NativeExperts:
             args.shared_stride, tensors["shared"] = shared.stride(0), shared
         if gate is not None:
             args.gate_stride, tensors["gate"] = gate.stride(0), gate
-        if (recorder := context.recorder) is not None:
-            out = recorder.empty(x, args.width)
-            recorder.add("experts", x, args, tensors | {"out": out}, [self.handles, self.layers])
-            return out
-        out = x.new_empty(x.shape)
-        for name, tensor in (tensors | {"out": out}).items():
-            setattr(args, name, tensor.data_ptr())
-        status = context.functions.experts(context.handle, ctypes.byref(args), len(x))
-        if status:
-            fail("experts", status)
+        op(x, tensors)
         return out
 
     def _check(
@@ -178,7 +134,7 @@ class NativeExperts:
     ) -> int:
         """Returns top_k; raises ValueError for tensors that would be read out of bounds."""
         rows, top_k = ids.shape
-        if self.dtypes - {x.dtype} or x.shape != (rows, self.args.width):
+        if self.dtypes - {x.dtype} or x.shape != (rows, self.width):
             raise ValueError(f"native experts: x is {tuple(x.shape)} of {x.dtype} for {rows} rows")
         for name, tensor, dtype in (("ids", ids, torch.int32), ("weights", weights, torch.float32)):
             if tensor.dtype != dtype or tensor.shape != (rows, top_k) or not tensor.is_contiguous():

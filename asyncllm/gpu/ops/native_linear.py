@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.native_op import NativeOp
 from asyncllm.gpu.ops.native_weights import pack
 from asyncllm.gpu.ops.program import DTYPES, rows_of
-from asyncllm.native.context import Context, fail
-from asyncllm.native.interface import ARGS
+from asyncllm.native.context import Context
 
 
 class NativeLinear:
@@ -27,25 +27,24 @@ class NativeLinear:
         self.n, self.k = weights.shape
         self.dtype = weights.values.dtype if weights.scheme == "plain" else None
         self.weights = pack(context, weights)
+        handle, holds = self.weights.handle, [self.weights]
+        self._linear = NativeOp(context, "linear", holds, weights=handle, y_stride=self.n)
+        self._argmax = NativeOp(context, "argmax", holds, weights=handle)
 
     def __call__(self, x: Tensor) -> Tensor:
-        x, context = self._checked(x), self.context
-        m = len(x)
-        if (recorder := context.recorder) is not None:
-            y = recorder.empty(x, self.n)
-            args = ARGS["linear"](
-                weights=self.weights.handle, x_stride=x.stride(0), y_stride=self.n,
-                dtype=DTYPES[x.dtype],
-            )  # fmt: skip
-            recorder.add("linear", x, args, {"x": x, "y": y}, [self.weights])
-            return y
-        y = x.new_empty((m, self.n))
-        status = context.functions.linear(
-            context.handle, self.weights.handle, x.data_ptr(), x.stride(0), y.data_ptr(), self.n,
-            m, DTYPES[x.dtype],
-        )  # fmt: skip
-        if status:
-            fail("linear", status)
+        return self.project(self._checked(x))
+
+    def project(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Computes a layer's outputs in the dtype that the library gives them.
+
+        Args:
+            x: of any dtype for float32 and quantised weights, with contiguous rows.
+            dtype: float32 for float32 weights; None is that of ``x``.
+        """
+        op = self._linear
+        y = op.empty(x, self.n, dtype)
+        op.args.x_stride, op.args.dtype = x.stride(0), DTYPES[x.dtype]
+        op(x, {"x": x, "y": y})
         return y
 
     def argmax(self, x: Tensor) -> Tensor:
@@ -54,22 +53,11 @@ class NativeLinear:
         Outputs are rounded to the dtype of ``x``, as in a call, but not written. -1 for a row with
         NaN or infinity, NO_TOKEN_LEFT if all outputs are minus infinity.
         """
-        x, context = self._checked(x), self.context
-        if (recorder := context.recorder) is not None:
-            found = recorder.empty(x, 1, torch.int64)
-            args = ARGS["argmax"](
-                weights=self.weights.handle, x_stride=x.stride(0), dtype=DTYPES[x.dtype]
-            )
-            recorder.add("argmax", x, args, {"x": x, "out": found}, [self.weights])
-            return found
-        tokens = torch.empty(len(x), dtype=torch.int64, device="cpu")
-        status = context.functions.linear_argmax(
-            context.handle, self.weights.handle, x.data_ptr(), x.stride(0), tokens.data_ptr(),
-            len(x), DTYPES[x.dtype],
-        )  # fmt: skip
-        if status:
-            fail("linear_argmax", status)
-        return tokens
+        x, op = self._checked(x), self._argmax
+        tokens = op.empty(x, 1, torch.int64)
+        op.args.x_stride, op.args.dtype = x.stride(0), DTYPES[x.dtype]
+        op(x, {"x": x, "out": tokens})
+        return tokens.view(-1)
 
     def _checked(self, x: Tensor) -> Tensor:
         x = rows_of(x, self.dtype or x.dtype)

@@ -3,43 +3,36 @@
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
-from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
-from asyncllm.gpu.batch.step_inputs import StepInputs
-from asyncllm.gpu.ops.base import AttentionShape, Embedding, RMSNorm, Rope, RopeAndCache
+from asyncllm.gpu.ops.base import Embedding
 from asyncllm.gpu.ops.cpu_ops import CpuOps
 from asyncllm.gpu.ops.experts import Experts, ExpertsWeights
-from asyncllm.gpu.ops.gated_delta import DeltaBiases
 from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme, WeightForm
 from asyncllm.gpu.ops.native_embedding import NativeEmbedding, NativeTable
 from asyncllm.gpu.ops.native_experts import NativeExperts, NativeRouting
 from asyncllm.gpu.ops.native_linear import NativeLinear
+from asyncllm.gpu.ops.native_norms import NativeResidualAdd, NativeRMSNorm
 from asyncllm.gpu.ops.native_pointwise import (
     GELU_TANH,
     SILU,
     NativeGatedMul,
-    NativeResidualAdd,
+    NativeSigmoidMul,
     NativeSoftcap,
 )
 from asyncllm.gpu.ops.native_recurrent import (
     NativeCausalConv,
     NativeGatedDelta,
     NativeGatedNorm,
-    NativeSigmoidMul,
     NativeStateRows,
 )
-from asyncllm.gpu.ops.native_rms_norm import NativeRMSNorm
 from asyncllm.gpu.ops.native_rope import NativeRope, NativeRopeAndCache
-from asyncllm.gpu.ops.native_sampling import (
-    NativeProcessLogits,
-    NativeSample,
-    NativeTopLogprobs,
-)
+from asyncllm.gpu.ops.native_sampling import process_logits, sample, top_logprobs
 from asyncllm.gpu.ops.native_weights import SPAN, conversions, native_type
 from asyncllm.gpu.ops.recorder import Recorder
 from asyncllm.gpu.ops.routing import RouterWeights, Routing
@@ -56,6 +49,7 @@ class NativeOps(CpuOps):
         f"multiple of {SPAN}), and without column_order"
     )
     packs_linear = True
+    state_rows = staticmethod(NativeStateRows)
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -64,9 +58,16 @@ class NativeOps(CpuOps):
         self.gelu_mul = NativeGatedMul(context, GELU_TANH)
         self.sigmoid_mul = NativeSigmoidMul(context)
         self.softcap = NativeSoftcap(context)
-        self.sample = NativeSample(context)
-        self.process_logits = NativeProcessLogits(context)
-        self.top_logprobs = NativeTopLogprobs(context)
+        self.rms_norm = partial(NativeRMSNorm, context)
+        self.residual_add = partial(NativeResidualAdd, context)
+        self.rope = partial(NativeRope, context)
+        self.rope_and_cache = partial(NativeRopeAndCache, context)
+        self.causal_conv = partial(NativeCausalConv, context)
+        self.gated_delta = partial(NativeGatedDelta, context)
+        self.gated_norm = partial(NativeGatedNorm, context)
+        self.sample = partial(sample, context)
+        self.process_logits = partial(process_logits, context)
+        self.top_logprobs = partial(top_logprobs, context)
 
     def enter_thread(self) -> None:
         # This thread computes along with the context's own, which have long time slices too.
@@ -79,22 +80,10 @@ class NativeOps(CpuOps):
         return NativeLinear(self.context, weights)
 
     def routing(self, config: RoutingConfig, weights: RouterWeights) -> Routing:
-        return NativeRouting(self.context, config, weights, self.make_linear)
+        return NativeRouting(self.context, config, weights)
 
     def make_experts(self, weights: ExpertsWeights, config: ActivationConfig) -> Experts:
-        return NativeExperts(self.context, weights, config, self.make_linear)
-
-    def state_rows(self, step: StepInputs) -> NativeStateRows:
-        return NativeStateRows(step)
-
-    def causal_conv(self, weight: Tensor) -> NativeCausalConv:
-        return NativeCausalConv(self.context, weight)
-
-    def gated_delta(self, shape: LinearAttentionConfig, biases: DeltaBiases) -> NativeGatedDelta:
-        return NativeGatedDelta(self.context, shape, biases)
-
-    def gated_norm(self, weight: Tensor, eps: float) -> NativeGatedNorm:
-        return NativeGatedNorm(self.context, weight, eps)
+        return NativeExperts(self.context, weights, config)
 
     def embedding(self, values: Tensor, multiplier: float = 1.0) -> Embedding:
         return NativeTable(self.context, values, multiplier)
@@ -117,27 +106,6 @@ class NativeOps(CpuOps):
         if status:
             fail("read", status)
         return ctypes.c_int64(total.value).value
-
-    def rms_norm(
-        self, weight: Tensor, eps: float, multiplier: float = 1.0, scale: float = 1.0
-    ) -> RMSNorm:
-        return NativeRMSNorm(self.context, weight, eps, multiplier, scale)
-
-    def residual_add(self, multiplier: float = 1.0, scale: float = 1.0) -> RMSNorm:
-        return NativeResidualAdd(self.context, multiplier, scale)
-
-    def rope(self, shape: AttentionShape, norm: Tensor | None, eps: float) -> Rope:
-        return NativeRope(self.context, shape, norm, eps)
-
-    def rope_and_cache(
-        self,
-        shape: AttentionShape,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        v_norm: Tensor | None = None,
-    ) -> RopeAndCache:
-        return NativeRopeAndCache(self.context, shape, q_norm, k_norm, eps, v_norm)
 
     def rotary(self, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         return table, positions

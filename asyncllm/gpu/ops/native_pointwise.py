@@ -1,45 +1,15 @@
-"""Native pointwise ops: residual addition, gated activations, the soft cap of logits."""
+"""Native pointwise ops: gated activations, gates of attention, the soft cap of logits."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from asyncllm.gpu.ops.native_op import NativeOp
 from asyncllm.gpu.ops.program import DTYPES, rows_of
-from asyncllm.native.context import Context, fail
-from asyncllm.native.interface import ARGS
+from asyncllm.native.context import Context
 
 SILU, GELU_TANH = 0, 1
 """``Activation`` of the interface."""
-
-
-class NativeResidualAdd:
-    """Replaces the norm of a block that has none: ``add`` only adds to the residual."""
-
-    def __init__(self, context: Context, multiplier: float = 1.0, scale: float = 1.0) -> None:
-        self.context, self.multiplier, self.scale = context, multiplier, scale
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        x, residual = rows_of(x, x.dtype), rows_of(residual, x.dtype)
-        if x.shape != residual.shape:
-            raise ValueError(f"native add: x is {tuple(x.shape)}, expected {tuple(residual.shape)}")
-        (rows, width), context = x.shape, self.context
-        if (recorder := context.recorder) is not None:
-            args = ARGS["add"](
-                x_stride=x.stride(0), residual_stride=residual.stride(0), width=width,
-                multiplier=self.multiplier, scale=self.scale, dtype=DTYPES[x.dtype],
-            )  # fmt: skip
-            recorder.add("add", x, args, {"x": x, "residual": residual})
-            return residual, residual
-        status = context.functions.add(
-            context.handle, x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0),
-            self.multiplier, self.scale, rows, width, DTYPES[x.dtype],
-        )  # fmt: skip
-        if status:
-            fail("add", status)
-        return residual, residual
 
 
 class NativeGatedMul:
@@ -50,11 +20,11 @@ class NativeGatedMul:
     """
 
     def __init__(self, context: Context, activation: int) -> None:
-        self.context, self.activation = context, activation
+        self._op = NativeOp(context, "gated_mul", activation=activation)
 
     def __call__(self, gate_up: Tensor, up: Tensor | None = None) -> Tensor:
-        gate = rows_of(gate_up, gate_up.dtype)
-        rows, width = gate.shape
+        gate, op = rows_of(gate_up, gate_up.dtype), self._op
+        width = gate.shape[1]
         if up is None:
             width //= 2
             up = gate[:, width:]
@@ -64,22 +34,30 @@ class NativeGatedMul:
                 raise ValueError(
                     f"native gated_mul: up is {tuple(up.shape)}, expected {tuple(gate.shape)}"
                 )
-        context = self.context
-        if (recorder := context.recorder) is not None:
-            out = recorder.empty(gate, width)
-            args = ARGS["gated_mul"](
-                gate_stride=gate.stride(0), up_stride=up.stride(0), width=width,
-                dtype=DTYPES[gate.dtype], activation=self.activation,
-            )  # fmt: skip
-            recorder.add("gated_mul", gate, args, {"gate": gate, "up": up, "out": out})
-            return out
-        out = gate.new_empty((rows, width))
-        status = context.functions.gated_mul(
-            context.handle, gate.data_ptr(), gate.stride(0), up.data_ptr(), up.stride(0),
-            out.data_ptr(), rows, width, self.activation, DTYPES[gate.dtype],
-        )  # fmt: skip
-        if status:
-            fail("gated_mul", status)
+        args, out = op.args, op.empty(gate, width)
+        args.gate_stride, args.up_stride = gate.stride(0), up.stride(0)
+        args.width, args.dtype = width, DTYPES[gate.dtype]
+        op(gate, {"gate": gate, "up": up, "out": out})
+        return out
+
+
+class NativeSigmoidMul:
+    """``TorchOps.sigmoid_mul`` in compiled code."""
+
+    def __init__(self, context: Context) -> None:
+        self._op = NativeOp(context, "sigmoid_mul")
+
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        x, gate, op = rows_of(x, x.dtype), rows_of(gate, x.dtype), self._op
+        if x.shape != gate.shape:
+            raise ValueError(
+                f"native sigmoid_mul: x is {tuple(x.shape)} and its gate {tuple(gate.shape)}"
+            )
+        args, width = op.args, x.shape[1]
+        args.x_stride, args.gate_stride = x.stride(0), gate.stride(0)
+        args.width, args.dtype = width, DTYPES[x.dtype]
+        out = op.empty(x, width)
+        op(x, {"x": x, "gate": gate, "out": out})
         return out
 
 
@@ -87,20 +65,13 @@ class NativeSoftcap:
     """``cap * tanh(x / cap)``, in place."""
 
     def __init__(self, context: Context) -> None:
-        self.context = context
+        self._op = NativeOp(context, "softcap")
 
     def __call__(self, x: Tensor, cap: float) -> Tensor:
-        rows, width = x.shape
         if x.stride(1) != 1 or x.device.type != "cpu":
             raise ValueError(f"native softcap: x has strides {x.stride()} on {x.device}")
-        context = self.context
-        if (recorder := context.recorder) is not None:
-            args = ARGS["softcap"](stride=x.stride(0), width=width, cap=cap, dtype=DTYPES[x.dtype])
-            recorder.add("softcap", x, args, {"x": x})
-            return x
-        status = context.functions.softcap(
-            context.handle, x.data_ptr(), x.stride(0), cap, rows, width, DTYPES[x.dtype]
-        )
-        if status:
-            fail("softcap", status)
+        args = self._op.args
+        args.stride, args.width, args.cap = x.stride(0), x.shape[1], cap
+        args.dtype = DTYPES[x.dtype]
+        self._op(x, {"x": x})
         return x

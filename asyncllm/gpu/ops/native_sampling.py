@@ -1,9 +1,9 @@
-"""NativeSample, NativeProcessLogits, NativeTopLogprobs: sampling in compiled code."""
+"""sample, process_logits, top_logprobs: sampling in compiled code."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from asyncllm.gpu.batch.sampling_inputs import SamplingRows, Stages, TopLogprobs
 from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS, RULE_SCALARS
 from asyncllm.gpu.ops.program import DTYPES
 from asyncllm.native.context import Context, fail
-from asyncllm.native.interface import LogitsArgs, SampleArgs
+from asyncllm.native.interface import STRUCTS
 
 
 def address(name: str, tensor: Tensor, dtype: torch.dtype, count: int, *width: int) -> int:
@@ -52,26 +52,24 @@ def sample_args(
     positions: Tensor,
     last_sampled_tokens: Tensor,
     out: Tensor,
-) -> SampleArgs:
+) -> Any:
     """Makes the library's arguments of ``TorchOps.sample``, for all rows of ``logits``.
 
     The caller keeps the tensors alive.
     """
     rows = len(logits)
     lines = min(len(sampling["states"]), len(last_sampled_tokens))
-    return SampleArgs(
+    return STRUCTS["SampleArgs"](
         logits=logits.data_ptr(),
         row_stride=logits.stride(0),
         rows=rows,
         vocab_size=logits.shape[1],
         req_indices=address("req_indices", req_indices, torch.int64, rows),
         positions=address("positions", positions, torch.int64, rows),
-        scalars=(ctypes.c_void_p * len(DRAW_SCALARS))(
-            *(
-                address(name, sampling[name], each.dtype, lines)
-                for name, each in DRAW_SCALARS.items()
-            )
-        ),
+        **{
+            name: address(name, sampling[name], each.dtype, lines)
+            for name, each in DRAW_SCALARS.items()
+        },
         lines=lines,
         last_sampled=address("last_sampled_tokens", last_sampled_tokens, torch.int64, lines),
         out=address("out", out, torch.int64, rows),
@@ -79,72 +77,61 @@ def sample_args(
     )
 
 
-class NativeSample:
+def sample(
+    context: Context,
+    logits: Tensor,
+    sampling: Mapping[str, Tensor],
+    req_indices: Tensor,
+    positions: Tensor,
+    last_sampled_tokens: Tensor,
+    out: Tensor,
+) -> None:
     """Samples one token per row, see ``TorchOps.sample``.
 
     The noise has the bits of ``gumbel``; logarithms and sums of exponentials differ from torch's
     in their last bits, which changes the token where two tokens almost tie.
     """
-
-    def __init__(self, context: Context) -> None:
-        self.context = context
-
-    def __call__(
-        self,
-        logits: Tensor,
-        sampling: Mapping[str, Tensor],
-        req_indices: Tensor,
-        positions: Tensor,
-        last_sampled_tokens: Tensor,
-        out: Tensor,
-    ) -> None:
-        context = self.context
-        logits = logits_rows(logits)
-        args = sample_args(logits, sampling, req_indices, positions, last_sampled_tokens, out)
-        status = context.functions.sample(context.handle, ctypes.byref(args))
-        if status:
-            fail("sample", status)
+    logits = logits_rows(logits)
+    args = sample_args(logits, sampling, req_indices, positions, last_sampled_tokens, out)
+    status = context.functions.sample(context.handle, args)
+    if status:
+        fail("sample", status)
 
 
-class NativeProcessLogits:
+def process_logits(context: Context, logits: Tensor, rows: SamplingRows, stages: Stages) -> Tensor:
     """``logits.process_logits`` in compiled code, with the same bits."""
-
-    def __init__(self, context: Context) -> None:
-        self.context = context
-
-    def __call__(self, logits: Tensor, rows: SamplingRows, stages: Stages) -> Tensor:
-        logits, context = logits_rows(logits), self.context
-        count, vocab_size = logits.shape
-        out = torch.empty((count, vocab_size), dtype=torch.float32, device="cpu")
-        last = rows.last_sampled_tokens
-        lines = min(len(last), len(rows.rules["restricted"]), rows.tables.table_rows)
-        args = LogitsArgs(
-            logits=logits.data_ptr(),
-            row_stride=logits.stride(0),
-            rows=count,
-            vocab_size=vocab_size,
-            out=out.data_ptr(),
-            req_indices=address("req_indices", rows.req_indices, torch.int64, count),
-            positions=address("positions", rows.positions, torch.int64, count),
-            host_token_ids=address("host_token_ids", rows.host_token_ids, torch.int64, count),
-            last_sampled=address("last_sampled_tokens", last, torch.int64, lines),
-            lines=lines,
-            words=num_words(vocab_size),
-            dtype=DTYPES[logits.dtype],
-        )
-        if stages & Stages.MASKS:
-            _set_masks(args, rows)
-        if stages & Stages.RULES:
-            _set_rules(args, rows)
-        if stages & Stages.PENALTIES:
-            _set_penalties(args, rows)
-        status = context.functions.process_logits(context.handle, ctypes.byref(args))
-        if status:
-            fail("process_logits", status)
-        return out
+    logits = logits_rows(logits)
+    count, vocab_size = logits.shape
+    out = torch.empty((count, vocab_size), dtype=torch.float32, device="cpu")
+    last = rows.last_sampled_tokens
+    lines = min(len(last), len(rows.rules["restricted"]), rows.tables.table_rows)
+    args = STRUCTS["LogitsArgs"](
+        logits=logits.data_ptr(),
+        row_stride=logits.stride(0),
+        rows=count,
+        vocab_size=vocab_size,
+        out=out.data_ptr(),
+        req_indices=address("req_indices", rows.req_indices, torch.int64, count),
+        positions=address("positions", rows.positions, torch.int64, count),
+        host_token_ids=address("host_token_ids", rows.host_token_ids, torch.int64, count),
+        last_sampled=address("last_sampled_tokens", last, torch.int64, lines),
+        lines=lines,
+        words=num_words(vocab_size),
+        dtype=DTYPES[logits.dtype],
+    )
+    if stages & Stages.MASKS:
+        _set_masks(args, rows)
+    if stages & Stages.RULES:
+        _set_rules(args, rows)
+    if stages & Stages.PENALTIES:
+        _set_penalties(args, rows)
+    status = context.functions.process_logits(context.handle, args)
+    if status:
+        fail("process_logits", status)
+    return out
 
 
-def _set_masks(args: LogitsArgs, rows: SamplingRows) -> None:
+def _set_masks(args: Any, rows: SamplingRows) -> None:
     assert rows.mask_slots is not None
     assert rows.mask_words is not None
     args.mask_slots = address("mask_slots", rows.mask_slots, torch.int64, args.rows)
@@ -152,7 +139,7 @@ def _set_masks(args: LogitsArgs, rows: SamplingRows) -> None:
     args.mask_words = address("mask_words", rows.mask_words, torch.int32, 0, args.words)
 
 
-def _set_rules(args: LogitsArgs, rows: SamplingRows) -> None:
+def _set_rules(args: Any, rows: SamplingRows) -> None:
     tables, lines = rows.tables, args.lines
     args.rules = 1
     _set_scalars(args, rows, "restricted", "num_bias", "num_stop_ids", "min_end")
@@ -165,7 +152,7 @@ def _set_rules(args: LogitsArgs, rows: SamplingRows) -> None:
     args.stop_ids = address("stop_ids", tables.stop_ids, torch.int32, lines, args.max_stop_ids)
 
 
-def _set_penalties(args: LogitsArgs, rows: SamplingRows) -> None:
+def _set_penalties(args: Any, rows: SamplingRows) -> None:
     tables, lines = rows.tables, args.lines
     args.penalties = 1
     _set_scalars(args, rows, "counted_from", "repetition", "frequency", "presence")
@@ -173,27 +160,22 @@ def _set_penalties(args: LogitsArgs, rows: SamplingRows) -> None:
     args.in_prompt = address("in_prompt", tables.in_prompt, torch.int32, lines, args.words)
 
 
-def _set_scalars(args: LogitsArgs, rows: SamplingRows, *names: str) -> None:
+def _set_scalars(args: Any, rows: SamplingRows, *names: str) -> None:
     for name in names:
         setattr(args, name, address(name, rows.rules[name], RULE_SCALARS[name].dtype, args.lines))
 
 
-class NativeTopLogprobs:
+def top_logprobs(context: Context, logits: Tensor, tokens: Tensor, out: TopLogprobs) -> None:
     """``logits.top_logprobs`` in compiled code; equal logits are in order of their token ids."""
-
-    def __init__(self, context: Context) -> None:
-        self.context = context
-
-    def __call__(self, logits: Tensor, tokens: Tensor, out: TopLogprobs) -> None:
-        logits, context = logits_rows(logits), self.context
-        count, width = len(tokens), out.values.shape[1]
-        if len(logits) < count:
-            raise ValueError(f"native sampling: {len(logits)} rows of logits, {count} tokens")
-        status = context.functions.top_logprobs(
-            context.handle, logits.data_ptr(), logits.stride(0), count, logits.shape[1],
-            DTYPES[logits.dtype], address("tokens", tokens, torch.int64, count), width - 1,
-            address("values", out.values, torch.float32, count, width),
-            address("ids", out.ids, torch.int64, count, width),
-        )  # fmt: skip
-        if status:
-            fail("top_logprobs", status)
+    logits = logits_rows(logits)
+    count, width = len(tokens), out.values.shape[1]
+    if len(logits) < count:
+        raise ValueError(f"native sampling: {len(logits)} rows of logits, {count} tokens")
+    status = context.functions.top_logprobs(
+        context.handle, logits.data_ptr(), logits.stride(0), count, logits.shape[1],
+        DTYPES[logits.dtype], address("tokens", tokens, torch.int64, count), width - 1,
+        address("values", out.values, torch.float32, count, width),
+        address("ids", out.ids, torch.int64, count, width),
+    )  # fmt: skip
+    if status:
+        fail("top_logprobs", status)

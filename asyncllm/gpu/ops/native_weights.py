@@ -13,7 +13,7 @@ from asyncllm.gpu.ops.linear_weights import LinearWeights, WeightForm
 from asyncllm.gpu.ops.program import DTYPES
 from asyncllm.gpu.ops.quantise import GROUP, Conversion, check_even_inputs
 from asyncllm.native.context import Context, PackedWeights, fail
-from asyncllm.native.interface import GroupedArgs, RoundArgs
+from asyncllm.native.interface import STRUCTS
 
 INT8, UINT4, UINT8 = 3, 4, 5
 """The library's types of quantised weights: INT8 has a scale per output, the others have groups."""
@@ -69,7 +69,7 @@ def _round(
 ) -> None:
     values = values if values.stride(1) == 1 else values.contiguous()
     n, k = values.shape
-    args = RoundArgs(
+    args = STRUCTS["RoundArgs"](
         values=values.data_ptr(), n=n, k=k, row_stride=values.stride(0), values_out=out.data_ptr(),
         scales=scales.data_ptr(), zeros=_address(zeros), dtype=DTYPES[values.dtype], bits=bits,
     )  # fmt: skip
@@ -122,7 +122,7 @@ def _pack_grouped(
         values = values.view(torch.uint8) ^ 128
     scales = scales if scales.dtype in DTYPES else scales.float()
     scales, zeros = scales.contiguous(), _zeros(weights.zeros, offset, scales)
-    args = GroupedArgs(
+    args = STRUCTS["GroupedArgs"](
         values=values.data_ptr(), n=n, k=k, row_bytes=values.stride(0),
         group=-(-min(block[1], k) // SPAN) * SPAN, scales=scales.data_ptr(), zeros=_address(zeros),
         bias=_address(bias), dtype=stored, scale_dtype=DTYPES[scales.dtype],

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from asyncllm.native.context import Context, fail
-from asyncllm.native.interface import Op, ProgramArgs
+from asyncllm.native.interface import STRUCTS, Op
 
 INVALID = 1
 """``STATUS_INVALID`` of the interface."""
@@ -39,7 +40,7 @@ def parameter(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def _writes(name: str, op: Op) -> bool:
+def _writes(name: str, op: Any) -> bool:
     """Whether an op is the last of its layer to write the KV cache or recurrent states.
 
     An op that only rotates queries has no cache.
@@ -60,7 +61,7 @@ class Program:
     """
 
     def __init__(
-        self, context: Context, ops: ctypes.Array[Op], names: Sequence[str],
+        self, context: Context, ops: ctypes.Array[Any], names: Sequence[str],
         capacity: Sequence[int], num_bytes: int, results: Sequence[Tensor],
         held: Sequence[object],
     ) -> None:  # fmt: skip
@@ -69,14 +70,14 @@ class Program:
         self._held = (ops, *held)
         writes = [index for index, name in enumerate(names) if _writes(name, ops[index])]
         sizes = ctypes.c_int64 * len(capacity)
-        self.args = ProgramArgs(
+        self.args = STRUCTS["Program"](
             ops=ops,
             num_ops=len(names),
             op_bytes=ctypes.sizeof(Op),
             num_writing_ops=max(writes, default=-1) + 1,
             capacity=sizes(*capacity),
         )
-        self._sizes, self._failed = sizes(), ctypes.c_int64()
+        self._sizes, self._failed = sizes(), (ctypes.c_int64 * 1)()
 
     def run(self, *sizes: int) -> None:
         """Runs a step of these sizes, in the order of Size, on the context's threads.
@@ -89,7 +90,7 @@ class Program:
         context = self.context
         status = context.functions.run(context.handle, self.args, self._sizes, self._failed)
         if status:
-            fail(self.failure(status, self._failed.value, self._sizes), status)
+            fail(self.failure(status, self._failed[0], self._sizes), status)
 
     def failure(self, status: int, at: int, sizes: Iterable[int]) -> str:
         """Describes the failed part of a run: the op at index ``at``, the step's sizes, or the

@@ -55,25 +55,15 @@ class TorchLinear:
 
 
 class TorchEmbedding:
-    """An embedding with a table of plain values ``[vocab_size, H]``."""
+    """An embedding with a table of plain values ``[vocab_size, H]``, times ``multiplier``."""
 
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
+    def __init__(self, values: Tensor, multiplier: float) -> None:
+        self.values, self.multiplier = values, multiplier
         self.dtype, self.device, self.shape = values.dtype, values.device, values.shape
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.values)
-
-
-class TorchScaledEmbedding(TorchEmbedding):
-    """An embedding whose rows are multiplied by ``multiplier``."""
-
-    def __init__(self, values: Tensor, multiplier: float) -> None:
-        super().__init__(values)
-        self.multiplier = multiplier
-
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.values).mul_(self.multiplier)
+        rows = F.embedding(token_ids, self.values)
+        return rows if self.multiplier == 1.0 else rows.mul_(self.multiplier)
 
 
 class TorchOps:
@@ -164,11 +154,7 @@ class TorchOps:
 
     def embedding(self, values: Tensor, multiplier: float = 1.0) -> Embedding:
         """Makes an embedding from ``values [vocab_size, H]``, times ``multiplier``."""
-        return (
-            TorchEmbedding(values)
-            if multiplier == 1.0
-            else TorchScaledEmbedding(values, multiplier)
-        )
+        return TorchEmbedding(values, multiplier)
 
     def tied_embedding(
         self, weights: LinearWeights, dtype: torch.dtype, multiplier: float = 1.0
@@ -186,8 +172,9 @@ class TorchOps:
         """Sums ``memory [n]`` int64 modulo 2**64, as fast as linear layers can read weights."""
         return int(memory.sum())
 
+    @staticmethod
     def rms_norm(
-        self, weight: Tensor, eps: float, multiplier: float = 1.0, scale: float = 1.0
+        weight: Tensor, eps: float, multiplier: float = 1.0, scale: float = 1.0
     ) -> RMSNorm:
         """Makes a norm; called with ``[T, parts, H]`` it norms each part.
 
@@ -200,11 +187,13 @@ class TorchOps:
         """
         return torch_norm(weight, eps, multiplier, scale)
 
-    def residual_add(self, multiplier: float = 1.0, scale: float = 1.0) -> RMSNorm:
+    @staticmethod
+    def residual_add(multiplier: float = 1.0, scale: float = 1.0) -> RMSNorm:
         """Makes the substitute of a norm for a block without one: ``add`` returns the sum."""
         return TorchResidualAdd(multiplier, scale)
 
-    def rope(self, shape: AttentionShape, norm: Tensor | None, eps: float) -> Rope:
+    @staticmethod
+    def rope(shape: AttentionShape, norm: Tensor | None, eps: float) -> Rope:
         """Makes the op ``Rope``.
 
         Args:
@@ -212,8 +201,8 @@ class TorchOps:
         """
         return TorchRope(shape, norm, eps)
 
+    @staticmethod
     def rope_and_cache(
-        self,
         shape: AttentionShape,
         q_norm: Tensor | None,
         k_norm: Tensor | None,
@@ -241,19 +230,23 @@ class TorchOps:
         cos, sin = (rows.unsqueeze(1) if rows.dim() == 2 else rows).chunk(2, -1)
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
-    def state_rows(self, step: StepInputs) -> Any:
+    @staticmethod
+    def state_rows(step: StepInputs) -> Any:
         """Makes a step's rows for ``causal_conv`` and ``gated_delta``, shared by all layers."""
         return StateRows.of(step)
 
-    def causal_conv(self, weight: Tensor) -> CausalConv:
+    @staticmethod
+    def causal_conv(weight: Tensor) -> CausalConv:
         """Makes a depthwise convolution of weight ``[C, W]``, the oldest input's first."""
         return TorchCausalConv(weight)
 
-    def gated_delta(self, shape: LinearAttentionConfig, biases: DeltaBiases) -> GatedDelta:
+    @staticmethod
+    def gated_delta(shape: LinearAttentionConfig, biases: DeltaBiases) -> GatedDelta:
         """Makes the gated delta rule of a layer."""
         return TorchGatedDelta(shape, biases)
 
-    def gated_norm(self, weight: Tensor, eps: float) -> GatedNorm:
+    @staticmethod
+    def gated_norm(weight: Tensor, eps: float) -> GatedNorm:
         """Makes the gated norm after a gated delta rule; ``weight [D]`` is that of a head."""
         return TorchGatedNorm(torch_norm(weight, eps), len(weight))
 

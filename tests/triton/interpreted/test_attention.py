@@ -69,8 +69,3 @@ def test_backend(counts: tuple[int, ...], window: int | None) -> None:
     found = out.view(-1, 8, 64)
     for row, expected in enumerate(expected_rows(case, batch, 0.125)):
         assert_close(found[starts[row] : starts[row + 1]], expected, torch.float16, f"row {row}")
-
-
-def test_a_group_larger_than_a_tile_is_refused() -> None:
-    with pytest.raises(ValueError, match="160 query heads"):
-        check_prefill(prefill_attention, AttentionCase("wide", 160, 64, (4,), (4,)), "cpu", 80)

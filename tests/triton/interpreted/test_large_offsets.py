@@ -35,6 +35,7 @@ from asyncllm.gpu.ops.triton import (
 from asyncllm.gpu.ops.triton.op_set import TritonOps
 from tests.recurrent_checks import state_inputs
 from tests.step_inputs import captured, draw_scalars
+from tests.triton.paged import attend_decodes, attend_prefills
 
 LARGE = 2**31
 NO_RESERVE = 0x4000
@@ -131,15 +132,15 @@ def attended(place: Place) -> list[Tensor]:
     for sharing in shared:
         out = heads(torch.zeros(ROWS, 32))
         found.append(
-            decode_attention.decode_attention(
-                q, cache, table, tiles=tiles, out=out, **rows, **sharing
+            attend_decodes(
+                decode_attention, q, cache, table, tiles=tiles, out=out, **rows, **sharing
             )
         )
     rows |= {"query_start_loc": torch.arange(ROWS + 1), "tiles": tuning.prefill_tiles(90, 16, 4)}
     for splits in (1, 2):
         out = heads(torch.zeros(ROWS, 32))
         found.append(
-            prefill_attention.prefill_attention(q, cache, table, out=out, splits=splits, **rows)
+            attend_prefills(prefill_attention, q, cache, table, out=out, splits=splits, **rows)
         )
     return found
 
@@ -168,10 +169,10 @@ def cached(block: int) -> list[Tensor]:
     rows = {"table_rows": LINES[:1] * 0, "scale": 1.0}
     lengths = torch.tensor([9], dtype=torch.int32)
     tiles = tuning.decode_tiles(90, 32, 4)
-    found = decode_attention.decode_attention(
-        q[:1], pages, table, seq_lens=lengths, tiles=tiles, **rows
+    found = attend_decodes(
+        decode_attention, q[:1], pages, table, seq_lens=lengths, tiles=tiles, **rows
     )
-    prefilled = prefill_attention.prefill_attention(
+    prefilled = attend_prefills(prefill_attention,
         q, pages, table, seq_lens=lengths, query_start_loc=torch.tensor([0, ROWS]),
         tiles=tuning.prefill_tiles(90, 32, 4), **rows,
     )  # fmt: skip

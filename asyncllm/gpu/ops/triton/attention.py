@@ -6,7 +6,7 @@ The kernels, and with them Triton, are imported when the attention is made.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ class TritonPlan:
         block_table: ``[N, W]`` int32.
         table_rows: ``[R]``, each row's row of ``block_table``; any number for a padded row.
         splits: programs per decode row and key/value head.
-        extra_shares: used instead of splits unless 0, see ``decode_attention``.
+        extra_shares: used instead of splits unless 0, see ``DecodeAttention``.
         tile_splits: programs per tile of prefill and key/value head.
         workspace: float32, partial results of the programs; shared by all layers.
         query_start_loc: ``[R - num_decodes + 1]`` int32 from 0 on, of the other rows; None if
@@ -128,7 +128,6 @@ class TritonAttention:
         self._decode, self._prefill = DecodeAttention, PrefillAttention
         self.shape = shape
         self.device = device
-        self.softcap = shape.softcap
         if capability is None:
             major, minor = torch.cuda.get_device_capability(device)
             capability = 10 * major + minor
@@ -236,35 +235,28 @@ class TritonAttention:
     ) -> None:
         """Attention of ``q [T, Hq, D]`` into ``out``."""
         if not plan.is_bound:
-            self._bind(plan, q.shape[0], cache.shape[2], has_sinks=sinks is not None)
+            self._bind(plan, q.shape[0], cache.shape[2])
         if plan.decode is not None:
             plan.decode(q, cache, out, sinks)
         if plan.prefill is not None:
             plan.prefill(q, cache, out, sinks)
 
-    def _bind(self, plan: TritonPlan, tokens: int, block_size: int, *, has_sinks: bool) -> None:
+    def _bind(self, plan: TritonPlan, tokens: int, block_size: int) -> None:
         """Makes the launches that all layers of a step share."""
         decodes, shape = plan.num_decodes, self.shape
-        sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        options: dict[str, Any] = {
-            "scale": shape.scale,
-            "softcap": self.softcap,
-            "window": plan.window,
-            "has_sinks": has_sinks,
-            "workspace": plan.workspace,
-        }
         if decodes:
             plan.decode = self._decode(
-                sizes, block_size, plan.block_table, plan.table_rows[:decodes],
+                shape, block_size, plan.block_table, plan.table_rows[:decodes],
                 plan.seq_lens[:decodes], tiles=self.decode_tiles, splits=plan.splits,
-                extra_shares=plan.extra_shares, **options,
+                extra_shares=plan.extra_shares, window=plan.window, workspace=plan.workspace,
             )  # fmt: skip
         if plan.query_start_loc is not None:
             # The kernel gets a row number, not a pointer to the first row: that pointer's alignment
             # would depend on the number of decode rows, if a row's bytes are no multiple of 16.
             plan.prefill = self._prefill(
-                sizes, block_size, tokens - decodes, plan.block_table, plan.table_rows[decodes:],
+                shape, block_size, tokens - decodes, plan.block_table, plan.table_rows[decodes:],
                 plan.seq_lens[decodes:], plan.query_start_loc, tiles=self.prefill_tiles,
-                first_row=decodes, splits=plan.tile_splits, **options,
+                first_row=decodes, splits=plan.tile_splits, window=plan.window,
+                workspace=plan.workspace,
             )  # fmt: skip
         plan.is_bound = True

@@ -8,24 +8,16 @@ very different lengths, into "shares" of equal length (``merge_attention.py``).
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # A type checker sees a kernel as the Python function that it is written as.
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncllm.gpu.ops.triton.attention_tile import LOG2_E, attend_tile, score_factors
+from asyncllm.gpu.ops.base import AttentionShape
+from asyncllm.gpu.ops.triton.attention_tile import LOG2_E, attend_tile
 from asyncllm.gpu.ops.triton.launcher import launched
 from asyncllm.gpu.ops.triton.merge_attention import Partials, share_keys, split_keys
-from asyncllm.gpu.ops.triton.operands import (
-    cache_strides,
-    check_attention,
-    check_rows,
-    check_tensors,
-    head_strides,
-)
-from asyncllm.gpu.ops.triton.tuning import Tiles, block_dim_of, cdiv, next_power_of_2
+from asyncllm.gpu.ops.triton.paged_attention import PagedAttention
+from asyncllm.gpu.ops.triton.tuning import Tiles, cdiv, next_power_of_2
 
 
 # The address of partial_sum in the workspace depends on the number of rows and splits. A kernel
@@ -146,140 +138,51 @@ def decode_kernel(
         tl.store(acc_at, acc, mask=in_group[:, None])
 
 
-class DecodeAttention:
-    """The launches of decode attention that all layers of a step share.
+class DecodeAttention(PagedAttention):
+    """Attention of one query token per row over its cached keys and values.
 
     Args:
-        shape: ``(query heads, key/value heads, head size)``.
-        block_table, table_rows, seq_lens, options: as for ``decode_attention``.
-        has_sinks: each call has the layer's sinks.
+        block_size: a multiple of 16.
+        block_table: ``[N, W]`` int32, rows contiguous; entries beyond a sequence are never read.
+        table_rows: ``[B]``, each row's row of ``block_table``; contiguous, like all metadata.
+        seq_lens: ``[B]`` int32 or int64, the row's own token included; 0 for a padded row,
+            whose output is zero.
+        splits: programs per row and key/value head, from ``num_splits``.
+        extra_shares: used instead of splits unless 0 and without a window: programs per
+            key/value head beyond one per row. Keys are divided into shares of equal length, and a
+            row has as many shares as it needs.
+        workspace: at least ``workspace_size`` float32 elements, for splits or shares.
     """
 
     def __init__(
         self,
-        shape: tuple[int, int, int],
+        shape: AttentionShape,
         block_size: int,
         block_table: Tensor,
         table_rows: Tensor,
         seq_lens: Tensor,
         *,
-        scale: float,
         tiles: Tiles,
-        splits: int = 1,
-        extra_shares: int = 0,
-        softcap: float | None = None,
-        window: int | None = None,
-        has_sinks: bool = False,
-        workspace: Tensor | None = None,
+        splits: int,
+        extra_shares: int,
+        window: int | None,
+        workspace: Tensor | None,
     ) -> None:
-        if extra_shares and window is not None:
-            raise ValueError(f"extra_shares={extra_shares}: expected 0 with a window")
-        num_heads, kv_heads, head_dim = shape
-        check_attention(num_heads, kv_heads, splits, window, block_table)
-        check_rows(len(seq_lens), table_rows=table_rows, seq_lens=seq_lens)
-        batch, group = seq_lens.shape[0], num_heads // kv_heads
-        row_tiles, lines = cdiv(group, tiles.rows), 0
-        self._grid = (batch, kv_heads * row_tiles, splits)
+        batch, kv_heads = seq_lens.shape[0], shape.num_kv_heads
+        row_tiles, lines = cdiv(shape.group_size, tiles.rows), 0
+        grid = (batch, kv_heads * row_tiles, splits)
         if extra_shares:
-            self._grid = (batch + extra_shares, kv_heads * row_tiles, 1)
+            grid = (batch + extra_shares, kv_heads * row_tiles, 1)
             # The batch alone would need a kernel for each of its powers of two.
             lines = next_power_of_2(max(block_table.shape[0], batch))
-        self._partials: Partials | None = None
+        partials = None
         if splits > 1 or extra_shares:
-            count = self._grid[0] * self._grid[2]
-            self._partials = Partials(
-                workspace, count, num_heads, head_dim, seq_lens, extra_shares or splits,
+            assert workspace is not None
+            partials = Partials(
+                workspace, grid[0] * grid[2], shape, seq_lens, extra_shares or splits,
                 keys=tiles.keys, window=window, lines=lines,
             )  # fmt: skip
-        self._rows = block_table, table_rows, seq_lens
-        self._numbers = (batch, *score_factors(scale, softcap), window or 0)
-        self._stride_table = block_table.stride(0)
-        self._kernel = decode_kernel.bind(
-            GROUP=group,
-            HEAD_DIM=head_dim,
-            BLOCK_DIM=block_dim_of(head_dim),
-            ROWS=tiles.rows,
-            ROW_TILES=row_tiles,
-            KEYS=tiles.keys,
-            BLOCK_SIZE=block_size,
-            SOFTCAP=softcap is not None,
-            WINDOW=window is not None,
-            SINKS=has_sinks,
-            ONE_SPLIT=self._partials is None,
-            LINES=lines,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-        )
-
-    def __call__(self, q: Tensor, cache: Tensor, out: Tensor, sinks: Tensor | None) -> None:
-        """Attention of the first rows of ``q [T, Hq, D]``, written to those of ``out``."""
-        partials = self._partials
-        out_strides = head_strides("out", out)
-        self._kernel(
-            self._grid,
-            out,
-            *((out, out, out) if partials is None else partials.tensors),
-            q,
-            cache,
-            *self._rows,
-            out if sinks is None else sinks,
-            *self._numbers,
-            *out_strides,
-            *head_strides("q", q),
-            *cache_strides(cache),
-            self._stride_table,
-        )
-        if partials is not None:
-            partials.merge(out, self._numbers[0], out_strides)
-
-
-def decode_attention(
-    q: Tensor,
-    cache: Tensor,
-    block_table: Tensor,
-    table_rows: Tensor,
-    seq_lens: Tensor,
-    *,
-    sinks: Tensor | None = None,
-    out: Tensor | None = None,
-    **options: Any,
-) -> Tensor:
-    """Attention of one query token per row over its cached keys and values.
-
-    Args:
-        q: ``[B, Hq, D]``, the last dimension contiguous; D up to 512.
-        cache: ``[2, num_blocks, block_size, Hk, D]`` with any strides, but a head spans less than
-            2**31 elements; ``block_size`` a multiple of 16. It already has the row's own key.
-        block_table: ``[N, W]`` int32; entries beyond a sequence are never read.
-        table_rows: ``[B]``, each row's row of ``block_table``; contiguous, like all metadata.
-        seq_lens: ``[B]`` int32 or int64, the row's own token included; 0 for a padded row,
-            whose output is zero.
-        sinks: ``[Hq]`` float32, a logit per head that takes part in the softmax.
-        out: ``[B, Hq, D]``, the last dimension contiguous; made here if None.
-        options: ``scale``, a factor on ``q @ k``; ``tiles``;
-            ``splits``, programs per row and key/value head, from ``num_splits``;
-            ``extra_shares``, used instead of splits unless 0 and without a window: programs per
-            key/value head beyond one per row. Keys are divided into shares of equal length, and a
-            row has as many shares as it needs;
-            ``softcap``, scores become ``softcap * tanh(score / softcap)``;
-            ``window``, keys that a query sees, its own included, None for all;
-            ``workspace``, at least ``workspace_size`` float32 elements, made here if None.
-
-    Returns:
-        ``[B, Hq, D]`` in the dtype of ``q``.
-
-    Raises:
-        ValueError: shares with a window, or operands that do not fit one another.
-    """
-    block_size, kv_heads = cache.shape[2:4]
-    if out is None:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    check_tensors(q, cache, out)
-    if q.shape[0]:
-        shape = q.shape[1], kv_heads, q.shape[2]
-        has_sinks = sinks is not None
-        attention = DecodeAttention(
-            shape, block_size, block_table, table_rows, seq_lens, has_sinks=has_sinks, **options
-        )
-        attention(q, cache, out, sinks)
-    return out
+        super().__init__(
+            decode_kernel, shape, block_size, tiles, grid, (block_table, table_rows, seq_lens),
+            (batch,), window, partials, batch, ROW_TILES=row_tiles, LINES=lines,
+        )  # fmt: skip

@@ -11,13 +11,13 @@ short one; and the tiles of a prefill into equally many splits.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton.launcher import launched
-from asyncllm.gpu.ops.triton.tuning import SPLIT_TOKENS, block_dim_of, workspace_size
+from asyncllm.gpu.ops.triton.tuning import SPLIT_TOKENS, block_dim_of
 
 MIN_SHARE_TOKENS = tl.constexpr(SPLIT_TOKENS)
 MERGED_SPLITS = 8
@@ -131,22 +131,19 @@ class Partials:
     """The workspace of partial results, and their merge.
 
     Args:
+        workspace: float32, at least ``workspace_size`` elements.
         count: partial results per query head.
         seq_lens, splits, lines, prefill: see ``merge_kernel``.
 
     Attributes:
         tensors: accumulators ``[count * heads * BLOCK_DIM]``, maxima and sums ``[count * heads]``.
-
-    Raises:
-        ValueError: the workspace is too small.
     """
 
     def __init__(
         self,
-        workspace: Tensor | None,
+        workspace: Tensor,
         count: int,
-        num_heads: int,
-        head_dim: int,
+        shape: AttentionShape,
         seq_lens: Tensor,
         splits: int,
         *,
@@ -155,28 +152,16 @@ class Partials:
         lines: int = 0,
         prefill: bool = False,
     ) -> None:
-        if workspace is None:
-            size = workspace_size(count, num_heads, head_dim)
-            workspace = torch.empty(size, dtype=torch.float32, device=seq_lens.device)
-        size, block_dim = count * num_heads, block_dim_of(head_dim)
-        ends = size * block_dim, size * (block_dim + 1), size * (block_dim + 2)
-        if workspace.numel() < ends[2]:
-            raise ValueError(
-                f"a workspace of {workspace.numel()} elements: expected at least {ends[2]}"
-            )
-        self.tensors = (
-            workspace[: ends[0]],
-            workspace[ends[0] : ends[1]],
-            workspace[ends[1] : ends[2]],
-        )
-        self._seq_lens, self._num_heads = seq_lens, num_heads
+        size, block_dim = count * shape.num_heads, block_dim_of(shape.head_dim)
+        self.tensors = workspace[: size * (block_dim + 2)].split([size * block_dim, size, size])
+        self._seq_lens, self._num_heads = seq_lens, shape.num_heads
         self._splits, self._window = splits, window or 0
         self._kernel = merge_kernel.bind(
-            HEAD_DIM=head_dim,
+            HEAD_DIM=shape.head_dim,
             BLOCK_DIM=block_dim,
             KEYS=keys,
             MERGED=MERGED_SPLITS,
-            WINDOW=window is not None and not prefill,
+            WINDOW=window is not None,
             LINES=lines,
             PREFILL=prefill,
             num_warps=4,

@@ -1,7 +1,6 @@
 """Checks of kernels' operands, which kernels do not make.
 
-With strides that it does not expect, or too few lengths, a kernel would compute wrong results or
-read foreign memory.
+With strides that it does not expect, a kernel would compute wrong results or read foreign memory.
 """
 
 from __future__ import annotations
@@ -51,48 +50,3 @@ def cache_strides(cache: Tensor) -> tuple[int, ...]:
             f"a cache with elements of a head {strides[4]} apart: expected them within 2**31"
         )
     return strides
-
-
-def check_attention(
-    num_heads: int, num_kv_heads: int, splits: int, window: int | None, block_table: Tensor
-) -> None:
-    """Checks the parameters of paged attention.
-
-    Raises:
-        ValueError: a number of heads, splits or a window that kernels do not take, or gaps in rows
-            of the table.
-    """
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ValueError(f"{num_heads} heads: expected a multiple of the cache's {num_kv_heads}")
-    if splits < 1:
-        raise ValueError(f"splits={splits}: expected at least 1")
-    if window is not None and window < 1:
-        raise ValueError(f"window={window}: expected at least 1")
-    row_stride("block_table", block_table)
-
-
-def check_rows(count: int, **tensors: Tensor) -> None:
-    """Checks metadata of ``count`` rows.
-
-    Raises:
-        ValueError: a tensor is not ``[count]``, or not contiguous.
-    """
-    for name, tensor in tensors.items():
-        if tensor.shape != (count,) or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}: expected "
-                f"({count},) without gaps"
-            )
-
-
-def check_tensors(q: Tensor, cache: Tensor, out: Tensor) -> None:
-    """Checks ``q`` and ``out [T, Hq, D]`` beside ``cache [2, N, S, Hk, D]``.
-
-    Raises:
-        ValueError: shapes do not fit one another.
-    """
-    if cache.shape[4] != q.shape[2] or out.shape != q.shape:
-        raise ValueError(
-            f"q is {tuple(q.shape)}, out {tuple(out.shape)}, the cache {tuple(cache.shape)}: "
-            "expected heads of one size, and out like q"
-        )

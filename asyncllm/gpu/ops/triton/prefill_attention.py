@@ -10,24 +10,16 @@ are few tiles, the keys of each are divided among programs (``merge_attention.py
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # A type checker sees a kernel as the Python function that it is written as.
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncllm.gpu.ops.triton.attention_tile import LOG2_E, attend_tile, score_factors
+from asyncllm.gpu.ops.base import AttentionShape
+from asyncllm.gpu.ops.triton.attention_tile import LOG2_E, attend_tile
 from asyncllm.gpu.ops.triton.launcher import launched
 from asyncllm.gpu.ops.triton.merge_attention import Partials
-from asyncllm.gpu.ops.triton.operands import (
-    cache_strides,
-    check_attention,
-    check_rows,
-    check_tensors,
-    head_strides,
-)
-from asyncllm.gpu.ops.triton.tuning import Tiles, block_dim_of, next_power_of_2, num_tiles
+from asyncllm.gpu.ops.triton.paged_attention import PagedAttention
+from asyncllm.gpu.ops.triton.tuning import Tiles, next_power_of_2, num_tiles
 
 
 @triton.jit
@@ -187,20 +179,27 @@ def prefill_kernel(
         tl.store(acc_at, acc, mask=in_tile[:, None])
 
 
-class PrefillAttention:
-    """The launches of prefill attention that all layers of a step share.
+class PrefillAttention(PagedAttention):
+    """Causal attention of the last tokens of each sequence over its cached keys and values.
+
+    Padding tokens of ``out``, and its rows before ``first_row``, are not written.
 
     Args:
-        shape: ``(query heads, key/value heads, head size)``.
         num_tokens: T, padding included.
-        first_row: first row of q and out; the rows before it are decode rows.
-        block_table, table_rows, seq_lens, query_start_loc, options: as for ``prefill_attention``.
-        has_sinks: each call has the layer's sinks.
+        block_table, table_rows, workspace: as in ``DecodeAttention``.
+        seq_lens: ``[R]`` int32 or int64, tokens of each sequence up to its last query.
+        query_start_loc: ``[R + 1]`` int32 or int64, ascending from 0, the first query of each row,
+            counted from ``first_row``; rows may be empty, and tokens from the last entry on are
+            padding.
+        tiles: has a row for each query head of a key/value head.
+        splits: programs per tile and key/value head, from ``num_tile_splits``.
+        first_row: first row of q and out; the rows before it are decode rows. A slice instead
+            could have an unaligned pointer, for which the kernel would be compiled anew.
     """
 
     def __init__(
         self,
-        shape: tuple[int, int, int],
+        shape: AttentionShape,
         block_size: int,
         num_tokens: int,
         block_table: Tensor,
@@ -208,123 +207,23 @@ class PrefillAttention:
         seq_lens: Tensor,
         query_start_loc: Tensor,
         *,
-        scale: float,
         tiles: Tiles,
-        first_row: int = 0,
-        splits: int = 1,
-        softcap: float | None = None,
-        window: int | None = None,
-        has_sinks: bool = False,
-        workspace: Tensor | None = None,
+        first_row: int,
+        splits: int,
+        window: int | None,
+        workspace: Tensor | None,
     ) -> None:
-        num_heads, kv_heads, head_dim = shape
-        check_attention(num_heads, kv_heads, splits, window, block_table)
-        num_seqs, group = seq_lens.shape[0], num_heads // kv_heads
-        check_rows(num_seqs, table_rows=table_rows, seq_lens=seq_lens)
-        check_rows(num_seqs + 1, query_start_loc=query_start_loc)
-        group_rows = next_power_of_2(group)
-        if group_rows > tiles.rows:
-            raise ValueError(f"{group} query heads per key/value head: at most {tiles.rows}")
-        self._num_tokens, self._first_row = num_tokens, first_row
-        self._grid = (num_tiles(num_tokens, num_seqs, group, tiles), kv_heads, splits)
-        self._partials: Partials | None = None
+        num_seqs, group = seq_lens.shape[0], shape.group_size
+        grid = (num_tiles(num_tokens, num_seqs, group, tiles), shape.num_kv_heads, splits)
+        partials = None
         if splits > 1:
-            self._partials = Partials(
-                workspace, num_tokens * splits, num_heads, head_dim, query_start_loc[num_seqs:],
-                splits, keys=tiles.keys, prefill=True,
+            assert workspace is not None
+            partials = Partials(
+                workspace, num_tokens * splits, shape, query_start_loc[num_seqs:], splits,
+                keys=tiles.keys, prefill=True,
             )  # fmt: skip
-        self._rows = block_table, table_rows, seq_lens, query_start_loc
-        self._numbers = (num_seqs, first_row, *score_factors(scale, softcap), window or 0)
-        self._stride_table = block_table.stride(0)
-        self._kernel = prefill_kernel.bind(
-            GROUP=group,
-            HEAD_DIM=head_dim,
-            BLOCK_DIM=block_dim_of(head_dim),
-            ROWS=tiles.rows,
-            GROUP_ROWS=group_rows,
-            KEYS=tiles.keys,
-            BLOCK_SIZE=block_size,
-            SOFTCAP=softcap is not None,
-            WINDOW=window is not None,
-            SINKS=has_sinks,
-            ONE_SPLIT=splits == 1,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-        )
-
-    def __call__(self, q: Tensor, cache: Tensor, out: Tensor, sinks: Tensor | None) -> None:
-        """Attention of the last T rows of ``q [first_row + T, Hq, D]``, written to ``out``."""
-        partials = self._partials
-        out_strides = head_strides("out", out)
-        self._kernel(
-            self._grid,
-            out,
-            *((out, out, out) if partials is None else partials.tensors),
-            q,
-            cache,
-            *self._rows,
-            out if sinks is None else sinks,
-            *self._numbers,
-            *out_strides,
-            *head_strides("q", q),
-            *cache_strides(cache),
-            self._stride_table,
-        )
-        if partials is not None:
-            partials.merge(out, self._num_tokens, out_strides, self._first_row)
-
-
-def prefill_attention(
-    q: Tensor,
-    cache: Tensor,
-    block_table: Tensor,
-    table_rows: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    *,
-    sinks: Tensor | None = None,
-    out: Tensor | None = None,
-    first_row: int = 0,
-    **options: Any,
-) -> Tensor:
-    """Causal attention of the last tokens of each sequence over its cached keys and values.
-
-    Args:
-        q: ``[first_row + T, Hq, D]``, the last dimension contiguous; D up to 512.
-        cache: ``[2, num_blocks, block_size, Hk, D]`` with any strides, but a head spans less than
-            2**31 elements; ``block_size`` a multiple of 16. It already has the queries' own keys.
-        block_table: ``[N, W]`` int32.
-        table_rows: ``[R]``, each row's row of ``block_table``; contiguous, like all metadata.
-        seq_lens: ``[R]`` int32 or int64, tokens of each sequence up to its last query.
-        query_start_loc: ``[R + 1]`` int32 or int64, ascending from 0, the first query of each row,
-            counted from ``first_row``; rows may be empty, and tokens from the last entry on are
-            padding.
-        sinks: as in ``decode_attention``.
-        out: has the shape of q; made here if None. Padding tokens, and rows before ``first_row``,
-            are not written.
-        first_row: first row of q and out. A slice instead could have an unaligned pointer, for
-            which the kernel would be compiled anew.
-        options: ``splits``, programs per tile and key/value head, from ``num_tile_splits``;
-            ``scale``, ``tiles``, ``softcap``, ``window`` and ``workspace`` as in
-            ``decode_attention``.
-
-    Returns:
-        ``[first_row + T, Hq, D]`` in the dtype of ``q``.
-
-    Raises:
-        ValueError: more query heads per key/value head than a tile has rows, or operands that do
-            not fit one another.
-    """
-    num_heads, head_dim = q.shape[1:]
-    num_tokens = q.shape[0] - first_row
-    block_size, kv_heads = cache.shape[2:4]
-    if out is None:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    check_tensors(q, cache, out)
-    if num_tokens:
-        attention = PrefillAttention(
-            (num_heads, kv_heads, head_dim), block_size, num_tokens, block_table, table_rows,
-            seq_lens, query_start_loc, has_sinks=sinks is not None, first_row=first_row, **options,
+        super().__init__(
+            prefill_kernel, shape, block_size, tiles, grid,
+            (block_table, table_rows, seq_lens, query_start_loc), (num_seqs, first_row), window,
+            partials, num_tokens, first_row, GROUP_ROWS=next_power_of_2(group),
         )  # fmt: skip
-        attention(q, cache, out, sinks)
-    return out

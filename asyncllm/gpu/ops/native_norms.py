@@ -1,0 +1,80 @@
+"""Native norms, fused with the residual addition, and their substitute in blocks without one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from asyncllm.gpu.ops.native_op import NativeOp
+from asyncllm.gpu.ops.program import DTYPES, parameter, rows_of
+from asyncllm.native.context import Context
+
+
+class NativeResidualAdd:
+    """Replaces the norm of a block that has none: ``add`` only adds to the residual."""
+
+    def __init__(self, context: Context, multiplier: float = 1.0, scale: float = 1.0) -> None:
+        self._op = NativeOp(context, "add", multiplier=multiplier, scale=scale)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        x, residual = rows_of(x, x.dtype), rows_of(residual, x.dtype)
+        if x.shape != residual.shape:
+            raise ValueError(f"native add: x is {tuple(x.shape)}, expected {tuple(residual.shape)}")
+        args = self._op.args
+        args.x_stride, args.residual_stride = x.stride(0), residual.stride(0)
+        args.width, args.dtype = x.shape[1], DTYPES[x.dtype]
+        self._op(x, {"x": x, "residual": residual})
+        return residual, residual
+
+
+class NativeRMSNorm:
+    """Root mean square norm in float32.
+
+    It is rounded to the dtype of ``x`` before a weight of that dtype, but after a float32 weight.
+    """
+
+    def __init__(
+        self, context: Context, weight: Tensor, eps: float, multiplier: float = 1.0,
+        scale: float = 1.0,
+    ) -> None:  # fmt: skip
+        self.weight, self.width = parameter(weight), weight.shape[0]
+        self._op = NativeOp(
+            context, "rms_norm", [self.weight],
+            weight=self.weight.data_ptr(), weight_dtype=DTYPES[weight.dtype], width=self.width,
+            eps=eps, multiplier=multiplier, scale=scale,
+        )  # fmt: skip
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The norm of ``x [T, width]``, or of each part of a contiguous ``x [T, parts, width]``."""
+        if x.dim() == 2:
+            return self._norm(x, None)
+        if not x.is_contiguous():
+            raise ValueError(
+                f"native rms_norm: x is {tuple(x.shape)} with strides {x.stride()}, expected "
+                "contiguous parts"
+            )
+        return self._norm(x.view(len(x), -1), None, x.shape[1]).view(x.shape)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        residual = rows_of(residual, x.dtype)
+        return self._norm(x, residual), residual
+
+    def _norm(self, x: Tensor, residual: Tensor | None, parts: int = 1) -> Tensor:
+        weight, op = self.weight, self._op
+        x = rows_of(x, x.dtype if weight.dtype == torch.float32 else weight.dtype)
+        if x.shape[1] != parts * self.width or (residual is not None and residual.shape != x.shape):
+            raise ValueError(
+                f"native rms_norm: x is {tuple(x.shape)}, expected {parts} x {self.width} columns "
+                "and the residual's shape"
+            )
+        args, out = op.args, op.empty(x, parts * self.width)
+        args.x_stride, args.parts, args.dtype = x.stride(0) // parts, parts, DTYPES[x.dtype]
+        tensors = {"x": x, "out": out}
+        args.residual = None
+        if residual is not None:
+            args.residual_stride, tensors["residual"] = residual.stride(0), residual
+        op(x, tensors)
+        return out

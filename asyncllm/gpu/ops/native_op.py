@@ -1,0 +1,87 @@
+"""NativeOp: one op of the native library, which runs at once or is recorded."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncllm.gpu.ops.recorder import Size
+from asyncllm.native.context import Context, fail
+from asyncllm.native.interface import NUM_SIZES, OP_KINDS, STRUCTS, Op
+
+UNBOUNDED = 2**63 - 1
+
+_ROWS, _TOKENS = Size.ROWS.value, Size.TOKENS.value
+
+
+class NativeOp:
+    """A call of one op, with its arguments in a program of its own.
+
+    Like its context, it serves one thread at a time.
+
+    Args:
+        name: the op's name in OP_KINDS.
+        holds: objects behind the pointers in ``constants``.
+        constants: arguments that are the same in each call.
+
+    Attributes:
+        args: the arguments in memory. Calls set the pointers to their tensors.
+    """
+
+    def __init__(
+        self, context: Context, name: str, holds: Sequence[object] = (), **constants: Any
+    ) -> None:
+        self.context, self.name, self._holds = context, name, (*holds,)
+        ops = (Op * 1)()
+        ops[0].kind, ops[0].size, ops[0].x_size = OP_KINDS.index(name), Size.TOKENS, -1
+        self.args = getattr(ops[0].args, name)
+        for field, value in constants.items():
+            setattr(self.args, field, value)
+        self._program = STRUCTS["Program"](
+            ops=ops,
+            num_ops=1,
+            op_bytes=ctypes.sizeof(Op),
+            num_writing_ops=1,
+            capacity=(UNBOUNDED,) * NUM_SIZES,
+        )
+        self._sizes, self._failed = (ctypes.c_int64 * NUM_SIZES)(), (ctypes.c_int64 * 1)()
+
+    def empty(self, like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Makes an output ``[T, width]`` for ``like [T, ...]``, by default of its dtype."""
+        if (recorder := self.context.recorder) is not None:
+            return recorder.empty(like, width, dtype)
+        return like.new_empty((like.shape[0], width), dtype=dtype)
+
+    def __call__(
+        self,
+        like: Tensor,
+        tensors: Mapping[str, Tensor],
+        holds: Sequence[object] = (),
+        num_rows: int = 0,
+    ) -> None:
+        """Runs the op for the T rows of ``like``, or records it.
+
+        Args:
+            tensors: the step's tensors that it reads and writes, by the names of their pointers.
+            holds: objects behind other pointers of this call.
+            num_rows: sequences of the step, for an op that computes by sequence.
+
+        Raises:
+            RuntimeError: shapes, strides or indices that the library does not take.
+            MemoryError: scratch memory could not be allocated.
+        """
+        context, args = self.context, self.args
+        if (recorder := context.recorder) is not None:
+            recorder.add(self.name, like, args, tensors, [*self._holds, *holds])
+            return
+        for pointer, tensor in tensors.items():
+            setattr(args, pointer, tensor.data_ptr())
+        sizes = self._sizes
+        sizes[_ROWS], sizes[_TOKENS] = num_rows, like.shape[0]
+        status = context.functions.run(context.handle, self._program, sizes, self._failed)
+        if status:
+            fail(self.name, status)
