@@ -15,7 +15,7 @@ from asyncllm.core.batch import StepBatch
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.core.state_snapshots import StateSnapshots
 from asyncllm.errors import EngineError
-from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
+from asyncllm.gpu.graph.cuda_graphs import GraphCapturer
 from asyncllm.gpu.graph.step_queue import StepQueue
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.memory import MemoryProbe
@@ -91,7 +91,7 @@ def plain(hybrid: Hybrid, **overrides: Any) -> ModelRig:
     return ModelRig(hybrid, hybrid.runner(**overrides))
 
 
-def late(hybrid: Hybrid, capturer=EagerCapturer, **overrides: Any) -> ModelRig:
+def late(hybrid: Hybrid, capturer=GraphCapturer, **overrides: Any) -> ModelRig:
     """State between steps on a device that runs as late as it may."""
     runner, stream = hybrid.runner(**overrides), LateStream()
     state: Any = device_state(runner)

@@ -12,7 +12,6 @@ from asyncllm.gpu.batch.grammar_masks import num_words
 from asyncllm.gpu.batch.sampling_inputs import LogitsTables
 from asyncllm.gpu.graph.capturer import CudaGraphCapturer
 from asyncllm.gpu.graph.cuda_graphs import (
-    EagerCapturer,
     GraphCapturer,
     default_sizes,
     default_token_sizes,
@@ -59,7 +58,7 @@ def execution_mode_for(config: EngineConfig, device: torch.device) -> ExecutionM
     """Chooses the mode: synchronous on a CPU, one step of run-ahead on a GPU."""
     if device.type != "cuda":
         return ExecutionMode(device, SyncStream(), None, 64, 8192, 1)
-    make = EagerCapturer if config.cuda_graphs == "off" else lambda: CudaGraphCapturer(device)
+    make = GraphCapturer if config.cuda_graphs == "off" else lambda: CudaGraphCapturer(device)
     return ExecutionMode(
         device, CudaStream(device), make, 256, 8192, 2, STEP_TIMEOUT, shares_memory=True
     )

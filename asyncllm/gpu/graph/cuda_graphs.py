@@ -8,7 +8,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.logger import get_logger
@@ -61,39 +60,26 @@ class CaptureStats:
     num_bytes: int
 
 
-class GraphCapturer(Protocol):
-    """Captures a function over static tensors into a replayable callable."""
+class GraphCapturer:
+    """Captures a function over static tensors; this base runs every step eagerly."""
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
         """Runs ``run`` once, and returns a function that repeats it.
 
         Returns None if the capture failed; the step has run all the same.
         """
-        ...
+        run()
+        return run
 
     def cut(self, work: Callable[[], None]) -> None:
         """Calls ``work``, within ``run``, and cuts a capture in two there.
 
         ``work`` is not captured: each replay calls it between the two graphs.
         """
-        ...
-
-    def memory(self) -> int:
-        """Bytes that the graphs' pool has taken from the device."""
-        ...
-
-
-class EagerCapturer:
-    """No graphs: every step runs eagerly."""
-
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        run()
-        return run
-
-    def cut(self, work: Callable[[], None]) -> None:
         work()
 
     def memory(self) -> int:
+        """Bytes that the graphs' pool has taken from the device."""
         return 0
 
 
