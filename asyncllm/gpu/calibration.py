@@ -7,6 +7,7 @@ from typing import Any
 
 from asyncllm.config import EngineConfig
 from asyncllm.core.batch import RequestAssignment, StepBatch
+from asyncllm.gpu.batch.step_buffer import plain_batch
 from asyncllm.gpu.execution_mode import ExecutionMode
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.token_budget import GPU_TARGET_SECONDS, calibrate_token_budget, min_tokens_ahead
@@ -68,13 +69,7 @@ def time_prefill(runner: ModelRunner, num_tokens: int) -> float:
 def prefill_step(assignments: list[RequestAssignment]) -> StepBatch:
     """Makes a first step that computes whole prompts and samples a token after each."""
     counts = [assignment.num_prompt_tokens for assignment in assignments]
-    rows = len(assignments)
-    return StepBatch(
-        step=0,
-        req_indices=[assignment.req_index for assignment in assignments],
-        starts=[0] * rows,
-        counts=counts,
-        samples=[True] * rows,
-        num_tokens=sum(counts),
-        assignments=assignments,
-    )
+    batch = plain_batch([0] * len(counts), counts)
+    batch.req_indices = [assignment.req_index for assignment in assignments]
+    batch.assignments = assignments
+    return batch

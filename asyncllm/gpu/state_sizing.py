@@ -7,7 +7,7 @@ import torch
 from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineError
 from asyncllm.gpu.kv_cache import CPU_CACHE_LIMIT, available_memory
-from asyncllm.gpu.memory import MemoryProbe
+from asyncllm.gpu.memory import GPU_MEMORY, MemoryProbe
 from asyncllm.validation import invalid
 
 SNAPSHOTS_PER_SEQ = 4
@@ -25,7 +25,7 @@ def choose_snapshots(
     device: torch.device,
     max_num_seqs: int,
     slot_bytes: int,
-    probe: MemoryProbe | None = None,
+    probe: MemoryProbe = GPU_MEMORY,
 ) -> int:
     """Chooses the number of snapshots of recurrent states; 0 where prefixes are not cached.
 
@@ -46,7 +46,7 @@ def choose_snapshots(
         return 0
     held = (max_num_seqs + 1) * slot_bytes
     if device.type == "cuda":
-        free, total = (probe or MemoryProbe()).info(device)
+        free, total = probe.info(device)
         spared = int((1 - config.gpu_memory_utilization) * total)
     else:
         free, spared = available_memory(), 0

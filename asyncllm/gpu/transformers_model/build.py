@@ -31,7 +31,7 @@ from asyncllm.gpu.transformers_model.attention import (
     kv_indices,
 )
 from asyncllm.gpu.transformers_model.config import TransformersConfig
-from asyncllm.gpu.transformers_model.decoder import DtypeAndDevice, TransformersDecoder
+from asyncllm.gpu.transformers_model.decoder import TransformersDecoder
 from asyncllm.gpu.transformers_model.interface import ENGINE_NAME, set_handler
 from asyncllm.gpu.transformers_model.linear import OpEmbedding, OpExperts, OpLinear, look_up_in
 from asyncllm.gpu.transformers_model.probe import Probe, linear_kinds, probe
@@ -149,7 +149,7 @@ def build_transformers_decoder(
             set_handler(module, OpExperts(module, make, owner.take))
     owner.take_all(modules)
     owner.finish()
-    embedding = DtypeAndDevice(dtype, owner.device)
+    embedding = torch.empty(0, dtype=dtype, device=owner.device)
     return TransformersDecoder(
         model, ops, attention, modules, found.base, step, embedding, plan.states
     )
