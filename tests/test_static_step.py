@@ -670,11 +670,6 @@ def test_a_host_row_under_a_grammar_and_one_that_fails(llama: Decoder) -> None:
     assert found[0] == found[1]
 
 
-def test_running_ahead_takes_state_on_the_device(llama: Decoder) -> None:
-    with pytest.raises(ValueError, match="needs graphs"):
-        make_runner(llama, capturer=None, stream=LateStream())
-
-
 def test_what_fails_at_its_start_is_raised_when_it_is_collected(llama: Decoder) -> None:
     runner = make_runner(llama, capturer=GraphCapturer(), stream=LateStream())
     driver = Driver(runner)

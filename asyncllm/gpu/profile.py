@@ -13,7 +13,7 @@ from asyncllm.gpu.batch.sampling_table import scalar_sections
 from asyncllm.gpu.batch.sections import Sections
 from asyncllm.gpu.batch.step_buffer import StepBuffer, StepLimits, plain_batch, step_inputs
 from asyncllm.gpu.batch.step_inputs import StepInputs
-from asyncllm.gpu.graph.compile_turn import compiling_alone
+from asyncllm.gpu.graph.captures import compiling_alone
 from asyncllm.gpu.graph.recorded_step import record_step
 from asyncllm.gpu.kv_cache import KVCache, KVGroup
 from asyncllm.gpu.models.language_model import LanguageModel

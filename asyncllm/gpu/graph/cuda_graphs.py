@@ -167,7 +167,7 @@ class StepGraphs:
     def close(self) -> None:
         """Drops the graphs and the function that they run, which refer to the step's tensors."""
         self._graphs.clear()
-        self._run = _closed
+        del self._run
 
     def _retry_is_due(self, key: GraphKey) -> bool:
         """Counts a step of a key without a graph, and returns whether to capture it."""
@@ -190,10 +190,6 @@ class StepGraphs:
         self.captured.append(
             CaptureStats(key, time.perf_counter() - began, self._capturer.memory() - before)
         )
-
-
-def _closed(key: GraphKey) -> None:
-    raise RuntimeError("the graphs are closed")
 
 
 def default_token_sizes(most: int) -> tuple[int, ...]:

@@ -132,7 +132,7 @@ class GraphReplay(Replay):
         self.graphs.close()
         if self.segments is not None:
             self.segments.close()
-        self._draw = _closed
+        del self._draw
 
     def run_padding(self, key: GraphKey) -> None:
         """Queues the work of a graph eagerly, on padded rows."""
@@ -167,7 +167,3 @@ class GraphReplay(Replay):
             return False
         batch = step.bucket or len(step.rows)
         return any(is_skewed(batch, step.positions) for is_skewed in self._skews)
-
-
-def _closed(logits: Tensor, stages: Stages) -> None:
-    raise RuntimeError("the graphs are closed")

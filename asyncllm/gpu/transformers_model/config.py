@@ -100,52 +100,43 @@ class TransformersConfig:
             importing_transformers(),
         ):
             whole = _read(directory, file, trust_remote_code, is_overridden=bool(overrides))
-            return cls._of(directory, file, whole, trust_remote_code, has_defaults)
-
-    @classmethod
-    def _of(
-        cls,
-        directory: Path,
-        file: ConfigFile,
-        whole: Any,
-        trust_remote_code: bool,
-        has_defaults: bool,
-    ) -> TransformersConfig:
-        generation = read_generation_config(directory, has_defaults)
-        config = copy.deepcopy(whole.get_text_config(decoder=True))
-        # A part's field may contradict that of the whole model, which counts.
-        if type(config) is not type(whole):
-            config.tie_word_embeddings = whole.tie_word_embeddings
-        # The reader returns plain weights: transformers must not unpack them again.
-        vars(config).pop("quantization_config", None)
-        model_class = _model_class(directory, file, whole, config, trust_remote_code)
-        skeleton = build_skeleton(file.path, model_class, config)
-        head = skeleton.get_output_embeddings()  # pyright: ignore[reportCallIssue]
-        vocab_size = getattr(head, "out_features", None) or config.vocab_size
-        seen = ConfigFile(file.path, config.to_dict())
-        if seen.values.get("max_position_embeddings") is None:
-            # GPT-2's n_positions and the like, under the usual name.
-            context = getattr(config, "max_position_embeddings", None)
-            if context is None and set(getattr(config, "layer_types", ())) == {"linear_attention"}:
-                context = UNLIMITED_CONTEXT
-            seen = ConfigFile(file.path, {**seen.values, "max_position_embeddings": context})
-        eos: tuple[int, ...] = ()
-        for each in (generation, file.section("text_config"), file):
-            eos += each.token_ids("eos_token_id", vocab_size)
-        return cls(
-            path=directory,
-            architecture=model_class.__name__,
-            vocab_size=vocab_size,
-            max_position_embeddings=seen.integer("max_position_embeddings", high=MAX_POSITIONS),
-            dtype=_dtype(file, config, whole),
-            eos_token_ids=tuple(dict.fromkeys(eos)),
-            quantization=quant_method(file),
-            generation_defaults=generation_defaults(generation),
-            config=config,
-            model_class=model_class,
-            is_text_part=type(config) is not type(whole),
-            skeleton=skeleton,
-        )
+            generation = read_generation_config(directory, has_defaults)
+            config = copy.deepcopy(whole.get_text_config(decoder=True))
+            # A part's field may contradict that of the whole model, which counts.
+            if type(config) is not type(whole):
+                config.tie_word_embeddings = whole.tie_word_embeddings
+            # The reader returns plain weights: transformers must not unpack them again.
+            vars(config).pop("quantization_config", None)
+            model_class = _model_class(directory, file, whole, config, trust_remote_code)
+            skeleton = build_skeleton(file.path, model_class, config)
+            head = skeleton.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+            vocab_size = getattr(head, "out_features", None) or config.vocab_size
+            seen = ConfigFile(file.path, config.to_dict())
+            if seen.values.get("max_position_embeddings") is None:
+                # GPT-2's n_positions and the like, under the usual name.
+                context = getattr(config, "max_position_embeddings", None)
+                if context is None and set(getattr(config, "layer_types", ())) == {
+                    "linear_attention"
+                }:
+                    context = UNLIMITED_CONTEXT
+                seen = ConfigFile(file.path, {**seen.values, "max_position_embeddings": context})
+            eos: tuple[int, ...] = ()
+            for each in (generation, file.section("text_config"), file):
+                eos += each.token_ids("eos_token_id", vocab_size)
+            return cls(
+                path=directory,
+                architecture=model_class.__name__,
+                vocab_size=vocab_size,
+                max_position_embeddings=seen.integer("max_position_embeddings", high=MAX_POSITIONS),
+                dtype=_dtype(file, config, whole),
+                eos_token_ids=tuple(dict.fromkeys(eos)),
+                quantization=quant_method(file),
+                generation_defaults=generation_defaults(generation),
+                config=config,
+                model_class=model_class,
+                is_text_part=type(config) is not type(whole),
+                skeleton=skeleton,
+            )
 
     @property
     def num_parameters(self) -> int:
