@@ -19,9 +19,9 @@ from asyncllm.core.executor import Executor, StepOutOfMemoryError
 from asyncllm.errors import EngineError, InvalidRequestError, KVCacheTooSmallError
 from asyncllm.gpu import devices, kv_cache
 from asyncllm.gpu.build import build_model_runner
+from asyncllm.gpu.calibration import GPU_TARGET_SECONDS, calibrate_token_budget, min_tokens_ahead
 from asyncllm.gpu.graph.replay import Replay
 from asyncllm.gpu.ops.registry import NativeChoice
-from asyncllm.gpu.token_budget import GPU_TARGET_SECONDS, calibrate_token_budget, min_tokens_ahead
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import GREEDY, Driver
 from tests.dummy_runner import LARGE, MODEL, make

@@ -1,33 +1,45 @@
-"""choose_cache_size: the KV cache's share of memory beside weights, states and the largest step."""
+"""choose_cache_size, make_states: memory for the KV cache and for recurrent states."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
 
+import torch
+
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
+from asyncllm.errors import EngineError
 from asyncllm.gpu.decoder_loading import model_bytes
 from asyncllm.gpu.execution_mode import ExecutionMode, graph_reserve, token_graph_sizes
 from asyncllm.gpu.kv_cache import (
+    CPU_CACHE_LIMIT,
     KVCacheSize,
     KVGroup,
+    available_memory,
     block_bytes,
     cpu_cache_bytes,
     min_cache_bytes,
     size_cache,
 )
-from asyncllm.gpu.memory import check_cache, check_states, cuda_cache_bytes
+from asyncllm.gpu.memory import GPU_MEMORY, MemoryProbe, check_cache, check_states, cuda_cache_bytes
 from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.profile import profile_run, recorded_bytes
 from asyncllm.gpu.state_cache import StateCache, slot_bytes
-from asyncllm.gpu.state_sizing import choose_snapshots
-from asyncllm.gpu.token_budget import HIGHEST_BUDGET
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.logger import get_logger
 from asyncllm.validation import invalid
 
 logger = get_logger(__name__)
+
+SNAPSHOTS_PER_SEQ = 4
+"""Snapshots per running request: of its shared prefix, its prompt and its output, and one of an
+ended request whose conversation may go on."""
+
+SNAPSHOT_SHARE = 8
+"""Snapshots take at most an eighth of the memory beside the weights."""
+
+CPU_SNAPSHOT_LIMIT = CPU_CACHE_LIMIT // 4
 
 
 def choose_cache_size(
@@ -164,8 +176,59 @@ def largest_token_budget(
     """Tokens of the largest step, for which memory is kept."""
     budget = config.max_num_batched_tokens
     if budget == "auto":
-        # Calibration on a CPU chooses HIGHEST_BUDGET at most.
-        return mode.token_budget if mode.stream.is_async else min(mode.token_budget, HIGHEST_BUDGET)
+        return mode.token_budget
     # No step has more tokens than max_num_seqs sequences of full length.
     context = model.max_position_embeddings
     return min(budget, max_num_seqs * min(config.max_model_len or context, context))
+
+
+def choose_snapshots(
+    config: EngineConfig,
+    device: torch.device,
+    max_num_seqs: int,
+    slot_bytes: int,
+    probe: MemoryProbe = GPU_MEMORY,
+) -> int:
+    """Chooses the number of snapshots of recurrent states; 0 where prefixes are not cached.
+
+    Args:
+        slot_bytes: bytes of one slot. The slots of ``max_num_seqs`` requests and of padded rows
+            are not allocated yet, and fit.
+
+    Raises:
+        InvalidRequestError: snapshots are configured, but prefix caching is off.
+        EngineError: they do not fit beside the weights and the requests' states, or prefix caching
+            is on by configuration and there is no room for any.
+    """
+    asked = config.num_state_snapshots
+    if config.enable_prefix_caching is False:
+        if asked != "auto":
+            accepted = '"auto" with enable_prefix_caching=False'
+            raise invalid("num_state_snapshots", asked, accepted)
+        return 0
+    held = (max_num_seqs + 1) * slot_bytes
+    if device.type == "cuda":
+        free, total = probe.info(device)
+        spared = int((1 - config.gpu_memory_utilization) * total)
+    else:
+        free, spared = available_memory(), 0
+    left = max(0, free - held)
+    if asked != "auto":
+        if asked * slot_bytes > left:
+            raise EngineError(
+                f"num_state_snapshots={asked} needs {asked * slot_bytes} bytes, {slot_bytes} a "
+                f"state; {left} are free beside the weights and the states of "
+                f"max_num_seqs={max_num_seqs}: lower it to {left // slot_bytes} at most"
+            )
+        return asked
+    share = max(0, left - spared - int(config.kv_cache_memory or 0)) // SNAPSHOT_SHARE
+    if device.type != "cuda":
+        share = min(share, CPU_SNAPSHOT_LIMIT)
+    found = min(SNAPSHOTS_PER_SEQ * max_num_seqs, share // slot_bytes)
+    if not found and config.enable_prefix_caching:
+        raise EngineError(
+            "enable_prefix_caching=True: the model has recurrent layers, a state of a prefix takes "
+            f"{slot_bytes} bytes, and {share} are for them, an eighth of what is free beside the "
+            "weights: set num_state_snapshots, or lower max_num_seqs"
+        )
+    return found

@@ -57,7 +57,7 @@ class ExecutionMode:
 def execution_mode_for(config: EngineConfig, device: torch.device) -> ExecutionMode:
     """Chooses the mode: synchronous on a CPU, one step of run-ahead on a GPU."""
     if device.type != "cuda":
-        return ExecutionMode(device, SyncStream(), None, 64, 8192, 1)
+        return ExecutionMode(device, SyncStream(), None, 64, 2048, 1)
     make = GraphCapturer if config.cuda_graphs == "off" else lambda: CudaGraphCapturer(device)
     return ExecutionMode(
         device, CudaStream(device), make, 256, 8192, 2, STEP_TIMEOUT, shares_memory=True
