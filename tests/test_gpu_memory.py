@@ -22,8 +22,9 @@ from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineDeadError, EngineError, KVCacheTooSmallError
 from asyncllm.gpu import build, cache_sizing, decoder_loading, memory, model_runner
 from asyncllm.gpu.build import build_model_runner
+from asyncllm.gpu.execution_mode import graph_reserve
 from asyncllm.gpu.graph.capturer import CudaGraphCapturer
-from asyncllm.gpu.kv_cache import block_bytes, min_cache_bytes, size_cache
+from asyncllm.gpu.kv_cache import KVCacheSize, block_bytes, min_cache_bytes, size_cache
 from asyncllm.gpu.memory import (
     SEGMENT_BYTES,
     MemoryProbe,
@@ -42,6 +43,7 @@ from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.profile import largest_rows, profile_run
 from asyncllm.gpu.state_cache import StateCache, StateSpec
 from asyncllm.gpu.weights import dummy_weights
+from tests.ahead_on_cpu import AheadOnCPU
 from tests.cuda_captures import Captures
 from tests.driver import Driver
 from tests.dummy_runner import MODEL, make
@@ -353,17 +355,21 @@ def test_nothing_is_measured_where_the_configuration_says(monkeypatch):
     monkeypatch.setattr(cache_sizing, "profile_run", refuse)
     monkeypatch.setattr(cache_sizing, "cuda_cache_bytes", refuse)
     decoder = make_decoder()
-    for fields in ({"num_blocks": 3}, {"kv_cache_memory": 10**6}):
-        assert available(decoder, **fields) == 0
+    assert chosen(decoder, num_blocks=3).num_blocks == 4
+    memory = 10 * block_bytes(kv_groups(MODEL, 16), torch.float32)
+    assert chosen(decoder, kv_cache_memory=memory).num_blocks == 10
 
 
-def available(decoder: Decoder, **fields) -> int:
-    return cache_sizing.available_cache_bytes(
-        EngineConfig(**fields),
+def chosen(decoder: Decoder, states: StateCache | None = None, **fields) -> KVCacheSize:
+    config = EngineConfig(**fields)
+    return cache_sizing.choose_cache_size(
+        config,
+        AheadOnCPU().mode(config),
         decoder,
         kv_groups(MODEL, 16),
-        free_at_start=0,
-        graph_reserve=0,
+        states,
+        free_at_start=10,
+        graphs=(1, 2),
         token_budget=64,
         max_num_seqs=4,
     )
@@ -497,8 +503,8 @@ def test_few_layers_take_as_much_as_all_of_them():
     assert peaks[0] == peaks[1] > 0
 
 
-@pytest.mark.parametrize("has_states", [False, True])
-def test_sizing_measures_the_step_that_the_scheduler_will_make(monkeypatch, has_states):
+@pytest.mark.parametrize(("has_states", "graphs"), [(False, "decode"), (True, "auto")])
+def test_sizing_measures_the_step_that_the_scheduler_will_make(monkeypatch, has_states, graphs):
     """On a simulated GPU: the budget, the sequences and the length of the configuration, and
     a first run outside the pool. Recurrent states are there already, beside the weights."""
     states = StateCache([StateSpec((8,))], 4, torch.bfloat16, CPU) if has_states else None
@@ -508,7 +514,7 @@ def test_sizing_measures_the_step_that_the_scheduler_will_make(monkeypatch, has_
     def measure(config, device, *, profile_run, **rest):
         passed.update(rest)
         profile_run()
-        return 123
+        return 9 * block_bytes(kv_groups(MODEL, 16), torch.bfloat16)
 
     monkeypatch.setattr(cache_sizing, "cpu_cache_bytes", lambda: 1 / 0)
     monkeypatch.setattr(cache_sizing, "cuda_cache_bytes", measure)
@@ -517,17 +523,7 @@ def test_sizing_measures_the_step_that_the_scheduler_will_make(monkeypatch, has_
     embedding: Any = OnGPU(torch.bfloat16)  # of which nothing but dtype and device is asked
     decoder.embedding = embedding
     monkeypatch.setattr(decoder, "set_max_positions", lambda count: asked.append(count))
-    found = cache_sizing.available_cache_bytes(
-        EngineConfig(max_model_len=100),
-        decoder,
-        kv_groups(MODEL, 16),
-        states=states,
-        free_at_start=10,
-        graph_reserve=7,
-        token_budget=64,
-        max_num_seqs=4,
-    )
-    assert found == 123
+    assert chosen(decoder, states, max_model_len=100, cuda_graphs=graphs).num_blocks == 9
     common = {"max_model_len": 100, "states": states}
     assert asked == [
         100,
@@ -537,8 +533,9 @@ def test_sizing_measures_the_step_that_the_scheduler_will_make(monkeypatch, has_
     assert passed == {
         "free_at_start": 10,
         "weights_bytes": decoder_loading.weights_bytes(MODEL, torch.bfloat16) + 80 * has_states,
-        "graph_reserve": 7,
-        "captured_share": 0.0,
+        "graph_reserve": graph_reserve((1, 2), 4, MODEL.vocab_size, 2),
+        # Of 64 tokens, the largest captured mixed step has all.
+        "captured_share": float(graphs == "auto"),
         "least": 8 * block_bytes(kv_groups(MODEL, 16), torch.bfloat16),
     }
 
@@ -639,7 +636,7 @@ def test_an_exception_of_a_step_does_not_keep_the_model(monkeypatch, failure):
 
 @pytest.mark.parametrize(
     ("module", "stage"),
-    [(build, "KVCache"), (cache_sizing, "size_cache"), (cache_sizing, "available_cache_bytes")],
+    [(build, "KVCache"), (cache_sizing, "size_cache"), (cache_sizing, "recorded_bytes")],
 )
 def test_a_failed_start_gives_everything_back(monkeypatch, module, stage):
     """While its exception is kept, as the engine keeps it."""

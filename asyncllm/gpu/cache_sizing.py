@@ -56,6 +56,8 @@ def choose_cache_size(
 ) -> KVCacheSize:
     """Chooses the number of KV blocks and the longest sequence that they hold.
 
+    Nothing is measured if the configuration sets the cache's size.
+
     Args:
         free_at_start: bytes that were free on a GPU before the weights were loaded.
         graphs: batch sizes of decode steps that get a CUDA graph.
@@ -66,18 +68,32 @@ def choose_cache_size(
             block, or does not fit the device.
         EngineError: the largest step does not fit beside the weights, or cannot be measured.
     """
-    model, dtype = decoder.model, decoder.embedding.dtype
-    available = available_cache_bytes(
-        config,
-        decoder,
-        groups,
-        states=states,
-        free_at_start=free_at_start,
-        graph_reserve=graph_reserve(graphs, max_num_seqs, model.vocab_size, dtype.itemsize),
-        captured_tokens=max(token_graph_sizes(config, mode, token_budget), default=0),
-        token_budget=token_budget,
-        max_num_seqs=max_num_seqs,
-    )
+    model, weight = decoder.model, decoder.embedding
+    dtype, state_bytes = weight.dtype, states.num_bytes if states else 0
+    context = model.max_position_embeddings
+    longest = min(config.max_model_len or context, context)
+    largest = {"max_num_batched_tokens": token_budget, "max_num_seqs": max_num_seqs}
+    if config.num_blocks is not None or config.kv_cache_memory is not None:
+        available = 0
+    elif weight.device.type == "cpu":
+        reserve = recorded_bytes(decoder, groups, states=states, **largest)
+        available = cpu_cache_bytes(reserve + state_bytes)
+    else:
+        decoder.set_max_positions(longest)
+        profile = partial(profile_run, decoder, groups, states=states, max_model_len=longest)
+        # The first call makes libraries allocate memory that they keep: it is no part of a step's.
+        profile(max_num_batched_tokens=1, max_num_seqs=1)
+        captured = max(token_graph_sizes(config, mode, token_budget), default=0)
+        available = cuda_cache_bytes(
+            config,
+            weight.device,
+            free_at_start=free_at_start,
+            weights_bytes=model_bytes(model, dtype) + state_bytes,
+            profile_run=partial(profile, **largest),
+            graph_reserve=graph_reserve(graphs, max_num_seqs, model.vocab_size, dtype.itemsize),
+            captured_share=captured / token_budget,
+            least=min_cache_bytes(config, groups, dtype, token_budget),
+        )
     size = size_cache(
         config,
         model,
@@ -91,50 +107,6 @@ def choose_cache_size(
     if mode.device.type == "cuda":
         check_cache(config, mode.device, size.num_blocks * block_bytes(groups, dtype))
     return size
-
-
-def available_cache_bytes(
-    config: EngineConfig,
-    decoder: LanguageModel,
-    groups: Sequence[KVGroup],
-    *,
-    states: StateCache | None = None,
-    free_at_start: int,
-    graph_reserve: int,
-    captured_tokens: int = 0,
-    token_budget: int,
-    max_num_seqs: int,
-) -> int:
-    """Measures the bytes left for the KV cache beside the weights and ``states``.
-
-    Returns 0, without a measurement, where the configuration sets the cache's size.
-    """
-    if config.num_blocks is not None or config.kv_cache_memory is not None:
-        return 0
-    model, weight = decoder.model, decoder.embedding
-    if weight.device.type == "cpu":
-        largest = {"max_num_batched_tokens": token_budget, "max_num_seqs": max_num_seqs}
-        reserve = recorded_bytes(decoder, groups, states=states, **largest)
-        return cpu_cache_bytes(reserve + (states.num_bytes if states else 0))
-    context = model.max_position_embeddings
-    longest = min(config.max_model_len or context, context)
-    decoder.set_max_positions(longest)
-
-    profile = partial(profile_run, decoder, groups, states=states, max_model_len=longest)
-    # The first call makes libraries allocate memory that they keep: it is no part of a step's.
-    profile(max_num_batched_tokens=1, max_num_seqs=1)
-    return cuda_cache_bytes(
-        config,
-        weight.device,
-        free_at_start=free_at_start,
-        weights_bytes=model_bytes(model, weight.dtype) + (states.num_bytes if states else 0),
-        profile_run=partial(
-            profile, max_num_batched_tokens=token_budget, max_num_seqs=max_num_seqs
-        ),
-        graph_reserve=graph_reserve,
-        captured_share=captured_tokens / token_budget,
-        least=min_cache_bytes(config, groups, weight.dtype, token_budget),
-    )
 
 
 def make_states(
