@@ -72,16 +72,13 @@ def graph_sizes(config: EngineConfig, mode: ExecutionMode, max_num_seqs: int) ->
             ``max_num_seqs``.
     """
     sizes = config.cudagraph_capture_sizes
-    if mode.make_capturer is None:
-        eagerly = f"steps run eagerly on device {mode.device}"
-        if config.cuda_graphs == "decode":
-            raise invalid("cuda_graphs", config.cuda_graphs, f'"auto" or "off": {eagerly}')
+    eagerly = f": steps run eagerly on device {mode.device}"
+    if mode.make_capturer is None and config.cuda_graphs == "decode":
+        raise invalid("cuda_graphs", config.cuda_graphs, f'"auto" or "off"{eagerly}')
+    if mode.make_capturer is None or config.cuda_graphs == "off":
         if sizes is not None:
-            raise invalid("cudagraph_capture_sizes", sizes, f"None: {eagerly}")
-        return ()
-    if config.cuda_graphs == "off":
-        if sizes is not None:
-            raise invalid("cudagraph_capture_sizes", sizes, 'None with cuda_graphs="off"')
+            reason = eagerly if mode.make_capturer is None else ' with cuda_graphs="off"'
+            raise invalid("cudagraph_capture_sizes", sizes, f"None{reason}")
         return ()
     if sizes is not None and sizes[-1] > max_num_seqs:
         raise invalid("cudagraph_capture_sizes", sizes, f"sizes up to max_num_seqs={max_num_seqs}")

@@ -93,10 +93,8 @@ def expert_changes(decoder: LanguageModel) -> tuple[int, ...]:
 def _expert_tokens(runner: StepRunner) -> list[int]:
     """Tokens of the prefills that launch the experts' other kernels."""
     info = runner.info
-    most = min(info.max_num_batched_tokens, info.max_num_seqs * info.max_model_len) - 1
-    return [
-        count - 1 for count in expert_changes(runner.model) if PROMPT_TOKENS < count - 1 <= most
-    ]
+    most = min(info.max_num_batched_tokens, info.max_num_seqs * info.max_model_len)
+    return [count - 1 for count in expert_changes(runner.model) if PROMPT_TOKENS < count - 1 < most]
 
 
 def _run_mixed(runner: StepRunner, prefix: int, num_tokens: int = PROMPT_TOKENS) -> None:
