@@ -19,7 +19,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.calibration import prefill_step
-from asyncllm.gpu.graph.replay import EagerReplay, Replay
+from asyncllm.gpu.graph.replay import Replay
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.sampling_params import SamplingParams
 from benchmarks.common import Report, cpu_time_of, options
@@ -115,7 +115,7 @@ def main() -> None:
     state, clock = runner._open(), Clock()
     library: Any = vars(state.model.ops)["context"].functions
     clock.watch(library, "run", "native")
-    replays = state.replay, EagerReplay(state.model, state.cache, state.memory)
+    replays = state.replay, Replay(state.model, state.cache, state.memory)
     for replay in replays:
         clock.watch(replay, "forward", "forward")
     clock.watch(state, "_sample", "sampling")

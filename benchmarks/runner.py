@@ -21,8 +21,8 @@ import torch
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.scheduler import Scheduler
-from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
-from asyncllm.gpu.graph.streams import CudaStream, DoneEvent
+from asyncllm.gpu.graph.cuda_graphs import GraphCapturer
+from asyncllm.gpu.graph.streams import CudaStream
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.model_runner import Graphs, ModelRunner
 from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups
@@ -50,8 +50,8 @@ class NullStream(CudaStream):
     def run(self, work: Callable[[], None]) -> None:
         pass
 
-    def record(self) -> DoneEvent:
-        return DoneEvent()
+    def record(self) -> None:
+        return None
 
 
 def make_runner() -> ModelRunner:
@@ -86,7 +86,7 @@ def make_runner() -> ModelRunner:
         pipeline_depth=2,
     )
     cache = KVCache(groups, NUM_BLOCKS, dtype, cpu)
-    graphs = Graphs(EagerCapturer(), ())
+    graphs = Graphs(GraphCapturer(), ())
     runner = ModelRunner(decoder, cache, info, stream=NullStream(), graphs=graphs)
     for buffer in runner._open().memory.host_buffers:
         buffer.tokens.fill_(TOKEN)

@@ -9,7 +9,7 @@ from asyncllm import AsyncLLMEngine
 from asyncllm.config import EngineConfig
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.execution_mode import ExecutionMode
-from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
+from asyncllm.gpu.graph.cuda_graphs import GraphCapturer
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.runtime.loading import LoadedModel, load_model
 from tests.static_runner import CPU, LateStream, TraceRecorder, run_late
@@ -32,7 +32,7 @@ class AheadOnCPU:
     runner: ModelRunner | None = None
 
     def mode(self, config: EngineConfig) -> ExecutionMode:
-        make = EagerCapturer if config.cuda_graphs == "off" else lambda: self.capturer
+        make = GraphCapturer if config.cuda_graphs == "off" else lambda: self.capturer
         return ExecutionMode(CPU, self.stream, make, 8, 256, 2)
 
     def load(self, config: EngineConfig, progress: Any) -> LoadedModel:

@@ -10,7 +10,7 @@ import torch
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.gpu.graph.recorded_step import RecordedStep
-from asyncllm.gpu.graph.replay import EagerReplay
+from asyncllm.gpu.graph.replay import Replay
 from asyncllm.gpu.graph.streams import SyncStream
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.model_runner import ModelRunner
@@ -82,6 +82,6 @@ def program_of(runner: ModelRunner) -> RecordedStep:
 def op_by_op(runner: ModelRunner) -> ModelRunner:
     """The same runner, whose ops are called one by one."""
     state = state_of(runner)
-    state.replay = EagerReplay(state.model, state.cache, state.memory)
+    state.replay = Replay(state.model, state.cache, state.memory)
     state.stream = runner._stream = SyncStream()
     return runner

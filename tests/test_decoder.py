@@ -17,7 +17,7 @@ from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.gpu.batch.step_inputs import StepInputs
-from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
+from asyncllm.gpu.graph.cuda_graphs import GraphCapturer
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.language_model import StepOutput
@@ -258,7 +258,7 @@ def check(seqs: list[Sequence], **changes: Any) -> None:
 
 
 def run(decoder: Decoder, chunk: int = 0, *, static: bool = False) -> list[Sequence]:
-    driver = Driver(make_runner(decoder, capturer=EagerCapturer() if static else None, depth=1))
+    driver = Driver(make_runner(decoder, capturer=GraphCapturer() if static else None, depth=1))
     seqs = [driver.add(prompt, OUTPUT) for prompt in PROMPTS]
     driver.run(seqs, chunk=chunk)
     return seqs

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
+from asyncllm.gpu.graph.cuda_graphs import GraphCapturer
 from asyncllm.gpu.ops.triton.attention import TritonAttention, TritonPlan
 from asyncllm.runtime.loading import load_model
 from benchmarks.gpu import baselines, decode, engine, probe
@@ -180,7 +180,7 @@ def graphs_on_the_cpu(monkeypatch):
     def load(config, progress):
         loaded = load_model(config, progress)
         model = loaded.model_config
-        capturer = EagerCapturer() if config.cuda_graphs == "off" else TraceRecorder()
+        capturer = GraphCapturer() if config.cuda_graphs == "off" else TraceRecorder()
         runner = make_runner(make_decoder(model), capturer=capturer, stream=LateStream())
         loaded.executor.close()
         return dataclasses.replace(loaded, executor=runner)

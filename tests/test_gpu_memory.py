@@ -22,8 +22,9 @@ from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineDeadError, EngineError, KVCacheTooSmallError
 from asyncllm.gpu import build, cache_sizing, decoder_loading, memory, model_runner
 from asyncllm.gpu.build import build_model_runner
+from asyncllm.gpu.execution_mode import graph_reserve
 from asyncllm.gpu.graph.capturer import CudaGraphCapturer
-from asyncllm.gpu.kv_cache import block_bytes, min_cache_bytes, size_cache
+from asyncllm.gpu.kv_cache import KVCacheSize, block_bytes, min_cache_bytes, size_cache
 from asyncllm.gpu.memory import (
     SEGMENT_BYTES,
     MemoryProbe,
@@ -42,6 +43,7 @@ from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.profile import largest_rows, profile_run
 from asyncllm.gpu.state_cache import StateCache, StateSpec
 from asyncllm.gpu.weights import dummy_weights
+from tests.ahead_on_cpu import AheadOnCPU
 from tests.cuda_captures import Captures
 from tests.driver import Driver
 from tests.dummy_runner import MODEL, make
@@ -62,6 +64,7 @@ class SimulatedGPU:
         others: bytes that the host application, other engines and other processes hold.
         engine: bytes of the engine's own, outside the pool.
         cached: bytes that torch has cached for any allocation.
+        taken: bytes that others take while the weights are loaded.
         pooled: bytes that the open pool has taken, or a closed one has left.
         log: what was asked of it.
         error: what the device answers to anything.
@@ -73,6 +76,7 @@ class SimulatedGPU:
     engine: int = 0
     cached: int = 0
     pooled: int = 0
+    taken: int = 0
     native: bool = True
     error: Exception | None = None
     busy: bool = False
@@ -120,18 +124,19 @@ class SimulatedGPU:
             raise self.error
 
 
-def size(gpu: SimulatedGPU, *, weights: int, step: int, config: EngineConfig | None = None, **kw):
+def size(gpu: SimulatedGPU, *, weights: int, step: Any, config: EngineConfig | None = None, **kw):
     """As a start does: look, load, measure."""
     config = config or EngineConfig()
     free_at_start = check_weights(config, GPU, weights, gpu)
     gpu.engine += weights
+    gpu.others += gpu.taken
     settings = {"graph_reserve": 0, "captured_share": 0.0, "least": 1} | kw
     return cuda_cache_bytes(
         config,
         GPU,
         free_at_start=free_at_start,
         weights_bytes=weights,
-        profile_run=lambda: gpu.take(step),
+        profile_run=step if callable(step) else lambda: gpu.take(step),
         probe=gpu,
         **settings,
     )
@@ -140,31 +145,29 @@ def size(gpu: SimulatedGPU, *, weights: int, step: int, config: EngineConfig | N
 # --- the arithmetic --------------------------------------------------------------------
 
 
-def test_an_empty_gpu_gives_its_share_less_weights_step_and_graphs():
-    gpu = SimulatedGPU()
-    found = size(gpu, weights=16 * GIB, step=3 * GIB, graph_reserve=1 * GIB)
-    # 0.9 of 80 GiB is 72, and 72 - 16 - 3 - 1 = 52.
-    assert found == 52 * GIB
-    assert gpu.pooled == 0
-    assert gpu.log == [
-        "empty_cache",
-        "info",
-        "empty_cache",
-        "pool",
-        "closed",
-        "empty_cache",
-        "info",
-    ]
-
-
-def test_what_others_hold_is_not_ours_to_count():
-    """With 6 GiB held elsewhere, the engine still has its 72: 74 are free."""
-    assert size(SimulatedGPU(others=6 * GIB), weights=16 * GIB, step=3 * GIB) == 53 * GIB
-
-
-def test_a_shared_gpu_gives_what_is_free():
-    """40 GiB are free, and that is less than the share: 40 - 16 - 3 = 21."""
-    assert size(SimulatedGPU(others=40 * GIB), weights=16 * GIB, step=3 * GIB) == 21 * GIB
+@pytest.mark.parametrize(
+    ("gpu", "step", "graph_reserve", "left"),
+    [
+        # 0.9 of 80 GiB is 72, and 72 - 16 - 3 - 1 = 52.
+        ({}, 3 * GIB, GIB, 52 * GIB),
+        # With 6 GiB held elsewhere, the engine still has its 72: 74 are free.
+        ({"others": 6 * GIB}, 3 * GIB, 0, 53 * GIB),
+        # 40 GiB are free, and that is less than the share: 40 - 16 - 3 = 21.
+        ({"others": 40 * GIB}, 3 * GIB, 0, 21 * GIB),
+        # The host used 60 GiB once. Weights and step need them, and they count as free.
+        ({"cached": 60 * GIB}, 30 * GIB, 0, 26 * GIB),
+        # Whole segments.
+        ({"total": 20 * GIB + 12345}, 1, 0, 2 * GIB - SEGMENT_BYTES),
+        # While the weights were loaded another process took 50 GiB: 80 - 16 - 50 are free.
+        ({"taken": 50 * GIB}, 3 * GIB, 0, 11 * GIB),
+    ],
+)
+def test_the_cache_gets_what_weights_step_and_graphs_leave(gpu, step, graph_reserve, left):
+    simulated = SimulatedGPU(**gpu)
+    assert size(simulated, weights=16 * GIB, step=step, graph_reserve=graph_reserve) == left
+    assert simulated.pooled == 0
+    asked = ["empty_cache", "info"]
+    assert simulated.log == [*asked, "empty_cache", "pool", "closed", *asked]
 
 
 def test_two_engines_share_a_gpu():
@@ -179,39 +182,6 @@ def test_two_engines_share_a_gpu():
     assert gpu.free == 0
     with pytest.raises(EngineError, match="0 are free"):
         size(gpu, weights=2 * GIB, step=1 * GIB, config=config)
-
-
-def test_what_was_taken_since_the_start_is_not_there():
-    """While the weights were loaded another process took 50 GiB: 80 - 16 - 50 are free, and the
-    step takes 3 of them."""
-    gpu = SimulatedGPU()
-    free_at_start = check_weights(EngineConfig(), GPU, 16 * GIB, gpu)
-    gpu.engine, gpu.others = 16 * GIB, 50 * GIB
-    found = cuda_cache_bytes(
-        EngineConfig(),
-        GPU,
-        free_at_start=free_at_start,
-        weights_bytes=16 * GIB,
-        profile_run=lambda: gpu.take(3 * GIB),
-        graph_reserve=0,
-        least=1,
-        probe=gpu,
-    )
-    assert found == 11 * GIB
-
-
-def test_unused_memory_in_the_cache_of_torch_is_free():
-    """The host used 60 GiB once. Weights and step need them, and they count as free."""
-    gpu = SimulatedGPU(cached=60 * GIB)
-    assert size(gpu, weights=16 * GIB, step=30 * GIB) == 26 * GIB
-
-
-def test_the_result_is_whole_segments():
-    gpu = SimulatedGPU(total=10 * GIB + 12345)
-    found = size(gpu, weights=GIB + 1, step=1)
-    exact = int(0.9 * gpu.total) - GIB - 1 - SEGMENT_BYTES
-    assert found == exact // SEGMENT_BYTES * SEGMENT_BYTES
-    assert exact - SEGMENT_BYTES < found <= exact
 
 
 def test_blocks_follow_from_the_bytes():
@@ -321,16 +291,7 @@ def test_another_failure_of_the_step_is_itself():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with pytest.raises(RuntimeError, match="illegal memory access") as caught:
-        cuda_cache_bytes(
-            EngineConfig(),
-            GPU,
-            free_at_start=gpu.free,
-            weights_bytes=0,
-            profile_run=broken,
-            graph_reserve=0,
-            least=1,
-            probe=gpu,
-        )
+        size(gpu, weights=0, step=broken)
     assert not isinstance(caught.value, EngineError)
 
 
@@ -394,17 +355,21 @@ def test_nothing_is_measured_where_the_configuration_says(monkeypatch):
     monkeypatch.setattr(cache_sizing, "profile_run", refuse)
     monkeypatch.setattr(cache_sizing, "cuda_cache_bytes", refuse)
     decoder = make_decoder()
-    for fields in ({"num_blocks": 3}, {"kv_cache_memory": 10**6}):
-        assert available(decoder, **fields) == 0
+    assert chosen(decoder, num_blocks=3).num_blocks == 4
+    memory = 10 * block_bytes(kv_groups(MODEL, 16), torch.float32)
+    assert chosen(decoder, kv_cache_memory=memory).num_blocks == 10
 
 
-def available(decoder: Decoder, **fields) -> int:
-    return cache_sizing.available_cache_bytes(
-        EngineConfig(**fields),
+def chosen(decoder: Decoder, states: StateCache | None = None, **fields) -> KVCacheSize:
+    config = EngineConfig(**fields)
+    return cache_sizing.choose_cache_size(
+        config,
+        AheadOnCPU().mode(config),
         decoder,
         kv_groups(MODEL, 16),
-        free_at_start=0,
-        graph_reserve=0,
+        states,
+        free_at_start=10,
+        graphs=(1, 2),
         token_budget=64,
         max_num_seqs=4,
     )
@@ -538,8 +503,8 @@ def test_few_layers_take_as_much_as_all_of_them():
     assert peaks[0] == peaks[1] > 0
 
 
-@pytest.mark.parametrize("has_states", [False, True])
-def test_sizing_measures_the_step_that_the_scheduler_will_make(monkeypatch, has_states):
+@pytest.mark.parametrize(("has_states", "graphs"), [(False, "decode"), (True, "auto")])
+def test_sizing_measures_the_step_that_the_scheduler_will_make(monkeypatch, has_states, graphs):
     """On a simulated GPU: the budget, the sequences and the length of the configuration, and
     a first run outside the pool. Recurrent states are there already, beside the weights."""
     states = StateCache([StateSpec((8,))], 4, torch.bfloat16, CPU) if has_states else None
@@ -549,7 +514,7 @@ def test_sizing_measures_the_step_that_the_scheduler_will_make(monkeypatch, has_
     def measure(config, device, *, profile_run, **rest):
         passed.update(rest)
         profile_run()
-        return 123
+        return 9 * block_bytes(kv_groups(MODEL, 16), torch.bfloat16)
 
     monkeypatch.setattr(cache_sizing, "cpu_cache_bytes", lambda: 1 / 0)
     monkeypatch.setattr(cache_sizing, "cuda_cache_bytes", measure)
@@ -558,17 +523,7 @@ def test_sizing_measures_the_step_that_the_scheduler_will_make(monkeypatch, has_
     embedding: Any = OnGPU(torch.bfloat16)  # of which nothing but dtype and device is asked
     decoder.embedding = embedding
     monkeypatch.setattr(decoder, "set_max_positions", lambda count: asked.append(count))
-    found = cache_sizing.available_cache_bytes(
-        EngineConfig(max_model_len=100),
-        decoder,
-        kv_groups(MODEL, 16),
-        states=states,
-        free_at_start=10,
-        graph_reserve=7,
-        token_budget=64,
-        max_num_seqs=4,
-    )
-    assert found == 123
+    assert chosen(decoder, states, max_model_len=100, cuda_graphs=graphs).num_blocks == 9
     common = {"max_model_len": 100, "states": states}
     assert asked == [
         100,
@@ -578,8 +533,9 @@ def test_sizing_measures_the_step_that_the_scheduler_will_make(monkeypatch, has_
     assert passed == {
         "free_at_start": 10,
         "weights_bytes": decoder_loading.weights_bytes(MODEL, torch.bfloat16) + 80 * has_states,
-        "graph_reserve": 7,
-        "captured_share": 0.0,
+        "graph_reserve": graph_reserve((1, 2), 4, MODEL.vocab_size, 2),
+        # Of 64 tokens, the largest captured mixed step has all.
+        "captured_share": float(graphs == "auto"),
         "least": 8 * block_bytes(kv_groups(MODEL, 16), torch.bfloat16),
     }
 
@@ -593,41 +549,28 @@ class OnGPU:
 # --- giving it back --------------------------------------------------------------------
 
 
-def test_release_waits_and_then_empties():
-    gpu = SimulatedGPU(cached=GIB)
-    release(GPU, gpu)
-    assert gpu.log == ["finish", "empty_cache"]
-    assert gpu.free == gpu.total
-
-
-def test_release_leaves_a_cpu_alone():
-    gpu = SimulatedGPU()
-    release(CPU, gpu)
-    assert gpu.log == []
+ILLEGAL = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+LAUNCH = RuntimeError("CUDA error: unspecified launch failure")
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("device", "state", "log", "warning"),
     [
-        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
-        RuntimeError("CUDA error: unspecified launch failure"),
+        (GPU, {}, ["finish", "empty_cache"], ""),
+        (CPU, {}, [], ""),
+        (GPU, {"error": ILLEGAL}, ["finish"], str(ILLEGAL)),
+        (GPU, {"error": LAUNCH}, ["finish"], str(LAUNCH)),
+        # Freeing device memory waits for all of its work, so it must not be tried.
+        (GPU, {"busy": True}, ["finish"], "still busy"),
     ],
 )
-def test_release_of_a_failed_device_warns_and_touches_it_no_more(error, caplog):
-    gpu = SimulatedGPU(error=error, cached=GIB)
-    release(GPU, gpu)
-    assert gpu.log == ["finish"]
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert str(error) in record.getMessage()
-
-
-def test_release_does_not_wait_for_a_device_that_hangs(caplog):
-    """Freeing device memory waits for all of its work, so it must not be tried."""
-    gpu = SimulatedGPU(busy=True, cached=GIB)
-    release(GPU, gpu)
-    assert gpu.log == ["finish"]
-    assert "still busy" in caplog.text
+def test_release_waits_and_then_empties(device, state, log, warning, caplog):
+    gpu = SimulatedGPU(cached=GIB, **state)
+    release(device, gpu)
+    assert gpu.log == log
+    assert (gpu.free == gpu.total) == ("empty_cache" in log)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * bool(warning)
+    assert warning in caplog.text
 
 
 def test_a_second_open_and_close_leaves_what_the_first_left():
@@ -693,7 +636,7 @@ def test_an_exception_of_a_step_does_not_keep_the_model(monkeypatch, failure):
 
 @pytest.mark.parametrize(
     ("module", "stage"),
-    [(build, "KVCache"), (cache_sizing, "size_cache"), (cache_sizing, "available_cache_bytes")],
+    [(build, "KVCache"), (cache_sizing, "size_cache"), (cache_sizing, "recorded_bytes")],
 )
 def test_a_failed_start_gives_everything_back(monkeypatch, module, stage):
     """While its exception is kept, as the engine keeps it."""
@@ -858,32 +801,23 @@ def test_release_does_not_wait_for_a_capture_that_hangs(
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "is_memory"),
     [
-        MemoryError(),
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-        RuntimeError("CUDA out of memory."),
-        torch.AcceleratorError("CUDA error: out of memory"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-        RuntimeError("Triton Error [CUDA]: out of memory"),
-        RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("CUDA out of memory."), True),
+        (torch.AcceleratorError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate"), True),
+        (ILLEGAL, False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `gemm`"), False),
+        (RuntimeError("out of resource: shared memory, Required: 200000"), False),
+        (ValueError("the prompt is out of memory lane"), False),
     ],
 )
-def test_errors_that_a_smaller_step_may_avoid(error):
-    assert is_out_of_memory(error)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"),
-        RuntimeError("out of resource: shared memory, Required: 200000, Hardware limit: 101376"),
-        ValueError("the prompt is out of memory lane"),
-    ],
-)
-def test_errors_that_it_would_meet_again(error):
-    assert not is_out_of_memory(error)
+def test_errors_that_a_smaller_step_may_avoid(error, is_memory):
+    assert is_out_of_memory(error) == is_memory
 
 
 def failing(error: Exception) -> Fake:
@@ -899,13 +833,7 @@ def failing(error: Exception) -> Fake:
     return broken
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
-        RuntimeError("CUDA error: unspecified launch failure"),
-    ],
-)
+@pytest.mark.parametrize("error", [ILLEGAL, LAUNCH])
 @pytest.mark.asyncio
 async def test_a_device_that_fails_ends_the_engine_and_nothing_hangs(error, caplog):
     broken = failing(error)

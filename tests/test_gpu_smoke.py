@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from asyncllm import EngineConfig
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.gpu.graph.capturer import CudaGraphCapturer
-from asyncllm.gpu.graph.cuda_graphs import EagerCapturer, GraphKey
+from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey
 from asyncllm.gpu.ops.triton.launcher import is_observed
 from benchmarks.gpu import children, smoke, smoke_probes
 from benchmarks.gpu.checkpoint import write_checkpoint
@@ -262,7 +262,7 @@ def test_nodes_of_a_captured_step_are_counted(
     captures.install(monkeypatch)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     model = ModelConfig.from_directory(write_checkpoint(tmp_path, TINY))
-    runner = make_runner(make_decoder(model), capturer=EagerCapturer(), stream=LateStream())
+    runner = make_runner(make_decoder(model), capturer=GraphCapturer(), stream=LateStream())
     with torch.inference_mode(), Illegal("", captures.error) as expected:
         replay_of(runner).run_padding(GraphKey(2))
     assert count_nodes(runner, 2) == expected.ops > 10

@@ -13,7 +13,7 @@ from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.batch.grammar_masks import mask_logits, num_words
 from asyncllm.gpu.batch.sampling_inputs import Stages
-from asyncllm.gpu.graph.cuda_graphs import EagerCapturer, GraphKey, Part
+from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey, Part
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.sampling_params import SamplingParams
@@ -97,7 +97,7 @@ def test_masks_on_the_static_step(decoder: Decoder, kinds: list[SamplingParams])
 
 def test_a_forward_pass_is_queued_before_its_masks_come(decoder: Decoder) -> None:
     stream = LateStream()
-    runner = make_runner(decoder, capturer=EagerCapturer(), stream=stream)
+    runner = make_runner(decoder, capturer=GraphCapturer(), stream=stream)
     driver = Driver(runner)
     masked, free = driver.add([1, 2, 3], 6, GREEDY, mask=residue), driver.add([4, 5], 6, GREEDY)
     driver.launch([(masked, 0), (free, 0)])
@@ -115,7 +115,7 @@ def test_a_forward_pass_is_queued_before_its_masks_come(decoder: Decoder) -> Non
 
 
 def runners(decoder: Decoder) -> list[ModelRunner]:
-    ahead = make_runner(decoder, capturer=EagerCapturer(), stream=LateStream())
+    ahead = make_runner(decoder, capturer=GraphCapturer(), stream=LateStream())
     return [make_runner(decoder, capturer=None, depth=1), ahead]
 
 

@@ -25,7 +25,7 @@ from asyncllm import (
     SamplingParams,
 )
 from asyncllm.core.batch import RequestAssignment
-from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
+from asyncllm.gpu.graph.cuda_graphs import GraphCapturer
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.sample import batched_processors
@@ -137,7 +137,7 @@ def engine_of(runner: ModelRunner) -> AsyncLLMEngine:
 
 
 def runners(decoder: Decoder, make: Any, **settings: Any) -> dict[str, ModelRunner]:
-    late: dict[str, Any] = {"capturer": EagerCapturer(), "stream": LateStream(), "sizes": (2, 8)}
+    late: dict[str, Any] = {"capturer": GraphCapturer(), "stream": LateStream(), "sizes": (2, 8)}
     return {
         "cpu": make_runner(decoder, capturer=None, processors=make(), depth=1, **settings),
         "late": make_runner(decoder, processors=make(), **late, **settings),

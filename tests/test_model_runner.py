@@ -19,9 +19,9 @@ from asyncllm.core.executor import Executor, StepOutOfMemoryError
 from asyncllm.errors import EngineError, InvalidRequestError, KVCacheTooSmallError
 from asyncllm.gpu import devices, kv_cache
 from asyncllm.gpu.build import build_model_runner
-from asyncllm.gpu.graph.replay import EagerReplay
+from asyncllm.gpu.calibration import GPU_TARGET_SECONDS, calibrate_token_budget, min_tokens_ahead
+from asyncllm.gpu.graph.replay import Replay
 from asyncllm.gpu.ops.registry import NativeChoice
-from asyncllm.gpu.token_budget import GPU_TARGET_SECONDS, calibrate_token_budget, min_tokens_ahead
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import GREEDY, Driver
 from tests.dummy_runner import LARGE, MODEL, make
@@ -290,7 +290,7 @@ def test_out_of_memory_voids_the_step_and_no_more(monkeypatch, error):
 
     assert runner._runner is not None
     with monkeypatch.context() as patch:
-        patch.setattr(EagerReplay, "forward", fail)
+        patch.setattr(Replay, "forward", fail)
         with pytest.raises(StepOutOfMemoryError, match="3 tokens"):
             runner.collect()
     runner.discard()
@@ -310,7 +310,7 @@ def test_other_failures_are_not_taken_for_memory(monkeypatch):
     def fail(*_):
         raise RuntimeError("shape mismatch")
 
-    monkeypatch.setattr(EagerReplay, "forward", fail)
+    monkeypatch.setattr(Replay, "forward", fail)
     with pytest.raises(RuntimeError, match="shape mismatch") as caught:
         runner.collect()
     assert not isinstance(caught.value, StepOutOfMemoryError)

@@ -15,14 +15,14 @@ from asyncllm.core.batch import StepBatch
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.core.state_snapshots import StateSnapshots
 from asyncllm.errors import EngineError
-from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
+from asyncllm.gpu.cache_sizing import choose_snapshots
+from asyncllm.gpu.graph.cuda_graphs import GraphCapturer
 from asyncllm.gpu.graph.step_queue import StepQueue
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.memory import MemoryProbe
 from asyncllm.gpu.model_runner import Graphs, ModelRunner
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateCache, StateSpec
-from asyncllm.gpu.state_sizing import choose_snapshots
 from asyncllm.gpu.step_runner import StepRunner
 from tests.families import make
 from tests.recurrent_checkpoint import Checkpoint, device_state
@@ -91,7 +91,7 @@ def plain(hybrid: Hybrid, **overrides: Any) -> ModelRig:
     return ModelRig(hybrid, hybrid.runner(**overrides))
 
 
-def late(hybrid: Hybrid, capturer=EagerCapturer, **overrides: Any) -> ModelRig:
+def late(hybrid: Hybrid, capturer=GraphCapturer, **overrides: Any) -> ModelRig:
     """State between steps on a device that runs as late as it may."""
     runner, stream = hybrid.runner(**overrides), LateStream()
     state: Any = device_state(runner)
@@ -294,7 +294,7 @@ def chosen(device: str, free: int, total: int = 10**9, **settings: Any) -> int:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_snapshots_by_memory(monkeypatch, device):
     free = 0
-    monkeypatch.setattr("asyncllm.gpu.state_sizing.available_memory", lambda: free)
+    monkeypatch.setattr("asyncllm.gpu.cache_sizing.available_memory", lambda: free)
     settings: dict[str, Any] = {"gpu_memory_utilization": 1.0}
     for free, count in ((10**6, 16), (5000 + 8 * 3500, 3), (5000 + 7999, 0), (5000, 0), (0, 0)):
         assert chosen(device, free, **settings) == count
@@ -320,7 +320,7 @@ def test_the_share_of_a_gpu_that_the_engine_may_use_bounds_them():
 
 
 def test_a_large_memory_of_a_cpu_is_not_taken(monkeypatch):
-    monkeypatch.setattr("asyncllm.gpu.state_sizing.available_memory", lambda: 2**40)
+    monkeypatch.setattr("asyncllm.gpu.cache_sizing.available_memory", lambda: 2**40)
     found = choose_snapshots(EngineConfig(), CPU, 64, 50 * 2**20)
     assert found == 20  # in 1 GiB
 

@@ -14,7 +14,7 @@ from asyncllm import AsyncLLMEngine, SamplingParams
 from asyncllm.core.batch import PromptSpan
 from asyncllm.core.deadlines import DeadlineExceededError
 from asyncllm.errors import RequestError
-from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
+from asyncllm.gpu.graph.cuda_graphs import GraphCapturer
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.sample import prompt_logprobs as prompt_logprobs_module
 from asyncllm.outputs import TokenLogprobs
@@ -120,7 +120,7 @@ def decoder() -> Decoder:
 def run(decoder: Decoder, depth: int, chunk: int, *, late: bool) -> list[Sequence]:
     settings: dict[str, Any] = {"capturer": None}
     if late:
-        settings = {"capturer": EagerCapturer(), "stream": LateStream()}
+        settings = {"capturer": GraphCapturer(), "stream": LateStream()}
     driver = Driver(make_runner(decoder, **settings))
     draw = random.Random(2)
     seqs = []
@@ -163,7 +163,7 @@ def test_logits_that_are_not_finite_end_their_own_request(
     asked = SamplingParams(temperature=0.0, seed=0, prompt_logprobs=0)
     settings: dict[str, Any] = {"capturer": None}
     if late:
-        settings = {"capturer": EagerCapturer(), "stream": LateStream()}
+        settings = {"capturer": GraphCapturer(), "stream": LateStream()}
     driver = Driver(make_runner(decoder, **settings))
     broken, sound = driver.add([1] * 12, 3, asked), driver.add([2] * 5, 3, asked)
     monkeypatch.setattr(

@@ -17,7 +17,7 @@ from asyncllm.core.executor import SamplingLimits
 from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS
 from asyncllm.gpu.sample.host_rules import HostRules, apply_processors
-from asyncllm.gpu.sample.rng import mix_seed
+from asyncllm.gpu.sample.sampling_state import mix_seed
 from asyncllm.sampling_params import MAX_BIAS, MAX_STOP_IDS, SamplingParams
 from tests.chi_square import chi_square
 from tests.driver import UNCHECKED, unchecked

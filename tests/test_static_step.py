@@ -31,7 +31,7 @@ from asyncllm.gpu.batch.sampling_inputs import LOGITS_STAGES, Stages, TopLogprob
 from asyncllm.gpu.batch.sampling_table import SCALARS
 from asyncllm.gpu.batch.step_buffer import StepBuffer, StepLimits, StepSizes
 from asyncllm.gpu.graph.cuda_graphs import (
-    EagerCapturer,
+    GraphCapturer,
     GraphKey,
     Part,
     StepGraphs,
@@ -293,7 +293,7 @@ def test_batches_above_the_largest_bucket_run_without_a_graph(llama: Decoder) ->
 
 def test_no_graphs_at_all(llama: Decoder) -> None:
     asked = prompts(5, seed=5)
-    runner = make_runner(llama, capturer=EagerCapturer(), stream=LateStream())
+    runner = make_runner(llama, capturer=GraphCapturer(), stream=LateStream())
     assert outputs(runner, asked, depth=2) == alone(llama, asked)
 
 
@@ -360,7 +360,7 @@ def test_a_row_whose_logits_are_not_numbers_ends_alone(llama: Decoder) -> None:
 
 def untraced(decoder: Decoder, ahead: bool, **settings: Any) -> ModelRunner:
     if ahead:
-        return make_runner(decoder, capturer=EagerCapturer(), stream=LateStream(), **settings)
+        return make_runner(decoder, capturer=GraphCapturer(), stream=LateStream(), **settings)
     return make_runner(decoder, capturer=None, **settings)
 
 
@@ -476,14 +476,14 @@ def test_default_sizes() -> None:
 
 
 def test_a_bucket_is_the_smallest_that_fits() -> None:
-    graphs = StepGraphs(lambda key: None, EagerCapturer(), (8, 2, 2, 4))
+    graphs = StepGraphs(lambda key: None, GraphCapturer(), (8, 2, 2, 4))
     assert graphs.buckets == (2, 4, 8)
     assert [graphs.bucket(rows) for rows in (1, 2, 3, 8, 9)] == [2, 2, 4, 8, None]
 
 
 def test_a_graph_is_recorded_once_per_key() -> None:
     runs: list[GraphKey] = []
-    graphs = StepGraphs(runs.append, EagerCapturer(), (2, 4))
+    graphs = StepGraphs(runs.append, GraphCapturer(), (2, 4))
     half, masked = Part.FORWARD, (Part.SAMPLE, Stages.MASKS)
     for rows, key in ((1, ()), (2, ()), (2, (half,)), (3, ()), (5, ()), (2, masked), (1, ())):
         graphs.run(rows, *key)
@@ -513,7 +513,7 @@ class TorchCalls(TorchDispatchMode):
 
 
 def test_the_start_calls_every_op_of_the_stages_of_sampling(llama: Decoder) -> None:
-    runner = make_runner(llama, capturer=EagerCapturer())
+    runner = make_runner(llama, capturer=GraphCapturer())
     step = steps_of(runner).memory
     with TorchCalls() as warm:
         runner.warm_up()
@@ -531,7 +531,7 @@ def test_the_start_calls_every_op_of_the_stages_of_sampling(llama: Decoder) -> N
 
 
 def test_closing_drops_every_tensor_at_once(llama: Decoder) -> None:
-    runner = make_runner(llama, capturer=EagerCapturer(), stream=LateStream(), sizes=(2, 8))
+    runner = make_runner(llama, capturer=GraphCapturer(), stream=LateStream(), sizes=(2, 8))
     outputs(runner, prompts(5), KINDS + HOST_KINDS, depth=2)
     memory, cache = steps_of(runner).memory, steps_of(runner).cache
     kept = [
@@ -578,7 +578,7 @@ def test_every_host_buffer_sees_every_change_of_the_sampling_parameters() -> Non
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_second_step_is_queued_behind_the_first(llama: Decoder, depth: int) -> None:
     stream = LateStream()
-    runner = make_runner(llama, capturer=EagerCapturer(), stream=stream, depth=depth)
+    runner = make_runner(llama, capturer=GraphCapturer(), stream=stream, depth=depth)
     outputs(runner, prompts(4), depth=depth)
     assert stream.most == depth
 
@@ -586,7 +586,7 @@ def test_a_second_step_is_queued_behind_the_first(llama: Decoder, depth: int) ->
 def test_a_step_behind_a_token_of_the_host_waits_for_it(llama: Decoder) -> None:
     """A scheduler makes no such step; one that does costs time and not the tokens."""
     stream = LateStream()
-    runner = make_runner(llama, capturer=EagerCapturer(), stream=stream)
+    runner = make_runner(llama, capturer=GraphCapturer(), stream=stream)
     asked = prompts(4)
     assert outputs(runner, asked, HOST_KINDS, depth=2) == alone(llama, asked, HOST_KINDS)
     assert stream.most == 1
@@ -597,7 +597,7 @@ def test_rows_that_need_the_host_wait_alone(llama: Decoder) -> None:
     kinds = [KINDS[1], *HOST_KINDS[:2], SamplingParams(temperature=1.2, seed=3, logprobs=-1)]
     asked = prompts(5, seed=5)
     stream = LateStream()
-    driver = Driver(make_runner(llama, capturer=EagerCapturer(), stream=stream, sizes=(2, 8)))
+    driver = Driver(make_runner(llama, capturer=GraphCapturer(), stream=stream, sizes=(2, 8)))
     seqs = [driver.add(p, 12, kinds[i % 4], needs_host=i % 4 > 0) for i, p in enumerate(asked)]
     sizes: list[list[bool]] = []
     launch = driver.launch
@@ -670,13 +670,8 @@ def test_a_host_row_under_a_grammar_and_one_that_fails(llama: Decoder) -> None:
     assert found[0] == found[1]
 
 
-def test_running_ahead_takes_state_on_the_device(llama: Decoder) -> None:
-    with pytest.raises(ValueError, match="needs graphs"):
-        make_runner(llama, capturer=None, stream=LateStream())
-
-
 def test_what_fails_at_its_start_is_raised_when_it_is_collected(llama: Decoder) -> None:
-    runner = make_runner(llama, capturer=EagerCapturer(), stream=LateStream())
+    runner = make_runner(llama, capturer=GraphCapturer(), stream=LateStream())
     driver = Driver(runner)
     seq = driver.add([1, 2, 3], 6, GREEDY)
     driver.launch([(seq, 0)])
@@ -690,7 +685,7 @@ def test_what_fails_at_its_start_is_raised_when_it_is_collected(llama: Decoder) 
 
 def test_discarded_steps_leave_nothing_behind(llama: Decoder) -> None:
     stream = LateStream()
-    runner = make_runner(llama, capturer=EagerCapturer(), stream=stream)
+    runner = make_runner(llama, capturer=GraphCapturer(), stream=stream)
     driver = Driver(runner)
     seq = driver.add([1, 2, 3], 6, GREEDY)
     driver.launch([(seq, 0)])
@@ -766,7 +761,7 @@ async def test_a_plain_and_a_host_row_equal_transformers(tmp_path: Path, depth: 
     model = ModelConfig.from_directory(tmp_path)
     decoder = make_decoder(model, load_weights(model, torch.float32, torch.device("cpu"), None))
     stream = LateStream()
-    runner: Any = make_runner(decoder, capturer=EagerCapturer(), stream=stream, depth=depth)
+    runner: Any = make_runner(decoder, capturer=GraphCapturer(), stream=stream, depth=depth)
     sizes, launch = [], runner.launch
     runner.launch = lambda batch: (sizes.append(len(batch)), launch(batch))
     loaded = LoadedModel(runner, FakeTokenizer(), FakeModelConfig())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -67,7 +68,10 @@ def test_equals_transformers(load_case, name):
 def test_every_tested_architecture_has_a_case(load_case):
     stems = {name.partition("-")[0] for name in CASES}
     classes = {CASES[stem].get("class", f"{stem}ForCausalLM") for stem in stems}
-    assert classes == set(TESTED)
+    assert classes == TESTED
+    page = (Path(__file__).parent.parent / "docs" / "models.md").read_text(encoding="utf-8")
+    table = page.partition("These architectures are compared")[2]
+    assert set(re.findall(r"^\| `(\w+)` \| .", table, re.MULTILINE)) == TESTED
 
 
 @pytest.mark.slow

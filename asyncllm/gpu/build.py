@@ -25,7 +25,6 @@ from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.memory import release
 from asyncllm.gpu.model_runner import Graphs, ModelRunner
 from asyncllm.gpu.models.architectures import is_small
-from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.sample.batched_processors import make_processors
 from asyncllm.gpu.sample.logprobs import DEFAULT_BUFFERED_LOGPROBS
 from asyncllm.gpu.state_cache import slot_bytes
@@ -112,27 +111,13 @@ def _create(
         state_bytes=slot_bytes(decoder.states, dtype),
     )
     cache = KVCache(groups, size.num_blocks, dtype, device, states)
-    runner = _make_runner(config, mode, decoder, cache, info, graphs, num_threads)
-    _warm_up(runner, config, mode, progress)
-    return runner
-
-
-def _make_runner(
-    config: EngineConfig,
-    mode: ExecutionMode,
-    decoder: LanguageModel,
-    cache: KVCache,
-    info: ExecutorInfo,
-    graphs: tuple[int, ...],
-    num_threads: int | None,
-) -> ModelRunner:
-    limits = {"max_num_seqs": info.max_num_seqs, "max_model_len": info.max_model_len}
-    processors = make_processors(config.with_overrides(limits), mode.device)
+    limits = {"max_num_seqs": max_num_seqs, "max_model_len": size.max_model_len}
+    processors = make_processors(config.with_overrides(limits), device)
     step_graphs, most = None, config.max_logprobs
     if mode.make_capturer is not None:
-        token_sizes = token_graph_sizes(config, mode, info.max_num_batched_tokens)
+        token_sizes = token_graph_sizes(config, mode, token_budget)
         step_graphs = Graphs(mode.make_capturer(), graphs, token_sizes)
-    return ModelRunner(
+    runner = ModelRunner(
         decoder,
         cache,
         info,
@@ -143,12 +128,6 @@ def _make_runner(
         num_logprobs=most if most >= 0 else DEFAULT_BUFFERED_LOGPROBS,
         logits_processors=processors,
     )
-
-
-def _warm_up(
-    runner: ModelRunner, config: EngineConfig, mode: ExecutionMode, progress: Progress | None
-) -> None:
-    """Compiles kernels, captures graphs and calibrates, before the first step."""
     tell = progress or (lambda *_, **stage: None)
     runner.warm_up(partial(tell, stage="kernels"))
     if config.cuda_graphs != "off":
@@ -156,6 +135,7 @@ def _warm_up(
     # After the captures, because calibration steps leave rows in the buffers.
     calibrate(runner, config, mode)
     logger.info("steps run as %s", runner.execution)
+    return runner
 
 
 def resolve_threads(

@@ -1,33 +1,45 @@
-"""choose_cache_size: the KV cache's share of memory beside weights, states and the largest step."""
+"""choose_cache_size, make_states: memory for the KV cache and for recurrent states."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
 
+import torch
+
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
+from asyncllm.errors import EngineError
 from asyncllm.gpu.decoder_loading import model_bytes
 from asyncllm.gpu.execution_mode import ExecutionMode, graph_reserve, token_graph_sizes
 from asyncllm.gpu.kv_cache import (
+    CPU_CACHE_LIMIT,
     KVCacheSize,
     KVGroup,
+    available_memory,
     block_bytes,
     cpu_cache_bytes,
     min_cache_bytes,
     size_cache,
 )
-from asyncllm.gpu.memory import check_cache, check_states, cuda_cache_bytes
+from asyncllm.gpu.memory import GPU_MEMORY, MemoryProbe, check_cache, check_states, cuda_cache_bytes
 from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.profile import profile_run, recorded_bytes
 from asyncllm.gpu.state_cache import StateCache, slot_bytes
-from asyncllm.gpu.state_sizing import choose_snapshots
-from asyncllm.gpu.token_budget import HIGHEST_BUDGET
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.logger import get_logger
 from asyncllm.validation import invalid
 
 logger = get_logger(__name__)
+
+SNAPSHOTS_PER_SEQ = 4
+"""Snapshots per running request: of its shared prefix, its prompt and its output, and one of an
+ended request whose conversation may go on."""
+
+SNAPSHOT_SHARE = 8
+"""Snapshots take at most an eighth of the memory beside the weights."""
+
+CPU_SNAPSHOT_LIMIT = CPU_CACHE_LIMIT // 4
 
 
 def choose_cache_size(
@@ -44,6 +56,8 @@ def choose_cache_size(
 ) -> KVCacheSize:
     """Chooses the number of KV blocks and the longest sequence that they hold.
 
+    Nothing is measured if the configuration sets the cache's size.
+
     Args:
         free_at_start: bytes that were free on a GPU before the weights were loaded.
         graphs: batch sizes of decode steps that get a CUDA graph.
@@ -54,18 +68,32 @@ def choose_cache_size(
             block, or does not fit the device.
         EngineError: the largest step does not fit beside the weights, or cannot be measured.
     """
-    model, dtype = decoder.model, decoder.embedding.dtype
-    available = available_cache_bytes(
-        config,
-        decoder,
-        groups,
-        states=states,
-        free_at_start=free_at_start,
-        graph_reserve=graph_reserve(graphs, max_num_seqs, model.vocab_size, dtype.itemsize),
-        captured_tokens=max(token_graph_sizes(config, mode, token_budget), default=0),
-        token_budget=token_budget,
-        max_num_seqs=max_num_seqs,
-    )
+    model, weight = decoder.model, decoder.embedding
+    dtype, state_bytes = weight.dtype, states.num_bytes if states else 0
+    context = model.max_position_embeddings
+    longest = min(config.max_model_len or context, context)
+    largest = {"max_num_batched_tokens": token_budget, "max_num_seqs": max_num_seqs}
+    if config.num_blocks is not None or config.kv_cache_memory is not None:
+        available = 0
+    elif weight.device.type == "cpu":
+        reserve = recorded_bytes(decoder, groups, states=states, **largest)
+        available = cpu_cache_bytes(reserve + state_bytes)
+    else:
+        decoder.set_max_positions(longest)
+        profile = partial(profile_run, decoder, groups, states=states, max_model_len=longest)
+        # The first call makes libraries allocate memory that they keep: it is no part of a step's.
+        profile(max_num_batched_tokens=1, max_num_seqs=1)
+        captured = max(token_graph_sizes(config, mode, token_budget), default=0)
+        available = cuda_cache_bytes(
+            config,
+            weight.device,
+            free_at_start=free_at_start,
+            weights_bytes=model_bytes(model, dtype) + state_bytes,
+            profile_run=partial(profile, **largest),
+            graph_reserve=graph_reserve(graphs, max_num_seqs, model.vocab_size, dtype.itemsize),
+            captured_share=captured / token_budget,
+            least=min_cache_bytes(config, groups, dtype, token_budget),
+        )
     size = size_cache(
         config,
         model,
@@ -79,50 +107,6 @@ def choose_cache_size(
     if mode.device.type == "cuda":
         check_cache(config, mode.device, size.num_blocks * block_bytes(groups, dtype))
     return size
-
-
-def available_cache_bytes(
-    config: EngineConfig,
-    decoder: LanguageModel,
-    groups: Sequence[KVGroup],
-    *,
-    states: StateCache | None = None,
-    free_at_start: int,
-    graph_reserve: int,
-    captured_tokens: int = 0,
-    token_budget: int,
-    max_num_seqs: int,
-) -> int:
-    """Measures the bytes left for the KV cache beside the weights and ``states``.
-
-    Returns 0, without a measurement, where the configuration sets the cache's size.
-    """
-    if config.num_blocks is not None or config.kv_cache_memory is not None:
-        return 0
-    model, weight = decoder.model, decoder.embedding
-    if weight.device.type == "cpu":
-        largest = {"max_num_batched_tokens": token_budget, "max_num_seqs": max_num_seqs}
-        reserve = recorded_bytes(decoder, groups, states=states, **largest)
-        return cpu_cache_bytes(reserve + (states.num_bytes if states else 0))
-    context = model.max_position_embeddings
-    longest = min(config.max_model_len or context, context)
-    decoder.set_max_positions(longest)
-
-    profile = partial(profile_run, decoder, groups, states=states, max_model_len=longest)
-    # The first call makes libraries allocate memory that they keep: it is no part of a step's.
-    profile(max_num_batched_tokens=1, max_num_seqs=1)
-    return cuda_cache_bytes(
-        config,
-        weight.device,
-        free_at_start=free_at_start,
-        weights_bytes=model_bytes(model, weight.dtype) + (states.num_bytes if states else 0),
-        profile_run=partial(
-            profile, max_num_batched_tokens=token_budget, max_num_seqs=max_num_seqs
-        ),
-        graph_reserve=graph_reserve,
-        captured_share=captured_tokens / token_budget,
-        least=min_cache_bytes(config, groups, weight.dtype, token_budget),
-    )
 
 
 def make_states(
@@ -164,8 +148,59 @@ def largest_token_budget(
     """Tokens of the largest step, for which memory is kept."""
     budget = config.max_num_batched_tokens
     if budget == "auto":
-        # Calibration on a CPU chooses HIGHEST_BUDGET at most.
-        return mode.token_budget if mode.stream.is_async else min(mode.token_budget, HIGHEST_BUDGET)
+        return mode.token_budget
     # No step has more tokens than max_num_seqs sequences of full length.
     context = model.max_position_embeddings
     return min(budget, max_num_seqs * min(config.max_model_len or context, context))
+
+
+def choose_snapshots(
+    config: EngineConfig,
+    device: torch.device,
+    max_num_seqs: int,
+    slot_bytes: int,
+    probe: MemoryProbe = GPU_MEMORY,
+) -> int:
+    """Chooses the number of snapshots of recurrent states; 0 where prefixes are not cached.
+
+    Args:
+        slot_bytes: bytes of one slot. The slots of ``max_num_seqs`` requests and of padded rows
+            are not allocated yet, and fit.
+
+    Raises:
+        InvalidRequestError: snapshots are configured, but prefix caching is off.
+        EngineError: they do not fit beside the weights and the requests' states, or prefix caching
+            is on by configuration and there is no room for any.
+    """
+    asked = config.num_state_snapshots
+    if config.enable_prefix_caching is False:
+        if asked != "auto":
+            accepted = '"auto" with enable_prefix_caching=False'
+            raise invalid("num_state_snapshots", asked, accepted)
+        return 0
+    held = (max_num_seqs + 1) * slot_bytes
+    if device.type == "cuda":
+        free, total = probe.info(device)
+        spared = int((1 - config.gpu_memory_utilization) * total)
+    else:
+        free, spared = available_memory(), 0
+    left = max(0, free - held)
+    if asked != "auto":
+        if asked * slot_bytes > left:
+            raise EngineError(
+                f"num_state_snapshots={asked} needs {asked * slot_bytes} bytes, {slot_bytes} a "
+                f"state; {left} are free beside the weights and the states of "
+                f"max_num_seqs={max_num_seqs}: lower it to {left // slot_bytes} at most"
+            )
+        return asked
+    share = max(0, left - spared - int(config.kv_cache_memory or 0)) // SNAPSHOT_SHARE
+    if device.type != "cuda":
+        share = min(share, CPU_SNAPSHOT_LIMIT)
+    found = min(SNAPSHOTS_PER_SEQ * max_num_seqs, share // slot_bytes)
+    if not found and config.enable_prefix_caching:
+        raise EngineError(
+            "enable_prefix_caching=True: the model has recurrent layers, a state of a prefix takes "
+            f"{slot_bytes} bytes, and {share} are for them, an eighth of what is free beside the "
+            "weights: set num_state_snapshots, or lower max_num_seqs"
+        )
+    return found

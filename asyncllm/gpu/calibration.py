@@ -1,19 +1,46 @@
-"""calibrate: chooses settings by timing steps."""
+"""calibrate: chooses the token budget and the pipeline depth by timing steps."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from asyncllm.config import EngineConfig
 from asyncllm.core.batch import RequestAssignment, StepBatch
+from asyncllm.gpu.batch.step_buffer import plain_batch
 from asyncllm.gpu.execution_mode import ExecutionMode
 from asyncllm.gpu.model_runner import ModelRunner
-from asyncllm.gpu.token_budget import GPU_TARGET_SECONDS, calibrate_token_budget, min_tokens_ahead
 from asyncllm.logger import get_logger
 from asyncllm.sampling_params import SamplingParams
 
 logger = get_logger(__name__)
+
+TARGET_SECONDS = 0.2
+"""Target duration of a full step on a CPU."""
+
+GPU_TARGET_SECONDS = 0.05
+"""Target duration of a full step on a GPU: the gap that a prompt makes in every running stream."""
+
+LOWEST_BUDGET = 64
+HIGHEST_BUDGET = 2048
+"""Bounds of the token budget on a CPU; a GPU's upper bound is the device's default."""
+
+MULTIPLE = 32
+
+MAX_AHEAD_SECONDS = 0.01
+"""Longest full decode step that may have a second one in flight, because an abort or a first token
+waits for both."""
+
+MIN_AHEAD_SECONDS = 0.0005
+"""Shortest step for which it pays to begin behind the previous one without the host."""
+
+_SIZES = 8, 32
+"""Tokens of the first timed steps. A model whose first step takes half of the target already gets
+the budget LOWEST_BUDGET, and is spared the second."""
+
+_NO_TIMINGS: Mapping[int, float] = MappingProxyType({})
 
 
 def calibrate(runner: ModelRunner, config: EngineConfig, mode: ExecutionMode) -> None:
@@ -68,13 +95,80 @@ def time_prefill(runner: ModelRunner, num_tokens: int) -> float:
 def prefill_step(assignments: list[RequestAssignment]) -> StepBatch:
     """Makes a first step that computes whole prompts and samples a token after each."""
     counts = [assignment.num_prompt_tokens for assignment in assignments]
-    rows = len(assignments)
-    return StepBatch(
-        step=0,
-        req_indices=[assignment.req_index for assignment in assignments],
-        starts=[0] * rows,
-        counts=counts,
-        samples=[True] * rows,
-        num_tokens=sum(counts),
-        assignments=assignments,
-    )
+    batch = plain_batch([0] * len(counts), counts)
+    batch.req_indices = [assignment.req_index for assignment in assignments]
+    batch.assignments = assignments
+    return batch
+
+
+def calibrate_token_budget(
+    time_step: Callable[[int], float],
+    *,
+    target: float = TARGET_SECONDS,
+    highest: int = HIGHEST_BUDGET,
+    repeats: int = 1,
+) -> int:
+    """Finds the tokens of a prefill step that takes about ``target`` seconds.
+
+    Attention over a long context makes a full step at most a quarter longer.
+
+    Steps of 8 and 32 tokens, and then of doubling size, are timed until one takes half of
+    ``target``. Shorter steps tell little: most of their time goes into reading the weights, which
+    takes no longer in a larger step. A step of one token warms up.
+
+    Args:
+        time_step: runs a step of the given number of tokens and returns its seconds.
+        highest: largest budget in tokens, at least LOWEST_BUDGET.
+        repeats: times that each size is timed. The shortest counts, because the first step of a
+            size may have to load kernels.
+
+    Returns:
+        A multiple of 32 from 64 to ``highest``, or ``highest`` itself.
+    """
+
+    def time_best(count: int) -> float:
+        return min(time_step(count) for _ in range(repeats))
+
+    size, second = _SIZES
+    time_step(1)
+    seconds = time_best(size)
+    while seconds < target / 2 and size * 2 <= highest:
+        size = max(second, size * 2)
+        seconds = time_best(size)
+    tokens = int(size * target / max(seconds, 1e-9))
+    return max(LOWEST_BUDGET, min(highest, tokens // MULTIPLE * MULTIPLE))
+
+
+def min_tokens_ahead(
+    time_step: Callable[[int], float],
+    max_num_seqs: int,
+    known: Mapping[int, float] = _NO_TIMINGS,
+) -> int | None:
+    """Finds the smallest step, in tokens, that is worth starting ahead on its own thread.
+
+    That is a step of half a millisecond. A shorter one takes less time than the Python code of the
+    engine thread and the event loop, and its thread would only wait for the GIL.
+
+    A step of eight tokens is timed first, so that a large, slow model delays the start little; one
+    of a single token warms up.
+
+    Args:
+        time_step: runs a step of the given number of tokens and returns its seconds.
+        known: seconds of steps timed before, by their tokens: the step of eight tokens is not run
+            again.
+
+    Returns:
+        None where no second step should be in flight: one token of each sequence takes more than
+        10 ms, the best of three steps, or more than 20 ms in the first.
+    """
+    few = min(_SIZES[0], max_num_seqs)
+    if few not in known:
+        time_step(1)
+    if (known[few] if few in known else time_step(few)) > MAX_AHEAD_SECONDS:
+        return None
+    seconds = time_step(max_num_seqs)
+    if seconds < 2 * MAX_AHEAD_SECONDS:
+        seconds = min(seconds, time_step(max_num_seqs), time_step(max_num_seqs))
+    if seconds > MAX_AHEAD_SECONDS:
+        return None
+    return max(1, round(max_num_seqs * MIN_AHEAD_SECONDS / max(seconds, 1e-9)))

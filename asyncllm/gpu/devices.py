@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from asyncllm.checkpoint.model_config import ModelConfig
@@ -56,13 +54,12 @@ class CudaDriver:
         return torch.cuda.get_device_name(index)
 
 
-@dataclass(frozen=True, slots=True)
-class _CudaProblem:
-    """Why CUDA cannot be used, and whether there is a GPU nevertheless."""
+class _CudaProblemError(Exception):
+    """Why CUDA cannot be used; ``has_gpu`` if there is a GPU nevertheless."""
 
-    reason: str
-    has_gpu: bool
-    cause: Exception | None = None
+    def __init__(self, reason: str, *, has_gpu: bool = True) -> None:
+        super().__init__(reason)
+        self.has_gpu = has_gpu
 
 
 def resolve_device(name: str, driver: CudaDriver | None = None) -> torch.device:
@@ -83,45 +80,37 @@ def resolve_device(name: str, driver: CudaDriver | None = None) -> torch.device:
     """
     if name == "cpu":
         return torch.device("cpu")
-    driver = driver or CudaDriver()
-    obstacle = _start(driver)
-    if obstacle is None:
-        wanted = None if name == "auto" else torch.device(name).index
-        index = driver.current() if wanted is None else wanted
-        obstacle = _check_device(driver, index)
-        if obstacle is None:
-            return torch.device("cuda", index)
-    if name != "auto":
-        raise EngineError(f"device={name!r}: {obstacle.reason}; {_REMEDY}") from obstacle.cause
-    if obstacle.has_gpu:
-        logger.warning('device="auto" is the CPU: %s', obstacle.reason)
+    try:
+        return torch.device("cuda", _usable_index(name, driver or CudaDriver()))
+    except _CudaProblemError as problem:
+        if name != "auto":
+            raise EngineError(f"device={name!r}: {problem}; {_REMEDY}") from problem.__cause__
+        if problem.has_gpu:
+            logger.warning('device="auto" is the CPU: %s', problem)
     return torch.device("cpu")
 
 
-def _start(driver: CudaDriver) -> _CudaProblem | None:
+def _usable_index(name: str, driver: CudaDriver) -> int:
+    """Initialises CUDA; returns the index of the device that ``name`` stands for."""
     if not driver.built():
-        return _CudaProblem(f"torch {torch.__version__} was built without CUDA", False)
+        reason = f"torch {torch.__version__} was built without CUDA"
+        raise _CudaProblemError(reason, has_gpu=False)
     try:
         driver.start()
     except RuntimeError as error:
-        torch_reason = str(error)
-        there = not torch_reason.startswith(_NO_GPU)
-        return _CudaProblem(f"CUDA cannot be used: {torch_reason}", there, error)
-    return None
-
-
-def _check_device(driver: CudaDriver, index: int) -> _CudaProblem | None:
-    count = driver.count()
+        has_gpu = not str(error).startswith(_NO_GPU)
+        raise _CudaProblemError(f"CUDA cannot be used: {error}", has_gpu=has_gpu) from error
+    wanted = None if name == "auto" else torch.device(name).index
+    index, count = driver.current() if wanted is None else wanted, driver.count()
     if index >= count:
-        return _CudaProblem(f"there are {count} CUDA devices, numbered from 0", True)
+        raise _CudaProblemError(f"there are {count} CUDA devices, numbered from 0")
     found = driver.capability(index)
     if found < MIN_CAPABILITY:
-        return _CudaProblem(
+        raise _CudaProblemError(
             f"{driver.name(index)} has compute capability {capability_text(found)}, expected "
-            f"{capability_text(MIN_CAPABILITY)} or higher",
-            True,
+            f"{capability_text(MIN_CAPABILITY)} or higher"
         )
-    return None
+    return index
 
 
 def set_current_device(device: torch.device) -> None:

@@ -12,7 +12,6 @@ from asyncllm.gpu.batch.grammar_masks import num_words
 from asyncllm.gpu.batch.sampling_inputs import LogitsTables
 from asyncllm.gpu.graph.capturer import CudaGraphCapturer
 from asyncllm.gpu.graph.cuda_graphs import (
-    EagerCapturer,
     GraphCapturer,
     default_sizes,
     default_token_sizes,
@@ -58,8 +57,8 @@ class ExecutionMode:
 def execution_mode_for(config: EngineConfig, device: torch.device) -> ExecutionMode:
     """Chooses the mode: synchronous on a CPU, one step of run-ahead on a GPU."""
     if device.type != "cuda":
-        return ExecutionMode(device, SyncStream(), None, 64, 8192, 1)
-    make = EagerCapturer if config.cuda_graphs == "off" else lambda: CudaGraphCapturer(device)
+        return ExecutionMode(device, SyncStream(), None, 64, 2048, 1)
+    make = GraphCapturer if config.cuda_graphs == "off" else lambda: CudaGraphCapturer(device)
     return ExecutionMode(
         device, CudaStream(device), make, 256, 8192, 2, STEP_TIMEOUT, shares_memory=True
     )
@@ -73,16 +72,13 @@ def graph_sizes(config: EngineConfig, mode: ExecutionMode, max_num_seqs: int) ->
             ``max_num_seqs``.
     """
     sizes = config.cudagraph_capture_sizes
-    if mode.make_capturer is None:
-        eagerly = f"steps run eagerly on device {mode.device}"
-        if config.cuda_graphs == "decode":
-            raise invalid("cuda_graphs", config.cuda_graphs, f'"auto" or "off": {eagerly}')
+    eagerly = f": steps run eagerly on device {mode.device}"
+    if mode.make_capturer is None and config.cuda_graphs == "decode":
+        raise invalid("cuda_graphs", config.cuda_graphs, f'"auto" or "off"{eagerly}')
+    if mode.make_capturer is None or config.cuda_graphs == "off":
         if sizes is not None:
-            raise invalid("cudagraph_capture_sizes", sizes, f"None: {eagerly}")
-        return ()
-    if config.cuda_graphs == "off":
-        if sizes is not None:
-            raise invalid("cudagraph_capture_sizes", sizes, 'None with cuda_graphs="off"')
+            reason = eagerly if mode.make_capturer is None else ' with cuda_graphs="off"'
+            raise invalid("cudagraph_capture_sizes", sizes, f"None{reason}")
         return ()
     if sizes is not None and sizes[-1] > max_num_seqs:
         raise invalid("cudagraph_capture_sizes", sizes, f"sizes up to max_num_seqs={max_num_seqs}")

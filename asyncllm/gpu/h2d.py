@@ -1,10 +1,14 @@
-"""copy_to_device: a host array on a device, without waiting for the device."""
+"""copy_to_device, lazy_zeros: tensors made without a wait for the device or for the memory."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import torch
 from torch import Tensor
+
+_ALIGNMENT = 64
 
 
 def copy_to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -17,3 +21,19 @@ def copy_to_device(array: np.ndarray, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU a page takes memory only once it is touched.
+
+    torch would write the zeros, numpy gets zeroed pages from the operating system.
+
+    Raises:
+        MemoryError, ValueError: too little memory on the host.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(size + _ALIGNMENT, dtype=np.uint8)
+    first = -raw.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(raw[first : first + size]).view(dtype).view(shape)

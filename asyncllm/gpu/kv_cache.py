@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.errors import KVCacheTooSmallError
-from asyncllm.gpu.h2d import copy_to_device
+from asyncllm.gpu.h2d import copy_to_device, lazy_zeros
 from asyncllm.gpu.ops.base import BlockLayout
 from asyncllm.gpu.state_cache import StateCache
 from asyncllm.gpu.transformers_model.config import TransformersConfig
@@ -29,7 +28,6 @@ logger = get_logger(__name__)
 
 CPU_CACHE_LIMIT = 4 * 2**30
 CPU_CACHE_SHARE = 4
-_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +98,13 @@ class KVCache:
         self.states = states
         depth = _layers_per_block(groups)
         size = num_blocks * block_bytes(groups, dtype) // (depth * dtype.itemsize)
-        memory = _zeros((depth, size), dtype, device)
+        try:
+            memory = lazy_zeros((depth, size), dtype, device)
+        except (MemoryError, ValueError) as error:
+            raise KVCacheTooSmallError(
+                f"a KV cache of {depth * size * dtype.itemsize} bytes cannot be allocated: lower "
+                "kv_cache_memory or num_blocks"
+            ) from error
         self.by_layer = bool(groups[0].layouts)
         if len(groups) > 1 and any(group.layouts for group in groups):
             raise ValueError("layers of different layouts: expected one KV group of all of them")
@@ -125,24 +129,6 @@ class KVCache:
             return
         for layer in self.layers:
             layer.index_fill_(1, index, 0.0)
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU a page takes memory only once it is touched.
-
-    torch would write the zeros, numpy gets zeroed pages from the operating system.
-    """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    size = math.prod(shape) * dtype.itemsize
-    try:
-        raw = np.zeros(size + _ALIGNMENT, dtype=np.uint8)
-    except (MemoryError, ValueError) as error:
-        raise KVCacheTooSmallError(
-            f"a KV cache of {size} bytes cannot be allocated: lower kv_cache_memory or num_blocks"
-        ) from error
-    first = -raw.ctypes.data % _ALIGNMENT
-    return torch.from_numpy(raw[first : first + size]).view(dtype).view(shape)
 
 
 def block_bytes(groups: Sequence[KVGroup], dtype: torch.dtype) -> int:

@@ -101,6 +101,9 @@ class MemoryProbe:
             torch.cuda.empty_cache()
 
 
+GPU_MEMORY = MemoryProbe()
+
+
 def pool_bytes(pool: tuple[int, int], device: torch.device) -> int:
     """Bytes that a private pool of torch has taken from the device."""
     segments = torch.cuda.memory_snapshot(pool)
@@ -172,7 +175,7 @@ def cuda_cache_bytes(
     graph_reserve: int,
     captured_share: float = 0.0,
     least: int,
-    probe: MemoryProbe | None = None,
+    probe: MemoryProbe = GPU_MEMORY,
 ) -> int:
     """Measures the bytes left for a KV cache whose size is not configured.
 
@@ -189,14 +192,12 @@ def cuda_cache_bytes(
         captured_share: tokens of the largest captured mixed step, whose activations the graphs
             keep, divided by those of the largest step.
         least: bytes of the smallest usable cache.
-        probe: None is the GPU itself.
 
     Raises:
         KVCacheTooSmallError: less than ``least`` is left.
         EngineError: the step does not fit beside the weights, or the process has an
             allocator without pools, in which it cannot be measured.
     """
-    probe = probe or MemoryProbe()
     if not probe.has_pools():
         raise EngineError(
             "what a step takes can be measured only in torch's native allocator, and the process "
@@ -245,7 +246,7 @@ def _measure(
 
 
 def check_weights(
-    config: EngineConfig, device: torch.device, weights_bytes: int, probe: MemoryProbe | None = None
+    config: EngineConfig, device: torch.device, weights_bytes: int, probe: MemoryProbe = GPU_MEMORY
 ) -> int:
     """Checks that the weights will fit, before gigabytes of them are read.
 
@@ -258,7 +259,6 @@ def check_weights(
     Raises:
         EngineError: the weights will not fit.
     """
-    probe = probe or MemoryProbe()
     probe.empty_cache(device)
     free, total = probe.info(device)
     measured = config.num_blocks is None and config.kv_cache_memory is None
@@ -277,7 +277,7 @@ def check_weights(
 
 
 def check_states(
-    device: torch.device, max_num_seqs: int, slot_bytes: int, probe: MemoryProbe | None = None
+    device: torch.device, max_num_seqs: int, slot_bytes: int, probe: MemoryProbe = GPU_MEMORY
 ) -> None:
     """Checks that recurrent states fit beside the weights.
 
@@ -287,7 +287,7 @@ def check_states(
     """
     free = available_memory()
     if device.type == "cuda":
-        free, _ = (probe or MemoryProbe()).info(device)
+        free, _ = probe.info(device)
     needed = (max_num_seqs + 1) * slot_bytes
     if needed > free:
         raise EngineError(
@@ -298,7 +298,7 @@ def check_states(
 
 
 def check_cache(
-    config: EngineConfig, device: torch.device, num_bytes: int, probe: MemoryProbe | None = None
+    config: EngineConfig, device: torch.device, num_bytes: int, probe: MemoryProbe = GPU_MEMORY
 ) -> None:
     """Checks that a KV cache of configured size fits the device.
 
@@ -307,7 +307,7 @@ def check_cache(
     """
     if config.num_blocks is None and config.kv_cache_memory is None:
         return
-    free, total = (probe or MemoryProbe()).info(device)
+    free, total = probe.info(device)
     if num_bytes > free:
         knob = "kv_cache_memory" if config.num_blocks is None else "num_blocks"
         value = getattr(config, knob)
@@ -317,7 +317,7 @@ def check_cache(
         )
 
 
-def release(device: torch.device, probe: MemoryProbe | None = None) -> None:
+def release(device: torch.device, probe: MemoryProbe = GPU_MEMORY) -> None:
     """Returns the memory of freed tensors to the device.
 
     Call it last, on the thread and stream that ran the steps. It neither raises nor waits for
@@ -332,7 +332,6 @@ def release(device: torch.device, probe: MemoryProbe | None = None) -> None:
     """
     if device.type != "cuda":
         return
-    probe = probe or MemoryProbe()
     try:
         if probe.finish(device, RELEASE_SECONDS):
             probe.empty_cache(device, RELEASE_SECONDS)

@@ -19,7 +19,7 @@ from asyncllm.core.in_process import InProcess
 from asyncllm.core.tracebacks import clear_frames
 from asyncllm.errors import EngineError
 from asyncllm.gpu.execution_report import execution_report
-from asyncllm.gpu.graph.compile_turn import compiling_alone
+from asyncllm.gpu.graph.captures import compiling_alone
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, StepGraphs
 from asyncllm.gpu.graph.graph_replay import GraphReplay
 from asyncllm.gpu.graph.recorded_step import record_step
@@ -98,8 +98,6 @@ class ModelRunner:
         self.dtype = model.embedding.dtype
         self.device = model.embedding.device
         self._stream = SyncStream() if stream is None else stream
-        if self._stream.is_async and graphs is None:
-            raise ValueError("an asynchronous stream needs graphs: its state is on the device")
         with self._stream.context(), self._explain_memory_error():
             runner = StepRunner(
                 model, cache, info, self._stream, self.in_process,

@@ -8,13 +8,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from asyncllm.core.batch import StepBatch
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.sampling_table import scalar_sections
 from asyncllm.gpu.batch.sections import Sections
-from asyncllm.gpu.batch.step_buffer import StepBuffer, StepLimits, step_inputs
+from asyncllm.gpu.batch.step_buffer import StepBuffer, StepLimits, plain_batch, step_inputs
 from asyncllm.gpu.batch.step_inputs import StepInputs
-from asyncllm.gpu.graph.compile_turn import compiling_alone
+from asyncllm.gpu.graph.captures import compiling_alone
 from asyncllm.gpu.graph.recorded_step import record_step
 from asyncllm.gpu.kv_cache import KVCache, KVGroup
 from asyncllm.gpu.models.language_model import LanguageModel
@@ -97,15 +96,8 @@ def _step(
     device: torch.device,
 ) -> StepInputs:
     """Makes a step's inputs, with logits for as many tokens as sequences can be sampled."""
-    rows = len(counts)
-    batch = StepBatch(
-        step=0,
-        req_indices=list(range(rows)),
-        starts=(max_model_len - counts).tolist(),
-        counts=counts.tolist(),
-        samples=[True] * rows,
-        num_decodes=num_decodes,
-    )
+    rows, starts = len(counts), (max_model_len - counts).tolist()
+    batch = plain_batch(starts, counts.tolist(), num_decodes=num_decodes)
     persistent = InputBatch(rows, max_model_len, [group.spec for group in groups])
     step = step_inputs(batch, persistent, device)
     if num_decodes == rows:

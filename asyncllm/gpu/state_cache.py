@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from asyncllm.errors import EngineError
+from asyncllm.gpu.h2d import lazy_zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class StateCache:
         count = num_slots + 1 + num_snapshots
         try:
             self.tensors = [
-                _zeros((count, *spec.shape), spec.dtype or dtype, device) for spec in specs
+                lazy_zeros((count, *spec.shape), spec.dtype or dtype, device) for spec in specs
             ]
         except (MemoryError, ValueError, torch.OutOfMemoryError) as error:
             per_slot = slot_bytes(specs, dtype)
@@ -113,10 +113,3 @@ class StateCache:
         for tensors in self._by_dtype:
             to = [tensor[slot] for slot, _ in pairs for tensor in tensors]
             copy(to, [tensor[slot] for _, slot in pairs for tensor in tensors])
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(raw).view(dtype).view(shape)

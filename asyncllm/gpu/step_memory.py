@@ -167,14 +167,8 @@ class StepMemory:
             query_start_loc=none,
             prefill_start_loc=none,
             groups=[
-                GroupInputs(
-                    tensors[f"slots_{group}"][rows],
-                    self.block_tables[group],
-                    table.table,
-                    table.block_size,
-                    self._table_changes(group),
-                )
-                for group, table in enumerate(self._batch.tables)
+                replace(own, table_changes=self._table_changes(group))
+                for group, own in enumerate(self._groups(num_rows))
             ],
             max_num_seqs=self.info.max_num_seqs,
             max_len=self.info.max_model_len,
@@ -191,16 +185,11 @@ class StepMemory:
             self.decode_inputs(0),
             token_ids=tensors["token_ids"][tokens],
             positions=tensors["positions"][tokens],
-            groups=[
-                GroupInputs(
-                    tensors[f"slots_{group}"][tokens],
-                    self.block_tables[group],
-                    table.table,
-                    table.block_size,
-                )
-                for group, table in enumerate(self._batch.tables)
-            ],
+            groups=self._groups(num_tokens),
         )
+
+    def _groups(self, num_tokens: int) -> list[GroupInputs]:
+        return self.buffer.groups(self._batch, self.block_tables, num_tokens)
 
     def derive_decodes(self, inputs: StepInputs) -> None:
         """Queues the op that computes the values of ``decode_inputs``."""

@@ -13,7 +13,7 @@ from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.in_process import InProcess
 from asyncllm.gpu.batch.input_batch import PLACEHOLDER_TOKEN, InputBatch
 from asyncllm.gpu.batch.sampling_inputs import Stages, TopLogprobs
-from asyncllm.gpu.graph.replay import EagerReplay, Replay
+from asyncllm.gpu.graph.replay import Replay
 from asyncllm.gpu.graph.streams import Stream
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
@@ -72,7 +72,7 @@ class StepRunner:
             on_device=self._on_device, padded_tokens=self._padded_tokens,
         )  # fmt: skip
         self._buffers = cycle(self.memory.host_buffers)
-        self.replay = EagerReplay(self.model, self.cache, self.memory)
+        self.replay = Replay(self.model, self.cache, self.memory)
 
     # --- a step --------------------------------------------------------------------------
 

@@ -162,14 +162,18 @@ def dummy_weights(
     done, num_bytes = 0, weights_bytes(model, dtype)
     for parameter in parameters(model):
         tensor = _allocate(parameter, dtype, device)
-        if len(parameter.shape) > 1:
-            tensor.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
-        else:
-            tensor.fill_(0.0 if parameter.name.endswith(".bias") else 1.0)
+        dummy_tensor(parameter.name, tensor, generator)
         done += tensor.nbytes
         if progress is not None:
             progress(done, num_bytes)
         yield parameter.name, tensor
+
+
+def dummy_tensor(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Fills a parameter with random numbers, see ``dummy_weights``."""
+    if tensor.dim() > 1:
+        return tensor.normal_(0.0, tensor.shape[-1] ** -0.5, generator=generator)
+    return tensor.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
 def _allocate(parameter: Parameter, dtype: torch.dtype, device: torch.device) -> Tensor:

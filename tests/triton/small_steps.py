@@ -11,7 +11,7 @@ from asyncllm.checkpoint.experts_config import ActivationConfig, ExpertsConfig, 
 from asyncllm.checkpoint.layer_config import LayerConfig
 from asyncllm.core.batch import StepBatch
 from asyncllm.core.executor import ExecutorInfo
-from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
+from asyncllm.gpu.graph.cuda_graphs import GraphCapturer
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.model_runner import Graphs, ModelRunner
 from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups
@@ -84,7 +84,7 @@ def make_step(
     )
     states = StateCache(decoder.states, ROWS, dtype, CPU) if decoder.states else None
     cache = KVCache(groups, 32, dtype, CPU, states)
-    return ModelRunner(decoder, cache, info, graphs=Graphs(EagerCapturer(), sizes, token_sizes))
+    return ModelRunner(decoder, cache, info, graphs=Graphs(GraphCapturer(), sizes, token_sizes))
 
 
 def mixed_step(runner: ModelRunner, decodes: int, prompt: int, prefix: int = 0) -> None:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 
 from asyncllm.core.executor import ExecutorInfo
-from asyncllm.gpu.graph.cuda_graphs import EagerCapturer, GraphKey
+from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.model_runner import Graphs, ModelRunner
 from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups
@@ -79,7 +79,7 @@ def nodes(num_layers: int, rows: int) -> Counter[str]:
         pipeline_depth=2,
     )
     cache = KVCache(groups, 32, torch.bfloat16, CPU)
-    runner = ModelRunner(decoder, cache, info, graphs=Graphs(EagerCapturer(), ()))
+    runner = ModelRunner(decoder, cache, info, graphs=Graphs(GraphCapturer(), ()))
     modules = (
         activation, decode_attention, merge_attention, norm, rope_cache, sampling, decode_inputs,
     )  # fmt: skip

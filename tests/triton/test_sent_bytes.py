@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
+from asyncllm.gpu.graph.cuda_graphs import GraphCapturer
 from asyncllm.gpu.models.attention_kinds import attention_kinds
 from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops.triton import (
@@ -46,7 +46,7 @@ def test_a_mixed_step_sends_no_block_tables(max_len: int) -> None:
     decoder.set_max_positions(128)
     stream = LateStream()
     runner = make_runner(
-        decoder, capturer=EagerCapturer(), stream=stream, block_size=16, max_len=max_len
+        decoder, capturer=GraphCapturer(), stream=stream, block_size=16, max_len=max_len
     )
     with ExitStack() as stack:
         for module in KERNELS:

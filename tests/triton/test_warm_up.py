@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from asyncllm.core.batch import StepBatch
 from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS
-from asyncllm.gpu.graph.compile_turn import compiling_alone
+from asyncllm.gpu.graph.captures import compiling_alone
 from asyncllm.gpu.graph.cuda_graphs import GraphKey, Part, default_sizes
 from asyncllm.gpu.graph.warm_up import warm_up
 from asyncllm.gpu.model_runner import ModelRunner
@@ -210,7 +210,7 @@ def test_engines_compile_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
         return met
 
     assert both() == [False, False]
-    monkeypatch.setattr("asyncllm.gpu.graph.compile_turn.COMPILE_SECONDS", 0.0)
+    monkeypatch.setattr("asyncllm.gpu.graph.captures.COMPILE_SECONDS", 0.0)
     assert both() == [True, True]
     monkeypatch.undo()
     assert both() == [False, False]

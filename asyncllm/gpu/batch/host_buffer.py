@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -41,25 +42,17 @@ class HostBuffer(StepBuffer):
         )
         self._vocab_size, self._num_logprobs, self._pinned = vocab_size, num_logprobs, pinned
         self._padding_indices = padding_indices
-        self._masks: GrammarMasks | None = None
-        self._logprobs: TopLogprobs | None = None
         self._scalars_version = -1
 
-    @property
+    @cached_property
     def masks(self) -> GrammarMasks:
         """The step's grammar masks, allocated on first use."""
-        if self._masks is None:
-            sizes = self.limits.rows, self._vocab_size
-            self._masks = GrammarMasks(*sizes, CPU, pinned=self._pinned)
-        return self._masks
+        return GrammarMasks(self.limits.rows, self._vocab_size, CPU, pinned=self._pinned)
 
-    @property
+    @cached_property
     def logprobs(self) -> TopLogprobs:
         """The step's log-probabilities, allocated on first use."""
-        if self._logprobs is None:
-            sizes = self.limits.rows, self._num_logprobs
-            self._logprobs = TopLogprobs(*sizes, CPU, pinned=self._pinned)
-        return self._logprobs
+        return TopLogprobs(self.limits.rows, self._num_logprobs, CPU, pinned=self._pinned)
 
     def set_table_changes(
         self, changes: Sequence[tuple[np.ndarray, np.ndarray]]

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncllm.gpu.h2d import lazy_zeros
+
 _ALIGNMENT = 16
 
 Table = Mapping[str, tuple[torch.dtype, int]]
@@ -34,11 +36,10 @@ class Sections:
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
             end = start + count * dtype.itemsize
             spans[name] = start, end
-        if device.type == "cpu" and not pinned:
-            # Memory that is never touched costs nothing.
-            self.memory = torch.from_numpy(np.zeros(end, dtype=np.uint8))
+        if pinned:
+            self.memory = torch.zeros(end, dtype=torch.uint8, device=device, pin_memory=True)
         else:
-            self.memory = torch.zeros(end, dtype=torch.uint8, device=device, pin_memory=pinned)
+            self.memory = lazy_zeros((end,), torch.uint8, device)
         self.tensors: dict[str, Tensor] = {
             name: self.memory[start:end].view(table[name][0])
             for name, (start, end) in spans.items()

@@ -169,6 +169,17 @@ class StepBuffer(Sections):
             arrays["seq_lens"][:count],
         )
 
+    def groups(
+        self, batch: InputBatch, tables: Sequence[Tensor], num_tokens: int
+    ) -> list[GroupInputs]:
+        """The first tokens' inputs of each KV group, with its block table on the device."""
+        return [
+            GroupInputs(
+                self.tensors[f"slots_{group}"][:num_tokens], on_device, own.table, own.block_size
+            )
+            for group, (own, on_device) in enumerate(zip(batch.tables, tables, strict=True))
+        ]
+
     def inputs(
         self, batch: InputBatch, sizes: StepSizes, num_decodes: int,
         tables: Sequence[Tensor], host: StepBuffer,
@@ -191,12 +202,7 @@ class StepBuffer(Sections):
             seq_lens=tensors["seq_lens"][:rows],
             query_start_loc=tensors["query_start_loc"][: rows + 1],
             prefill_start_loc=tensors["prefill_start_loc"][: rows - num_decodes + 1],
-            groups=[
-                GroupInputs(
-                    tensors[f"slots_{group}"][:tokens], tables[group], table.table, table.block_size
-                )
-                for group, table in enumerate(batch.tables)
-            ],
+            groups=self.groups(batch, tables, tokens),
             max_num_seqs=self.limits.rows,
             max_len=int(own.seq_lens.max()),
             num_logits=num_logits,
@@ -204,6 +210,20 @@ class StepBuffer(Sections):
             wanted=None if every else tensors["wanted"][:wanted],
             host=own,
         )
+
+
+def plain_batch(starts: Sequence[int], counts: Sequence[int], *, num_decodes: int = 0) -> StepBatch:
+    """Makes a step of the request indices from 0 on, in which every row is sampled."""
+    rows = len(counts)
+    return StepBatch(
+        step=0,
+        req_indices=list(range(rows)),
+        starts=list(starts),
+        counts=list(counts),
+        samples=[True] * rows,
+        num_decodes=num_decodes,
+        num_tokens=sum(counts),
+    )
 
 
 def step_inputs(batch: StepBatch, inputs: InputBatch, device: torch.device) -> StepInputs:
@@ -214,11 +234,9 @@ def step_inputs(batch: StepBatch, inputs: InputBatch, device: torch.device) -> S
     """
     rows, starts = np.flatnonzero(batch.samples), np.array(batch.starts, dtype=np.int64)
     req_indices = np.array(batch.req_indices, dtype=np.int64)
-    num_tokens = sum(batch.counts)
-    limits = StepLimits(len(batch), max(len(batch), num_tokens), len(inputs.tables))
+    limits = StepLimits(len(batch), max(len(batch), batch.num_tokens), len(inputs.tables))
     host = StepBuffer(limits, torch.device("cpu"))
     sizes = host.write(batch, req_indices, starts, rows, len(rows))
-    sizes = sizes._replace(tokens=num_tokens)
     host.derive(inputs, sizes, batch.num_decodes)
     own = host if device.type == "cpu" else StepBuffer(limits, device)
     if own is not host:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from asyncllm.gpu.graph.captures import CAPTURES
+from asyncllm.gpu.graph.cuda_graphs import GraphCapturer
 from asyncllm.gpu.memory import is_out_of_memory, pool_bytes
 from asyncllm.logger import get_logger
 from asyncllm.validation import explain
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 logger = get_logger("asyncllm")
 
 
-class CudaGraphCapturer:
+class CudaGraphCapturer(GraphCapturer):
     """Captures on the current stream, all graphs into one memory pool.
 
     ``torch.cuda.graph`` would synchronise the device, collect garbage and empty the caching

@@ -8,7 +8,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.logger import get_logger
@@ -61,39 +60,26 @@ class CaptureStats:
     num_bytes: int
 
 
-class GraphCapturer(Protocol):
-    """Captures a function over static tensors into a replayable callable."""
+class GraphCapturer:
+    """Captures a function over static tensors; this base runs every step eagerly."""
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
         """Runs ``run`` once, and returns a function that repeats it.
 
         Returns None if the capture failed; the step has run all the same.
         """
-        ...
+        run()
+        return run
 
     def cut(self, work: Callable[[], None]) -> None:
         """Calls ``work``, within ``run``, and cuts a capture in two there.
 
         ``work`` is not captured: each replay calls it between the two graphs.
         """
-        ...
-
-    def memory(self) -> int:
-        """Bytes that the graphs' pool has taken from the device."""
-        ...
-
-
-class EagerCapturer:
-    """No graphs: every step runs eagerly."""
-
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        run()
-        return run
-
-    def cut(self, work: Callable[[], None]) -> None:
         work()
 
     def memory(self) -> int:
+        """Bytes that the graphs' pool has taken from the device."""
         return 0
 
 
@@ -181,7 +167,7 @@ class StepGraphs:
     def close(self) -> None:
         """Drops the graphs and the function that they run, which refer to the step's tensors."""
         self._graphs.clear()
-        self._run = _closed
+        del self._run
 
     def _retry_is_due(self, key: GraphKey) -> bool:
         """Counts a step of a key without a graph, and returns whether to capture it."""
@@ -204,10 +190,6 @@ class StepGraphs:
         self.captured.append(
             CaptureStats(key, time.perf_counter() - began, self._capturer.memory() - before)
         )
-
-
-def _closed(key: GraphKey) -> None:
-    raise RuntimeError("the graphs are closed")
 
 
 def default_token_sizes(most: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey, Part, StepGraphs
-from asyncllm.gpu.graph.replay import EagerReplay
+from asyncllm.gpu.graph.replay import Replay
 from asyncllm.gpu.graph.segments import Segments
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
@@ -27,7 +27,7 @@ Draw = Callable[[Tensor, Stages], None]
 """Draws the tokens of the first rows, from their logits ``[S, vocab_size]``."""
 
 
-class GraphReplay:
+class GraphReplay(Replay):
     """Runs steps from CUDA graphs.
 
     A decode step is one graph, or two where sampling does more than the draw or waits for masks.
@@ -46,8 +46,6 @@ class GraphReplay:
         segments: graphs of mixed steps; None where these run op by op.
     """
 
-    finds_largest = False
-
     def __init__(
         self,
         model: LanguageModel,
@@ -58,14 +56,15 @@ class GraphReplay:
         token_sizes: Sequence[int],
         draw: Draw,
     ) -> None:
-        self.model, self.cache, self.memory = model, cache, memory
+        super().__init__(model, cache, memory)
         self.graphs = StepGraphs(self._run, capturer, sizes)
         self.segments: Segments | None = None
         if token_sizes and isinstance(model, Decoder):
             self.segments = Segments(model, cache, memory, capturer, token_sizes)
-        self._eager = EagerReplay(model, cache, memory)
         self._draw = draw
         self._logits: Tensor | None = None
+        mixed = "op by op" if self.segments is None else "in segments"
+        self.description = f"graphs of decode steps, mixed steps {mixed}"
         most = memory.info.max_model_len
         # The attention that has a balanced form, for skewed batches.
         self._skews = [
@@ -78,11 +77,6 @@ class GraphReplay:
     def can_balance(self) -> bool:
         """Whether some batches may take balanced attention."""
         return bool(self._skews)
-
-    @property
-    def description(self) -> str:
-        mixed = "op by op" if self.segments is None else "in segments"
-        return f"graphs of decode steps, mixed steps {mixed}"
 
     def capture_all(self, progress: Callable[[int, int], None]) -> None:
         """Captures every bucket of whole decode steps and of mixed steps, before the first step.
@@ -117,7 +111,7 @@ class GraphReplay:
         if not step.is_decode:
             inputs = step.inputs
             if step.bucket is None or self.segments is None or inputs is None:
-                return self._eager.forward(step)
+                return super().forward(step)
             self.memory.insert_sampled(inputs)
             return self.segments.forward(inputs, step.bucket)
         count, part = len(step.rows), Part.STEP if step.is_whole else Part.FORWARD
@@ -138,7 +132,7 @@ class GraphReplay:
         self.graphs.close()
         if self.segments is not None:
             self.segments.close()
-        self._draw = _closed
+        del self._draw
 
     def run_padding(self, key: GraphKey) -> None:
         """Queues the work of a graph eagerly, on padded rows."""
@@ -173,7 +167,3 @@ class GraphReplay:
             return False
         batch = step.bucket or len(step.rows)
         return any(is_skewed(batch, step.positions) for is_skewed in self._skews)
-
-
-def _closed(logits: Tensor, stages: Stages) -> None:
-    raise RuntimeError("the graphs are closed")

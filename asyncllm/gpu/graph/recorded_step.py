@@ -10,6 +10,7 @@ from torch import Tensor
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.step_buffer import StepBuffer
 from asyncllm.gpu.batch.step_inputs import GroupInputs, StepInputs
+from asyncllm.gpu.graph.replay import Replay
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.models.language_model import NO_TOKENS, LanguageModel, StepOutput
@@ -18,7 +19,7 @@ from asyncllm.gpu.ops.recorder import FAKE_SIZES, Recorder, Size, Unrecordable
 from asyncllm.native.interface import ARGS
 
 
-class RecordedStep:
+class RecordedStep(Replay):
     """One native program for decode and mixed steps of any size.
 
     Not thread-safe: the output of a run is valid until the next run.
@@ -77,10 +78,7 @@ class RecordedStep:
         del self._recorder
         self.hidden, self.logits, *greedy = self.program.results
         self.greedy = greedy[0].view(-1) if greedy else None
-
-    @property
-    def description(self) -> str:
-        return f"one native program of {len(self.program.names)} ops"
+        self.description = f"one native program of {len(self.program.names)} ops"
 
     def prepare(self, step: LaunchedStep) -> bool:
         return True
@@ -89,9 +87,6 @@ class RecordedStep:
         assert step.sizes is not None
         self.program.run(*step.sizes)
         return self.output(step.sizes)
-
-    def sample(self, step: LaunchedStep) -> bool:
-        return False
 
     def output(self, sizes: Sequence[int]) -> StepOutput:
         """The output of the last run, which had these sizes."""

@@ -1,8 +1,6 @@
-"""Replay: protocol of the ways to run a step's forward pass."""
+"""Replay: runs a step's forward pass, op by op; base of the other ways to run it."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
@@ -10,42 +8,13 @@ from asyncllm.gpu.models.language_model import LanguageModel, StepOutput
 from asyncllm.gpu.step_memory import StepMemory
 
 
-class Replay(Protocol):
-    """Runs the forward pass of steps, op by op or as it was captured.
+class Replay:
+    """Calls the ops of a step one by one.
 
     Attributes:
         description: how steps run, for the log.
         finds_largest: it finds the token of a row's largest logit without writing the logits.
     """
-
-    @property
-    def description(self) -> str: ...
-
-    @property
-    def finds_largest(self) -> bool: ...
-
-    def prepare(self, step: LaunchedStep) -> bool:
-        """Chooses how the step will run, and sets that in it: its bucket and its attention.
-
-        Returns:
-            Whether ``forward`` also computes the derived sections of the step's inputs.
-        """
-        ...
-
-    def forward(self, step: LaunchedStep) -> StepOutput:
-        """Runs the model on the step received last; with its sampling, if captured in one graph.
-
-        The result is valid until the next call.
-        """
-        ...
-
-    def sample(self, step: LaunchedStep) -> bool:
-        """Runs the sampling of the step if it is captured; else returns False."""
-        ...
-
-
-class EagerReplay:
-    """Calls the ops of a step one by one."""
 
     description = "ops called one by one"
 
@@ -54,12 +23,22 @@ class EagerReplay:
         self.finds_largest = model.argmax is not None and not memory.on_device
 
     def prepare(self, step: LaunchedStep) -> bool:
+        """Chooses how the step will run, and sets that in it: its bucket and its attention.
+
+        Returns:
+            Whether ``forward`` also computes the derived sections of the step's inputs.
+        """
         return False
 
     def forward(self, step: LaunchedStep) -> StepOutput:
+        """Runs the model on the step received last; with its sampling, if captured in one graph.
+
+        The result is valid until the next call.
+        """
         assert step.inputs is not None
         self.memory.insert_sampled(step.inputs)
         return self.model.forward(step.inputs, self.cache)
 
     def sample(self, step: LaunchedStep) -> bool:
+        """Runs the sampling of the step if it is captured; else returns False."""
         return False

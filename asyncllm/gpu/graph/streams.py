@@ -46,22 +46,15 @@ class SyncStream:
         """Queues a piece of work of a step."""
         work()
 
-    def record(self) -> Event:
-        """Records an event behind everything queued so far."""
-        return DoneEvent()
+    def record(self) -> Event | None:
+        """Records an event behind everything queued so far; None if it is done."""
+        return None
 
     def wait(self, step: LaunchedStep) -> None:
         """Waits for the queued work of a step."""
 
     def synchronize(self) -> None:
         """Waits, without the GIL, for everything queued so far."""
-
-
-class DoneEvent:
-    """The event of a synchronous stream."""
-
-    def synchronize(self) -> None:
-        """Returns at once."""
 
 
 class CudaStream(SyncStream):
@@ -95,7 +88,7 @@ class CudaStream(SyncStream):
     def takes(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
         return not any(step.awaits_tokens_of(one) for one in before)
 
-    def record(self) -> Event:
+    def record(self) -> Event | None:
         # torch.Event ignores ``blocking`` and would spin.
         event = torch.cuda.Event(blocking=True)
         event.record(self._stream)

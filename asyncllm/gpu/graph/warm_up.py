@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 
-from asyncllm.core.batch import StepBatch
 from asyncllm.gpu.batch.grammar_masks import GrammarMasks
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.sampling_inputs import (
@@ -17,7 +16,7 @@ from asyncllm.gpu.batch.sampling_inputs import (
     Stages,
     TopLogprobs,
 )
-from asyncllm.gpu.batch.step_buffer import step_inputs
+from asyncllm.gpu.batch.step_buffer import plain_batch, step_inputs
 from asyncllm.gpu.graph.cuda_graphs import GraphKey
 from asyncllm.gpu.graph.graph_replay import GraphReplay
 from asyncllm.gpu.models.language_model import LanguageModel
@@ -94,10 +93,8 @@ def expert_changes(decoder: LanguageModel) -> tuple[int, ...]:
 def _expert_tokens(runner: StepRunner) -> list[int]:
     """Tokens of the prefills that launch the experts' other kernels."""
     info = runner.info
-    most = min(info.max_num_batched_tokens, info.max_num_seqs * info.max_model_len) - 1
-    return [
-        count - 1 for count in expert_changes(runner.model) if PROMPT_TOKENS < count - 1 <= most
-    ]
+    most = min(info.max_num_batched_tokens, info.max_num_seqs * info.max_model_len)
+    return [count - 1 for count in expert_changes(runner.model) if PROMPT_TOKENS < count - 1 < most]
 
 
 def _run_mixed(runner: StepRunner, prefix: int, num_tokens: int = PROMPT_TOKENS) -> None:
@@ -108,14 +105,9 @@ def _run_mixed(runner: StepRunner, prefix: int, num_tokens: int = PROMPT_TOKENS)
     info = runner.info
     full, rest = divmod(num_tokens, info.max_model_len)
     counts = [1] + [info.max_model_len] * full + [rest] * (rest > 0)
-    batch = StepBatch(
-        step=0,
-        req_indices=list(range(len(counts))),
-        starts=[0, prefix] + [0] * (len(counts) - 2),
-        counts=counts,
-        samples=[row < 2 for row in range(len(counts))],
-        num_decodes=1,
-    )
+    starts = [0, prefix] + [0] * (len(counts) - 2)
+    batch = plain_batch(starts, counts, num_decodes=1)
+    batch.samples[2:] = [False] * (len(counts) - 2)
     rows = InputBatch(len(counts), info.max_model_len, info.kv_groups)
     output = runner.model.forward(step_inputs(batch, rows, runner.device), runner.cache)
     # The memory's rows are padding, so that the draw writes nothing.

@@ -16,8 +16,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.core.batch import RequestAssignment
 from asyncllm.errors import EngineError
 from asyncllm.gpu.h2d import copy_to_device
-from asyncllm.gpu.sample.claim import Claim
-from asyncllm.gpu.sample.host_rules import check_storage, type_and_shape
+from asyncllm.gpu.sample.host_rules import Claim, check_storage, type_and_shape
 from asyncllm.logits_processor import ENTRY_POINTS, BatchUpdate, LogitsProcessor
 from asyncllm.validation import explain
 

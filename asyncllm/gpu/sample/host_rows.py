@@ -12,8 +12,7 @@ from asyncllm.gpu.batch.sampling_inputs import LOGITS_STAGES, SamplingRows, Stag
 from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
-from asyncllm.gpu.sample.batched_processors import Claim
-from asyncllm.gpu.sample.host_rules import apply_processors, mask_bad_words
+from asyncllm.gpu.sample.host_rules import Claim, apply_processors, mask_bad_words
 from asyncllm.gpu.sample.logprobs import logprobs_of_row, token_logprobs
 from asyncllm.gpu.sample.sample_output import NO_TOKEN_MESSAGE, NOT_FINITE_MESSAGE, SampleOutput
 from asyncllm.gpu.sample.sampler import Sampler

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,56 +16,41 @@ from asyncllm.gpu.batch.sections import Sections
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops.gumbel import MIN_TEMPERATURE
 from asyncllm.gpu.sample.host_rules import HostRules
-from asyncllm.gpu.sample.rng import mix_seed
 from asyncllm.sampling_params import MAX_BIAS, MAX_STOP_IDS
 from asyncllm.validation import MAX_ITEMS
 
-IdsAndValues = tuple[np.ndarray, np.ndarray]
-
 _MAX_TOP_K = 2**31 - 1
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
 
 NO_ROWS = np.empty(0, dtype=np.int64)
 
 
 @dataclass(slots=True)
 class TableUpdate:
-    """New contents of a request index's rows of LogitsTables; None for tables without one.
+    """New contents of a request index's rows of LogitsTables.
 
     Attributes:
-        allowed: ``[W]`` int32.
-        bias: ids and values.
-        stop_ids: int32.
-        counts: token ids of the output so far, and how often each occurs.
-        in_prompt: ``[W]`` int32.
+        rows: by name of the table, the first elements of its row.
+        counts: token ids of the output so far, and how often each occurs; None without penalties.
     """
 
     req_index: int
-    stages: Stages
-    allowed: np.ndarray | None = None
-    bias: IdsAndValues | None = None
-    stop_ids: np.ndarray | None = None
-    counts: IdsAndValues | None = None
-    in_prompt: np.ndarray | None = None
+    stages: Stages = Stages.NONE
+    rows: dict[str, np.ndarray] = field(default_factory=dict)
+    counts: tuple[np.ndarray, np.ndarray] | None = None
 
     def write(self, tables: LogitsTables) -> None:
         """Queues the writes to the tables."""
         tables.make(self.stages)
-        line, device = self.req_index, tables.device
-        if self.allowed is not None:
-            tables.allowed[line] = copy_to_device(self.allowed, device)
-        if self.bias is not None:
-            ids, values = self.bias
-            tables.bias_ids[line, : len(ids)] = copy_to_device(ids, device)
-            tables.bias_values[line, : len(ids)] = copy_to_device(values, device)
-        if self.stop_ids is not None:
-            tables.stop_ids[line, : len(self.stop_ids)] = copy_to_device(self.stop_ids, device)
-        if self.counts is not None and self.in_prompt is not None:
-            ids, counts = self.counts
-            tables.counts[line].zero_()
-            tables.counts[line].index_copy_(
-                0, copy_to_device(ids, device), copy_to_device(counts, device)
-            )
-            tables.in_prompt[line] = copy_to_device(self.in_prompt, device)
+        row, device = self.req_index, tables.device
+        for name, values in self.rows.items():
+            getattr(tables, name)[row, : len(values)] = copy_to_device(values, device)
+        if self.counts is not None:
+            ids, counts = (copy_to_device(values, device) for values in self.counts)
+            tables.counts[row].zero_()
+            tables.counts[row].index_copy_(0, ids, counts)
 
 
 class SamplingState:
@@ -118,7 +103,7 @@ class SamplingState:
         # No vocabulary is larger than _MAX_TOP_K.
         scalars["top_k"][req_index] = min(params.top_k, _MAX_TOP_K)
         scalars["states"][req_index] = np.uint64(mix_seed(params.seed)).view(np.int64)
-        update = TableUpdate(req_index, Stages.NONE)
+        update = TableUpdate(req_index)
         if params.logprobs is not None:
             self._assign_logprobs(update, params.logprobs)
         restricted = params.allowed_token_ids is not None or assignment.bad_words
@@ -138,23 +123,27 @@ class SamplingState:
             self.logprobs[update.req_index] = count
             update.stages |= Stages.LOGPROBS
         else:
-            self.host_logprobs[update.req_index] = (
-                self.vocab_size if count < 0 else int(np.int64(count))
-            )
+            most = self.vocab_size if count < 0 else int(np.int64(count))
+            self.host_logprobs[update.req_index] = most
 
     def _assign_rules(self, update: TableUpdate, assignment: RequestAssignment) -> None:
         req_index, params, scalars = update.req_index, assignment.sampling, self._scalars
-        update.bias = self._bias(params.logit_bias)
-        if update.bias is not None:
-            scalars["num_bias"][req_index] = len(update.bias[0])
+        if params.logit_bias:
+            update.rows["bias_ids"] = ids = self._token_ids(list(params.logit_bias), MAX_BIAS)
+            with np.errstate(over="raise", invalid="raise"):
+                values = np.array(list(params.logit_bias.values()), np.float32)
+            update.rows["bias_values"] = values
+            scalars["num_bias"][req_index] = len(ids)
         if params.min_tokens:
             stop_ids = [*assignment.eos_token_ids, *params.stop_token_ids]
-            update.stop_ids = self._token_ids(stop_ids, MAX_STOP_IDS)
+            update.rows["stop_ids"] = self._token_ids(stop_ids, MAX_STOP_IDS)
             scalars["num_stop_ids"][req_index] = len(stop_ids)
             scalars["min_end"][req_index] = assignment.num_prompt_tokens + params.min_tokens
-        update.allowed = self._allowed(params.allowed_token_ids, assignment.bad_words)
-        scalars["restricted"][req_index] = update.allowed is not None
-        if any(one is not None for one in (update.allowed, update.bias, update.stop_ids)):
+        allowed = self._allowed(params.allowed_token_ids, assignment.bad_words)
+        if allowed is not None:
+            update.rows["allowed"] = allowed
+            scalars["restricted"][req_index] = 1
+        if update.rows:
             update.stages |= Stages.RULES
         bad_words = tuple(words for words in assignment.bad_words if len(words) > 1)
         if bad_words or params.logits_processors:
@@ -165,26 +154,16 @@ class SamplingState:
         prompt = assignment.num_prompt_tokens
         ids, counts = np.unique(tokens[prompt:], return_counts=True)
         update.counts = ids, counts.astype(np.int32)
-        update.in_prompt = self._packed_bits(tokens[:prompt])
+        update.rows["in_prompt"] = self._packed_bits(tokens[:prompt])
         update.stages |= Stages.PENALTIES
         self._scalars["counted_from"][update.req_index] = len(tokens)
-
-    def _bias(self, bias: Any) -> IdsAndValues | None:
-        if not bias:
-            return None
-        with np.errstate(over="raise", invalid="raise"):
-            return self._token_ids(list(bias), MAX_BIAS), np.array(list(bias.values()), np.float32)
 
     def _allowed(self, allowed: Any, bad_words: tuple[tuple[int, ...], ...]) -> np.ndarray | None:
         single = [words[0] for words in bad_words if len(words) == 1]
         if allowed is None and not single:
             return None
-        words = (
-            self._packed_bits(self._token_ids(allowed))
-            if allowed is not None
-            else ~self._packed_bits([])
-        )
-        return words & ~self._packed_bits(self._token_ids(single))
+        words = ~self._packed_bits(self._token_ids(single))
+        return words if allowed is None else words & self._packed_bits(self._token_ids(allowed))
 
     def _token_ids(self, token_ids: Any, most: int = MAX_ITEMS) -> np.ndarray:
         """Token ids as int32; IndexError for one outside the vocabulary, or more than ``most``."""
@@ -226,3 +205,14 @@ class SamplingState:
         if not known:
             return NO_ROWS
         return np.flatnonzero([req_index in known for req_index in req_indices.tolist()])
+
+
+def mix_seed(seed: int) -> int:
+    """Mixes a seed of up to 64 bits, so that neighbouring seeds share no sequence.
+
+    This is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
+    """
+    z = (seed + _GOLDEN) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)

@@ -31,7 +31,7 @@ from asyncllm.gpu.transformers_model.attention import (
     kv_indices,
 )
 from asyncllm.gpu.transformers_model.config import TransformersConfig
-from asyncllm.gpu.transformers_model.decoder import DtypeAndDevice, TransformersDecoder
+from asyncllm.gpu.transformers_model.decoder import TransformersDecoder
 from asyncllm.gpu.transformers_model.interface import ENGINE_NAME, set_handler
 from asyncllm.gpu.transformers_model.linear import OpEmbedding, OpExperts, OpLinear, look_up_in
 from asyncllm.gpu.transformers_model.probe import Probe, linear_kinds, probe
@@ -141,35 +141,28 @@ def build_transformers_decoder(
     for name in found.linears:
         linear = modules.get_submodule(name)
         if type(linear) in linear_kinds():
-            sizes, own = _sizes(linear), make_head if linear is head else make
-            _replace(modules, name, OpLinear(_take(linear, own, owner), *sizes))
+            own = make_head if linear is head else make
+            _replace(modules, name, _take(linear, own, owner))
     if experts_name(owner.device) == ENGINE_NAME:
         for name in found.experts:
             module = modules.get_submodule(name)
             set_handler(module, OpExperts(module, make, owner.take))
     owner.take_all(modules)
     owner.finish()
-    embedding = DtypeAndDevice(dtype, owner.device)
+    embedding = torch.empty(0, dtype=dtype, device=owner.device)
     return TransformersDecoder(
         model, ops, attention, modules, found.base, step, embedding, plan.states
     )
 
 
-def _take(linear: Any, make: Callable[[LinearWeights], Linear], owner: Owner) -> Linear:
-    """Makes the op of a linear layer, and drops the layer's own weights."""
+def _take(linear: Any, make: Callable[[LinearWeights], Linear], owner: Owner) -> OpLinear:
+    """Makes a linear layer on the op set, and drops the layer's own weights."""
     bias = None if linear.bias is None else owner.take(linear.bias.detach())
     values = owner.take(linear.weight.detach())
     if type(linear) is not nn.Linear:
         values = values.t().contiguous()
     linear._parameters.clear()
-    return make(LinearWeights(values, bias))
-
-
-def _sizes(linear: Any) -> tuple[int, int]:
-    """Numbers of inputs and outputs of a linear layer."""
-    if type(linear) is nn.Linear:
-        return linear.in_features, linear.out_features
-    return linear.nx, linear.nf
+    return OpLinear(make(LinearWeights(values, bias)), *reversed(values.shape))
 
 
 def _share_head(
@@ -194,7 +187,7 @@ def _share_head(
     else:
         # This embedding computes more than a look-up, and keeps its table.
         linear = ops.linear(weights)
-    _replace(modules, names[head], OpLinear(linear, *_sizes(head)))
+    _replace(modules, names[head], OpLinear(linear, head.in_features, head.out_features))
 
 
 def _replace(modules: nn.Module, name: str, module: nn.Module) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.batch.input_batch import InputBatch
-from asyncllm.gpu.batch.step_buffer import step_inputs
+from asyncllm.gpu.batch.step_buffer import plain_batch, step_inputs
 from asyncllm.gpu.kv_cache import KVCache, KVGroup
 from asyncllm.gpu.state_cache import StateCache
 from asyncllm.gpu.transformers_model.config import TransformersConfig
@@ -150,9 +150,15 @@ class Reference:
         decoder.set_max_positions(max(LENGTHS))
         batch = InputBatch(len(LENGTHS), max(LENGTHS), specs)
         starts, wrong = [0] * len(self.sequences), 0.0
-        for index, counts in enumerate(STEPS):
-            step = self._step(index, starts, list(counts), blocks)
-            batch.apply(step)
+        sampling = SamplingParams(temperature=0.0, seed=0).resolve({}, {}, lambda: 0)
+        assignments = [
+            RequestAssignment(row, f"check-{row}", one.tolist(), len(one), blocks[row], sampling)
+            for row, one in enumerate(self.sequences)
+        ]
+        batch.apply(StepBatch(step=0, assignments=assignments))
+        for counts in STEPS:
+            num_decodes = len(counts) if set(counts) == {1} else 0
+            step = plain_batch(starts, counts, num_decodes=num_decodes)
             inputs = step_inputs(step, batch, device)
             inputs = replace(inputs, wanted=None, num_logits=inputs.num_tokens)
             logits = decoder.forward(inputs, cache).logits.float().cpu()
@@ -162,33 +168,6 @@ class Reference:
                 wrong = float(np.maximum(wrong, float((row - part).abs().max())))
             starts = [start + count for start, count in zip(starts, step.counts, strict=True)]
         return wrong
-
-    def _step(
-        self,
-        index: int,
-        starts: list[int],
-        counts: list[int],
-        blocks: list[tuple[list[int], ...]],
-    ) -> StepBatch:
-        rows = list(range(len(self.sequences)))
-        sampling = SamplingParams(temperature=0.0, seed=0).resolve({}, {}, lambda: 0)
-        return StepBatch(
-            step=index,
-            req_indices=rows,
-            starts=starts,
-            counts=counts,
-            samples=[True] * len(rows),
-            num_decodes=len(rows) if set(counts) == {1} else 0,
-            num_tokens=sum(counts),
-            assignments=[
-                RequestAssignment(
-                    row, f"check-{row}", tokens.tolist(), len(tokens), blocks[row], sampling
-                )
-                for row, tokens in enumerate(self.sequences)
-            ]
-            if index == 0
-            else [],
-        )
 
 
 @torch.inference_mode()

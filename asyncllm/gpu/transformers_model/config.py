@@ -100,52 +100,43 @@ class TransformersConfig:
             importing_transformers(),
         ):
             whole = _read(directory, file, trust_remote_code, is_overridden=bool(overrides))
-            return cls._of(directory, file, whole, trust_remote_code, has_defaults)
-
-    @classmethod
-    def _of(
-        cls,
-        directory: Path,
-        file: ConfigFile,
-        whole: Any,
-        trust_remote_code: bool,
-        has_defaults: bool,
-    ) -> TransformersConfig:
-        generation = read_generation_config(directory, has_defaults)
-        config = copy.deepcopy(whole.get_text_config(decoder=True))
-        # A part's field may contradict that of the whole model, which counts.
-        if type(config) is not type(whole):
-            config.tie_word_embeddings = whole.tie_word_embeddings
-        # The reader returns plain weights: transformers must not unpack them again.
-        vars(config).pop("quantization_config", None)
-        model_class = _model_class(directory, file, whole, config, trust_remote_code)
-        skeleton = build_skeleton(file.path, model_class, config)
-        head = skeleton.get_output_embeddings()  # pyright: ignore[reportCallIssue]
-        vocab_size = getattr(head, "out_features", None) or config.vocab_size
-        seen = ConfigFile(file.path, config.to_dict())
-        if seen.values.get("max_position_embeddings") is None:
-            # GPT-2's n_positions and the like, under the usual name.
-            context = getattr(config, "max_position_embeddings", None)
-            if context is None and set(getattr(config, "layer_types", ())) == {"linear_attention"}:
-                context = UNLIMITED_CONTEXT
-            seen = ConfigFile(file.path, {**seen.values, "max_position_embeddings": context})
-        eos: tuple[int, ...] = ()
-        for each in (generation, file.section("text_config"), file):
-            eos += each.token_ids("eos_token_id", vocab_size)
-        return cls(
-            path=directory,
-            architecture=model_class.__name__,
-            vocab_size=vocab_size,
-            max_position_embeddings=seen.integer("max_position_embeddings", high=MAX_POSITIONS),
-            dtype=_dtype(file, config, whole),
-            eos_token_ids=tuple(dict.fromkeys(eos)),
-            quantization=quant_method(file),
-            generation_defaults=generation_defaults(generation),
-            config=config,
-            model_class=model_class,
-            is_text_part=type(config) is not type(whole),
-            skeleton=skeleton,
-        )
+            generation = read_generation_config(directory, has_defaults)
+            config = copy.deepcopy(whole.get_text_config(decoder=True))
+            # A part's field may contradict that of the whole model, which counts.
+            if type(config) is not type(whole):
+                config.tie_word_embeddings = whole.tie_word_embeddings
+            # The reader returns plain weights: transformers must not unpack them again.
+            vars(config).pop("quantization_config", None)
+            model_class = _model_class(directory, file, whole, config, trust_remote_code)
+            skeleton = build_skeleton(file.path, model_class, config)
+            head = skeleton.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+            vocab_size = getattr(head, "out_features", None) or config.vocab_size
+            seen = ConfigFile(file.path, config.to_dict())
+            if seen.values.get("max_position_embeddings") is None:
+                # GPT-2's n_positions and the like, under the usual name.
+                context = getattr(config, "max_position_embeddings", None)
+                if context is None and set(getattr(config, "layer_types", ())) == {
+                    "linear_attention"
+                }:
+                    context = UNLIMITED_CONTEXT
+                seen = ConfigFile(file.path, {**seen.values, "max_position_embeddings": context})
+            eos: tuple[int, ...] = ()
+            for each in (generation, file.section("text_config"), file):
+                eos += each.token_ids("eos_token_id", vocab_size)
+            return cls(
+                path=directory,
+                architecture=model_class.__name__,
+                vocab_size=vocab_size,
+                max_position_embeddings=seen.integer("max_position_embeddings", high=MAX_POSITIONS),
+                dtype=_dtype(file, config, whole),
+                eos_token_ids=tuple(dict.fromkeys(eos)),
+                quantization=quant_method(file),
+                generation_defaults=generation_defaults(generation),
+                config=config,
+                model_class=model_class,
+                is_text_part=type(config) is not type(whole),
+                skeleton=skeleton,
+            )
 
     @property
     def num_parameters(self) -> int:
@@ -244,25 +235,27 @@ def _read(
 ) -> Any:
     """transformers' configuration of a file."""
     import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     quant_method(file)
     _check_fields(file)
-    if "auto_map" in file and not trust_remote_code and not _is_known(file):
-        raise ModelLoadError(
-            f"{file.path}: model_type is {describe(file.values.get('model_type'))}, which "
-            f"transformers {transformers.__version__} knows only by the checkpoint's own code; "
-            "trust_remote_code=True runs that"
-        )
-    if "auto_map" not in file and not _is_known(file):
-        accepted = f"one that transformers {transformers.__version__} knows"
-        raise file.bad("model_type", accepted)
+    config_class: Any = _own_class(directory, file, "AutoConfig", trust_remote_code)
+    if config_class is None:
+        name = file.values.get("model_type")
+        if not isinstance(name, str) or name not in CONFIG_MAPPING:
+            if "auto_map" not in file or trust_remote_code:
+                accepted = f"one that transformers {transformers.__version__} knows"
+                raise file.bad("model_type", accepted)
+            raise ModelLoadError(
+                f"{file.path}: model_type is {describe(name)}, which transformers "
+                f"{transformers.__version__} knows only by the checkpoint's own code; "
+                "trust_remote_code=True runs that"
+            )
+        config_class = CONFIG_MAPPING[name]
     if is_overridden:
-        config_class = _config_class(directory, file, trust_remote_code)
         config = config_class.from_dict(copy.deepcopy(dict(file.values)))
     else:
-        config = transformers.AutoConfig.from_pretrained(
-            directory, trust_remote_code=trust_remote_code, local_files_only=True
-        )
+        config = config_class.from_pretrained(directory, local_files_only=True)
     if config.is_encoder_decoder:
         raise ModelLoadError(
             f"{file.path}: is_encoder_decoder is True, expected a model with a decoder alone"
@@ -270,23 +263,14 @@ def _read(
     return config
 
 
-def _config_class(directory: Path, file: ConfigFile, trust_remote_code: bool) -> Any:
-    """The class that AutoConfig takes for a file: the checkpoint's own, where it has one and its
-    code is trusted, or transformers'."""
+def _own_class(directory: Path, file: ConfigFile, name: str, trust_remote_code: bool) -> Any:
+    """The checkpoint's own class for an auto class of transformers, if its code is trusted."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    own = file.section("auto_map").values.get("AutoConfig")
+    own = file.section("auto_map").values.get(name)
     if own is None or not trust_remote_code:
-        return CONFIG_MAPPING[file.values["model_type"]]
+        return None
     return get_class_from_dynamic_module(own, directory, local_files_only=True)
-
-
-def _is_known(file: ConfigFile) -> bool:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    name = file.values.get("model_type")
-    return isinstance(name, str) and name in CONFIG_MAPPING
 
 
 def _model_class(
@@ -300,11 +284,9 @@ def _model_class(
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    own = file.section("auto_map").values.get("AutoModelForCausalLM")
-    if own is not None and trust_remote_code:
-        from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-        return get_class_from_dynamic_module(own, directory, local_files_only=True)
+    own = _own_class(directory, file, "AutoModelForCausalLM", trust_remote_code)
+    if own is not None:
+        return own
     names = file.values.get("architectures")
     for name in names if isinstance(names, list) and type(config) is type(whole) else ():
         found = getattr(transformers, str(name), None)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from asyncllm.gpu.batch.state_rows import StateRows
@@ -23,14 +21,6 @@ from asyncllm.gpu.transformers_model.head import logits_of, output_head
 from asyncllm.gpu.transformers_model.rope import LongRope
 
 
-@dataclass(frozen=True, slots=True)
-class DtypeAndDevice:
-    """Dtype and device of a model's weights, in place of an embedding that has them."""
-
-    dtype: torch.dtype
-    device: torch.device
-
-
 class TransformersDecoder:
     """Token ids to hidden states to logits, through transformers' modules.
 
@@ -42,7 +32,7 @@ class TransformersDecoder:
         base: name of the part that ends with the last norm.
 
     Attributes:
-        embedding: has the dtype and device of the model.
+        embedding: an empty tensor with the dtype and device of the model.
         states: states of a sequence in its recurrent modules; () without any.
     """
 
@@ -57,7 +47,7 @@ class TransformersDecoder:
         modules: Any,
         base: str,
         step: Step,
-        embedding: DtypeAndDevice,
+        embedding: Tensor,
         states: Sequence[StateSpec] = (),
     ) -> None:
         self.states = tuple(states)

@@ -66,19 +66,14 @@ def probe_mask(**arguments: Any) -> ProbedMask:
 
 def register() -> None:
     """Registers the names in transformers' tables, which are global; repeating it is harmless."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(ENGINE_NAME, attend)
     ALL_ATTENTION_FUNCTIONS.register(PROBE_NAME, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE_NAME, probe_mask)
-    experts_functions().register(ENGINE_NAME, run_experts)
-
-
-def experts_functions() -> Any:
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    return ALL_EXPERTS_FUNCTIONS
+    ALL_EXPERTS_FUNCTIONS.register(ENGINE_NAME, run_experts)
 
 
 def set_handler(module: nn.Module, handler: Any) -> None:

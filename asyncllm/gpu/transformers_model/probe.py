@@ -71,7 +71,6 @@ class Probe:
         looks_up: the embedding's class processes the result of a look-up by ``nn.Embedding``.
         recurrent: calls of modules that keep a state of a sequence, in their order.
         idle: names of modules that get a cache and do not use it.
-        hidden_size: size of the hidden states that ``base`` returns.
     """
 
     model: nn.Module
@@ -82,7 +81,6 @@ class Probe:
     looks_up: bool = False
     recurrent: list[RecurrentCall] = field(default_factory=list)
     idle: set[str] = field(default_factory=set)
-    hidden_size: int = 0
 
 
 _HARMLESS_OPTIONS = frozenset(
@@ -189,7 +187,7 @@ def probe(model: TransformersConfig) -> Probe:
     """
     register()
     model.config._attn_implementation = PROBE_NAME
-    set_experts(model.config, ENGINE_NAME)
+    model.config._experts_implementation = ENGINE_NAME
     try:
         skeleton: Any = build_skeleton(model.path, model.model_class, model.config)
     except ModelLoadError as error:  # with its own attention it could be built
@@ -213,9 +211,14 @@ def probe(model: TransformersConfig) -> Probe:
         embedding.__class__ = type(kind.__name__, (kind, _WatchedLookup), {})
     try:
         with torch.no_grad(), CallWatch(skeleton) as watch:
-            inputs = probe_inputs(NUM_TOKENS, torch.device("meta"))
-            hidden = base(**inputs, use_cache=False).last_hidden_state
-            found.hidden_size = hidden.shape[-1]
+            hidden = base(
+                input_ids=torch.zeros((1, NUM_TOKENS), dtype=torch.int64, device="meta"),
+                position_ids=torch.arange(NUM_TOKENS, device="meta").unsqueeze(0),
+                # It says that no token is padding: without it transformers reads the positions to
+                # find packed sequences. Recurrent layers read it on the host.
+                attention_mask=torch.ones((1, NUM_TOKENS), dtype=torch.int64, device="cpu"),
+                use_cache=False,
+            ).last_hidden_state
             logits_of(output_head(skeleton, found.base), hidden[0])
         callers = [call.module for call in found.calls]
         found.recurrent, found.idle = probe_recurrent(skeleton, watch, callers)
@@ -253,21 +256,3 @@ def _base_name(model: TransformersConfig, skeleton: nn.Module) -> str:
         f"{model.path}: {model.architecture}: expected a part that ends with the last norm, and an "
         "output head beside it"
     )
-
-
-def probe_inputs(num_tokens: int, device: torch.device) -> dict[str, Tensor]:
-    """Inputs for the first tokens of a sequence.
-
-    The mask says that none is padding: without it transformers reads the positions to find packed
-    sequences. It lies on the host, because recurrent layers' masks are read to look for padding.
-    """
-    return {
-        "input_ids": torch.zeros((1, num_tokens), dtype=torch.int64, device=device),
-        "position_ids": torch.arange(num_tokens, device=device).unsqueeze(0),
-        "attention_mask": torch.ones((1, num_tokens), dtype=torch.int64, device="cpu"),
-    }
-
-
-def set_experts(config: Any, name: str) -> None:
-    """Chooses the implementation of experts where the model has any."""
-    config._experts_implementation = name

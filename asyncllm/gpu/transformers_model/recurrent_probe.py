@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,10 @@ def cache_takers(model: nn.Module) -> list[str]:
     return [name for name in names if name not in outer]
 
 
+Flaw = tuple[str, str]
+"""Why a model cannot be computed here, and what would be accepted."""
+
+
 @dataclass(slots=True, eq=False)
 class RecurrentCall:
     """A recurrent module's use of its cache, learned by ``probe_recurrent``.
@@ -66,16 +70,14 @@ class RecurrentCall:
     hidden: str
     cache: str
     states: dict[StateKey, StateSpec]
-    flaw: tuple[str, str] | None = None
+    flaw: Flaw | None = None
 
 
-@dataclass(slots=True)
-class SeenCall:
+class SeenCall(NamedTuple):
     """Arguments of a module's call in the probe's forward pass."""
 
     args: tuple[Any, ...]
     options: dict[str, Any]
-    count: int = 1
 
 
 @dataclass(slots=True)
@@ -104,10 +106,7 @@ class CallWatch:
             # A padding mask comes from the host. On the meta device the module's code gets as far
             # as its cache, so that a refusal can name the module.
             options = {key: _on_meta(value) for key, value in options.items()}
-            if name in self.calls:
-                self.calls[name].count += 1
-            else:
-                self.calls[name] = SeenCall(args, options)
+            self.calls[name] = SeenCall(args, options)
             return args, options
 
         return keep
@@ -125,11 +124,10 @@ class _StateRecorder(CallStates):
         self.is_touched = False
         self.states: dict[StateKey, StateSpec] = {}
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+    def get_conv_state(self, *place: Any, **named: Any) -> Any:
         self.is_touched = True
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
-        self.is_touched = True
+    get_recurrent_state = get_conv_state
 
     def update_conv_state(
         self,
@@ -211,12 +209,10 @@ def _probe(module: nn.Module, name: str, cache: str, seen: SeenCall) -> Recurren
 
 def _bad_arguments(
     hidden: Any, seen: SeenCall, call: RecurrentCall, names: list[str]
-) -> tuple[str, str] | None:
+) -> Flaw | None:
     """The flaw in the arguments that a module gets, if any."""
     if len(seen.args) > 1 or not isinstance(hidden, Tensor) or hidden.dim() != 3:
         return "takes more than hidden states [B, n, H] by position", "those alone"
-    if seen.count != 1:
-        return f"is called {seen.count} times in a step", "one call"
     for name in names[1:]:
         if name != call.cache and isinstance(seen.options.get(name), Tensor):
             return f"takes the tensor {name} of all tokens", "hidden states and a cache alone"
@@ -225,10 +221,10 @@ def _bad_arguments(
 
 def _bad_calls(
     module: nn.Module, call: RecurrentCall, chunk: Tensor, options: dict[str, Any]
-) -> tuple[str, str] | None:
+) -> Flaw | None:
     """The flaw in a second chunk or in a batch of single tokens, if any.
 
-    Their results have to depend on the states with which they start, and have to update them.
+    Their results have to depend on the states with which they start.
     """
     listener = _StateRecorder()
     options = {name: value for name, value in options.items() if not isinstance(value, Tensor)}
@@ -248,7 +244,6 @@ def _bad_calls(
             for key, spec in call.states.items()
         }
         held = {key: leaf.clone() for key, leaf in leaves.items()}
-        versions = {key: state._version for key, state in held.items()}
         out = module(tokens, **options | {call.cache: CallStates(held)})
         if not isinstance(out, Tensor) or out.shape[:-1] != tokens.shape[:-1]:
             return f"returns {type(out).__name__} for {what}", "hidden states [B, n, H]"
@@ -256,8 +251,6 @@ def _bad_calls(
         for key, leaf in leaves.items():
             if id(leaf) not in reached:
                 return f"computes {what} without its {key[0]} state", "states that go on"
-            if held[key]._version == versions[key]:
-                return f"leaves its {key[0]} state as it was behind {what}", "states that go on"
     return None
 
 

@@ -7,8 +7,10 @@ show in no short comparison.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,10 +20,12 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.interface import ProbedMask
 from asyncllm.gpu.transformers_model.probe import NUM_TOKENS, AttentionCall, Probe
-from asyncllm.gpu.transformers_model.recurrent_probe import cache_parameters, cache_takers
+from asyncllm.gpu.transformers_model.recurrent_probe import Flaw, cache_parameters
 
 _RECURRENT = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.RNNCellBase)
 """Modules in which tokens of a sequence see one another."""
+
+_KEYS = "attention to all keys or to a window"
 
 _MAX_CHECKED_POSITION = 2**22
 """Largest position at which masks are checked."""
@@ -33,22 +37,13 @@ def check_modules(model: TransformersConfig) -> None:
     Raises:
         ModelLoadError: a module or field is not supported; the message names it.
     """
-    keepers = tuple(f"{name}." for name in cache_takers(model.skeleton))
     for name, module in model.skeleton.named_modules():
         kind = type(module).__name__
-        if isinstance(module, _RECURRENT) and not f"{name}.".startswith(keepers):
-            raise _refusal(
-                model,
-                f"{name} ({kind}) mixes tokens, and no module around it takes a cache, so that its "
-                "layer keeps a state of its own",
-                "attention and modules with a cache as the only places where tokens see one "
-                "another",
-            )
         if "indexer" in kind.lower():
             raise _refusal(
                 model,
                 f"{name} ({kind}) chooses the keys that attention sees, from a cache of its own",
-                "attention to all keys or to a window",
+                _KEYS,
             )
     for name, kind in rope_kinds(model.config):
         if "dynamic" in kind:
@@ -79,50 +74,44 @@ def check_calls(model: TransformersConfig, probe: Probe) -> list[int | None]:
     Raises:
         ModelLoadError: a call is not supported; the message names the calling module.
     """
-    _check_recurrent(model, probe)
-    _check_coverage(model, probe)
-    for call in probe.calls:
-        _check_call(model, call)
+    flaws = (_recurrent_flaws(probe), _layer_flaws(probe, model.config), _call_flaws(probe))
+    for found, accepted in chain(*flaws):
+        raise _refusal(model, found, accepted)
     return [_window(model, call) for call in probe.calls]
 
 
-def _check_coverage(model: TransformersConfig, probe: Probe) -> None:
-    """Checks that each layer calls attention once or has recurrent modules, and nothing else does.
+def _layer_flaws(probe: Probe, config: Any) -> Iterator[Flaw]:
+    """Layers that neither attend once nor keep a state, and calls outside layers.
 
     A layer may have neither if the configuration says so.
     """
-    count = model.config.num_hidden_layers
+    count = config.num_hidden_layers
     lists = [
         name
         for name, module in probe.model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == count
     ]
-    prefix = min(lists, key=len, default=None)
-    if prefix is None:
-        raise _refusal(
-            model,
-            f"no list of modules has num_hidden_layers={count} entries",
-            "one that holds the layers",
-        )
-    layers = [f"{prefix}.{index}" for index in range(count)]
-    found: Counter[str] = Counter()
-    calls = [(call.module, "calls attention") for call in probe.calls]
-    states = [(call.module, "keeps a state") for call in probe.recurrent]
-    for module, what in calls + states:
-        owner = next((name for name in layers if f"{module}.".startswith(f"{name}.")), None)
-        if owner is None:
-            raise _refusal(model, f"{module} {what}", "calls by layers alone")
-        found[owner] += what == "calls attention"
-    plain = _plain_layers(model.config)
-    for index, name in enumerate(layers):
-        recurrent = any(f"{call.module}.".startswith(f"{name}.") for call in probe.recurrent)
-        if found[name] > 1 or not (found[name] or recurrent or index in plain):
+    if not lists:
+        yield f"no list of modules has num_hidden_layers={count} entries", "one of the layers"
+        return
+    prefix = min(lists, key=len)
+    layer = re.compile(rf"{re.escape(prefix)}\.(\d+)\b")
+    attending, keeping = (
+        Counter(found and int(found[1]) for found in map(layer.match, modules))
+        for modules in ([call.module for call in probe.calls], [c.module for c in probe.recurrent])
+    )
+    if None in attending or None in keeping:
+        outside = [c.module for c in (*probe.calls, *probe.recurrent) if not layer.match(c.module)]
+        yield f"{outside[0]} attends or keeps a state", "calls by layers alone"
+    plain = _plain_layers(config)
+    for index in range(count):
+        calls, name = attending[index], f"{prefix}.{index}"
+        if calls > 1 or not (calls or keeping[index] or index in plain):
             kind = type(probe.model.get_submodule(name)).__name__
-            raise _refusal(
-                model,
-                f"{name} ({kind}) calls attention {found[name]} times through transformers' "
-                "attention interface",
-                "one call in every layer" if found[name] else "one call or a recurrent module",
+            yield (
+                f"{name} ({kind}) calls attention {calls} times through transformers' attention "
+                "interface",
+                "one call in every layer" if calls else "one call or a recurrent module",
             )
 
 
@@ -135,57 +124,45 @@ def _plain_layers(config: Any) -> set[int]:
     return set()
 
 
-def _check_recurrent(model: TransformersConfig, probe: Probe) -> None:
-    """Refuses recurrent modules with a flaw, and other modules that mix tokens or take a cache."""
+def _recurrent_flaws(probe: Probe) -> Iterator[Flaw]:
+    """Recurrent modules with a flaw, and other modules that mix tokens or take a cache."""
     keepers = tuple(f"{call.module}." for call in probe.recurrent)
     for call in probe.recurrent:
         if call.flaw is not None:
             found, accepted = call.flaw
-            raise _refusal(model, f"{call.module} ({call.kind}) {found}", accepted)
-    attending = tuple(f"{call.module}." for call in probe.calls)
+            yield f"{call.module} ({call.kind}) {found}", accepted
     for name, module in probe.model.named_modules():
-        kind = type(module).__name__
         if isinstance(module, _RECURRENT) and not f"{name}.".startswith(keepers):
-            raise _refusal(
-                model,
-                f"{name} ({kind}) mixes tokens outside attention and recurrent modules",
+            yield (
+                f"{name} ({type(module).__name__}) mixes tokens outside attention and recurrent "
+                "modules",
                 "those as the only places where tokens see one another",
             )
+    known = [*keepers, *(f"{call.module}." for call in probe.calls)]
     for name, taken in cache_parameters(probe.model).items():
-        if name not in probe.idle and not any(
-            each.startswith(f"{name}.") for each in attending + keepers
-        ):
+        if name not in probe.idle and not any(each.startswith(f"{name}.") for each in known):
             kind = type(probe.model.get_submodule(name)).__name__
-            raise _refusal(
-                model,
+            yield (
                 f"{name} ({kind}) takes {taken}: it keeps a cache of its own",
                 "attention and recurrent modules as the only ones with a cache",
             )
 
 
-def _check_call(model: TransformersConfig, call: AttentionCall) -> None:
-    if (call.num_queries, call.num_keys) != (NUM_TOKENS, NUM_TOKENS):
-        raise _refusal(
-            model,
-            f"{call.module} attends with {call.num_queries} queries to {call.num_keys} keys of "
-            f"{NUM_TOKENS} tokens",
-            "a query and a key of every token",
-        )
-    if call.options:
-        name, value = next(iter(call.options.items()))
-        raise _refusal(
-            model,
-            f"{call.module} passes {name}={_describe(value)} to attention",
-            "scaling, sliding_window, softcap and s_aux",
-        )
-    if call.heads % call.key_heads:
-        raise _refusal(
-            model,
-            f"{call.module} has {call.heads} heads and {call.key_heads} of keys",
-            "a multiple of them",
-        )
-    if call.scale is None:
-        raise _refusal(model, f"{call.module} passes no scaling to attention", "a number")
+def _call_flaws(probe: Probe) -> Iterator[Flaw]:
+    """Arguments of attention that the engine's attention does not take."""
+    for call in probe.calls:
+        queries, keys, heads = call.num_queries, call.num_keys, call.key_heads
+        if (queries, keys) != (NUM_TOKENS, NUM_TOKENS):
+            found = f"attends with {queries} queries to {keys} keys of {NUM_TOKENS} tokens"
+            yield f"{call.module} {found}", "a query and a key of every token"
+        for name, value in call.options.items():
+            found = f"passes {name}={_describe(value)} to attention"
+            yield f"{call.module} {found}", "scaling, sliding_window, softcap and s_aux"
+        if call.heads % heads:
+            found = f"has {call.heads} heads and {heads} of keys"
+            yield f"{call.module} {found}", "a multiple of them"
+        if call.scale is None:
+            yield f"{call.module} passes no scaling to attention", "a number"
 
 
 def _describe(value: Any) -> str:
@@ -202,27 +179,21 @@ def kv_shape(call: AttentionCall) -> tuple[int, int]:
 def _window(model: TransformersConfig, call: AttentionCall) -> int | None:
     """The window of the call's mask, in keys, the query's own included."""
     if not isinstance(call.mask, ProbedMask):
-        raise _refusal(
-            model,
-            f"{call.module} passes the mask {_describe(call.mask)}",
-            "one that transformers' mask functions make",
-        )
-    window = _mask_window(model, call)
+        found = f"{call.module} passes the mask {_describe(call.mask)}"
+        raise _refusal(model, found, "one that transformers' mask functions make")
     context = min(model.max_position_embeddings, _MAX_CHECKED_POSITION)
+    window = _mask_window(model, call, context)
     if window is None and call.window is not None and call.window >= context:
         return call.window
     if window != call.window:
-        raise _refusal(
-            model,
-            f"{call.module} passes sliding_window={call.window}, and its mask shows "
-            + ("all keys" if window is None else f"the last {window} keys"),
-            "the same in both",
-        )
+        shown = "all keys" if window is None else f"the last {window} keys"
+        found = f"{call.module} passes sliding_window={call.window}, and its mask shows {shown}"
+        raise _refusal(model, found, "the same in both")
     return window
 
 
-def _mask_window(model: TransformersConfig, call: AttentionCall) -> int | None:
-    length = min(model.max_position_embeddings, _MAX_CHECKED_POSITION)
+def _mask_window(model: TransformersConfig, call: AttentionCall, length: int) -> int | None:
+    """The window that the mask shows in a sequence of ``length`` tokens; None for all keys."""
     keys = torch.arange(length, device="cpu")
     zero = torch.zeros((), dtype=torch.int64, device="cpu")
     window = None
@@ -234,22 +205,15 @@ def _mask_window(model: TransformersConfig, call: AttentionCall) -> int | None:
         try:
             seen = torch.as_tensor(call.mask.function(zero, zero, at, keys)).expand(length)
         except Exception as error:
-            raise _refusal(
-                model,
-                f"the mask of {call.module} depends on more than positions",
-                "attention to all keys or to a window",
-            ) from error
+            found = f"the mask of {call.module} depends on more than positions"
+            raise _refusal(model, found, _KEYS) from error
         count = int(seen.sum())
         if query == last and count < length:
             window = count
         first = 0 if window is None else max(query + 1 - window, 0)
         if count != query + 1 - first or not bool(seen[first : query + 1].all()):
-            raise _refusal(
-                model,
-                f"the mask of {call.module} shows query {query} {count} keys that are neither all "
-                "before it nor the last of them",
-                "attention to all keys or to a window",
-            )
+            found = f"the mask of {call.module} shows query {query} {count} keys that are neither "
+            raise _refusal(model, f"{found}all before it nor the last of them", _KEYS)
     return window
 
 

@@ -18,7 +18,7 @@ from asyncllm.checkpoint.text_part import TextPart
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.open_checkpoint import log_sizes, open_checkpoint
 from asyncllm.gpu.transformers_model.config import TransformersConfig
-from asyncllm.gpu.weights import DUMMY_SEED, STORED_DTYPES
+from asyncllm.gpu.weights import DUMMY_SEED, STORED_DTYPES, dummy_tensor
 from asyncllm.validation import explain
 
 _COMPUTED_BUFFERS = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
@@ -60,8 +60,7 @@ def load_modules(
             loading.read(info.num_bytes)
         modules = _convert(model, tensors, dtype, attention, experts)
         log_sizes(model.path, reader, dtype)
-        loading.num_bytes = sum(parameter.nbytes for parameter in modules.parameters())
-        owner = Owner(device, tensors.values(), loading)
+        owner = Owner(device, tensors.values(), loading, modules)
         if device.type != "cpu":
             owner.take_all(modules)
         return modules, owner
@@ -92,24 +91,18 @@ def dummy_modules(
 ) -> tuple[nn.Module, Owner]:
     """Makes the model with random weights, the same in every run, like ``dummy_weights``."""
     generator = torch.Generator(device="cpu").manual_seed(DUMMY_SEED)
-    tensors, done = {}, 0
-    total = sum(each.numel() * dtype.itemsize for each in model.skeleton.state_dict().values())
-    for name, parameter in model.skeleton.state_dict().items():
+    tensors, skeleton = {}, model.skeleton.state_dict()
+    loading = _Loading(sum(each.numel() * dtype.itemsize for each in skeleton.values()), progress)
+    for name, parameter in skeleton.items():
         if not parameter.is_floating_point():
             raise ModelLoadError(
                 f'load_format="dummy": {name} is {parameter.dtype}, expected floating point'
             )
         drawn = torch.empty(parameter.shape, device="cpu")
-        if parameter.dim() > 1:
-            drawn.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
-        else:
-            drawn.fill_(0.0 if name.endswith("bias") else 1.0)
-        tensors[name] = drawn.to(dtype)
-        done += drawn.numel() * dtype.itemsize
-        if progress is not None:
-            progress(done, total)
+        tensors[name] = dummy_tensor(name, drawn, generator).to(dtype)
+        loading.read(tensors[name].nbytes)
     modules = _convert(model, tensors, dtype, attention, experts)
-    owner = Owner(device)
+    owner = Owner(device, (), loading, modules)
     owner.take_all(modules)
     return modules, owner
 
@@ -221,21 +214,23 @@ class Owner:
     Args:
         mapped: tensors of mapped files.
         loading: progress, updated with every tensor.
+        modules: the model whose tensors are taken.
     """
 
     def __init__(
         self,
         device: torch.device,
-        mapped: Iterable[Tensor] = (),
-        loading: _Loading | None = None,
+        mapped: Iterable[Tensor],
+        loading: _Loading,
+        modules: nn.Module,
     ) -> None:
         self.device, self._loading = device, loading
+        loading.num_bytes = sum(parameter.nbytes for parameter in modules.parameters())
         self._mapped = {tensor.untyped_storage().data_ptr() for tensor in mapped}
 
     def take(self, tensor: Tensor) -> Tensor:
         """Returns the tensor, or a copy that is the engine's own."""
-        if self._loading is not None:
-            self._loading.take(tensor.nbytes)
+        self._loading.take(tensor.nbytes)
         if self.device.type != "cpu":
             return tensor.to(self.device)
         return tensor.clone() if tensor.untyped_storage().data_ptr() in self._mapped else tensor
@@ -249,8 +244,7 @@ class Owner:
 
     def finish(self) -> None:
         """Reports that all tensors have been taken."""
-        if self._loading is not None:
-            self._loading.finish()
+        self._loading.finish()
 
 
 def tied_head(modules: Any) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asyncllm.checkpoint.model_config import ModelConfig
-from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
+from asyncllm.gpu.graph.cuda_graphs import GraphCapturer
 from asyncllm.gpu.models.attention_kinds import attention_kinds
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.dense import build_decoder
@@ -51,7 +51,7 @@ def test_tokens_are_those_of_the_plain_path(name: str) -> None:
     plain = make_runner(make_decoder(MODELS[name]), capturer=None, **SETTINGS)
     stream = LateStream()
     decoder = triton_decoder(MODELS[name])
-    ahead = make_runner(decoder, capturer=EagerCapturer(), stream=stream, sizes=(5,), **SETTINGS)
+    ahead = make_runner(decoder, capturer=GraphCapturer(), stream=stream, sizes=(5,), **SETTINGS)
     steps_of(ahead).cache.tensor.fill_(torch.nan)
     found = []
     for runner, depth in ((plain, 1), (ahead, 2)):
