@@ -25,7 +25,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.execution_report import memory_bandwidth
-from asyncllm.gpu.graph.replay import EagerReplay
+from asyncllm.gpu.graph.replay import Replay
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.native.interface import OP_KINDS
 from asyncllm.sampling_params import SamplingParams
@@ -104,7 +104,7 @@ def step_times(runner: ModelRunner, clock: Clock, kind: Kind, count: int) -> dic
     """Median seconds by op, and of the step as one program."""
     state: Any = runner._open()
     recorded, times, whole = state.replay, [], []
-    eager = EagerReplay(state.model, state.cache, state.memory)
+    eager = Replay(state.model, state.cache, state.memory)
     for number in range(2 * count + 2):
         state.replay = eager if number % 2 else recorded
         runner.launch(step_of(runner, kind, number))
