@@ -191,6 +191,8 @@ class ModelConfig:
             "sliding_layers": (False,) * num_layers,
             **family.read(config, sizes),
         }
+        if "experts" in fields and not any(fields["experts"].layers):
+            del fields["experts"]
         if "intermediate_size" not in fields:
             fields["intermediate_size"] = config.integer("intermediate_size")
         if "layer_ropes" in fields:

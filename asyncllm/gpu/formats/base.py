@@ -147,11 +147,8 @@ def check_fields(config: ConfigFile, known: Iterable[str], *module_lists: str) -
         if name in config and name not in known:
             raise config.bad(name, "no such field, which may change what the weights mean")
     for name in module_lists:
-        value = config.values.get(name)
-        if value is not None and not (
-            isinstance(value, list) and all(isinstance(entry, str) for entry in value)
-        ):
-            raise config.bad(name, "a list of module names")
+        if name in config:
+            config.entries(name, "a list of module names", lambda entry: isinstance(entry, str))
 
 
 def group_size(config: ConfigFile) -> int | None:
@@ -171,14 +168,11 @@ def block_size(config: ConfigFile, name: str) -> tuple[int, int]:
     Raises:
         ModelLoadError: no list of two integers from 1 to 65536.
     """
-    size = config.values.get(name)
-    if (
-        not isinstance(size, list)
-        or len(size) != 2
-        or any(type(n) is not int or not 1 <= n <= 2**16 for n in size)
-    ):
-        raise config.bad(name, "two integers from 1 to 65536, rows and columns")
-    return size[0], size[1]
+    accepted = "two integers from 1 to 65536, rows and columns"
+    rows, columns = config.entries(
+        name, accepted, lambda n: type(n) is int and 1 <= n <= 2**16, count=2
+    )
+    return rows, columns
 
 
 def check_groups(name: str, groups: Tensor, count: int) -> None:
