@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from asyncllm.checkpoint.codes import Codes
 from asyncllm.checkpoint.config_file import ConfigFile
-from asyncllm.checkpoint.reader import CheckpointReader
+from asyncllm.checkpoint.reader import CheckpointReader, Codes
 from asyncllm.gpu.formats.base import (
     SCALE_DTYPES,
     PackedTensor,

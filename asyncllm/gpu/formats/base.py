@@ -9,9 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from asyncllm.checkpoint.codes import Codes
 from asyncllm.checkpoint.config_file import ConfigFile
-from asyncllm.checkpoint.reader import CheckpointReader, TensorInfo
+from asyncllm.checkpoint.reader import CheckpointReader, Codes, TensorInfo
 from asyncllm.errors import ModelLoadError
 
 SCALE_DTYPES = ("F32", "BF16", "F16")

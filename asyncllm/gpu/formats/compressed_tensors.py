@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asyncllm.checkpoint.codes import Codes
 from asyncllm.checkpoint.config_file import ConfigFile
-from asyncllm.checkpoint.reader import CheckpointReader
+from asyncllm.checkpoint.reader import CheckpointReader, Codes
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.base import (
     SCALE_DTYPES,

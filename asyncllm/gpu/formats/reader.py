@@ -9,8 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from asyncllm.checkpoint.codes import Codes
-from asyncllm.checkpoint.reader import CheckpointReader, TensorInfo
+from asyncllm.checkpoint.reader import CheckpointReader, Codes, TensorInfo
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.base import PackedTensor, Rows, WeightFormat, dequantised
 

@@ -187,25 +187,14 @@ class GatedMLP:
 
 
 @dataclass(slots=True)
-class NormedMixer:
-    """A mixer followed by a norm."""
+class Normed:
+    """A mixer or an MLP, followed by a norm."""
 
-    mixer: Mixer
+    block: Callable[..., Tensor]
     norm: RMSNorm
 
-    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
-        return self.norm(self.mixer(x, step))
-
-
-@dataclass(slots=True)
-class NormedMLP:
-    """An MLP followed by a norm."""
-
-    mlp: Callable[[Tensor], Tensor]
-    norm: RMSNorm
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.norm(self.mlp(x))
+    def __call__(self, x: Tensor, *step: StepContext) -> Tensor:
+        return self.norm(self.block(x, *step))
 
 
 @dataclass(slots=True)
