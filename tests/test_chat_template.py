@@ -214,6 +214,7 @@ def test_a_template_that_fails(source: str) -> None:
     "source",
     [
         "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
+        "{% set x = range(9999) %}{% for a in x %}{% for b in x %}{% endfor %}{% endfor %}",
         "{% for a in range(100000) %}{% for b in range(100000) if false %}{% endfor %}{% endfor %}",
         "{% macro f(n) %}{% if n %}{{ f(n - 1) ~ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
         "{% for a in range(100000) %}{{ range(100000) | map('trim') | list | length }}{% endfor %}",

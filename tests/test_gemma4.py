@@ -43,7 +43,7 @@ def _layers(runner: ModelRunner) -> list[Any]:
 
 
 def _mixers(runner: ModelRunner) -> list[Any]:
-    return [layer.mixer.mixer for layer in _layers(runner)]
+    return [layer.mixer.block for layer in _layers(runner)]
 
 
 def _other_kv(runner: ModelRunner) -> None:

@@ -342,7 +342,7 @@ MOE.pop("intermediate_size")
         (MOE, {"full_attention_interval": None}, "interval is missing, expected at most num_hid"),
         (QWEN, {"layer_types": [LINEAR] * 3}, "layer_types is .*full_attention, at least once"),
         (QWEN, {"layer_types": [FULL]}, "layer_types is .*num_hidden_layers=3"),
-        (QWEN, {"layer_types": [FULL, "mamba", FULL]}, "layer_types is .*expected a list of full"),
+        (QWEN, {"layer_types": [FULL, "mamba", FULL]}, "layer_types is .*full_attention or linear"),
         (QWEN, {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act is 'gelu_pytorch_tanh', expected"),
         (QWEN, {"intermediate_size": None}, "intermediate_size is missing"),
         (MOE, {"num_experts_per_tok": 7}, "num_experts_per_tok is 7, expected at most num_exp"),

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncllm import EngineConfig
-from asyncllm.checkpoint.codes import Codes
 from asyncllm.checkpoint.model_config import ModelConfig
+from asyncllm.checkpoint.reader import Codes
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.formats import reader as reader_module
 from asyncllm.gpu.ops.linear_weights import LinearWeights, WeightForm

@@ -13,7 +13,7 @@ import pytest
 from asyncllm.errors import InvalidRequestError
 from asyncllm.tool_calls.families import TOOL_FAMILIES
 from asyncllm.tool_calls.function_schema import function_schema
-from asyncllm.tool_calls.response_format import ResponseFormats
+from asyncllm.tool_calls.response_format import ResponseFormat, ResponseFormats
 from asyncllm.tool_calls.tool_grammar import tool_grammar, with_tool_grammar
 from asyncllm.tool_calls.tool_use import ToolUse
 
@@ -362,7 +362,7 @@ def test_a_choice_becomes_a_sampling_parameter() -> None:
     found, free = with_tool_grammar({"seed": 1}, None, named, form)
     spec = found.pop("structured_outputs")
     assert (found, free, spec.param, json.loads(spec.text)) == ({"seed": 1}, False, "tools", tag)
-    own = dataclasses.replace(form, form=None)
+    own = ResponseFormat(dataclasses.replace(TOOL_FAMILIES["hermes"], form=None), None)
     with pytest.raises(InvalidRequestError, match="tool_call_parser"):
         with_tool_grammar({}, None, named, own)
 

@@ -109,6 +109,19 @@ class ConfigFile:
     def choice(self, name: str, choices: Sequence[str], default: Any = REQUIRED) -> Any:
         return self._get(name, default, check.choice, choices)
 
+    def entries(
+        self, name: str, accepted: str, fits: Callable[[Any], bool], count: int | None = None
+    ) -> list[Any]:
+        """A list, of ``count`` entries if that is given, for each of which ``fits`` is true."""
+        value = self.values.get(name)
+        if (
+            not isinstance(value, list)
+            or count not in (None, len(value))
+            or not all(map(fits, value))
+        ):
+            raise self.bad(name, accepted)
+        return value
+
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
         """One token id or a list of them, each below ``vocab_size``; empty if absent."""
         value = self.values.get(name)

@@ -132,12 +132,13 @@ def _layer_types(config: ConfigFile, default: tuple[bool, ...]) -> tuple[bool, .
     """Read per layer whether ``layer_types`` calls it sliding; ``default`` if absent."""
     if "layer_types" not in config:
         return default
-    kinds = config.values["layer_types"]
-    if not isinstance(kinds, list) or len(kinds) != len(default):
-        raise config.bad("layer_types", f"a list of num_hidden_layers={len(default)} names")
-    if any(kind not in (FULL, SLIDING) for kind in kinds):
-        raise config.bad("layer_types", f"a list of {FULL} or {SLIDING}")
-    return tuple(kind == SLIDING for kind in kinds)
+    return tuple(kind == SLIDING for kind in layer_types(config, len(default), SLIDING))
+
+
+def layer_types(config: ConfigFile, count: int, kind: str) -> list[str]:
+    """Read ``layer_types``, in which layers have full attention or are of ``kind``."""
+    accepted = f"a list of num_hidden_layers={count} names, {FULL} or {kind}"
+    return config.entries("layer_types", accepted, (FULL, kind).__contains__, count)
 
 
 def every(count: int, sizes: Sizes) -> tuple[bool, ...]:

@@ -23,19 +23,7 @@ MAX_ARRAY = 2**12
 """Most elements of an array that is kept. Of a longer one, such as a vocabulary, only the length
 is."""
 
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+_SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
 GGML_TYPES: dict[int, tuple[str, int, int]] = {
@@ -222,14 +210,11 @@ class _Cursor:
             )
         return self.take(length).decode("utf-8", "replace")
 
-    def text(self) -> str:
-        return self.take(self.number("Q")).decode("utf-8", "replace")
-
     def value(self, key: str, kind: int) -> Any:
         if kind in _SCALARS:
             return self.number(_SCALARS[kind])
         if kind == _STRING:
-            return self.text()
+            return self.take(self.number("Q")).decode("utf-8", "replace")
         if kind == _ARRAY:
             return self._array(key, self.number("I"), self.number("Q"))
         raise self.bad(f"metadata {key!r} is of type {kind}, expected 0 to 12")

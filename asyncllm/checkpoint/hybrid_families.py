@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from asyncllm.checkpoint.config_file import ConfigFile
-from asyncllm.checkpoint.experts_config import ExpertsConfig, ExpertsNames, RoutingConfig
-from asyncllm.checkpoint.families import FULL, Family, Fields, Sizes, every, read_biases
+from asyncllm.checkpoint.experts_config import RoutingConfig
+from asyncllm.checkpoint.families import (
+    FULL,
+    Family,
+    Fields,
+    Sizes,
+    every,
+    layer_types,
+    read_biases,
+)
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
-from asyncllm.checkpoint.moe_families import expert_counts, normalised_routing, sparse_layers
+from asyncllm.checkpoint.moe_families import (
+    expert_counts,
+    gated_experts,
+    normalised_routing,
+    sparse_layers,
+)
 
 LINEAR = "linear_attention"
 
@@ -16,16 +29,15 @@ MAX_HEADS, MAX_HEAD_DIM, MAX_CONV_WIDTH = 1024, 1024, 16
 def _linear_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
     """Read per layer whether it is linear: by ``layer_types``, else all but every
     ``full_attention_interval``-th."""
-    kinds, count = config.values.get("layer_types"), sizes.num_layers
-    if kinds is None:
+    count = sizes.num_layers
+    if "layer_types" not in config:
         interval = config.integer("full_attention_interval", 4)
         if interval > count:
             accepted = f"at most num_hidden_layers={count} (4 without it): some layer has attention"
             raise config.bad("full_attention_interval", accepted)
         return every(interval, sizes)
-    if not isinstance(kinds, list) or len(kinds) != count:
-        raise config.bad("layer_types", f"a list of num_hidden_layers={count} names")
-    if any(kind not in (FULL, LINEAR) for kind in kinds) or FULL not in kinds:
+    kinds = layer_types(config, count, LINEAR)
+    if FULL not in kinds:
         raise config.bad("layer_types", f"a list of {FULL}, at least once, and {LINEAR}")
     return tuple(kind == LINEAR for kind in kinds)
 
@@ -60,21 +72,9 @@ def _gated_delta(config: ConfigFile, sizes: Sizes, *, grouped_by_key_head: bool 
     }
 
 
-def _experts(config: ConfigFile, layers: tuple[bool, ...], routing: RoutingConfig) -> Fields:
-    experts = ExpertsConfig(
-        layers,
-        routing,
-        config.integer("moe_intermediate_size"),
-        shared_size=config.integer("shared_expert_intermediate_size"),
-        shared_gate=True,
-        names=ExpertsNames(shared="mlp.shared_expert"),
-    )
-    return {"experts": experts if any(layers) else None}
-
-
 def _qwen3_5_moe(config: ConfigFile, sizes: Sizes) -> Fields:
     routing = RoutingConfig(*expert_counts(config, "num_experts"), renormalise=True)
-    experts = _experts(config, (True,) * sizes.num_layers, routing)
+    experts = gated_experts(config, (True,) * sizes.num_layers, routing)
     # No layer has an ordinary MLP, so files have no size for one.
     dense = {"intermediate_size": config.integer("moe_intermediate_size")}
     return {**_gated_delta(config, sizes), **experts, **dense}
@@ -82,7 +82,7 @@ def _qwen3_5_moe(config: ConfigFile, sizes: Sizes) -> Fields:
 
 def _qwen3_next(config: ConfigFile, sizes: Sizes) -> Fields:
     routing = normalised_routing(config, "num_experts")
-    experts = _experts(config, sparse_layers(config, sizes), routing)
+    experts = gated_experts(config, sparse_layers(config, sizes), routing)
     return {**_gated_delta(config, sizes, grouped_by_key_head=True), **experts}
 
 

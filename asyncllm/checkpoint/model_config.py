@@ -191,6 +191,8 @@ class ModelConfig:
             "sliding_layers": (False,) * num_layers,
             **family.read(config, sizes),
         }
+        if "experts" in fields and not any(fields["experts"].layers):
+            del fields["experts"]
         if "intermediate_size" not in fields:
             fields["intermediate_size"] = config.integer("intermediate_size")
         if "layer_ropes" in fields:
@@ -223,28 +225,22 @@ def has_native_decoder(config: ConfigFile) -> bool:
 
 def _find_family(config: ConfigFile) -> tuple[Family, bool] | None:
     """Family of a file's architecture, and whether it is the text part of a multimodal model; None
-    if the decoder does not support it."""
-    found = _named_family(config)
-    if found is None or found[0].covers is None or found[0].covers(config):
-        return found
-    return None
-
-
-def _named_family(config: ConfigFile) -> tuple[Family, bool] | None:
-    """Family by ``architectures``, or by ``model_type`` if that is absent, as in a configuration
-    that was saved without its model."""
-    text = config.values.get("text_config")
-    if isinstance(text, dict):
-        family = FAMILIES.get(str(text.get("model_type")))
-        return (family, True) if family is not None and family.text_part else None
-    names = config.values.get("architectures")
-    if names is None:
-        family = FAMILIES.get(str(config.values.get("model_type")))
-        return None if family is None else (family, False)
-    for family in FAMILIES.values():
-        if isinstance(names, list) and family.architecture in names:
-            return family, False
-    return None
+    if the decoder does not support it. ``architectures`` may be absent, as in a configuration that
+    was saved without its model: then ``model_type`` counts."""
+    text, names = config.values.get("text_config"), config.values.get("architectures")
+    is_text_part = isinstance(text, dict)
+    if is_text_part or names is None:
+        holder = text if is_text_part else config.values
+        family = FAMILIES.get(str(holder.get("model_type")))
+    else:
+        named = (
+            f for f in FAMILIES.values() if isinstance(names, list) and f.architecture in names
+        )
+        family = next(named, None)
+    if family is None or (is_text_part and not family.text_part):
+        return None
+    covered = family.covers is None or family.covers(config)
+    return (family, is_text_part) if covered else None
 
 
 def _family(config: ConfigFile) -> tuple[Family, ConfigFile, bool]:

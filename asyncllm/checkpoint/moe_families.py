@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.checkpoint.experts_config import (
     ActivationConfig,
@@ -43,11 +45,13 @@ def expert_counts(
 def sparse_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
     """Layers with experts in Qwen: every ``decoder_sparse_step``-th, except ``mlp_only_layers``."""
     step = config.integer("decoder_sparse_step", 1)
-    dense = config.values.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or any(
-        type(layer) is not int or not 0 <= layer < sizes.num_layers for layer in dense
-    ):
-        raise config.bad("mlp_only_layers", f"a list of layers from 0 to {sizes.num_layers - 1}")
+    accepted = f"a list of layers from 0 to {sizes.num_layers - 1}"
+
+    def fits(layer: Any) -> bool:
+        return type(layer) is int and 0 <= layer < sizes.num_layers
+
+    named = "mlp_only_layers" in config
+    dense = config.entries("mlp_only_layers", accepted, fits) if named else []
     return tuple(
         layer not in dense and (layer + 1) % step == 0 for layer in range(sizes.num_layers)
     )
@@ -73,9 +77,17 @@ def normalised_routing(config: ConfigFile, *names: str) -> RoutingConfig:
     return RoutingConfig(count, top_k, renormalise=config.boolean("norm_topk_prob", False))
 
 
-def _experts_or_none(experts: ExpertsConfig) -> Fields:
-    """Set ``experts``, to None if no layer has any."""
-    return {"experts": experts if any(experts.layers) else None}
+def gated_experts(config: ConfigFile, layers: tuple[bool, ...], routing: RoutingConfig) -> Fields:
+    """Read Qwen's experts with a shared MLP behind a gate."""
+    experts = ExpertsConfig(
+        layers,
+        routing,
+        config.integer("moe_intermediate_size"),
+        shared_size=config.integer("shared_expert_intermediate_size"),
+        shared_gate=True,
+        names=ExpertsNames(shared="mlp.shared_expert"),
+    )
+    return {"experts": experts}
 
 
 def _deepseek_v3_routing(config: ConfigFile, sizes: Sizes) -> Fields:
@@ -101,7 +113,7 @@ def _deepseek_v3_routing(config: ConfigFile, sizes: Sizes) -> Fields:
     layers = tuple(layer >= first for layer in range(sizes.num_layers))
     unused = config.integer("num_nextn_predict_layers", 0, low=0, high=1024)
     return {
-        **_experts_or_none(ExpertsConfig(layers, routing, size, shared_size=shared)),
+        "experts": ExpertsConfig(layers, routing, size, shared_size=shared),
         "unused_layers": unused,
     }
 
@@ -130,16 +142,9 @@ def _qwen2_moe(config: ConfigFile, sizes: Sizes) -> Fields:
     slides = "sliding_window" in config
     layers = tuple(slides and layer % 2 == 0 and layer < most for layer in range(sizes.num_layers))
     window = read_optional_window(config, sizes, layers)
-    experts = ExpertsConfig(
-        sparse_layers(config, sizes),
-        normalised_routing(config, "num_experts"),
-        config.integer("moe_intermediate_size"),
-        shared_size=config.integer("shared_expert_intermediate_size"),
-        shared_gate=True,
-        names=ExpertsNames(shared="mlp.shared_expert"),
-    )
-    bias = config.boolean("qkv_bias", True)
-    return {"attention_bias": bias, **window, **_experts_or_none(experts)}
+    routing = normalised_routing(config, "num_experts")
+    experts = gated_experts(config, sparse_layers(config, sizes), routing)
+    return {"attention_bias": config.boolean("qkv_bias", True), **window, **experts}
 
 
 def _qwen3_moe(config: ConfigFile, sizes: Sizes) -> Fields:
@@ -150,7 +155,7 @@ def _qwen3_moe(config: ConfigFile, sizes: Sizes) -> Fields:
     )
     slides = "sliding_window" in config
     window = read_optional_window(config, sizes, (slides,) * sizes.num_layers)
-    return {"qk_norm": True, **read_biases(config), **window, **_experts_or_none(experts)}
+    return {"qk_norm": True, **read_biases(config), **window, "experts": experts}
 
 
 def _olmoe(config: ConfigFile, sizes: Sizes) -> Fields:
@@ -205,7 +210,7 @@ def _ernie4_5_moe(config: ConfigFile, sizes: Sizes) -> Fields:
     names = ExpertsNames(correction="mlp.moe_statics.e_score_correction_bias")
     experts = ExpertsConfig(layers, routing, size, shared_size=shared, names=names)
     unused = config.integer("num_nextn_predict_layers", 0, low=0, high=1024)
-    return {"interleaved_rope": True, **_experts_or_none(experts), "unused_layers": unused}
+    return {"interleaved_rope": True, "experts": experts, "unused_layers": unused}
 
 
 def _gpt_oss(config: ConfigFile, sizes: Sizes) -> Fields:

@@ -12,13 +12,11 @@ from safetensors import SafetensorError, safe_open
 
 from asyncllm.checkpoint.file_version import FileVersion
 from asyncllm.checkpoint.model_files import weight_files
-from asyncllm.checkpoint.reader import TensorInfo
+from asyncllm.checkpoint.reader import Codes, TensorInfo
 from asyncllm.errors import ModelLoadError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from asyncllm.checkpoint.codes import Codes
 
 
 MAX_MAPPED_FILES = 2

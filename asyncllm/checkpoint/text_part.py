@@ -6,14 +6,13 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from asyncllm.checkpoint.reader import CheckpointReader, TensorInfo
+from asyncllm.checkpoint.reader import CheckpointReader, Codes, TensorInfo
 from asyncllm.errors import ModelLoadError
 from asyncllm.logger import get_logger
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from asyncllm.checkpoint.codes import Codes
 
 logger = get_logger(__name__)
 

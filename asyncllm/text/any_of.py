@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection
 from itertools import groupby
@@ -27,15 +28,7 @@ def _tree(texts: list[str], depth: int) -> str:
     for _, group in groupby(texts[len(ends) :], key=lambda text: text[0]):
         alike = list(group)
         # The first and the last of sorted texts have the shortest common prefix.
-        shared = _common_prefix(alike[0], alike[-1])
+        shared = os.path.commonprefix([alike[0], alike[-1]])  # noqa: RUF071 (of characters)
         rest = _tree([text[len(shared) :] for text in alike], depth + 1)
         branches.append(re.escape(shared) + (f"(?:{rest})" if rest else ""))
     return "|".join(branches + ends)
-
-
-def _common_prefix(first: str, last: str) -> str:
-    """Common prefix of two texts."""
-    if first == last:
-        return first
-    pairs = enumerate(zip(first, last, strict=False))
-    return first[: next((i for i, (one, other) in pairs if one != other), len(first))]

@@ -122,12 +122,21 @@ class PieceTable(dict[int, str | int]):
 
     Made for the decoder chain of SentencePiece models with byte fallback: the word mark becomes a
     space, "<0xNN>" a byte. Filled as tokens occur; see ByteTable.
+
+    Attributes:
+        strips_start: one space at the beginning of a text is dropped.
     """
 
     def __init__(
-        self, id_to_token: IdToToken, skip: Collection[int] = (), *, word_mark: str = "▁"
+        self,
+        id_to_token: IdToToken,
+        skip: Collection[int] = (),
+        *,
+        word_mark: str = "▁",
+        strips_start: bool = True,
     ) -> None:
         super().__init__(dict.fromkeys(skip, ""))
+        self.strips_start = strips_start
         self._id_to_token = id_to_token
         self._word_mark = word_mark
 
@@ -139,17 +148,22 @@ class PieceTable(dict[int, str | int]):
         return piece
 
 
-def word_mark_of(steps: list[dict[str, Any]]) -> str | None:
-    """Word mark of a SentencePiece decoder with byte fallback; None for any other decoder. Its
-    steps: replace the mark by a space, bytes to text, join, and perhaps strip one leading space."""
+def make_table(
+    steps: list[dict[str, Any]], id_to_token: IdToToken, skip: Collection[int]
+) -> ByteTable | PieceTable | None:
+    """Table of a byte-level decoder, or of a SentencePiece decoder with byte fallback; None for any
+    other. The steps of the latter: replace the word mark by a space, bytes to text, join, and
+    perhaps strip one leading space."""
     kinds = [step["type"] for step in steps]
-    if kinds[:3] != ["Replace", "ByteFallback", "Fuse"] or len(kinds) > 4:
-        return None
+    if kinds == ["ByteLevel"]:
+        return ByteTable(id_to_token, skip)
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-    if len(steps) == 4 and steps[3] != strip:
+    if kinds[:3] != ["Replace", "ByteFallback", "Fuse"] or steps[3:] not in ([], [strip]):
         return None
     mark = steps[0]["pattern"].get("String")
-    return mark if mark and steps[0]["content"] == " " else None
+    if not mark or steps[0]["content"] != " ":
+        return None
+    return PieceTable(id_to_token, skip, word_mark=mark, strips_start=len(steps) == 4)
 
 
 class ByteFallbackDecoder:
@@ -159,16 +173,11 @@ class ByteFallbackDecoder:
     run becomes a replacement character. Here a character is released as soon as it is complete: a
     newline is such a byte, and a stop string must not wait for the next token. So the two differ in
     one case: characters that were complete before their run became invalid stay as they were.
-
-    Args:
-        strip_start: drop one space at the beginning of the text.
     """
 
     __slots__ = ("_at_start", "_broken", "_pending", "_prompt_bytes", "_table")
 
-    def __init__(
-        self, table: PieceTable, prompt_token_ids: Sequence[int] = (), *, strip_start: bool
-    ) -> None:
+    def __init__(self, table: PieceTable, prompt_token_ids: Sequence[int] = ()) -> None:
         self._table = table
         self._pending = b""
         self._broken = False
@@ -176,7 +185,7 @@ class ByteFallbackDecoder:
         for byte in run:
             self._push_byte(byte)
         self._prompt_bytes = len(self._pending)
-        self._at_start = strip_start and not has_text
+        self._at_start = table.strips_start and not has_text
 
     def push(self, token_id: int) -> str:
         piece = self._table[token_id]

@@ -8,7 +8,7 @@ from typing import Any
 import tokenizers
 
 from asyncllm.text.control_tokens import steps_of
-from asyncllm.text.text_decoder import REPLACEMENT, ByteTable, PieceTable, word_mark_of
+from asyncllm.text.text_decoder import REPLACEMENT, PieceTable, make_table
 
 
 def token_bytes(backend: tokenizers.Tokenizer, skip: frozenset[int], size: int) -> list[bytes]:
@@ -28,14 +28,10 @@ def token_table(
     backend: tokenizers.Tokenizer, skip: frozenset[int] = frozenset()
 ) -> Callable[[int], bytes] | None:
     """Function from token id to bytes; None if a token's bytes depend on its neighbours."""
-    steps = steps_of(backend.decoder)
-    if [step["type"] for step in steps] == ["ByteLevel"]:
-        return ByteTable(backend.id_to_token, skip).__getitem__
-    mark = word_mark_of(steps)
-    if mark is None:
-        return None
-    pieces = PieceTable(backend.id_to_token, skip, word_mark=mark)
-    return lambda i: bytes([p]) if isinstance(p := pieces[i], int) else p.encode()
+    table = make_table(steps_of(backend.decoder), backend.id_to_token, skip)
+    if isinstance(table, PieceTable):
+        return lambda i: bytes([p]) if isinstance(p := table[i], int) else p.encode()
+    return None if table is None else table.__getitem__
 
 
 def _unknown(backend: tokenizers.Tokenizer) -> frozenset[int]:

@@ -33,10 +33,9 @@ from asyncllm.text.text_decoder import (
     ByteFallbackDecoder,
     ByteLevelDecoder,
     ByteTable,
-    PieceTable,
     TextDecoder,
     WindowDecoder,
-    word_mark_of,
+    make_table,
 )
 from asyncllm.text.token_bytes import token_bytes, token_table
 from asyncllm.text.tokenizer_thread import LONG_TEXT
@@ -284,21 +283,19 @@ class Tokenizer:
     ) -> Callable[[frozenset[int]], Callable[[Sequence[int]], TextDecoder]]:
         """Factory of decoders: called with the ids to skip, then with a prompt."""
         steps = steps_of(self.backend.decoder)
-        kinds = [step["type"] for step in steps]
         id_to_token = self.backend.id_to_token
-        if kinds == ["ByteLevel"]:
-            return cache(lambda skip: partial(ByteLevelDecoder, ByteTable(id_to_token, skip)))
-        word_mark = word_mark_of(steps)
-        if word_mark is not None:
-            strip = len(steps) == 4
-
-            def of_pieces(skip: frozenset[int]) -> Callable[[Sequence[int]], TextDecoder]:
-                table = PieceTable(id_to_token, skip, word_mark=word_mark)
-                return partial(ByteFallbackDecoder, table, strip_start=strip)
-
-            return cache(of_pieces)
         decode = partial(self.decode, skip_special_tokens=False)
-        return lambda skip: partial(WindowDecoder, decode, skip=skip)
+
+        @cache
+        def factory(skip: frozenset[int]) -> Callable[[Sequence[int]], TextDecoder]:
+            table = make_table(steps, id_to_token, skip)
+            if isinstance(table, ByteTable):
+                return partial(ByteLevelDecoder, table)
+            if table is not None:
+                return partial(ByteFallbackDecoder, table)
+            return partial(WindowDecoder, decode, skip=skip)
+
+        return factory
 
 
 @contextmanager

@@ -59,10 +59,7 @@ class RegionCallReader:
         self._scanner = None if close is None else DelimiterScanner(close)
         self._raw = [opening]
 
-    def push(self, text: str) -> str | None:
-        return self._push(text, last=False)
-
-    def _push(self, text: str, last: bool) -> str | None:
+    def push(self, text: str, last: bool = False) -> str | None:
         if self._scanner is None:
             self._raw.append(text)
             return None
@@ -75,7 +72,7 @@ class RegionCallReader:
         return rest
 
     def finish(self) -> str:
-        rest = self._push("", last=True)
+        rest = self.push("", last=True)
         if rest is None:
             self._end()
         return rest or ""

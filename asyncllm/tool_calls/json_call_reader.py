@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple
 
 from asyncllm.tool_calls.call_reader import Event
 from asyncllm.tool_calls.delimiters import Delimiters
 
 _MAX_HEAD = 1024
-"""Most characters of a key or a name."""
+"""Most characters of a key, a name or another value before or after the arguments."""
 
-_WHITESPACE = " \t\r\n"
+_SPACE = re.compile(r"[ \t\r\n]*")
+_TOKEN = re.compile(r'[{}\[\]:,]|"(?:[^"\\]|\\.)*"|[^"{}\[\]:,][^,}\s]*(?=[,}\s])', re.DOTALL)
 _OUTSIDE = re.compile(r'["{}\[\]]')
 _INSIDE = re.compile(r'["\\]')
-_SCALAR_END = re.compile(r"[,}\s]")
 
-_State = Callable[[str, int], int]
+_State = Literal[
+    "array", "object", "key", "colon", "name", "arguments", "other", "inside", "after", "next"
+]
+_NEXT: Mapping[_State, Mapping[str, _State]] = {
+    "array": {"[": "object"},
+    "object": {"{": "key"},
+    "key": {'"': "colon"},
+    "colon": {":": "other"},
+    "name": {'"': "after"},
+    "arguments": {"{": "inside"},
+    "after": {",": "key", "}": "next"},
+    "next": {",": "object", "]": "next"},
+}
+"""By state, the first characters of the tokens that may follow, and the state after each. "other"
+takes any string or scalar; "inside" is within the arguments."""
 
 
 class _NoCall(Exception):
@@ -65,43 +79,62 @@ class JsonCallReader:
         self._syntax = syntax
         self._tools = tools
         self._close = close
-        # Text since the last complete call: earlier pieces, and the current one from ``_mark`` on.
+        # Text since the last complete call: parsed pieces, and the text of the current token.
         self._raw = [opening]
+        self._text = ""
         self._mark = 0
         self._tail: str | None = None
-        self._state: _State = {
-            "object": self._open_object,
-            "array": self._open_array,
-            "arguments": self._open_arguments,
-        }[syntax.kind]
+        self._state: _State = syntax.kind
         self._name = name
+        self._ended = False
         self._reset()
 
     def _reset(self) -> None:
         self._begun = False
-        self._ended = False
         self._key = ""
-        self._string: list[str] = []
-        self._room = _MAX_HEAD
         self._arguments: list[str] | None = None
         self._depth = 0
-        self._quoted = False
+        self._quoted = self._escaped = False
 
     def push(self, text: str) -> str | None:
         if self._tail is not None:
             return self._push_close(text)
-        self._mark = position = 0
+        text, self._mark = self._text + text, 0
         try:
-            while position < len(text) and not self._ended:
-                position = self._state(text, position)
+            position = self._parse(text)
         except _NoCall as error:
             position = error.args[0]
             self._raw.append(text[self._mark : position])
             return self._give_up(text[position:])
         self._raw.append(text[self._mark : position])
+        self._text = text[position:]
         if not self._ended:
             return None
-        return text[position:] if self._close is None else self._push_close(text[position:])
+        return self._text if self._close is None else self._push_close(self._text)
+
+    def _parse(self, text: str) -> int:
+        """Take tokens and arguments; returns the position of the first unfinished token."""
+        position = 0
+        while not self._ended and position < len(text):
+            if self._state == "inside":
+                position = self._read_arguments(text, position)
+                continue
+            match = _SPACE.match(text, position)
+            assert match is not None
+            position = match.end()
+            if position == len(text):
+                break
+            first = text[position]
+            if first in "{[,}]:" if self._state == "other" else first not in _NEXT[self._state]:
+                raise _NoCall(position)
+            match = _TOKEN.match(text, position)
+            end = len(text) if match is None else match.end()
+            if end - position > _MAX_HEAD:
+                raise _NoCall(position + _MAX_HEAD)
+            if match is None:
+                break
+            position = self._take(match[0], position, end)
+        return position
 
     def _push_close(self, text: str) -> str | None:
         """Take white space and the closing delimiter; anything else is no call."""
@@ -124,60 +157,43 @@ class JsonCallReader:
             match, _ = self._close.match(rest, last=True)
             self._whole(0)
             return rest[match.end() :] if match is not None else ""
-        if self._state == self._next_object:
-            return ""
-        return self._give_up("")
+        self._raw.append(self._text)
+        return "" if self._state == "next" else self._give_up("")
 
     def _give_up(self, rest: str) -> str:
         """Report the call so far as text; ``rest`` follows it."""
         self.events.append(Event("text", "".join(self._raw)))
         return rest
 
-    # --- states: each takes text from a position on and returns where it stopped -------
-
-    def _open_array(self, text: str, position: int) -> int:
-        return self._expect(text, position, {"[": self._open_object})
-
-    def _next_object(self, text: str, position: int) -> int:
-        if text[position] == "]":
+    def _take(self, token: str, start: int, end: int) -> int:
+        """Take a token; returns where to go on."""
+        state = self._state
+        if state == "key":
+            self._key = _parsed(token, end)
+            if self._key not in (self._syntax.name, self._syntax.arguments, "id", "type"):
+                raise _NoCall(end)
+        elif state == "name":
+            self._begin(_parsed(token, end), end)
+        elif state == "arguments":
+            if self._arguments is not None:
+                raise _NoCall(start)
+            if self._syntax.kind == "arguments":
+                assert self._name is not None
+                self._begin(self._name, start)
+            self._arguments, end = [], start
+        elif state == "other" and token[0] == '"':
+            _parsed(token, end)
+        self._state = "after" if state == "other" else _NEXT[state][token[0]]
+        if state == "colon" and self._key == self._syntax.arguments:
+            self._state = "arguments"
+        elif state == "colon" and self._key == self._syntax.name:
+            if self._name is not None:
+                raise _NoCall(end)
+            self._state = "name"
+        elif token == "}":
+            self._end_of_call(end)
+        elif token == "]":
             self._ended = True
-            return position + 1
-        return self._expect(text, position, {",": self._open_object})
-
-    def _open_object(self, text: str, position: int) -> int:
-        return self._expect(text, position, {"{": self._open_key})
-
-    def _open_key(self, text: str, position: int) -> int:
-        return self._expect(text, position, {'"': self._in_key})
-
-    def _in_key(self, text: str, position: int) -> int:
-        end = self._read_string(text, position)
-        if end is None:
-            return len(text)
-        self._key = self._take_string(end)
-        if self._key not in (self._syntax.name, self._syntax.arguments, "id", "type"):
-            raise _NoCall(end)
-        self._state = self._colon
-        return end
-
-    def _colon(self, text: str, position: int) -> int:
-        value = {
-            self._syntax.name: self._open_name,
-            self._syntax.arguments: self._open_arguments,
-        }.get(self._key, self._open_other)
-        return self._expect(text, position, {":": value})
-
-    def _open_name(self, text: str, position: int) -> int:
-        if self._name is not None:
-            raise _NoCall(position)
-        return self._expect(text, position, {'"': self._in_name})
-
-    def _in_name(self, text: str, position: int) -> int:
-        end = self._read_string(text, position)
-        if end is None:
-            return len(text)
-        self._begin(self._take_string(end), end)
-        self._state = self._after_value
         return end
 
     def _begin(self, name: str, position: int) -> None:
@@ -189,46 +205,9 @@ class JsonCallReader:
         if self._arguments:
             self.events.append(Event("arguments", "".join(self._arguments)))
 
-    def _open_other(self, text: str, position: int) -> int:
-        """Skip the value of a key without meaning, a string or a scalar."""
-        character = text[position]
-        if character in _WHITESPACE:
-            return position + 1
-        if character in "{[,}]":
-            raise _NoCall(position)
-        self._state = self._in_other_string if character == '"' else self._in_scalar
-        return position + 1
-
-    def _in_other_string(self, text: str, position: int) -> int:
-        end = self._read_string(text, position)
-        if end is None:
-            return len(text)
-        self._take_string(end)
-        self._state = self._after_value
-        return end
-
-    def _in_scalar(self, text: str, position: int) -> int:
-        match = _SCALAR_END.search(text, position)
-        if match is None:
-            return len(text)
-        self._state = self._after_value
-        return match.start()
-
-    def _open_arguments(self, text: str, position: int) -> int:
-        if text[position] in _WHITESPACE:
-            return position + 1
-        if text[position] != "{" or self._arguments is not None:
-            raise _NoCall(position)
-        if self._syntax.kind == "arguments":
-            assert self._name is not None
-            self._begin(self._name, position)
-        self._arguments = []
-        self._state = self._in_arguments
-        return position
-
-    def _in_arguments(self, text: str, position: int) -> int:
+    def _read_arguments(self, text: str, position: int) -> int:
         end = self._end_of_value(text, position)
-        piece = text[position : len(text) if end is None else end]
+        piece = text[position:end]
         assert self._arguments is not None
         self._arguments.append(piece)
         if end is not None and not _is_object("".join(self._arguments)):
@@ -237,14 +216,16 @@ class JsonCallReader:
             self.events.append(Event("arguments", piece))
         if end is None:
             return len(text)
+        self._state = "after"
         if self._syntax.kind == "arguments":
             self._end_of_call(end)
-        else:
-            self._state = self._after_value
         return end
 
     def _end_of_value(self, text: str, position: int) -> int | None:
         """Position after the bracket that closes the value; None if it is still to come."""
+        if self._escaped and position < len(text):
+            self._escaped = False
+            position += 1
         while True:
             match = (_INSIDE if self._quoted else _OUTSIDE).search(text, position)
             if match is None:
@@ -255,7 +236,7 @@ class JsonCallReader:
                 self._quoted = not self._quoted
             elif sign == "\\":
                 if position == len(text):
-                    self._state = self._escaped
+                    self._escaped = True
                     return None
                 position += 1
             elif sign in "{[":
@@ -265,34 +246,15 @@ class JsonCallReader:
                 if self._depth == 0:
                     return position
 
-    def _escaped(self, text: str, position: int) -> int:
-        """Take the character after a backslash that ended a piece."""
-        assert self._arguments is not None
-        self._arguments.append(text[position])
-        if self._begun:
-            self.events.append(Event("arguments", text[position]))
-        self._state = self._in_arguments
-        return position + 1
-
-    def _after_value(self, text: str, position: int) -> int:
-        if text[position] == "}":
-            self._end_of_call(position + 1)
-            return position + 1
-        return self._expect(text, position, {",": self._open_key})
-
     def _end_of_call(self, end: int) -> None:
         if self._name is None:
             raise _NoCall(end)
         if self._arguments is None:
             self.events.append(Event("arguments", "{}"))
-        if self._syntax.kind == "array":
+        is_array = self._syntax.kind == "array"
+        self._ended = not is_array
+        if is_array or self._close is None:
             self._whole(end)
-            self._state = self._next_object
-        elif self._close is None:
-            self._whole(end)
-            self._ended = True
-        else:
-            self._ended = True
 
     def _whole(self, end: int) -> None:
         self.events.append(Event("done"))
@@ -301,41 +263,12 @@ class JsonCallReader:
         self._name = None
         self._reset()
 
-    # --- pieces of the states ----------------------------------------------------------
 
-    def _expect(self, text: str, position: int, states: Mapping[str, _State]) -> int:
-        """Skip white space; the next character selects the next state."""
-        character = text[position]
-        if character in _WHITESPACE:
-            return position + 1
-        if character not in states:
-            raise _NoCall(position)
-        self._state = states[character]
-        return position + 1
-
-    def _read_string(self, text: str, position: int) -> int | None:
-        """Read on in a string after its opening quote; returns the position after it, or None."""
-        while position < len(text):
-            if self._room == 0:
-                raise _NoCall(position)
-            character = text[position]
-            position += 1
-            self._room -= 1
-            self._string.append(character)
-            if self._quoted:
-                self._quoted = False
-            elif character == '"':
-                return position
-            else:
-                self._quoted = character == "\\"
-        return None
-
-    def _take_string(self, position: int) -> str:
-        source, self._string, self._room = "".join(self._string), [], _MAX_HEAD
-        try:
-            return json.loads('"' + source)
-        except ValueError:
-            raise _NoCall(position) from None
+def _parsed(string: str, end: int) -> str:
+    try:
+        return json.loads(string)
+    except ValueError:
+        raise _NoCall(end) from None
 
 
 def _is_object(source: str) -> bool:

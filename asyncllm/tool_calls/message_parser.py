@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import uuid
+import secrets
+import string
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -16,18 +17,12 @@ from asyncllm.tool_calls.response_format import CALLS, SKIP, ResponseFormat
 _PIECE = 4096
 """Characters that are parsed at a time: the rest of a piece is scanned again after each call."""
 
-_ID_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
-_ID_LENGTH = 9
+_ID_DIGITS = string.digits + string.ascii_lowercase
 
 
 def make_call_id() -> str:
     """Random id of a call: nine letters and digits, because Mistral's templates take no other."""
-    number = uuid.uuid4().int
-    digits = []
-    for _ in range(_ID_LENGTH):
-        number, digit = divmod(number, len(_ID_DIGITS))
-        digits.append(_ID_DIGITS[digit])
-    return "".join(digits)
+    return "".join(secrets.choice(_ID_DIGITS) for _ in range(9))
 
 
 class TrimmedText:
@@ -169,8 +164,9 @@ class OutputParser:
                 if found is None:
                     return
                 if self._is_text(found):
-                    # A delimiter may be an empty match, which would be found again.
-                    rest = self._say_first(found.text, rest)
+                    self._say(found.text or rest[:1])
+                    # An empty match would be found again.
+                    rest = rest if found.text else rest[1:]
                 else:
                     self._open(found)
             text = rest
@@ -180,21 +176,14 @@ class OutputParser:
             return True
         return found.name == CALLS and self._one_call and bool(self.calls)
 
-    def _say_first(self, text: str, rest: str) -> str:
-        self._say(text or rest[:1])
-        return rest if text else rest[1:]
-
     def _open(self, found: Found) -> None:
+        self._not_generated = 0
         if found.name == CALLS:
-            self._not_generated = 0
             self._reader = self._form.call_reader(self._tools, found)
             return
         self._content.delimit()
-        self._not_generated = 0
-        if found.name != SKIP:
-            close = self._form.thoughts_close
-            if close is not None:
-                self._thinking = DelimiterScanner(close)
+        if found.name != SKIP and self._form.thoughts_close is not None:
+            self._thinking = DelimiterScanner(self._form.thoughts_close)
 
     def _say(self, text: str) -> None:
         if self._not_generated:

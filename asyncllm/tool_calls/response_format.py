@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,6 @@ from asyncllm.tool_calls.delimiters import Delimiters, Found, literals_or_patter
 from asyncllm.tool_calls.families import (
     REASONING_FAMILIES,
     TOOL_FAMILIES,
-    CallForm,
     ReasoningFamily,
     ToolFamily,
 )
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
 _LOOK_BEHIND = ("(?<=", "(?<!", r"\A")
 
 
-@dataclass(frozen=True, eq=False)
 class ResponseFormat:
     """A response template, compiled for text that arrives in pieces.
 
@@ -45,9 +42,12 @@ class ResponseFormat:
     megabyte; ``benchmarks.parsing``). It is used for calls in other syntaxes than plain JSON, a
     region at a time.
 
+    Args:
+        calling, thinking: formats of calls and of thoughts; None if they are not looked for.
+
     Attributes:
         delimiters: openings of regions, and the ignored pattern.
-        calls, thoughts: the template's fields; None if they are not looked for.
+        calls, thoughts: the template's fields; None as above.
         form: how the chat template writes calls; None if unknown.
         prompt_ends: literal texts that belong to the answer if the prompt ends with them.
         begin, end: delimiters of thinking that the engine looks for; empty if the template has
@@ -55,31 +55,27 @@ class ResponseFormat:
         end_before_call: as for a ReasoningFamily.
     """
 
-    calls: Mapping[str, Any] | None = None
-    thoughts: Mapping[str, Any] | None = None
-    ignored_pattern: str | None = None
-    form: CallForm | None = None
-    prompt_ends: tuple[str, ...] = ()
-    begin: str = ""
-    end: str = ""
-    end_before_call: str = ""
-    delimiters: Delimiters = field(init=False)
-    calls_close: Delimiters | None = field(init=False)
-    thoughts_close: Delimiters | None = field(init=False)
-    syntax: JsonSyntax | None = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, calling: ToolFamily | None, thinking: ReasoningFamily | None) -> None:
+        families = [family for family in (calling, thinking) if family is not None]
+        ends = (family.prompt_end for family in families)
+        self.prompt_ends = tuple(dict.fromkeys(end for end in ends if end))
+        ignored = (family.ignored_pattern for family in families)
+        self.ignored_pattern = next(filter(None, ignored), None)
+        self.calls = None if calling is None else calling.calls
+        self.form = None if calling is None else calling.form
+        self.thoughts = None if thinking is None else thinking.thoughts
+        self.begin = "" if thinking is None else thinking.begin
+        self.end = "" if thinking is None else thinking.end
+        self.end_before_call = "" if thinking is None else thinking.end_before_call
         opens = []
         for name, part in ((CALLS, self.calls), (THOUGHTS, self.thoughts)):
             if part is not None and (given := literals_or_pattern(part, "open")) is not None:
                 opens.append((name, given))
         if self.ignored_pattern is not None:
             opens.append((SKIP, self.ignored_pattern))
-        put = partial(object.__setattr__, self)
-        put("delimiters", Delimiters(opens))
-        put("calls_close", _close(self.calls))
-        put("thoughts_close", _close(self.thoughts))
-        put("syntax", None if self.calls is None else _json_syntax(self.calls))
+        self.delimiters = Delimiters(opens)
+        self.calls_close, self.thoughts_close = _close(self.calls), _close(self.thoughts)
+        self.syntax = None if self.calls is None else _json_syntax(self.calls)
 
     def spells(self, token: str) -> bool:
         """Whether ``token`` may be a part of a delimiter."""
@@ -222,7 +218,7 @@ class ResponseFormats:
             calling = known if tool_call_parser == "auto" else TOOL_FAMILIES[tool_call_parser]
         self._thinking = thinking
         self._calling = calling
-        self._formats: dict[bool, ResponseFormat | None] = {}
+        self._formats: dict[bool, ResponseFormat] = {}
 
     @classmethod
     def of_tokenizer(cls, tokenizer: Any, config: EngineConfig) -> ResponseFormats:
@@ -248,26 +244,12 @@ class ResponseFormats:
                 f"EngineConfig.tool_call_parser to name it, one of {', '.join(TOOL_FAMILIES)}",
                 param="tools",
             )
-        if with_tools not in self._formats:
-            self._formats[with_tools] = self._make(self._calling if with_tools else None)
-        return self._formats[with_tools]
-
-    def _make(self, calling: ToolFamily | None) -> ResponseFormat | None:
-        thinking = self._thinking
-        if calling is None and thinking is None:
+        calling = self._calling if with_tools else None
+        if calling is None and self._thinking is None:
             return None
-        families = [family for family in (calling, thinking) if family is not None]
-        ends = [family.prompt_end for family in families]
-        return ResponseFormat(
-            calls=None if calling is None else calling.calls,
-            thoughts=None if thinking is None else thinking.thoughts,
-            ignored_pattern=next((f.ignored_pattern for f in families if f.ignored_pattern), None),
-            form=None if calling is None else calling.form,
-            prompt_ends=tuple(dict.fromkeys(end for end in ends if end)),
-            begin="" if thinking is None else thinking.begin,
-            end="" if thinking is None else thinking.end,
-            end_before_call="" if thinking is None else thinking.end_before_call,
-        )
+        if with_tools not in self._formats:
+            self._formats[with_tools] = ResponseFormat(calling, self._thinking)
+        return self._formats[with_tools]
 
     @property
     def arguments_as_text(self) -> bool:

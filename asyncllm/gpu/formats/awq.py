@@ -7,17 +7,15 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from asyncllm.checkpoint.codes import Codes
 from asyncllm.checkpoint.config_file import ConfigFile
-from asyncllm.checkpoint.reader import CheckpointReader
+from asyncllm.checkpoint.reader import CheckpointReader, Codes
 from asyncllm.gpu.formats.base import (
     SCALE_DTYPES,
     PackedTensor,
     TensorParts,
+    WeightFormat,
+    check_fields,
     group_size,
-    modules,
-    refuse_unknown,
-    stems,
     unpack,
 )
 
@@ -31,7 +29,7 @@ _KNOWN_FIELDS = (
 ).split()
 
 
-class Awq:
+class Awq(WeightFormat):
     """WeightFormat of ``quant_method`` "awq", version "gemm".
 
     Its tensors are ``qweight [in, out / 8]``, ``qzeros [in / group, out / 8]`` and
@@ -41,10 +39,8 @@ class Awq:
         ModelLoadError: an unknown field, or an unsupported value.
     """
 
-    ignored = ""
-
     def __init__(self, config: ConfigFile) -> None:
-        refuse_unknown(config, _KNOWN_FIELDS)
+        check_fields(config, _KNOWN_FIELDS, "modules_to_not_convert")
         config.integer("bits", 4, low=4, high=4)
         for name in ("version", "format"):
             value = config.values.get(name, "gemm")
@@ -54,23 +50,18 @@ class Awq:
             raise config.bad("backend", "one that packs as AutoAWQ's version 'gemm' does")
         if not config.boolean("zero_point", True):
             raise config.bad("zero_point", "true")
-        modules(config, "modules_to_not_convert")
         self.group = group_size(config)
         self.label = f"awq, 4 bits, groups of {self.group or 'a row'}"
 
     def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
-        for stem in list(stems(reader.tensors, "qweight")):
-            parts = TensorParts(reader.tensors, stem)
+        for parts in TensorParts.all_with(reader, "qweight"):
             inputs, words = parts.require("qweight", ["I32"], dims=2).shape
             groups = inputs // (self.group or inputs)
             if inputs % (self.group or inputs):
                 raise parts.bad("qweight", f"a multiple of group_size={self.group} rows")
             parts.require("qzeros", ["I32"], (groups, words))
             parts.require("scales", SCALE_DTYPES, (groups, words * 8))
-            yield PackedTensor(stem + "weight", (words * 8, inputs), parts.names, step=8)
-
-    def is_ignored(self, name: str) -> bool:
-        return False
+            yield PackedTensor(parts.stem + "weight", (words * 8, inputs), parts.names, step=8)
 
     def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Codes:
         qweight, scales = parts["qweight"], parts["scales"]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from asyncllm.checkpoint.codes import Codes
 from asyncllm.checkpoint.config_file import ConfigFile
-from asyncllm.checkpoint.reader import CheckpointReader, TensorInfo
+from asyncllm.checkpoint.reader import CheckpointReader, Codes, TensorInfo
 from asyncllm.errors import ModelLoadError
 
 SCALE_DTYPES = ("F32", "BF16", "F16")
@@ -43,10 +42,13 @@ class WeightFormat(Protocol):
         label: name and numbers of the method, for the log.
         ignored: settings for activations or the KV cache, which stay in the model's dtype, in
             words for the log; empty for none.
+        ignored_suffixes: ends of the names of tensors that are for activations or the KV cache
+            only.
     """
 
     label: str
-    ignored: str
+    ignored: str = ""
+    ignored_suffixes: tuple[str, ...] = ()
 
     def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
         """Finds every tensor that is stored in this format.
@@ -55,10 +57,6 @@ class WeightFormat(Protocol):
             ModelLoadError: a part is missing, or its dtype or shape contradicts the other parts
                 or the configuration.
         """
-        ...
-
-    def is_ignored(self, name: str) -> bool:
-        """Whether a tensor of the checkpoint is for activations or the KV cache only."""
         ...
 
     def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Codes | Rows:
@@ -81,6 +79,16 @@ class TensorParts:
         self.tensors, self.stem = tensors, stem
         self.names: dict[str, str] = {}
 
+    @classmethod
+    def all_with(
+        cls, reader: CheckpointReader, suffix: str, dtypes: Collection[str] = ()
+    ) -> Iterator[TensorParts]:
+        """Yields the parts of each packed tensor that has a part ``suffix``, of one of ``dtypes``
+        if there are any."""
+        for name, info in reader.tensors.items():
+            if name.endswith(suffix) and (not dtypes or info.dtype in dtypes):
+                yield cls(reader.tensors, name.removesuffix(suffix))
+
     def require(
         self,
         suffix: str,
@@ -95,10 +103,10 @@ class TensorParts:
         """
         info = self.find(suffix)
         if info is None:
-            owner = self.names and next(iter(self.names.values()))
+            owner = next(iter(self.names.values()))
             raise ModelLoadError(
-                f"{self._file()}: tensor {self.stem + suffix!r} is missing"
-                + (f", which {owner!r} needs" if owner else "")
+                f"{self.tensors[owner].file}: tensor {self.stem + suffix!r} is missing, which "
+                f"{owner!r} needs"
             )
         if 0 in info.shape:
             raise self.bad(suffix, "no dimension of 0")
@@ -125,37 +133,21 @@ class TensorParts:
             f"expected {accepted}"
         )
 
-    def _file(self) -> str:
-        found = [self.tensors[name].file for name in self.names.values()]
-        return str(found[0] if found else next(iter(self.tensors.values())).file)
 
+def check_fields(config: ConfigFile, known: Iterable[str], *module_lists: str) -> None:
+    """Checks the fields' names, and the form of ``module_lists``. Which modules are quantised, the
+    tensors themselves say.
 
-def stems(tensors: Iterable[str], suffix: str) -> Iterator[str]:
-    """Names that end with ``suffix``, with the suffix removed."""
-    for name in tensors:
-        if name.endswith(suffix):
-            yield name.removesuffix(suffix)
-
-
-def refuse_unknown(config: ConfigFile, known: Iterable[str]) -> None:
-    """Raises ModelLoadError for an unknown field, which may change what the weights mean."""
+    Raises:
+        ModelLoadError: for an unknown field, which may change what the weights mean, and for a
+            list of modules that is no list of strings.
+    """
     for name in config.values:
         if name in config and name not in known:
             raise config.bad(name, "no such field, which may change what the weights mean")
-
-
-def modules(config: ConfigFile, *names: str) -> None:
-    """Checks the form of lists of modules; the tensors themselves say which are quantised.
-
-    Raises:
-        ModelLoadError: a field is no list of strings.
-    """
-    for name in names:
-        value = config.values.get(name)
-        if value is not None and not (
-            isinstance(value, list) and all(isinstance(entry, str) for entry in value)
-        ):
-            raise config.bad(name, "a list of module names")
+    for name in module_lists:
+        if name in config:
+            config.entries(name, "a list of module names", lambda entry: isinstance(entry, str))
 
 
 def group_size(config: ConfigFile) -> int | None:
@@ -167,6 +159,30 @@ def group_size(config: ConfigFile) -> int | None:
     if config.values.get("group_size") == -1:
         return None
     return config.integer("group_size")
+
+
+def block_size(config: ConfigFile, name: str) -> tuple[int, int]:
+    """Reads the rows and columns of a block.
+
+    Raises:
+        ModelLoadError: no list of two integers from 1 to 65536.
+    """
+    accepted = "two integers from 1 to 65536, rows and columns"
+    rows, columns = config.entries(
+        name, accepted, lambda n: type(n) is int and 1 <= n <= 2**16, count=2
+    )
+    return rows, columns
+
+
+def check_groups(name: str, groups: Tensor, count: int) -> None:
+    """Raises ModelLoadError unless the values of tensor ``name``, the group of each input, are
+    below ``count``."""
+    low, high = int(groups.min()), int(groups.max())
+    if low < 0 or high >= count:
+        raise ModelLoadError(
+            f"tensor {name!r} has values from {low} to {high}, expected 0 to {count - 1}, the "
+            "groups of the scales"
+        )
 
 
 def unpack(words: Tensor, bits: int, dim: int, order: Tensor | None = None) -> Tensor:
@@ -188,3 +204,36 @@ def unpack(words: Tensor, bits: int, dim: int, order: Tensor | None = None) -> T
     if order is not None:
         values = values[:, :, order]
     return values.transpose(1, 2).flatten(0, 1) if dim == 0 else values.flatten(1)
+
+
+def dequantised(codes: Codes, start: int, stop: int) -> Tensor:
+    """Dequantises rows ``start`` to ``stop - 1`` to float32."""
+    part = codes.rows(start, stop).float()
+    if codes.zeros is not None:
+        part -= _expanded(codes, codes.zeros, start, stop)
+    return part.mul_(_expanded(codes, codes.scales, start, stop))
+
+
+def _expanded(codes: Codes, grid: Tensor, start: int, stop: int) -> Tensor:
+    if codes.column_groups is not None:
+        return grid[start:stop].float()[:, codes.column_groups]
+    return expand_blocks(grid, codes.block, start, stop, codes.shape[1])
+
+
+def expand_blocks(
+    grid: Tensor, block: tuple[int, int], start: int, stop: int, columns: int
+) -> Tensor:
+    """Expands ``grid``, with one entry per block of rows and columns, to single elements.
+
+    Args:
+        grid: ``[ceil(rows / block[0]), ceil(columns / block[1])]``.
+
+    Returns:
+        float32 ``[stop - start, columns]``, or a shape that broadcasts to it.
+    """
+    part = grid.float()
+    if part.shape[0] > 1:
+        part = part[torch.arange(start, stop) // block[0]]
+    if part.shape[1] > 1:
+        part = part.repeat_interleave(block[1], dim=1)[:, :columns]
+    return part

@@ -5,23 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from asyncllm.checkpoint.codes import Codes
 from asyncllm.checkpoint.config_file import ConfigFile
-from asyncllm.checkpoint.reader import CheckpointReader
+from asyncllm.checkpoint.reader import CheckpointReader, Codes
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.base import (
     SCALE_DTYPES,
     PackedTensor,
     Rows,
     TensorParts,
-    modules,
-    refuse_unknown,
-    stems,
+    WeightFormat,
+    block_size,
+    check_fields,
+    check_groups,
+    group_size,
     unpack,
 )
 from asyncllm.gpu.formats.fp8 import scaled_rows
@@ -37,11 +37,6 @@ _KNOWN_WEIGHTS = (
 ).split()
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
-
-_PARTS_OF_ACTIVATIONS = re.compile(
-    r".*\.(input_scale|input_zero_point|input_global_scale|output_scale|output_zero_point"
-    r"|[qkv]_scale|[qkv]_zero_point)$"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +57,7 @@ class Scheme:
     block: tuple[int, int] | None
 
 
-class CompressedTensors:
+class CompressedTensors(WeightFormat):
     """WeightFormat of ``quant_method`` "compressed-tensors".
 
     Format "pack-quantized" (4 and 8 bits) has ``weight_packed [out, in * bits / 32]`` and
@@ -75,17 +70,20 @@ class CompressedTensors:
         ModelLoadError: an unknown field, or an unsupported value.
     """
 
+    ignored_suffixes = tuple(
+        ".input_scale .input_zero_point .input_global_scale .output_scale .output_zero_point "
+        ".q_scale .k_scale .v_scale .q_zero_point .k_zero_point .v_zero_point".split()
+    )
+
     def __init__(self, config: ConfigFile) -> None:
-        refuse_unknown(config, _KNOWN_FIELDS)
+        check_fields(config, _KNOWN_FIELDS, "ignore")
         config.choice("quantization_status", ("compressed",), "compressed")
         formats = (*FORMATS, "mixed-precision")
         default = config.choice("format", formats, "pack-quantized")
         for name in ("transform_config", "moe_sparsity_config"):
             if config.values.get(name):
                 raise config.bad(name, "no such transformation of the weights")
-        sparsity = config.section("sparsity_config")
-        sparsity.choice("format", ("dense",), "dense")
-        modules(config, "ignore")
+        config.section("sparsity_config").choice("format", ("dense",), "dense")
         groups = config.section("config_groups")
         sections = [groups.section(name) for name in groups.values]
         schemes = [_scheme(section, default) for section in sections]
@@ -99,30 +97,28 @@ class CompressedTensors:
         self.ignored = ", ".join(sorted(ignored))
 
     def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
-        tensors = reader.tensors
-        for stem in list(stems(tensors, "weight_packed")):
-            yield self._packed(reader, stem)
-        for stem in list(stems(tensors, "weight")):
-            if tensors[stem + "weight"].dtype in ("I8", "F8_E4M3"):
-                yield self._unpacked(reader, stem)
+        for parts in TensorParts.all_with(reader, "weight_packed"):
+            yield self._packed(reader, parts)
+        for parts in TensorParts.all_with(reader, "weight", ("I8", "F8_E4M3")):
+            yield self._unpacked(parts)
 
-    def _packed(self, reader: CheckpointReader, stem: str) -> PackedTensor:
-        scheme, parts = self._scheme_of(reader, stem + "weight_packed"), _parts(reader, stem)
+    def _packed(self, reader: CheckpointReader, parts: TensorParts) -> PackedTensor:
+        scheme = self._scheme_of(parts, "weight_packed")
         rows, words = parts.require("weight_packed", ["I32"], dims=2).shape
         info = parts.require("weight_shape", ["I64"], (2,))
-        shape = tuple(map(int, reader.tensor(stem + "weight_shape")))
+        shape = tuple(map(int, reader.tensor(parts.names["weight_shape"])))
         columns = shape[1]
         fits = shape[0] == rows and 0 < columns <= words * 32 // scheme.bits
         if scheme.is_float or not fits or words != -(-columns * scheme.bits // 32):
             raise ModelLoadError(
-                f"{info.file}: tensor {stem + 'weight_shape'!r} is {list(shape)}, and "
+                f"{info.file}: tensor {parts.names['weight_shape']!r} is {list(shape)}, and "
                 f"'weight_packed' is of shape {(rows, words)}, expected words of 32 bits with "
                 f"{scheme.bits}-bit integers"
             )
         return self._make_packed(parts, scheme, (rows, columns))
 
-    def _unpacked(self, reader: CheckpointReader, stem: str) -> PackedTensor:
-        scheme, parts = self._scheme_of(reader, stem + "weight"), _parts(reader, stem)
+    def _unpacked(self, parts: TensorParts) -> PackedTensor:
+        scheme = self._scheme_of(parts, "weight")
         dtype = "F8_E4M3" if scheme.is_float else "I8"
         rows, columns = parts.require("weight", [dtype], dims=2).shape
         if scheme.bits != 8:
@@ -154,16 +150,13 @@ class CompressedTensors:
             parts.require("weight_g_idx", ["I32"], (columns,))
         return PackedTensor(parts.stem + "weight", shape, parts.names)
 
-    def is_ignored(self, name: str) -> bool:
-        return _PARTS_OF_ACTIVATIONS.match(name) is not None
-
     def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Codes | Rows:
         scheme = self._match(tensor.name.removesuffix(".weight"))
         assert scheme is not None
-        columns = tensor.shape[1]
+        columns, scale = tensor.shape[1], parts["weight_scale"]
         block = scheme.block or tensor.shape
         block = (block[0], block[1] or columns)
-        scale = parts["weight_scale"].reshape(-1, 1 if scheme.block is None else _width(parts))
+        scale = scale.reshape(-1, 1 if scheme.block is None else scale.shape[1])
         if scheme.is_float:
             return scaled_rows(parts["weight"], scale, block)
         offset = _zero_points(scheme, parts, scale)
@@ -177,12 +170,12 @@ class CompressedTensors:
         signed = "weight" in parts
         return Codes(scheme.bits, tensor.shape, rows, scale, block, offset, order, signed)
 
-    def _scheme_of(self, reader: CheckpointReader, name: str) -> Scheme:
-        module = name.rpartition(".")[0]
-        scheme = self._match(module)
+    def _scheme_of(self, parts: TensorParts, suffix: str) -> Scheme:
+        name = parts.stem + suffix
+        scheme = self._match(parts.stem.removesuffix("."))
         if scheme is None:
             raise ModelLoadError(
-                f"{reader.tensors[name].file}: tensor {name!r} is quantised, and none of "
+                f"{parts.tensors[name].file}: tensor {name!r} is quantised, and none of "
                 "config_groups has a target for its module, expected its name, an expression or "
                 "'Linear'"
             )
@@ -197,14 +190,6 @@ class CompressedTensors:
                 ):
                     return scheme
         return next((s for s in self.schemes if "Linear" in s.targets), None)
-
-
-def _parts(reader: CheckpointReader, stem: str) -> TensorParts:
-    return TensorParts(reader.tensors, stem)
-
-
-def _width(parts: Mapping[str, Tensor]) -> int:
-    return parts["weight_scale"].shape[1]
 
 
 def _zero_points(scheme: Scheme, parts: Mapping[str, Tensor], scale: Tensor) -> Tensor | None:
@@ -229,18 +214,13 @@ def _groups(tensor: PackedTensor, parts: Mapping[str, Tensor], count: int) -> Te
     # All -1 stands for groups in order.
     if groups is None or bool((groups == -1).all()):
         return None
-    if not 0 <= int(groups.min()) <= int(groups.max()) < count:
-        raise ModelLoadError(
-            f"tensor {tensor.parts['weight_g_idx']!r} has values from {int(groups.min())} to "
-            f"{int(groups.max())}, expected 0 to {count - 1}, the groups of 'weight_scale'"
-        )
+    check_groups(tensor.parts["weight_g_idx"], groups, count)
     return groups.long()
 
 
 def _scheme(group: ConfigFile, default: str) -> Scheme | None:
     """Reads one of ``config_groups``; None if it is for activations only."""
-    refuse_unknown(group, _KNOWN_GROUP)
-    modules(group, "targets")
+    check_fields(group, _KNOWN_GROUP, "targets")
     targets = tuple(group.values.get("targets") or ())
     for target in targets:
         try:
@@ -251,7 +231,7 @@ def _scheme(group: ConfigFile, default: str) -> Scheme | None:
     weights = group.section("weights")
     if not weights.values:
         return None
-    refuse_unknown(weights, _KNOWN_WEIGHTS)
+    check_fields(weights, _KNOWN_WEIGHTS)
     if form == "mixed-precision":
         raise group.bad("format", " or ".join(FORMATS))
     if weights.boolean("dynamic", False):
@@ -270,9 +250,7 @@ def _scheme(group: ConfigFile, default: str) -> Scheme | None:
 
 
 def _block(weights: ConfigFile) -> tuple[int, int] | None:
-    group = None
-    if "group_size" in weights and weights.values["group_size"] != -1:
-        group = weights.integer("group_size")
+    group = group_size(weights) if "group_size" in weights else None
     # The strategy that compressed-tensors infers if the field is missing.
     implied = "tensor" if "group_size" not in weights else "group" if group else "channel"
     strategy = weights.choice("strategy", ("tensor", "channel", "group", "block"), implied)
@@ -282,14 +260,7 @@ def _block(weights: ConfigFile) -> tuple[int, int] | None:
         return 1, 0
     if strategy == "group":
         return 1, group or weights.integer("group_size")
-    size: Any = weights.values.get("block_structure")
-    if (
-        not isinstance(size, list)
-        or len(size) != 2
-        or any(type(n) is not int or not 1 <= n <= 2**16 for n in size)
-    ):
-        raise weights.bad("block_structure", "two integers from 1 to 65536, rows and columns")
-    return size[0], size[1]
+    return block_size(weights, "block_structure")
 
 
 def _named(block: tuple[int, int] | None) -> str:

@@ -14,11 +14,11 @@ from asyncllm.gpu.formats.base import (
     PackedTensor,
     Rows,
     TensorParts,
-    modules,
-    refuse_unknown,
-    stems,
+    WeightFormat,
+    block_size,
+    check_fields,
+    expand_blocks,
 )
-from asyncllm.gpu.formats.codes import expand_blocks
 
 _SCALES = ("weight_scale_inv", "weight_scale")
 """Names of scales; both multiply the weight, although the first is called an inverse."""
@@ -27,10 +27,11 @@ _KNOWN_FIELDS = (
     "quant_method activation_scheme weight_block_size dequantize modules_to_not_convert "
     "modules_to_convert ignored_layers scale_fmt fmt expert_dtype kv_cache_scheme"
 ).split()
+_MODULE_LISTS = ("modules_to_not_convert", "modules_to_convert", "ignored_layers")
 _KNOWN_FBGEMM = "quant_method activation_scale_ub modules_to_not_convert".split()
 
 
-class Fp8:
+class Fp8(WeightFormat):
     """WeightFormat of ``quant_method`` "fp8" and "fbgemm_fp8".
 
     A weight is ``[out, in]`` of e4m3. ``weight_scale_inv`` or ``weight_scale`` has a scale per
@@ -40,27 +41,27 @@ class Fp8:
         ModelLoadError: an unknown field, or an unsupported value.
     """
 
+    ignored_suffixes = (".input_scale", ".input_scale_ub", ".k_scale", ".v_scale")
+
     def __init__(self, config: ConfigFile) -> None:
         self.block: tuple[int, int] | None = None
         if config.values["quant_method"] == "fbgemm_fp8":
-            refuse_unknown(config, _KNOWN_FBGEMM)
+            check_fields(config, _KNOWN_FBGEMM, *_MODULE_LISTS)
             scheme = "dynamic"
         else:
-            refuse_unknown(config, _KNOWN_FIELDS)
+            check_fields(config, _KNOWN_FIELDS, *_MODULE_LISTS)
             config.choice("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
             config.choice("scale_fmt", ("float", "ue8m0"), "float")
             config.choice("expert_dtype", ("fp8",), "fp8")
             scheme = config.choice("activation_scheme", ("dynamic", "static"), "dynamic")
-            self.block = _block(config)
-        modules(config, "modules_to_not_convert", "modules_to_convert", "ignored_layers")
+            if "weight_block_size" in config:
+                self.block = block_size(config, "weight_block_size")
         size = f"blocks of {self.block[0]} x {self.block[1]}" if self.block else "channel or tensor"
         self.label = f"{config.values['quant_method']}, scales per {size}"
         self.ignored = f"{scheme} FP8 activations"
 
     def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
-        for stem in list(stems(reader.tensors, "weight")):
-            if reader.tensors[stem + "weight"].dtype == "F8_E4M3":
-                yield self._packed(TensorParts(reader.tensors, stem))
+        yield from map(self._packed, TensorParts.all_with(reader, "weight", ["F8_E4M3"]))
 
     def _packed(self, parts: TensorParts) -> PackedTensor:
         shape = parts.require("weight", ["F8_E4M3"], dims=2).shape
@@ -72,9 +73,6 @@ class Fp8:
         if scale.shape not in accepted:
             raise parts.bad(suffix, "shape " + " or ".join(map(str, accepted)))
         return PackedTensor(parts.stem + "weight", shape, parts.names)
-
-    def is_ignored(self, name: str) -> bool:
-        return name.endswith((".input_scale", ".input_scale_ub", ".k_scale", ".v_scale"))
 
     def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Rows:
         weight = parts["weight"]
@@ -102,14 +100,3 @@ def scaled_rows(weight: Tensor, scale: Tensor, block: tuple[int, int] | None) ->
         )
 
     return rows
-
-
-def _block(config: ConfigFile) -> tuple[int, int] | None:
-    size = config.values.get("weight_block_size")
-    if size is None:
-        return None
-    if not isinstance(size, list) or len(size) != 2:
-        raise config.bad("weight_block_size", "two integers, rows and columns, or null")
-    if any(type(n) is not int or not 1 <= n <= 2**16 for n in size):
-        raise config.bad("weight_block_size", "two integers from 1 to 65536")
-    return size[0], size[1]

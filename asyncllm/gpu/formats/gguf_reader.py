@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.checkpoint.codes import Codes
 from asyncllm.checkpoint.gguf_config import gguf_config, is_quantised
 from asyncllm.checkpoint.gguf_file import GGML_TYPES, PLAIN_TYPES, GGUFFile, GGUFTensor
-from asyncllm.checkpoint.reader import TensorInfo
+from asyncllm.checkpoint.reader import Codes, TensorInfo
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.reader import DTYPE_NAMES, joined, row_ranges
 
@@ -199,24 +198,21 @@ def _dequantiser(path: Path, kinds: Collection[int]) -> Callable[[np.ndarray, in
         GGML_BLOCK, dequantize = {}, None
     missing = [GGML_TYPES[kind][0] for kind in kinds if kind not in GGML_BLOCK]
     by_package: Any = None
+    types: dict[int, Any] = {}
     if missing:
-        by_package = _gguf_py(path, missing)
+        try:
+            from gguf import GGMLQuantizationType, quants
+        except ImportError as error:
+            raise ModelLoadError(
+                f"{path}: it has tensors of type {', '.join(missing)}, and gguf is not installed, "
+                "which reads them: pip install 'asyncllm[gguf]'"
+            ) from error
+        types = {kind: GGMLQuantizationType(kind) for kind in kinds}
+        by_package = quants.dequantize
 
     def values(blocks: np.ndarray, kind: int) -> Tensor:
         if dequantize is not None and kind in GGML_BLOCK:
             return dequantize(torch.from_numpy(blocks), kind)
-        return torch.from_numpy(by_package(blocks, kind))
+        return torch.from_numpy(by_package(blocks, types[kind]))
 
     return values
-
-
-def _gguf_py(path: Path, missing: Collection[str]) -> Callable[[np.ndarray, int], np.ndarray]:
-    try:
-        from gguf import GGMLQuantizationType
-        from gguf.quants import dequantize
-    except ImportError as error:
-        raise ModelLoadError(
-            f"{path}: it has tensors of type {', '.join(missing)}, and gguf is not installed, "
-            "which reads them: pip install 'asyncllm[gguf]'"
-        ) from error
-    return lambda blocks, kind: dequantize(blocks, GGMLQuantizationType(kind))

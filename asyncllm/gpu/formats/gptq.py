@@ -7,18 +7,16 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from asyncllm.checkpoint.codes import Codes
 from asyncllm.checkpoint.config_file import ConfigFile
-from asyncllm.checkpoint.reader import CheckpointReader
-from asyncllm.errors import ModelLoadError
+from asyncllm.checkpoint.reader import CheckpointReader, Codes
 from asyncllm.gpu.formats.base import (
     SCALE_DTYPES,
     PackedTensor,
     TensorParts,
+    WeightFormat,
+    check_fields,
+    check_groups,
     group_size,
-    modules,
-    refuse_unknown,
-    stems,
     unpack,
 )
 
@@ -34,7 +32,7 @@ _KNOWN_FIELDS = (
 ).split()
 
 
-class Gptq:
+class Gptq(WeightFormat):
     """WeightFormat of ``quant_method`` "gptq".
 
     Its tensors are ``qweight [in * bits / 32, out]``, ``qzeros [groups, out * bits / 32]``,
@@ -46,10 +44,8 @@ class Gptq:
         ModelLoadError: an unknown field, or an unsupported value.
     """
 
-    ignored = ""
-
     def __init__(self, config: ConfigFile) -> None:
-        refuse_unknown(config, _KNOWN_FIELDS)
+        check_fields(config, _KNOWN_FIELDS, "modules_to_not_convert")
         self.bits = config.integer("bits")
         if self.bits not in (2, 4, 8):
             raise config.bad("bits", "2, 4 or 8")
@@ -62,19 +58,18 @@ class Gptq:
         # A word with a 1 in every field. The quantiser subtracted it from whole words, so adding it
         # to whole words restores the zero points, borrows included.
         fields = sum(1 << place for place in range(0, 32, self.bits))
-        self.zero_offset = fields if version == "gptq" else 0
+        offset = fields if version == "gptq" else 0
+        self.zero_offset = torch.tensor(offset, dtype=torch.int64).to(torch.int32)
         config.choice("pack_dtype", ("int32",), "int32")
         config.choice("method", ("gptq",), "gptq")
         for name in ("rotation", "adapter", "activation", "dynamic"):
             if config.values.get(name):
                 raise config.bad(name, "null")
-        modules(config, "modules_to_not_convert")
         order = ", act-order" if self.desc_act else ""
         self.label = f"{version}, {self.bits} bits, groups of {self.group or 'a row'}{order}"
 
     def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
-        for stem in list(stems(reader.tensors, "qweight")):
-            parts = TensorParts(reader.tensors, stem)
+        for parts in TensorParts.all_with(reader, "qweight"):
             words, outputs = parts.require("qweight", ["I32"], dims=2).shape
             inputs = words * 32 // self.bits
             groups = -(-inputs // (self.group or inputs))
@@ -84,28 +79,19 @@ class Gptq:
             parts.require("scales", SCALE_DTYPES, (groups, outputs))
             if self.desc_act or parts.find("g_idx") is not None:
                 parts.require("g_idx", ["I32"], (inputs,))
-            yield PackedTensor(stem + "weight", (outputs, inputs), parts.names)
-
-    def is_ignored(self, name: str) -> bool:
-        return False
+            yield PackedTensor(parts.stem + "weight", (outputs, inputs), parts.names)
 
     def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Codes:
         qweight, scales, inputs = parts["qweight"], parts["scales"], tensor.shape[1]
-        zeros = unpack(parts["qzeros"] + self._offset(), self.bits, 1).T
-        group, groups = self.group or inputs, parts.get("g_idx")
-        if groups is not None and not 0 <= int(groups.min()) <= int(groups.max()) < len(scales):
-            raise ModelLoadError(
-                f"tensor {tensor.parts['g_idx']!r} has values from {int(groups.min())} to "
-                f"{int(groups.max())}, expected 0 to {len(scales) - 1}, the groups of 'scales'"
-            )
-        if groups is not None and torch.equal(groups.long(), torch.arange(inputs) // group):
-            groups = None
+        zeros = unpack(parts["qzeros"] + self.zero_offset, self.bits, 1).T
+        group, order = self.group or inputs, None
+        if "g_idx" in parts:
+            check_groups(tensor.parts["g_idx"], parts["g_idx"], len(scales))
+            order = parts["g_idx"].long()
+            if torch.equal(order, torch.arange(inputs) // group):
+                order = None
 
         def rows(start: int, stop: int) -> Tensor:
             return unpack(qweight[:, start:stop], self.bits, 0).T
 
-        order = None if groups is None else groups.long()
         return Codes(self.bits, tensor.shape, rows, scales.T, (1, group), zeros, order)
-
-    def _offset(self) -> Tensor:
-        return torch.tensor(self.zero_offset, dtype=torch.int64).to(torch.int32)

@@ -13,9 +13,8 @@ from asyncllm.gpu.formats.base import (
     PackedTensor,
     Rows,
     TensorParts,
-    modules,
-    refuse_unknown,
-    stems,
+    WeightFormat,
+    check_fields,
 )
 
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -25,7 +24,7 @@ _BIAS = 127
 """Bias of the e8m0 exponents."""
 
 
-class Mxfp4:
+class Mxfp4(WeightFormat):
     """WeightFormat of ``quant_method`` "mxfp4".
 
     Its tensors are ``*_blocks [experts, out, in / 32, 16]`` uint8, the even input in the low half,
@@ -37,22 +36,17 @@ class Mxfp4:
     """
 
     label = "mxfp4, blocks of 32"
-    ignored = ""
 
     def __init__(self, config: ConfigFile) -> None:
-        refuse_unknown(config, ("quant_method", "modules_to_not_convert", "dequantize"))
-        modules(config, "modules_to_not_convert")
+        known = ("quant_method", "modules_to_not_convert", "dequantize")
+        check_fields(config, known, "modules_to_not_convert")
 
     def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
-        for stem in list(stems(reader.tensors, "_blocks")):
-            parts = TensorParts(reader.tensors, stem)
+        for parts in TensorParts.all_with(reader, "_blocks"):
             experts, outputs, blocks, width = parts.require("_blocks", ["U8"], dims=4).shape
             parts.require("_blocks", ["U8"], (experts, outputs, blocks, 16))
             parts.require("_scales", ["U8"], (experts, outputs, blocks))
-            yield PackedTensor(stem, (experts, blocks * width * 2, outputs), parts.names)
-
-    def is_ignored(self, name: str) -> bool:
-        return False
+            yield PackedTensor(parts.stem, (experts, blocks * width * 2, outputs), parts.names)
 
     def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Rows:
         blocks, scales = parts["_blocks"], parts["_scales"]

@@ -9,11 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from asyncllm.checkpoint.codes import Codes
-from asyncllm.checkpoint.reader import CheckpointReader, TensorInfo
+from asyncllm.checkpoint.reader import CheckpointReader, Codes, TensorInfo
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.formats.base import PackedTensor, Rows, WeightFormat
-from asyncllm.gpu.formats.codes import dequantised
+from asyncllm.gpu.formats.base import PackedTensor, Rows, WeightFormat, dequantised
 
 SLICE_ELEMENTS = 2**20
 """Elements dequantised at a time, so that float32 intermediates are a few MB each."""
@@ -40,7 +38,7 @@ class DequantisingReader:
         self.tensors: dict[str, TensorInfo] = {
             name: info
             for name, info in source.tensors.items()
-            if name not in parts and not fmt.is_ignored(name)
+            if name not in parts and not name.endswith(fmt.ignored_suffixes)
         }
         for name, tensor in self._packed.items():
             if name in self.tensors:

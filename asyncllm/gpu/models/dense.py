@@ -26,8 +26,7 @@ from asyncllm.gpu.models.layers import (
     DecoderLayer,
     Layer,
     Mixer,
-    NormedMixer,
-    NormedMLP,
+    Normed,
     OutputGate,
     SharedAttentionMixer,
 )
@@ -160,7 +159,7 @@ class DecoderBuilder:
         input_norm = scope.residual_norm("input_norm", names.input_norm, self.pending_scale)
         mixer = self.mixer(scope, index)
         if names.mixer_norm is not None:
-            mixer = NormedMixer(mixer, scope.norm("mixer_norm", names.mixer_norm))
+            mixer = Normed(mixer, scope.norm("mixer_norm", names.mixer_norm))
         post_norm = scope.residual_norm("post_norm", names.post_norm)
         mlp, beside = self.mlp(scope, index)
         layer: Layer = DecoderLayer(self.kind(index), input_norm, mixer, post_norm, mlp, beside)
@@ -290,7 +289,7 @@ class DecoderBuilder:
             mlp = scope.child("", f"{names.mlp}.").gated_mlp(size)
         if names.mlp_norm is None:
             return mlp, None
-        return NormedMLP(mlp, scope.norm("mlp_norm", names.mlp_norm)), None
+        return Normed(mlp, scope.norm("mlp_norm", names.mlp_norm)), None
 
     def final_norm(self) -> RMSNorm:
         """Builds the final norm, whose weight includes the logits' divisor."""

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ExpertsConfig
-from asyncllm.gpu.models.layers import NormedMLP
+from asyncllm.gpu.models.layers import Normed
 from asyncllm.gpu.models.parameter import Parameter, StackLayout
 from asyncllm.gpu.models.scope import Scope
 from asyncllm.gpu.ops.base import Linear, RMSNorm
@@ -98,7 +98,7 @@ def build_experts(scope: Scope, config: ExpertsConfig) -> ExpertsMLP:
 
 def build_experts_beside(
     scope: Scope, config: ExpertsConfig, size: int
-) -> tuple[NormedMLP, ExpertsBeside]:
+) -> tuple[Normed, ExpertsBeside]:
     """Builds an MLP of intermediate size ``size``, and the experts beside it."""
     model, names = scope.model, config.names
     experts = build_experts(scope, config)
@@ -110,7 +110,7 @@ def build_experts_beside(
     mlp = scope.child("", f"{model.names.mlp}.").gated_mlp(size)
     assert model.names.mlp_norm is not None
     whole = scope.norm("mlp_norm", model.names.mlp_norm)
-    return NormedMLP(mlp, mlp_norm), ExpertsBeside(router_norm, norm, experts, mixed_norm, whole)
+    return Normed(mlp, mlp_norm), ExpertsBeside(router_norm, norm, experts, mixed_norm, whole)
 
 
 def _router_parameter(scope: Scope, config: ExpertsConfig, kind: str, *width: int) -> Parameter:

@@ -105,27 +105,40 @@ class OutputGate:
     multiply: Callable[[Tensor, Tensor], Tensor]
 
 
-@dataclass(slots=True)
-class AttentionMixer:
-    """Attention with its projections.
+@dataclass(slots=True, kw_only=True)
+class _AttentionParts:
+    """Parts of both attention mixers.
 
     Attributes:
         attention_index: index of its attention kind in StepContext.
         rope_index: index of its RoPE table in StepContext.
-        kv_index: index of its KV cache in StepContext.
+        kv_index: index in StepContext of the KV cache that it reads.
         sinks: the last argument of attention, ``[Hq]`` float32; () without sinks.
-        gate: gate on the output; None without.
-        shares_kv: later layers attend to its keys and values.
     """
 
-    qkv: Linear
-    rope_and_cache: RopeAndCache
     attention: Attention
     o: Linear
     attention_index: int
     rope_index: int
     kv_index: int
     sinks: tuple[Tensor, ...] = ()
+
+    def attend(self, step: StepContext, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kv, plan = step.kv[self.kv_index], step.plans[self.attention_index]
+        return self.attention(q, k, v, kv, plan, *self.sinks)
+
+
+@dataclass(slots=True, kw_only=True)
+class AttentionMixer(_AttentionParts):
+    """Attention with its projections.
+
+    Attributes:
+        gate: gate on the output; None without.
+        shares_kv: later layers attend to its keys and values.
+    """
+
+    qkv: Linear
+    rope_and_cache: RopeAndCache
     gate: OutputGate | None = None
     shares_kv: bool = False
 
@@ -143,28 +156,14 @@ class AttentionMixer:
             mixed = gate.multiply(mixed, qkv[:, gate.start :])
         return self.o(mixed if rows is None else mixed[rows])
 
-    def attend(self, step: StepContext, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        kv, plan = step.kv[self.kv_index], step.plans[self.attention_index]
-        return self.attention(q, k, v, kv, plan, *self.sinks)
 
-
-@dataclass(slots=True)
-class SharedAttentionMixer:
+@dataclass(slots=True, kw_only=True)
+class SharedAttentionMixer(_AttentionParts):
     """Attention to the keys and values of an earlier layer (KV sharing). It computes queries alone,
-    and writes no KV.
-
-    Attributes:
-        kv_index: index of that layer's KV cache; the rest as in AttentionMixer.
-    """
+    and writes no KV."""
 
     q: Linear
     rope: Rope
-    attention: Attention
-    o: Linear
-    attention_index: int
-    rope_index: int
-    kv_index: int
-    sinks: tuple[Tensor, ...] = ()
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         rows, (k, v) = step.rows, step.shared_kv[self.kv_index]
@@ -173,10 +172,6 @@ class SharedAttentionMixer:
         q = self.rope(self.q(x), step.rotary[self.rope_index])
         mixed = step.mix(self.attend, q.shape[1] * q.shape[2], q, k, v)
         return self.o(mixed if rows is None else mixed[rows])
-
-    def attend(self, step: StepContext, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        kv, plan = step.kv[self.kv_index], step.plans[self.attention_index]
-        return self.attention(q, k, v, kv, plan, *self.sinks)
 
 
 @dataclass(slots=True)
@@ -192,25 +187,14 @@ class GatedMLP:
 
 
 @dataclass(slots=True)
-class NormedMixer:
-    """A mixer followed by a norm."""
+class Normed:
+    """A mixer or an MLP, followed by a norm."""
 
-    mixer: Mixer
+    block: Callable[..., Tensor]
     norm: RMSNorm
 
-    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
-        return self.norm(self.mixer(x, step))
-
-
-@dataclass(slots=True)
-class NormedMLP:
-    """An MLP followed by a norm."""
-
-    mlp: Callable[[Tensor], Tensor]
-    norm: RMSNorm
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.norm(self.mlp(x))
+    def __call__(self, x: Tensor, *step: StepContext) -> Tensor:
+        return self.norm(self.block(x, *step))
 
 
 @dataclass(slots=True)
