@@ -34,9 +34,6 @@ from tests.app_clients import (
 )
 from tests.idle import idle
 
-pytestmark = pytest.mark.asyncio
-
-
 # --- what is served ---------------------------------------------------------------------
 
 

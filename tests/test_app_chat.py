@@ -13,8 +13,6 @@ from asyncllm.serving import create_app
 from asyncllm.testing import fake_engine
 from tests.app_clients import RawRequest, app_client, events_of, user
 
-pytestmark = pytest.mark.asyncio
-
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</tool_call>'
 TOOL = {
     "type": "function",

@@ -16,8 +16,6 @@ from asyncllm.testing import fake_engine
 from tests.app_clients import BODY, CHAT, HEAD, open_to, read_to_end, served_app, url_of, user
 from tests.websocket_frames import BINARY, CLOSE, FIN, PING, TEXT, UPGRADE, frame, heard
 
-pytestmark = pytest.mark.asyncio
-
 
 @contextlib.asynccontextmanager
 async def attacked(caplog, **options):

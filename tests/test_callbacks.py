@@ -26,8 +26,6 @@ from asyncllm import (
 from asyncllm.callbacks import stream_with_callbacks
 from tests.fakes import fake
 
-pytestmark = pytest.mark.asyncio
-
 CHAT = [{"role": "system", "content": "7"}, {"role": "user", "content": "8 9"}]
 
 
@@ -221,8 +219,7 @@ async def test_a_slow_handler_leaves_the_loop_and_the_engine_alone():
             entered.set()
             assert gate.wait(10)
 
-    rig = fake()
-    async with rig.engine() as engine:
+    async with fake().engine() as engine:
         slow = stream_with_callbacks(engine, [1], handlers=[Slow()], max_tokens=20)
         reading = asyncio.ensure_future(slow.result())
         while not entered.is_set():
@@ -270,8 +267,7 @@ async def test_context_variables_reach_handlers():
         def on_llm_start(self, *args, **kwargs):
             seen.append(variable.get())
 
-    rig = fake()
-    async with rig.engine() as engine:
+    async with fake().engine() as engine:
         variable.set("mine")
         await stream_with_callbacks(engine, [1], handlers=[Reader()], max_tokens=1).result()
     assert seen == ["mine"]
@@ -536,8 +532,7 @@ def tracer_class():
 @pytest.mark.parametrize("schema", ["original", "original+chat"])
 async def test_langchain_tracers_accept_a_run(tracer_class, schema):
     tracer = tracer_class(_schema_format=schema)
-    rig = fake()
-    async with rig.engine() as engine:
+    async with fake().engine() as engine:
         text = await stream_with_callbacks(
             engine, "1 2", handlers=[tracer], tags=["t"], metadata={"m": 1}, max_tokens=4
         ).result()
@@ -555,8 +550,7 @@ async def test_langchain_tracers_accept_a_run(tracer_class, schema):
 
 async def test_langchain_tracers_accept_an_error(tracer_class):
     tracer = tracer_class()
-    rig = fake(step_time=0.01)
-    async with rig.engine() as engine:
+    async with fake(step_time=0.01).engine() as engine:
         with pytest.raises(DeadlineExceededError):
             await stream_with_callbacks(
                 engine, "1 2", handlers=[tracer], timeout=0.1, max_tokens=200

@@ -28,7 +28,7 @@ from asyncllm import (
 )
 from asyncllm.runtime.event_loop import join, post_when_done, running_backend
 from tests.event_loops import BACKENDS, run  # noqa: F401 - a fixture, by its name
-from tests.fakes import fake
+from tests.fakes import channel_of, fake, mailbox_of_this_loop
 from tests.processes import hear_ctrl_c
 
 
@@ -312,7 +312,7 @@ def test_loop_that_was_closed_aborts_its_streams(run, other):
 
                 async def let_it_run():
                     # The stream is this loop's from its first wait on.
-                    await until(lambda: stream._channel.has_reader)
+                    await until(lambda: channel_of(stream).has_reader)
                     rig.executor.gate.release(3)
 
                 async with anyio.create_task_group() as group:
@@ -439,7 +439,7 @@ def test_at_most_one_wake_is_outstanding(run):
             for i in range(10):
                 group.start_soon(engine.generate, [i])
             await anyio.sleep(0.02)
-            mailbox = engine._mailboxes.of_running_loop()
+            mailbox = mailbox_of_this_loop(engine)
             post = mailbox.backend.post
             mailbox.backend.post = lambda callback: (calls.append(callback), post(callback))
             time.sleep(0.1)

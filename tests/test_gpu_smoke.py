@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from asyncllm import EngineConfig
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.gpu.graph.capturer import CudaGraphCapturer
 from asyncllm.gpu.graph.cuda_graphs import EagerCapturer, GraphKey
-from asyncllm.gpu.ops.triton.launcher import is_observed
 from benchmarks.gpu import children, smoke, smoke_probes
 from benchmarks.gpu.checkpoint import write_checkpoint
 from benchmarks.gpu.children import ProbeError, ProbeProcess
@@ -31,7 +29,6 @@ from tests.gpu_stand_ins import TINY, figures, make_stage
 from tests.static_runner import LateStream, make_decoder, make_runner, replay_of
 
 DEVICE = torch.device("cpu", 0)
-LENGTHS = {"a": 5, "b": 20, "c": 5, "d": 20}
 
 STUBS = """
 import os, sys, time
@@ -133,37 +130,6 @@ def test_what_fails_is_run_in_other_ways() -> None:
     assert stage.finish() == 1
 
 
-@pytest.mark.parametrize("most", [60.0, 0.0])
-def test_probes_are_first_run_side_by_side(most: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two at once, in as many processes as there are cores to spare, and none without time."""
-    monkeypatch.setattr("os.cpu_count", lambda: 3)
-    monkeypatch.setattr(smoke, "COMPILE_SECONDS", most)
-    together, made = threading.Barrier(2, timeout=20), list[Runner]()
-
-    class Slow(Runner):
-        def run(self, name: str, seconds: float, options: Mapping[str, Any] | None = None) -> Any:
-            together.wait()
-            return super().run(name, seconds, options)
-
-    def make(left: Callable[[], float]) -> Runner:
-        assert left() <= most
-        made.append(Slow({"c": []}))
-        return made[-1]
-
-    tasks = [Task(name, "engine", seconds, {"model": name}) for name, seconds in LENGTHS.items()]
-    stage = make_stage()
-    smoke.compile_kernels(stage, tasks, make)
-    asked = [[name for name, _ in runner.asked] for runner in made]
-    assert len(asked) == 2
-    assert all(runner.closed for runner in made)
-    if most:
-        # The longest begin, and what fails is no failure of the stage.
-        assert {names[0] for names in asked} == {"b", "d"}
-        assert {names[1] for names in asked} == {"a", "c"}
-    assert figures(stage) == {"probes that ran to their end": 3.0 if most else 0.0}
-    assert stage.failed == []
-
-
 def test_every_task_is_a_probe_that_there_is() -> None:
     tasks = smoke.tasks()
     assert {task.probe for task in tasks} <= set(smoke_probes.PROBES)
@@ -212,33 +178,6 @@ def test_an_engine_in_bfloat16_on_the_cpu_is_right() -> None:
     # Weights of 4 bits are further from them than bfloat16.
     with pytest.raises(AssertionError, match=r"log-probability off by|are others"):
         smoke_probes.bfloat16(device="cpu", settings={"quantization": "int4"})
-
-
-@pytest.mark.parametrize(
-    ("probe", "through_jit"), [("engine", False), ("engine", True), ("bfloat16", True)]
-)
-def test_launches_go_through_the_jit(
-    probe: str, through_jit: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of the engine that is held against the reference, and of none after it."""
-    observed = []
-    run_requests = smoke_probes.run_requests
-
-    async def run(model: Path, requests: Any, settings: dict[str, Any]) -> Any:
-        observed.append(is_observed())
-        return await run_requests(model, requests, settings)
-
-    monkeypatch.setattr(smoke_probes, "run_requests", run)
-    options = {"model": "dense"} if probe == "engine" else {}
-    smoke_probes.PROBES[probe](**options, device="cpu", through_jit=through_jit)
-    assert observed == [False, through_jit]
-    assert not is_observed()
-
-
-@pytest.mark.slow
-def test_equal_batches_on_the_cpu() -> None:
-    ((_, value, *_),) = smoke_probes.graphs(device="cpu", sizes=(1, 3))
-    assert value == 2.0
 
 
 class Replaying(CudaGraphCapturer):

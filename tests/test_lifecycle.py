@@ -28,7 +28,7 @@ from asyncllm import (
 from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.runtime.mailbox import MailboxRegistry
 from tests.event_loops import BACKENDS, run  # noqa: F401 - a fixture, by its name
-from tests.fakes import fake
+from tests.fakes import core_of, fake, thread_of
 from tests.unprintable import UNPRINTABLE
 
 ENGINE_THREAD = "asyncllm.runtime.engine_thread"
@@ -183,7 +183,7 @@ def test_a_start_that_is_cancelled_leaves_nothing(stage, backend, monkeypatch):
             with pytest.raises(EngineClosedError, match="is starting"):
                 await engine.wait_closed()
             if stage == "ready":
-                ready = engine._thread.ready
+                ready = thread_of(engine).ready
                 go.set()
                 until(ready.done)  # the loop stands still meanwhile
             group.cancel_scope.cancel()
@@ -445,7 +445,7 @@ def test_a_loop_that_is_closed_with_its_tasks_ends_the_engine(new_loop, at_work)
 def test_a_loop_that_outlives_the_engine_keeps_nothing_of_it():
     async def main():
         async with fake().engine() as engine:
-            thread = weakref.ref(engine._thread)
+            thread = weakref.ref(thread_of(engine))
         del engine
         gc.collect()
         assert thread() is None
@@ -536,7 +536,7 @@ def test_closing_lets_a_paused_engine_finish(run, paused):
             if paused == "at the same time":
                 await anyio.to_thread.run_sync(until, lambda: engine.stats().num_running)
                 group.start_soon(engine.pause)
-                while not engine._thread.core._calls:
+                while not core_of(engine)._calls:
                     await anyio.sleep(0.001)
             rig.executor.gate.release(100)
             with anyio.fail_after(10):
@@ -611,7 +611,7 @@ def hung_engine():
     engine = rig.engine()
     engine._start_blocking()
     stream = engine.stream([1], max_tokens=9)
-    core = engine._thread.core
+    core = core_of(engine)
     until(lambda: core.stats().num_steps == 2 and core._on_device_since is not None)
     return rig, engine, stream, core
 
@@ -684,7 +684,7 @@ def test_a_destructor_takes_no_lock():
     rig = fake()
     engine = rig.engine()
     engine._start_blocking()
-    core = engine._thread.core
+    core = core_of(engine)
     last = [engine]
     locks = [core._lock, core.admission._lock, engine._input_processor._worker._lock]
     del engine

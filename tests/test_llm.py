@@ -300,8 +300,7 @@ def test_the_first_error_aborts_the_rest_even_while_it_is_held(make):
 
 
 def test_a_bad_prompt_in_a_batch_leaves_nothing_behind(make):
-    rig = fake(max_model_len=20)
-    llm = make(rig)
+    llm = make(fake(max_model_len=20))
     with pytest.raises(ContextLengthExceededError) as caught:
         llm.generate([[1], [2] * 30], max_tokens=10)
     llm.generate([3], max_tokens=1)

@@ -25,7 +25,6 @@ def test_it_runs_as_it_stands() -> None:
     )
 
 
-@pytest.mark.asyncio
 async def test_what_goes_wrong_with_a_tool_goes_to_the_model() -> None:
     """The server's own process answers, over stdio; the model is a script."""
     example = runpy.run_path(str(FOLDER / "agent.py"))

@@ -19,8 +19,6 @@ from tests.fakes import fake
 from tests.metric_samples import samples
 from tests.missing_package import import_error
 
-pytestmark = pytest.mark.asyncio
-
 
 def buckets(metrics, name):
     """Upper bound to how many are at most that."""
@@ -71,8 +69,7 @@ async def test_requests_are_counted_by_how_they_end():
 
 
 async def test_a_finished_request_is_in_the_metrics_when_its_reader_sees_the_end():
-    rig = fake()
-    async with rig.engine() as engine:
+    async with fake().engine() as engine:
         metrics = EngineMetrics(engine)
         for i in range(1, 50):
             await engine.generate([i], max_tokens=1)
@@ -80,8 +77,9 @@ async def test_a_finished_request_is_in_the_metrics_when_its_reader_sees_the_end
 
 
 async def test_gauges_and_counters_are_the_engines_own():
-    rig = fake(num_blocks=11, block_size=4, max_num_seqs=2)
-    async with rig.engine(max_queued_requests=2) as engine:
+    async with fake(num_blocks=11, block_size=4, max_num_seqs=2).engine(
+        max_queued_requests=2
+    ) as engine:
         metrics = EngineMetrics(engine)
         await engine.generate(list(range(12)), max_tokens=1)
         await engine.generate(list(range(12)), max_tokens=1)
@@ -112,8 +110,7 @@ async def test_gauges_and_counters_are_the_engines_own():
 
 
 async def test_preemptions_are_counted():
-    rig = fake(num_blocks=12, block_size=4, max_model_len=40)
-    async with rig.engine() as engine:
+    async with fake(num_blocks=12, block_size=4, max_model_len=40).engine() as engine:
         metrics = EngineMetrics(engine)
         await asyncio.gather(*(engine.generate([i] * 3, max_tokens=25) for i in range(6)))
         assert samples(metrics)["asyncllm:num_preemptions_total",] > 0
@@ -161,8 +158,7 @@ async def test_histograms_hold_the_times_of_the_usage():
 
 
 async def test_the_time_to_the_first_token_is_there_before_the_request_ends():
-    rig = fake(step_time=0.001)
-    async with rig.engine() as engine:
+    async with fake(step_time=0.001).engine() as engine:
         metrics = EngineMetrics(engine)
         stream = engine.stream([1], max_tokens=200)
         await anext(stream)
@@ -327,8 +323,7 @@ async def test_a_registry_takes_the_same_metrics_once():
 
 
 async def test_closed_metrics_count_no_more():
-    rig = fake()
-    async with rig.engine() as engine:
+    async with fake().engine() as engine:
         metrics = EngineMetrics(engine)
         await engine.generate([1], max_tokens=1)
         metrics.close()
@@ -340,8 +335,7 @@ async def test_closed_metrics_count_no_more():
 
 
 async def test_a_closed_engine_keeps_its_counts_and_has_nothing_live():
-    rig = fake()
-    engine = rig.engine()
+    engine = fake().engine()
     metrics = EngineMetrics(engine)
     assert samples(metrics)["asyncllm:generation_tokens_total",] == 0
     async with engine:
@@ -360,8 +354,7 @@ async def test_a_closed_engine_keeps_its_counts_and_has_nothing_live():
 
 async def test_scraping_while_requests_end_never_tears():
     """A histogram's count is its last bucket, also where a request ends during the scrape."""
-    rig = fake()
-    async with rig.engine() as engine:
+    async with fake().engine() as engine:
         metrics = EngineMetrics(engine)
         done = threading.Event()
         torn = []

@@ -16,8 +16,6 @@ from asyncllm.observer import ObserverNotifier
 from asyncllm.outputs import Usage
 from tests.fakes import fake
 
-pytestmark = pytest.mark.asyncio
-
 where = contextvars.ContextVar("where", default="nowhere")
 
 
@@ -39,9 +37,8 @@ class Recorder:
 
 
 async def test_an_observer_hears_of_each_request_twice():
-    rig = fake()
     seen = Recorder()
-    engine = rig.engine()
+    engine = fake().engine()
     engine.add_observer(seen)
     engine.add_observer(seen)
     async with engine:

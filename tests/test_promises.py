@@ -23,7 +23,7 @@ from asyncllm.runtime.input_processor import InputProcessor
 from asyncllm.runtime.mailbox import LoopMailbox
 from asyncllm.stream import TokenStream
 from asyncllm.testing import FakeExecutor
-from tests.fakes import fake
+from tests.fakes import channel_of, fake, mailbox_of_this_loop
 
 PATIENCE = 1.5
 
@@ -43,8 +43,7 @@ def blocks_are_free(engine):
 
 
 async def every_stream_ends():
-    rig = fake(eos_token_ids=tuple(range(0, 1000, 10)))
-    async with rig.engine() as engine:
+    async with fake(eos_token_ids=tuple(range(0, 1000, 10))).engine() as engine:
         for i in range(12):
             ends = [d.finish_reason async for d in engine.stream([i], max_tokens=8)]
             assert ends[-1] in ("stop", "length")
@@ -97,8 +96,7 @@ def submission_waits_for_the_first_read(patch):
 
 
 async def leaving_a_stream_aborts_it():
-    rig = fake(step_time=0.001)
-    async with rig.engine() as engine:
+    async with fake(step_time=0.001).engine() as engine:
         async for _ in engine.stream([1], max_tokens=250):
             break
         await until(lambda: engine.stats().num_aborted == 1 and blocks_are_free(engine))
@@ -133,7 +131,7 @@ async def a_slow_reader_is_held_back():
         stream = engine.stream([1], max_tokens=200, max_unread=8, on_slow="pause")
         other = await engine.generate([2], max_tokens=100)
         assert list(other.token_ids) == rig.executor.reference([2], 100)
-        assert stream._channel.num_unread <= 8
+        assert channel_of(stream).num_unread <= 8
         got = [t async for d in stream for t in d.token_ids]
         assert got == rig.executor.reference([1], 200)
 
@@ -150,8 +148,7 @@ def reading_does_not_release(patch):
 
 
 async def the_queue_is_bounded():
-    rig = fake(max_num_seqs=1)
-    async with rig.engine(max_queued_requests=4) as engine:
+    async with fake(max_num_seqs=1).engine(max_queued_requests=4) as engine:
         await engine.pause()
         streams = [engine.stream([i], max_tokens=1) for i in range(4)]
         with pytest.raises(EngineOverloadedError):
@@ -175,8 +172,7 @@ def places_are_never_given_back(patch):
 
 
 async def deadlines_are_kept():
-    rig = fake(step_time=0.002, max_num_seqs=1)
-    async with rig.engine() as engine:
+    async with fake(step_time=0.002, max_num_seqs=1).engine() as engine:
         running = engine.stream([1], max_tokens=250, timeout=0.05)
         queued = engine.stream([2], max_tokens=5, timeout=0.02)
         for stream in (queued, running):
@@ -238,11 +234,10 @@ def the_environment_is_changed(patch):
 
 
 async def one_wake_is_outstanding():
-    rig = fake(step_time=0.001)
-    async with rig.engine() as engine:
+    async with fake(step_time=0.001).engine() as engine:
         tasks = [asyncio.ensure_future(engine.generate([i], max_tokens=250)) for i in range(8)]
         await asyncio.sleep(0.02)
-        host = engine._mailboxes.of_running_loop().backend
+        host = mailbox_of_this_loop(engine).backend
         post, calls = host.post, []
         host.post = lambda callback: (calls.append(callback), post(callback))
         time.sleep(0.1)
@@ -269,8 +264,7 @@ def every_delta_wakes(patch):
 
 
 async def a_blocked_loop_does_not_block_the_engine():
-    rig = fake(step_time=0.001)
-    async with rig.engine() as engine:
+    async with fake(step_time=0.001).engine() as engine:
         stream = engine.stream([1], max_tokens=200)
         await anext(stream)
         task = asyncio.ensure_future(anext(stream))

@@ -45,12 +45,11 @@ from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.sample.sampling_state import SamplingState
 from asyncllm.gpu.step_runner import StepRunner
 from asyncllm.gpu.weights import load_weights
-from asyncllm.runtime.loading import LoadedModel
 from asyncllm.sampling_params import SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.driver import UNCHECKED, Driver, Sequence, packed, unchecked
 from tests.dummy_runner import MODEL
-from tests.fakes import FakeModelConfig, FakeTokenizer
+from tests.fakes import engine_on
 from tests.slow import slow_but
 from tests.static_runner import (
     CPU,
@@ -713,8 +712,7 @@ def serve(decoder: Decoder, depth: int, **settings: Any) -> tuple[AsyncLLMEngine
     stream = LateStream()
     runner = make_runner(decoder, capturer=TraceRecorder(), stream=stream, depth=depth, **settings)
     poisoning(runner)
-    loaded = LoadedModel(runner, FakeTokenizer(), FakeModelConfig())
-    return AsyncLLMEngine._with_loader(lambda config, progress: loaded), stream
+    return engine_on(runner), stream
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])
@@ -725,8 +723,7 @@ async def test_slots_of_requests_that_cannot_be_assigned_are_taken_by_others(
     asked = prompts(9, seed=9)
     kinds = [replace(kind, max_tokens=9) for kind in (KINDS[1], HOST_KINDS[1], KINDS[3])]
     runner = untraced(llama, ahead, max_num_seqs=3)
-    loaded = LoadedModel(runner, FakeTokenizer(), FakeModelConfig())
-    async with AsyncLLMEngine._with_loader(lambda config, progress: loaded) as engine:
+    async with engine_on(runner) as engine:
         streams = []
         for i, prompt in enumerate(asked):
             odd = unchecked(max_tokens=9, **UNCHECKED[i // 3])
@@ -769,9 +766,8 @@ async def test_a_plain_and_a_host_row_equal_transformers(tmp_path: Path, depth: 
     runner: Any = make_runner(decoder, capturer=EagerCapturer(), stream=stream, depth=depth)
     sizes, launch = [], runner.launch
     runner.launch = lambda batch: (sizes.append(len(batch)), launch(batch))
-    loaded = LoadedModel(runner, FakeTokenizer(), FakeModelConfig())
     prompts, counts = ([3, 1, 4, 1, 5], [9, 2, 6]), (30, 10)
-    async with AsyncLLMEngine._with_loader(lambda config, progress: loaded) as engine:
+    async with engine_on(runner) as engine:
         # Both are in the first step.
         await engine.pause()
         streams = [

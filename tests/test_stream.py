@@ -26,10 +26,8 @@ from asyncllm import (
 )
 from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.outputs import Delta, Logprob, TokenLogprobs, make_token_delta
-from tests.fakes import fake
+from tests.fakes import channel_of, core_of, fake, mailbox_of_this_loop
 from tests.slow import slow_but
-
-pytestmark = pytest.mark.asyncio
 
 
 @contextlib.asynccontextmanager
@@ -55,7 +53,7 @@ async def all_free(engine, timeout=5.0):
             break
         assert time.monotonic() < deadline, stats
         await asyncio.sleep(0.001)
-    core = engine._thread.core
+    core = core_of(engine)
     await asyncio.wrap_future(core.call(core.scheduler.check_integrity))
     assert core.admission.num_live == 0
     assert core.admission.num_queued == 0
@@ -288,8 +286,7 @@ async def test_stream_held_in_a_variable_runs_on_after_break():
 
 
 async def test_destructor_on_a_foreign_thread():
-    rig = fake(step_time=0.001)
-    async with engine_of(rig) as engine:
+    async with engine_of(fake(step_time=0.001)) as engine:
         box = [engine.stream([1], max_tokens=200)]
         await anext(box[0])
         thread = threading.Thread(target=box.clear)
@@ -304,7 +301,7 @@ async def test_destructor_inside_the_queues_own_put():
     must go through, or the thread would deadlock with itself."""
     rig = fake(step_time=0.001)
     async with engine_of(rig) as engine:
-        core = engine._thread.core
+        core = core_of(engine)
         doomed = [engine.stream([i], max_tokens=100) for i in range(3)]
         inbox = core.inbox
 
@@ -324,8 +321,7 @@ async def test_destructor_inside_the_queues_own_put():
 
 
 async def test_second_reader_and_second_loop_are_clear_errors():
-    rig = fake(step_time=0.002)
-    async with engine_of(rig) as engine:
+    async with engine_of(fake(step_time=0.002)) as engine:
         stream = engine.stream([1], max_tokens=60)
         reader = asyncio.ensure_future(stream.result())
         await asyncio.sleep(0.003)
@@ -372,12 +368,12 @@ async def test_output_merges_behind_a_stalled_loop():
         await asyncio.sleep(0)
         rig.executor.gate.release(1000)
         deadline = time.monotonic() + 30
-        while not all(stream._channel.ended for stream in streams):
+        while not all(channel_of(stream).ended for stream in streams):
             assert time.monotonic() < deadline
             time.sleep(0.01)  # this is the point
-        assert [len(stream._channel.items) for stream in streams] == [13] * 32
+        assert [len(channel_of(stream).items) for stream in streams] == [13] * 32
         # A wake for the first token, and one for the end.
-        assert len(engine._mailboxes.of_running_loop()._ready) <= 2 * len(first)
+        assert len(mailbox_of_this_loop(engine)._ready) <= 2 * len(first)
         deltas = [[await read] for read in first] + [[] for _ in streams[16:]]
         for i, stream in enumerate(streams):
             deltas[i] += [delta async for delta in stream]
@@ -396,14 +392,14 @@ async def test_pause_holds_a_request_back_and_it_goes_on_where_it_was():
         # It holds no slot: others run. It holds its KV, and memory stays bounded.
         other = await engine.generate([3], max_tokens=20)
         assert list(other.token_ids) == rig.executor.reference([3], 20)
-        assert stream._channel.num_unread == 10
+        assert channel_of(stream).num_unread == 10
         assert engine.stats().num_free_blocks < 64
         assert engine.stats().num_preemptions == 0
         got = []
         async for delta in stream:
             got += delta.token_ids
             assert len(delta.token_ids) == 1
-            assert stream._channel.num_unread <= 10
+            assert channel_of(stream).num_unread <= 10
         assert got == rig.executor.reference([2], 100)
 
 
@@ -453,8 +449,7 @@ async def test_stalled_readers_do_not_hold_up_a_live_one():
 
 @pytest.mark.parametrize("drain", slow_but([None, 60.0], 60.0))
 async def test_paused_stream_without_a_reader_does_not_hold_up_a_drain(drain):
-    rig = fake()
-    engine = rig.engine()
+    engine = fake().engine()
     await engine.start()
     stream = engine.stream([2], max_tokens=100, max_unread=4, on_slow="pause")
     await engine_counts(engine, lambda s: s.num_paused == 1)
@@ -479,8 +474,7 @@ async def test_deadline_in_the_queue_refuses_without_a_prefill():
 
 
 async def test_deadline_in_prefill():
-    rig = fake(max_num_batched_tokens=2, step_time=0.002)
-    async with engine_of(rig) as engine:
+    async with engine_of(fake(max_num_batched_tokens=2, step_time=0.002)) as engine:
         with pytest.raises(DeadlineExceededError, match="running") as caught:
             await engine.generate([1] * 100, timeout=0.02)
         assert caught.value.partial is None
@@ -515,16 +509,14 @@ async def test_deadline_runs_on_while_paused_and_while_tokenised():
 
 
 async def test_requests_that_ended_before_their_deadline_are_forgotten():
-    rig = fake()
-    async with engine_of(rig) as engine:
+    async with engine_of(fake()) as engine:
         for i in range(300):
             await engine.generate([i], max_tokens=1, timeout=3600.0)
-        assert len(engine._thread.core._deadlines) < 100
+        assert len(core_of(engine)._deadlines) < 100
 
 
 async def test_deadline_while_the_engine_is_paused():
-    rig = fake()
-    async with engine_of(rig) as engine:
+    async with engine_of(fake()) as engine:
         await engine.pause()
         with pytest.raises(DeadlineExceededError):
             await engine.generate([1], timeout=0.02)
@@ -568,7 +560,7 @@ async def test_aborted_stream_whose_id_was_taken_over_ends_when_the_engine_dies(
     rig = fake(num_blocks=3001)
     rig.tokenizer.gate = threading.Event()
     async with rig.engine() as engine:
-        core = engine._thread.core
+        core = core_of(engine)
         # The abort's own command is lost in the death of the engine.
         first = engine.stream("5 " * 3000, request_id="x")
         first._group.cancelled = True
@@ -623,8 +615,7 @@ async def test_device_that_hangs_after_running_out_of_memory_is_noticed(monkeypa
 
 
 async def test_thousand_aborts_of_finished_and_unknown_ids_change_nothing():
-    rig = fake()
-    async with engine_of(rig) as engine:
+    async with engine_of(fake()) as engine:
         stream = engine.stream([1], max_tokens=3, request_id="a")
         result = await stream.result()
         for _ in range(1000):
@@ -635,8 +626,7 @@ async def test_thousand_aborts_of_finished_and_unknown_ids_change_nothing():
 
 
 async def test_abort_takes_ids_and_nothing_else():
-    rig = fake()
-    async with engine_of(rig) as engine:
+    async with engine_of(fake()) as engine:
         with pytest.raises((InvalidRequestError, TypeError)):
             engine.abort(5)
 
@@ -651,14 +641,14 @@ async def test_a_delta_that_arrives_with_a_cancellation_is_not_lost():
         stream = engine.stream([1], max_tokens=20)
         read = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0)
-        mailbox = engine._mailboxes.of_running_loop()
+        mailbox = mailbox_of_this_loop(engine)
         rig.executor.gate.release()
         deadline = time.monotonic() + 5
         while not mailbox._ready:  # this loop is blocked: the wake comes when the test says so
             assert time.monotonic() < deadline
             time.sleep(0.001)
         mailbox._drain()
-        assert stream._channel.waiter.done()
+        assert channel_of(stream).waiter.done()
         read.cancel()
         with pytest.raises(asyncio.CancelledError):
             await read
@@ -721,7 +711,7 @@ async def test_cancelled_read_of_a_request_that_was_aborted_or_ended_before(end,
             stream.abort()
         rig.executor.gate.release(200)
         deadline = time.monotonic() + 5
-        while not stream._channel.ended:  # blocks this loop
+        while not channel_of(stream).ended:  # blocks this loop
             assert time.monotonic() < deadline
             time.sleep(0.001)
         read.cancel()
@@ -731,8 +721,7 @@ async def test_cancelled_read_of_a_request_that_was_aborted_or_ended_before(end,
 
 
 async def test_heartbeat_refuses_what_is_no_time():
-    rig = fake()
-    async with engine_of(rig) as engine:
+    async with engine_of(fake()) as engine:
         stream = engine.stream([1], max_tokens=1)
         for seconds in (0, -1.0, float("nan"), float("inf")):
             with pytest.raises(InvalidRequestError, match=f"seconds={seconds}: expected") as caught:

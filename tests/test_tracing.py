@@ -19,8 +19,6 @@ from asyncllm.tracing import EngineTracing, trace_engine
 from tests.fakes import fake
 from tests.missing_package import import_error
 
-pytestmark = pytest.mark.asyncio
-
 
 class Trace:
     def __init__(self, **options):
@@ -43,8 +41,7 @@ def trace():
 
 
 async def test_a_completion_is_one_span_by_the_conventions(trace):
-    rig = fake(block_size=4)
-    async with rig.engine(model="some/model") as engine:
+    async with fake(block_size=4).engine(model="some/model") as engine:
         await engine.generate(list(range(9)), max_tokens=1)
         trace_engine(engine, trace.provider)
         stream = engine.stream(
@@ -112,8 +109,7 @@ async def test_seeds_fit_into_a_signed_attribute(trace, seed):
 
 
 async def test_the_span_hangs_on_the_callers_and_has_the_requests_times(trace):
-    rig = fake(step_time=0.002)
-    async with rig.engine() as engine:
+    async with fake(step_time=0.002).engine() as engine:
         trace_engine(engine, trace.provider)
         with trace.tracer.start_as_current_span("outer") as outer:
             before = time.time_ns()
@@ -225,8 +221,7 @@ async def test_what_is_refused_has_no_span(trace):
 
 
 async def test_no_text_is_recorded_by_default(trace):
-    rig = fake()
-    async with rig.engine() as engine:
+    async with fake().engine() as engine:
         trace_engine(engine, trace.provider)
         result = await engine.generate("000000123 456", max_tokens=3)
         await engine.chat([{"role": "user", "content": "000000123 4"}], max_tokens=3).result()

@@ -19,7 +19,7 @@ from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.families import TESTED, is_tested
 from asyncllm.gpu.transformers_model.linear import OpExperts
 from asyncllm.gpu.transformers_model.rope import LongRope
-from tests.driver import Driver
+from tests.driver import Driver, state_of
 from tests.families import CASES, make
 from tests.native_library import native_library
 from tests.packing import CASES as FORMATS
@@ -134,8 +134,7 @@ def test_a_tied_head_shares_the_embeddings_table(tmp_path, family):
     expected = generate(model, [5, 6, 7, 8], 12)
     case = Case(tmp_path, model, None, [[5, 6, 7, 8]], [expected])
     runner = case.runner()
-    state = runner._runner
-    assert state is not None
+    state = state_of(runner)
     shapes = [tuple(one.shape) for one in state.model.base.parameters()]
     assert (256, 64) not in shapes
     driver = Driver(runner)
@@ -337,8 +336,7 @@ def test_the_routing_that_mistakes_change_is_the_models_own(load_case, monkeypat
 def test_norms_of_one_plus_weight_are_seen(load_case):
     case = load_case("Gemma")
     runner = case.runner()
-    state = runner._runner
-    assert state is not None
+    state = state_of(runner)
     norm = state.model.base.norm
     with torch.no_grad():
         norm.weight -= 1.0

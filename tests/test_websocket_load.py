@@ -9,14 +9,11 @@ import random
 import resource
 import struct
 
-import pytest
 from websockets.exceptions import ConnectionClosed
 
 from tests.fakes import fake
 from tests.idle import idle
 from tests.websocket_clients import MALFORMED, client_of, served, text_of
-
-pytestmark = pytest.mark.asyncio
 
 OPCODES = {
     "text": 0x81,

@@ -13,8 +13,6 @@ from tests.fakes import fake
 from tests.idle import idle
 from tests.websocket_clients import served
 
-pytestmark = pytest.mark.asyncio
-
 openai = pytest.importorskip("openai")
 
 
