@@ -245,6 +245,7 @@ def test_prompts_are_as_many_as_asked_for() -> None:
 # --- between pipes ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_demo_into_a_pipe() -> None:
     done = asyncllm("demo", "--streams", "9", "--seed", "3", "--max-tokens", "32")
     assert (done.returncode, done.stderr) == (0, "")
@@ -257,6 +258,7 @@ def test_demo_into_a_pipe() -> None:
     assert re.search(r"^9 streams, \d+ tokens in .* prefix cache$", done.stdout, re.M)
 
 
+@pytest.mark.slow
 def test_demo_whose_reader_leaves() -> None:
     options = ("--streams", "4", "--max-tokens", "8", *QUICK)
     command = [sys.executable, "-m", "asyncllm", "demo", *options]
@@ -271,6 +273,7 @@ def test_demo_whose_reader_leaves() -> None:
         assert child.wait(60) == 1
 
 
+@pytest.mark.slow
 def test_interrupted_demo() -> None:
     command = [sys.executable, "-m", "asyncllm", "demo", *ENDLESS, *QUICK]
     with subprocess.Popen(
@@ -312,6 +315,7 @@ def test_bench_writes_what_it_prints(tmp_path: Path) -> None:
         assert row["step_floor"] == pytest.approx(read / execution["memory_bandwidth"])
 
 
+@pytest.mark.slow
 def test_bench_says_which_path_runs_and_why() -> None:
     done = asyncllm("bench", "--env")
     assert (done.returncode, done.stderr) == (0, "")
@@ -327,6 +331,7 @@ def test_bench_says_which_path_runs_and_why() -> None:
     )
 
 
+@pytest.mark.slow
 def test_bench_of_what_does_not_fit() -> None:
     done = asyncllm("bench", "--prompt-len", "500")
     assert (done.returncode, done.stdout) == (2, "")
@@ -336,6 +341,7 @@ def test_bench_of_what_does_not_fit() -> None:
     )
 
 
+@pytest.mark.slow
 def test_chat_through_a_pipe_forgets_what_does_not_fit() -> None:
     turns = "".join(f"Mia has {i} red hats and a boat.\n" for i in range(4))
     done = asyncllm("chat", "--max-model-len", "80", "--max-tokens", "12", stdin=turns)
@@ -431,6 +437,7 @@ def test_demo_on_a_terminal() -> None:
         assert "Traceback" not in terminal.text
 
 
+@pytest.mark.slow
 def test_interrupted_bench_takes_its_progress_back() -> None:
     with Terminal("bench", "--concurrency", "32") as terminal:
         terminal.wait_for("32 streams …")
@@ -466,6 +473,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Path) -> None:
     assert [message["role"] for message in saved] == ["user", "assistant"]
 
 
+@pytest.mark.slow
 def test_chat_remembers_and_takes_a_paste_as_one_message() -> None:
     with Terminal("chat", "--temperature", "0", "--max-tokens", "16") as terminal:
         terminal.wait_for("› ")

@@ -17,6 +17,7 @@ mcp = pytest.importorskip("mcp")
 FOLDER = Path(__file__).resolve().parent.parent / "examples" / "mcp_tools"
 
 
+@pytest.mark.slow
 def test_it_runs_as_it_stands() -> None:
     assert run_example(FOLDER / "agent.py") == (
         'What is the weather in Oslo?\n  get_weather({"city": "Oslo"}) -> snow\n'

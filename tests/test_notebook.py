@@ -84,6 +84,7 @@ def html_of(example, source):
     return shown[-1]
 
 
+@pytest.mark.slow
 def test_interrupting_a_cell_aborts_what_it_reads():
     """The example's own cell, and an engine that goes on."""
     example = nbformat.read(EXAMPLE, as_version=4)

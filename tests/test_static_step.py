@@ -102,7 +102,7 @@ HOST_KINDS = [
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module", params=slow_but(SHAPES, "llama", "window"))
+@pytest.fixture(scope="module", params=slow_but(SHAPES, "window"))
 def decoder(request: pytest.FixtureRequest) -> Decoder:
     return make_decoder(SHAPES[request.param])
 
@@ -257,7 +257,7 @@ def test_logprobs_of_a_static_step(llama: Decoder) -> None:
         assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("depth", slow_but([0, 1, 2], 1))
 def test_layers_in_two_kv_groups(llama: Decoder, depth: int) -> None:
     """A block table for each of the two layers, on the host (depth 0) and on the device."""
     asked = prompts(7, seed=8)
@@ -891,17 +891,11 @@ def _same_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostBuffer, "set_scalars", lambda self, state: None)
 
 
-@pytest.mark.parametrize(
-    "mutate",
-    [
-        _one_host_block,
-        _token_zero_for_unknown,
-        _rows_stay_behind_the_batch,
-        _lengths_baked_in,
-        _blocks_of_the_last_tenant,
-        _same_seeds,
-    ],
-)
+OFTEN = _token_zero_for_unknown, _rows_stay_behind_the_batch, _lengths_baked_in
+MUTATIONS = [_one_host_block, *OFTEN, _blocks_of_the_last_tenant, _same_seeds]
+
+
+@pytest.mark.parametrize("mutate", slow_but(MUTATIONS, *OFTEN))
 def test_the_comparison_sees_mistakes(
     llama: Decoder, monkeypatch: pytest.MonkeyPatch, mutate: Any
 ) -> None:

@@ -29,6 +29,8 @@ from asyncllm.outputs import Delta, Logprob, TokenLogprobs, make_token_delta
 from tests.fakes import channel_of, core_of, fake, mailbox_of_this_loop
 from tests.slow import slow_but
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
+
 
 @contextlib.asynccontextmanager
 async def engine_of(rig, **overrides):
