@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -167,7 +168,9 @@ def fake(
     step_time: float = 0.0,
     eos_token_ids: tuple[int, ...] = (),
     record: bool = False,
+    gate: int | None = None,
 ) -> Fake:
+    """Limits of the fake executor; ``gate`` is how many steps may end before its ``release``."""
     info = ExecutorInfo(
         vocab_size=VOCAB_SIZE,
         num_blocks=num_blocks,
@@ -179,4 +182,6 @@ def fake(
         max_tokens_per_row=max_tokens_per_row,
     )
     executor = FakeExecutor(info, step_time=step_time, record=record)
+    if gate is not None:
+        executor.gate = threading.Semaphore(gate)
     return Fake(info, executor, FakeTokenizer(), FakeModelConfig(eos_token_ids))

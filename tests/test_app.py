@@ -32,7 +32,7 @@ from tests.app_clients import (
     url_of,
     user,
 )
-from tests.idle import idle
+from tests.idle import idle, until
 
 # --- what is served ---------------------------------------------------------------------
 
@@ -362,8 +362,7 @@ async def test_a_client_that_does_not_read_is_left_in_the_end():
             served.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             body = json.dumps({**BODY, "stream": True})
             sock.sendall(f"{HEAD}{len(body)}\r\n\r\n{body}".encode())
-            while not engine.stats().num_requests:
-                await asyncio.sleep(0.001)
+            await until(lambda: engine.stats().num_requests)
             stats = await idle(engine)
         assert (stats.num_aborted, stats.num_finished) == (1, 0)
 
@@ -373,8 +372,7 @@ async def test_a_half_closed_connection_is_gone():
     async with served_app(engine) as server:
         body = json.dumps(BODY)
         _, writer = await open_to(server, f"{HEAD}{len(body)}\r\n\r\n{body}")
-        while not engine.stats().num_running:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.stats().num_running)
         writer.write_eof()
         stats = await idle(engine)
         assert (stats.num_aborted, stats.num_finished) == (1, 0)
@@ -408,8 +406,7 @@ async def test_a_server_that_closes_lets_answers_end():
         async with HttpServer(create_app(engine), port=0, drain=10) as server:
             async with httpx.AsyncClient(base_url=url_of(server)) as client:
                 asking = asyncio.ensure_future(client.post(CHAT, json=BODY))
-                while not engine.stats().num_running:
-                    await asyncio.sleep(0.001)
+                await until(lambda: engine.stats().num_running)
                 await server.aclose()
                 answer = await asking
     assert answer.json()["choices"][0]["message"]["content"] == "x" * 100

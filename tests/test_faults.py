@@ -19,6 +19,7 @@ from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.runtime.event_loop import wait_for
 from asyncllm.testing import FakeExecutor
 from tests.fakes import core_of, fake, thread_of
+from tests.idle import until
 
 STEP = 4
 LENGTH = 12
@@ -144,13 +145,6 @@ async def read(stream):
     with pytest.raises(StopAsyncIteration):
         await anext(stream)
     return tokens, end
-
-
-async def until(condition):
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.0005)
 
 
 class Case:

@@ -8,7 +8,6 @@ import contextlib
 import inspect
 import re
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -31,6 +30,7 @@ from asyncllm.testing import FakeExecutor, fake_engine
 from asyncllm.testing.fake_executor import mix
 from tests.core_rig import Rig
 from tests.fakes import channel_of, core_of, fake
+from tests.idle import all_free, until
 
 PROMPT = [*range(100, 111)]
 
@@ -75,16 +75,6 @@ def expected(rig, params, count, prompt=PROMPT):
 
 def words(tokens):
     return "".join(f"{token} " for token in tokens)
-
-
-async def all_free(engine):
-    deadline = time.monotonic() + 5
-    while (stats := engine.stats()).num_free_blocks != stats.num_blocks or stats.num_waiting:
-        assert time.monotonic() < deadline, stats
-        await asyncio.sleep(0.001)
-    core = core_of(engine)
-    await asyncio.wrap_future(core.call(core.scheduler.check_integrity))
-    assert core.admission.num_live == core.admission.num_queued == 0
 
 
 def by_index(deltas):
@@ -319,8 +309,7 @@ async def test_a_slow_reader_holds_all_outputs_up():
     params = SamplingParams(n=3, seed=3, max_tokens=20)
     async with rig.engine() as engine:
         stream = engine.stream(PROMPT, params, on_slow="pause", max_unread=9)
-        while engine.stats().num_paused < 3:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.stats().num_paused >= 3)
         assert channel_of(stream).num_unread <= 9 + 2 * 3
         await engine.pause()
         await engine.resume()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import sys
@@ -82,54 +81,6 @@ def html_of(example, source):
     [cell] = [cell for cell in example.cells if source in cell.source]
     shown = [output.data["text/html"] for output in cell.outputs if "data" in output]
     return shown[-1]
-
-
-@pytest.mark.slow
-def test_interrupting_a_cell_aborts_what_it_reads():
-    """The example's own cell, and an engine that goes on."""
-    example = nbformat.read(EXAMPLE, as_version=4)
-    cells = {cell.source.partition("\n")[0]: cell for cell in example.cells}
-    reading = "done = await side_by_side(stories, max_tokens=400, ignore_eos=True)"
-    after = "print((await engine.generate("
-    kept = [cell.source for cell in example.cells[:11] if cell.cell_type == "code"]
-    endless = cells[reading].source.replace("max_tokens=400", "max_tokens=480, temperature=1")
-    sources = [
-        "import asyncllm\nfrom asyncllm import AsyncLLMEngine\n"
-        "engine = AsyncLLMEngine(max_num_seqs=2)\nawait engine.start()",
-        "import asyncio",
-        next(source for source in kept if "def side_by_side" in source).partition("\n\n\nstories")[
-            0
-        ],
-        'stories = ["One", "Two", "Three"] * 30',
-        endless,
-        next(source for name, source in ((c, cells[c].source) for c in cells) if after in name),
-        "print(engine.stats().num_aborted > 30)\nawait engine.aclose()",
-    ]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(s) for s in sources])
-    client = nbclient.NotebookClient(
-        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}
-    )
-
-    async def main():
-        async with client.async_setup_kernel():
-            for index, cell in enumerate(notebook.cells):
-                if cell.source != endless:
-                    await client.async_execute_cell(cell, index)
-                    continue
-                running = asyncio.ensure_future(client.async_execute_cell(cell, index))
-                while not any("data" in output for output in cell.outputs):
-                    assert not running.done()
-                    await asyncio.sleep(0.05)
-                await client.km.interrupt_kernel()
-                with pytest.raises(
-                    nbclient.exceptions.CellExecutionError, match=r"Interrupt|Cancel"
-                ):
-                    await running
-
-    asyncio.run(main())
-    printed = ["".join(o.get("text", "") for o in cell.outputs) for cell in notebook.cells[-2:]]
-    assert "0 running, " in printed[0]
-    assert printed[1] == "True\n"
 
 
 def test_the_example_is_stored_without_outputs():

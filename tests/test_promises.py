@@ -24,15 +24,9 @@ from asyncllm.runtime.mailbox import LoopMailbox
 from asyncllm.stream import TokenStream
 from asyncllm.testing import FakeExecutor
 from tests.fakes import channel_of, fake, mailbox_of_this_loop
+from tests.idle import until
 
 PATIENCE = 1.5
-
-
-async def until(condition):
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "never came about"
-        await asyncio.sleep(0.001)
 
 
 def blocks_are_free(engine):
@@ -64,9 +58,8 @@ def a_stop_is_not_announced(patch):
 
 
 async def stream_submits_at_once():
-    rig = fake(record=True)
+    rig = fake(record=True, gate=0)
     async with rig.engine() as engine:
-        rig.executor.gate = threading.Semaphore(0)
         streams = [engine.stream([i], max_tokens=3) for i in range(6)]
         await asyncio.sleep(0.05)
         rig.executor.gate.release(100)
@@ -99,7 +92,7 @@ async def leaving_a_stream_aborts_it():
     async with fake(step_time=0.001).engine() as engine:
         async for _ in engine.stream([1], max_tokens=250):
             break
-        await until(lambda: engine.stats().num_aborted == 1 and blocks_are_free(engine))
+        await until(lambda: engine.stats().num_aborted == 1 and blocks_are_free(engine), PATIENCE)
         stream = engine.stream([1], max_tokens=250, request_id="x")
         await anext(stream)
         engine.abort("x")
@@ -156,7 +149,7 @@ async def the_queue_is_bounded():
         await engine.resume()
         for stream in streams:
             await stream.result()
-        await until(lambda: engine.stats().num_waiting == 0)
+        await until(lambda: engine.stats().num_waiting == 0, PATIENCE)
         await engine.generate([5], max_tokens=1)
 
 
@@ -404,12 +397,14 @@ def test_a_broken_engine_is_noticed(promise, breakage, monkeypatch, caplog):
 
 
 ANYIO = "anyio._backends._asyncio"
+HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "rich", "asyncio", ANYIO}
+HEAVY |= {"prometheus_client", "opentelemetry"}
 
 
 def loaded_by(statement: str) -> set[str]:
     code = f"import sys; {statement}; print(*sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return {"torch", "transformers", "numpy", "asyncio", ANYIO} & set(out.stdout.split())
+    return HEAVY & set(out.stdout.split())
 
 
 def test_import_is_cheap_and_the_check_sees_an_import_that_is_not():

@@ -29,6 +29,7 @@ from asyncllm.structured.llguidance_backend import LLGuidanceBackend, LLGuidance
 from asyncllm.structured.spec import parse_structured_outputs
 from asyncllm.testing.byte_tokenizer import TURN_END, TURN_START
 from tests.fakes import core_of, thread_of
+from tests.idle import until
 from tests.structured import (
     ByteRig,
     accepts,
@@ -414,8 +415,7 @@ async def test_closing_does_not_wait_for_a_compile(slow):
     await engine.start()
     stream = engine.stream("x", structured_outputs={"regex": "slow"})
     queued = [engine.stream("x", structured_outputs={"regex": f"slow{i}"}) for i in range(3)]
-    while not slow.begun:
-        await asyncio.sleep(0.01)
+    await until(lambda: slow.begun)
     await engine.aclose()
     assert not slow.gate.is_set()
     for one in (stream, *queued):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 
 import pytest
@@ -154,8 +153,7 @@ async def test_a_long_text_is_traced_from_its_submission(trace):
 
 
 async def test_an_abort_is_no_error(trace):
-    rig = fake()
-    rig.executor.gate = threading.Semaphore(0)
+    rig = fake(gate=0)
     async with rig.engine() as engine:
         trace_engine(engine, trace.provider)
         stream = engine.stream([1])
@@ -189,8 +187,7 @@ async def test_errors_have_their_type_and_no_text(trace):
 
 
 async def test_a_deadline_is_an_error_with_its_usage(trace):
-    rig = fake()
-    rig.executor.gate = threading.Semaphore(0)
+    rig = fake(gate=0)
     async with rig.engine() as engine:
         trace_engine(engine, trace.provider)
         stream = engine.stream([1, 2], timeout=0.02)

@@ -12,7 +12,7 @@ import struct
 from websockets.exceptions import ConnectionClosed
 
 from tests.fakes import fake
-from tests.idle import idle
+from tests.idle import idle, until
 from tests.websocket_clients import MALFORMED, client_of, served, text_of
 
 OPCODES = {
@@ -154,6 +154,5 @@ async def test_10_000_malformed_messages_hurt_no_other_client():
         assert await shopping > 0
         stats = await idle(server.engine)
         assert stats.num_failed == 0
-        while server.num_connections:
-            await asyncio.sleep(0.001)
+        await until(lambda: not server.num_connections)
     assert grown < 64 * 1024, f"{grown} KiB more"
