@@ -453,21 +453,6 @@ async def test_the_head_is_sent_with_the_first_part(headers, parts, expected):
     assert cycle.transport.is_closing() == "asked of the transport"
 
 
-async def test_a_missing_extra_is_named():
-    code = (
-        "import sys; sys.modules['starlette'] = None\n"
-        "import asyncllm.serving\n"
-        "try:\n"
-        "    asyncllm.serving.create_app\n"
-        "except ImportError as error:\n"
-        "    assert \"'asyncllm[server]'\" in str(error), error\n"
-        "else:\n"
-        "    raise SystemExit(1)\n"
-    )
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
-    assert await process.wait() == 0
-
-
 async def test_importing_the_application_loads_no_torch():
     code = (
         "import sys; from asyncllm.serving import create_app\n"

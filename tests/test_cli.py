@@ -18,7 +18,7 @@ from asyncllm.cli.conversation import Conversation
 from asyncllm.cli.flow import WordWrapper
 from asyncllm.cli.measure import percentile
 from asyncllm.cli.prompts import prompts
-from asyncllm.cli.text import one_line, printable, rate, seconds
+from asyncllm.cli.text import printable, rate
 from tests.processes import hear_ctrl_c
 from tests.slow import slow_but
 from tests.terminal import QUICK, Terminal, asyncllm
@@ -156,29 +156,9 @@ def test_text_from_a_model_cannot_control_the_terminal() -> None:
     assert printable("häß 日本 🙂\n") == "häß 日本 🙂\n"
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (None, "–"),
-        (0.0000004, "0 µs"),
-        (0.00084, "840 µs"),
-        (0.0012, "1.2 ms"),
-        (0.0123, "12 ms"),
-        (0.5, "500 ms"),
-        (0.9999, "1.00 s"),
-        (75.3, "75.30 s"),
-    ],
-)
-def test_seconds(value: float | None, shown: str) -> None:
-    assert seconds(value) == shown
-
-
-def test_small_texts() -> None:
+def test_rate() -> None:
     assert rate(30, 0.5) == "60 tok/s"
     assert rate(30, 0.0) == "–"
-    assert one_line("a  long\nline of text", 8) == "a long…"
-    assert one_line("short", 8) == "short"
-    assert one_line("short", 0) == "…"
 
 
 def test_percentile() -> None:

@@ -1,4 +1,4 @@
-"""The counts of ``tools/counts.py``: lines of code, a prompt's functions, files of a parameter."""
+"""The counts of ``tools/counts.py``: lines of code, and a prompt's functions."""
 
 from __future__ import annotations
 

@@ -109,24 +109,6 @@ def test_hung_step_is_noticed(run):
     rig.executor.gate.release(100)
 
 
-def test_pause_reset_and_cancelled_start(run):
-    rig = fake()
-
-    async def main():
-        rig.load_gate = threading.Event()
-        engine = rig.engine()
-        with anyio.move_on_after(0.02):
-            await engine.start()
-        rig.load_gate.set()
-        async with engine:
-            await engine.pause()
-            await engine.resume()
-            assert await engine.reset_prefix_cache()
-            await engine.generate([1], max_tokens=2)
-
-    run(main)
-
-
 def test_one_loop_after_the_other(run):
     rig = fake()
 

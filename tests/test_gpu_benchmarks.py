@@ -1,5 +1,5 @@
-"""The GPU benchmarks, as far as they are neither CUDA nor a whole stage: deadlines, failures and
-the command line."""
+"""The GPU benchmarks, as far as they are neither CUDA nor a whole stage: their files and the command
+line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The smoke stage of the GPU benchmarks: processes, bisection, and its probes on the CPU."""
+"""The smoke stage of the GPU benchmarks: its tasks, and its probes on the CPU."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""Notebooks: the example in a real kernel, and what a session of cells does to an engine."""
+"""The example notebook, in a real kernel."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -41,11 +40,6 @@ def run(notebook):
         for cell in notebook.cells
         if cell.cell_type == "code"
     ]
-
-
-def notebook(*sources):
-    cells = [nbformat.v4.new_code_cell(textwrap.dedent(source)) for source in sources]
-    return nbformat.v4.new_notebook(cells=cells)
 
 
 def test_the_example_runs():
@@ -89,74 +83,3 @@ def test_the_example_is_stored_without_outputs():
     for cell in example.cells:
         if cell.cell_type == "code":
             assert (cell.outputs, cell.execution_count) == ([], None)
-
-
-def test_an_engine_lives_across_cells_and_errors():
-    outputs = run(
-        notebook(
-            """
-            import asyncio, threading
-            from asyncllm import EngineClosedError, LLM
-            from tests.fakes import fake
-
-            rig = fake(step_time=0.01)
-            engine = rig.engine()
-            await engine.start()
-            """,
-            # A stream begun in one cell is read in the next.
-            """
-            stream = engine.stream([1], max_tokens=20)
-            first = await anext(stream)
-            """,
-            """
-            result = await stream.result()
-            print(list(result.token_ids) == rig.executor.reference([1], 20))
-            """,
-            # A cell that is interrupted leaves the engine as it was.
-            """
-            try:
-                async with asyncio.timeout(0.02):
-                    await engine.generate([2], max_tokens=250)
-            except TimeoutError:
-                pass
-            async for delta in engine.stream([3], max_tokens=250):
-                break
-            await engine.generate([4], max_tokens=1)
-            stats = engine.stats()
-            print(stats.num_aborted, stats.num_free_blocks == stats.num_blocks)
-            """,
-            """
-            rig.executor.step_time = 0
-            tasks = [asyncio.create_task(engine.generate([i], max_tokens=9)) for i in range(5)]
-            """,
-            # The facade blocks the notebook's loop; the tasks' tokens come all the same.
-            """
-            with LLM(engine=engine) as llm:
-                inside = llm.generate([[7], [8]], max_tokens=30)
-            print([list(c.token_ids) for c in inside]
-                  == [rig.executor.reference([i], 30) for i in (7, 8)])
-            """,
-            """
-            done = await asyncio.gather(*tasks)
-            print([list(c.token_ids) for c in done]
-                  == [rig.executor.reference([i], 9) for i in range(5)])
-            """,
-            """
-            await engine.aclose()
-            try:
-                engine.stream([1])
-            except EngineClosedError:
-                print([t.name for t in threading.enumerate() if t.name.startswith("asyncllm")])
-            """,
-        )
-    )
-    assert [text.strip() for text in outputs] == [
-        "",
-        "",
-        "True",
-        "2 True",
-        "",
-        "True",
-        "True",
-        "[]",
-    ]

@@ -398,7 +398,7 @@ def test_a_broken_engine_is_noticed(promise, breakage, monkeypatch, caplog):
 
 ANYIO = "anyio._backends._asyncio"
 HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "rich", "asyncio", ANYIO}
-HEAVY |= {"prometheus_client", "opentelemetry"}
+HEAVY |= {"prometheus_client", "opentelemetry", "langchain_core"}
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -409,6 +409,7 @@ def loaded_by(statement: str) -> set[str]:
 
 def test_import_is_cheap_and_the_check_sees_an_import_that_is_not():
     assert loaded_by("import asyncllm; asyncllm.SamplingParams()") == set()
+    assert "langchain_core" not in loaded_by("import asyncllm.callbacks")
     # Not at the first use of anyio, which is start() on the application's loop.
     assert loaded_by("import asyncllm; asyncllm.AsyncLLMEngine()") == {"asyncio", ANYIO}
     assert loaded_by("import asyncllm, numpy") == {"numpy"}
