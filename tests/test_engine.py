@@ -72,6 +72,18 @@ async def test_text_prompts_and_chat_are_tokenised():
     assert list(one.token_ids) == list(two.token_ids) == rig.executor.reference([7, 8, 9], 3)
 
 
+async def test_streams_made_one_after_the_other_run_as_one_batch():
+    rig = fake(record=True)
+    async with rig.engine() as engine:
+        await engine.pause()
+        streams = [engine.stream([i], max_tokens=4) for i in range(8)]
+        await engine.resume()
+        results = [await stream.result() for stream in streams]
+    for i, result in enumerate(results):
+        assert list(result.token_ids) == rig.executor.reference([i], 4)
+    assert [len(batch) for batch in rig.executor.batches] == [8, 8, 8, 8]
+
+
 async def test_result_after_reading_some_is_the_whole():
     rig = fake()
     async with rig.engine() as engine:

@@ -320,6 +320,21 @@ def test_engine_started_in_a_thread_that_is_not_the_main_one(run):
 # --- a host that blocks its loop --------------------------------------------------------
 
 
+def test_engine_makes_progress_while_the_loop_is_blocked(run):
+    rig = fake(step_time=0.001)
+
+    async def main():
+        async with rig.engine() as engine:
+            stream = engine.stream([1], max_tokens=100)
+            await anext(stream)
+            before = engine.stats().generation_tokens
+            time.sleep(0.2)  # this is the point
+            assert engine.stats().generation_tokens - before > 3
+            assert list((await stream.result()).token_ids) == rig.executor.reference([1], 100)
+
+    run(main)
+
+
 def test_at_most_one_wake_is_outstanding(run):
     """However many streams and steps, a loop that does not run is called once."""
     rig = fake(step_time=0.001)

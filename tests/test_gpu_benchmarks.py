@@ -1,5 +1,4 @@
-"""The GPU benchmarks, as far as they are neither CUDA nor a whole stage: their files and the command
-line."""
+"""The files and the command line of the GPU benchmarks."""
 
 from __future__ import annotations
 
