@@ -12,6 +12,7 @@ from asyncllm.gpu.execution_mode import ExecutionMode
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.runtime.loading import LoadedModel, load_model
+from tests.fakes import engine_with
 from tests.static_runner import CPU, LateStream, TraceRecorder, run_late
 
 PROMPTS = [
@@ -49,6 +50,4 @@ class AheadOnCPU:
         return LoadedModel(self.runner, plain.tokenizer, plain.model_config)
 
     def engine(self, **fields: Any) -> AsyncLLMEngine:
-        return AsyncLLMEngine._with_loader(
-            self.load, num_threads=1, attention_backend="torch", **fields
-        )
+        return engine_with(self.load, num_threads=1, attention_backend="torch", **fields)

@@ -43,6 +43,13 @@ def no_leftovers():
 
 
 @pytest.fixture(scope="module")
+def quick_collections():
+    """What earlier tests have imported is left out of a module's many collections."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module")
 def one_thread():
     """Ops of the test's own thread, which another test's runner may have given more."""
     from asyncllm.gpu.threads import set_thread_count
@@ -66,7 +73,7 @@ def own_code(tmp_path_factory, monkeypatch):
         del sys.modules[name]
 
 
-UVLOOP_FILES = ("test_app.py", "test_engine.py", "test_lifecycle.py", "test_stream.py")
+UVLOOP_FILES = ("test_app.py", "test_stream.py")
 """Files whose tests run on uvloop every time; those of others are slow there."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from asyncllm.core.batch import (
     GrammarMask,
@@ -36,6 +37,12 @@ def packed(allowed: Iterable[int], vocab_size: int) -> bytes:
     for token in allowed:
         words[token // 8] |= 1 << token % 8
     return bytes(words)
+
+
+def state_of(runner: Any) -> Any:
+    """The step runner of a model runner that is not closed."""
+    assert runner._runner is not None
+    return runner._runner
 
 
 UNCHECKED = [

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from asyncllm import AsyncLLMEngine, EngineConfig
-from asyncllm.core.executor import ExecutorInfo
+from asyncllm.core.channel import Channel
+from asyncllm.core.engine_core import EngineCore
+from asyncllm.core.executor import Executor, ExecutorInfo
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.errors import InvalidRequestError
-from asyncllm.runtime.loading import LoadedModel
+from asyncllm.runtime.engine_thread import EngineThread
+from asyncllm.runtime.loading import LoadedModel, Loader
+from asyncllm.runtime.mailbox import LoopMailbox
+from asyncllm.stream import TokenStream
 from asyncllm.testing import FakeExecutor
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.detokenizer import Detokenizer
@@ -115,7 +121,39 @@ class Fake:
         return LoadedModel(self.executor, self.tokenizer, self.model_config)
 
     def engine(self, **overrides: Any) -> AsyncLLMEngine:
-        return AsyncLLMEngine._with_loader(self.load, **overrides)
+        return engine_with(self.load, **overrides)
+
+
+def engine_with(load: Loader, **overrides: Any) -> AsyncLLMEngine:
+    """An engine whose model ``load`` brings."""
+    return AsyncLLMEngine._with_loader(load, **overrides)
+
+
+def engine_on(executor: Executor, **overrides: Any) -> AsyncLLMEngine:
+    """An engine on an executor, with numbers for words."""
+    loaded = LoadedModel(executor, FakeTokenizer(), FakeModelConfig())
+    return engine_with(lambda config, progress: loaded, **overrides)
+
+
+def thread_of(engine: AsyncLLMEngine) -> EngineThread:
+    """The thread of a started engine."""
+    assert engine._thread is not None
+    return engine._thread
+
+
+def core_of(engine: AsyncLLMEngine) -> EngineCore:
+    """The core of a started engine."""
+    return thread_of(engine).core
+
+
+def channel_of(stream: TokenStream) -> Channel:
+    """What the engine thread has written for a stream, and its reader has not read."""
+    return stream._channel
+
+
+def mailbox_of_this_loop(engine: AsyncLLMEngine) -> LoopMailbox:
+    """Where the engine tells the running loop of what its streams have."""
+    return engine._mailboxes.of_running_loop()
 
 
 def fake(
@@ -130,7 +168,9 @@ def fake(
     step_time: float = 0.0,
     eos_token_ids: tuple[int, ...] = (),
     record: bool = False,
+    gate: int | None = None,
 ) -> Fake:
+    """Limits of the fake executor; ``gate`` is how many steps may end before its ``release``."""
     info = ExecutorInfo(
         vocab_size=VOCAB_SIZE,
         num_blocks=num_blocks,
@@ -142,4 +182,6 @@ def fake(
         max_tokens_per_row=max_tokens_per_row,
     )
     executor = FakeExecutor(info, step_time=step_time, record=record)
+    if gate is not None:
+        executor.gate = threading.Semaphore(gate)
     return Fake(info, executor, FakeTokenizer(), FakeModelConfig(eos_token_ids))

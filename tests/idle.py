@@ -1,18 +1,54 @@
-"""An engine that has nothing left to do."""
+"""Waits for what is to come: a condition, or an engine that has nothing left to do."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
+
+import anyio
 
 from asyncllm import AsyncLLMEngine, EngineStats
+from tests.fakes import core_of
+
+
+async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    """Wait until a condition holds, on any event loop; TimeoutError after so many seconds."""
+    with anyio.fail_after(seconds):
+        while not condition():
+            await anyio.sleep(0.001)
+
+
+def blocking_until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    """``until`` without an event loop, or with one that stands still meanwhile."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "never came about"
+        time.sleep(0.0005)
 
 
 async def idle(engine: AsyncLLMEngine) -> EngineStats:
     """Returns when the engine holds nothing any more."""
-    async with asyncio.timeout(60):
-        while True:
-            stats = engine.stats()
-            if stats.num_running == stats.num_waiting == stats.num_paused == 0:
-                assert stats.num_free_blocks == stats.num_blocks
-                return stats
-            await asyncio.sleep(0.001)
+
+    def holds_nothing() -> bool:
+        stats = engine.stats()
+        return stats.num_running == stats.num_waiting == stats.num_paused == 0
+
+    await until(holds_nothing)
+    stats = engine.stats()
+    assert stats.num_free_blocks == stats.num_blocks
+    return stats
+
+
+async def all_free(engine: AsyncLLMEngine) -> None:
+    """Waits until nothing runs; then every block is free and the books balance."""
+
+    def is_free() -> bool:
+        stats = engine.stats()
+        return stats.num_free_blocks == stats.num_blocks and not stats.num_waiting
+
+    await until(is_free, 5.0)
+    core = core_of(engine)
+    await asyncio.wrap_future(core.call(core.scheduler.check_integrity))
+    assert core.admission.num_live == 0
+    assert core.admission.num_queued == 0

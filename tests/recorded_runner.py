@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -22,6 +21,7 @@ from asyncllm.gpu.ops.native_attention import NativeAttention
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.quantise import CONVERSIONS
 from tests import static_runner
+from tests.driver import state_of
 from tests.dummy_runner import MODEL as LLAMA
 from tests.native_library import context, isas
 
@@ -66,11 +66,6 @@ def make_runner(
     )
     cache = KVCache(groups, 81, decoder.embedding.dtype, torch.device("cpu"))
     return ModelRunner(decoder, cache, info)
-
-
-def state_of(runner: ModelRunner) -> Any:
-    assert runner._runner is not None
-    return runner._runner
 
 
 def program_of(runner: ModelRunner) -> RecordedStep:

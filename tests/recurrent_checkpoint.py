@@ -35,11 +35,6 @@ class Checkpoint:
         assert not tally.ties
 
 
-def device_state(runner: ModelRunner) -> Any:
-    assert runner._runner is not None
-    return runner._runner
-
-
 def _roll(rows: StateRows) -> StateRows:
     slots = None if rows.slots is None else rows.slots.roll(1)
     spans = [replace(span, slot=(span.slot + 1) % 4) if span.start else span for span in rows.spans]

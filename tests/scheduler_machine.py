@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncllm.core.request import Request, Status
-from tests.hypothesis_settings import examples
 from tests.scheduler_rig import Rig, info
 
 
@@ -139,6 +138,3 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.rig.expect(request)
             if request.finish_reason == "length":
                 assert len(request.token_ids) == request.max_total_tokens
-
-
-SchedulerMachine.TestCase.settings = examples(200, stateful_step_count=40)

@@ -9,7 +9,9 @@ import pytest
 
 
 def slow_but(values: Iterable[Any], *often: Any) -> list[Any]:
-    """Mark all values slow but for those of ``often``, one for each kind of them."""
+    """Mark all values slow but for those of ``often``, one for each kind of them. A tuple is a row
+    of several parameters."""
     values = list(values)
     assert all(one in values for one in often), often
-    return [v if v in often else pytest.param(v, marks=pytest.mark.slow) for v in values]
+    rows = [(v, v if type(v) is tuple else (v,)) for v in values]
+    return [v if v in often else pytest.param(*row, marks=pytest.mark.slow) for v, row in rows]

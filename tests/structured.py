@@ -15,7 +15,7 @@ from asyncllm.runtime.loading import LoadedModel
 from asyncllm.structured.grammar import Grammar, Vocabulary
 from asyncllm.testing import FakeExecutor, byte_tokenizer
 from asyncllm.testing.byte_tokenizer import TURN_END
-from tests.fakes import FakeModelConfig
+from tests.fakes import FakeModelConfig, engine_with
 
 
 class ByteRig:
@@ -39,7 +39,7 @@ class ByteRig:
         return LoadedModel(self.executor, self.tokenizer, self.model_config)
 
     def engine(self, **overrides: Any) -> AsyncLLMEngine:
-        return AsyncLLMEngine._with_loader(self.load, **overrides)
+        return engine_with(self.load, **overrides)
 
 
 def byte_vocabulary(*pieces: bytes) -> Vocabulary:

@@ -32,10 +32,7 @@ from tests.app_clients import (
     url_of,
     user,
 )
-from tests.idle import idle
-
-pytestmark = pytest.mark.asyncio
-
+from tests.idle import idle, until
 
 # --- what is served ---------------------------------------------------------------------
 
@@ -390,8 +387,7 @@ async def test_a_client_that_does_not_read_is_left_in_the_end():
             served.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             body = json.dumps({**BODY, "stream": True})
             sock.sendall(f"{HEAD}{len(body)}\r\n\r\n{body}".encode())
-            while not engine.stats().num_requests:
-                await asyncio.sleep(0.001)
+            await until(lambda: engine.stats().num_requests)
             stats = await idle(engine)
         assert (stats.num_aborted, stats.num_finished) == (1, 0)
 
@@ -401,8 +397,7 @@ async def test_a_half_closed_connection_is_gone():
     async with served_app(engine) as server:
         body = json.dumps(BODY)
         _, writer = await open_to(server, f"{HEAD}{len(body)}\r\n\r\n{body}")
-        while not engine.stats().num_running:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.stats().num_running)
         writer.write_eof()
         stats = await idle(engine)
         assert (stats.num_aborted, stats.num_finished) == (1, 0)
@@ -436,8 +431,7 @@ async def test_a_server_that_closes_lets_answers_end():
         async with HttpServer(create_app(engine), port=0, drain=10) as server:
             async with httpx.AsyncClient(base_url=url_of(server)) as client:
                 asking = asyncio.ensure_future(client.post(CHAT, json=BODY))
-                while not engine.stats().num_running:
-                    await asyncio.sleep(0.001)
+                await until(lambda: engine.stats().num_running)
                 await server.aclose()
                 answer = await asking
     assert answer.json()["choices"][0]["message"]["content"] == "x" * 100
@@ -482,21 +476,6 @@ async def test_the_head_is_sent_with_the_first_part(headers, parts, expected):
     await answer.send({"type": "http.response.body", "body": b"", "more_body": False})
     assert sent == expected
     assert cycle.transport.is_closing() == "asked of the transport"
-
-
-async def test_a_missing_extra_is_named():
-    code = (
-        "import sys; sys.modules['starlette'] = None\n"
-        "import asyncllm.serving\n"
-        "try:\n"
-        "    asyncllm.serving.create_app\n"
-        "except ImportError as error:\n"
-        "    assert \"'asyncllm[server]'\" in str(error), error\n"
-        "else:\n"
-        "    raise SystemExit(1)\n"
-    )
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
-    assert await process.wait() == 0
 
 
 async def test_importing_the_application_loads_no_torch():

@@ -12,8 +12,7 @@ from asyncllm import RequestError
 from asyncllm.serving import create_app
 from asyncllm.testing import fake_engine
 from tests.app_clients import RawRequest, app_client, events_of, user
-
-pytestmark = pytest.mark.asyncio
+from tests.idle import until
 
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</tool_call>'
 TOOL = {
@@ -417,8 +416,7 @@ async def test_a_client_that_goes_away_aborts(stream):
     async with fake_engine("Hello" * 500, step_time=0.002) as engine:
         app = create_app(engine)
         async with RawRequest(app, {"messages": user("Hi"), "stream": stream}) as request:
-            while not engine.stats().num_running:
-                await asyncio.sleep(0.001)
+            await until(lambda: engine.stats().num_running)
             if stream:
                 await request.until(lambda text: text.count("content") > 5)
             request.disconnect()
@@ -435,8 +433,7 @@ async def test_a_server_that_closes_says_so():
         async with fake_engine("Hello" * 500, step_time=0.002) as engine:
             app = create_app(engine)
             async with RawRequest(app, {"messages": user("Hi"), "stream": stream}) as request:
-                while not engine.stats().generation_tokens:
-                    await asyncio.sleep(0.001)
+                await until(lambda: engine.stats().generation_tokens)
                 await engine.aclose()
                 text = await request.whole()
         assert request.status == (200 if stream else 503)

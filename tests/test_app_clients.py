@@ -45,7 +45,6 @@ async def ask(server, body, *options):
 
 
 @curl
-@pytest.mark.asyncio
 async def test_curl_asks_whole_and_in_events():
     body = {"messages": user("Hi")}
     async with served_app(fake_engine("Hello, friend!")) as server:
@@ -65,7 +64,6 @@ async def test_curl_asks_whole_and_in_events():
 
 
 @curl
-@pytest.mark.asyncio
 async def test_curl_sends_large_bodies(tmp_path):
     """Behind ``Expect: 100-continue``, which curl sends of its own accord."""
     file = tmp_path / "body"
@@ -89,7 +87,6 @@ async def test_curl_sends_large_bodies(tmp_path):
 
 
 @curl
-@pytest.mark.asyncio
 @pytest.mark.parametrize("stream", [True, False])
 async def test_curl_goes_away_in_the_middle(stream):
     engine = fake_engine("x" * 3000, step_time=0.005)
@@ -137,7 +134,6 @@ def environment_of(version: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(OLD_WEBSOCKETS)}
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("version", ["installed", "15"])
 async def test_versions_of_websockets_as_clients(version):
     environment = environment_of(version)
@@ -184,7 +180,6 @@ async def hosted(host, **options):
             yield server
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("host", [in_starlette, in_fastapi, in_litestar])
 async def test_it_is_mounted(host):
     """HTTP, events, WebSockets, a page and errors, each below the path of the host."""

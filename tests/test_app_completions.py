@@ -5,13 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 
-import pytest
-
 from asyncllm import AsyncLLMEngine
 from asyncllm.testing import fake_engine
 from tests.app_clients import app_client, events_of, user
-
-pytestmark = pytest.mark.asyncio
 
 
 async def complete(client, prompt="abc", **fields):

@@ -14,9 +14,8 @@ import pytest
 from asyncllm.serving.connections import MAX_FRAGMENTS, WebSocketProtocol
 from asyncllm.testing import fake_engine
 from tests.app_clients import BODY, CHAT, HEAD, open_to, read_to_end, served_app, url_of, user
+from tests.idle import until
 from tests.websocket_frames import BINARY, CLOSE, FIN, PING, TEXT, UPGRADE, frame, heard
-
-pytestmark = pytest.mark.asyncio
 
 
 @contextlib.asynccontextmanager
@@ -115,8 +114,7 @@ async def deaf(server, request):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         await asyncio.to_thread(sock.connect, ("127.0.0.1", server.port))
         async with asyncio.timeout(10):
-            while not server._server.server_state.connections:
-                await asyncio.sleep(0.001)
+            await until(lambda: server._server.server_state.connections)
         (connection,) = server._server.server_state.connections
         served = connection.transport.get_extra_info("socket")
         served.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -143,8 +141,7 @@ async def test_a_server_that_closes_leaves_no_connection():
             _,
             transport,
         ):
-            while not transport.get_write_buffer_size():
-                await asyncio.sleep(0.001)
+            await until(lambda: transport.get_write_buffer_size())
             await server.aclose()
             await all_left(server)
 

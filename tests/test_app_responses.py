@@ -15,8 +15,6 @@ from tests.app_clients import app_client, served_app
 from tests.fakes import fake
 from tests.websocket_clients import client_of, text_of
 
-pytestmark = pytest.mark.asyncio
-
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</tool_call>'
 TOOL = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}}
 

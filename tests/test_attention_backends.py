@@ -38,7 +38,7 @@ from asyncllm.gpu.ops.triton import toolchain
 from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.native.shared_library import NativeUnavailableError
 from tests import flash_attn_standin
-from tests.driver import Driver
+from tests.driver import Driver, state_of
 from tests.dummy_runner import MODEL
 from tests.native_library import context
 from tests.step_inputs import captured
@@ -131,8 +131,7 @@ def test_native_layers_share_one_pool_and_leave_torch_one_thread():
         max_num_batched_tokens=64,
     )
     runner = build_model_runner(settings, model)
-    state = runner._runner
-    assert state is not None
+    state = state_of(runner)
     first, second = state.model.attention.values()
     assert isinstance(first, NativeAttention)
     assert first is not second
@@ -194,7 +193,7 @@ def test_each_kind_of_layer_has_its_own_attention(monkeypatch):
     layers = (True, False, True, False)
     model = replace(MODEL, num_layers=4, sliding_window=24, sliding_layers=layers)
     settings = EngineConfig(load_format="dummy", device="cpu", max_num_batched_tokens=64)
-    decoder = build_model_runner(settings, model)._runner.model
+    decoder = state_of(build_model_runner(settings, model)).model
     assert [request.windows for request in requests] == [frozenset({24}), frozenset({None})]
     near, full = decoder.attention.values()
     assert near is not full

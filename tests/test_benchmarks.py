@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.slow import slow_but
+
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("name", ["parsing", "scheduler"])
+@pytest.mark.parametrize("name", slow_but(["parsing", "scheduler"], "parsing"))
 def test_a_quick_run_writes_what_it_measured(name: str, tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", f"--json={file}"]

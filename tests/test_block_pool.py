@@ -13,7 +13,7 @@ from hypothesis.stateful import (
 )
 
 from asyncllm.core.block_pool import NULL_BLOCK_ID, Block, BlockPool, FreeList
-from tests.hypothesis_settings import examples
+from tests.hypothesis_settings import quick_and_slow
 
 
 def test_lru_order_and_lazy_eviction():
@@ -312,5 +312,4 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.num_cached == len(self.hash_of)
 
 
-PoolMachine.TestCase.settings = examples(150, stateful_step_count=40)
-TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine, TestManyPools = quick_and_slow(PoolMachine, 200)

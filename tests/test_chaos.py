@@ -8,6 +8,7 @@ import random
 import pytest
 
 from benchmarks.chaos.run import demo_subject, fake_subject, fatal, run
+from tests.slow import slow_but
 
 
 @pytest.fixture
@@ -17,9 +18,10 @@ def seed():
     return seed
 
 
+@pytest.mark.parametrize("seconds", slow_but([2.5, 10.0], 2.5))
 @pytest.mark.parametrize("make", [fake_subject, demo_subject])
-def test_chaos(make, seed):
-    outcome = asyncio.run(run(make(), seconds=5.0, seed=seed, clients=30))
+def test_chaos(make, seconds, seed):
+    outcome = asyncio.run(run(make(), seconds=seconds, seed=seed, clients=30))
     assert outcome.ledger.wrong == []
     counts = outcome.ledger.outcomes
     cancelled = sum(n for name, n in counts.items() if name.startswith("cancelled"))

@@ -129,8 +129,7 @@ def test_stop_aborts_within_a_step(monkeypatch):
     monkeypatch.setattr(ResponseSession, "_cancel", noting)
 
     async def main():
-        rig = slow_rig()
-        async with rig.engine() as engine, serve(engine, port=0, page=page) as server:
+        async with slow_rig().engine() as engine, serve(engine, port=0, page=page) as server:
             async with driven("stop", url_of(server)) as browser:
                 assert await browser.hear() == {"note": "Stopped", "again": "Stopped"}
             stats = await idle(engine)
@@ -143,8 +142,7 @@ def test_stop_aborts_within_a_step(monkeypatch):
 
 def test_a_reload_in_mid_answer_frees_the_blocks():
     async def main():
-        rig = slow_rig()
-        async with rig.engine() as engine, serve(engine, port=0, page=page) as server:
+        async with slow_rig().engine() as engine, serve(engine, port=0, page=page) as server:
             async with driven("reload", url_of(server)) as browser:
                 assert await browser.hear() == "running"
                 assert engine.stats().num_free_blocks < engine.stats().num_blocks
@@ -405,8 +403,7 @@ def test_calls_are_cards_and_thoughts_are_folded():
 
 def test_enter_drawers_and_edges_on_a_phone():
     async def main():
-        rig = slow_rig()
-        async with rig.engine() as engine, serve(engine, port=0, page=page) as server:
+        async with slow_rig().engine() as engine, serve(engine, port=0, page=page) as server:
             async with driven("phone", url_of(server)) as browser:
                 return await browser.hear()
 
@@ -435,8 +432,7 @@ def test_markup_in_an_answer_stays_text():
 
 def test_a_lost_connection_says_so_and_comes_back():
     async def main():
-        rig = slow_rig()
-        async with rig.engine() as engine:
+        async with slow_rig().engine() as engine:
             server = await serve(engine, port=0, page=page)
             port = server.port
             async with driven("lost", url_of(server)) as browser:

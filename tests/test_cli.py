@@ -18,7 +18,7 @@ from asyncllm.cli.conversation import Conversation
 from asyncllm.cli.flow import WordWrapper
 from asyncllm.cli.measure import percentile
 from asyncllm.cli.prompts import prompts
-from asyncllm.cli.text import one_line, printable, rate, seconds
+from asyncllm.cli.text import printable, rate
 from tests.processes import hear_ctrl_c
 from tests.slow import slow_but
 from tests.terminal import QUICK, Terminal, asyncllm
@@ -156,29 +156,9 @@ def test_text_from_a_model_cannot_control_the_terminal() -> None:
     assert printable("häß 日本 🙂\n") == "häß 日本 🙂\n"
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (None, "–"),
-        (0.0000004, "0 µs"),
-        (0.00084, "840 µs"),
-        (0.0012, "1.2 ms"),
-        (0.0123, "12 ms"),
-        (0.5, "500 ms"),
-        (0.9999, "1.00 s"),
-        (75.3, "75.30 s"),
-    ],
-)
-def test_seconds(value: float | None, shown: str) -> None:
-    assert seconds(value) == shown
-
-
-def test_small_texts() -> None:
+def test_rate() -> None:
     assert rate(30, 0.5) == "60 tok/s"
     assert rate(30, 0.0) == "–"
-    assert one_line("a  long\nline of text", 8) == "a long…"
-    assert one_line("short", 8) == "short"
-    assert one_line("short", 0) == "…"
 
 
 def test_percentile() -> None:
@@ -245,6 +225,7 @@ def test_prompts_are_as_many_as_asked_for() -> None:
 # --- between pipes ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_demo_into_a_pipe() -> None:
     done = asyncllm("demo", "--streams", "9", "--seed", "3", "--max-tokens", "32")
     assert (done.returncode, done.stderr) == (0, "")
@@ -257,6 +238,7 @@ def test_demo_into_a_pipe() -> None:
     assert re.search(r"^9 streams, \d+ tokens in .* prefix cache$", done.stdout, re.M)
 
 
+@pytest.mark.slow
 def test_demo_whose_reader_leaves() -> None:
     options = ("--streams", "4", "--max-tokens", "8", *QUICK)
     command = [sys.executable, "-m", "asyncllm", "demo", *options]
@@ -271,6 +253,7 @@ def test_demo_whose_reader_leaves() -> None:
         assert child.wait(60) == 1
 
 
+@pytest.mark.slow
 def test_interrupted_demo() -> None:
     command = [sys.executable, "-m", "asyncllm", "demo", *ENDLESS, *QUICK]
     with subprocess.Popen(
@@ -312,6 +295,7 @@ def test_bench_writes_what_it_prints(tmp_path: Path) -> None:
         assert row["step_floor"] == pytest.approx(read / execution["memory_bandwidth"])
 
 
+@pytest.mark.slow
 def test_bench_says_which_path_runs_and_why() -> None:
     done = asyncllm("bench", "--env")
     assert (done.returncode, done.stderr) == (0, "")
@@ -327,6 +311,7 @@ def test_bench_says_which_path_runs_and_why() -> None:
     )
 
 
+@pytest.mark.slow
 def test_bench_of_what_does_not_fit() -> None:
     done = asyncllm("bench", "--prompt-len", "500")
     assert (done.returncode, done.stdout) == (2, "")
@@ -336,6 +321,7 @@ def test_bench_of_what_does_not_fit() -> None:
     )
 
 
+@pytest.mark.slow
 def test_chat_through_a_pipe_forgets_what_does_not_fit() -> None:
     turns = "".join(f"Mia has {i} red hats and a boat.\n" for i in range(4))
     done = asyncllm("chat", "--max-model-len", "80", "--max-tokens", "12", stdin=turns)
@@ -431,6 +417,7 @@ def test_demo_on_a_terminal() -> None:
         assert "Traceback" not in terminal.text
 
 
+@pytest.mark.slow
 def test_interrupted_bench_takes_its_progress_back() -> None:
     with Terminal("bench", "--concurrency", "32") as terminal:
         terminal.wait_for("32 streams …")
@@ -466,6 +453,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Path) -> None:
     assert [message["role"] for message in saved] == ["user", "assistant"]
 
 
+@pytest.mark.slow
 def test_chat_remembers_and_takes_a_paste_as_one_message() -> None:
     with Terminal("chat", "--temperature", "0", "--max-tokens", "16") as terminal:
         terminal.wait_for("› ")

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
+import pytest
 
 from asyncllm.cli import main
 from tests.app_clients import events_of, user
@@ -76,6 +77,7 @@ async def answered_logged_and_drained(tmp_path):
     assert "WITHOUT A TOKEN" not in errors.decode()
 
 
+@pytest.mark.slow
 def test_a_second_signal_does_not_wait():
     asyncio.run(hurried())
 

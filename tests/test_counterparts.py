@@ -54,7 +54,6 @@ MESSAGES = [{"role": "user", "content": "x"}]
 
 
 @pytest.mark.parametrize("name", [*SAMPLING, "params"])
-@pytest.mark.asyncio
 async def test_a_sampling_parameter(name: str) -> None:
     given: dict[str, Any] = {name: SamplingParams()}
     ours = (SAMPLING | {"params": "sampling_params"})[name]
@@ -106,7 +105,6 @@ def test_other_unknown_names_are_told_what_there_is() -> None:
         EngineConfig(swap_space=4)  # pyright: ignore[reportCallIssue]
 
 
-@pytest.mark.asyncio
 async def test_the_names_work() -> None:
     greedy = SamplingParams(max_tokens=2)
     async with fake_engine("abcd") as engine:

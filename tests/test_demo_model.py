@@ -13,6 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from asyncllm import LLM
+from tests.slow import slow_but
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "asyncllm" / "demo_model"
@@ -38,7 +39,10 @@ def generate() -> Iterator[heldout.Generate]:
         yield answer
 
 
-@pytest.mark.parametrize("skill", sorted(heldout.MAKERS))
+OFTEN = "questions over one fact", "several turns", "tool calls"
+
+
+@pytest.mark.parametrize("skill", slow_but(sorted(heldout.MAKERS), *OFTEN))
 def test_skill(skill: str, generate: heldout.Generate) -> None:
     count = LARGER if skill.startswith(("questions", "adding")) else COUNT
     score = heldout.score(skill, generate, count)

@@ -39,7 +39,6 @@ def demo_with(path: Path, file: str, **values: Any) -> Path:
 
 
 @pytest.mark.parametrize(("setting", "temperature", "top_p"), [("auto", 0.6, 0.9), ("none", 1, 1)])
-@pytest.mark.asyncio
 async def test_defaults_of_the_model_are_taken_or_not(
     setting: str, temperature: float, top_p: float
 ) -> None:
@@ -84,7 +83,6 @@ def test_names_are_a_tuple_and_the_first_is_the_models() -> None:
     assert EngineConfig(model="/some/path").model_name == "/some/path"
 
 
-@pytest.mark.asyncio
 async def test_everything_calls_the_model_by_its_served_name() -> None:
     engine = fake_engine("x", served_model_name=("mia", "tim"))
     assert repr(engine) == "<AsyncLLMEngine 'mia' new>"
@@ -119,7 +117,6 @@ HELLO = user("hé")
 
 
 @pytest.mark.parametrize("kind", ["text", "str", "Path"])
-@pytest.mark.asyncio
 async def test_a_template_in_place_of_the_models(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "shout.jinja"
     file.write_text(SHOUT, encoding="utf-8")
@@ -135,7 +132,6 @@ async def test_a_template_in_place_of_the_models(kind: str, tmp_path: Path) -> N
         assert list(llm.chat(HELLO).prompt_token_ids) == expected
 
 
-@pytest.mark.asyncio
 async def test_a_template_of_a_model_that_is_loaded() -> None:
     async with AsyncLLMEngine(chat_template=SHOUT, **SMALL) as engine:
         done = await engine.chat(user("once"), max_tokens=1).result()
@@ -144,7 +140,6 @@ async def test_a_template_of_a_model_that_is_loaded() -> None:
             engine.chat(HELLO, tools=[TOOL])
 
 
-@pytest.mark.asyncio
 async def test_a_template_that_is_wrong_is_told_at_the_start(tmp_path: Path) -> None:
     huge = tmp_path / "huge.jinja"
     huge.write_text("{{ 1 }}" * 30_000)
@@ -161,7 +156,6 @@ async def test_a_template_that_is_wrong_is_told_at_the_start(tmp_path: Path) -> 
             await fake_engine("x", chat_template=given).start()
 
 
-@pytest.mark.asyncio
 async def test_a_template_for_one_call() -> None:
     expected = list("HÉ!".encode())
     async with app_client(fake_engine("x")) as client:
@@ -285,7 +279,6 @@ def test_nested_configurations_are_merged_and_other_objects_replaced() -> None:
         assert caught.value.param == "hf_overrides"
 
 
-@pytest.mark.asyncio
 async def test_a_model_computes_with_the_overrides(tmp_path: Path) -> None:
     theta = {"rope_theta": 30.0, "rope_type": "default"}
     overrides = {"max_position_embeddings": 48, "rope_parameters": theta, "rope_theta": 30.0}

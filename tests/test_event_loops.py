@@ -3,7 +3,6 @@ blocked loops, loops that go away, and interpreters that do."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -21,21 +20,15 @@ import trio
 
 from asyncllm import (
     DeadlineExceededError,
-    EngineClosedError,
     EngineDeadError,
     EngineOverloadedError,
     RequestError,
 )
 from asyncllm.runtime.event_loop import join, post_when_done, running_backend
 from tests.event_loops import BACKENDS, run  # noqa: F401 - a fixture, by its name
-from tests.fakes import fake
+from tests.fakes import channel_of, fake, mailbox_of_this_loop
+from tests.idle import until
 from tests.processes import hear_ctrl_c
-
-
-async def until(condition, timeout=5.0):
-    with anyio.fail_after(timeout):
-        while not condition():
-            await anyio.sleep(0.001)
 
 
 def free(engine):
@@ -84,38 +77,6 @@ def test_break_and_cancel_scopes_abort(run):
     run(main)
 
 
-def test_cancelled_group_aborts_all_its_streams(run):
-    rig = fake(step_time=0.001)
-
-    async def main():
-        async with rig.engine() as engine:
-            async with anyio.create_task_group() as group:
-                for i in range(10):
-                    group.start_soon(engine.generate, [i])
-                await anyio.sleep(0.02)
-                group.cancel_scope.cancel()
-            await until(lambda: free(engine))
-            assert engine.stats().num_aborted == 10
-
-    run(main)
-
-
-def test_slow_reader_pauses(run):
-    rig = fake()
-
-    async def main():
-        async with rig.engine() as engine:
-            stream = engine.stream([2], max_tokens=60, max_unread=5, on_slow="pause")
-            await until(lambda: engine.stats().num_paused == 1)
-            got = []
-            async for delta in stream:
-                got += delta.token_ids
-                await anyio.lowlevel.checkpoint()
-            assert got == rig.executor.reference([2], 60)
-
-    run(main)
-
-
 def test_deadline_overload_and_death(run):
     rig = fake(step_time=0.001, max_num_seqs=1)
 
@@ -137,8 +98,7 @@ def test_deadline_overload_and_death(run):
 
 
 def test_hung_step_is_noticed(run):
-    rig = fake()
-    rig.executor.gate = threading.Semaphore(1)
+    rig = fake(gate=1)
 
     async def main():
         async with rig.engine(step_timeout=0.1) as engine:
@@ -147,24 +107,6 @@ def test_hung_step_is_noticed(run):
 
     run(main)
     rig.executor.gate.release(100)
-
-
-def test_pause_reset_and_cancelled_start(run):
-    rig = fake()
-
-    async def main():
-        rig.load_gate = threading.Event()
-        engine = rig.engine()
-        with anyio.move_on_after(0.02):
-            await engine.start()
-        rig.load_gate.set()
-        async with engine:
-            await engine.pause()
-            await engine.resume()
-            assert await engine.reset_prefix_cache()
-            await engine.generate([1], max_tokens=2)
-
-    run(main)
 
 
 def test_one_loop_after_the_other(run):
@@ -179,43 +121,8 @@ def test_one_loop_after_the_other(run):
     run(main)
 
 
-def test_loop_that_ends_without_aclose_ends_the_engine(run):
-    rig = fake(step_time=0.001)
-
-    async def main():
-        engine = rig.engine()
-        await engine.start()
-        stream = engine.stream([1], max_tokens=200)
-        await anext(stream)
-        kept.extend((engine, stream))
-
-    kept = []
-    run(main)
-    engine = kept[0]
-    deadline = time.monotonic() + 5
-    while not rig.executor.closed:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    with pytest.raises(EngineClosedError):
-        engine.stream([1])
-
-
-def test_abort_from_another_thread(run):
-    rig = fake(step_time=0.001)
-
-    async def main():
-        async with rig.engine() as engine:
-            stream = engine.stream([1], request_id="x", max_tokens=200)
-            await anext(stream)
-            await anyio.to_thread.run_sync(engine.abort, "x")
-            assert [d async for d in stream][-1].finish_reason == "abort"
-
-    run(main)
-
-
 def test_heartbeat_fills_silences_and_loses_nothing(run):
-    rig = fake()
-    rig.executor.gate = threading.Semaphore(3)
+    rig = fake(gate=3)
 
     async def main():
         async with rig.engine() as engine:
@@ -296,9 +203,8 @@ def test_one_engine_from_two_loops_at_once(run, other):
 @pytest.mark.parametrize("other", BACKENDS)
 def test_loop_that_was_closed_aborts_its_streams(run, other):
     """A stream that outlives its loop can never be read again; the engine goes on."""
-    rig = fake(max_model_len=250)
+    rig = fake(max_model_len=250, gate=0)
     # However long the loop takes to end, the request has not.
-    rig.executor.gate = threading.Semaphore(0)
     backend, options = BACKENDS[other]
     kept = []
 
@@ -312,7 +218,7 @@ def test_loop_that_was_closed_aborts_its_streams(run, other):
 
                 async def let_it_run():
                     # The stream is this loop's from its first wait on.
-                    await until(lambda: stream._channel.has_reader)
+                    await until(lambda: channel_of(stream).has_reader)
                     rig.executor.gate.release(3)
 
                 async with anyio.create_task_group() as group:
@@ -439,7 +345,7 @@ def test_at_most_one_wake_is_outstanding(run):
             for i in range(10):
                 group.start_soon(engine.generate, [i])
             await anyio.sleep(0.02)
-            mailbox = engine._mailboxes.of_running_loop()
+            mailbox = mailbox_of_this_loop(engine)
             post = mailbox.backend.post
             mailbox.backend.post = lambda callback: (calls.append(callback), post(callback))
             time.sleep(0.1)
@@ -637,13 +543,3 @@ def test_ctrl_c_reaches_the_host():
     os.kill(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=20)
     assert out == "interrupted 1\n", err
-
-
-def test_asyncio_run_twice_with_one_engine_each():
-    rig = fake()
-
-    async def main():
-        async with rig.engine() as engine:
-            return list((await engine.generate([1], max_tokens=4)).token_ids)
-
-    assert asyncio.run(main()) == asyncio.run(main()) == rig.executor.reference([1], 4)

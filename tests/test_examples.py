@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.example_process import run_example
+from tests.slow import slow_but
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -33,7 +34,7 @@ def test_every_example_is_listed() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(EXPECTED)
 
 
-@pytest.mark.parametrize("name", sorted(EXPECTED))
+@pytest.mark.parametrize("name", slow_but(EXPECTED, "minimal_stream.py", "cancel_in_agent_loop.py"))
 def test_example(name: str) -> None:
     told = run_example(EXAMPLES / name, "-W", "error")
     assert re.fullmatch(EXPECTED[name], told), told

@@ -18,7 +18,8 @@ from asyncllm import EngineClosedError, EngineDeadError, RequestError
 from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.runtime.event_loop import wait_for
 from asyncllm.testing import FakeExecutor
-from tests.fakes import fake
+from tests.fakes import core_of, fake, thread_of
+from tests.idle import until
 
 STEP = 4
 LENGTH = 12
@@ -146,13 +147,6 @@ async def read(stream):
     return tokens, end
 
 
-async def until(condition):
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.0005)
-
-
 class Case:
     """One fault, one verb, one depth."""
 
@@ -169,8 +163,7 @@ class Case:
 
     async def run(self):
         await self.engine.start()
-        assert self.engine._thread is not None
-        self.core = self.engine._thread.core
+        self.core = core_of(self.engine)
         await self.engine.pause()
         self.streams = {name: self.submit(name) for name in ("a", "b")}
         reader = asyncio.ensure_future(read(self.streams["a"]))
@@ -208,7 +201,7 @@ class Case:
         if self.fault.hangs:
             await until(self.executor.hangs.is_set)
             self.core.clock = lambda: time.monotonic() + 601
-            self.engine._thread.check_step()
+            thread_of(self.engine).check_step()
         if self.verb == "wait" and not self.fault.fatal:
             await until(lambda: not self.core.admission.num_live)
             await self.engine.aclose()
@@ -287,7 +280,7 @@ class Case:
 
     async def close(self):
         """Nothing is left; a thread that comes back too late changes nothing any more."""
-        thread, core, engine = self.engine._thread, self.core, self.engine
+        thread, core, engine = thread_of(self.engine), self.core, self.engine
         await asyncio.wait_for(engine.aclose(), 10)
         stats = core.stats()
         self.executor.wake_up.set()

@@ -26,6 +26,7 @@ from asyncllm.gpu.models.rope import inverse_frequencies
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.weights import load_weights, weights_bytes
 from tests.dense_cases import BACKEND, load_case  # noqa: F401 - a fixture, by its name
+from tests.driver import state_of
 from tests.families import TINY
 from tests.parity import check_fails
 
@@ -38,7 +39,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 def _layers(runner: ModelRunner) -> list[Any]:
     """Its layers without what is around them."""
-    state: Any = runner._runner
+    state = state_of(runner)
     return [each.layer if isinstance(each, InputLayer) else each for each in state.model.layers]
 
 
@@ -49,7 +50,7 @@ def _mixers(runner: ModelRunner) -> list[Any]:
 def _other_kv(runner: ModelRunner) -> None:
     """Of the sharing layers of a kind the KV of an earlier layer of that kind."""
     mixers = _mixers(runner)
-    state: Any = runner._runner
+    state = state_of(runner)
     for mixer in mixers[-2:]:
         mixer.kv_index -= 2
         assert (
@@ -65,7 +66,7 @@ def _no_scalars(runner: ModelRunner) -> None:
 
 
 def _neighbours_input(runner: ModelRunner) -> None:
-    state: Any = runner._runner
+    state = state_of(runner)
     for layer in state.model.layers:
         layer.index = (layer.index + 1) % len(state.model.layers)
 
@@ -222,7 +223,7 @@ def test_a_step_that_samples_nothing_ends_with_the_last_write(load_case):
     """Behind the four layers of six that have KV of their own."""
     if BACKEND != "native":
         pytest.skip("no C++ compiler to build the native ops with")
-    state: Any = load_case("Gemma4-shared").runner()._runner
+    state = state_of(load_case("Gemma4-shared").runner())
     program = state.replay.program
     written = program.names[: program.args.num_writing_ops]
     assert written[-1] == "rope_and_cache"

@@ -3,27 +3,18 @@ can tell. No time is asserted."""
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from asyncllm.gpu.graph.cuda_graphs import GraphCapturer
 from asyncllm.gpu.ops.triton.attention import TritonAttention, TritonPlan
-from asyncllm.runtime.loading import load_model
-from benchmarks.gpu import baselines, decode, engine, probe
-from benchmarks.gpu.clock import Clock, CudaClock
+from benchmarks.gpu import baselines, decode, engine
 from benchmarks.gpu.paged_inputs import decode_calls, make_inputs, prefill_calls
-from benchmarks.gpu.probe import graph_costs
 from benchmarks.gpu.shapes import AttentionLoad
-from benchmarks.gpu.stage import Stage
-from tests.gpu_stand_ins import TINY, HostClock, figures, make_stage, tiny_plan
-from tests.static_runner import LateStream, TraceRecorder, make_decoder, make_runner
+from tests.gpu_stand_ins import HostClock, figures, make_stage, tiny_plan
 from tests.triton.paged import assert_close, attend, plain_attention
 
 # --- the decode stage -------------------------------------------------------------------
@@ -165,59 +156,3 @@ def test_engine_stage_on_the_cpu(capsys):
     assert not verdicts["tiny Llama, batch 2, over the floor"]
     assert stage.finish() == 0
     assert "goals" in capsys.readouterr().out
-
-
-def run_part(part: str, stage: Stage, clock: Clock, directory: Path) -> None:
-    bench = engine.EngineBench(stage, clock, tiny_plan(), directory)
-    engine.asyncio.run(getattr(bench, part)())
-
-
-@pytest.fixture
-def graphs_on_the_cpu(monkeypatch):
-    """Engines of the stage run ahead and repeat traces of their steps, as on a GPU; "off" is
-    the same device, step by step."""
-
-    def load(config, progress):
-        loaded = load_model(config, progress)
-        model = loaded.model_config
-        capturer = GraphCapturer() if config.cuda_graphs == "off" else TraceRecorder()
-        runner = make_runner(make_decoder(model), capturer=capturer, stream=LateStream())
-        loaded.executor.close()
-        return dataclasses.replace(loaded, executor=runner)
-
-    monkeypatch.setattr(probe, "load_model", load)
-
-
-def test_a_runner_with_graphs_is_compared_in_each_of_its_sizes(graphs_on_the_cpu, tmp_path):
-    stage = make_stage()
-    run_part("compare_graphs", stage, HostClock(), tmp_path)
-    assert stage.failed == []
-    assert figures(stage) == {"batch sizes of 4 with other tokens": 0.0}
-
-
-def test_what_a_runner_captured_is_reported(graphs_on_the_cpu, tmp_path):
-    async def main(stage):
-        bench = engine.EngineBench(stage, HostClock(), tiny_plan(), tmp_path)
-        async with bench.opened(TINY) as opened:
-            await bench.tokens_of(opened, TINY, 3)
-            await bench.measure_steps(opened, TINY, 1, None)
-            buckets, costs = graph_costs(opened)
-            bench.report_capture(opened)
-        return buckets, costs
-
-    stage = make_stage()
-    buckets, costs = engine.asyncio.run(main(stage))
-    assert buckets == (1, 2, 4, 8)
-    assert [(cost.bucket, cost.part) for cost in costs] == [(8, "step"), (4, "step"), (1, "step")]
-    found = figures(stage)
-    assert found["graph of 4 rows, step"] == costs[1].seconds
-    assert found["capture of all buckets"] == sum(cost.seconds for cost in costs) > 0
-    assert found["tiny Qwen, batch 1, step"] > 0
-
-
-def test_the_stand_in_has_what_a_clock_has():
-    for name in vars(Clock):
-        if not name.startswith("_"):
-            assert callable(getattr(CudaClock, name))
-            wanted = inspect.signature(getattr(Clock, name)).parameters
-            assert list(inspect.signature(getattr(HostClock, name)).parameters) == list(wanted)

@@ -1,9 +1,7 @@
-"""The GPU benchmarks, as far as they are neither CUDA nor a whole stage: deadlines, failures and
-the command line."""
+"""The files and the command line of the GPU benchmarks."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -15,65 +13,12 @@ import pytest
 pytest.importorskip("triton")
 
 from benchmarks.common import Report
-from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import engine
-from benchmarks.gpu.clock import CudaClock
-from benchmarks.gpu.goals import Goal
 from benchmarks.gpu.stage import Deadline, Stage
 from tests.gpu_stand_ins import figures, make_stage
 
 ROOT = Path(__file__).parent.parent
 
 # --- deadlines and failures --------------------------------------------------------------
-
-
-def test_stage_leaves_out_what_may_not_end_in_time():
-    now = 0.0
-    stage = Stage(Report("test"), Deadline(10.0, lambda: now))
-    ran = []
-    assert stage.attempt("first", 4, lambda: ran.append("first"))
-    now = 7.0
-    assert not stage.attempt("long", 4, lambda: ran.append("long"))
-    assert stage.attempt("short", 3, lambda: ran.append("short"))
-    assert ran == ["first", "short"]
-    assert stage.skipped == ["long"]
-    assert stage.finish() == 0
-    assert stage.report.figures[-1].note == "long"
-
-
-def test_stage_goes_on_after_a_failure_and_says_so(capsys):
-    stage = make_stage()
-
-    def fail() -> None:
-        raise RuntimeError("no such kernel\nand more")
-
-    assert not stage.attempt("bad", 1, fail)
-    assert stage.attempt("good", 1, lambda: None)
-    assert stage.failed == [("bad", "RuntimeError: no such kernel")]
-    assert stage.finish() == 1
-    assert "FAILED  bad: RuntimeError: no such kernel\n" in capsys.readouterr().out
-
-
-def test_stage_stops_when_the_device_is_lost():
-    stage = make_stage(usable=lambda: False)
-
-    def fail() -> None:
-        raise RuntimeError("an illegal memory access")
-
-    stage.attempt("bad", 1, fail)
-    assert not stage.attempt("good", 1, lambda: None)
-    assert stage.broken
-    assert stage.skipped == ["good"]
-
-
-async def _forever() -> None:
-    await engine.asyncio.sleep(3600)
-
-
-def test_what_hangs_is_cancelled_at_the_deadline():
-    stage = make_stage(0.05)
-    engine.asyncio.run(stage.attempt_async("hangs", 0, _forever))
-    assert stage.failed == [("hangs", "TimeoutError: ")]
 
 
 def test_figures_are_written_after_every_measurement(tmp_path, monkeypatch):
@@ -111,68 +56,7 @@ def test_the_command_refuses_without_a_gpu():
     assert "needs an NVIDIA GPU" in done.stderr
 
 
-@pytest.fixture
-def a_gpu(monkeypatch):
-    """The command believes in a GPU; what its stages would do there is up to the test."""
-    monkeypatch.setattr(command, "why_not", lambda: None)
-    monkeypatch.setattr("benchmarks.gpu.clock.conditions", lambda: {"gpu": "a GPU"})
-
-
-def test_a_stage_is_run_with_the_time_that_is_left(a_gpu, monkeypatch, tmp_path, capsys):
-    from benchmarks.gpu import kernels
-
-    seen = []
-
-    def run(stage: Stage) -> None:
-        seen.append(stage.deadline.left())
-        stage.scores.add("wrong", 0.0, "", Goal("at most", 0.0))
-
-    monkeypatch.setattr(kernels, "run", run)
-    arguments = ["--stage", "kernels", "--deadline", "90", "--out", str(tmp_path)]
-    assert command.main(arguments) == 0
-    assert 0 < seen[0] <= 80
-    assert json.loads((tmp_path / "kernels.json").read_text())["title"] == "GPU, kernels"
-    assert capsys.readouterr().out.splitlines()[-1].split()[0] == "wrong"
-
-
-def test_a_stage_that_raises_leaves_its_figures(a_gpu, monkeypatch, tmp_path):
-    def run(stage: Stage, clock: object) -> None:
-        stage.report.add("figure", 1.0, "s")
-        raise LookupError("a mistake of ours")
-
-    monkeypatch.setattr(engine, "run", run)
-    with pytest.raises(LookupError):
-        command.main(["--stage", "engine", "--out", str(tmp_path)])
-    found = json.loads((tmp_path / "engine.json").read_text())
-    assert [figure["name"] for figure in found["figures"]] == ["figure"]
-
-
-@pytest.mark.parametrize("stage", command.STAGES)
-def test_every_stage_has_what_runs_it(stage, monkeypatch):
-    module = importlib.import_module(f"benchmarks.gpu.{stage}")
-    given = []
-    monkeypatch.setattr(module, "run", lambda *arguments: given.append(arguments))
-    command.runner_of(stage)(make_stage(name=stage))
-    ((first, *clock),) = given
-    assert isinstance(first, Stage)
-    assert [type(each) for each in clock] == [CudaClock] * (stage not in ("smoke", "kernels"))
-
-
 # --- the kernels stage ------------------------------------------------------------------
-
-
-def test_all_families_are_there_and_none_is_empty():
-    from benchmarks.gpu import kernels
-
-    families = kernels.families("cuda", 90)
-    names = " ".join(family.name for family in families)
-    for word in (
-        "decode", "prefill", "sampler", "step state", "norms", "activation", "rotation", "experts",
-        "gated delta",
-    ):  # fmt: skip
-        assert word in names
-    assert all(family.cases for family in families)
-    assert sum(len(family.cases) for family in families) > 300
 
 
 def test_a_wrong_kernel_is_counted_and_named(capsys):

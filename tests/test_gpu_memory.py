@@ -45,7 +45,7 @@ from asyncllm.gpu.state_cache import StateCache, StateSpec
 from asyncllm.gpu.weights import dummy_weights
 from tests.ahead_on_cpu import AheadOnCPU
 from tests.cuda_captures import Captures
-from tests.driver import Driver
+from tests.driver import Driver, state_of
 from tests.dummy_runner import MODEL, make
 from tests.fakes import Fake, fake
 from tests.live_bytes import LiveBytes
@@ -591,8 +591,7 @@ def test_the_runner_drops_everything_before_it_gives_memory_back(monkeypatch):
     runner = make()
     driver = Driver(runner)
     driver.run([driver.add([1, 2, 3], 3)])
-    state = runner._runner
-    assert state is not None
+    state = state_of(runner)
     tensors = [weakref.ref(state.cache.tensor), weakref.ref(state.model.embedding)]
     alive = []
     monkeypatch.setattr(
@@ -614,8 +613,7 @@ def test_an_exception_of_a_step_does_not_keep_the_model(monkeypatch, failure):
     runner = make(attention_backend="torch")
     driver = Driver(runner)
     driver.launch([(driver.add([1], 1), 0)])
-    state = runner._runner
-    assert state is not None
+    state = state_of(runner)
     embedding = weakref.ref(state.model.embedding)
 
     def fail(self, inputs, cache):

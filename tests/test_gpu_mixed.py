@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import asdict
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks.gpu.mixed import MixedBench, MixedPlan, measure_peer, step_times
-from benchmarks.gpu.peer_probes import PROBES
+from benchmarks.gpu.mixed import MixedBench, MixedPlan, step_times
 from benchmarks.gpu.probe import StepRecord
-from benchmarks.gpu.traffic import TrafficTimes, poisson_arrivals, run_traffic
+from benchmarks.gpu.traffic import poisson_arrivals, run_traffic
 from tests.gpu_stand_ins import HostClock, figures, make_stage, tiny_plan
 
 
@@ -81,31 +79,3 @@ def test_mixed_traffic_on_the_cpu(tmp_path: Path) -> None:
     assert [score.name for score, _ in stage.scores.scores] == [
         f"{rate} requests a second, loop lag, p99" for rate in (30, 60)
     ]
-
-
-class Peer:
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, dict[str, Any]]] = []
-
-    def run(self, name: str, seconds: float, options: Mapping[str, Any] | None = None) -> Any:
-        assert options is not None
-        assert (Path(options["model"]) / "config.json").exists()
-        self.asked.append((name, dict(options)))
-        return asdict(TrafficTimes([0.25], [0.5, 0.5], [0.001], tokens=30, seconds=2.0))
-
-
-def test_a_peer_gets_the_same_requests() -> None:
-    stage, peer, clock = make_stage(), Peer(), HostClock()
-    plan = tiny_mixed()
-    measure_peer(stage, clock, plan, "vllm", peer)
-    assert clock.released == 1
-    assert stage.failed == []
-    for (name, options), rate in zip(peer.asked, plan.rates, strict=True):
-        assert name == "vllm"
-        assert options["arrivals"] == plan.arrivals(rate)
-        assert poisson_arrivals(**options["arrivals"]) == poisson_arrivals(**plan.arrivals(rate))
-        assert (options["max_model_len"], options["max_num_seqs"]) == (128, 4)
-    found = figures(stage)
-    assert found["vllm, 30 requests a second, output"] == 15.0
-    assert found["vllm, 60 requests a second, time between tokens"] == 0.5
-    assert set(PROBES) == {"vllm"}

@@ -1,13 +1,10 @@
-"""The smoke stage of the GPU benchmarks: processes, bisection, and its probes on the CPU."""
+"""The smoke stage of the GPU benchmarks: its tasks, and its probes on the CPU."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-import threading
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,152 +13,20 @@ pytest.importorskip("triton")
 
 from asyncllm import EngineConfig
 from asyncllm.checkpoint.model_config import ModelConfig
-from asyncllm.gpu.graph.capturer import CudaGraphCapturer
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey
-from asyncllm.gpu.ops.triton.launcher import is_observed
-from benchmarks.gpu import children, smoke, smoke_probes
+from benchmarks.gpu import smoke, smoke_probes
 from benchmarks.gpu.checkpoint import write_checkpoint
-from benchmarks.gpu.children import ProbeError, ProbeProcess
 from benchmarks.gpu.probe import count_nodes
-from benchmarks.gpu.smoke import Task
 from benchmarks.gpu.smoke_kernels import checks_of
 from benchmarks.gpu.smoke_models import MODELS
 from tests.cuda_captures import Captures, Illegal
-from tests.gpu_stand_ins import TINY, figures, make_stage
+from tests.gpu_stand_ins import TINY
 from tests.static_runner import LateStream, make_decoder, make_runner, replay_of
-
-DEVICE = torch.device("cpu", 0)
-LENGTHS = {"a": 5, "b": 20, "c": 5, "d": 20}
-
-STUBS = """
-import os, sys, time
-
-def add(a, b=1):
-    print("noise on standard output")
-    return [a + b, os.getpid()]
-
-def fail():
-    raise LookupError("no such kernel\\nand more")
-
-def crash():
-    print("a last word", file=sys.stderr)
-    os._exit(3)
-
-def hang():
-    time.sleep(60)
-
-PROBES = {each.__name__: each for each in (add, fail, crash, hang)}
-"""
-
 
 # --- processes --------------------------------------------------------------------------
 
 
-def test_a_probe_that_ends_its_process_fails_alone(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(children, "START_SECONDS", 20.0)
-    (tmp_path / "stub_probes.py").write_text(STUBS)
-    left = [60.0]
-    probes = ProbeProcess("stub_probes", lambda: left[0], paths=[tmp_path])
-    pids = []
-    for name, error in (
-        ("fail", r"^LookupError: no such kernel$"),
-        ("crash", r"^its process ended with exit status 3: a last word$"),
-        ("hang", r"^did not come back in 0 s$"),
-    ):
-        total, pid = probes.run("add", 5.0, {"a": 2, "b": 40})
-        assert total == 42
-        pids.append(pid)
-        left[0] = 0.3 if name == "hang" else 60.0
-        with pytest.raises(ProbeError, match=error):
-            probes.run(name, 5.0)
-    left[0] = 60.0
-    total, pid = probes.run("add", 5.0, {"a": 1})
-    # What raised left its process as it was; the others have a new one.
-    assert total == 2
-    assert pids[0] == pids[1] != pids[2] != pid
-    probes.close()
-    probes.close()
-
-
 # --- bisection --------------------------------------------------------------------------
-
-
-class Runner:
-    """Fails for the probes that are listed, but with the options that are listed beside."""
-
-    def __init__(self, broken: Mapping[str, list[dict[str, Any]]]) -> None:
-        self.broken = broken
-        self.asked: list[tuple[str, dict[str, Any]]] = []
-        self.closed = False
-
-    def run(self, name: str, seconds: float, options: Mapping[str, Any] | None = None) -> Any:
-        given = dict(options or {})
-        key = given.pop("model", name)
-        self.asked.append((key, given))
-        if key in self.broken and given not in self.broken[key]:
-            raise ProbeError("request 3, token 1: 7 instead of 9")
-        return [("tokens compared", 8.0, "", "")]
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_what_fails_is_run_in_other_ways() -> None:
-    tasks = [
-        Task("pool", "memory_pool", 5),
-        Task("engine: a", "engine", 5, {"model": "a"}, bisected=True),
-        Task("engine: b", "engine", 5, {"model": "b"}, bisected=True),
-        Task("waiting", "wake_up", 5),
-    ]
-    right = [{"settings": {"cuda_graphs": "decode"}}, {"through_jit": True}]
-    runner, stage = Runner({"a": right, "wake_up": []}), make_stage()
-    smoke.run_tasks(stage, runner, tasks)
-    found = figures(stage)
-    assert [found[name] for name in ("pool", "engine: b")] == [1.0, 1.0]
-    assert {way: found[f"  engine: a, {way}"] for way in smoke.WAYS} == {
-        "graphs off": 0.0,
-        "mixed steps without graphs": 1.0,
-        "launches through the JIT": 1.0,
-        "one step at a time": 0.0,
-        "plain attention": 0.0,
-    }
-    assert "engine: a" not in found
-    assert [name for name, _ in stage.failed] == ["engine: a", "waiting"]
-    assert found["probes that failed"] == 2.0
-    # Every probe is run before any is run again, and not at all if it takes no options.
-    assert [name for name, _ in runner.asked] == ["memory_pool", "a", "b", "wake_up", *["a"] * 5]
-    assert stage.finish() == 1
-
-
-@pytest.mark.parametrize("most", [60.0, 0.0])
-def test_probes_are_first_run_side_by_side(most: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two at once, in as many processes as there are cores to spare, and none without time."""
-    monkeypatch.setattr("os.cpu_count", lambda: 3)
-    monkeypatch.setattr(smoke, "COMPILE_SECONDS", most)
-    together, made = threading.Barrier(2, timeout=20), list[Runner]()
-
-    class Slow(Runner):
-        def run(self, name: str, seconds: float, options: Mapping[str, Any] | None = None) -> Any:
-            together.wait()
-            return super().run(name, seconds, options)
-
-    def make(left: Callable[[], float]) -> Runner:
-        assert left() <= most
-        made.append(Slow({"c": []}))
-        return made[-1]
-
-    tasks = [Task(name, "engine", seconds, {"model": name}) for name, seconds in LENGTHS.items()]
-    stage = make_stage()
-    smoke.compile_kernels(stage, tasks, make)
-    asked = [[name for name, _ in runner.asked] for runner in made]
-    assert len(asked) == 2
-    assert all(runner.closed for runner in made)
-    if most:
-        # The longest begin, and what fails is no failure of the stage.
-        assert {names[0] for names in asked} == {"b", "d"}
-        assert {names[1] for names in asked} == {"a", "c"}
-    assert figures(stage) == {"probes that ran to their end": 3.0 if most else 0.0}
-    assert stage.failed == []
 
 
 def test_every_task_is_a_probe_that_there_is() -> None:
@@ -212,47 +77,6 @@ def test_an_engine_in_bfloat16_on_the_cpu_is_right() -> None:
     # Weights of 4 bits are further from them than bfloat16.
     with pytest.raises(AssertionError, match=r"log-probability off by|are others"):
         smoke_probes.bfloat16(device="cpu", settings={"quantization": "int4"})
-
-
-@pytest.mark.parametrize(
-    ("probe", "through_jit"), [("engine", False), ("engine", True), ("bfloat16", True)]
-)
-def test_launches_go_through_the_jit(
-    probe: str, through_jit: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of the engine that is held against the reference, and of none after it."""
-    observed = []
-    run_requests = smoke_probes.run_requests
-
-    async def run(model: Path, requests: Any, settings: dict[str, Any]) -> Any:
-        observed.append(is_observed())
-        return await run_requests(model, requests, settings)
-
-    monkeypatch.setattr(smoke_probes, "run_requests", run)
-    options = {"model": "dense"} if probe == "engine" else {}
-    smoke_probes.PROBES[probe](**options, device="cpu", through_jit=through_jit)
-    assert observed == [False, through_jit]
-    assert not is_observed()
-
-
-@pytest.mark.slow
-def test_equal_batches_on_the_cpu() -> None:
-    ((_, value, *_),) = smoke_probes.graphs(device="cpu", sizes=(1, 3))
-    assert value == 2.0
-
-
-class Replaying(CudaGraphCapturer):
-    """What it has captured can be repeated without CUDA."""
-
-    def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
-        return None if super().capture(run) is None else run
-
-
-def test_a_failed_capture_is_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    captures = Captures("aten::_local_scalar_dense")
-    captures.install(monkeypatch)
-    smoke_probes.check_failed_capture(Replaying(DEVICE), DEVICE)
-    captures.check_clean()
 
 
 def test_nodes_of_a_captured_step_are_counted(

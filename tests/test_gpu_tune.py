@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -126,23 +123,8 @@ def test_what_is_compiled_is_what_is_launched() -> None:
         assert shaped.cache.dtype == real.cache.dtype
 
 
-LISTEN = """
-import sys, triton
-from asyncllm.gpu.ops.triton.tuning import Tiles
-from benchmarks.gpu.shapes import AttentionLoad
-from benchmarks.gpu.tune_compile import CompileJob, compile_one
-
-def listen(*, src, cache_hit, **_):
-    print(src.fn.__name__, cache_hit)
-
-triton.knobs.compilation.listener = listen
-job = CompileJob(AttentionLoad(2, 1, 1023), Tiles(16, 32, 4, 3))
-print(compile_one(job, {"capability": 90, "num_sms": 132}).error)
-"""
-
-
 @pytest.mark.slow
-def test_a_pool_leaves_its_kernels_to_later_processes(tmp_path: Path, monkeypatch) -> None:
+def test_a_pool_compiles_and_says_what_does_not(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     load = AttentionLoad(2, 1, 1023)
     jobs = [CompileJob(load, Tiles(16, 32, 4, 3)), CompileJob(load, Tiles(24, 32, 4, 3))]
@@ -151,8 +133,3 @@ def test_a_pool_leaves_its_kernels_to_later_processes(tmp_path: Path, monkeypatc
     assert 1000 < found[jobs[0]].shared < 227 * 1024
     # 24 is no power of two.
     assert "CompilationError" in str(found[jobs[1]].error)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
-    done = subprocess.run(
-        [sys.executable, "-c", LISTEN], env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert done.stdout.splitlines() == ["decode_kernel True", "None"], done.stderr

@@ -41,7 +41,6 @@ async def alone(call: Callable[[], Any], *params: str) -> None:
         assert any(param in str(told) for param in params), told
 
 
-@pytest.mark.asyncio
 async def test_an_argument_whose_methods_raise_fails_its_own_call() -> None:
     message = [{"role": "user", "content": "x"}]
     common = "request_id priority timeout max_unread on_slow cache_salt sampling_params".split()
@@ -77,7 +76,6 @@ async def test_an_argument_whose_methods_raise_fails_its_own_call() -> None:
         assert stats.num_free_blocks == stats.num_blocks
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("engine", [None, "x", 7, object()])
 async def test_a_search_needs_an_engine(engine: Any) -> None:
     with pytest.raises(InvalidRequestError, match=r"^engine=.*expected an AsyncLLMEngine"):

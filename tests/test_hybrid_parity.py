@@ -15,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from asyncllm import AsyncLLMEngine
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.batch.state_rows import StateRows
@@ -24,9 +23,8 @@ from asyncllm.gpu.models.layers import AttentionMixer
 from asyncllm.gpu.models.linear_attention import GatedDeltaMixer
 from asyncllm.gpu.state_cache import StateSpec
 from asyncllm.gpu.weights import load_weights, weights_bytes
-from asyncllm.runtime.loading import LoadedModel
-from tests.driver import Driver
-from tests.fakes import FakeModelConfig, FakeTokenizer
+from tests.driver import Driver, state_of
+from tests.fakes import engine_on
 from tests.families import EXPERTS, GATED_DELTA, TINY, make
 from tests.native_library import context
 from tests.parity import (
@@ -95,11 +93,6 @@ def load_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]
     return case_loader(tmp_path_factory, make_case)
 
 
-def device(runner: ModelRunner) -> Any:
-    assert runner._runner is not None
-    return runner._runner
-
-
 # --- parity -------------------------------------------------------------------------------
 
 
@@ -120,7 +113,7 @@ def test_equals_transformers(load_case, name, backend):
     runner = case.runner(attention_backend=backend)
     if backend == "native":
         assert runner.execution.startswith("one native program of")
-    assert device(runner).model.states[:2] == [
+    assert state_of(runner).model.states[:2] == [
         StateSpec((3, 64)),
         StateSpec((4, 8, 8), torch.float32),
     ]
@@ -151,7 +144,7 @@ def test_slots_are_used_again(load_case):
     context()
     case = load_case("Qwen3_5")
     runner = case.runner(attention_backend="native")
-    for tensor in device(runner).cache.states.tensors:
+    for tensor in state_of(runner).cache.states.tensors:
         tensor.fill_(torch.nan)
     for order in ((0, 1, 2), (2, 0, 1)):
         driver = Driver(runner)
@@ -172,9 +165,8 @@ async def test_prefixes_are_found_behind_recorded_steps(load_case, name: str, ah
     shared = [draw.randrange(250) for _ in range(24)]
     prompts = [[*shared, *(draw.randrange(250) for _ in range(1 + i))] for i in range(6)]
     expected = [generate(case.model, prompt, 8) for prompt in prompts]
-    loaded = LoadedModel(runner, FakeTokenizer(), FakeModelConfig())
     cached = []
-    async with AsyncLLMEngine._with_loader(lambda config, progress: loaded) as engine:
+    async with engine_on(runner) as engine:
 
         async def tokens(prompt: list[int]) -> list[int]:
             stream = engine.stream(prompt, temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -195,7 +187,7 @@ def test_a_quantisation_leaves_gates_as_they_are(load_case):
     case = load_case("Qwen3Next")
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(3))
     mixers = [
-        device(case.runner(attention_backend="native", quantization=name)).model.layers[0].mixer
+        state_of(case.runner(attention_backend="native", quantization=name)).model.layers[0].mixer
         for name in (None, "int8")
     ]
     plain, rounded = (mixer.gates(x) for mixer in mixers)
@@ -208,7 +200,7 @@ def test_a_quantisation_leaves_gates_as_they_are(load_case):
 
 
 def _mixers(runner: ModelRunner, kind: type) -> list[Any]:
-    return [each.mixer for each in device(runner).model.layers if isinstance(each.mixer, kind)]
+    return [each.mixer for each in state_of(runner).model.layers if isinstance(each.mixer, kind)]
 
 
 def _shifted_inputs(runner: ModelRunner) -> None:
@@ -247,18 +239,18 @@ def _rounded_decay(runner: ModelRunner) -> None:
 
 
 def _no_offset(runner: ModelRunner) -> None:
-    for layer in device(runner).model.layers:
+    for layer in state_of(runner).model.layers:
         layer.input_norm.weight -= 1
 
 
 def _all_rotated(runner: ModelRunner) -> None:
-    decoder = device(runner).model
+    decoder = state_of(runner).model
     decoder.ropes = [rope._replace(rotary_dim=None) for rope in decoder.ropes]
     decoder.set_max_positions(256)
 
 
 def _no_gate_of_the_shared(runner: ModelRunner) -> None:
-    for layer in device(runner).model.layers:
+    for layer in state_of(runner).model.layers:
         layer.mlp.gate = None
 
 

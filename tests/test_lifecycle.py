@@ -28,17 +28,11 @@ from asyncllm import (
 from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.runtime.mailbox import MailboxRegistry
 from tests.event_loops import BACKENDS, run  # noqa: F401 - a fixture, by its name
-from tests.fakes import fake
+from tests.fakes import core_of, fake, thread_of
+from tests.idle import blocking_until, until
 from tests.unprintable import UNPRINTABLE
 
 ENGINE_THREAD = "asyncllm.runtime.engine_thread"
-
-
-def until(condition):
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "never came about"
-        time.sleep(0.0005)
 
 
 def engine_threads():
@@ -129,7 +123,7 @@ def test_a_start_that_fails_says_so_and_can_be_tried_again(stage, kind, monkeypa
             asyncio.run(start())
     assert (caught.value.__cause__ if stage in STAGES else caught.value) is failure
     assert (engine.state, engine.error) == ("new", None)
-    until(lambda: not engine_threads())
+    blocking_until(lambda: not engine_threads())
     assert rig.executor.closed is (stage not in ("loader", "thread"))
 
     async def again():
@@ -150,7 +144,7 @@ def test_a_start_that_fails_without_a_loop(stage, monkeypatch):
         with pytest.raises((EngineError, ZeroDivisionError)):
             engine._start_blocking()
     assert engine.state == "new"
-    until(lambda: not engine_threads())
+    blocking_until(lambda: not engine_threads())
     assert rig.executor.closed
 
 
@@ -162,7 +156,7 @@ def test_an_executor_whose_numbers_make_no_sense():
     engine = rig.engine()
     with pytest.raises(EngineError, match=r"could not start: ValueError: num_blocks=1"):
         asyncio.run(engine.start())
-    until(lambda: not engine_threads())
+    blocking_until(lambda: not engine_threads())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -177,22 +171,21 @@ def test_a_start_that_is_cancelled_leaves_nothing(stage, backend, monkeypatch):
     async def main():
         async with anyio.create_task_group() as group:
             group.start_soon(engine.start)
-            while not reached.is_set():
-                await anyio.sleep(0.001)
+            await until(reached.is_set)
             assert engine.state == "starting"
             with pytest.raises(EngineClosedError, match="is starting"):
                 await engine.wait_closed()
             if stage == "ready":
-                ready = engine._thread.ready
+                ready = thread_of(engine).ready
                 go.set()
-                until(ready.done)  # the loop stands still meanwhile
+                blocking_until(ready.done)  # the loop stands still meanwhile
             group.cancel_scope.cancel()
         assert engine.state == "new"
 
     name, options = BACKENDS[backend]
     anyio.run(main, backend=name, backend_options=options)
     go.set()
-    until(lambda: not engine_threads())
+    blocking_until(lambda: not engine_threads())
     assert rig.executor.closed is (stage != "loader")
 
 
@@ -233,7 +226,7 @@ def test_a_log_that_raises_does_not_end_the_engine(place, kind, monkeypatch, cap
         return list(completion.token_ids)
 
     assert asyncio.run(main()) == rig.executor.reference(prompt, 9)
-    until(lambda: not engine_threads())
+    blocking_until(lambda: not engine_threads())
     for told in ("engine started", "a step ran out", "an observer", "the executor", "engine ended"):
         assert any(message.startswith(told) for message in heard), heard
     assert capsys.readouterr().err.count(f"{kind.__name__}: in the log") == len(heard)
@@ -430,7 +423,7 @@ def test_a_loop_that_is_closed_with_its_tasks_ends_the_engine(new_loop, at_work)
         assert engine.state == "running"
         loop.close()
         assert engine.state == "closed"
-        until(lambda: rig.executor.closed)
+        blocking_until(lambda: rig.executor.closed)
     finally:
         gc.enable()
     for call in (lambda: engine.stream([1]), lambda: asyncio.run(engine.wait_closed())):
@@ -445,7 +438,7 @@ def test_a_loop_that_is_closed_with_its_tasks_ends_the_engine(new_loop, at_work)
 def test_a_loop_that_outlives_the_engine_keeps_nothing_of_it():
     async def main():
         async with fake().engine() as engine:
-            thread = weakref.ref(engine._thread)
+            thread = weakref.ref(thread_of(engine))
         del engine
         gc.collect()
         assert thread() is None
@@ -510,7 +503,7 @@ def test_an_engine_whose_loop_has_ended_says_so(run):
     rig = fake()
     engine = rig.engine()
     run(engine.start)
-    until(lambda: rig.executor.closed)
+    blocking_until(lambda: rig.executor.closed)
     assert engine.state == "closed"
     assert isinstance(engine.error, EngineClosedError)
     for call in (lambda: engine.stream([1]), engine.stats, lambda: run(engine.wait_closed)):
@@ -523,8 +516,7 @@ def test_an_engine_whose_loop_has_ended_says_so(run):
 @pytest.mark.parametrize("paused", ["before", "at the same time"])
 def test_closing_lets_a_paused_engine_finish(run, paused):
     """``resume`` is refused from then on."""
-    rig = fake()
-    rig.executor.gate = threading.Semaphore(0)
+    rig = fake(gate=0)
 
     async def main():
         engine = rig.engine()
@@ -534,10 +526,9 @@ def test_closing_lets_a_paused_engine_finish(run, paused):
         stream = engine.stream([1], max_tokens=9)
         async with anyio.create_task_group() as group:
             if paused == "at the same time":
-                await anyio.to_thread.run_sync(until, lambda: engine.stats().num_running)
+                await anyio.to_thread.run_sync(blocking_until, lambda: engine.stats().num_running)
                 group.start_soon(engine.pause)
-                while not engine._thread.core._calls:
-                    await anyio.sleep(0.001)
+                await until(lambda: core_of(engine)._calls)
             rig.executor.gate.release(100)
             with anyio.fail_after(10):
                 await engine.aclose(drain=None)
@@ -606,13 +597,12 @@ def test_a_device_that_hangs_in_closing_does_not_hold_up_aclose(run):
 
 def hung_engine():
     """A core whose thread waits in a step, and what lets that go on."""
-    rig = fake()
-    rig.executor.gate = threading.Semaphore(2)
+    rig = fake(gate=2)
     engine = rig.engine()
     engine._start_blocking()
     stream = engine.stream([1], max_tokens=9)
-    core = engine._thread.core
-    until(lambda: core.stats().num_steps == 2 and core._on_device_since is not None)
+    core = core_of(engine)
+    blocking_until(lambda: core.stats().num_steps == 2 and core._on_device_since is not None)
     return rig, engine, stream, core
 
 
@@ -638,7 +628,7 @@ def test_one_of_several_watchers_declares_the_thread_hung():
     assert sorted(verdicts) == [False] * 4 + [True]
     assert core.stats().num_failed == 1
     rig.executor.gate.release(100)
-    until(lambda: not engine_threads())
+    blocking_until(lambda: not engine_threads())
     assert engine.error.__cause__ is cause
 
 
@@ -660,7 +650,7 @@ def test_a_thread_that_comes_back_while_it_is_declared_hung_touches_nothing():
     watcher = threading.get_ident()
     core.clock = lambda: slow_clock() if threading.get_ident() == watcher else clock()
     assert core.fail_hung(0, EngineError("stuck"))
-    until(lambda: not engine_threads())
+    blocking_until(lambda: not engine_threads())
     assert delivered == []
     assert core.stats().num_steps == 2
     tokens = []
@@ -684,7 +674,7 @@ def test_a_destructor_takes_no_lock():
     rig = fake()
     engine = rig.engine()
     engine._start_blocking()
-    core = engine._thread.core
+    core = core_of(engine)
     last = [engine]
     locks = [core._lock, core.admission._lock, engine._input_processor._worker._lock]
     del engine
@@ -698,7 +688,7 @@ def test_a_destructor_takes_no_lock():
             lock.release()
 
     core.send(collect_among_locks)
-    until(lambda: rig.executor.closed)
+    blocking_until(lambda: rig.executor.closed)
     with pytest.raises(EngineClosedError):
         core.admission.reserve(None, 1)
 
@@ -720,8 +710,7 @@ def test_closing_does_not_block_the_loop_while_a_text_is_tokenised(backend):
         engine = rig.engine()
         await engine.start()
         stream = engine.stream("5 " * 3000)
-        while not seen:
-            await anyio.sleep(0.001)
+        await until(lambda: seen)
 
         async def open_it():
             await engine.wait_closed()

@@ -114,8 +114,7 @@ def test_chat_one_and_batch(make):
 
 
 def test_stream_is_a_plain_iterator(make):
-    rig = fake()
-    rig.executor.gate = threading.Semaphore(1)
+    rig = fake(gate=1)
     llm = make(rig)
     stream = llm.stream([4], max_tokens=5, request_id="mine")
     first = next(stream)
@@ -133,8 +132,7 @@ def test_stream_is_a_plain_iterator(make):
 
 @pytest.mark.parametrize("leave", ["close", "with", "abort", "del"])
 def test_leaving_a_stream_aborts_it(make, leave):
-    rig = fake()
-    rig.executor.gate = threading.Semaphore(3)
+    rig = fake(gate=3)
     llm = make(rig)
     stream = llm.stream([1], max_tokens=200)
     next(stream)
@@ -173,25 +171,8 @@ def test_a_batch_may_be_larger_than_the_queue(make):
     assert stats.num_rejected > 0
 
 
-def test_a_batch_that_has_begun_waits_for_the_room_of_others(make):
-    rig = fake(max_num_seqs=1)
-    llm = make(rig, max_queued_requests=1)
-    submit = llm.engine.stream
-    refusals = [EngineOverloadedError("full", retry_after=0.001) for _ in range(3)]
-
-    def crowded(prompt, params, **options):
-        if prompt == [2] and refusals:
-            raise refusals.pop()
-        return submit(prompt, params, **options)
-
-    llm.engine.stream = crowded
-    assert tokens(llm.generate([[1], [2]], max_tokens=2)) == expected(rig, [[1], [2]], 2)
-    assert refusals == []
-
-
 def test_a_batch_that_has_not_begun_is_refused(make):
-    rig = fake(max_num_seqs=1)
-    rig.executor.gate = threading.Semaphore(0)
+    rig = fake(max_num_seqs=1, gate=0)
     llm = make(rig, max_queued_requests=1)
     held = [llm.stream([1], max_tokens=1)]
     while len(held) < 2:
@@ -229,8 +210,7 @@ def test_many_threads_at_once(make):
 
 
 def test_a_stream_has_one_reader_at_a_time(make):
-    rig = fake()
-    rig.executor.gate = threading.Semaphore(0)
+    rig = fake(gate=0)
     llm = make(rig)
     stream = llm.stream([1], max_tokens=1)
     other = threading.Thread(target=lambda: got.append(stream.result()))
@@ -278,9 +258,8 @@ def test_an_engine_is_borrowed_running_and_without_settings():
 
 
 def test_the_first_error_aborts_the_rest_even_while_it_is_held(make):
-    rig = fake(max_num_seqs=8)
+    rig = fake(max_num_seqs=8, gate=0)
     rig.executor.row_errors["bad"] = ValueError("not a number")
-    rig.executor.gate = threading.Semaphore(0)
     llm = make(rig)
     submit = llm.engine.stream
 
@@ -300,8 +279,7 @@ def test_the_first_error_aborts_the_rest_even_while_it_is_held(make):
 
 
 def test_a_bad_prompt_in_a_batch_leaves_nothing_behind(make):
-    rig = fake(max_model_len=20)
-    llm = make(rig)
+    llm = make(fake(max_model_len=20))
     with pytest.raises(ContextLengthExceededError) as caught:
         llm.generate([[1], [2] * 30], max_tokens=10)
     llm.generate([3], max_tokens=1)
@@ -331,14 +309,13 @@ def test_what_is_no_sequence_is_refused(make, prompts):
 
 
 def test_a_deadline_raises_with_what_there_is(make):
-    rig = fake()
-    rig.executor.gate = threading.Semaphore(2)
+    rig = fake(gate=2)
     llm = make(rig)
-    stream = llm.stream([1], max_tokens=50, timeout=1.0)
+    stream = llm.stream([1], max_tokens=50, timeout=0.3)
     got = [next(stream)]
     while sum(len(delta.token_ids) for delta in got) < 2:
         got.append(next(stream))
-    threading.Timer(1.1, rig.executor.gate.release, (100,)).start()
+    threading.Timer(0.35, rig.executor.gate.release, (100,)).start()
     with pytest.raises(DeadlineExceededError) as caught:
         list(stream)
     with pytest.raises(DeadlineExceededError):
@@ -370,8 +347,7 @@ def test_closing_may_let_it_finish(make):
 
 
 def test_the_death_of_the_engine_reaches_every_thread(make):
-    rig = fake()
-    rig.executor.gate = threading.Semaphore(0)
+    rig = fake(gate=0)
     rig.executor.faults[0] = RuntimeError("device lost")
     llm = make(rig)
     heard = []
@@ -396,8 +372,7 @@ def test_the_death_of_the_engine_reaches_every_thread(make):
 
 
 def test_a_step_that_hangs_is_noticed_by_the_waiting_thread(make, caplog):
-    rig = fake()
-    rig.executor.gate = threading.Semaphore(0)
+    rig = fake(gate=0)
     llm = make(rig, step_timeout=0.1)
     with pytest.raises(EngineDeadError, match="asyncllm-engine"):
         llm.generate([1])
@@ -426,8 +401,7 @@ def test_a_start_that_fails_raises_and_leaves_nothing(make):
 
 
 def test_an_interrupt_aborts_what_it_interrupts(make, monkeypatch):
-    rig = fake()
-    rig.executor.gate = threading.Semaphore(1)
+    rig = fake(gate=1)
     llm = make(rig)
     stream = llm.stream([1], max_tokens=200)
     next(stream)

@@ -34,7 +34,7 @@ from asyncllm.logits_processor import claiming
 from asyncllm.runtime.loading import LoadedModel, load_model
 from asyncllm.testing import fake_engine
 from tests.dummy_runner import MODEL
-from tests.fakes import FakeModelConfig, FakeTokenizer
+from tests.fakes import engine_on, engine_with
 from tests.pickling_executor import Pickling
 from tests.sampling_bench import Bench
 from tests.static_runner import LateStream, make_decoder, make_runner
@@ -132,8 +132,7 @@ def decoder(one_thread: None) -> Decoder:
 
 
 def engine_of(runner: ModelRunner) -> AsyncLLMEngine:
-    loaded = LoadedModel(runner, FakeTokenizer(), FakeModelConfig())
-    return AsyncLLMEngine._with_loader(lambda config, progress: loaded)
+    return engine_on(runner)
 
 
 def runners(decoder: Decoder, make: Any, **settings: Any) -> dict[str, ModelRunner]:
@@ -414,10 +413,8 @@ async def test_the_packaged_model_with_a_processor() -> None:
         return LoadedModel(Pickling(loaded.executor), loaded.tokenizer, loaded.model_config)
 
     with pytest.raises(InvalidRequestError, match=r"logits_processors.*another process"):
-        await AsyncLLMEngine._with_loader(
-            behind_a_pickle, logits_processors=[Force], **settings
-        ).start()
-    async with AsyncLLMEngine._with_loader(behind_a_pickle, **settings) as engine:
+        await engine_with(behind_a_pickle, logits_processors=[Force], **settings).start()
+    async with engine_with(behind_a_pickle, **settings) as engine:
         with pytest.raises(InvalidRequestError, match=r"extra_args.*another process"):
             engine.stream([1], extra_args={"force": 1})
     with pytest.raises(InvalidRequestError, match="or has no model"):

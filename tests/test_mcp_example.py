@@ -17,6 +17,7 @@ mcp = pytest.importorskip("mcp")
 FOLDER = Path(__file__).resolve().parent.parent / "examples" / "mcp_tools"
 
 
+@pytest.mark.slow
 def test_it_runs_as_it_stands() -> None:
     assert run_example(FOLDER / "agent.py") == (
         'What is the weather in Oslo?\n  get_weather({"city": "Oslo"}) -> snow\n'
@@ -25,7 +26,6 @@ def test_it_runs_as_it_stands() -> None:
     )
 
 
-@pytest.mark.asyncio
 async def test_what_goes_wrong_with_a_tool_goes_to_the_model() -> None:
     """The server's own process answers, over stdio; the model is a script."""
     example = runpy.run_path(str(FOLDER / "agent.py"))

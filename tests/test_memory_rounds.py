@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 def test_rounds_of_mixed_traffic_leave_nothing_behind(tmp_path):
     """In a process of its own, where other tests leave nothing."""

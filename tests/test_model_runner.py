@@ -23,7 +23,7 @@ from asyncllm.gpu.calibration import GPU_TARGET_SECONDS, calibrate_token_budget,
 from asyncllm.gpu.graph.replay import Replay
 from asyncllm.gpu.ops.registry import NativeChoice
 from asyncllm.sampling_params import SamplingParams
-from tests.driver import GREEDY, Driver
+from tests.driver import GREEDY, Driver, state_of
 from tests.dummy_runner import LARGE, MODEL, make
 
 
@@ -49,8 +49,7 @@ def test_kv_cache_memory_is_the_whole_allocation():
     per_block = 2 * 2 * 2 * 8 * 16 * 4
     runner = make(kv_cache_memory=10 * per_block + 5, block_size=16)
     assert runner.info.num_blocks == 10
-    assert runner._runner is not None
-    assert runner._runner.cache.tensor.nbytes == 10 * per_block
+    assert state_of(runner).cache.tensor.nbytes == 10 * per_block
 
 
 @pytest.mark.parametrize(
@@ -78,8 +77,7 @@ def test_a_cache_that_no_machine_has_is_refused_with_its_size(fields):
 def test_available_memory_decides_where_nothing_is_set(monkeypatch):
     monkeypatch.setattr(kv_cache, "available_memory", lambda: 4 * 2**20)
     runner = make(attention_backend="torch")
-    assert runner._runner is not None
-    assert runner._runner.cache.tensor.nbytes == 2**20
+    assert state_of(runner).cache.tensor.nbytes == 2**20
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
@@ -89,8 +87,7 @@ def test_an_unused_cache_takes_no_memory():
 
     before = resident()
     runner = make(kv_cache_memory="2GiB", dtype="bfloat16")
-    assert runner._runner is not None
-    cache = runner._runner.cache.tensor
+    cache = state_of(runner).cache.tensor
     assert cache.nbytes > 2**31 - 2**20
     assert cache.dtype == torch.bfloat16
     assert cache.data_ptr() % 64 == 0
@@ -230,11 +227,10 @@ def test_the_hosts_defaults_do_not_reach_the_model():
 
 def test_closing_drops_everything_and_is_idempotent():
     runner = make()
-    assert runner._runner is not None
     tensors = [
-        weakref.ref(runner._runner.cache.tensor),
-        weakref.ref(runner._runner.model.embedding),
-        weakref.ref(runner._runner.inputs),
+        weakref.ref(state_of(runner).cache.tensor),
+        weakref.ref(state_of(runner).model.embedding),
+        weakref.ref(state_of(runner).inputs),
     ]
     driver = Driver(runner)
     driver.run([driver.add([1, 2, 3], 3)])
@@ -254,7 +250,7 @@ def test_a_step_without_rows_takes_releases():
     seq = driver.add([1, 2, 3], 1, SamplingParams(seed=1, presence_penalty=1.0))
     driver.launch([(seq, 0)])
     driver.collect()
-    state = driver.executor._runner
+    state = state_of(driver.executor)
     assert state.sampler.state.stages.any()
     driver.release(seq)
     driver.launch([])
@@ -288,7 +284,6 @@ def test_out_of_memory_voids_the_step_and_no_more(monkeypatch, error):
     def fail(*_):
         raise error
 
-    assert runner._runner is not None
     with monkeypatch.context() as patch:
         patch.setattr(Replay, "forward", fail)
         with pytest.raises(StepOutOfMemoryError, match="3 tokens"):
@@ -305,7 +300,6 @@ def test_other_failures_are_not_taken_for_memory(monkeypatch):
     runner = make(attention_backend="torch")
     driver = Driver(runner)
     driver.launch([(driver.add([1], 1), 0)])
-    assert runner._runner is not None
 
     def fail(*_):
         raise RuntimeError("shape mismatch")

@@ -18,6 +18,7 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.experts import ExpertsMLP
 from asyncllm.gpu.weights import load_weights, weights_bytes
+from tests.driver import state_of
 from tests.families import EXPERTS, GROUPS, MIXED, SLIDING, TINY, make
 from tests.native_library import context
 from tests.parity import (
@@ -178,7 +179,7 @@ def test_int8_covers_experts(load_case, name):
 
 
 def _layers(runner: ModelRunner) -> list[Any]:
-    state: Any = runner._runner
+    state = state_of(runner)
     return list(state.model.layers)
 
 

@@ -8,7 +8,6 @@ import contextlib
 import inspect
 import re
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,8 @@ from asyncllm.stream import TokenStream
 from asyncllm.testing import FakeExecutor, fake_engine
 from asyncllm.testing.fake_executor import mix
 from tests.core_rig import Rig
-from tests.fakes import fake
+from tests.fakes import channel_of, core_of, fake
+from tests.idle import all_free, until
 
 PROMPT = [*range(100, 111)]
 
@@ -77,16 +77,6 @@ def words(tokens):
     return "".join(f"{token} " for token in tokens)
 
 
-async def all_free(engine):
-    deadline = time.monotonic() + 5
-    while (stats := engine.stats()).num_free_blocks != stats.num_blocks or stats.num_waiting:
-        assert time.monotonic() < deadline, stats
-        await asyncio.sleep(0.001)
-    core = engine._thread.core
-    await asyncio.wrap_future(core.call(core.scheduler.check_integrity))
-    assert core.admission.num_live == core.admission.num_queued == 0
-
-
 def by_index(deltas):
     """Tokens, texts and finish reasons, in the order of the deltas."""
     tokens, texts, reasons = {}, {}, {}
@@ -114,7 +104,6 @@ COMPANY = {
 }
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("company", COMPANY)
 async def test_each_output_is_that_of_its_seed(company):
     rig = seeded(**COMPANY[company])
@@ -167,7 +156,6 @@ def test_seeds_of_outputs():
 # --- the prompt is computed once --------------------------------------------------------
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("budget", [5, 64])
 @pytest.mark.parametrize(("length", "again"), [(3, 3), (9, 1), (11, 3), (12, 4)])
@@ -194,7 +182,6 @@ async def test_the_prompt_is_computed_once(length, again, budget, depth):
         assert len(batches[0]) == 6, "all outputs begin in the first step"
 
 
-@pytest.mark.asyncio
 async def test_without_a_prefix_cache_each_output_computes_the_prompt():
     rig = seeded(record=True)
     async with rig.engine(enable_prefix_caching=False) as engine:
@@ -205,7 +192,6 @@ async def test_without_a_prefix_cache_each_output_computes_the_prompt():
     assert [list(o.token_ids) for o in completion.outputs] == expected(rig, params, 2)
 
 
-@pytest.mark.asyncio
 async def test_cached_tokens_are_those_of_earlier_requests():
     async with seeded().engine() as engine:
         await engine.generate(PROMPT, max_tokens=1)
@@ -213,10 +199,8 @@ async def test_cached_tokens_are_those_of_earlier_requests():
     assert completion.usage.cached_tokens == 8
 
 
-@pytest.mark.asyncio
 async def test_hashes_of_the_prompt_are_taken_from_the_first_output():
-    rig = seeded()
-    async with rig.engine() as engine:
+    async with seeded().engine() as engine:
         await engine.pause()
         stream = engine.stream(PROMPT, n=3, max_tokens=2)
         first, second, third = stream._group.members
@@ -236,7 +220,6 @@ async def test_hashes_of_the_prompt_are_taken_from_the_first_output():
 # --- one stream -------------------------------------------------------------------------
 
 
-@pytest.mark.asyncio
 async def test_outputs_end_one_by_one_and_the_stream_with_the_last():
     rig = seeded()
     params = SamplingParams(n=3, seed=3)
@@ -262,7 +245,6 @@ async def test_outputs_end_one_by_one_and_the_stream_with_the_last():
     assert (stream.usage.completion_tokens, stream.usage.longest_output) == (20, 12)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("way", ["abort", "cancelled read", "closing", "deadline"])
 async def test_all_outputs_end_together(way):
     """In the middle, with the first ended and text held back of each other: it may yet become
@@ -322,15 +304,13 @@ async def test_all_outputs_end_together(way):
         assert "a read of its stream was cancelled" in str(error)
 
 
-@pytest.mark.asyncio
 async def test_a_slow_reader_holds_all_outputs_up():
     rig = seeded(pipeline_depth=2)
     params = SamplingParams(n=3, seed=3, max_tokens=20)
     async with rig.engine() as engine:
         stream = engine.stream(PROMPT, params, on_slow="pause", max_unread=9)
-        while engine.stats().num_paused < 3:
-            await asyncio.sleep(0.001)
-        assert stream._channel.num_unread <= 9 + 2 * 3
+        await until(lambda: engine.stats().num_paused >= 3)
+        assert channel_of(stream).num_unread <= 9 + 2 * 3
         await engine.pause()
         await engine.resume()
         tokens, _, _ = by_index([delta async for delta in stream])
@@ -366,7 +346,7 @@ def test_any_order_of_tokens_ends_and_reads(actions):
         if action == "read":
             if stream._done:
                 break
-            if stream._channel.items or stream._channel.final is not None:
+            if channel_of(stream).items or channel_of(stream).final is not None:
                 deltas.append(stream._take())
         elif index in open_members:
             member = open_members[index]
@@ -394,7 +374,6 @@ def stream_of(rig, group):
 # --- limits -----------------------------------------------------------------------------
 
 
-@pytest.mark.asyncio
 async def test_limits():
     async with seeded().engine(max_queued_requests=6) as engine:
         with pytest.raises(
@@ -411,7 +390,6 @@ async def test_limits():
         assert len((await stream.result()).outputs) == 4
 
 
-@pytest.mark.asyncio
 async def test_greedy_by_the_models_own_defaults_is_refused():
     rig = seeded()
     rig.model_config.generation_defaults["temperature"] = 0.0
@@ -421,7 +399,6 @@ async def test_greedy_by_the_models_own_defaults_is_refused():
         assert len((await engine.generate(PROMPT, n=2, temperature=1, max_tokens=1)).outputs) == 2
 
 
-@pytest.mark.asyncio
 async def test_a_long_text_is_tokenised_once_for_all():
     rig = seeded(num_blocks=2000, max_num_batched_tokens=1024)
     text = "1 " * 3000
@@ -431,7 +408,7 @@ async def test_a_long_text_is_tokenised_once_for_all():
         stream = engine.stream(text, params)
         while stream.prompt_token_ids is None:
             await asyncio.sleep(0.001)
-        core = engine._thread.core
+        core = core_of(engine)
         await asyncio.wrap_future(core.call(bool))
         assert core.admission._queued_tokens == 9000
         await engine.resume()
@@ -450,7 +427,6 @@ def test_cumulative_logprob():
     assert CompletionOutput(0, "", (1,), "stop").cumulative_logprob is None
 
 
-@pytest.mark.asyncio
 async def test_callbacks_are_told_of_each_output():
     class Handler:
         def __init__(self):
@@ -482,7 +458,6 @@ async def test_callbacks_are_told_of_each_output():
     assert result.llm_output["token_usage"]["completion_tokens"] == 7
 
 
-@pytest.mark.asyncio
 async def test_observers_see_all_outputs():
     seen = []
 
@@ -503,7 +478,6 @@ async def test_observers_see_all_outputs():
     assert seen == [[0, 1], [2, 5], (2, 5, 7)]
 
 
-@pytest.mark.asyncio
 async def test_a_script_answers_each_output():
     answers = iter(["one", "two", "three", "four", "five"])
     async with fake_engine(lambda prompt: next(answers)) as engine:

@@ -22,8 +22,6 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 STORY = "Once upon a timé"
 TOKENS = (*STORY.encode(), 257)
 
-pytestmark = pytest.mark.asyncio
-
 
 @pytest.fixture
 def without_detokenizers(monkeypatch: pytest.MonkeyPatch) -> None:

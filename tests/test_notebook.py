@@ -1,12 +1,10 @@
-"""Notebooks: the example in a real kernel, and what a session of cells does to an engine."""
+"""The example notebook, in a real kernel."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -44,11 +42,6 @@ def run(notebook):
     ]
 
 
-def notebook(*sources):
-    cells = [nbformat.v4.new_code_cell(textwrap.dedent(source)) for source in sources]
-    return nbformat.v4.new_notebook(cells=cells)
-
-
 def test_the_example_runs():
     example = nbformat.read(EXAMPLE, as_version=4)
     outputs = run(example)
@@ -84,127 +77,9 @@ def html_of(example, source):
     return shown[-1]
 
 
-def test_interrupting_a_cell_aborts_what_it_reads():
-    """The example's own cell, and an engine that goes on."""
-    example = nbformat.read(EXAMPLE, as_version=4)
-    cells = {cell.source.partition("\n")[0]: cell for cell in example.cells}
-    reading = "done = await side_by_side(stories, max_tokens=400, ignore_eos=True)"
-    after = "print((await engine.generate("
-    kept = [cell.source for cell in example.cells[:11] if cell.cell_type == "code"]
-    endless = cells[reading].source.replace("max_tokens=400", "max_tokens=480, temperature=1")
-    sources = [
-        "import asyncllm\nfrom asyncllm import AsyncLLMEngine\n"
-        "engine = AsyncLLMEngine(max_num_seqs=2)\nawait engine.start()",
-        "import asyncio",
-        next(source for source in kept if "def side_by_side" in source).partition("\n\n\nstories")[
-            0
-        ],
-        'stories = ["One", "Two", "Three"] * 30',
-        endless,
-        next(source for name, source in ((c, cells[c].source) for c in cells) if after in name),
-        "print(engine.stats().num_aborted > 30)\nawait engine.aclose()",
-    ]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(s) for s in sources])
-    client = nbclient.NotebookClient(
-        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}
-    )
-
-    async def main():
-        async with client.async_setup_kernel():
-            for index, cell in enumerate(notebook.cells):
-                if cell.source != endless:
-                    await client.async_execute_cell(cell, index)
-                    continue
-                running = asyncio.ensure_future(client.async_execute_cell(cell, index))
-                while not any("data" in output for output in cell.outputs):
-                    assert not running.done()
-                    await asyncio.sleep(0.05)
-                await client.km.interrupt_kernel()
-                with pytest.raises(
-                    nbclient.exceptions.CellExecutionError, match=r"Interrupt|Cancel"
-                ):
-                    await running
-
-    asyncio.run(main())
-    printed = ["".join(o.get("text", "") for o in cell.outputs) for cell in notebook.cells[-2:]]
-    assert "0 running, " in printed[0]
-    assert printed[1] == "True\n"
-
-
 def test_the_example_is_stored_without_outputs():
     example = nbformat.read(EXAMPLE, as_version=4)
     nbformat.validate(example)
     for cell in example.cells:
         if cell.cell_type == "code":
             assert (cell.outputs, cell.execution_count) == ([], None)
-
-
-def test_an_engine_lives_across_cells_and_errors():
-    outputs = run(
-        notebook(
-            """
-            import asyncio, threading
-            from asyncllm import EngineClosedError, LLM
-            from tests.fakes import fake
-
-            rig = fake(step_time=0.01)
-            engine = rig.engine()
-            await engine.start()
-            """,
-            # A stream begun in one cell is read in the next.
-            """
-            stream = engine.stream([1], max_tokens=20)
-            first = await anext(stream)
-            """,
-            """
-            result = await stream.result()
-            print(list(result.token_ids) == rig.executor.reference([1], 20))
-            """,
-            # A cell that is interrupted leaves the engine as it was.
-            """
-            try:
-                async with asyncio.timeout(0.02):
-                    await engine.generate([2], max_tokens=250)
-            except TimeoutError:
-                pass
-            async for delta in engine.stream([3], max_tokens=250):
-                break
-            await engine.generate([4], max_tokens=1)
-            stats = engine.stats()
-            print(stats.num_aborted, stats.num_free_blocks == stats.num_blocks)
-            """,
-            """
-            rig.executor.step_time = 0
-            tasks = [asyncio.create_task(engine.generate([i], max_tokens=9)) for i in range(5)]
-            """,
-            # The facade blocks the notebook's loop; the tasks' tokens come all the same.
-            """
-            with LLM(engine=engine) as llm:
-                inside = llm.generate([[7], [8]], max_tokens=30)
-            print([list(c.token_ids) for c in inside]
-                  == [rig.executor.reference([i], 30) for i in (7, 8)])
-            """,
-            """
-            done = await asyncio.gather(*tasks)
-            print([list(c.token_ids) for c in done]
-                  == [rig.executor.reference([i], 9) for i in range(5)])
-            """,
-            """
-            await engine.aclose()
-            try:
-                engine.stream([1])
-            except EngineClosedError:
-                print([t.name for t in threading.enumerate() if t.name.startswith("asyncllm")])
-            """,
-        )
-    )
-    assert [text.strip() for text in outputs] == [
-        "",
-        "",
-        "True",
-        "2 True",
-        "",
-        "True",
-        "True",
-        "[]",
-    ]

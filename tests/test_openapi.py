@@ -76,7 +76,6 @@ def check(path: str, answer: httpx.Response, method: str = "post") -> None:
     jsonschema.Draft202012Validator(root).validate(answer.json())
 
 
-@pytest.mark.asyncio
 async def test_answers_are_as_they_are_described() -> None:
     call = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -120,7 +119,6 @@ async def test_answers_are_as_they_are_described() -> None:
             await get(path, path)
 
 
-@pytest.mark.asyncio
 async def test_log_probabilities_are_as_they_are_described() -> None:
     async with app_client(AsyncLLMEngine(kv_cache_memory="16MiB", device="cpu")) as client:
         asked = {"messages": user("Hi"), "logprobs": True, "top_logprobs": 2, "max_tokens": 3}

@@ -22,7 +22,7 @@ from asyncllm.gpu.ops.native_weights import native_type
 from asyncllm.gpu.packed_weights import packed_weights
 from asyncllm.gpu.weights import load_weights
 from tests.checkpoints import make_checkpoint
-from tests.driver import Driver
+from tests.driver import Driver, state_of
 from tests.linear_weights import dequantised
 from tests.live_bytes import LiveBytes
 from tests.native_library import isas
@@ -127,7 +127,7 @@ def test_logits_are_those_of_the_dequantised_weights(plain, tmp_path, name):
 
 def watch(runner: Any) -> list[Tensor]:
     logits: list[Tensor] = []
-    replay = runner._runner.replay
+    replay = state_of(runner).replay
     forward = replay.forward
 
     def watched(*args: Any) -> Any:

@@ -21,7 +21,7 @@ from asyncllm.gpu.ops import torch_attention, torch_rope
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.step_memory import StepMemory
 from tests.checkpoints import DEMO_MODEL, make_checkpoint
-from tests.driver import Driver
+from tests.driver import Driver, state_of
 from tests.native_library import context
 from tests.reference import Expected, Tally, compare, generate
 from tests.slow import slow_but
@@ -264,8 +264,7 @@ def test_two_steps_in_flight(load_case, tally, name, chunk):
 def test_stale_nan_in_reused_blocks_does_not_spread(load_case, tally):
     case = load_case("qwen3")
     runner = case.runner()
-    state = runner._runner
-    assert state is not None
+    state = state_of(runner)
     state.cache.tensor[:, :, 1:] = torch.nan
     driver = Driver(runner)
     seqs = [driver.add(prompt, OUTPUT) for prompt in case.prompts]

@@ -24,8 +24,9 @@ from asyncllm.gpu.model_runner import Graphs, ModelRunner
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateCache, StateSpec
 from asyncllm.gpu.step_runner import StepRunner
+from tests.driver import state_of
 from tests.families import make
-from tests.recurrent_checkpoint import Checkpoint, device_state
+from tests.recurrent_checkpoint import Checkpoint
 from tests.reference import Expected, check_tokens, generate
 from tests.scheduler_rig import Rig
 from tests.static_runner import CPU, LateStream, TraceRecorder, run_late
@@ -94,7 +95,7 @@ def plain(hybrid: Hybrid, **overrides: Any) -> ModelRig:
 def late(hybrid: Hybrid, capturer=GraphCapturer, **overrides: Any) -> ModelRig:
     """State between steps on a device that runs as late as it may."""
     runner, stream = hybrid.runner(**overrides), LateStream()
-    state: Any = device_state(runner)
+    state: Any = state_of(runner)
     state.model.ops = TorchOps()
     info = replace(runner.info, pipeline_depth=2)
     graphs = Graphs(capturer(), (4,))
@@ -261,7 +262,7 @@ def test_a_step_that_copies_states_is_not_run_ahead_of_the_host():
 
 def test_a_recorded_step_lies_between_its_copies(hybrid, monkeypatch):
     runner = hybrid.runner()
-    state, found = device_state(runner), []
+    state, found = state_of(runner), []
 
     def forward(step):
         found.append("run")

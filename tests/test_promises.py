@@ -23,16 +23,10 @@ from asyncllm.runtime.input_processor import InputProcessor
 from asyncllm.runtime.mailbox import LoopMailbox
 from asyncllm.stream import TokenStream
 from asyncllm.testing import FakeExecutor
-from tests.fakes import fake
+from tests.fakes import channel_of, fake, mailbox_of_this_loop
+from tests.idle import until
 
 PATIENCE = 1.5
-
-
-async def until(condition):
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "never came about"
-        await asyncio.sleep(0.001)
 
 
 def blocks_are_free(engine):
@@ -43,8 +37,7 @@ def blocks_are_free(engine):
 
 
 async def every_stream_ends():
-    rig = fake(eos_token_ids=tuple(range(0, 1000, 10)))
-    async with rig.engine() as engine:
+    async with fake(eos_token_ids=tuple(range(0, 1000, 10))).engine() as engine:
         for i in range(12):
             ends = [d.finish_reason async for d in engine.stream([i], max_tokens=8)]
             assert ends[-1] in ("stop", "length")
@@ -65,9 +58,8 @@ def a_stop_is_not_announced(patch):
 
 
 async def stream_submits_at_once():
-    rig = fake(record=True)
+    rig = fake(record=True, gate=0)
     async with rig.engine() as engine:
-        rig.executor.gate = threading.Semaphore(0)
         streams = [engine.stream([i], max_tokens=3) for i in range(6)]
         await asyncio.sleep(0.05)
         rig.executor.gate.release(100)
@@ -97,11 +89,10 @@ def submission_waits_for_the_first_read(patch):
 
 
 async def leaving_a_stream_aborts_it():
-    rig = fake(step_time=0.001)
-    async with rig.engine() as engine:
+    async with fake(step_time=0.001).engine() as engine:
         async for _ in engine.stream([1], max_tokens=250):
             break
-        await until(lambda: engine.stats().num_aborted == 1 and blocks_are_free(engine))
+        await until(lambda: engine.stats().num_aborted == 1 and blocks_are_free(engine), PATIENCE)
         stream = engine.stream([1], max_tokens=250, request_id="x")
         await anext(stream)
         engine.abort("x")
@@ -133,7 +124,7 @@ async def a_slow_reader_is_held_back():
         stream = engine.stream([1], max_tokens=200, max_unread=8, on_slow="pause")
         other = await engine.generate([2], max_tokens=100)
         assert list(other.token_ids) == rig.executor.reference([2], 100)
-        assert stream._channel.num_unread <= 8
+        assert channel_of(stream).num_unread <= 8
         got = [t async for d in stream for t in d.token_ids]
         assert got == rig.executor.reference([1], 200)
 
@@ -150,8 +141,7 @@ def reading_does_not_release(patch):
 
 
 async def the_queue_is_bounded():
-    rig = fake(max_num_seqs=1)
-    async with rig.engine(max_queued_requests=4) as engine:
+    async with fake(max_num_seqs=1).engine(max_queued_requests=4) as engine:
         await engine.pause()
         streams = [engine.stream([i], max_tokens=1) for i in range(4)]
         with pytest.raises(EngineOverloadedError):
@@ -159,7 +149,7 @@ async def the_queue_is_bounded():
         await engine.resume()
         for stream in streams:
             await stream.result()
-        await until(lambda: engine.stats().num_waiting == 0)
+        await until(lambda: engine.stats().num_waiting == 0, PATIENCE)
         await engine.generate([5], max_tokens=1)
 
 
@@ -175,8 +165,7 @@ def places_are_never_given_back(patch):
 
 
 async def deadlines_are_kept():
-    rig = fake(step_time=0.002, max_num_seqs=1)
-    async with rig.engine() as engine:
+    async with fake(step_time=0.002, max_num_seqs=1).engine() as engine:
         running = engine.stream([1], max_tokens=250, timeout=0.05)
         queued = engine.stream([2], max_tokens=5, timeout=0.02)
         for stream in (queued, running):
@@ -238,11 +227,10 @@ def the_environment_is_changed(patch):
 
 
 async def one_wake_is_outstanding():
-    rig = fake(step_time=0.001)
-    async with rig.engine() as engine:
+    async with fake(step_time=0.001).engine() as engine:
         tasks = [asyncio.ensure_future(engine.generate([i], max_tokens=250)) for i in range(8)]
         await asyncio.sleep(0.02)
-        host = engine._mailboxes.of_running_loop().backend
+        host = mailbox_of_this_loop(engine).backend
         post, calls = host.post, []
         host.post = lambda callback: (calls.append(callback), post(callback))
         time.sleep(0.1)
@@ -269,8 +257,7 @@ def every_delta_wakes(patch):
 
 
 async def a_blocked_loop_does_not_block_the_engine():
-    rig = fake(step_time=0.001)
-    async with rig.engine() as engine:
+    async with fake(step_time=0.001).engine() as engine:
         stream = engine.stream([1], max_tokens=200)
         await anext(stream)
         task = asyncio.ensure_future(anext(stream))
@@ -382,9 +369,9 @@ PROMISES = {
 }
 
 
-def kept(promise) -> bool:
+def kept(promise, seconds) -> bool:
     async def main():
-        await asyncio.wait_for(promise(), 3 * PATIENCE)
+        await asyncio.wait_for(promise(), seconds)
 
     try:
         asyncio.run(main())
@@ -396,7 +383,7 @@ def kept(promise) -> bool:
 
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
 def test_kept(promise):
-    assert kept(promise)
+    assert kept(promise, 3 * PATIENCE)
 
 
 @pytest.mark.parametrize(
@@ -406,20 +393,23 @@ def test_kept(promise):
 )
 def test_a_broken_engine_is_noticed(promise, breakage, monkeypatch, caplog):
     breakage(monkeypatch)
-    assert not kept(promise)
+    assert not kept(promise, PATIENCE)
 
 
 ANYIO = "anyio._backends._asyncio"
+HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "rich", "asyncio", ANYIO}
+HEAVY |= {"prometheus_client", "opentelemetry", "langchain_core"}
 
 
 def loaded_by(statement: str) -> set[str]:
     code = f"import sys; {statement}; print(*sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return {"torch", "transformers", "numpy", "asyncio", ANYIO} & set(out.stdout.split())
+    return HEAVY & set(out.stdout.split())
 
 
 def test_import_is_cheap_and_the_check_sees_an_import_that_is_not():
     assert loaded_by("import asyncllm; asyncllm.SamplingParams()") == set()
+    assert "langchain_core" not in loaded_by("import asyncllm.callbacks")
     # Not at the first use of anyio, which is start() on the application's loop.
     assert loaded_by("import asyncllm; asyncllm.AsyncLLMEngine()") == {"asyncio", ANYIO}
     assert loaded_by("import asyncllm, numpy") == {"numpy"}

@@ -24,6 +24,7 @@ from tests.dummy_runner import MODEL
 from tests.fakes import fake
 from tests.reference import MARGIN, score
 from tests.scheduler_rig import Rig
+from tests.slow import slow_but
 from tests.static_runner import LateStream, make_decoder, make_runner
 
 VOCAB_SIZE = 2048
@@ -135,7 +136,7 @@ def run(decoder: Decoder, depth: int, chunk: int, *, late: bool) -> list[Sequenc
     return seqs
 
 
-@pytest.mark.parametrize("slice_elements", [1, 1000, 1 << 24])
+@pytest.mark.parametrize("slice_elements", slow_but([1, 1000, 1 << 24], 1000))
 def test_device_that_runs_ahead_gives_the_same(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch, slice_elements: int
 ) -> None:

@@ -21,8 +21,6 @@ from tests.fakes import fake
 TEXT = "abcdefghij" * 3
 HELLO = user("abcdefghij")
 
-pytestmark = pytest.mark.asyncio
-
 
 @pytest.mark.parametrize("prompt", [TEXT, list(TEXT.encode()), tuple(TEXT.encode())])
 async def test_the_last_tokens_are_kept(prompt: Any) -> None:

@@ -124,6 +124,7 @@ def test_where_there_are_no_such_layers_it_is_refused(name):
         pass
 
 
+@pytest.mark.slow
 @needs_native
 def test_the_packaged_model_hardly_changes():
     """It predicts held-out text as well, and its logits differ by more than rounding does."""

@@ -35,7 +35,7 @@ from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.profile import recorded_bytes
 from asyncllm.native.context import Context
 from asyncllm.sampling_params import SamplingParams
-from tests.driver import GREEDY, Driver
+from tests.driver import GREEDY, Driver, state_of
 from tests.dummy_runner import MODEL as LLAMA
 from tests.dummy_runner import make
 from tests.recorded_runner import (
@@ -46,7 +46,6 @@ from tests.recorded_runner import (
     make_runner,
     op_by_op,
     program_of,
-    state_of,
 )
 from tests.static_runner import in_groups
 

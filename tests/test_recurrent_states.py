@@ -23,9 +23,9 @@ from asyncllm.gpu.state_cache import StateCache, StateSpec, slot_bytes
 from asyncllm.gpu.transformers_model import families
 from asyncllm.gpu.transformers_model.call_states import CallStates
 from asyncllm.gpu.transformers_model.config import TransformersConfig
-from tests.driver import Driver
+from tests.driver import Driver, state_of
 from tests.families import NEMOTRON_H, TINY, make
-from tests.recurrent_checkpoint import MISTAKES, OUTPUT, PROMPTS, Checkpoint, device_state
+from tests.recurrent_checkpoint import MISTAKES, OUTPUT, PROMPTS, Checkpoint
 from tests.reference import check_tokens
 from tests.static_runner import CPU, LateStream, TraceRecorder, run_late
 from tests.transformers_runner import SETTINGS, load
@@ -66,13 +66,13 @@ def test_mixed_steps_in_used_slots(lfm2, depth):
 def test_states_of_two_kinds(qwen):
     runner = qwen.runner()
     kernel, matrix = (64, 4), (4, 8, 8)
-    assert list(device_state(runner).model.states) == [
+    assert list(state_of(runner).model.states) == [
         StateSpec(kernel),
         StateSpec(matrix, torch.float32),
         StateSpec(kernel),
         StateSpec(matrix, torch.float32),
     ]
-    assert [tuple(t.shape) for t in device_state(runner).cache.states.tensors[:2]] == [
+    assert [tuple(t.shape) for t in state_of(runner).cache.states.tensors[:2]] == [
         (5 + 16, *kernel),
         (5 + 16, *matrix),
     ]
@@ -81,7 +81,7 @@ def test_states_of_two_kinds(qwen):
 
 def test_a_state_keeps_its_own_dtype(qwen):
     runner = qwen.runner(dtype="bfloat16")
-    dtypes = [tensor.dtype for tensor in device_state(runner).cache.states.tensors[:2]]
+    dtypes = [tensor.dtype for tensor in state_of(runner).cache.states.tensors[:2]]
     assert dtypes == [torch.bfloat16, torch.float32]
     driver = Driver(runner)
     seqs = [driver.add(prompt, 3) for prompt in PROMPTS]
@@ -93,7 +93,7 @@ def test_the_static_step_on_a_late_device(lfm2):
     """Graphs that bake everything in, two steps in flight, and padded rows."""
     plain, recorder = lfm2.runner(), TraceRecorder()
     stream: Any = LateStream()
-    decoder, cache, info = device_state(plain).model, device_state(plain).cache, plain.info
+    decoder, cache, info = state_of(plain).model, state_of(plain).cache, plain.info
     decoder.ops = TorchOps()
     info = replace(info, pipeline_depth=2)
     graphs = Graphs(recorder, (4,))
@@ -114,7 +114,7 @@ def test_mistakes_are_seen(lfm2, monkeypatch, mistake):
 def test_a_state_that_is_no_number_stays_its_own(lfm2):
     """It may come of a request that fails; the next one in its slot starts from zeros."""
     runner = lfm2.runner()
-    for tensor in device_state(runner).cache.states.tensors:
+    for tensor in state_of(runner).cache.states.tensors:
         tensor.fill_(torch.nan)
     run_twice(lfm2, runner)
 
@@ -132,7 +132,7 @@ def test_a_failed_step_leaves_no_state_advanced(lfm2, monkeypatch):
         live = [seq for seq in seqs if seq.known > seq.computed]
         driver.launch([(seq, count) for seq in live])
         driver.collect()
-    before = [tensor.clone() for tensor in device_state(runner).cache.states.tensors]
+    before = [tensor.clone() for tensor in state_of(runner).cache.states.tensors]
     update = CallStates.get_conv_state
 
     def fail(self, layer_idx, state_idx=0):
@@ -147,7 +147,7 @@ def test_a_failed_step_leaves_no_state_advanced(lfm2, monkeypatch):
             runner.collect()
     changed = [
         not torch.equal(*pair)
-        for pair in zip(before, device_state(runner).cache.states.tensors, strict=True)
+        for pair in zip(before, state_of(runner).cache.states.tensors, strict=True)
     ]
     assert changed == [True, False]
     runner.discard()
@@ -190,7 +190,7 @@ def _tokenizer() -> Path:
 def test_the_memory_of_states_is_said(lfm2, caplog, settings, count, words):
     with caplog.at_level(logging.INFO, "asyncllm"):
         runner = lfm2.runner(**settings)
-    states, info = device_state(runner).cache.states, runner.info
+    states, info = state_of(runner).cache.states, runner.info
     assert states.num_bytes == (5 + count) * info.state_bytes
     assert (states.num_snapshots, info.num_state_snapshots) == (count, count)
     assert (
@@ -232,7 +232,7 @@ def test_states_are_taken_from_the_kv_cache(lfm2, monkeypatch):
         lambda reserve: reserved.append(reserve) or 2**20,
     )
     lfm2.runner(num_blocks=None)
-    assert reserved == [device_state(runner).cache.states.num_bytes]
+    assert reserved == [state_of(runner).cache.states.num_bytes]
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_a_decode_that_differs_from_a_chunk(tmp_path, low):
     model = TransformersConfig.from_directory(tmp_path)
     if low < 0.001:
         runner = build_model_runner(EngineConfig(**SETTINGS), model)
-        assert len(device_state(runner).model.states) == 2
+        assert len(state_of(runner).model.states) == 2
         return
     with pytest.raises(ModelLoadError, match="its log-probabilities differ by"):
         build_model_runner(EngineConfig(**SETTINGS), model)

@@ -72,15 +72,12 @@ def draws(
     return out.numpy()
 
 
+ALL_LIMITS = {"top_k": 20, "top_p": 0.9, "min_p": 0.01}
+
+
 @pytest.mark.parametrize(
     "limits",
-    [
-        {},
-        {"top_k": 7},
-        {"top_p": 0.8},
-        {"min_p": 0.05},
-        {"top_k": 20, "top_p": 0.9, "min_p": 0.01},
-    ],
+    slow_but([{}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.05}, ALL_LIMITS], {}, ALL_LIMITS),
 )
 @pytest.mark.parametrize("seed", slow_but([1, 2, 3], 1))
 @pytest.mark.parametrize("ops", CPU_OPS)

@@ -11,6 +11,7 @@ from asyncllm.core.batch import RowError
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.kv_cache import block_ids
 from asyncllm.errors import KVCacheTooSmallError
+from tests.hypothesis_settings import quick_and_slow
 from tests.scheduler_machine import SchedulerMachine
 from tests.scheduler_rig import Rig, info
 from tests.slow import slow_but
@@ -674,4 +675,4 @@ def test_decisions_equal_the_plain_model(seed):
 # --- everything at once -----------------------------------------------------------------
 
 
-TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine, TestManySchedules = quick_and_slow(SchedulerMachine, 200)

@@ -143,7 +143,6 @@ def drafting(**limits):
     return fake(max_tokens_per_row=4, **limits)
 
 
-@pytest.mark.asyncio
 async def test_a_stop_string_in_the_middle_of_several_tokens():
     rig = drafting()
     tokens = rig.executor.reference(PROMPT, 40)
@@ -159,7 +158,6 @@ async def test_a_stop_string_in_the_middle_of_several_tokens():
             assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 
-@pytest.mark.asyncio
 async def test_a_token_without_text_in_the_middle_fails_the_request():
     rig = drafting()
     tokens = rig.executor.reference(PROMPT, 12)
@@ -173,7 +171,6 @@ async def test_a_token_without_text_in_the_middle_fails_the_request():
 
 
 @pytest.mark.parametrize("max_unread", [1, 2, 3, 5])
-@pytest.mark.asyncio
 async def test_backpressure_in_the_middle_of_several_tokens(max_unread):
     rig = drafting()
     async with rig.engine() as engine:

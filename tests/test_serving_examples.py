@@ -65,6 +65,7 @@ def test_fastapi_endpoint():
     assert "max_tokens" in bad.json()["detail"]
 
 
+@pytest.mark.slow
 def test_langchain_chain():
     pytest.importorskip("langchain_core")
     if not (ROOT / "integrations").is_dir():

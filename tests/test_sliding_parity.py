@@ -26,6 +26,7 @@ from tests.families import CASES, make
 from tests.native_library import native_library
 from tests.reference import MARGIN, Expected, Tally, compare, generate, score
 from tests.scheduler_rig import Rig
+from tests.slow import slow_but
 from tests.static_runner import CPU, LateStream, TraceRecorder, make_decoder, make_runner
 
 WINDOW = 7
@@ -161,7 +162,14 @@ BACKENDS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "backend"), BACKENDS)
+OFTEN = [
+    *[(name, "native") for name in (*NATIVE_CASES, "GptOss", OF_BOTH)],
+    ("qwen3", "torch"),
+    ("Gemma3", "torch"),
+]
+
+
+@pytest.mark.parametrize(("name", "backend"), slow_but(BACKENDS, *OFTEN))
 def test_equals_transformers(load_case, name, backend):
     """In chunks of several sizes, with hits, on blocks that others had, and preempted."""
     case = load_case(name)
@@ -183,7 +191,7 @@ def test_equals_transformers(load_case, name, backend):
         rig.check(*first, *again, later)
 
 
-@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("backend", slow_but(["torch", "native"], "native"))
 def test_every_chunk_size_and_every_length_of_a_hit(load_case, backend):
     case = load_case("qwen3")
     runner, prompt = case.runner(attention_backend=backend_or_skip(backend)), case.prompts[1]
@@ -202,7 +210,9 @@ def test_every_chunk_size_and_every_length_of_a_hit(load_case, backend):
         rig.check(one)
 
 
-@pytest.mark.parametrize(("name", "depth"), [("qwen3", 1), ("qwen3", 2), ("mistral", 2)])
+@pytest.mark.parametrize(
+    ("name", "depth"), slow_but([("qwen3", 1), ("qwen3", 2), ("mistral", 2)], ("qwen3", 2))
+)
 def test_with_graphs_and_steps_in_flight(load_case, name, depth):
     case = load_case(name)
     weights = load_weights(case.config, torch.float32, CPU, None)

@@ -13,7 +13,7 @@ from asyncllm.core.batch import StepResult
 from asyncllm.core.kv_cache import KVCacheManager, SlidingWindowGroup
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.scheduler import Scheduler
-from tests.hypothesis_settings import examples
+from tests.hypothesis_settings import quick_and_slow
 from tests.kv_requests import ids, request
 from tests.scheduler_machine import SchedulerMachine
 from tests.scheduler_rig import Rig, group, info, longest_context
@@ -356,5 +356,4 @@ class WindowMachine(SchedulerMachine):
         self.requests = []
 
 
-WindowMachine.TestCase.settings = examples(80, stateful_step_count=40)
-TestWindowMachine = WindowMachine.TestCase
+TestWindowMachine, TestManyWindows = quick_and_slow(WindowMachine, 80)

@@ -13,7 +13,7 @@ from asyncllm.core.state_snapshots import StateSnapshots
 from asyncllm.metrics import EngineMetrics
 from asyncllm.testing import FakeExecutor
 from tests.fakes import Fake, FakeModelConfig, FakeTokenizer
-from tests.hypothesis_settings import examples
+from tests.hypothesis_settings import quick_and_slow
 from tests.metric_samples import samples
 from tests.scheduler_machine import SchedulerMachine
 from tests.scheduler_rig import Rig, group, info, longest_context
@@ -554,5 +554,4 @@ class StateMachine(SchedulerMachine):
         self.requests = []
 
 
-StateMachine.TestCase.settings = examples(50, stateful_step_count=40)
-TestStateMachine = StateMachine.TestCase
+TestStateMachine, TestManyStates = quick_and_slow(StateMachine, 60)

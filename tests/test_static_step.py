@@ -45,12 +45,11 @@ from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.sample.sampling_state import SamplingState
 from asyncllm.gpu.step_runner import StepRunner
 from asyncllm.gpu.weights import load_weights
-from asyncllm.runtime.loading import LoadedModel
 from asyncllm.sampling_params import SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.driver import UNCHECKED, Driver, Sequence, packed, unchecked
 from tests.dummy_runner import MODEL
-from tests.fakes import FakeModelConfig, FakeTokenizer
+from tests.fakes import engine_on
 from tests.slow import slow_but
 from tests.static_runner import (
     CPU,
@@ -103,7 +102,7 @@ HOST_KINDS = [
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module", params=slow_but(SHAPES, "llama", "window"))
+@pytest.fixture(scope="module", params=slow_but(SHAPES, "window"))
 def decoder(request: pytest.FixtureRequest) -> Decoder:
     return make_decoder(SHAPES[request.param])
 
@@ -258,7 +257,7 @@ def test_logprobs_of_a_static_step(llama: Decoder) -> None:
         assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("depth", slow_but([0, 1, 2], 1))
 def test_layers_in_two_kv_groups(llama: Decoder, depth: int) -> None:
     """A block table for each of the two layers, on the host (depth 0) and on the device."""
     asked = prompts(7, seed=8)
@@ -708,8 +707,7 @@ def serve(decoder: Decoder, depth: int, **settings: Any) -> tuple[AsyncLLMEngine
     stream = LateStream()
     runner = make_runner(decoder, capturer=TraceRecorder(), stream=stream, depth=depth, **settings)
     poisoning(runner)
-    loaded = LoadedModel(runner, FakeTokenizer(), FakeModelConfig())
-    return AsyncLLMEngine._with_loader(lambda config, progress: loaded), stream
+    return engine_on(runner), stream
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])
@@ -720,8 +718,7 @@ async def test_slots_of_requests_that_cannot_be_assigned_are_taken_by_others(
     asked = prompts(9, seed=9)
     kinds = [replace(kind, max_tokens=9) for kind in (KINDS[1], HOST_KINDS[1], KINDS[3])]
     runner = untraced(llama, ahead, max_num_seqs=3)
-    loaded = LoadedModel(runner, FakeTokenizer(), FakeModelConfig())
-    async with AsyncLLMEngine._with_loader(lambda config, progress: loaded) as engine:
+    async with engine_on(runner) as engine:
         streams = []
         for i, prompt in enumerate(asked):
             odd = unchecked(max_tokens=9, **UNCHECKED[i // 3])
@@ -764,9 +761,8 @@ async def test_a_plain_and_a_host_row_equal_transformers(tmp_path: Path, depth: 
     runner: Any = make_runner(decoder, capturer=GraphCapturer(), stream=stream, depth=depth)
     sizes, launch = [], runner.launch
     runner.launch = lambda batch: (sizes.append(len(batch)), launch(batch))
-    loaded = LoadedModel(runner, FakeTokenizer(), FakeModelConfig())
     prompts, counts = ([3, 1, 4, 1, 5], [9, 2, 6]), (30, 10)
-    async with AsyncLLMEngine._with_loader(lambda config, progress: loaded) as engine:
+    async with engine_on(runner) as engine:
         # Both are in the first step.
         await engine.pause()
         streams = [
@@ -890,17 +886,11 @@ def _same_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostBuffer, "set_scalars", lambda self, state: None)
 
 
-@pytest.mark.parametrize(
-    "mutate",
-    [
-        _one_host_block,
-        _token_zero_for_unknown,
-        _rows_stay_behind_the_batch,
-        _lengths_baked_in,
-        _blocks_of_the_last_tenant,
-        _same_seeds,
-    ],
-)
+OFTEN = _token_zero_for_unknown, _rows_stay_behind_the_batch, _lengths_baked_in
+MUTATIONS = [_one_host_block, *OFTEN, _blocks_of_the_last_tenant, _same_seeds]
+
+
+@pytest.mark.parametrize("mutate", slow_but(MUTATIONS, *OFTEN))
 def test_the_comparison_sees_mistakes(
     llama: Decoder, monkeypatch: pytest.MonkeyPatch, mutate: Any
 ) -> None:

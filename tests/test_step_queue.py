@@ -19,7 +19,7 @@ from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.ops.native_embedding import NativeTable
 from asyncllm.gpu.sample.sample_output import NOT_FINITE_MESSAGE
 from asyncllm.sampling_params import SamplingParams
-from tests.driver import Driver, Sequence, packed
+from tests.driver import Driver, Sequence, packed, state_of
 from tests.dummy_runner import MODEL as LLAMA
 from tests.recorded_runner import (
     ISAS,
@@ -29,7 +29,6 @@ from tests.recorded_runner import (
     make_runner,
     op_by_op,
     program_of,
-    state_of,
 )
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="no C++ compiler to build the native ops with")

@@ -21,15 +21,15 @@ import pytest
 from asyncllm import (
     DeadlineExceededError,
     EngineDeadError,
-    InvalidRequestError,
     RequestError,
 )
 from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.outputs import Delta, Logprob, TokenLogprobs, make_token_delta
-from tests.fakes import fake
+from tests.fakes import channel_of, core_of, fake, mailbox_of_this_loop
+from tests.idle import all_free, blocking_until, until
 from tests.slow import slow_but
 
-pytestmark = pytest.mark.asyncio
+pytestmark = pytest.mark.usefixtures("quick_collections")
 
 
 @contextlib.asynccontextmanager
@@ -44,21 +44,6 @@ async def engine_of(rig, **overrides):
     gc.collect()
     await asyncio.sleep(0)
     assert complaints == []
-
-
-async def all_free(engine, timeout=5.0):
-    """Waits until nothing runs; then every block is free and the books balance."""
-    deadline = time.monotonic() + timeout
-    while True:
-        stats = engine.stats()
-        if stats.num_free_blocks == stats.num_blocks and stats.num_waiting == 0:
-            break
-        assert time.monotonic() < deadline, stats
-        await asyncio.sleep(0.001)
-    core = engine._thread.core
-    await asyncio.wrap_future(core.call(core.scheduler.check_integrity))
-    assert core.admission.num_live == 0
-    assert core.admission.num_queued == 0
 
 
 # --- ways out ---------------------------------------------------------------------------
@@ -252,25 +237,16 @@ async def test_abort_of_a_queued_request_means_it_is_never_prefilled():
 @pytest.mark.parametrize("depth", [1, 2])
 async def test_blocks_are_free_when_the_abort_is_drained(depth):
     """No step is needed: while the device hangs in one, only the drain is waited for."""
-    rig = fake(pipeline_depth=depth)
-    rig.executor.gate = threading.Semaphore(0)
+    rig = fake(pipeline_depth=depth, gate=0)
     async with engine_of(rig) as engine:
         stream = engine.stream([1] * 20, max_tokens=50)
         rig.executor.gate.release(3)
         await anext(stream)
-        await engine_blocks(engine, lambda free: free < 64)
+        await until(lambda: engine.stats().num_free_blocks < 64)
         stream.abort()
         rig.executor.gate.release(2)  # what is in flight ends, and nothing more is launched
-        await engine_blocks(engine, lambda free: free == 64)
+        await until(lambda: engine.stats().num_free_blocks == 64)
         rig.executor.gate.release(100)
-
-
-async def engine_blocks(engine, condition):
-    for _ in range(2000):
-        if condition(engine.stats().num_free_blocks):
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError(engine.stats())
 
 
 async def test_stream_held_in_a_variable_runs_on_after_break():
@@ -288,8 +264,7 @@ async def test_stream_held_in_a_variable_runs_on_after_break():
 
 
 async def test_destructor_on_a_foreign_thread():
-    rig = fake(step_time=0.001)
-    async with engine_of(rig) as engine:
+    async with engine_of(fake(step_time=0.001)) as engine:
         box = [engine.stream([1], max_tokens=200)]
         await anext(box[0])
         thread = threading.Thread(target=box.clear)
@@ -304,7 +279,7 @@ async def test_destructor_inside_the_queues_own_put():
     must go through, or the thread would deadlock with itself."""
     rig = fake(step_time=0.001)
     async with engine_of(rig) as engine:
-        core = engine._thread.core
+        core = core_of(engine)
         doomed = [engine.stream([i], max_tokens=100) for i in range(3)]
         inbox = core.inbox
 
@@ -324,8 +299,7 @@ async def test_destructor_inside_the_queues_own_put():
 
 
 async def test_second_reader_and_second_loop_are_clear_errors():
-    rig = fake(step_time=0.002)
-    async with engine_of(rig) as engine:
+    async with engine_of(fake(step_time=0.002)) as engine:
         stream = engine.stream([1], max_tokens=60)
         reader = asyncio.ensure_future(stream.result())
         await asyncio.sleep(0.003)
@@ -364,20 +338,16 @@ async def test_coalesce_merges_what_was_not_read_and_bounds_a_delta():
 async def test_output_merges_behind_a_stalled_loop():
     """20,160 tokens of 32 streams, half of which are being waited for: what is kept grows by a
     delta for each ``max_unread`` tokens and a wake for each reader, not with every token."""
-    rig = fake(num_blocks=32 * 40 + 1, block_size=16, max_model_len=640, max_num_seqs=32)
-    rig.executor.gate = threading.Semaphore(0)
+    rig = fake(num_blocks=32 * 40 + 1, block_size=16, max_model_len=640, max_num_seqs=32, gate=0)
     async with engine_of(rig) as engine:
         streams = [engine.stream([i], max_tokens=630, max_unread=50) for i in range(32)]
         first = [asyncio.ensure_future(anext(stream)) for stream in streams[:16]]
         await asyncio.sleep(0)
         rig.executor.gate.release(1000)
-        deadline = time.monotonic() + 30
-        while not all(stream._channel.ended for stream in streams):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)  # this is the point
-        assert [len(stream._channel.items) for stream in streams] == [13] * 32
+        blocking_until(lambda: all(channel_of(stream).ended for stream in streams), 30.0)
+        assert [len(channel_of(stream).items) for stream in streams] == [13] * 32
         # A wake for the first token, and one for the end.
-        assert len(engine._mailboxes.of_running_loop()._ready) <= 2 * len(first)
+        assert len(mailbox_of_this_loop(engine)._ready) <= 2 * len(first)
         deltas = [[await read] for read in first] + [[] for _ in streams[16:]]
         for i, stream in enumerate(streams):
             deltas[i] += [delta async for delta in stream]
@@ -392,34 +362,26 @@ async def test_pause_holds_a_request_back_and_it_goes_on_where_it_was():
     rig = fake(max_num_seqs=1)
     async with engine_of(rig) as engine:
         stream = engine.stream([2], max_tokens=100, max_unread=10, on_slow="pause")
-        await engine_counts(engine, lambda s: s.num_paused == 1)
+        await until(lambda: engine.stats().num_paused == 1)
         # It holds no slot: others run. It holds its KV, and memory stays bounded.
         other = await engine.generate([3], max_tokens=20)
         assert list(other.token_ids) == rig.executor.reference([3], 20)
-        assert stream._channel.num_unread == 10
+        assert channel_of(stream).num_unread == 10
         assert engine.stats().num_free_blocks < 64
         assert engine.stats().num_preemptions == 0
         got = []
         async for delta in stream:
             got += delta.token_ids
             assert len(delta.token_ids) == 1
-            assert stream._channel.num_unread <= 10
+            assert channel_of(stream).num_unread <= 10
         assert got == rig.executor.reference([2], 100)
-
-
-async def engine_counts(engine, condition):
-    for _ in range(3000):
-        if condition(engine.stats()):
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError(engine.stats())
 
 
 async def test_paused_request_is_the_first_to_lose_its_kv():
     rig = fake(num_blocks=13, block_size=4, max_model_len=48)
     async with engine_of(rig) as engine:
         paused = engine.stream([2] * 12, max_tokens=30, max_unread=4, on_slow="pause")
-        await engine_counts(engine, lambda s: s.num_paused == 1)
+        await until(lambda: engine.stats().num_paused == 1)
         big = await engine.generate([5] * 20, max_tokens=28)
         assert list(big.token_ids) == rig.executor.reference([5] * 20, 28)
         assert engine.stats().num_preemptions == 1
@@ -431,7 +393,7 @@ async def test_slow_reader_with_abort_is_aborted():
     rig = fake()
     async with engine_of(rig) as engine:
         stream = engine.stream([2], max_tokens=100, max_unread=10, on_slow="abort")
-        await engine_counts(engine, lambda s: s.num_aborted == 1)
+        await until(lambda: engine.stats().num_aborted == 1)
         result = await stream.result()
         assert result.finish_reason == "abort"
         assert list(result.token_ids) == rig.executor.reference([2], 10)
@@ -453,11 +415,10 @@ async def test_stalled_readers_do_not_hold_up_a_live_one():
 
 @pytest.mark.parametrize("drain", slow_but([None, 60.0], 60.0))
 async def test_paused_stream_without_a_reader_does_not_hold_up_a_drain(drain):
-    rig = fake()
-    engine = rig.engine()
+    engine = fake().engine()
     await engine.start()
     stream = engine.stream([2], max_tokens=100, max_unread=4, on_slow="pause")
-    await engine_counts(engine, lambda s: s.num_paused == 1)
+    await until(lambda: engine.stats().num_paused == 1)
     await engine.aclose(drain=drain)
     assert (await stream.result()).finish_reason == "abort"
 
@@ -479,8 +440,7 @@ async def test_deadline_in_the_queue_refuses_without_a_prefill():
 
 
 async def test_deadline_in_prefill():
-    rig = fake(max_num_batched_tokens=2, step_time=0.002)
-    async with engine_of(rig) as engine:
+    async with engine_of(fake(max_num_batched_tokens=2, step_time=0.002)) as engine:
         with pytest.raises(DeadlineExceededError, match="running") as caught:
             await engine.generate([1] * 100, timeout=0.02)
         assert caught.value.partial is None
@@ -504,7 +464,7 @@ async def test_deadline_runs_on_while_paused_and_while_tokenised():
     rig = fake(num_blocks=3001)
     async with engine_of(rig) as engine:
         paused = engine.stream([1], timeout=0.05, max_unread=2, on_slow="pause", max_tokens=50)
-        await engine_counts(engine, lambda s: s.num_failed == 1)
+        await until(lambda: engine.stats().num_failed == 1)
         with pytest.raises(DeadlineExceededError, match="paused"):
             await paused.result()
         rig.tokenizer.gate = threading.Event()
@@ -514,17 +474,8 @@ async def test_deadline_runs_on_while_paused_and_while_tokenised():
         rig.tokenizer.gate.set()
 
 
-async def test_requests_that_ended_before_their_deadline_are_forgotten():
-    rig = fake()
-    async with engine_of(rig) as engine:
-        for i in range(300):
-            await engine.generate([i], max_tokens=1, timeout=3600.0)
-        assert len(engine._thread.core._deadlines) < 100
-
-
 async def test_deadline_while_the_engine_is_paused():
-    rig = fake()
-    async with engine_of(rig) as engine:
+    async with engine_of(fake()) as engine:
         await engine.pause()
         with pytest.raises(DeadlineExceededError):
             await engine.generate([1], timeout=0.02)
@@ -568,7 +519,7 @@ async def test_aborted_stream_whose_id_was_taken_over_ends_when_the_engine_dies(
     rig = fake(num_blocks=3001)
     rig.tokenizer.gate = threading.Event()
     async with rig.engine() as engine:
-        core = engine._thread.core
+        core = core_of(engine)
         # The abort's own command is lost in the death of the engine.
         first = engine.stream("5 " * 3000, request_id="x")
         first._group.cancelled = True
@@ -581,21 +532,8 @@ async def test_aborted_stream_whose_id_was_taken_over_ends_when_the_engine_dies(
         rig.tokenizer.gate.set()
 
 
-async def test_request_that_alone_is_too_much_memory_ends_with_an_error():
-    rig = fake()
-    rig.executor.faults |= {step: StepOutOfMemoryError("out of memory") for step in range(12)}
-    async with engine_of(rig) as engine:
-        with pytest.raises(RequestError, match="too little memory") as caught:
-            await engine.generate([1] * 30, max_tokens=3)
-        assert isinstance(caught.value.__cause__, StepOutOfMemoryError)
-        rig.executor.faults.clear()
-        result = await engine.generate([2], max_tokens=3)
-        assert list(result.token_ids) == rig.executor.reference([2], 3)
-
-
 async def test_hung_step_is_noticed_and_named():
-    rig = fake()
-    rig.executor.gate = threading.Semaphore(2)
+    rig = fake(gate=2)
     engine = rig.engine(step_timeout=0.1)
     await engine.start()
     stream = engine.stream([1], max_tokens=50)
@@ -623,8 +561,7 @@ async def test_device_that_hangs_after_running_out_of_memory_is_noticed(monkeypa
 
 
 async def test_thousand_aborts_of_finished_and_unknown_ids_change_nothing():
-    rig = fake()
-    async with engine_of(rig) as engine:
+    async with engine_of(fake()) as engine:
         stream = engine.stream([1], max_tokens=3, request_id="a")
         result = await stream.result()
         for _ in range(1000):
@@ -634,31 +571,21 @@ async def test_thousand_aborts_of_finished_and_unknown_ids_change_nothing():
         assert engine.stats().num_aborted == 0
 
 
-async def test_abort_takes_ids_and_nothing_else():
-    rig = fake()
-    async with engine_of(rig) as engine:
-        with pytest.raises((InvalidRequestError, TypeError)):
-            engine.abort(5)
-
-
 # --- what a reader is handed --------------------------------------------------------------
 
 
 async def test_a_delta_that_arrives_with_a_cancellation_is_not_lost():
-    rig = fake()
-    rig.executor.gate = threading.Semaphore(0)
+    rig = fake(gate=0)
     async with engine_of(rig) as engine:
         stream = engine.stream([1], max_tokens=20)
         read = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0)
-        mailbox = engine._mailboxes.of_running_loop()
+        mailbox = mailbox_of_this_loop(engine)
         rig.executor.gate.release()
-        deadline = time.monotonic() + 5
-        while not mailbox._ready:  # this loop is blocked: the wake comes when the test says so
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        # This loop is blocked: the wake comes when the test says so.
+        blocking_until(lambda: mailbox._ready)
         mailbox._drain()
-        assert stream._channel.waiter.done()
+        assert channel_of(stream).waiter.done()
         read.cancel()
         with pytest.raises(asyncio.CancelledError):
             await read
@@ -672,8 +599,7 @@ async def test_a_delta_that_arrives_with_a_cancellation_is_not_lost():
 
 async def test_read_after_a_cancelled_read_says_what_became_of_the_request():
     """``wait_for(anext(stream), …)`` aborts, and would otherwise look like a short answer."""
-    rig = fake(num_blocks=3001)
-    rig.executor.gate = threading.Semaphore(3)
+    rig = fake(num_blocks=3001, gate=3)
     async with engine_of(rig) as engine:
         stream = engine.stream([1], max_tokens=60)
         got = []
@@ -695,8 +621,7 @@ async def test_read_after_a_cancelled_read_says_what_became_of_the_request():
 
 
 async def test_read_in_a_task_of_its_own_outlives_every_timeout():
-    rig = fake()
-    rig.executor.gate = threading.Semaphore(0)
+    rig = fake(gate=0)
     async with engine_of(rig) as engine:
         stream = engine.stream([1], max_tokens=5)
         for token in rig.executor.reference([1], 5):
@@ -711,8 +636,7 @@ async def test_read_in_a_task_of_its_own_outlives_every_timeout():
 
 @pytest.mark.parametrize(("end", "max_tokens"), [("abort", 100), ("length", 1)])
 async def test_cancelled_read_of_a_request_that_was_aborted_or_ended_before(end, max_tokens):
-    rig = fake()
-    rig.executor.gate = threading.Semaphore(0)
+    rig = fake(gate=0)
     async with engine_of(rig) as engine:
         stream = engine.stream([1], max_tokens=max_tokens)
         read = asyncio.ensure_future(anext(stream))
@@ -720,25 +644,11 @@ async def test_cancelled_read_of_a_request_that_was_aborted_or_ended_before(end,
         if end == "abort":
             stream.abort()
         rig.executor.gate.release(200)
-        deadline = time.monotonic() + 5
-        while not stream._channel.ended:  # blocks this loop
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        blocking_until(lambda: channel_of(stream).ended)  # blocks this loop
         read.cancel()
         with pytest.raises(asyncio.CancelledError):
             await read
         assert (await stream.result()).finish_reason == end
-
-
-async def test_heartbeat_refuses_what_is_no_time():
-    rig = fake()
-    async with engine_of(rig) as engine:
-        stream = engine.stream([1], max_tokens=1)
-        for seconds in (0, -1.0, float("nan"), float("inf")):
-            with pytest.raises(InvalidRequestError, match=f"seconds={seconds}: expected") as caught:
-                stream.with_heartbeat(seconds)
-            assert caught.value.param == "seconds"
-        assert (await stream.result()).finish_reason == "length"
 
 
 async def test_completion_is_what_was_read_so_far():

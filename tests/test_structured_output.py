@@ -28,6 +28,8 @@ from asyncllm.structured import compiler as compiler_module
 from asyncllm.structured.llguidance_backend import LLGuidanceBackend, LLGuidanceMatcher
 from asyncllm.structured.spec import parse_structured_outputs
 from asyncllm.testing.byte_tokenizer import TURN_END, TURN_START
+from tests.fakes import core_of, thread_of
+from tests.idle import until
 from tests.structured import (
     ByteRig,
     accepts,
@@ -376,7 +378,7 @@ async def test_a_compile_past_its_time_fails_its_requests_and_is_kept(slow):
         assert raised[0] is not raised[1]
         assert (await engine.generate("y", structured_outputs={"regex": "quick"})).text == "quick"
         slow.gate.set()
-        while engine._thread.grammars.find(parse_structured_outputs({"regex": "slow"})) is None:
+        while thread_of(engine).grammars.find(parse_structured_outputs({"regex": "slow"})) is None:
             await asyncio.sleep(0.01)
         assert (await engine.generate("x", structured_outputs={"regex": "slow"})).text == "slow"
 
@@ -413,8 +415,7 @@ async def test_closing_does_not_wait_for_a_compile(slow):
     await engine.start()
     stream = engine.stream("x", structured_outputs={"regex": "slow"})
     queued = [engine.stream("x", structured_outputs={"regex": f"slow{i}"}) for i in range(3)]
-    while not slow.begun:
-        await asyncio.sleep(0.01)
+    await until(lambda: slow.begun)
     await engine.aclose()
     assert not slow.gate.is_set()
     for one in (stream, *queued):
@@ -425,14 +426,13 @@ async def test_closing_does_not_wait_for_a_compile(slow):
     assert left
     assert all(one.daemon for one in left)
     sent: list[Any] = []
-    assert engine._thread is not None
-    engine._thread.core.send = lambda *command: sent.append(command)
+    core_of(engine).send = lambda *command: sent.append(command)
     slow.gate.set()
     for one in left:
         await asyncio.to_thread(one.join, 10)
         assert not one.is_alive()
     assert sent == []
-    assert engine._thread.grammars.find(parse_structured_outputs({"regex": "slow"})) is None
+    assert thread_of(engine).grammars.find(parse_structured_outputs({"regex": "slow"})) is None
 
 
 @pytest.mark.parametrize(

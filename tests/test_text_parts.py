@@ -18,6 +18,7 @@ from asyncllm.gpu.transformers_model.config import TransformersConfig, read_conf
 from tests.driver import Driver
 from tests.families import GATED_DELTA, MIXED, MOE, SLIDING, TINY, draw_weights
 from tests.reference import Tally, compare, generate
+from tests.slow import slow_but
 from tests.text_part import check_text_part
 
 SETTINGS: dict[str, Any] = {
@@ -99,7 +100,7 @@ def make_multimodal(path: Path, family: str, **changes: Any) -> Any:
 NATIVE = ("Gemma3", "Gemma4", "Qwen3VL", "Qwen3_5", "Qwen3_5Moe")
 
 
-@pytest.mark.parametrize("family", PARTS)
+@pytest.mark.parametrize("family", slow_but(PARTS, "Gemma3", "Qwen3_5"))
 def test_the_text_part_of_a_multimodal_checkpoint(tmp_path, caplog, family):
     model = make_multimodal(tmp_path, family)
     config = read_config(tmp_path, "auto")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import anyio
 import pytest
 import tokenizers
 
@@ -25,6 +24,7 @@ from asyncllm.testing import byte_tokenizer, fake_engine, fake_llm
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.tokenizer import Tokenizer
+from tests.idle import until
 from tests.thinking_engine import ASK, MARKS, ONE, TOOLS, add, get_weather, thinking_engine, values
 
 TWO = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
@@ -108,8 +108,7 @@ async def test_unread_deltas_that_merge_are_the_same_calls() -> None:
     async with fake_engine(text, gate=gate) as engine:
         stream = engine.chat(ASK, tools=TOOLS, max_unread=1000)
         gate.release(len(text) + 10)
-        while engine.stats().num_finished == 0:
-            await anyio.sleep(0.001)
+        await until(lambda: engine.stats().num_finished != 0)
         deltas = [delta async for delta in stream]
     assert len(deltas) == 1
     one, two = deltas[0].tool_calls

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 
 import pytest
@@ -18,8 +17,6 @@ from asyncllm import DeadlineExceededError, EngineDeadError, EngineOverloadedErr
 from asyncllm.tracing import EngineTracing, trace_engine
 from tests.fakes import fake
 from tests.missing_package import import_error
-
-pytestmark = pytest.mark.asyncio
 
 
 class Trace:
@@ -43,8 +40,7 @@ def trace():
 
 
 async def test_a_completion_is_one_span_by_the_conventions(trace):
-    rig = fake(block_size=4)
-    async with rig.engine(model="some/model") as engine:
+    async with fake(block_size=4).engine(model="some/model") as engine:
         await engine.generate(list(range(9)), max_tokens=1)
         trace_engine(engine, trace.provider)
         stream = engine.stream(
@@ -112,8 +108,7 @@ async def test_seeds_fit_into_a_signed_attribute(trace, seed):
 
 
 async def test_the_span_hangs_on_the_callers_and_has_the_requests_times(trace):
-    rig = fake(step_time=0.002)
-    async with rig.engine() as engine:
+    async with fake(step_time=0.002).engine() as engine:
         trace_engine(engine, trace.provider)
         with trace.tracer.start_as_current_span("outer") as outer:
             before = time.time_ns()
@@ -158,8 +153,7 @@ async def test_a_long_text_is_traced_from_its_submission(trace):
 
 
 async def test_an_abort_is_no_error(trace):
-    rig = fake()
-    rig.executor.gate = threading.Semaphore(0)
+    rig = fake(gate=0)
     async with rig.engine() as engine:
         trace_engine(engine, trace.provider)
         stream = engine.stream([1])
@@ -193,8 +187,7 @@ async def test_errors_have_their_type_and_no_text(trace):
 
 
 async def test_a_deadline_is_an_error_with_its_usage(trace):
-    rig = fake()
-    rig.executor.gate = threading.Semaphore(0)
+    rig = fake(gate=0)
     async with rig.engine() as engine:
         trace_engine(engine, trace.provider)
         stream = engine.stream([1, 2], timeout=0.02)
@@ -225,8 +218,7 @@ async def test_what_is_refused_has_no_span(trace):
 
 
 async def test_no_text_is_recorded_by_default(trace):
-    rig = fake()
-    async with rig.engine() as engine:
+    async with fake().engine() as engine:
         trace_engine(engine, trace.provider)
         result = await engine.generate("000000123 456", max_tokens=3)
         await engine.chat([{"role": "user", "content": "000000123 4"}], max_tokens=3).result()

@@ -21,7 +21,7 @@ from asyncllm.gpu.transformers_model.config import TransformersConfig, read_conf
 from asyncllm.gpu.transformers_model.probe import probe
 from tests import remote_code
 from tests.checkpoints import copy_tokenizer
-from tests.driver import Driver
+from tests.driver import Driver, state_of
 from tests.families import SLIDING, TINY, make
 from tests.reference import Tally, check_tokens, compare, generate
 from tests.transformers_runner import SETTINGS, load
@@ -428,8 +428,7 @@ def test_nothing_of_a_model_stays_behind(tmp_path):
 
     make(tmp_path, "GptOss")
     runner = load(tmp_path)
-    state = runner._runner
-    assert state is not None
+    state = state_of(runner)
     left = [weakref.ref(state.model.base), weakref.ref(state.cache.tensor)]
     driver = Driver(runner)
     seq = driver.add([1, 2, 3], 4)

@@ -7,25 +7,14 @@ import contextlib
 import gc
 import random
 import resource
-import struct
 
-import pytest
 from websockets.exceptions import ConnectionClosed
 
+from tests.app_clients import open_to
 from tests.fakes import fake
-from tests.idle import idle
+from tests.idle import idle, until
 from tests.websocket_clients import MALFORMED, client_of, served, text_of
-
-pytestmark = pytest.mark.asyncio
-
-OPCODES = {
-    "text": 0x81,
-    "binary": 0x82,
-    "fragment": 0x01,
-    "continuation": 0x80,
-    "reserved": 0x83,
-    "close": 0x88,
-}
+from tests.websocket_frames import BINARY, CLOSE, FIN, TEXT, UPGRADE, frame
 
 
 async def test_200_connections_at_once():
@@ -46,55 +35,31 @@ async def test_200_connections_at_once():
         await idle(server.engine)
 
 
-def frame(kind: str, payload: bytes, *, masked: bool = True) -> bytes:
-    """A frame as a client would write it, or would not."""
-    head = bytes([OPCODES[kind]])
-    flag = 0x80 if masked else 0
-    if len(payload) < 126:
-        head += bytes([flag | len(payload)])
-    elif len(payload) < 65536:
-        head += bytes([flag | 126]) + struct.pack("!H", len(payload))
-    else:
-        head += bytes([flag | 127]) + struct.pack("!Q", len(payload))
-    return head + (b"\0\0\0\0" if masked else b"") + payload
-
-
 def nonsense(draw: random.Random) -> bytes:
     """Bytes that break the protocol, or say something that is no request."""
     choice = draw.randrange(11)
     junk = draw.randbytes(draw.randrange(1, 200))
     if choice == 0:
-        return frame("binary", junk)
+        return frame(FIN | BINARY, junk)
     if choice == 1:
-        return frame("text", b"x" * 20_000)
+        return frame(FIN | TEXT, b"x" * 20_000)
     if choice == 2:
-        return frame("text", b'{"type":"response.create"}')[:-5]
+        return frame(FIN | TEXT, b'{"type":"response.create"}')[:-5]
     if choice == 3:
-        return frame("text", b"{}", masked=False)
+        return bytes([FIN | TEXT, 2]) + b"{}"  # without a mask
     if choice == 4:
-        return frame("text", b"\xff\xfe")
+        return frame(FIN | TEXT, b"\xff\xfe")
     if choice == 5:
-        return frame("reserved", junk)
+        return frame(FIN | 3, junk)
     if choice == 6:
-        return frame("continuation", junk)
+        return frame(FIN, junk)
     if choice == 7:
-        return frame("fragment", b'{"type":')
+        return frame(TEXT, b'{"type":')
     if choice == 8:
         return junk
     if choice == 9:
-        return frame("close", b"\x03\xe8") + frame("text", b'{"type":"response.create"}')
-    return frame("text", b'{"type":"response.create","input":{"a":[1]}}')
-
-
-async def open_raw(server):
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(
-        f"GET /v1/responses HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n"
-        "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
-        "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n".encode()
-    )
-    assert b" 101 " in await reader.readuntil(b"\r\n\r\n")
-    return reader, writer
+        return frame(FIN | CLOSE, b"\x03\xe8") + frame(FIN | TEXT, b'{"type":"response.create"}')
+    return frame(FIN | TEXT, b'{"type":"response.create","input":{"a":[1]}}')
 
 
 async def attack_raw(server, seed: int, num_messages: int) -> None:
@@ -102,7 +67,8 @@ async def attack_raw(server, seed: int, num_messages: int) -> None:
     draw = random.Random(seed)
     sent = 0
     while sent < num_messages:
-        reader, writer = await open_raw(server)
+        reader, writer = await open_to(server, UPGRADE.replace(b": x", b": 127.0.0.1").decode())
+        assert b" 101 " in await reader.readuntil(b"\r\n\r\n")
         with contextlib.suppress(ConnectionError):
             for _ in range(min(num_messages - sent, draw.randrange(1, 40))):
                 writer.write(nonsense(draw))
@@ -157,6 +123,5 @@ async def test_10_000_malformed_messages_hurt_no_other_client():
         assert await shopping > 0
         stats = await idle(server.engine)
         assert stats.num_failed == 0
-        while server.num_connections:
-            await asyncio.sleep(0.001)
+        await until(lambda: not server.num_connections)
     assert grown < 64 * 1024, f"{grown} KiB more"

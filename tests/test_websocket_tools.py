@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from asyncllm.testing import fake_engine
 from tests.websocket_clients import client_of, served, text_of
-
-pytestmark = pytest.mark.asyncio
 
 ADD = {
     "type": "function",

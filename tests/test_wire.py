@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncllm import AsyncLLMEngine, InvalidRequestError, RequestError
+from asyncllm import InvalidRequestError, RequestError
 from asyncllm.core.batch import RowError
 from asyncllm.core.block_pool import Block
 from asyncllm.core.request import Request, RequestGroup
@@ -12,7 +12,7 @@ from asyncllm.core.scheduled_step import ScheduledStep
 from asyncllm.runtime.loading import LoadedModel, load_model
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.testing import FakeExecutor
-from tests.fakes import fake
+from tests.fakes import engine_with, fake
 from tests.pickling_executor import Pickling
 from tests.scheduler_rig import Rig
 
@@ -61,7 +61,7 @@ REQUESTS = [
 
 async def outputs(load, requests):
     settings = {"num_blocks": 60, "max_model_len": 64, "num_threads": 1}
-    async with AsyncLLMEngine._with_loader(load, **settings) as engine:
+    async with engine_with(load, **settings) as engine:
         streams = [
             engine.stream([3 + i, 5, 8], max_tokens=10, ignore_eos=True, **fields)
             for i, fields in enumerate(requests)
@@ -74,12 +74,10 @@ def behind_a_pickle(config, progress):
     return LoadedModel(Pickling(loaded.executor), loaded.tokenizer, loaded.model_config)
 
 
-@pytest.mark.asyncio
 async def test_the_model_runner_behind_a_pickle():
     assert await outputs(behind_a_pickle, REQUESTS) == await outputs(load_model, REQUESTS)
 
 
-@pytest.mark.asyncio
 async def test_processors_stay_with_the_engine():
     (found,) = await outputs(load_model, [{"temperature": 0.0, "logits_processors": [force_seven]}])
     assert set(found[0]) == {7}
@@ -87,7 +85,6 @@ async def test_processors_stay_with_the_engine():
         await outputs(behind_a_pickle, [{"temperature": 0.0, "logits_processors": [force_seven]}])
 
 
-@pytest.mark.asyncio
 async def test_an_error_of_another_process_arrives_as_text():
     rig = fake()
     rig.executor.row_errors["bad"] = ZeroDivisionError("on purpose")

@@ -13,6 +13,7 @@ from asyncllm.testing import byte_tokenizer
 from asyncllm.testing.fake_engine import FakeModelConfig, ScriptedExecutor, _limits
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.tokenizer import Tokenizer
+from tests.fakes import engine_with
 
 ASK = [{"role": "user", "content": "Ask."}]
 ONE = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -59,7 +60,7 @@ def thinking_engine(
         executor = ScriptedExecutor(info, tokenizer, answers)
         return LoadedModel(executor, tokenizer, FakeModelConfig(info.max_model_len))
 
-    return AsyncLLMEngine._with_loader(load, **overrides)
+    return engine_with(load, **overrides)
 
 
 MARKS = ("<think>", "</think>")
