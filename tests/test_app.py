@@ -440,7 +440,8 @@ async def test_events_are_sent_at_once():
 )
 async def test_the_head_is_sent_with_the_first_part(headers, parts, expected):
     sent = []
-    cycle = SimpleNamespace(scope={"http_version": "1.1", "method": "GET"}, disconnected=False)
+    scope = {"http_version": "1.1", "method": "GET"}
+    cycle = SimpleNamespace(scope=scope, disconnected=False, more_body=False)
     transport = SimpleNamespace(write=sent.append, is_closing=lambda: "asked of the transport")
 
     async def send(message):  # as uvicorn's
@@ -449,7 +450,8 @@ async def test_the_head_is_sent_with_the_first_part(headers, parts, expected):
         else:
             cycle.transport.write(message["body"] if message["more_body"] else b"<end>")
 
-    answer = _Answer(cycle, SimpleNamespace(write_paused=False), transport, send)
+    flow = SimpleNamespace(write_paused=False)
+    answer = _Answer(cycle, flow, transport, send, lambda: None)
     await answer.send({"type": "http.response.start", "status": 200, "headers": headers})
     assert sent == []
     for part in parts:
