@@ -9,6 +9,7 @@ does not read, and collects any number of fragments. The protocols here bound al
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -21,6 +22,11 @@ from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import CloseCode, Frame
 from websockets.protocol import State
+
+try:
+    import resource
+except ModuleNotFoundError:  # Windows has no such limits
+    resource = None
 
 from asyncllm import validation as check
 from asyncllm.serving.exchange import Receive, Scope, Send
@@ -40,6 +46,9 @@ FRAME_SLICE = 256, 4096
 MAX_DISCARDED = 1 << 16
 """Bytes that are read and dropped behind an answer that did not read the request's body."""
 
+SPARE_FILES = 128
+"""Files of the process that are no connections."""
+
 LINGER = 1.0
 """Seconds until a connection with such an answer is closed. Closed at once, the client would be
 reset while it sends, and would lose the answer."""
@@ -51,8 +60,9 @@ class ConnectionLimits:
 
     Attributes:
         max_connections: most connections whose requests are served; others are answered with 503.
-            Twice as many are accepted, so that they get this answer. At both bounds the oldest
-            connections between requests, or without a whole header, are closed first.
+            Twice as many are accepted, so that they get this answer, but 128 fewer than the process
+            may open files. At both bounds the oldest connections between requests, or without a
+            whole header, are closed first.
         max_header_size: bytes of a request's line and fields.
         max_message_size: bytes of a WebSocket message.
         header_timeout: seconds that a client has to send a header, or the rest of a body after its
@@ -87,11 +97,20 @@ class ConnectionLimits:
 def protocols(limits: ConnectionLimits) -> tuple[type[HttpProtocol], type[WebSocketProtocol]]:
     """Makes subclasses of both protocols with what a server's connections share, because uvicorn
     instantiates classes."""
-    shared = {"limits": limits, "turns": Turns(), "silent": {}}
+    most_open = min(2 * limits.max_connections, max(1, _num_files() - SPARE_FILES))
+    shared = {"limits": limits, "most_open": most_open, "turns": Turns(), "silent": {}}
     return (
         type("HttpProtocol", (HttpProtocol,), shared),
         type("WebSocketProtocol", (WebSocketProtocol,), shared),
     )
+
+
+def _num_files() -> float:
+    """Files that the process may have open. A connection beyond is not accepted, nor refused."""
+    if resource is None:
+        return math.inf
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return math.inf if soft == resource.RLIM_INFINITY else soft
 
 
 class _Timer:
@@ -122,10 +141,12 @@ class _BoundedProtocol(asyncio.Protocol):
     KiB. So no stream runs ahead of its client, and a whole answer is timed like a stream.
 
     Class attributes:
+        most_open: connections that are accepted.
         silent: the server's connections without a whole header, by age.
     """
 
     limits: ClassVar[ConnectionLimits]
+    most_open: ClassVar[int]
     turns: ClassVar[Turns]
     silent: ClassVar[dict[HttpProtocol, None]]
     transport: asyncio.Transport
@@ -248,7 +269,7 @@ class HttpProtocol(_BoundedProtocol, H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.flow = _Flow(transport, self._resume_reading)
-        if self._make_room(2 * self.limits.max_connections):
+        if self._make_room(self.most_open):
             self.silent[self] = None
             self._header_timer.start()
         else:
@@ -310,8 +331,15 @@ class HttpProtocol(_BoundedProtocol, H11Protocol):
         paused = self.flow.write_paused
         self.resume_writing()
         super().handle_websocket_upgrade(event)
-        if paused:
-            self.transport.get_protocol().pause_writing()
+        opened: Any = self.transport.get_protocol()
+        if not opened.handshake_initiated:
+            # websockets has refused the header without an answer, such as for a body's length.
+            self.connections.discard(opened)
+            self.connections.add(self)
+            self.transport.set_protocol(self)
+            self._refuse(400, "Invalid WebSocket handshake.")
+        elif paused:
+            opened.pause_writing()
 
     def send_400_response(self, msg: str) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
