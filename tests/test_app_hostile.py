@@ -38,7 +38,8 @@ async def attacked(caplog, **options):
     with caplog.at_level(logging.ERROR, "asyncllm"):
         async with served_app(fake_engine("Hello"), **options) as server:
             yield server
-            async with httpx.AsyncClient(base_url=url_of(server)) as client:
+            headers = {"authorization": f"Bearer {options.get('token')}"}
+            async with httpx.AsyncClient(base_url=url_of(server), headers=headers) as client:
                 answer = await client.post(CHAT, json=BODY)
                 assert answer.json()["choices"][0]["message"]["content"] == "Hello"
     assert problems == []
@@ -417,6 +418,23 @@ async def test_pings_have_turns(caplog):
         frames = EVENTS_PER_TURN + FRAME_SLICE[0] // 6
         assert time.monotonic() - began >= 0.9 * REST * (count // frames)
         writer.transport.abort()
+
+
+async def test_frames_behind_the_handshake_wait_for_its_answer(caplog):
+    async with attacked(caplog, token="right") as server:
+        for token, status in ((b"right", b" 101 "), (b"wrong", b" 401 ")):
+            reader, writer = await open_to(server)
+            fields = b"Authorization: Bearer " + token + b"\r\nUpgrade: w"
+            # An unmasked frame is an error.
+            data = frame(FIN | TEXT, CREATE) if token == b"right" else b"\x89\0" * 1000
+            writer.write(UPGRADE.replace(b"Upgrade: w", fields) + data)
+            async with asyncio.timeout(10):
+                assert status in await reader.readuntil(b"\r\n\r\n")
+                if token == b"right":
+                    await reader.readuntil(b'"response.completed"')
+                else:
+                    assert b"invalid_api_key" in await reader.readuntil(b"}}")
+            writer.transport.abort()
 
 
 async def test_messages_that_do_not_wait_are_answered_in_turn(caplog):

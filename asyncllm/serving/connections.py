@@ -167,7 +167,9 @@ class _BoundedProtocol(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._unparsed += data
-        if not self._is_waiting:
+        if self._is_waiting:
+            self.transport.pause_reading()  # uvicorn may have resumed it, or TLS gone on
+        else:
             self._parse()
 
     def _parse(self) -> None:
@@ -338,8 +340,11 @@ class HttpProtocol(_BoundedProtocol, H11Protocol):
             self.connections.add(self)
             self.transport.set_protocol(self)
             self._refuse(400, "Invalid WebSocket handshake.")
-        elif paused:
+            return
+        if paused:
             opened.pause_writing()
+        if rest := self.conn.trailing_data[0] + self._unparsed:
+            opened.data_received(rest)
 
     def send_400_response(self, msg: str) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -490,13 +495,14 @@ class WebSocketProtocol(_BoundedProtocol, WebSocketsSansIOProtocol):
             self.transport.write(b"".join(self.conn.data_to_send()))
             self.close_sent = True
             self.close_timer = self.loop.call_later(self.close_timeout, self.transport.close)
-            if self.read_paused:
-                self.read_paused = False
-                self.transport.resume_reading()
+            self.read_paused = False
+            self._go_on()
 
     async def send(self, message: Any) -> None:
         if not self.handshake_complete:
             await super().send(message)
+            if self.handshake_complete and not self.transport.is_closing():
+                self._go_on()
             return
         if not self.writable.is_set():
             await self.writable.wait()
@@ -511,23 +517,34 @@ class WebSocketProtocol(_BoundedProtocol, WebSocketsSansIOProtocol):
     def _parse(self) -> None:
         least, most = FRAME_SLICE
         size, self._num_frames = least, 0
-        # Reading is paused while a message waits for the application.
-        while self._unparsed and not (self.read_paused or self.transport.is_closing()):
+        while self._unparsed and self._may_parse() and not self.transport.is_closing():
             if self._num_frames >= EVENTS_PER_TURN:
                 self._wait_for_turn()
                 return
             before = self._num_frames
             WebSocketsSansIOProtocol.data_received(self, self._take(size))
             size = least if self._num_frames > before else min(2 * size, most)
-        if not self.writable.is_set() and not self.transport.is_closing():
-            self.transport.pause_reading()  # else unsent pongs would pile up
+        if not self._may_read() and not self.transport.is_closing():
+            self.transport.pause_reading()
+
+    def _go_on(self) -> None:
+        """Parses what has come since parsing stopped, then reads on."""
+        if self._unparsed:
+            self._wait_for_turn()
+        self._resume_reading()
 
     def handle_events(self) -> None:
         self._num_frames += len(self.conn.events)
         super().handle_events()
 
+    def _may_parse(self) -> bool:
+        # A frame in front of the answer to the handshake would be parsed for strangers too.
+        is_decided = self.handshake_complete or not self.handshake_initiated
+        return is_decided and not self.read_paused  # a message waits for the application
+
     def _may_read(self) -> bool:
-        return self.writable.is_set() and not self.read_paused
+        # Unsent pongs would pile up.
+        return self.writable.is_set() and self._may_parse()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -538,9 +555,7 @@ class WebSocketProtocol(_BoundedProtocol, WebSocketsSansIOProtocol):
         message = await self.queue.get()
         if self.read_paused and self.queue.empty():
             self.read_paused = False
-            if self._unparsed:
-                self._wait_for_turn()
-            self._resume_reading()
+            self._go_on()
         return message
 
     def handle_cont(self, event: Frame) -> None:
