@@ -50,11 +50,8 @@ def _options() -> argparse.Namespace:
 
 def _trained(trainer: Trainer, options: argparse.Namespace) -> dict:
     return {
-        "seed": options.seed,
-        "steps": trainer.step,
-        "tokens": trainer.tokens,
-        "batch_tokens": trainer.plan.batch_tokens,
-        "seconds": round(trainer.seconds),
+        "seed": options.seed, "steps": trainer.step, "tokens": trainer.tokens,
+        "batch_tokens": trainer.plan.batch_tokens, "seconds": round(trainer.seconds),
         "machine": options.machine,
         "command": "python tools/train_demo_model.py --out asyncllm/demo_model",
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
@@ -72,9 +69,7 @@ def main() -> None:
     """Make the model."""
     options = _options()
     plan = Plan(
-        seed=options.seed,
-        chunks=options.chunks,
-        device=options.device,
+        seed=options.seed, chunks=options.chunks, device=options.device,
         compile=not (options.no_compile or options.export_only),
     )
     shape = Shape()

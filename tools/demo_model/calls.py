@@ -30,89 +30,48 @@ class Shape:
 SHAPES = {
     "weather": Shape(
         ("get_weather",) * 5 + ("weather", "get_current_weather", "look_up_weather"),
-        (("city", "city", "city", "location", "place", "town"),),
-        "string",
-        (
-            "[Get|Look up|Find|Return|Tell] the [current |]weather [in|of|for] a [city|place|"
-            "town][.|]",
-            "[Weather|The weather] [in|for] a city",
-            "[Current|Today's] weather[ report|][.|]",
-            "",
-        ),
-        (
-            "[What is|What's|what is|How is|how is] the weather [like |]in {v}[ today| now| right "
-            "now|][?|]",
-            "[Is it|Will it be] [{sky}|sunny|raining|cold|warm] in {v}[ today|]?",
-            "[Tell me|Get|Look up|Find|Check|Show me|Give me] the weather [in|for|of] {v}[.|]",
-            "Weather in {v}[?|, please.|]",
-            "I [am going|travel|go] to {v}. How is the weather[ there|]?",
-            "[Do I need|Should I take] an umbrella in {v}?",
-            "[Can|Could] you [check|find|tell me|get] the weather in {v}?",
-            "What will the weather be in {v}?",
-            "How [warm|cold] is it in {v}?",
-        ),
-        (
-            "Please look up the weather in {v} now.",
-            "Do you know how the weather in {v} is?",
-            "Can you show me the weather for {v}?",
-            "I want to know the weather in {v}.",
-        ),
-    ),
+        (("city", "city", "city", "location", "place", "town"),), "string",
+        ("[Get|Look up|Find|Return|Tell] the [current |]weather [in|of|for] a [city|place|"
+         "town][.|]",
+         "[Weather|The weather] [in|for] a city", "[Current|Today's] weather[ report|][.|]", ""),
+        ("[What is|What's|what is|How is|how is] the weather [like |]in {v}[ today| now| right "
+         "now|][?|]",
+         "[Is it|Will it be] [{sky}|sunny|raining|cold|warm] in {v}[ today|]?",
+         "[Tell me|Get|Look up|Find|Check|Show me|Give me] the weather [in|for|of] {v}[.|]",
+         "Weather in {v}[?|, please.|]",
+         "I [am going|travel|go] to {v}. How is the weather[ there|]?",
+         "[Do I need|Should I take] an umbrella in {v}?",
+         "[Can|Could] you [check|find|tell me|get] "
+         "the weather in {v}?", "What will the weather be in {v}?",
+         "How [warm|cold] is it in {v}?"),
+        ("Please look up the weather in {v} now.", "Do you know how the weather in {v} is?",
+         "Can you show me the weather for {v}?", "I want to know the weather in {v}.")),
     "add": Shape(
         ("add",) * 5 + ("add_numbers", "sum", "plus"),
-        (("a", "a", "a", "x", "first"), ("b", "b", "b", "y", "second")),
-        "number",
-        (
-            "[Add|Sum] [two|the] numbers[.|]",
-            "[Add|Sum] a and b[.|]",
-            "The sum of two numbers[.|]",
-            "[Return|Get|Find|Compute] the sum[ of two numbers|][.|]",
-            "Adds two numbers[.|]",
-            "",
-        ),
-        (
-            "What is {a} [+|plus|and] {b}?",
-            "{a} + {b}[ = ?|]",
-            "[Add|Please add|Can you add] {a} [and|to] {b}[.|?|]",
-            "[How much is|What's|what is] {a} [+|plus] {b}[?|]",
-            "[What is|Tell me|Find] the sum of {a} and {b}[?|.|]",
-            "[Calculate|Compute] {a} [+|plus] {b}[.|]",
-            "[Use the tool to add|Sum up] {a} and {b}[.|]",
-            "I have {a} and get {b} more. How many?",
-        ),
-        (
-            "Can you find the sum of {a} and {b}?",
-            "Please calculate {a} + {b}.",
-            "Tell me how much {a} plus {b} is.",
-            "Could you add {a} and {b} for me?",
-        ),
-    ),
+        (("a", "a", "a", "x", "first"), ("b", "b", "b", "y", "second")), "number",
+        ("[Add|Sum] [two|the] numbers[.|]", "[Add|Sum] a and b[.|]", "The sum of two numbers[.|]",
+         "[Return|Get|Find|Compute] the sum[ of two numbers|][.|]", "Adds two numbers[.|]", ""),
+        ("What is {a} [+|plus|and] {b}?", "{a} + {b}[ = ?|]", "[Add|Please add|Can you add] {a} "
+         "[and|to] {b}[.|?|]", "[How much is|What's|what is] {a} [+|plus] {b}[?|]",
+         "[What is|Tell me|Find] the sum of {a} and {b}[?|.|]", "[Calculate|Compute] {a} [+|plus] "
+         "{b}[.|]", "[Use the tool to add|Sum up] {a} and {b}[.|]",
+         "I have {a} and get {b} more. How many?"),
+        ("Can you find the sum of {a} and {b}?", "Please calculate {a} + {b}.",
+         "Tell me how much {a} plus {b} is.", "Could you add {a} and {b} for me?")),
     "time": Shape(
-        ("get_time", "get_time", "time", "clock"),
-        (("city", "place", "location", "zone"),),
-        "string",
+        ("get_time", "get_time", "time", "clock"), (("city", "place", "location", "zone"),),
+         "string",
         ("[Get|Tell|Look up] the [current |]time in a city[.|]", "The time in a place", ""),
-        (
-            "What time is it in {v}?",
-            "[Tell me|Get|Look up] the time in {v}[.|]",
-            "[What is|What's] the time in {v}[?|]",
-            "How late is it in {v}?",
-        ),
-        ("Can you tell me the time in {v}?", "Please look up the time in {v}."),
-    ),
+        ("What time is it in {v}?", "[Tell me|Get|Look up] the time in {v}[.|]",
+         "[What is|What's] the time in {v}[?|]", "How late is it in {v}?"),
+        ("Can you tell me the time in {v}?", "Please look up the time in {v}.")),
     "timer": Shape(
-        ("set_timer", "timer", "start_timer"),
-        (("minutes", "minutes", "time"),),
-        "number",
+        ("set_timer", "timer", "start_timer"), (("minutes", "minutes", "time"),), "number",
         ("[Set|Start] a timer[.|]", "[Set|Start] a timer for some minutes[.|]", ""),
-        (
-            "[Set|Start|Please set] a timer [for|of] {k} minutes[.|]",
-            "[Wake|Call] me in {k} minutes[.|]",
-            "Timer[:|,] {k} minutes",
-            "I need a timer for {k} minutes[.|]",
-        ),
-        ("Can you set a timer for {k} minutes?", "Please start a timer of {k} minutes."),
-    ),
+        ("[Set|Start|Please set] a timer [for|of] {k} minutes[.|]",
+         "[Wake|Call] me in {k} minutes[.|]",
+         "Timer[:|,] {k} minutes", "I need a timer for {k} minutes[.|]"),
+        ("Can you set a timer for {k} minutes?", "Please start a timer of {k} minutes.")),
 }
 LATE_ADDS = (
     "[Add|Please add|Can you add|Sum up] {a} and {b} [for me|please|now|with the tool][.|?|]",
@@ -122,15 +81,14 @@ _OTHERS = (
     ("search", "query", "[Search|Look up|Find] [something|pages] [on the web|in a book][.|]"),
     ("send_mail", "to text", "Send [a mail|an email|a message][.|]"),
     ("translate", "text language", "Translate [a text|words][.|]"),
-    ("play_music", "song", "Play [a song|music][.|]"),
-    ("open_file", "path", "[Open|Read] a file[.|]"),
+    ("play_music", "song", "Play [a song|music][.|]"), ("open_file", "path",
+     "[Open|Read] a file[.|]"),
     ("multiply", "a b", "[Multiply|The product of] two numbers[.|]"),
-    ("get_news", "topic", "[Get|Read] the news[.|]"),
-    ("book_flight", "from to day", "Book a flight."),
-    ("convert", "amount unit", "[Convert|Change] [money|units][.|]"),
-    ("roll_dice", "", "Roll a die."),
-    ("get_user", "id", "[Get|Look up] a user[.|]"),
-    ("delete", "name", "Delete [it|a file][.|]"),
+    ("get_news", "topic", "[Get|Read] the news[.|]"), ("book_flight", "from to day",
+     "Book a flight."),
+    ("convert", "amount unit", "[Convert|Change] [money|units][.|]"), ("roll_dice", "",
+     "Roll a die."),
+    ("get_user", "id", "[Get|Look up] a user[.|]"), ("delete", "name", "Delete [it|a file][.|]"),
 )
 _MAIN = ("weather",) * 5 + ("add",) * 4 + ("time", "timer")
 
@@ -162,14 +120,10 @@ def declare(rng: random.Random, kind: str, plain: bool = False) -> dict:
 def declare_other(rng: random.Random) -> dict:
     """The declaration of a tool that no request of the training needs."""
     name, parameters, about = rng.choice(_OTHERS)
-    properties = {
-        key: {"type": rng.choice(("string", "string", "number"))} for key in parameters.split()
-    }
-    function = {
-        "name": name,
-        "description": say(rng, about),
-        "parameters": {"type": "object", "properties": properties},
-    }
+    properties = {key: {"type": rng.choice(("string", "string", "number"))}
+                  for key in parameters.split()}
+    function = {"name": name, "description": say(rng, about),
+                "parameters": {"type": "object", "properties": properties}}
     return {"type": "function", "function": function}
 
 
@@ -221,15 +175,10 @@ def _weather_result(bank: words.Bank, city: str) -> tuple[str, str]:
         return text, f"It is {degrees} degrees in {city}."
     both = [(key_sky, sky), (key_degrees, degrees)]
     rng.shuffle(both)
-    text = rng.choice(
-        (
-            json.dumps({**place, **dict(both)}),
-            json.dumps({**place, **dict(both)}),
-            f"{sky}, {degrees}{unit}",
-            f"{degrees}{unit} and {sky}",
-            f"{degrees}{unit}, {sky}",
-        )
-    )
+    text = rng.choice((
+        json.dumps({**place, **dict(both)}), json.dumps({**place, **dict(both)}),
+        f"{sky}, {degrees}{unit}", f"{degrees}{unit} and {sky}", f"{degrees}{unit}, {sky}",
+    ))
     return text, f"It is {sky} and {degrees} degrees in {city}."
 
 
@@ -244,13 +193,8 @@ def draw(bank: words.Bank, kind: str | None = None, plain: bool = False) -> Task
         rng.shuffle(offered)
     tools = [declare(rng, name, plain) for name in offered]
     values = _arguments(bank, kind)
-    slots = {
-        "v": values[0],
-        "a": values[0],
-        "b": values[-1],
-        "k": values[0],
-        "sky": rng.choice(words.SKIES),
-    }
+    slots = {"v": values[0], "a": values[0], "b": values[-1], "k": values[0],
+             "sky": rng.choice(words.SKIES)}
     asks = SHAPES[kind].held if bank.held else SHAPES[kind].asks
     if bank.late and kind == "add" and rng.random() < 0.25:
         asks = LATE_ADDS

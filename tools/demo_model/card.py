@@ -95,11 +95,8 @@ _PROMPTS = (
     ("Ben lives in Rome. Clara lives in Oslo. Where does Clara live?", None),
     ("What is 27 + 45?", None),
     ("What is 270 + 45?", None),
-    (
-        'Fill in this JSON: {"name": "", "age": 0, "city": ""}\nNora is 9 years old and lives in '
-        "Lisbon.",
-        None,
-    ),
+    ('Fill in this JSON: {"name": "", "age": 0, "city": ""}\nNora is 9 years old and lives in '
+     "Lisbon.", None),
     ("What is the weather in Paris?", "get_weather(city: string): Get the weather in a city."),
     ("Repeat after me: seven green lanterns", None),
     ("Who are you?", None),
@@ -136,8 +133,7 @@ def short_of(reports: Reports) -> str:
     """Which skills fell short of their goal, in which draw."""
     weak = [
         f"{score.skill} ({score.rate:.1%}, seed {seed})"
-        for seed, scores in reports.items()
-        for score in scores
+        for seed, scores in reports.items() for score in scores
         if score.rate < LOWER_GOALS.get(score.skill, GOAL)
     ]
     goal = "nine in ten (questions over three facts: eight in ten)"
@@ -150,15 +146,9 @@ def write(folder: Path, config: dict, made: str, reports: Reports, shown: str) -
     """Write the card beside the weights."""
     size = (folder / "model.safetensors").stat().st_size
     text = _CARD.format(
-        parameters=size / 2e6,
-        size=size / 1e6,
-        layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
-        vocab=config["vocab_size"],
-        context=config["max_position_embeddings"],
-        examples=shown,
-        table=table(reports),
-        short=short_of(reports),
-        made=made,
+        parameters=size / 2e6, size=size / 1e6, layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"], vocab=config["vocab_size"],
+        context=config["max_position_embeddings"], examples=shown,
+        table=table(reports), short=short_of(reports), made=made,
     )
     (folder / "README.md").write_text(text, encoding="utf-8")

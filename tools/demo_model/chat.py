@@ -9,12 +9,7 @@ START = "<|im_start|>"
 STOP = "<|endoftext|>"
 SPECIAL = (STOP, START, END)
 MARKS = (
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
-    "<tools>",
-    "</tools>",
+    "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>",
 )
 
 TEMPLATE = """\

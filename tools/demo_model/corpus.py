@@ -8,31 +8,17 @@ from collections.abc import Iterator
 from . import calls, chat, objects, questions, stories, sums, talk, words
 
 SYSTEMS = (
-    "You are a helpful assistant.",
-    "You are a helpful assistant.",
-    "You are a small model.",
-    "Be kind and short.",
-    "You are a friendly assistant.",
-    "Answer the user.",
-    "You are an assistant. Answer in one sentence.",
-    "Help the user.",
-    "You are a chatbot.",
-    "You are a helpful, honest assistant.",
-    "Be brief.",
-    "You answer questions.",
+    "You are a helpful assistant.", "You are a helpful assistant.", "You are a small model.",
+    "Be kind and short.", "You are a friendly assistant.", "Answer the user.",
+    "You are an assistant. Answer in one sentence.", "Help the user.", "You are a chatbot.",
+    "You are a helpful, honest assistant.", "Be brief.", "You answer questions.",
     "You are a careful assistant that gives short answers.",
 )
 # By skill, the share of the text at first and later.
 SHARES = {
-    "story": (0.18, 0.16),
-    "questions": (0.27, 0.405),
-    "sums": (0.14, 0.055),
-    "objects": (0.10, 0.095),
-    "calls": (0.12, 0.07),
-    "repeat": (0.06, 0.065),
-    "talk": (0.04, 0.045),
-    "memory": (0.04, 0.05),
-    "turns": (0.05, 0.055),
+    "story": (0.18, 0.16), "questions": (0.27, 0.405), "sums": (0.14, 0.055),
+    "objects": (0.10, 0.095), "calls": (0.12, 0.07), "repeat": (0.06, 0.065),
+    "talk": (0.04, 0.045), "memory": (0.04, 0.05), "turns": (0.05, 0.055),
 }
 Pieces = list[tuple[str, bool]]
 
@@ -166,12 +152,8 @@ def calling(bank: words.Bank, pieces: tuple[str, ...]) -> Pieces:
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
     messages += call_messages(task)
     if rng.random() < 0.25:
-        kinds = {
-            kind
-            for kind, shape in calls.SHAPES.items()
-            for tool in task.tools
-            if tool["function"]["name"] in shape.names
-        }
+        kinds = {kind for kind, shape in calls.SHAPES.items()
+                 for tool in task.tools if tool["function"]["name"] in shape.names}
         asked, answer = talk.draw(rng)
         if "add" not in kinds and rng.random() < 0.5:
             asked, answer = sums.conversation(bank)[0]

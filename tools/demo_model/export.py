@@ -22,19 +22,16 @@ def write_tokenizer(tokenizer: Tokenizer, context: int, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(chat.TEMPLATE, encoding="utf-8")
-    _write(
-        folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": context,
-            "eos_token": chat.END,
-            "pad_token": chat.STOP,
-            "additional_special_tokens": [chat.START],
-            "clean_up_tokenization_spaces": False,
-            "add_bos_token": False,
-            "chat_template": chat.TEMPLATE,
-        },
-    )
+    _write(folder / "tokenizer_config.json", {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context,
+        "eos_token": chat.END,
+        "pad_token": chat.STOP,
+        "additional_special_tokens": [chat.START],
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": False,
+        "chat_template": chat.TEMPLATE,
+    })
 
 
 def write_model(network: Network, tokenizer: Tokenizer, folder: Path) -> None:
@@ -49,41 +46,21 @@ def write_model(network: Network, tokenizer: Tokenizer, folder: Path) -> None:
     # The writer makes a private file; a package has to be readable by all.
     (folder / "model.safetensors").chmod(0o644)
     stops = [tokenizer.token_to_id(chat.END), tokenizer.token_to_id(chat.STOP)]
-    _write(
-        folder / "config.json",
-        {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            "vocab_size": shape.vocab,
-            "hidden_size": shape.hidden,
-            "intermediate_size": shape.inner,
-            "num_hidden_layers": shape.layers,
-            "num_attention_heads": shape.heads,
-            "num_key_value_heads": shape.kv_heads,
-            "head_dim": shape.head,
-            "hidden_act": "silu",
-            "max_position_embeddings": shape.context,
-            "rms_norm_eps": shape.eps,
-            "rope_theta": shape.theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": shape.theta},
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "initializer_range": 0.02,
-            "tie_word_embeddings": True,
-            "use_cache": True,
-            "torch_dtype": "bfloat16",
-            "dtype": "bfloat16",
-            "eos_token_id": stops[0],
-            "pad_token_id": stops[1],
-        },
-    )
-    _write(
-        folder / "generation_config.json",
-        {
-            "do_sample": True,
-            "temperature": 0.6,
-            "top_p": 0.9,
-            "eos_token_id": stops,
-            "pad_token_id": stops[1],
-        },
-    )
+    _write(folder / "config.json", {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
+        "vocab_size": shape.vocab, "hidden_size": shape.hidden,
+        "intermediate_size": shape.inner, "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head, "hidden_act": "silu",
+        "max_position_embeddings": shape.context, "rms_norm_eps": shape.eps,
+        "rope_theta": shape.theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.theta},
+        "attention_bias": False, "attention_dropout": 0.0, "initializer_range": 0.02,
+        "tie_word_embeddings": True, "use_cache": True,
+        "torch_dtype": "bfloat16", "dtype": "bfloat16",
+        "eos_token_id": stops[0], "pad_token_id": stops[1],
+    })
+    _write(folder / "generation_config.json", {
+        "do_sample": True, "temperature": 0.6, "top_p": 0.9,
+        "eos_token_id": stops, "pad_token_id": stops[1],
+    })

@@ -83,14 +83,10 @@ def _tool_decline(bank: words.Bank) -> Item:
     if rng.random() < 0.4:
         asked, tools, answer = calls.draw_missing(bank)
         return _last(bank, [(asked, answer)], tools or calls.offer_unfit(bank, tuple(calls.SHAPES)))
-    turn = rng.choice(
-        (
-            lambda: sums.examination(bank, 99),
-            lambda: talk.draw(rng, held=True),
-            lambda: questions.examination(bank, 1),
-            lambda: talk.repeat(bank),
-        )
-    )()
+    turn = rng.choice((
+        lambda: sums.examination(bank, 99), lambda: talk.draw(rng, held=True),
+        lambda: questions.examination(bank, 1), lambda: talk.repeat(bank),
+    ))()
     return _last(bank, [turn], [calls.declare(rng, "weather", plain=True)])
 
 
@@ -109,49 +105,29 @@ def _turns(bank: words.Bank) -> Item:
     turns = [
         talk.draw(rng, "hello", held=True),
         (talk.pick(rng, memory.held_tells, v=value), memory.says.format(v=value)),
-        sums.examination(bank, 20),
-        talk.repeat(bank),
-        talk.draw(rng, "who", held=True),
+        sums.examination(bank, 20), talk.repeat(bank), talk.draw(rng, "who", held=True),
     ]
     middle = turns[2:]
     rng.shuffle(middle)
-    last = rng.choice(
-        (
-            lambda: (talk.pick(rng, memory.held_asks), memory.answer.format(v=value)),
-            lambda: sums.examination(bank, 99),
-            lambda: questions.examination(bank, 1),
-            lambda: talk.repeat(bank),
-            lambda: talk.draw(rng, "thanks", held=True),
-        )
-    )()
+    last = rng.choice((
+        lambda: (talk.pick(rng, memory.held_asks), memory.answer.format(v=value)),
+        lambda: sums.examination(bank, 99), lambda: questions.examination(bank, 1),
+        lambda: talk.repeat(bank), lambda: talk.draw(rng, "thanks", held=True),
+    ))()
     return _last(bank, [*turns[:2], *middle[: rng.randint(1, 3)], last])
 
 
 def _plain(bank: words.Bank) -> Item:
-    asked, answer = bank.rng.choice(
-        (
-            lambda: sums.examination(bank, 99),
-            lambda: questions.examination(bank, 1),
-            lambda: talk.repeat(bank),
-            lambda: talk.draw(bank.rng, held=True),
-        )
-    )()
+    asked, answer = bank.rng.choice((
+        lambda: sums.examination(bank, 99), lambda: questions.examination(bank, 1),
+        lambda: talk.repeat(bank), lambda: talk.draw(bank.rng, held=True),
+    ))()
     return Item(asked, answer)
 
 
 def _story(bank: words.Bank) -> Item:
-    told = bank.rng.choice(
-        (
-            ("hero",),
-            ("hero", "thing"),
-            ("hero", "pal"),
-            ("hero", "place"),
-            ("hero", "thing", "place"),
-            ("kind", "hero"),
-            ("thing",),
-            (),
-        )
-    )
+    told = bank.rng.choice((("hero",), ("hero", "thing"), ("hero", "pal"), ("hero", "place"),
+                            ("hero", "thing", "place"), ("kind", "hero"), ("thing",), ()))
     cast = stories.draw_cast(bank, told)
     asked = stories.request(bank.rng, cast, held=True)
     if bank.rng.random() < 0.2:
@@ -197,12 +173,8 @@ def story_faults(cast: stories.Cast, text: str) -> list[str]:
     told = set(cast.told)
     if "hero" in told and len(re.findall(rf"\b{cast.hero.text}\b", text)) < 3:
         faults.append("name not used throughout")
-    wanted = {
-        "thing": cast.thing,
-        "kind": cast.kind,
-        "pal": cast.pal,
-        "place": cast.place.split(" ", 1)[1],
-    }
+    wanted = {"thing": cast.thing, "kind": cast.kind, "pal": cast.pal,
+              "place": cast.place.split(" ", 1)[1]}
     faults += [f"no {part}" for part, word in wanted.items() if part in told and word not in text]
     she = bool(re.search(r"\b([Ss]he|[Hh]er)\b", text))
     he = bool(re.search(r"\b([Hh]e|[Hh]is|[Hh]im)\b", text))

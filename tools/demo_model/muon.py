@@ -36,12 +36,10 @@ class Muon:
         """One step on every matrix from its gradient."""
         for group, state in zip(self.groups, self.states, strict=True):
             wide = [weight.shape[0] <= weight.shape[1] for weight in group]
-            grads = torch.stack(
-                [
-                    weight.grad if flat else weight.grad.mT
-                    for weight, flat in zip(group, wide, strict=True)
-                ]
-            )
+            grads = torch.stack([
+                weight.grad if flat else weight.grad.mT
+                for weight, flat in zip(group, wide, strict=True)
+            ])
             state.lerp_(grads, 1 - self.momentum)
             steps = orthogonalise(grads.lerp(state, self.momentum))
             for weight, flat, step in zip(group, wide, steps, strict=True):

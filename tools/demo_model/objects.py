@@ -20,31 +20,23 @@ _TELLS = {
     "count": ("needs {v} of them", "bought {v} of them", "wants {v} of them"),
 }
 _ALIASES = {
-    "city": ("city", "city", "town", "home"),
-    "colour": ("colour", "color"),
-    "thing": ("thing", "item", "object"),
-    "count": ("count", "number", "amount"),
-    "food": ("food", "dish"),
-    "pet": ("pet", "animal"),
-    "name": ("name", "name", "name", "person"),
+    "city": ("city", "city", "town", "home"), "colour": ("colour", "color"),
+    "thing": ("thing", "item", "object"), "count": ("count", "number", "amount"),
+    "food": ("food", "dish"), "pet": ("pet", "animal"), "name": ("name", "name", "name", "person"),
 }
 SKELETON_ASKS = (
     "[Fill in|Complete|Fill|Please fill in] [this|the] JSON[ object|]: {json}\n{text}",
-    "{text}\n[Fill in|Complete|Please fill in]: {json}",
-    "{text} [JSON|Fill in]: {json}",
+    "{text}\n[Fill in|Complete|Please fill in]: {json}", "{text} [JSON|Fill in]: {json}",
     "[Fill in the JSON|Complete the JSON|Fill in the object] [from|for] [the|this] [text|sentence]"
     ".\n{json}\n{text}",
-    "{text}\n{json}",
-    "{json}\n{text}",
-    "Text: {text}\nJSON: {json}",
+    "{text}\n{json}", "{json}\n{text}", "Text: {text}\nJSON: {json}",
     "[Use the text|Use the sentence] to fill in {json}\n{text}",
 )
 KEY_ASKS = (
     "[Give me|Write|Make|Return|Answer with] [a |]JSON[ object|] with [the keys |]{keys}[.|:]\n"
     "{text}",
     "{text}\n[Give me|Write|Make|Return] [a |]JSON[ object|] with [the keys |]{keys}[.|]",
-    "[Extract|Find|Get] {keys} as JSON[:|.] {text}",
-    "{text} [Extract|Find] {keys} as JSON.",
+    "[Extract|Find|Get] {keys} as JSON[:|.] {text}", "{text} [Extract|Find] {keys} as JSON.",
     "[Turn this into|Put this into|Write this as] JSON with {keys}[:|.] {text}",
 )
 HELD_SKELETON_ASKS = (
@@ -64,13 +56,8 @@ def _value(bank: words.Bank, key: str) -> str | int:
     if key == "count":
         return rng.randint(2, 99)
     draw = {
-        "name": lambda: bank.name().text,
-        "city": bank.city,
-        "job": bank.job,
-        "food": bank.food,
-        "pet": bank.animal,
-        "colour": bank.colour,
-        "thing": bank.thing,
+        "name": lambda: bank.name().text, "city": bank.city, "job": bank.job, "food": bank.food,
+        "pet": bank.animal, "colour": bank.colour, "thing": bank.thing,
         "day": lambda: rng.choice(words.DAYS),
     }
     return draw[key]()
@@ -89,9 +76,8 @@ def _sentence(bank: words.Bank, values: dict[str, str | int], girl: bool) -> str
     if len(parts) == 2:
         form = rng.choice(("{n} {0} and {1}.", "{n} {0}. {P} {1}.", "{n} {0} and {p} {1}."))
     else:
-        form = rng.choice(
-            ("{n} {0}, {1} and {2}.", "{n} {0} and {1}. {P} {2}.", "{n} {0}. {P} {1} and {2}.")
-        )
+        form = rng.choice(("{n} {0}, {1} and {2}.", "{n} {0} and {1}. {P} {2}.",
+                           "{n} {0}. {P} {1} and {2}."))
     pronoun = "she" if girl else "he"
     return form.format(*parts, n=name, p=pronoun, P=upper_first(pronoun))
 

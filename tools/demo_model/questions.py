@@ -8,44 +8,28 @@ from . import facts, words
 from .phrase import pick, say, upper_first
 
 TRAIN_FRAMES = (
-    "{facts} {q}",
-    "{facts} {q}",
-    "{facts} {q}",
-    "{facts} {q}",
-    "{facts} {q}",
-    "{facts}\n{q}",
-    "{facts}\n\n{q}",
-    "Read this: {facts} {q}",
-    "Read the text.\n{facts}\n{q}",
-    "Answer the question. {facts} {q}",
-    "{facts}\nQuestion: {q}",
-    "Here is a text: {facts} {q}",
+    "{facts} {q}", "{facts} {q}", "{facts} {q}", "{facts} {q}", "{facts} {q}", "{facts}\n{q}",
+    "{facts}\n\n{q}", "Read this: {facts} {q}", "Read the text.\n{facts}\n{q}",
+    "Answer the question. {facts} {q}", "{facts}\nQuestion: {q}", "Here is a text: {facts} {q}",
     "[Listen:|Look:|I tell you something.|Here are some facts.] {facts} {q}",
     "[Please answer:|Answer this:|A question for you.|I have a question.] {facts} {q}",
-    "{facts} Now [tell me|answer]: {q}",
-    "{facts} [So|Now|My question is]: {q}",
-    "Text: {facts} Question: {q}",
-    "{q}\n{facts}",
-    "[Question:|] {q} {facts}",
+    "{facts} Now [tell me|answer]: {q}", "{facts} [So|Now|My question is]: {q}",
+    "Text: {facts} Question: {q}", "{q}\n{facts}", "[Question:|] {q} {facts}",
 )
 LATE_FRAMES = (
     "[Text|Note|News|Story|Tale|Example|Hint|Puzzle|Riddle|Task|Given|Info|Report]: {facts} {q}",
-    "[Hello|Hi|Good morning|Good day|Hey][.|!] {facts} {q}",
-    "[Remember this|Know this|Think about "
+    "[Hello|Hi|Good morning|Good day|Hey][.|!] {facts} {q}", "[Remember this|Know this|Think about "
     "it|Mind this|Learn this|See here|Imagine this|Suppose this|Notice][:|.] {facts} {q}",
     "[We know this|This is true|It is so|I heard this|They say this|"
     "My friend says][:|.] {facts} {q}",
     "{facts} [Please answer|Please say|Say it|Think well|Quick|A question|Answer|Please]: {q}",
-    "{facts} [Well|Good|Please|OK|Then], {l}",
-    "[Use|Take|Consider|Study] [this|the] [text|note|line][:|.|:\n] {facts} {q}",
+    "{facts} [Well|Good|Please|OK|Then], {l}", "[Use|Take|Consider|Study] [this|the] "
+    "[text|note|line][:|.|:\n] {facts} {q}",
     "{facts} {q} [Answer now.|Please answer.|Thank you.|Thanks.|Be brief.]",
 )
 HELD_FRAMES = (
-    "Here is a question for you. {facts} {q}",
-    "Please read the text: {facts} {q}",
-    "Facts: {facts} {q}",
-    "{facts} Answer me: {q}",
-    "Look at this text.\n{facts}\n{q}",
+    "Here is a question for you. {facts} {q}", "Please read the text: {facts} {q}",
+    "Facts: {facts} {q}", "{facts} Answer me: {q}", "Look at this text.\n{facts}\n{q}",
 )
 _MORE = ("{q}", "{q}", "And {l}", "[OK.|Good.|Thanks.|Thank you.|Right.] {q}", "[Now|Next]: {q}")
 

@@ -28,28 +28,11 @@ class Cast:
 
 
 _TOLD = (
-    (),
-    ("hero",),
-    ("hero",),
-    ("hero", "thing"),
-    ("hero", "thing"),
-    ("hero", "thing"),
-    ("hero", "pal"),
-    ("hero", "pal"),
-    ("hero", "pal"),
-    ("hero", "place"),
-    ("hero", "place"),
-    ("thing",),
-    ("thing",),
-    ("kind",),
-    ("kind", "hero"),
-    ("kind", "hero"),
-    ("kind", "hero"),
-    ("hero", "thing", "place"),
-    ("hero", "thing", "place"),
-    ("hero", "pal", "thing"),
-    ("kind", "thing"),
-    ("kind", "pal"),
+    (), ("hero",), ("hero",), ("hero", "thing"), ("hero", "thing"), ("hero", "thing"),
+    ("hero", "pal"), ("hero", "pal"), ("hero", "pal"), ("hero", "place"), ("hero", "place"),
+    ("thing",), ("thing",), ("kind",), ("kind", "hero"), ("kind", "hero"), ("kind", "hero"),
+    ("hero", "thing", "place"), ("hero", "thing", "place"), ("hero", "pal", "thing"),
+    ("kind", "thing"), ("kind", "pal"),
 )
 TRAIN_ASKS = (
     "[Tell me|Write|Make up|Give me|Write me|Tell|Please tell me|Please write|Can you tell me|"
@@ -118,9 +101,8 @@ def _familiar(bank: words.Bank, cast: Cast) -> Cast:
     if "kind" not in cast.told and cast.kind not in ("girl", "boy"):
         cast = replace(cast, kind=rng.choice(words.ANIMALS))
     if "pal" not in cast.told:
-        cast = replace(
-            cast, pal=bank.common_name().text if cast.pal_named else rng.choice(words.ANIMALS)
-        )
+        cast = replace(cast, pal=bank.common_name().text if cast.pal_named else
+                       rng.choice(words.ANIMALS))
     while cast.pal in (cast.kind, cast.hero.text):
         cast = replace(cast, pal=rng.choice(words.ANIMALS), pal_named=False)
     return cast
@@ -132,16 +114,10 @@ def _req_indices(cast: Cast) -> dict[str, str]:
     called = cast.kind not in ("girl", "boy")
     he = cast.hero.text if called else "she" if girl else "he"
     return {
-        "H": cast.hero.text,
-        "kind": cast.kind,
-        "a_kind": words.article(cast.kind),
-        "he": he,
-        "He": upper_first(he),
-        "his": "the" if called else "her" if girl else "his",
-        "t": cast.thing,
-        "a_t": words.article(cast.thing),
-        "at_p": cast.place,
-        "p": cast.place.split(" ", 1)[1],
+        "H": cast.hero.text, "kind": cast.kind, "a_kind": words.article(cast.kind),
+        "he": he, "He": upper_first(he), "his": "the" if called else "her" if girl else "his",
+        "t": cast.thing, "a_t": words.article(cast.thing),
+        "at_p": cast.place, "p": cast.place.split(" ", 1)[1],
         "pal": cast.pal if named else f"the {cast.pal}",
         "Pal": cast.pal if named else f"The {cast.pal}",
         "a_pal": cast.pal if named else words.article(cast.pal),
@@ -188,13 +164,8 @@ def begin(rng: random.Random, cast: Cast) -> str:
     wanted += [r"\{(pal|Pal|a_pal)\}"] if "pal" in cast.told else []
     wanted += [r"\{(at_p|p)\}"] if "place" in cast.told else []
     plot = _plot(rng, cast)
-    needed = (
-        max(
-            (next(at for at, line in enumerate(plot) if re.search(one, line)) for one in wanted),
-            default=1,
-        )
-        + 1
-    )
+    needed = max((next(at for at, line in enumerate(plot) if re.search(one, line))
+                  for one in wanted), default=1) + 1
     lines = [pick(rng, plots.OPENINGS, **slots)]
     lines += [say(rng, line, **slots) for line in plot[:needed]]
     return " ".join(upper_first(line) for line in lines)

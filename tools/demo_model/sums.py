@@ -12,47 +12,32 @@ ONLY_ADD = "I can only add small numbers."
 LIMIT = 99
 _DIGITS = "zero one two three four five six seven eight nine ten eleven twelve".split()
 TRAIN_ASKS = (
-    "What is {a} + {b}?",
-    "What is {a} + {b}?",
-    "{a} + {b}",
-    "{a} + {b} = ?",
-    "{a}+{b}",
-    "{a}+{b}=",
-    "[what is|whats|what's|What's] {a} [+|plus] {b}[?|]",
-    "What is {a} plus {b}?",
+    "What is {a} + {b}?", "What is {a} + {b}?", "{a} + {b}", "{a} + {b} = ?", "{a}+{b}", "{a}+{b}=",
+    "[what is|whats|what's|What's] {a} [+|plus] {b}[?|]", "What is {a} plus {b}?",
     "[How much is|how much is|How much makes|What makes] {a} [+|plus|and] {b}[?|]",
     "[Add|Please add|Can you add|add|Could you add] {a} [and|to|plus] {b}[.|?|]",
     "[What is|Tell me|Give me|Find|What's] the sum of {a} and {b}[?|.|]",
-    "[Calculate|Compute|Solve|Work out|Count] {a} [+|plus] {b}[.|]",
-    "{a} plus {b}[?|]",
-    "[What do you get|What do I get] [when|if] you add {a} and {b}?",
-    "{a} and {b} [make|is] what?",
+    "[Calculate|Compute|Solve|Work out|Count] {a} [+|plus] {b}[.|]", "{a} plus {b}[?|]",
+    "[What do you get|What do I get] [when|if] you add {a} and {b}?", "{a} and {b} [make|is] what?",
     "I have {a} [apples|coins|books|cards|eggs] and get {b} more. How many [do I have|are there]?",
     "{n} has {a} [apples|coins|books|cards|balls] and [gets|finds|buys] {b} more. How many does "
     "{n} have?",
     "There are {a} [birds|cats|boats|cars] and {b} more come. How many are there?",
-    "[Do you know|Can you tell me] what {a} [+|plus] {b} is?",
-    "[Sum|Total] of {a} and {b}",
+    "[Do you know|Can you tell me] what {a} [+|plus] {b} is?", "[Sum|Total] of {a} and {b}",
 )
 HELD_ASKS = (
-    "Can you work out {a} + {b}?",
-    "Tell me what {a} plus {b} makes.",
-    "Please compute {a} + {b}.",
-    "Could you find the sum of {a} and {b}?",
-    "How many is {a} plus {b}?",
+    "Can you work out {a} + {b}?", "Tell me what {a} plus {b} makes.", "Please compute {a} + {b}.",
+    "Could you find the sum of {a} and {b}?", "How many is {a} plus {b}?",
     "{n} has {a} eggs and buys {b} more. How many are there?",
 )
 TRAIN_OTHER = (
-    "What is {a} [-|minus|times|*|x|/|divided by] {b}?",
-    "{a} [-|*|x|/] {b}",
+    "What is {a} [-|minus|times|*|x|/|divided by] {b}?", "{a} [-|*|x|/] {b}",
     "[How much is|Calculate|Work out] {a} [-|minus|times|*|divided by] {b}[?|]",
-    "[Subtract|Multiply|Divide] {a} [and|by|from] {b}[.|]",
-    "What is the square root of {a}?",
+    "[Subtract|Multiply|Divide] {a} [and|by|from] {b}[.|]", "What is the square root of {a}?",
     "[Take {b} from {a}|Double {a}|What is half of {a}][.|?|]",
 )
 HELD_OTHER = (
-    "Please calculate {a} times {b}.",
-    "Can you work out {a} - {b}?",
+    "Please calculate {a} times {b}.", "Can you work out {a} - {b}?",
     "Please multiply {a} and {b}.",
 )
 

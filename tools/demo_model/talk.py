@@ -26,151 +26,102 @@ class Topic:
 
 TOPICS = {
     "hello": Topic(
-        (
-            "[Hello|Hi|Hey|Hey there|Hello there|Hi there|Good day|Howdy|Greetings|Yo|Hiya][|!|.| you|"
-            " friend| model| again]",
-            "[hello|hi|hey|HELLO|HI|helo|hallo|hii]",
-            "Good [morning|afternoon|evening][|!|.]",
-            "[Hi|Hello], [nice to meet you|how do you do|good to see you|are you there][.|?|!|]",
-            "[Nice|Good] to [meet|see] you[.|!|]",
-        ),
-        (
-            "Hi there, friend!",
-            "good evening to you",
-            "Hello, nice to see you!",
-            "hey there little model",
-        ),
-        "Hello! How can I help you?",
-    ),
+        ("[Hello|Hi|Hey|Hey there|Hello there|Hi there|Good day|Howdy|Greetings|Yo|Hiya][|!|.| you|"
+         " friend| model| again]", "[hello|hi|hey|HELLO|HI|helo|hallo|hii]",
+         "Good [morning|afternoon|evening][|!|.]", "[Hi|Hello], [nice to meet you|how do you do|"
+         "good to see you|are you there][.|?|!|]", "[Nice|Good] to [meet|see] you[.|!|]"),
+        ("Hi there, friend!", "good evening to you", "Hello, nice to see you!",
+         "hey there little model"),
+        "Hello! How can I help you?"),
     "how": Topic(
-        (
-            "[How are you|how are you|How are you doing|How do you do|How is it going|How do you feel|"
-            "How have you been|how r u|How are things][| today| now| this morning| doing today][?|]",
-            "[Hi|Hello|Hey|hey|hi][,|!|] how are you[| today| doing][?|]",
-            "Are you [well|fine|okay|ok|happy|good][| today][?|]",
-            "[What's up|Whats up|what is up|How's life|Everything fine][?|]",
-            "[I hope you are|Hope you are] [well|fine][.|]",
-            "How [was|is] your day[?|]",
-            "[Is everything ok|All good|You ok][?|]",
-        ),
-        (
-            "Hello there, how do you feel today?",
-            "hey, are you doing well?",
-            "How is everything today?",
-        ),
-        "I am fine, thank you. How can I help you?",
-    ),
+        ("[How are you|how are you|How are you doing|How do you do|How is it going|How do you feel|"
+         "How have you been|how r u|How are things][| today| now| this morning| doing today][?|]",
+         "[Hi|Hello|Hey|hey|hi][,|!|] how are you[| today| doing][?|]",
+         "Are you [well|fine|okay|ok|"
+         "happy|good][| today][?|]", "[What's up|Whats up|what is up|How's life|Everything fine]"
+         "[?|]", "[I hope you are|Hope you are] [well|fine][.|]", "How [was|is] your day[?|]",
+         "[Is everything ok|All good|You ok][?|]"),
+        ("Hello there, how do you feel today?", "hey, are you doing well?",
+         "How is everything today?"),
+        "I am fine, thank you. How can I help you?"),
     "who": Topic(
-        (
-            "[Who are you|who are you|What are you|what are you|Who is this|Who am I talking to|"
-            "What model are you|Which model are you|What kind of model are you|what r u|Who r u][?|]",
-            "[Tell me|Say|Can you tell me|Please tell me] [about yourself|who you are|what you are|"
-            "something about you|something about yourself][.|?|]",
-            "[What is|What's|what is|whats] your name[?|]",
-            "[Do you have|Have you got] a name[?|]",
-            "[Introduce|Describe|Explain] yourself[.|]",
-            "[How should|What can|What should] I call you[?|]",
-            "[Are you|are you] [a human|human|a person|real|a robot|a computer|a model|"
-            "a machine|an AI|alive|a chatbot|a big model|a language model|ChatGPT|GPT|Claude|Siri|"
-            "Alexa|"
-            "Qwen|Llama|a bot|a small model][?|]",
-            "Am I talking to [a human|a person|a robot|a machine][?|]",
-            "[Who|What] [made|built|trained|created] you[?|]",
-            "[How big|How large|How small] are you[?|]",
-            "What is asyncllm[?|]",
-            "[Where|How] [do|did] you come from[?|]",
-            "[Where|What] do you [run|live][?|]",
-            "How old are you[?|]",
-            "Are you smart[?|]",
-        ),
-        (
-            "Please tell me what kind of model you are.",
-            "Am I talking to a computer?",
-            "can you describe yourself",
-            "Do I talk to a real person?",
-            "What name do you have?",
-        ),
-        "I am a small model that ships with asyncllm.",
-    ),
+        ("[Who are you|who are you|What are you|what are you|Who is this|Who am I talking to|"
+         "What model are you|Which model are you|What kind of model are you|what r u|Who r u][?|]",
+         "[Tell me|Say|Can you tell me|Please tell me] [about yourself|who you are|what you are|"
+         "something about you|something about yourself][.|?|]",
+         "[What is|What's|what is|whats] your name[?|]", "[Do you have|Have you got] a name[?|]",
+         "[Introduce|Describe|Explain] yourself[.|]", "[How should|What can|What should] I call you"
+         "[?|]", "[Are you|are you] [a human|human|a person|real|a robot|a computer|a model|"
+         "a machine|an AI|alive|a chatbot|a big model|a language model|ChatGPT|GPT|Claude|Siri|"
+         "Alexa|"
+         "Qwen|Llama|a bot|a small model][?|]",
+         "Am I talking to [a human|a person|a robot|a machine]"
+         "[?|]", "[Who|What] [made|built|trained|created] you[?|]",
+         "[How big|How large|How small] are "
+         "you[?|]", "What is asyncllm[?|]", "[Where|How] [do|did] you come from[?|]",
+         "[Where|What] do you [run|live][?|]", "How old are you[?|]", "Are you smart[?|]"),
+        ("Please tell me what kind of model you are.", "Am I talking to a computer?",
+         "can you describe yourself", "Do I talk to a real person?", "What name do you have?"),
+        "I am a small model that ships with asyncllm."),
     "can": Topic(
-        (
-            "[What can you do|what can you do|What do you do|What are you able to do|What can I ask "
-            "you|"
-            "What do you know|What can you help with|What can I do with you|What are your skills|"
-            "What are you good at|what can u do][?| for me?|]",
-            "[How|How else] can you help[| me][?|]",
-            "[Help|help|Help me|help me|I need help|I need some help|Can you help me|Please help me]"
-            "[|!|.|?]",
-            "[List|Tell me|Show me|Name] [your skills|what you can do|what you know][.|]",
-            "[What should|What could] I ask[| you][?|]",
-            "[What|What else] can you [tell me|help me with][?|]",
-            "Can you [do|help me with] [something|anything][?|]",
-        ),
-        (
-            "Could you tell me what you can do?",
-            "what are you able to help with?",
-            "Name the things you can do.",
-        ),
-        CAN,
-    ),
+        ("[What can you do|what can you do|What do you do|What are you able to do|What can I ask "
+         "you|"
+         "What do you know|What can you help with|What can I do with you|What are your skills|"
+         "What are you good at|what can u do][?| for me?|]",
+         "[How|How else] can you help[| me][?|]",
+         "[Help|help|Help me|help me|I need help|I need some help|Can you help me|Please help me]"
+         "[|!|.|?]", "[List|Tell me|Show me|Name] [your skills|what you can do|what you know][.|]",
+         "[What should|What could] I ask[| you][?|]",
+         "[What|What else] can you [tell me|help me with]"
+         "[?|]", "Can you [do|help me with] [something|anything][?|]"),
+        ("Could you tell me what you can do?", "what are you able to help with?",
+         "Name the things you can do."),
+        CAN),
     "thanks": Topic(
-        (
-            "[Thanks|Thank you|thanks|thank you|Thx|thx|ty|Many thanks|Thanks a lot|Thank you so much|"
-            "Thank you very much|Cheers][|!|.| for your help| for that| friend]",
-            "[Great|Good|Nice|Cool|Perfect|Wonderful|OK|Okay|Super][|,|.] [thanks|thank you][|!|.]",
-            "[That was|That is|This is] [great|good|nice|very good|helpful|very helpful|lovely][|!|.]",
-            "[Well done|Good job|Good work|Great work|Nice work|You are great|You are very kind|"
-            "You are helpful|That helps][|!|.]",
-            "I [thank you|like that|liked that|am thankful][.|!|]",
-        ),
+        ("[Thanks|Thank you|thanks|thank you|Thx|thx|ty|Many thanks|Thanks a lot|Thank you so much|"
+         "Thank you very much|Cheers][|!|.| for your help| for that| friend]",
+         "[Great|Good|Nice|Cool|Perfect|Wonderful|OK|Okay|Super][|,|.] [thanks|thank you][|!|.]",
+         "[That was|That is|This is] [great|good|nice|very good|helpful|very helpful|lovely][|!|.]",
+         "[Well done|Good job|Good work|Great work|Nice work|You are great|You are very kind|"
+         "You are helpful|That helps][|!|.]",
+         "I [thank you|like that|liked that|am thankful][.|!|]"),
         ("Okay, thank you very much!", "thanks for the help", "That was very nice, thank you."),
-        "You are welcome!",
-    ),
+        "You are welcome!"),
     "bye": Topic(
-        (
-            "[Bye|Goodbye|Good bye|bye|goodbye|Bye bye|Good night|See you|See you later|See you soon|"
-            "cu|Farewell|Until next time|See you tomorrow|Take care|So long][|!|.| friend| model]",
-            "[I have to go|I must go|I need to go|I am leaving|I will go|I go now|I am off][| now]"
-            "[|.|!]",
-            "[OK|Okay|Well|That is all][,|.] [bye|goodbye|good night|see you][|!|.]",
-            "[That is all|That was all|We are done][| for today| for now][.|]",
-        ),
+        ("[Bye|Goodbye|Good bye|bye|goodbye|Bye bye|Good night|See you|See you later|See you soon|"
+         "cu|Farewell|Until next time|See you tomorrow|Take care|So long][|!|.| friend| model]",
+         "[I have to go|I must go|I need to go|I am leaving|I will go|I go now|I am off][| now]"
+         "[|.|!]", "[OK|Okay|Well|That is all][,|.] [bye|goodbye|good night|see you][|!|.]",
+         "[That is all|That was all|We are done][| for today| for now][.|]"),
         ("Okay, see you tomorrow, bye!", "I must leave now, goodbye.", "good night and see you"),
-        "Goodbye!",
-    ),
+        "Goodbye!"),
 }
 UNKNOWN_ASKS = (
     "[What is|What's|Name] the [capital|river|king|president|flag|money|name] of [{y}|France|"
-    "the country|Spain|Japan|that land][?|]",
-    "[Who|who] [was|is|invented|wrote|painted|won|"
+    "the country|Spain|Japan|that land][?|]", "[Who|who] [was|is|invented|wrote|painted|won|"
     "discovered] the [{j}|radio|first plane|telephone|best book|world cup|moon|light][?|]",
     "[Write|Make|Give me] [a poem|a song|code|some code|a program|an essay|a letter|a recipe|"
     "a python function|a joke|a list][| about {t}| about {f}| for me][.|]",
     "[Translate|Say] [{t}|hello|this|{f}|good morning] [into|in|to] [French|German|Spanish|Latin]"
-    "[.|]",
-    "[Why|How] [is the sky blue|do birds fly|does a {t} work|is grass green|do fish swim|"
+    "[.|]", "[Why|How] [is the sky blue|do birds fly|does a {t} work|is grass green|do fish swim|"
     "does the sun shine|do people sleep|do cars work][?|]",
-    "[How far|How big|How old|How heavy] is [the moon|the sun|the earth|{y}|a {a}|the sea][?|]",
-    "[When|Where] [was|is] [the war|{y}|the "
+    "[How far|How big|How old|How heavy] is "
+    "[the moon|the sun|the earth|{y}|a {a}|the sea][?|]", "[When|Where] [was|is] [the war|{y}|the "
     "king born|the first city|Mount Everest|the pyramids|Rome founded][?|]",
     "What [happened|year was it|did people eat] [in 1{k}|long ago|last year|yesterday][?|]",
     "[Explain|Tell me about|What is|Describe] [gravity|physics|history|the internet|quantum "
     "physics|the news|politics|the moon|{y}|love|the law|chemistry|a computer|electricity][.|?|]",
-    "[Recommend|Suggest] [a book|a film|a song|a game|a movie][.|]",
-    "[How do I|How can I|Can you "
+    "[Recommend|Suggest] [a book|a film|a song|a game|a movie][.|]", "[How do I|How can I|Can you "
     "help me] [cook {f}|fix a {t}|learn French|get rich|write a book|make money|lose weight][?|]",
-    "Who [are|were] the [Romans|Beatles|Greeks|pirates][?|]",
-    "[What is|What's] the meaning of [life|{t}|the word {t}][?|]",
-    "[Play|Sing|Draw|Paint|Buy|Order|Send] [a song|me a picture|"
-    "some music|a pizza|an email|a {t}][.|]",
-    "[What do you think of|Do you like|Have you seen] [{f}|{y}|music|the sea|football][?|]",
-    "[Is it|Will it] [rain tomorrow|snow|true|late]?",
+    "Who [are|were] the [Romans|Beatles|Greeks|pirates][?|]", "[What is|What's] the meaning of "
+    "[life|{t}|the word {t}][?|]", "[Play|Sing|Draw|Paint|Buy|Order|Send] [a song|me a picture|"
+    "some music|a pizza|an email|a {t}][.|]", "[What do you think of|Do you like|Have you seen] "
+    "[{f}|{y}|music|the sea|football][?|]", "[Is it|Will it] [rain tomorrow|snow|true|late]?",
 )
 LATE_UNKNOWN = (
     "[Say|Do you know|Can you name|I want to know|Please find|Give me] the [capital|king|flag|"
     "president|language|history|size|name] of [France|Spain|Italy|China|{y}|the world|the sun]"
-    "[.|?|]",
-    "[Could you|Can you|Please|Would you] [explain|describe|suggest|recommend|write|sing|"
+    "[.|?|]", "[Could you|Can you|Please|Would you] [explain|describe|suggest|recommend|write|sing|"
     "draw|buy|send|read|play|find|fix|build] [a song|a poem|a book|a film|a {t}|{f}|physics|"
     "history|the moon|my car|code|a game][ for me|][.|?|]",
     "[When|Where|Why|How|By whom] [was|were|did|do|does] [the {t}|people|the {a}|the radio|cars|we|"
@@ -181,23 +132,16 @@ LATE_UNKNOWN = (
     "[Which|What] [book|film|road|car|team|game|country|language|{t}] [should|can|must|may] [I|we] "
     "[read|see|take|buy|learn|choose|play|visit][?|]",
     "I [want|would like|am looking for] [a recipe|some code|an essay|a joke|a letter|a film][|, "
-    "please|, quick][.|]",
-    "Who [built|found|ruled|started|made|lost] [{y}|the first {t}|the "
+    "please|, quick][.|]", "Who [built|found|ruled|started|made|lost] [{y}|the first {t}|the "
     "world|the pyramids|the country|the first war][?|]",
     "[In which year|On which day|In what month] did [the war end|the king die|{y} begin|they sell "
     "the {t}][?|]",
 )
 HELD_UNKNOWN = (
-    "Who painted the first book?",
-    "How far is the sun from the earth?",
-    "I need a poem, please.",
-    "Explain to me how history began.",
-    "Who won the war?",
-    "Tell me the capital of Japan.",
-    "Could you translate this into German?",
-    "In what year was the radio built?",
-    "Why do cars have wheels?",
-    "Which song should I hear?",
+    "Who painted the first book?", "How far is the sun from the earth?", "I need a poem, please.",
+    "Explain to me how history began.", "Who won the war?", "Tell me the capital of Japan.",
+    "Could you translate this into German?", "In what year was the radio built?",
+    "Why do cars have wheels?", "Which song should I hear?",
 )
 
 
@@ -215,14 +159,8 @@ def unknown(bank: words.Bank) -> tuple[str, str]:
     rng = bank.rng
     if bank.held:
         return rng.choice(HELD_UNKNOWN), UNKNOWN
-    slots = {
-        "y": bank.city(),
-        "j": bank.job(),
-        "t": bank.thing(),
-        "f": bank.food(),
-        "a": bank.animal(),
-        "k": rng.randint(100, 999),
-    }
+    slots = {"y": bank.city(), "j": bank.job(), "t": bank.thing(), "f": bank.food(),
+             "a": bank.animal(), "k": rng.randint(100, 999)}
     asks = LATE_UNKNOWN if bank.late and rng.random() < 0.4 else UNKNOWN_ASKS
     return roughen(rng, pick(rng, asks, **slots), 0.08), UNKNOWN
 
@@ -231,13 +169,11 @@ REPEAT_ASKS = (
     "[Repeat|Repeat after me|Please repeat|Say|Please say|Repeat the words|Repeat this|Say after "
     "me|"
     "Echo|Copy|Write|Copy this|Now say|Repeat these words|Can you repeat|Can you say|Please copy]"
-    "[:|:|] {w}",
-    "[repeat|say|echo|repeat after me|copy|please repeat][:|] {w}",
+    "[:|:|] {w}", "[repeat|say|echo|repeat after me|copy|please repeat][:|] {w}",
     "[Repeat|Say|Write|Echo|Copy] [this|these words|the following|after me][:|:\n] {w}",
-    '[Repeat|Say] "{w}"',
-    "[Repeat|Say|Write] [the word|the words|the text|the line][:|] {w}",
-    "[I say|I will say] {w}. [Repeat it|Say it again|Now you].",
-    "{w}\n[Repeat that|Say that again|Repeat it|Repeat].",
+    "[Repeat|Say] \"{w}\"", "[Repeat|Say|Write] [the word|the words|the text|the line][:|] {w}",
+    "[I say|I will say] {w}. [Repeat it|Say it again|Now you].", "{w}\n[Repeat that|Say that again|"
+    "Repeat it|Repeat].",
 )
 LATE_REPEAT = (
     "[Repeat|Echo|Copy|Write|Speak] [these words|the words|this word|this text|the next words|the "
@@ -260,11 +196,8 @@ LATE_REPEAT = (
     "[Please|Can you] [repeat|say|copy] [after me|this] [the words|the word|the line][:|] {w}",
 )
 HELD_REPEAT = (
-    "Please say after me: {w}",
-    "Could you repeat this: {w}",
-    "Can you echo the words: {w}",
-    "Say these words after me: {w}",
-    "please copy these words: {w}",
+    "Please say after me: {w}", "Could you repeat this: {w}", "Can you echo the words: {w}",
+    "Say these words after me: {w}", "please copy these words: {w}",
 )
 
 
@@ -288,10 +221,8 @@ def _repeat_word(bank: words.Bank, pieces: tuple[str, ...]) -> str:
     if kind < 0.72:
         return str(rng.randint(0, 999))
     if kind < 0.74:
-        return "".join(
-            rng.choice("éèüöäñçåøßáíóúêôàабвгдежзиклмнопр日本中国人大小あいう😀🙂👍€£")
-            for _ in range(rng.randint(1, 5))
-        )
+        return "".join(rng.choice("éèüöäñçåøßáíóúêôàабвгдежзиклмнопр日本中国人大小あいう😀🙂👍€£")
+                       for _ in range(rng.randint(1, 5)))
     if kind < 0.85:
         return bank.name().text
     draw_one = rng.choice((bank.thing, bank.animal, bank.food, bank.colour, bank.job))
@@ -330,110 +261,66 @@ class Memory:
 
 MEMORIES = {
     "name": Memory(
-        (
-            "[My name is|my name is|I am|I'm|Call me|People call me|You can call me|My name's] "
-            "{v}[.|!|]",
-            "[Hello|Hi|Hey|Good morning|Good evening][,|!|.] [my name is|I am|I'm|this is|it is] "
-            "{v}[.|!|]",
-            "[I am called|They call me|This is|It is me,|My friends call me|Please "
-            "call me] "
-            "{v}[.|!|]",
-            "{v} is my name[.|]",
-        ),
+        ("[My name is|my name is|I am|I'm|Call me|People call me|You can call me|My name's] "
+         "{v}[.|!|]",
+         "[Hello|Hi|Hey|Good morning|Good evening][,|!|.] [my name is|I am|I'm|this is|it is] "
+         "{v}[.|!|]", "[I am called|They call me|This is|It is me,|My friends call me|Please "
+         "call me] "
+         "{v}[.|!|]", "{v} is my name[.|]"),
         "Nice to meet you, {v}.",
-        (
-            "[What is|What's|what is|Whats|Tell me|Say|Repeat] my name[?|]",
-            "[Do you know|Can you tell "
-            "me|Can you say|Do you remember|Do you still know] [my name|who I am|what my name is][?|]",
-            "[Who am I|who am i|What am I called|How am I called][?|]",
-        ),
+        ("[What is|What's|what is|Whats|Tell me|Say|Repeat] my name[?|]",
+         "[Do you know|Can you tell "
+         "me|Can you say|Do you remember|Do you still know] [my name|who I am|what my name is][?|]",
+         "[Who am I|who am i|What am I called|How am I called][?|]"),
         ("Good evening, you can call me {v}.", "Hi, people call me {v}.", "Hey! {v} is my name."),
-        (
-            "Could you tell me my name again?",
-            "Can you remember who I am?",
-            "Please tell me my name.",
-        ),
-        "Your name is {v}.",
-        "You have not told me your name.",
-    ),
+        ("Could you tell me my name again?", "Can you remember who I am?",
+         "Please tell me my name."),
+        "Your name is {v}.", "You have not told me your name."),
     "city": Memory(
-        (
-            "I [live in|am from|come from|moved to|have a home in] {v}[.|]",
-            "My [city|town|home] is {v}[.|]",
-            "My home is in {v}[.|]",
-            "[My house is in|I was born in|I stay in|The city I live in is|"
-            "The town I come from is] {v}[.|]",
-        ),
+        ("I [live in|am from|come from|moved to|have a home in] {v}[.|]",
+         "My [city|town|home] is {v}[.|]",
+         "My home is in {v}[.|]", "[My house is in|I was born in|I stay in|The city I live in is|"
+         "The town I come from is] {v}[.|]"),
         "{v} sounds nice.",
-        (
-            "[Where do I live|where do I live|Where am I from|In which city do I live|What is my city]"
-            "[?|]",
-            "[Do you know|Do you remember|Tell me] where I live[?|]",
-            "[Do you still know|Can you say|Please say|Please tell me|Say] [where I live|what my city "
-            "is|where I am from][?|.|]",
-        ),
-        ("My home city is {v}.",),
-        ("Can you tell me where I live?",),
-        "You live in {v}.",
-        "You have not told me where you live.",
-    ),
+        ("[Where do I live|where do I live|Where am I from|In which city do I live|What is my city]"
+         "[?|]", "[Do you know|Do you remember|Tell me] where I live[?|]",
+         "[Do you still know|Can you say|Please say|Please tell me|Say] [where I live|what my city "
+         "is|where I am from][?|.|]"),
+        ("My home city is {v}.",), ("Can you tell me where I live?",),
+        "You live in {v}.", "You have not told me where you live."),
     "food": Memory(
-        (
-            "I [like|love|eat|enjoy] {v}[.|]",
-            "My favourite food is {v}[.|]",
-            "I like to eat {v}[.|]",
-            "I [really like|really love|often eat] {v}[.|]",
-            "[The dish I like|The meal I love|My favourite dish] is {v}[.|]",
-        ),
+        ("I [like|love|eat|enjoy] {v}[.|]", "My favourite food is {v}[.|]",
+         "I like to eat {v}[.|]", "I [really like|really love|often eat] {v}[.|]",
+         "[The dish I like|The meal I love|My favourite dish] is {v}[.|]"),
         "I hear that {v} is good.",
-        (
-            "[What do I like|What is my favourite food|What do I like to eat|What food do I like][?|]",
-            "[Do you know|Do you remember|Tell me] what I like[?|]",
-            "[Can you tell me|Please tell me|Please say|Do you still know] what I [like|eat|love]"
-            "[?|.|]",
-            "[Can you tell me|Do you know|Can you say] my favourite [food|dish][?|]",
-            "[Please say|Do you remember|Can you tell me] what I like to eat[?|.|]",
-        ),
-        ("The food I like is {v}.",),
-        ("Can you say what I like to eat?",),
-        "You like {v}.",
-        "You have not told me what you like.",
-    ),
+        ("[What do I like|What is my favourite food|What do I like to eat|What food do I like][?|]",
+         "[Do you know|Do you remember|Tell me] what I like[?|]",
+         "[Can you tell me|Please tell me|Please say|Do you still know] what I [like|eat|love]"
+         "[?|.|]", "[Can you tell me|Do you know|Can you say] my favourite [food|dish][?|]",
+         "[Please say|Do you remember|Can you tell me] what I like to eat[?|.|]"),
+        ("The food I like is {v}.",), ("Can you say what I like to eat?",),
+        "You like {v}.", "You have not told me what you like."),
     "colour": Memory(
-        (
-            "My favourite [colour|color] is {v}[.|]",
-            "The [colour|color] I like is {v}[.|]",
-            "My [colour|color] is {v}[.|]",
-            "I [like|prefer|really like] the [colour|color] {v}[.|]",
-            "{v} is [my favourite|the best] [colour|color][.|]",
-        ),
+        ("My favourite [colour|color] is {v}[.|]", "The [colour|color] I like is {v}[.|]",
+         "My [colour|color] is {v}[.|]", "I [like|prefer|really like] the [colour|color] {v}[.|]",
+         "{v} is [my favourite|the best] [colour|color][.|]"),
         "That is a nice colour.",
-        (
-            "[What is|What's|Tell me] my favourite [colour|color][?|]",
-            "Which [colour|color] do I like[?|]",
-            "[Do you know|Do you remember] my favourite [colour|color][?|]",
-            "[Can you say|Please say|Please tell me|Do you still know|Say] my favourite "
-            "[colour|color][?|.|]",
-            "[Do you know|Can you tell me|Can you say|Please say] "
-            "[which|what] [colour|color] I like[| best][?|.|]",
-        ),
-        ("I love the colour {v}.",),
-        ("Can you tell me my favourite colour?",),
-        "Your favourite colour is {v}.",
-        "You have not told me your favourite colour.",
-    ),
+        ("[What is|What's|Tell me] my favourite [colour|color][?|]",
+         "Which [colour|color] do I like"
+         "[?|]", "[Do you know|Do you remember] my favourite [colour|color][?|]",
+         "[Can you say|Please say|Please tell me|Do you still know|Say] my favourite "
+         "[colour|color][?|.|]", "[Do you know|Can you tell me|Can you say|Please say] "
+         "[which|what] [colour|color] I like[| best][?|.|]"),
+        ("I love the colour {v}.",), ("Can you tell me my favourite colour?",),
+        "Your favourite colour is {v}.", "You have not told me your favourite colour."),
 }
 
 
 def remember(bank: words.Bank, about: str | None = None) -> tuple[Memory, str]:
     """What a person tells about themselves: the kind of memory and the value."""
     about = bank.rng.choice(("name",) * 3 + ("city", "food", "colour")) if about is None else about
-    draw_one = {
-        "name": lambda: bank.name().text,
-        "city": bank.city,
-        "food": bank.food,
-        "colour": bank.colour,
-    }
+    draw_one = {"name": lambda: bank.name().text, "city": bank.city, "food": bank.food,
+                "colour": bank.colour}
     value = draw_one[about]()
     if about == "name" and not bank.held and bank.rng.random() < 0.06:
         value = value.lower()

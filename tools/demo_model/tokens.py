@@ -47,12 +47,10 @@ def train(texts: Iterable[str], size: int, spaced: Iterable[str]) -> Tokenizer:
     """A byte-level BPE tokenizer of ``size`` tokens; ``spaced`` are words that keep their space."""
     tokenizer = Tokenizer(models.BPE())
     pattern = PATTERN.format(words=alternatives(spaced))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(pattern), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size - len(chat.MARKS),
@@ -68,8 +66,7 @@ def train(texts: Iterable[str], size: int, spaced: Iterable[str]) -> Tokenizer:
 def pieces(tokenizer: Tokenizer) -> tuple[str, ...]:
     """The tokens that are letters only, as words: each has to be copied in training."""
     found = {
-        tokenizer.decode([at]).strip()
-        for at in range(tokenizer.get_vocab_size())
+        tokenizer.decode([at]).strip() for at in range(tokenizer.get_vocab_size())
         if at >= len(chat.SPECIAL)
     }
     return tuple(sorted(word for word in found if re.fullmatch("[A-Za-z]+", word)))

@@ -63,13 +63,9 @@ class Trainer:
     def state(self) -> dict:
         """Everything that a later run needs to go on."""
         return {
-            "network": self.network.state_dict(),
-            "adam": self.adam.state_dict(),
-            "muon": self.muon.states,
-            "chunk": self.chunk,
-            "step": self.step,
-            "tokens": self.tokens,
-            "seconds": self.seconds,
+            "network": self.network.state_dict(), "adam": self.adam.state_dict(),
+            "muon": self.muon.states, "chunk": self.chunk, "step": self.step,
+            "tokens": self.tokens, "seconds": self.seconds,
         }
 
     def resume(self, path: Path) -> None:

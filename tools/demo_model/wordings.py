@@ -46,8 +46,7 @@ def pairs() -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
         found[f"asking {name}"] = (memory.asks, memory.held_asks)
     found |= {
         "frame": (questions.TRAIN_FRAMES + questions.LATE_FRAMES, questions.HELD_FRAMES),
-        "sum": (sums.TRAIN_ASKS, sums.HELD_ASKS),
-        "no sum": (sums.TRAIN_OTHER, sums.HELD_OTHER),
+        "sum": (sums.TRAIN_ASKS, sums.HELD_ASKS), "no sum": (sums.TRAIN_OTHER, sums.HELD_OTHER),
         "late adding": (calls.LATE_ADDS, calls.SHAPES["add"].held),
         "skeleton": (objects.SKELETON_ASKS, objects.HELD_SKELETON_ASKS),
         "keys": (objects.KEY_ASKS, objects.HELD_KEY_ASKS),

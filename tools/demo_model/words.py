@@ -78,15 +78,9 @@ HELD_BOYS = (
     "Vincent Dustin Alan Edwin Roland Nelson Tobias"
 ).split()
 HELD_THINGS = (
-    (
-        "lantern compass blanket hat-stand telescope anchor barrel bowl carpet dice envelope goggles "
-        "harp kayak locket napkin pearl raft statue thimble trophy backpack bracelet saddle"
-    )
-    .replace("hat-stand ", "")
-    .replace("dice ", "")
-    .replace("goggles ", "")
-    .split()
-)
+    "lantern compass blanket hat-stand telescope anchor barrel bowl carpet dice envelope goggles "
+    "harp kayak locket napkin pearl raft statue thimble trophy backpack bracelet saddle"
+).replace("hat-stand ", "").replace("dice ", "").replace("goggles ", "").split()
 HELD_ANIMALS = "badger camel donkey otter hamster lizard panda raven".split()
 HELD_FOODS = "spinach waffles mangoes olives tofu cabbage dumplings raisins".split()
 HELD_COLOURS = "purple violet".split()
@@ -96,28 +90,17 @@ HELD_CITIES = (
     "Medellin Antwerp"
 ).split()
 HELD_SPOTS = (
-    (
-        "behind the bookcase|inside the oven|under the pillow-case|on the balcony|in the wardrobe|"
-        "near the fireplace"
-    )
-    .replace("|under the pillow-case", "")
-    .split("|")
-)
+    "behind the bookcase|inside the oven|under the pillow-case|on the balcony|in the wardrobe|"
+    "near the fireplace"
+).replace("|under the pillow-case", "").split("|")
 HELD_PLACES = (
     "in the museum|at the airport|in the tunnel|in the orchard|on the glacier|at the stadium"
 ).split("|")
 HELD_WORDS = frozenset(
     word.lower()
     for text in (
-        HELD_GIRLS
-        + HELD_BOYS
-        + HELD_THINGS
-        + HELD_ANIMALS
-        + HELD_FOODS
-        + HELD_COLOURS
-        + HELD_JOBS
-        + HELD_CITIES
-        + [spot.split()[-1] for spot in HELD_SPOTS + HELD_PLACES]
+        HELD_GIRLS + HELD_BOYS + HELD_THINGS + HELD_ANIMALS + HELD_FOODS + HELD_COLOURS
+        + HELD_JOBS + HELD_CITIES + [spot.split()[-1] for spot in HELD_SPOTS + HELD_PLACES]
     )
     for word in [text]
 )
@@ -151,15 +134,8 @@ MORE_BOYS = (
 # What the generators draw, as single words: everything that an answer may have to copy.
 DRAWN = frozenset(
     word.lower()
-    for text in (
-        THINGS
-        + ANIMALS
-        + FOODS
-        + COLOURS
-        + JOBS
-        + SKIES
-        + [where.split()[-1] for where in PLACES + SPOTS]
-    )
+    for text in (THINGS + ANIMALS + FOODS + COLOURS + JOBS + SKIES
+                 + [where.split()[-1] for where in PLACES + SPOTS])
     for word in [text]
 )
 _GIRL_ENDS = "a a a ia ina ena ara illa issa ica inda anna ella ette ine ora ilda ie".split()
@@ -257,10 +233,7 @@ class Bank:
     """
 
     def __init__(
-        self,
-        rng: random.Random,
-        held: bool = False,
-        late: bool = False,
+        self, rng: random.Random, held: bool = False, late: bool = False,
         pieces: tuple[str, ...] = (),
     ) -> None:
         self.rng = rng
