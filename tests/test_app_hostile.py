@@ -6,12 +6,22 @@ import asyncio
 import contextlib
 import json
 import logging
+import resource
 import socket
+import time
 
+import h11
 import httpx
 import pytest
 
-from asyncllm.serving.connections import MAX_FRAGMENTS, WebSocketProtocol
+from asyncllm.serving import connections
+from asyncllm.serving.connections import (
+    MAX_FRAGMENTS,
+    SPARE_FILES,
+    WebSocketProtocol,
+)
+from asyncllm.serving.http_parser import HttpParser
+from asyncllm.serving.turns import EVENTS_PER_TURN
 from asyncllm.testing import fake_engine
 from tests.app_clients import BODY, CHAT, HEAD, open_to, read_to_end, served_app, url_of, user
 from tests.idle import until
@@ -26,7 +36,8 @@ async def attacked(caplog, **options):
     with caplog.at_level(logging.ERROR, "asyncllm"):
         async with served_app(fake_engine("Hello"), **options) as server:
             yield server
-            async with httpx.AsyncClient(base_url=url_of(server)) as client:
+            headers = {"authorization": f"Bearer {options.get('token')}"}
+            async with httpx.AsyncClient(base_url=url_of(server), headers=headers) as client:
                 answer = await client.post(CHAT, json=BODY)
                 assert answer.json()["choices"][0]["message"]["content"] == "Hello"
     assert problems == []
@@ -44,6 +55,7 @@ async def all_left(server):
 
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
 POST = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n".encode()
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 REQUESTS = [
     (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500) + b"\r\n\r\n", b"400"),
     (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"400"),
@@ -64,6 +76,17 @@ REQUESTS = [
     (POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n", b"400"),
     (POST + b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffffffffff\r\n", b"400"),
     (POST + b"Transfer-Encoding: chunked\r\n\r\nno number\r\n", b"400"),
+    (CHUNKED + b"0;" + b"x" * 200_000, b"400"),
+    (CHUNKED + b"0\r\n" + b"x: y\r\n" * 20_000, b"400"),
+    (CHUNKED.replace(b"Host", b"Content-Length: 5\r\nHost") + b"0\r\n\r\n", b"400"),
+    (GET + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", b"400"),
+    (GET + b"X: y\r\n" * 200 + b"\r\n", b"400"),
+    (GET + b"X: y\r\n" * 100 + b"\r\n", b"200"),
+    (POST + b"Content-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}", b"415"),
+    (CHUNKED.replace(b"Host", b"Content-Encoding: br\r\nHost") + b"0\r\n\r\n", b"415"),
+    (UPGRADE.replace(b"Upgrade: w", b"Content-Length: 5\r\nUpgrade: w"), b"400"),
+    (UPGRADE.replace(b"Upgrade: w", b"Transfer-Encoding: chunked\r\nUpgrade: w"), b"400"),
+    (UPGRADE.replace(b"Upgrade: w", b"X: " + b"y" * 10_000 + b"\r\nUpgrade: w"), b"400"),
 ]
 
 
@@ -92,9 +115,10 @@ async def test_nonsense_behind_an_answer(caplog):
 
 
 @pytest.mark.parametrize("sent", [b"x", b""])
-async def test_a_body_that_nothing_reads_holds_no_connection(caplog, sent):
+async def test_a_body_that_nothing_reads_holds_no_connection(caplog, monkeypatch, sent):
     """It may be sent byte by byte, or begun and not gone on with."""
-    async with attacked(caplog, limits={"header_timeout": 0.2}) as server:
+    monkeypatch.setattr(connections, "LINGER", 0.2)
+    async with attacked(caplog) as server:
         reader, writer = await open_to(server)
         writer.write(GET + b"Content-Length: 100000\r\n\r\n")
         assert b" 200 " in await reader.readline()
@@ -105,6 +129,169 @@ async def test_a_body_that_nothing_reads_holds_no_connection(caplog, sent):
                     writer.write(sent)
                 await asyncio.sleep(0.01)
         writer.transport.abort()
+
+
+@pytest.fixture
+def turns(monkeypatch):
+    """How many chunks HTTP connections parse in each turn."""
+    found = []
+    begin, parse = HttpParser.begin_turn, HttpParser.next_event
+
+    def begin_turn(parser):
+        found.append(0)
+        begin(parser)
+
+    def next_event(parser):
+        event = parse(parser)
+        found[-1] += isinstance(event, h11.Data)
+        return event
+
+    monkeypatch.setattr(HttpParser, "begin_turn", begin_turn)
+    monkeypatch.setattr(HttpParser, "next_event", next_event)
+    return found
+
+
+REFUSED = [
+    (f"POST {CHAT}", b"Authorization: Bearer wrong\r\n", b"401"),
+    ("POST /none", b"Authorization: Bearer right\r\n", b"404"),
+    (f"PUT {CHAT}", b"Authorization: Bearer right\r\n", b"405"),
+    ("GET /health", b"", b"200"),
+]
+
+
+@pytest.mark.parametrize(("asked", "fields", "status"), REFUSED)
+async def test_chunks_behind_an_answer_are_not_parsed(monkeypatch, turns, asked, fields, status):
+    """The client gets its answer, although it sends on."""
+    monkeypatch.setattr(connections, "LINGER", 0.2)
+    head = f"{asked} HTTP/1.1\r\nHost: x\r\n".encode() + fields
+    async with served_app(fake_engine("x"), token="right") as server:
+        reader, writer = await open_to(server)
+        writer.write(head + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 1_000_000)
+        async with asyncio.timeout(10):
+            answer = await reader.readuntil(b"\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                await reader.read()
+        assert answer.split(b" ")[1] == status
+        assert b"connection: close\r\n" in answer
+        await all_left(server)
+        writer.transport.abort()
+    # The first turn, and another where the answer had to wait for a turn of the loop.
+    assert sum(turns) <= 2 * EVENTS_PER_TURN
+
+
+async def test_a_client_that_sends_on_is_not_reset_at_once(caplog):
+    """A reset could cost it the answer."""
+    async with attacked(caplog) as server:
+        reader, writer = await open_to(server)
+        writer.write(POST.replace(b"chat", b"none") + b"Content-Length: 99999\r\n\r\n")
+        async with asyncio.timeout(10):
+            assert b" 404 " in await reader.readline()
+            assert b"not_found" in await reader.read()
+        for _ in range(3):
+            writer.write(b"x" * 1000)
+            await asyncio.sleep(0.05)
+            assert not writer.transport.is_closing()
+        writer.transport.abort()
+
+
+async def test_a_body_that_was_read_keeps_its_connection(caplog):
+    """With an error as with an answer; nothing is parsed as a chunk that is none."""
+    body = b'{"messages": 1}'
+    async with attacked(caplog) as server:
+        reader, writer = await open_to(server)
+        for request, status in [
+            (POST.replace(b"chat", b"none") + b"Content-Length: 15\r\n\r\n" + body, b"404"),
+            (CHUNKED + b"f;x=y\r\n" + body + b"\r\n0\r\nX: y\r\n\r\n", b"400"),
+            (GET + b"\r\n", b"200"),
+        ]:
+            writer.write(request)
+            async with asyncio.timeout(10):
+                answer = await reader.readuntil(b"\r\n\r\n")
+                length = int(answer.split(b"content-length: ")[1].split(b"\r\n")[0])
+                await reader.readexactly(length)
+            assert (answer.split(b" ")[1], b"connection: close" in answer) == (status, False)
+        writer.transport.abort()
+
+
+def in_chunks(data, size):
+    parts = [data[i : i + size] for i in range(0, len(data), size)]
+    return b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+
+
+async def test_chunks_are_bounded_by_their_number(caplog, turns):
+    """1024, and one for each 64 bytes; they are parsed in turns."""
+    asked = json.dumps(BODY).encode()
+    async with attacked(caplog) as server:
+        for size, width, status in [(1000, 1, b"200"), (100_000, 64, b"200"), (1200, 1, b"400")]:
+            reader, writer = await open_to(server)
+            turns.clear()
+            writer.write(CHUNKED + in_chunks(asked + b" " * (size - len(asked)), width))
+            async with asyncio.timeout(10):
+                line = await reader.readline()
+                assert line.split(b" ")[1] == status
+                if status == b"400":
+                    assert b"body: has 1041 chunks in 1041 bytes" in await reader.read()
+            assert len(turns) >= sum(turns) / EVENTS_PER_TURN > 10
+            assert max(turns) <= EVENTS_PER_TURN
+            writer.transport.abort()
+
+
+async def test_requests_that_do_not_wait_have_turns(caplog):
+    count = 50
+    async with attacked(caplog) as server:
+        reader, writer = await open_to(server)
+        began = time.monotonic()
+        writer.write((GET + b"\r\n") * count)
+        async with asyncio.timeout(10):
+            for _ in range(count):
+                assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+                await reader.readuntil(b"}")
+        assert time.monotonic() - began >= 0.0035 * (count - 1)
+        writer.transport.abort()
+
+
+@contextlib.asynccontextmanager
+async def crowd(server, count, data=b""):
+    """Connections that send this and no more, after an answer to it."""
+    opened = []
+    for _ in range(count):
+        reader, writer = await open_to(server)
+        opened.append((reader, writer))
+        writer.write(data)
+        if data:
+            await reader.readuntil(b"}")
+    yield [reader for reader, _ in opened]
+    for _, writer in opened:
+        writer.transport.abort()
+
+
+@pytest.mark.parametrize("sent", [b"", GET + b"\r\n"])
+async def test_silent_connections_make_room(sent):
+    """Those that never sent a header, and those that wait for another; the oldest first."""
+    engine = fake_engine("x" * 3000, step_time=0.01)
+    async with served_app(engine, limits={"max_connections": 8}) as server:
+        body = json.dumps({**BODY, "stream": True})
+        stream, held = await open_to(server, f"{HEAD}{len(body)}\r\n\r\n{body}")
+        assert b" 200 " in await stream.readline()
+        async with crowd(server, 30, sent) as readers, asyncio.timeout(10):
+            reader, writer = await open_to(server)
+            writer.write(GET + b"\r\n")
+            assert b" 200 " in await reader.readline()
+            assert server.num_connections == 8
+            assert [await one.read() for one in readers[:24]] == [b""] * 24
+            assert not any(one.at_eof() for one in readers[24:])
+            await stream.readuntil(b"data: ")
+        for one in (held, writer):
+            one.transport.abort()
+
+
+async def test_silent_connections_make_room_below_the_limit_of_files(monkeypatch):
+    limit = SPARE_FILES + 12
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
+    async with served_app(fake_engine("x")) as server:
+        async with crowd(server, 30) as readers, asyncio.timeout(10):
+            assert [await one.read() for one in readers[:18]] == [b""] * 18
+            assert server.num_connections == 12
 
 
 @contextlib.asynccontextmanager
@@ -225,6 +412,55 @@ async def test_pings_whose_answers_are_not_read_pile_up_nowhere(caplog):
             with contextlib.suppress(asyncio.CancelledError):
                 await sending
         await all_left(server)
+
+
+async def test_pings_have_turns(caplog, monkeypatch):
+    count, turns, begin_turn = 1000, [], WebSocketProtocol.begin_turn
+    monkeypatch.setattr(
+        WebSocketProtocol, "begin_turn", lambda self: (turns.append(self), begin_turn(self))
+    )
+    async with attacked(caplog) as server:
+        reader, writer = await open_to(server)
+        writer.write(UPGRADE)
+        async with asyncio.timeout(10):
+            assert b" 101 " in await reader.readuntil(b"\r\n\r\n")
+            writer.write(frame(FIN | PING) * count + frame(FIN | TEXT, CREATE))
+            assert await reader.readexactly(2 * count) == b"\x8a\0" * count
+            await reader.readuntil(b'"response.completed"')
+        # A slice beyond the turn's last event may hold more of them.
+        assert len(turns) >= count // (64 + 256 // 6)
+        writer.transport.abort()
+
+
+async def test_frames_behind_the_handshake_wait_for_its_answer(caplog):
+    async with attacked(caplog, token="right") as server:
+        for token, status in ((b"right", b" 101 "), (b"wrong", b" 401 ")):
+            reader, writer = await open_to(server)
+            fields = b"Authorization: Bearer " + token + b"\r\nUpgrade: w"
+            # An unmasked frame is an error.
+            data = frame(FIN | TEXT, CREATE) if token == b"right" else b"\x89\0" * 1000
+            writer.write(UPGRADE.replace(b"Upgrade: w", fields) + data)
+            async with asyncio.timeout(10):
+                assert status in await reader.readuntil(b"\r\n\r\n")
+                if token == b"right":
+                    await reader.readuntil(b'"response.completed"')
+                else:
+                    assert b"invalid_api_key" in await reader.readuntil(b"}}")
+            writer.transport.abort()
+
+
+async def test_messages_that_do_not_wait_are_answered_in_turn(caplog):
+    count = 40
+    async with attacked(caplog) as server:
+        reader, writer = await open_to(server)
+        writer.write(UPGRADE)
+        async with asyncio.timeout(10):
+            assert b" 101 " in await reader.readuntil(b"\r\n\r\n")
+            writer.write(frame(FIN | TEXT, b"{}" + b" " * 100) * count)
+            for _ in range(count):
+                await reader.readuntil(b'"error"')
+                await reader.readuntil(b"}}")
+        writer.transport.abort()
 
 
 async def test_a_page_of_another_origin_reaches_nothing(caplog):

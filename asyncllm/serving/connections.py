@@ -1,32 +1,57 @@
 """uvicorn's protocols with limits on clients, and a fast path for streamed events.
 
 uvicorn waits for ever for the rest of a header, for the rest of a body that its application does
-not read, and for a client that does not read its answer. It limits connections only once their
-request has come, answers pings of a client that does not read, and collects any number of
-fragments. The protocols here bound all of these.
+not read, and for a client that does not read its answer. It parses all that it has received before
+anything else runs, counts silent connections as it counts requests, answers pings of a client that
+does not read, and collects any number of fragments. The protocols here bound all of these.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, ClassVar, cast
 
 import h11
-from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER, FlowControl, service_unavailable
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import CloseCode, Frame
 from websockets.protocol import State
 
+try:
+    import resource
+except ModuleNotFoundError:  # Windows has no such limits
+    resource = None
+
 from asyncllm import validation as check
 from asyncllm.serving.exchange import Receive, Scope, Send
+from asyncllm.serving.http_parser import HttpParser
+from asyncllm.serving.turns import EVENTS_PER_TURN, Turns
 
 MAX_FRAGMENTS = 1024
 """Most fragments of a WebSocket message. Without a limit, empty ones would be collected for
 ever."""
+
+HTTP_SLICE = 1 << 14
+"""Bytes that the HTTP parser is given at a time, so that its bounds hold for long reads too."""
+
+FRAME_SLICE = 256, 4096
+"""Least and most bytes that the WebSocket parser is given at a time; it takes all their frames."""
+
+MAX_DISCARDED = 1 << 16
+"""Bytes that are read and dropped behind an answer that did not read the request's body."""
+
+SPARE_FILES = 128
+"""Files of the process that are no connections."""
+
+LINGER = 1.0
+"""Seconds until a connection with such an answer is closed. Closed at once, the client would be
+reset while it sends, and would lose the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +60,9 @@ class ConnectionLimits:
 
     Attributes:
         max_connections: most connections whose requests are served; others are answered with 503.
-            Twice as many are accepted, so that they get this answer.
+            Twice as many are accepted, so that they get this answer, but 128 fewer than the process
+            may open files. At both bounds the oldest connections between requests, or without a
+            whole header, are closed first.
         max_header_size: bytes of a request's line and fields.
         max_message_size: bytes of a WebSocket message.
         header_timeout: seconds that a client has to send a header, or the rest of a body after its
@@ -68,11 +95,22 @@ class ConnectionLimits:
 
 
 def protocols(limits: ConnectionLimits) -> tuple[type[HttpProtocol], type[WebSocketProtocol]]:
-    """Makes subclasses of both protocols with ``limits``, because uvicorn instantiates classes."""
+    """Makes subclasses of both protocols with what a server's connections share, because uvicorn
+    instantiates classes."""
+    most_open = min(2 * limits.max_connections, max(1, _num_files() - SPARE_FILES))
+    shared = {"limits": limits, "most_open": most_open, "turns": Turns(), "silent": {}}
     return (
-        type("HttpProtocol", (HttpProtocol,), {"limits": limits}),
-        type("WebSocketProtocol", (WebSocketProtocol,), {"limits": limits}),
+        type("HttpProtocol", (HttpProtocol,), shared),
+        type("WebSocketProtocol", (WebSocketProtocol,), shared),
     )
+
+
+def _num_files() -> float:
+    """Files that the process may have open. A connection beyond is not accepted, nor refused."""
+    if resource is None:
+        return math.inf
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return math.inf if soft == resource.RLIM_INFINITY else soft
 
 
 class _Timer:
@@ -96,18 +134,28 @@ class _Timer:
 
 
 class _BoundedProtocol(asyncio.Protocol):
-    """Mixin of both protocols: closes the connection of a client that leaves its answer unread.
+    """Mixin of both protocols: parses in turns, and closes the connection of a client that leaves
+    its answer unread.
 
     The transport pauses its protocol as soon as the kernel takes no more data; with TLS after 64
     KiB. So no stream runs ahead of its client, and a whole answer is timed like a stream.
+
+    Class attributes:
+        most_open: connections that are accepted.
+        silent: the server's connections without a whole header, by age.
     """
 
     limits: ClassVar[ConnectionLimits]
+    most_open: ClassVar[int]
+    turns: ClassVar[Turns]
+    silent: ClassVar[dict[HttpProtocol, None]]
     transport: asyncio.Transport
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._send_timer = _Timer(self.limits.send_timeout, self._abort)
+        self._unparsed = bytearray()
+        self._is_waiting = False
 
     def _abort(self) -> None:
         self.transport.abort()
@@ -116,6 +164,41 @@ class _BoundedProtocol(asyncio.Protocol):
         super().connection_made(transport)
         # Not 0: a TLS transport pauses at its limit, not above it, and so would pause when empty.
         transport.set_write_buffer_limits(high=1)
+
+    def data_received(self, data: bytes) -> None:
+        self._unparsed += data
+        if self._is_waiting:
+            self.transport.pause_reading()  # uvicorn may have resumed it, or TLS gone on
+        else:
+            self._parse()
+
+    def _parse(self) -> None:
+        """Parses what was received, up to a turn."""
+        raise NotImplementedError
+
+    def _may_read(self) -> bool:
+        """Whether nothing but the turn keeps the connection from reading."""
+        raise NotImplementedError
+
+    def _take(self, size: int) -> bytes:
+        data = bytes(self._unparsed[:size])
+        del self._unparsed[:size]
+        return data
+
+    def _wait_for_turn(self) -> None:
+        self._is_waiting = True
+        self.transport.pause_reading()
+        self.turns.add(self)
+
+    def begin_turn(self) -> None:
+        self._is_waiting = False
+        if not self.transport.is_closing():
+            self._resume_reading()
+            self._parse()
+
+    def _resume_reading(self) -> None:
+        if not self._is_waiting and self._may_read():
+            self.transport.resume_reading()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -128,72 +211,181 @@ class _BoundedProtocol(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._send_timer.stop()
+        self.turns.discard(self)
+
+
+class _Flow(FlowControl):
+    """uvicorn's flow control, which resumes reading by a function of the protocol."""
+
+    def __init__(self, transport: asyncio.Transport, resume: Callable[[], None]) -> None:
+        super().__init__(transport)
+        self._resume = resume
+
+    def resume_reading(self) -> None:
+        if self.read_paused:
+            self.read_paused = False
+            self._resume()
 
 
 class HttpProtocol(_BoundedProtocol, H11Protocol):
     """A connection that speaks HTTP/1.1."""
 
+    conn: HttpParser
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.conn = HttpParser(self.limits.max_header_size)
         self._header_timer = _Timer(self.limits.header_timeout, self._abort)
+        self._linger_timer = _Timer(LINGER, self._close)
+        self._num_discarded: int | None = None
         self._application: Any = self.app
         self.app: Any = self._answer
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = _Answer(self.cycle, self.flow, self.transport, send)
-        await self._application(scope, receive, answer.send)
+        answer = _Answer(self.cycle, self.flow, self.transport, send, self._linger)
+        has_room = self._make_room(self.limits.max_connections)
+        application: Any = self._application if has_room else service_unavailable
+        await application(scope, receive, answer.send)
+
+    def _close(self) -> None:
+        self.transport.close()
+
+    def _make_room(self, count: int) -> bool:
+        """Closes silent connections, the oldest first, until there are ``count`` connections.
+
+        Returns:
+            Whether there are so few now.
+        """
+        while len(self.connections) > count:
+            for other in self.silent:
+                # Else its last answer is still being sent.
+                if not other.transport.get_write_buffer_size():
+                    break
+            else:
+                return False
+            del self.silent[other]
+            self.connections.discard(other)  # uvicorn would do so in the loop's next turn
+            other.transport.abort()
+        return True
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        if len(self.connections) > 2 * self.limits.max_connections:
-            transport.abort()
-        else:
+        self.flow = _Flow(transport, self._resume_reading)
+        if self._make_room(self.most_open):
+            self.silent[self] = None
             self._header_timer.start()
+        else:
+            transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.transport.get_protocol() is not self:
+        self._unset_keepalive_if_required()
+        if self._num_discarded is None:
+            super().data_received(data)
             return
-        theirs = self.conn.their_state
-        if theirs is h11.IDLE or (theirs is h11.SEND_BODY and self.conn.our_state is h11.DONE):
+        self._num_discarded += len(data)
+        if self._num_discarded > MAX_DISCARDED:
+            self.transport.pause_reading()
+
+    def _may_read(self) -> bool:
+        return not self.flow.read_paused
+
+    def _parse(self) -> None:
+        self.conn.begin_turn()
+        while True:
+            if self._unparsed and self.conn.needs_data:
+                self.conn.receive_data(self._take(HTTP_SLICE))
+            super().handle_events()
+            if self._num_discarded is not None or self.transport.is_closing():
+                return
+            if self.transport.get_protocol() is not self:
+                return
+            if not (self._unparsed and self.conn.needs_data) or self.conn.is_spent:
+                break
+        is_silent = self.conn.their_state is h11.IDLE
+        if not is_silent:
+            self.silent.pop(self, None)
+        if self.conn.is_spent:
+            self._wait_for_turn()
+        elif is_silent:
             self._header_timer.start()
         else:
             self._header_timer.stop()
 
+    def handle_events(self) -> None:
+        """Lets the next request wait for its turn, where the client did not wait for the answer;
+        uvicorn calls this after each answer."""
+        self.silent[self] = None
+        if self._unparsed or not self.conn.needs_data:
+            self._wait_for_turn()
+
+    def _wait_for_turn(self) -> None:
+        super()._wait_for_turn()
+        self._header_timer.stop()
+        self._unset_keepalive_if_required()
+
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         self._header_timer.stop()
-        if len(self.connections) > self.limits.max_connections:
-            self._refuse_upgrade()
+        self.silent.pop(self, None)
+        if not self._make_room(self.limits.max_connections):
+            self._refuse(503, "Service Unavailable", ("retry-after", "1"))
             return
         # Writing may be paused: an earlier answer is unread, or with TLS the session tickets.
         paused = self.flow.write_paused
         self.resume_writing()
         super().handle_websocket_upgrade(event)
+        opened: Any = self.transport.get_protocol()
+        if not opened.handshake_initiated:
+            # websockets has refused the header without an answer, such as for a body's length.
+            self.connections.discard(opened)
+            self.connections.add(self)
+            self.transport.set_protocol(self)
+            self._refuse(400, "Invalid WebSocket handshake.")
+            return
         if paused:
-            self.transport.get_protocol().pause_writing()
-
-    def _refuse_upgrade(self) -> None:
-        text = b"Service Unavailable"
-        fields = [
-            ("content-type", "text/plain; charset=utf-8"),
-            ("content-length", str(len(text))),
-            ("retry-after", "1"),
-            ("connection", "close"),
-        ]
-        parts = [h11.Response(status_code=503, headers=fields), h11.Data(data=text)]
-        for part in (*parts, h11.EndOfMessage()):
-            self.transport.write(self.conn.send(part) or b"")
-        self.transport.close()
+            opened.pause_writing()
+        if rest := self.conn.trailing_data[0] + self._unparsed:
+            opened.data_received(rest)
 
     def send_400_response(self, msg: str) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            super().send_400_response(msg)
+            self._refuse(400, self.conn.fault or msg)
         else:
             self.transport.abort()  # during an answer, or after it
+
+    def _refuse(self, status: int, text: str, *more: tuple[str, str]) -> None:
+        """Answers without the application, which takes the client for gone."""
+        fields = [
+            ("content-type", "text/plain; charset=utf-8"),
+            ("content-length", str(len(text))),
+            ("connection", "close"),
+            *more,
+        ]
+        head = h11.Response(status_code=status, headers=fields, reason=HTTPStatus(status).phrase)
+        for part in (head, h11.Data(data=text.encode()), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(part) or b"")
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self._linger()
+
+    def _linger(self) -> None:
+        """Ends the answer's side of the connection, and drops what the client still sends."""
+        self._num_discarded = 0
+        self._unparsed.clear()
+        self._is_waiting = False
+        self.turns.discard(self)
+        self.silent[self] = None
+        self._header_timer.stop()
+        self._linger_timer.start()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._header_timer.stop()
+        self._linger_timer.stop()
+        self.silent.pop(self, None)
 
 
 class _Answer:
@@ -203,7 +395,16 @@ class _Answer:
     It frames the parts of a chunked answer itself: h11 would make an event for each, check it and
     call its writer, which is most of the cost of a streamed event."""
 
-    __slots__ = ("_chunked", "_cycle", "_flow", "_head", "_is_starting", "_send", "_transport")
+    __slots__ = (
+        "_chunked",
+        "_cycle",
+        "_flow",
+        "_head",
+        "_is_starting",
+        "_linger",
+        "_send",
+        "_transport",
+    )
 
     def __init__(
         self,
@@ -211,11 +412,13 @@ class _Answer:
         flow: FlowControl,
         transport: asyncio.Transport,
         send: Send,
+        linger: Callable[[], None],
     ) -> None:
         self._cycle = cycle
         self._flow = flow
         self._transport = transport
         self._send = send
+        self._linger = linger
         self._chunked = self._is_starting = False
         self._head = b""
         cycle.transport = cast(asyncio.Transport, self)
@@ -235,6 +438,8 @@ class _Answer:
             self.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     async def _start(self, message: Any) -> None:
+        if self._cycle.more_body and CLOSE_HEADER not in (fields := message.get("headers", ())):
+            message = {**message, "headers": [*fields, CLOSE_HEADER]}
         self._is_starting = True
         try:
             await self._send(message)
@@ -250,6 +455,13 @@ class _Answer:
         if self._head:
             self._head, data = b"", self._head + data
         self._transport.write(data)
+
+    def close(self) -> None:
+        """Replaces the transport's ``close`` for uvicorn."""
+        if self._cycle.more_body and self._cycle.response_complete:
+            self._linger()
+        else:
+            self._transport.close()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -271,6 +483,7 @@ class WebSocketProtocol(_BoundedProtocol, WebSocketsSansIOProtocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.close_timeout = self.limits.close_timeout
+        self._num_frames = 0
 
     def shutdown(self) -> None:
         """Closes with 1001, and waits for the client's answer as after the application's close."""
@@ -282,13 +495,14 @@ class WebSocketProtocol(_BoundedProtocol, WebSocketsSansIOProtocol):
             self.transport.write(b"".join(self.conn.data_to_send()))
             self.close_sent = True
             self.close_timer = self.loop.call_later(self.close_timeout, self.transport.close)
-            if self.read_paused:
-                self.read_paused = False
-                self.transport.resume_reading()
+            self.read_paused = False
+            self._go_on()
 
     async def send(self, message: Any) -> None:
         if not self.handshake_complete:
             await super().send(message)
+            if self.handshake_complete and not self.transport.is_closing():
+                self._go_on()
             return
         if not self.writable.is_set():
             await self.writable.wait()
@@ -300,15 +514,49 @@ class WebSocketProtocol(_BoundedProtocol, WebSocketsSansIOProtocol):
         # websockets would make a Frame and a buffer for each text, which costs more than the rest.
         self.transport.write(_text_frame(text.encode()))
 
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if not self.writable.is_set() and not self.transport.is_closing():
-            self.transport.pause_reading()  # else unsent pongs would pile up
+    def _parse(self) -> None:
+        least, most = FRAME_SLICE
+        size, self._num_frames = least, 0
+        while self._unparsed and self._may_parse() and not self.transport.is_closing():
+            if self._num_frames >= EVENTS_PER_TURN:
+                self._wait_for_turn()
+                return
+            before = self._num_frames
+            WebSocketsSansIOProtocol.data_received(self, self._take(size))
+            size = least if self._num_frames > before else min(2 * size, most)
+        if not self._may_read() and not self.transport.is_closing():
+            self.transport.pause_reading()
+
+    def _go_on(self) -> None:
+        """Parses what has come since parsing stopped, then reads on."""
+        if self._unparsed:
+            self._wait_for_turn()
+        self._resume_reading()
+
+    def handle_events(self) -> None:
+        self._num_frames += len(self.conn.events)
+        super().handle_events()
+
+    def _may_parse(self) -> bool:
+        # A frame in front of the answer to the handshake would be parsed for strangers too.
+        is_decided = self.handshake_complete or not self.handshake_initiated
+        return is_decided and not self.read_paused  # a message waits for the application
+
+    def _may_read(self) -> bool:
+        # Unsent pongs would pile up.
+        return self.writable.is_set() and self._may_parse()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if not self.read_paused and not self.transport.is_closing():
-            self.transport.resume_reading()
+        if not self.transport.is_closing():
+            self._resume_reading()
+
+    async def receive(self) -> Any:
+        message = await self.queue.get()
+        if self.read_paused and self.queue.empty():
+            self.read_paused = False
+            self._go_on()
+        return message
 
     def handle_cont(self, event: Frame) -> None:
         if self.close_sent:

@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 
 from asyncllm.serving.protocol_error import ProtocolError
+from asyncllm.validation import describe
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -22,8 +23,17 @@ LOG_LINE = "asyncllm.log_line"
 """Scope key of the request's LogLine."""
 
 
-_CLOSE_HEADERS = {"Connection": "close"}
+CLOSE_HEADERS = {"Connection": "close"}
 """Headers of an answer that is sent before the body was read to its end."""
+
+
+def unread_body_headers(scope: Scope) -> Mapping[str, str]:
+    """Headers of an answer that leaves the request's body unread.
+
+    A server would go on to parse chunks; the rest of a body of known length costs little.
+    """
+    chunked = any(name == b"transfer-encoding" for name, _ in scope["headers"])
+    return CLOSE_HEADERS if chunked else {}
 
 
 class ClientGoneError(Exception):
@@ -53,6 +63,7 @@ class Exchange:
         self.scope = scope
         self.owner: str = scope.get(OWNER, "")
         self.started = False
+        self._has_read = False
         self._receive = receive
         self._send = send
         self._max_body = max_body
@@ -66,7 +77,17 @@ class Exchange:
         return [v.decode("latin-1") for n, v in self.scope["headers"] if n == name]
 
     async def body(self) -> bytes:
-        """Read the body. Raises ProtocolError if it is too long or too slow, or ClientGoneError."""
+        """Read the body. Raises ProtocolError if it is too long, too slow or encoded, or
+        ClientGoneError."""
+        for encoding in self.header_values(b"content-encoding"):
+            if encoding.strip().lower() not in ("", "identity"):
+                raise ProtocolError(
+                    f"Content-Encoding: {describe(encoding)} is not supported here, expected a "
+                    "body without encoding",
+                    code="unsupported_encoding",
+                    status=415,
+                    headers={"Accept-Encoding": "identity"},
+                )
         for length in self.header_values(b"content-length"):
             if not length.isdecimal() or len(length) > 20 or int(length) > self._max_body:
                 raise self._too_large()
@@ -81,13 +102,14 @@ class Exchange:
                     if len(data) > self._max_body:
                         raise self._too_large()
                     if not message.get("more_body", False):
+                        self._has_read = True
                         return bytes(data)
         except TimeoutError:
             raise ProtocolError(
                 f"body: did not come within {self._body_timeout:g} seconds",
                 code="request_timeout",
                 status=408,
-                headers=_CLOSE_HEADERS,
+                headers=CLOSE_HEADERS,
             ) from None
 
     def _too_large(self) -> ProtocolError:
@@ -95,7 +117,7 @@ class Exchange:
             f"body: is too long, expected at most {self._max_body} bytes",
             code="request_too_large",
             status=413,
-            headers=_CLOSE_HEADERS,
+            headers=CLOSE_HEADERS,
         )
 
     async def gone(self) -> None:
@@ -148,6 +170,8 @@ class Exchange:
         line = self.scope[LOG_LINE]
         line.status = status
         fields = {"content-type": content_type, "x-content-type-options": "nosniff", **headers}
+        if not self._has_read:
+            fields.update(unread_body_headers(self.scope))
         encoded = [(name.lower().encode(), value.encode()) for name, value in fields.items()]
         encoded.append(line.header)
         await self._send({"type": "http.response.start", "status": status, "headers": encoded})

@@ -8,7 +8,17 @@ import uuid
 from collections.abc import Awaitable, Callable
 
 from asyncllm.serving.access import AccessRules, Refusal
-from asyncllm.serving.exchange import JSON, LOG_LINE, OWNER, Receive, Scope, Send, encode
+from asyncllm.serving.exchange import (
+    CLOSE_HEADERS,
+    JSON,
+    LOG_LINE,
+    OWNER,
+    Receive,
+    Scope,
+    Send,
+    encode,
+    unread_body_headers,
+)
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.serving import Serving
 
@@ -36,6 +46,7 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         line = scope[LOG_LINE] = LogLine(scope)
         try:
+            _check_framing(scope)
             if self._rules is not None:
                 self._check(scope, self._rules)
                 self._serving.check_open()
@@ -98,6 +109,16 @@ class LogLine:
         )
 
 
+def _check_framing(scope: Scope) -> None:
+    """Refuse a body with two lengths: a proxy in front might end it elsewhere."""
+    if {name for name, _ in scope["headers"]} >= {b"content-length", b"transfer-encoding"}:
+        raise ProtocolError(
+            "header: has Content-Length and Transfer-Encoding, expected one of them",
+            code="invalid_header",
+            headers=CLOSE_HEADERS,
+        )
+
+
 def _to_protocol_error(refusal: Refusal) -> ProtocolError:
     headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else None
     code = _CODES.get(refusal.status, "refused")
@@ -108,6 +129,7 @@ async def refuse(error: ProtocolError, scope: Scope, receive: Receive, send: Sen
     """Answer a request, or a WebSocket's handshake, with an error."""
     body = encode(error.body()).encode()
     fields = {"content-type": JSON, "content-length": str(len(body)), **(error.headers or {})}
+    fields.update(unread_body_headers(scope))
     headers = [(name.lower().encode(), value.encode()) for name, value in fields.items()]
     line = scope[LOG_LINE]
     headers.append(line.header)

@@ -82,8 +82,6 @@ class HttpServer:
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            # uvicorn counts the connection of the request itself.
-            limit_concurrency=limits.max_connections + 1,
             timeout_keep_alive=limits.keep_alive,
             timeout_graceful_shutdown=drain,  # pyright: ignore[reportArgumentType]
             h11_max_incomplete_event_size=limits.max_header_size,

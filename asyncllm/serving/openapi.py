@@ -41,6 +41,7 @@ _ERRORS = {
     404: "A model or a response that is not here.",
     408: "A body that did not come in time.",
     413: "A body that is too long, or holds too many values.",
+    415: "A body with a Content-Encoding.",
     422: "A request that was well-formed and could not be carried out.",
     429: "The queue is full; ``Retry-After`` says when a place is likely.",
     500: "A failure of the server's own.",
@@ -120,7 +121,7 @@ def _post_operation(
     if streams:
         # In OpenAPI before 3.2, the schema of an event stream describes a single event.
         found["content"]["text/event-stream"] = {"schema": _reference(Event)}
-    errors = (400, 404, 408, 413, 422, 429, 504)
+    errors = (400, 404, 408, 413, 415, 422, 429, 504)
     return {
         **_operation(summary, found, errors),
         "requestBody": {"required": True, "content": _json(body)},
