@@ -6,7 +6,6 @@ import importlib
 import json
 from collections.abc import Collection
 from contextlib import suppress
-from os.path import commonprefix
 from typing import Any
 
 from asyncllm.structured.grammar import (
@@ -211,7 +210,8 @@ def _one_of(choices: list[str], depth: int = 0) -> str:
         if end < len(choices) and choices[end][:1] == choices[first][:1]:
             continue
         group = choices[first:end]
-        shared = len(commonprefix((group[0], group[-1])))
+        pairs = enumerate(zip(group[0], group[-1], strict=False))
+        shared = next((i for i, (a, b) in pairs if a != b), len(group[0]))
         head, tails = _escape(group[0][:shared]), [one[shared:] for one in group]
         if len(group) > 1 and depth < _MAX_NESTED and shared:
             parts.append(f"{head}({_one_of(tails, depth + 1)})")

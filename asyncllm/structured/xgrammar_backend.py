@@ -23,10 +23,10 @@ from asyncllm.structured.json_schema import refuse_ignored_by_xgrammar
 from asyncllm.structured.spec import StructuredOutputs
 from asyncllm.structured.structural_tag import schemas_in_tag, with_format
 
-MAX_WORK = 2**18
+MAX_WORK = 2**16
 """Most work of an output under a caller's own rules: their characters times the square of the
 output's bytes. The parser counts nothing and has no limits; the costs of ambiguous rules grow with
-the cube of the output, to 0.3 s here."""
+the cube of the output, to half a second here."""
 
 MAX_TEXTS = 4
 """Most parts of free text in a structural tag that do not count as rules."""
