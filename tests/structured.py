@@ -114,13 +114,14 @@ def mixed_requests(count: int) -> list[dict[str, Any]]:
 
 
 async def texts_of(rig: ByteRig, count: int = 12, **overrides: Any) -> list[Any]:
-    """Texts, tokens and finish reasons of ``mixed_requests``."""
+    """Texts, tokens and finish reasons of ``mixed_requests``, after a step for each that compiles
+    its grammar."""
     async with rig.engine(**overrides) as engine:
+        for one in mixed_requests(count):
+            await engine.generate("x", max_tokens=1, **one)
         await engine.pause()  # so that all are in the first steps
         streams = [
-            engine.stream(
-                f"prompt {i}", max_tokens=60, ignore_eos="structured_outputs" in one, **one
-            )
+            engine.stream(f"prompt {i}", max_tokens=60, ignore_eos=True, **one)
             for i, one in enumerate(mixed_requests(count))
         ]
         await engine.resume()

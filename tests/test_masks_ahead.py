@@ -233,7 +233,7 @@ def test_slow_masks_change_no_output(
 ) -> None:
     rig = ByteRig(depth=depth, num_blocks=num_blocks)
     if fault is not None:
-        rig.executor.faults[fault] = StepOutOfMemoryError("full")
+        rig.executor.faults[6 + fault] = StepOutOfMemoryError("full")
     threads: set[str] = set()
     with mock.patch.object(StructuredOutput, "mask", slow_at(seed, share, threads)):
         found = asyncio.run(texts_of(rig, 6))

@@ -90,7 +90,7 @@ async def test_depth_preemption_and_lost_steps_change_no_output():
             for a in b.assignments
         )
         failing = ByteRig(depth=depth)
-        failing.executor.faults.update({i: StepOutOfMemoryError("full") for i in (3,)})
+        failing.executor.faults.update({12 + 3: StepOutOfMemoryError("full")})
         assert await texts_of(failing) == expected
 
 
