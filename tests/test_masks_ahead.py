@@ -74,6 +74,7 @@ class SlowRig(Rig):
         super().__init__(**limits)
         self.matcher = SlowMatcher(self)
         self.matcher.slow = slow
+        self.core._masks._clock = self.clock
         self.hostile = self.group(LENGTH, name="slow")
         self.request = self.hostile.members[0]
         self.grammar = self.request.structured_output = StructuredOutput(self.matcher)
@@ -212,7 +213,9 @@ def slow_at(seed: int, share: int, threads: set[str]) -> Any:
         threads.add(threading.current_thread().name)
         try:
             if hash((seed, request.index, tuple(request.token_ids[-3:]))) % share == 0:
-                time.sleep(0.003)
+                until = time.thread_time() + 0.003
+                while time.thread_time() < until:
+                    pass
             return real(self, request)
         finally:
             using.discard(id(self))

@@ -90,7 +90,7 @@ class EngineCore:
         self._closing_at: float | None = None
         self._only_paused_since: float | None = None
         self.closed = False
-        self._masks = MaskMaker(clock, self.send)
+        self._masks = MaskMaker(self.send)
         self._masked_step = -1
         self._num_steps = 0
         self._last_step_time = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -183,13 +184,16 @@ class MaskMaker:
     changes none of its tokens.
 
     Args:
-        clock: seconds, monotonic.
         send: asks the engine thread to call a function with arguments.
+        clock: seconds of the calling thread. Seconds of the wall would call a quick mask slow
+            where the machine is busy.
     """
 
-    def __init__(self, clock: Callable[[], float], send: Callable[..., None]) -> None:
-        self._clock = clock
+    def __init__(
+        self, send: Callable[..., None], clock: Callable[[], float] = time.thread_time
+    ) -> None:
         self._send = send
+        self._clock = clock
         self._worker: ThreadPoolExecutor | None = None
         self.num_pending = 0
 
