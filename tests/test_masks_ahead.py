@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from asyncllm.core.executor import StepOutOfMemoryError
@@ -83,6 +83,7 @@ class SlowRig(Rig):
     def until_ahead(self) -> None:
         """Until its next mask is being made on the thread."""
         while not self.core._masks.num_pending:
+            assert not self.request.finished
             self.steps(1)
         while not self.matcher.num_elsewhere:
             time.sleep(0.001)
@@ -224,6 +225,8 @@ def slow_at(seed: int, share: int, threads: set[str]) -> Any:
 
 
 @settings(max_examples=12, deadline=None)
+@example(seed=0, share=1, depth=1, num_blocks=257, fault=None)
+@example(seed=0, share=1, depth=2, num_blocks=257, fault=None)
 @given(
     seed=st.integers(0, 99),
     share=st.integers(1, 12),
