@@ -103,3 +103,28 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
 
 def assert_valid(schema: Any, text: str) -> None:
     jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+
+
+def mixed_requests(count: int) -> list[dict[str, Any]]:
+    """Options of requests, two of three with a schema."""
+    rng = random.Random(7)
+    asked = [{"structured_outputs": {"json": random_schema(rng)}} for _ in range(count)]
+    asked[1::3] = [{} for _ in asked[1::3]]
+    return asked
+
+
+async def texts_of(rig: ByteRig, count: int = 12, **overrides: Any) -> list[Any]:
+    """Texts, tokens and finish reasons of ``mixed_requests``, after a step for each that compiles
+    its grammar."""
+    async with rig.engine(**overrides) as engine:
+        for one in mixed_requests(count):
+            await engine.generate("x", max_tokens=1, **one)
+        await engine.pause()  # so that all are in the first steps
+        streams = [
+            engine.stream(f"prompt {i}", max_tokens=60, ignore_eos=True, **one)
+            for i, one in enumerate(mixed_requests(count))
+        ]
+        await engine.resume()
+        found = [await stream.result() for stream in streams]
+        assert engine.stats().num_running == 0
+        return [(c.text, c.token_ids, c.finish_reason) for c in found]

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from asyncllm import InvalidRequestError, RequestError
-from asyncllm.structured.grammar import GrammarError
-from asyncllm.structured.llguidance_backend import LLGuidanceBackend
+from asyncllm import InvalidRequestError
+from asyncllm.serving.protocol_error import from_engine_error
+from asyncllm.structured.grammar import GrammarError, Vocabulary
+from asyncllm.structured.llguidance_backend import LLGuidanceBackend, _one_of
 from asyncllm.structured.references import refuse_endless
 from asyncllm.structured.spec import parse_structured_outputs
-from tests.structured import ByteRig, accepts, byte_vocabulary
+from tests.structured import ByteRig, accepts, byte_vocabulary, tokens_of
 
 INTEGER = {"type": "integer"}
 
@@ -48,10 +52,10 @@ def last_of(schema: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("count", "required", "others"),
     [
-        (500, (), {}),
-        (498, (), {"additionalProperties": True}),
-        (1000, (0,), {}),
-        (1200, (600,), {}),
+        (250, (), {}),
+        (248, (), {"additionalProperties": True}),
+        (500, (0,), {}),
+        (600, (300,), {}),
         (1800, tuple(range(1800)), {}),
     ],
 )
@@ -61,13 +65,13 @@ def test_as_many_properties_as_the_parser_takes(llguidance, count, required, oth
 
 
 TOO_MANY = [
-    with_properties(501),
-    with_properties(499, additionalProperties=True),
-    with_properties(1003, (0,)),
-    {"anyOf": [with_properties(100) for _ in range(6)]},
+    with_properties(251),
+    with_properties(249, additionalProperties=True),
+    with_properties(503, (0,)),
+    {"anyOf": [with_properties(50) for _ in range(6)]},
     {
-        "$defs": {"a": with_properties(300)},
-        "anyOf": [{"$ref": "#/$defs/a"}, with_properties(300)],
+        "$defs": {"a": with_properties(150)},
+        "anyOf": [{"$ref": "#/$defs/a"}, with_properties(150)],
     },
 ]
 LONG = "deep" * 50
@@ -78,7 +82,7 @@ too_many = pytest.mark.parametrize("schema", TOO_MANY, ids=lambda schema: json.d
 
 @too_many
 def test_more_are_refused_where_an_output_begins(llguidance, schema) -> None:
-    with pytest.raises(GrammarError, match="max is 2000"):
+    with pytest.raises(GrammarError, match="max is 1000"):
         compiled(llguidance, json=schema)
 
 
@@ -96,9 +100,9 @@ async def test_more_within_an_output_end_their_own_request(schema) -> None:
         neighbour = engine.stream("y", max_tokens=200, seed=1)
         alone = engine.stream("y", max_tokens=200, seed=1)
         expected = (await alone.result()).token_ids
-        with pytest.raises(RequestError, match="GrammarError") as caught:
+        with pytest.raises(InvalidRequestError, match="max is 1000") as caught:
             await engine.generate("x", structured_outputs={"json": deep}, max_tokens=400)
-        assert "max is 2000" in str(caught.value.__cause__)
+        assert caught.value.param == "structured_outputs"
         assert (await neighbour.result()).token_ids == expected
         again = await engine.generate("x", structured_outputs={"choice": ["a"]})
         assert again.text == "a"
@@ -126,10 +130,218 @@ def test_xgrammar_takes_what_is_past_the_others_limits() -> None:
 @pytest.mark.asyncio
 async def test_a_grammar_past_the_limits_of_the_parser_is_refused(grammar) -> None:
     async with ByteRig().engine(structured_outputs_backend="llguidance") as engine:
-        with pytest.raises(InvalidRequestError, match=r"max is 2000|max is \d+") as caught:
+        with pytest.raises(InvalidRequestError, match=r"max is \d+") as caught:
             await engine.generate("x", structured_outputs={"grammar": grammar})
         assert caught.value.param == "structured_outputs"
         assert (await engine.generate("x", structured_outputs={"choice": ["a"]})).text == "a"
+
+
+# --- work ---------------------------------------------------------------------------------------
+
+TEXT = {"type": "string"}
+NESTED = {"grammar": 'start: x*\nx: y*\ny: z*\nz: "a"*'}
+
+
+def closed(properties: dict[str, Any], *optional: str) -> dict[str, Any]:
+    required = [name for name in properties if name not in optional]
+    kinds = {"type": "object", "properties": properties, "required": required}
+    return {**kinds, "additionalProperties": False}
+
+
+CODES = [f"{a}{b}{n}" for a in "ABCDEFGH" for b in "KLMNOP" for n in range(10)]
+FORMATS = {
+    "email": "mia@example.org", "date": "2026-11-23", "date-time": "2026-11-23T10:05:53Z",
+    "uuid": "123e4567-e89b-12d3-a456-426614174000", "ipv4": "10.0.0.1", "ipv6": "2001:db8::1",
+    "hostname": "a.example.org", "uri": "https://example.org/a?b=c", "time": "10:05:53Z",
+    "duration": "P1DT2H",
+}  # fmt: skip
+NODE_OF_TREE = closed(
+    {"value": INTEGER, "children": {"type": "array", "items": {"$ref": "#/$defs/node"}},
+     "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}}, "children", "next",
+)  # fmt: skip
+TOOLS = [closed({"city": TEXT, "days": INTEGER, f"only_{i}": TEXT}, f"only_{i}") for i in range(64)]
+OF_PRACTICE: list[tuple[dict[str, Any], str]] = [
+    ({"json": closed({name: {"type": "string", "format": name} for name in FORMATS})},
+     json.dumps(FORMATS)),
+    ({"json": closed({"codes": {"type": "array", "items": {"enum": CODES}}})},
+     json.dumps({"codes": CODES[::7]})),
+    ({"json": {"type": "array", "items": {"anyOf": [
+        closed({"kind": {"const": f"kind_{i}"}, "v": TEXT, f"n{i}": INTEGER}, f"n{i}")
+        for i in range(40)]}}},
+     json.dumps([{"kind": f"kind_{i}", "v": "x", f"n{i}": i} for i in range(0, 40, 5)])),
+    ({"json": {"$defs": {"node": NODE_OF_TREE}, "$ref": "#/$defs/node"}},
+     '{"value": 1, "children": [{"value": 2, "next": {"value": 3}}, {"value": 4, "next": null}]}'),
+    ({"json": closed({f"property_{i}": [TEXT, INTEGER][i % 2] for i in range(120)},
+                     *(f"property_{i}" for i in range(120)))},
+     '{"property_2": "x", "property_3": 3, "property_118": "y"}'),
+    ({"json": closed({
+        "sku": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4,8}(-[a-z0-9]+)*$"},
+        "version": {"type": "string", "pattern": r"^\d+\.\d+\.\d+(-[\w.]+)?(\+[\w.]+)?$"},
+        "word": {"type": "string", "pattern": r"^\w{1,64}$"},
+        "note": {"type": "string", "maxLength": 20_000}})},
+     '{"sku": "ABC-1234-a1", "version": "1.20.3-rc.1+x", "word": "Groesse", "note": "n"}'),
+    ({"json": {"type": "array", "items": INTEGER, "minItems": 3, "maxItems": 1000}},
+     json.dumps(list(range(200)))),
+    ({"json": {"type": "array", "items": {"type": "array", "items": closed({"a": TEXT})}}},
+     '[[{"a": "b"}, {"a": "c"}], []]'),
+    ({"json_object": True}, '{"any": [1, {"thing": null}], "b": "c"}'),
+    ({"structural_tag": {"type": "structural_tag", "triggers": ["<function="], "structures": [
+        {"begin": f"<function=tool_{i}>", "schema": tool, "end": "</function>"}
+        for i, tool in enumerate(TOOLS)]}},
+     'I ask. <function=tool_63>{"city": "Bonn", "days": 3}</function>'),
+    ({"structural_tag": {"type": "structural_tag", "format": {
+        "type": "tags_with_separator", "separator": "\n", "at_least_one": True, "tags": [
+            {"type": "tag", "begin": f'{{"name": "tool_{i}", "arguments": ', "end": "}",
+             "content": {"type": "json_schema", "json_schema": tool}}
+            for i, tool in enumerate(TOOLS)]}}},
+     '{"name": "tool_7", "arguments": {"city": "Ulm", "days": 1, "only_7": "x"}}\n' * 3
+     + '{"name": "tool_9", "arguments": {"city": "Ulm", "days": 1}}'),
+    ({"grammar": "start: expr\nexpr: expr ADD term | term\nterm: term MUL atom | atom\n"
+      'atom: /[0-9]+/ | NAME | "(" expr ")" | NAME "(" (expr ("," expr)*)? ")"\n'
+      'ADD: "+" | "-"\nMUL: "*" | "/"\nNAME: /[a-z]+/'},
+     "max(1,(22+x)*3)-4*(y-f(2,3,4))/5+" * 6 + "1"),
+    ({"grammar": 'start: item (", " item)*\nitem: '
+      + " | ".join(f'"item {i}"' for i in range(200))},
+     ", ".join(f"item {i}" for i in range(0, 200, 9))),
+    ({"grammar": 'start: line+\nline: WORD (" " WORD)* "\\n"\nWORD: /[a-zA-Z]+/'},
+     "some words of a line\n" * 20),
+    ({"regex": r"([A-Z][a-z]+ ){1,50}[0-9]{4}-[0-9]{2}"}, "Mia And Tom Go Home " * 5 + "2026-11"),
+]  # fmt: skip
+"""Forms as applications ask for them, with an output of each."""
+
+
+@pytest.mark.parametrize(("asked", "text"), OF_PRACTICE, ids=lambda one: str(one)[:50])
+def test_forms_of_practice_stay_below_the_limits(llguidance, asked, text) -> None:
+    matcher = compiled(llguidance, **asked).new_matcher()
+    for byte in text.encode():
+        assert byte in tokens_of(matcher.bitmask())
+        assert matcher.accept(byte)
+    assert matcher.may_end()
+
+
+def written(backend: Any, asked: dict[str, Any], text: str) -> tuple[int, InvalidRequestError]:
+    """How many bytes of a repeated text an output may have, and the error that ends it."""
+    matcher = compiled(backend, **asked).new_matcher()
+    for count in range(5000):
+        try:
+            matcher.bitmask()
+            assert matcher.accept(ord(text[count % len(text)]))
+        except InvalidRequestError as error:
+            return count, error
+    raise AssertionError("nothing bounds it")
+
+
+def tags_within_tags(depth: int) -> dict[str, Any]:
+    form: dict[str, Any] = {"type": "const_string", "value": "a"}
+    for _ in range(depth):
+        tag = {"type": "tag", "begin": "", "content": form, "end": ""}
+        form = {"type": "tags_with_separator", "separator": "", "tags": [tag]}
+    return {"structural_tag": {"type": "structural_tag", "format": form}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "most"),
+    [
+        (NESTED, 45),
+        ({"grammar": 'start: e\ne: e e e | e e | "a" |'}, 60),
+        ({"grammar": 'start: (a b c)*\na: "a"*\nb: a*\nc: b*'}, 45),
+        (tags_within_tags(3), 60),
+    ],
+    ids=lambda one: str(one)[:40],
+)
+def test_an_ambiguous_grammar_ends_after_the_same_few_tokens(llguidance, asked, most) -> None:
+    """Each token of it adds items, and a token costs the square of them and more."""
+    count, error = written(llguidance, asked, "a")
+    assert 8 < count <= most
+    assert error.param == "structured_outputs"
+    assert str(error).startswith("structured_outputs.")
+    again, same = written(llguidance, asked, "a")
+    assert (again, str(same)) == (count, str(error))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"regex": "((a*)*)*"},
+        {"grammar": 'root ::= x*\nx ::= y*\ny ::= "a"*'},
+        {"structural_tag": {"type": "structural_tag", "format": {"type": "regex",
+                                                                "pattern": "(a*)*"}}},
+    ],
+)  # fmt: skip
+def test_xgrammar_bounds_the_bytes_under_a_callers_own_rules(asked) -> None:
+    from asyncllm.structured.xgrammar_backend import MAX_WORK, XGrammarBackend
+
+    spec = parse_structured_outputs(asked)
+    assert spec is not None
+    most = math.isqrt(MAX_WORK // len(spec.text))
+    assert 20 < most < 100
+    count, error = written(XGrammarBackend(byte_vocabulary()), asked, "a")
+    assert count == most
+    assert error.param == "structured_outputs"
+    assert f"at most {most} bytes" in str(error)
+
+
+def test_xgrammars_schemas_and_choices_have_no_such_bound() -> None:
+    from asyncllm.structured.xgrammar_backend import XGrammarBackend
+
+    backend = XGrammarBackend(byte_vocabulary())
+    schema = {"type": "array", "items": {"type": "string"}}
+    assert accepts(compiled(backend, json=schema), json.dumps(["some text"] * 200))
+    assert accepts(compiled(backend, choice=["yes " * 500, "no"]), "yes " * 500)
+
+
+@pytest.mark.asyncio
+async def test_its_request_fails_alone_and_by_name() -> None:
+    async with ByteRig(eos=False).engine(structured_outputs_backend="llguidance") as engine:
+        alone = (await engine.generate("y", max_tokens=100, seed=1)).token_ids
+        neighbour = engine.stream("y", max_tokens=100, seed=1)
+        with pytest.raises(InvalidRequestError, match="too complex for the next token") as caught:
+            await engine.generate("x", structured_outputs=NESTED, max_tokens=400)
+        answer = from_engine_error(caught.value, {})
+        assert (answer.status, answer.param) == (400, "structured_outputs")
+        assert (await neighbour.result()).token_ids == alone
+
+
+# --- choices -------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.text("ab|(\\é", min_size=1, max_size=6), min_size=1, max_size=12, unique=True))
+def test_an_expression_of_choices_matches_them_and_nothing_else(choices: list[str]) -> None:
+    spelled = re.sub(r"\\x\{(\w+)\}", lambda m: f"\\x{int(m[1], 16):02x}", _one_of(sorted(choices)))
+    found = re.compile(spelled)
+    for text in {part for one in choices for part in (one, one[:-1], one + "a", "b" + one)}:
+        assert bool(found.fullmatch(text)) == (text in choices)
+
+
+def test_what_choices_begin_with_is_written_once(llguidance) -> None:
+    shared = "the same beginning of " * 40
+    choices = [f"{shared}{i}" for i in range(120)]
+    assert len(_one_of(sorted(choices))) < 2 * len(_one_of([shared])) + 2000
+    grammar = compiled(llguidance, choice=choices)
+    assert all(accepts(grammar, one) for one in choices[::17])
+    assert not accepts(grammar, shared)
+    assert not accepts(grammar, shared + "120")
+    chain = ["a" * count for count in range(1, 200)]
+    grammar = compiled(llguidance, choice=chain)
+    assert all(accepts(grammar, one) for one in (chain[0], chain[99], chain[-1]))
+    assert not accepts(grammar, "a" * 200)
+
+
+def test_a_mask_tokenises_little_of_a_long_forced_text() -> None:
+    asked: list[int] = []
+
+    def encode(text: str) -> list[int]:
+        asked.append(len(text))
+        return list(text.encode())
+
+    vocabulary = Vocabulary([bytes([byte]) for byte in range(256)], {}, encode)
+    text = "one long choice " * 60
+    matcher = compiled(LLGuidanceBackend(vocabulary), choice=[text]).new_matcher()
+    for byte in text.encode():
+        assert tokens_of(matcher.bitmask()) == {byte}
+        assert matcher.accept(byte)
+    assert asked
+    assert max(asked) <= 64
 
 
 # --- references --------------------------------------------------------------------------------

@@ -35,7 +35,9 @@ from tests.structured import (
     accepts,
     assert_valid,
     byte_vocabulary,
+    mixed_requests,
     random_schema,
+    texts_of,
     tokens_of,
 )
 
@@ -74,46 +76,24 @@ async def test_an_output_has_the_form_that_it_was_asked_for(depth):
                 assert completion.stop_reason is None
 
 
-def _requests(count: int) -> list[dict[str, Any]]:
-    rng = random.Random(7)
-    asked = [{"structured_outputs": {"json": random_schema(rng)}} for _ in range(count)]
-    asked[1::3] = [{} for _ in asked[1::3]]
-    return asked
-
-
-async def _texts(rig: ByteRig, count: int = 12, **overrides: Any) -> list[Any]:
-    async with rig.engine(**overrides) as engine:
-        await engine.pause()  # so that all are in the first steps
-        streams = [
-            engine.stream(
-                f"prompt {i}", max_tokens=60, ignore_eos="structured_outputs" in one, **one
-            )
-            for i, one in enumerate(_requests(count))
-        ]
-        await engine.resume()
-        found = [await stream.result() for stream in streams]
-        assert engine.stats().num_running == 0
-        return [(c.text, c.token_ids, c.finish_reason) for c in found]
-
-
 async def test_depth_preemption_and_lost_steps_change_no_output():
     """A matcher's state is a function of the request's own tokens."""
-    expected = await _texts(ByteRig())
-    for one, (text, _, reason) in zip(_requests(12), expected, strict=True):
+    expected = await texts_of(ByteRig())
+    for one, (text, _, reason) in zip(mixed_requests(12), expected, strict=True):
         if one and reason == "stop":
             assert_valid(json.loads(json.dumps(one["structured_outputs"]["json"])), text)
-    assert await _texts(ByteRig(depth=2)) == expected
+    assert await texts_of(ByteRig(depth=2)) == expected
     for depth in (1, 2):
         small = ByteRig(depth=depth, num_blocks=33)
-        assert await _texts(small) == expected
+        assert await texts_of(small) == expected
         assert any(
             len(a.token_ids) > a.num_prompt_tokens
             for b in small.executor.batches
             for a in b.assignments
         )
         failing = ByteRig(depth=depth)
-        failing.executor.faults.update({i: StepOutOfMemoryError("full") for i in (3,)})
-        assert await _texts(failing) == expected
+        failing.executor.faults.update({12 + 3: StepOutOfMemoryError("full")})
+        assert await texts_of(failing) == expected
 
 
 async def test_rows_without_a_grammar_are_not_masked():
@@ -257,7 +237,7 @@ async def test_a_matcher_that_fails_ends_its_own_request(where, depth, monkeypat
             if where == "new_matcher" and self._made > 1:  # the first is the compiler's own
                 raise BaseException("new_matcher")
             inner = self._grammar.new_matcher()
-            found = _Broken(inner._matcher, inner._vocabulary)
+            found = _Broken(inner._matcher, inner._vocabulary, inner._spec)
             found.where = where
             return found
 

@@ -23,7 +23,7 @@ from asyncllm.core.output_processor import OutputProcessor, as_request_error, ma
 from asyncllm.core.request import RequestGroup, Status
 from asyncllm.core.scheduled_step import ScheduledStep
 from asyncllm.core.scheduler import Scheduler
-from asyncllm.core.structured_output import make_masks
+from asyncllm.core.structured_output import MaskMaker
 from asyncllm.core.tracebacks import clear_frames
 from asyncllm.errors import (
     EngineClosedError,
@@ -90,6 +90,7 @@ class EngineCore:
         self._closing_at: float | None = None
         self._only_paused_since: float | None = None
         self.closed = False
+        self._masks = MaskMaker(self.send)
         self._masked_step = -1
         self._num_steps = 0
         self._last_step_time = 0.0
@@ -207,6 +208,7 @@ class EngineCore:
             self._calls.close(self.shutdown_error)
             self._in_flight.clear()
             self._calls.due.clear()
+            self._masks.close()
             with contextlib.suppress(_DeclaredHung):
                 self._on_device(close_executor, self.executor)
 
@@ -238,7 +240,9 @@ class EngineCore:
             return
         if self._in_flight and (not launched or self._pipeline_full()):
             self._collect()
-        elif not launched and (self._suspended or not self.scheduler.has_work()):
+        elif not launched and (
+            self._suspended or self._masks.num_pending or not self.scheduler.has_work()
+        ):
             self._wait_for_command()
 
     def _pipeline_full(self) -> bool:
@@ -294,7 +298,7 @@ class EngineCore:
         if step is None or not step.is_masked or step.batch.step == self._masked_step:
             return
         self._masked_step = step.batch.step
-        masks, ends = make_masks(step)
+        masks, ends = self._masks.make(step, self._last_step_time)
         for request, error in ends:
             if error is None:
                 self.output_processor.complete(request)
@@ -316,6 +320,8 @@ class EngineCore:
         self._last_step_time = now - launched_at
         for event in self.scheduler.update(step, result):
             self.output_processor.deliver(event, now)
+        if step.is_masked:
+            self._masks.make_ahead(step)
         self.scheduler.budget.recover()
         self._send_masks()
 

@@ -111,7 +111,8 @@ class Request:
             when no token is in flight: ``max_total_tokens``, or 0 with ``needs_host``.
         num_computed_tokens: tokens whose KV is computed by steps already launched; at most
             ``len(token_ids) + num_placeholders``.
-        num_placeholders: sampled tokens of steps in flight, whose values are not known yet.
+        num_placeholders: sampled tokens of steps in flight, whose values are not known yet; 1 while
+            its next mask is made ahead, which keeps it from being scheduled.
         epoch: bumped when in-flight results become void, by preemption or rollback.
         blocks: per KV group the blocks held, in order of position; empty if none are. The KV cache
             manager owns this and the next five.

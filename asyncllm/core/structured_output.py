@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from asyncllm.core.batch import GrammarMask
@@ -30,6 +33,10 @@ class StructuredOutput:
         special: ids of tokens that add no text. A stop token among them that the grammar names is
             part of the output, and ends it only where the grammar may end.
         allowed: ``allowed_token_ids`` as the bits of an integer, made at first use.
+        num_ahead: masks that are still to be made ahead of their step, by MaskMaker; 0 if they are
+            quick.
+        ahead: the next mask, made or in the making on another thread, which owns the matcher
+            until it is done.
         num_opening: tokens of a possible opening of thoughts that the matcher has followed; None if
             the grammar does not admit them.
     """
@@ -37,6 +44,8 @@ class StructuredOutput:
     matcher: GrammarMatcher
     special: Collection[int] = ()
     allowed: int | None = field(init=False, default=None)
+    num_ahead: int = field(init=False, default=0)
+    ahead: Future[tuple[bytes | None, float]] | None = field(init=False, default=None)
     num_opening: int | None = field(init=False, default=0)
 
     def advance(
@@ -159,27 +168,119 @@ def masked_rows(step: ScheduledStep) -> list[int]:
     ]
 
 
-def make_masks(
-    step: ScheduledStep,
-) -> tuple[GrammarMask, list[tuple[Request, BaseException | None]]]:
-    """Makes the masks of a step, once all tokens before it are known. Also returns the requests
-    that end instead, with None if their output is complete, else with their error."""
-    batch = step.batch
-    masks = GrammarMask(batch.step)
-    ends: list[tuple[Request, BaseException | None]] = []
-    for row in batch.masked_rows:
-        request = step.requests[row]
-        if request.epoch != step.epochs[row]:
-            continue  # its token is discarded
-        try:
-            assert request.structured_output is not None
-            mask = request.structured_output.mask(request)
-        except BaseException as error:  # native code of a backend may raise it
-            ends.append((request, error))
-            continue
-        if mask is None:
-            ends.append((request, None))
-        elif mask:
-            masks.rows.append(row)
-            masks.masks.append(mask)
-    return masks, ends
+_NUM_AHEAD = 16
+"""Quick masks after a slow one that are made ahead as well."""
+
+_SHARE = 8
+"""A mask is slow if it takes more than this part of the time that a step may wait for masks."""
+
+
+class MaskMaker:
+    """Makes the masks of steps, and slow ones ahead of their step on a thread.
+
+    A step may wait for its masks ``max(2 ms, a tenth of its time)``. Where they take longer, and
+    rows that are quick wait for others, the slow requests are scheduled from then on only with
+    their mask made: until then they count as having a token in flight. Time delays a request, and
+    changes none of its tokens.
+
+    Args:
+        send: asks the engine thread to call a function with arguments.
+        clock: seconds of the calling thread. Seconds of the wall would call a quick mask slow
+            where the machine is busy.
+    """
+
+    def __init__(
+        self, send: Callable[..., None], clock: Callable[[], float] = time.thread_time
+    ) -> None:
+        self._send = send
+        self._clock = clock
+        self._worker: ThreadPoolExecutor | None = None
+        self.num_pending = 0
+
+    def make(
+        self, step: ScheduledStep, step_time: float
+    ) -> tuple[GrammarMask, list[tuple[Request, BaseException | None]]]:
+        """Make the masks of a step, once all tokens before it are known. Also returns the requests
+        that end instead, with None if their output is complete, else with their error.
+
+        Args:
+            step_time: seconds that a step takes.
+        """
+        batch = step.batch
+        masks = GrammarMask(batch.step)
+        ends: list[tuple[Request, BaseException | None]] = []
+        slow, total = [], 0.0
+        limit = max(0.002, step_time / 10)
+        for row in batch.masked_rows:
+            request = step.requests[row]
+            if request.epoch != step.epochs[row]:
+                continue  # its token is discarded
+            grammar = request.structured_output
+            try:
+                assert isinstance(grammar, StructuredOutput)
+                if grammar.ahead is None:
+                    mask, seconds = self._timed(grammar, request)
+                    total += seconds
+                else:
+                    # Only a request that was preempted meanwhile waits here.
+                    mask, seconds = grammar.ahead.result()
+                    grammar.ahead = None
+            except BaseException as error:  # native code of a backend may raise it
+                ends.append((request, error))
+                continue
+            if seconds * _SHARE > limit:
+                slow.append((request, grammar))
+            elif grammar.num_ahead:
+                self._count_quick(request, grammar)
+            if mask is None:
+                ends.append((request, None))
+            elif mask:
+                masks.rows.append(row)
+                masks.masks.append(mask)
+        for request, grammar in slow:
+            if grammar.num_ahead or (total > limit and len(slow) < len(step.requests)):
+                grammar.num_ahead = _NUM_AHEAD
+                request.run_ahead_end = 0
+        return masks, ends
+
+    def make_ahead(self, step: ScheduledStep) -> None:
+        """Begin the next masks of the requests of ``step`` whose masks are slow, once its tokens
+        are accepted."""
+        for row in step.batch.masked_rows:
+            request = step.requests[row]
+            grammar = request.structured_output
+            assert isinstance(grammar, StructuredOutput)
+            if not grammar.num_ahead or request.epoch != step.epochs[row]:
+                continue
+            if request.num_placeholders:
+                continue  # it was already scheduled; that step makes the mask
+            if self._worker is None:
+                self._worker = ThreadPoolExecutor(1, "asyncllm-masks")
+            try:
+                grammar.ahead = self._worker.submit(self._timed, grammar, request)
+            except RuntimeError:
+                self._worker = None  # no thread can be started: the step makes the mask
+                continue
+            request.num_placeholders = 1
+            self.num_pending += 1
+            done = partial(self._send, self._on_made, request, request.epoch)
+            grammar.ahead.add_done_callback(lambda _, done=done: done())
+
+    def close(self) -> None:
+        """Drop the masks that have not begun, and wait for the one in the making."""
+        if self._worker is not None:
+            self._worker.shutdown(cancel_futures=True)
+
+    def _timed(self, grammar: StructuredOutput, request: Request) -> tuple[bytes | None, float]:
+        began = self._clock()
+        return grammar.mask(request), self._clock() - began
+
+    def _on_made(self, request: Request, epoch: int) -> None:
+        self.num_pending -= 1
+        if request.epoch == epoch:
+            request.num_placeholders -= 1
+
+    def _count_quick(self, request: Request, grammar: StructuredOutput) -> None:
+        grammar.num_ahead -= 1
+        if not grammar.num_ahead and not request.needs_host:
+            request.run_ahead_end = request.max_total_tokens

@@ -7,12 +7,22 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
+from asyncllm.errors import InvalidRequestError
 from asyncllm.structured.spec import StructuredOutputs
 
 
 class GrammarError(Exception):
     """A grammar that a backend cannot compile: malformed, with a feature that it does not enforce,
     or beyond its limits. The message says which."""
+
+
+def refuse_work(spec: StructuredOutputs, why: str) -> InvalidRequestError:
+    """Error for an output whose next token takes more of the parser than one request may have."""
+    what = f"{spec.param}.{spec.kind}" if spec.param == "structured_outputs" else spec.param
+    return InvalidRequestError(
+        f"{what}: too complex for the next token, expected fewer alternatives at a time: {why}",
+        param=spec.param,
+    )
 
 
 def is_gbnf(text: str) -> bool:

@@ -15,8 +15,16 @@ from asyncllm.structured.grammar import (
     GrammarMatcher,
     Vocabulary,
     is_gbnf,
+    refuse_work,
 )
-from asyncllm.structured.parser_limits import explain, refuse_past_llguidance, try_states
+from asyncllm.structured.parser_limits import (
+    MAX_ITEMS,
+    MAX_LEXER_FUEL,
+    explain,
+    max_items_in_row,
+    refuse_past_llguidance,
+    try_states,
+)
 from asyncllm.structured.spec import StructuredOutputs
 from asyncllm.structured.structural_tag import to_lark
 
@@ -31,6 +39,13 @@ _JSON_OPTIONS = {
 _MAX_PIECE = 32
 """Longest token, in bytes, of the greedy tokenisation."""
 
+_MAX_NESTED = 40
+"""Most levels of shared prefixes. The parser of expressions takes 250 groups."""
+
+_MAX_FORCED = 64
+"""Leading bytes of a forced text that are tokenised. Only their first token is used, and each mask
+asks for it."""
+
 
 class LLGuidanceBackend:
     """Default backend, without dependencies; refuses keywords that it does not enforce."""
@@ -41,16 +56,21 @@ class LLGuidanceBackend:
         wrapper = self._library.TokenizerWrapper(_Tokens(vocabulary))
         # Masks use the model's ids; the token that ends a grammar comes after them.
         self._tokenizer = self._library.LLTokenizer(wrapper)
-        self._limits = self._library.LLParserLimits(verbose_errors=False)
 
     def compile(self, spec: StructuredOutputs) -> LLGuidanceGrammar:
+        limits = self._library.LLParserLimits(
+            max_items_in_row=max_items_in_row(spec),
+            step_max_items=MAX_ITEMS,
+            step_lexer_fuel=MAX_LEXER_FUEL,
+            verbose_errors=False,
+        )
         matcher = self._library.LLMatcher(
-            self._tokenizer, self._grammar(spec), log_level=0, limits=self._limits
+            self._tokenizer, self._grammar(spec), log_level=0, limits=limits
         )
         if matcher.is_error():
             raise GrammarError(explain(matcher.get_error()))
         try_states(matcher, self._vocabulary.mask_size, len(spec.text))
-        return LLGuidanceGrammar(matcher, self._vocabulary)
+        return LLGuidanceGrammar(matcher, self._vocabulary, spec)
 
     def _grammar(self, spec: StructuredOutputs) -> str:
         library, text = self._library.LLMatcher, spec.text
@@ -62,7 +82,7 @@ class LLGuidanceBackend:
                 case "regex":
                     return library.grammar_from_regex(_without_anchors(text))
                 case "choice":
-                    return library.grammar_from_regex("|".join(map(_escape, json.loads(text))))
+                    return library.grammar_from_regex(_one_of(sorted(json.loads(text))))
                 case "structural_tag":
                     special = self._vocabulary.special if spec.param == "tools" else {}
                     return library.grammar_from_lark(to_lark(json.loads(text), special))
@@ -73,23 +93,25 @@ class LLGuidanceBackend:
 
 
 class LLGuidanceGrammar:
-    def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
+    def __init__(self, matcher: Any, vocabulary: Vocabulary, spec: StructuredOutputs) -> None:
         self.special: Collection[int] = vocabulary.special
         self._matcher = matcher
         self._vocabulary = vocabulary
+        self._spec = spec
 
     def new_matcher(self) -> GrammarMatcher:
-        return LLGuidanceMatcher(self._matcher.deep_copy(), self._vocabulary)
+        return LLGuidanceMatcher(self._matcher.deep_copy(), self._vocabulary, self._spec)
 
 
 class LLGuidanceMatcher:
     """State of one output in a grammar; see GrammarMatcher."""
 
-    __slots__ = ("_matcher", "_vocabulary")
+    __slots__ = ("_matcher", "_spec", "_vocabulary")
 
-    def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
+    def __init__(self, matcher: Any, vocabulary: Vocabulary, spec: StructuredOutputs) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
+        self._spec = spec
 
     def accept(self, token_id: int) -> bool:
         if self._matcher.consume_token(token_id):
@@ -97,11 +119,11 @@ class LLGuidanceMatcher:
         error = self._matcher.get_error()
         if "satisfy the grammar" in error:
             return False
-        raise GrammarError(f"structured_outputs: {explain(error)}")  # a limit of the parser
+        raise refuse_work(self._spec, explain(error))
 
     def rollback(self, num_tokens: int) -> None:
         if not self._matcher.rollback(num_tokens):
-            raise GrammarError(explain(self._matcher.get_error()))
+            raise refuse_work(self._spec, explain(self._matcher.get_error()))
 
     def bitmask(self) -> bytearray:
         mask = self._matcher.compute_bitmask()
@@ -109,7 +131,7 @@ class LLGuidanceMatcher:
             return self._vocabulary.cut(mask)
         if self._matcher.stop_reason() == "NoExtensionBias":
             return bytearray(self._vocabulary.mask_size)  # nothing can follow: an empty mask
-        raise GrammarError(explain(self._matcher.get_error()))
+        raise refuse_work(self._spec, explain(self._matcher.get_error()))
 
     def may_end(self) -> bool:
         return self._matcher.is_accepting()
@@ -138,7 +160,7 @@ class _Tokens:
     def __call__(self, text: bytes | str) -> list[int]:
         """Tokenise a text that a grammar forces. If only one text can follow, llguidance allows
         nothing but the first token of this tokenisation."""
-        data = text.encode() if isinstance(text, str) else text
+        data = (text.encode() if isinstance(text, str) else text)[:_MAX_FORCED]
         with suppress(Exception):
             found = self._encode(data.decode())
             if b"".join(self._texts[i] for i in found) == data:
@@ -178,6 +200,25 @@ def _without_anchors(regex: str) -> str:
     if regex.endswith("$") and (len(regex) - len(regex[:-1].rstrip("\\"))) % 2:
         regex = regex[:-1]
     return regex
+
+
+def _one_of(choices: list[str], depth: int = 0) -> str:
+    """Expression that matches exactly ``choices``, which are sorted. What several begin with is
+    written once, because the lexer follows each alternative of its own."""
+    parts, first = [], 0
+    for end in range(1, len(choices) + 1):
+        if end < len(choices) and choices[end][:1] == choices[first][:1]:
+            continue
+        group = choices[first:end]
+        pairs = enumerate(zip(group[0], group[-1], strict=False))
+        shared = next((i for i, (a, b) in pairs if a != b), len(group[0]))
+        head, tails = _escape(group[0][:shared]), [one[shared:] for one in group]
+        if len(group) > 1 and depth < _MAX_NESTED and shared:
+            parts.append(f"{head}({_one_of(tails, depth + 1)})")
+        else:
+            parts += [head + _escape(tail) for tail in tails]
+        first = end
+    return "|".join(parts)
 
 
 def _escape(text: str) -> str:

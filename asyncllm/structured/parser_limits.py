@@ -3,22 +3,42 @@
 The parser meets its limits while an output is written. A grammar that exceeds them in one of its
 first states is refused before; one that does so later ends its own request.
 
-The limits are llguidance's defaults. With four times as many alternatives a mask of 150,000 tokens
-would take 100 ms and more, and every request of the batch would wait.
+The limits count work and no time, so that a request's result does not depend on its company. They
+are below llguidance's defaults, and above all that schemas of practice take: a row costs the square
+of its items, and an ambiguous grammar has more of them with each token.
 """
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from asyncllm.structured.grammar import GrammarError
 from asyncllm.structured.json_schema import LLGUIDANCE_KEYWORDS, refuse_unenforced
 from asyncllm.structured.references import refuse_endless
+from asyncllm.structured.spec import StructuredOutputs
 
 CHARACTERS_PER_STATE = 512
 MAX_STATES = 64
-MAX_SECONDS = 1.0
+
+MAX_ITEMS = 16_000
+"""Most items of the parser that one mask makes: about 6 ms."""
+
+MAX_LEXER_FUEL = 30_000
+"""Most fuel of the lexer that one mask takes: about 2 ms."""
+
+MAX_ITEMS_OF_SCHEMA = 1000
+"""Most items after one token of a schema, whose brackets keep them from growing: 0.5 ms."""
+
+MAX_ITEMS_OF_GRAMMAR = 256
+"""Most items after one token of a caller's own rules, which may be ambiguous: 0.3 ms. The costs of
+ambiguous rules grow with the cube."""
+
+
+def max_items_in_row(spec: StructuredOutputs) -> int:
+    """Most items that the parser may have after a token, which is what accepting it costs."""
+    # Repetitions within repetitions are what can be ambiguous in a structural tag.
+    nested = spec.kind == "structural_tag" and spec.text.count('"tags_with_separator"') > 1
+    return MAX_ITEMS_OF_GRAMMAR if nested or spec.kind == "grammar" else MAX_ITEMS_OF_SCHEMA
 
 
 def refuse_past_llguidance(schema: Any) -> None:
@@ -37,12 +57,9 @@ def try_states(matcher: Any, mask_size: int, num_characters: int) -> None:
     """
     states = [matcher.deep_copy()]
     left = min(2 + num_characters // CHARACTERS_PER_STATE, MAX_STATES)
-    until = time.monotonic() + MAX_SECONDS
     while states and left:
         following = []
         for state in states[:left]:
-            if time.monotonic() > until:
-                return
             left -= 1
             mask = state.compute_bitmask()
             _check_limits(state)

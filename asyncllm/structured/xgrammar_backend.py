@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -15,10 +17,19 @@ from asyncllm.structured.grammar import (
     GrammarMatcher,
     Vocabulary,
     is_gbnf,
+    refuse_work,
 )
 from asyncllm.structured.json_schema import refuse_ignored_by_xgrammar
 from asyncllm.structured.spec import StructuredOutputs
 from asyncllm.structured.structural_tag import schemas_in_tag, with_format
+
+MAX_WORK = 2**16
+"""Most work of an output under a caller's own rules: their characters times the square of the
+output's bytes. The parser counts nothing and has no limits; the costs of ambiguous rules grow with
+the cube of the output, to half a second here."""
+
+MAX_TEXTS = 4
+"""Most parts of free text in a structural tag that do not count as rules."""
 
 
 class XGrammarBackend:
@@ -49,7 +60,7 @@ class XGrammarBackend:
         ) as error:  # xgrammar's own errors are RuntimeErrors
             raise GrammarError(_short(error)) from None
         return XGrammarGrammar(
-            self._library.GrammarMatcher, compiled, self._num_words, self._vocabulary
+            self._library.GrammarMatcher, compiled, self._num_words, self._vocabulary, spec
         )
 
     def _compile(self, spec: StructuredOutputs) -> Any:
@@ -79,30 +90,55 @@ class XGrammarBackend:
 class XGrammarGrammar:
     special: Collection[int] = ()
 
-    def __init__(self, matcher: Any, compiled: Any, num_words: int, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self,
+        matcher: Any,
+        compiled: Any,
+        num_words: int,
+        vocabulary: Vocabulary,
+        spec: StructuredOutputs,
+    ) -> None:
         self._make = matcher
         self._compiled = compiled
         self._num_words = num_words
         self._vocabulary = vocabulary
+        self._spec = spec
+        self._most = most_bytes(spec)
 
     def new_matcher(self) -> GrammarMatcher:
         matcher = self._make(self._compiled, terminate_without_stop_token=False)
-        return XGrammarMatcher(matcher, self._num_words, self._vocabulary)
+        return XGrammarMatcher(matcher, self._num_words, self._vocabulary, self._spec, self._most)
 
 
 class XGrammarMatcher:
     """State of one output in a grammar; see GrammarMatcher."""
 
-    __slots__ = ("_mask", "_matcher", "_vocabulary", "_words")
+    __slots__ = ("_left", "_mask", "_matcher", "_most", "_spec", "_vocabulary", "_words")
 
-    def __init__(self, matcher: Any, num_words: int, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self,
+        matcher: Any,
+        num_words: int,
+        vocabulary: Vocabulary,
+        spec: StructuredOutputs,
+        most: float,
+    ) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
+        self._spec = spec
+        self._most = self._left = most
         self._words = np.zeros((1, num_words), dtype=np.int32)
         self._mask: bytearray | None = None
 
     def accept(self, token_id: int) -> bool:
         self._mask = None
+        self._left -= len(self._vocabulary.tokens[token_id])
+        if self._left < 0:
+            raise refuse_work(
+                self._spec,
+                f"xgrammar takes at most {self._most} bytes under rules of "
+                f"{len(self._spec.text)} characters; expected fewer of one, or llguidance",
+            )
         return self._matcher.accept_token(token_id)
 
     def rollback(self, num_tokens: int) -> None:
@@ -124,6 +160,18 @@ class XGrammarMatcher:
             return False
         mask = self.bitmask()
         return mask == bytes(len(mask))
+
+
+def most_bytes(spec: StructuredOutputs) -> float:
+    """Most bytes of an output. Those of schemas and choices, whose brackets leave nothing
+    ambiguous, have no such bound."""
+    own_rules = spec.kind in ("regex", "grammar")
+    if spec.kind == "structural_tag":
+        rules = len(re.findall('"(?:regex|grammar)"', spec.text))
+        repeated = len(re.findall('"(?:tags_with_separator|optional|plus|star|repeat)"', spec.text))
+        texts = spec.text.count('"any_text"')
+        own_rules = rules > 0 or repeated > 1 or texts > MAX_TEXTS
+    return math.isqrt(MAX_WORK // len(spec.text)) if own_rules else math.inf
 
 
 def _short(error: Exception) -> str:

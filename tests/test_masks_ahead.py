@@ -1,0 +1,248 @@
+"""Slow masks delay their own request: they are made ahead on a thread, and change no token."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from asyncllm.core.executor import StepOutOfMemoryError
+from asyncllm.core.request import Status
+from asyncllm.core.structured_output import StructuredOutput
+from tests.core_rig import Rig
+from tests.structured import ByteRig, texts_of
+
+LENGTH = 12
+
+
+class SlowMatcher:
+    """Admits everything. Masks take 10 ms on the engine thread; on another they wait for a gate."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self.gate = threading.Event()
+        self.slow = True
+        self.error: BaseException | None = None
+        self.num_elsewhere = 0
+        self._using = threading.Lock()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        assert self._using.acquire(blocking=False), "two threads use a matcher"
+        try:
+            yield
+        finally:
+            self._using.release()
+
+    def accept(self, token_id: int) -> bool:
+        with self.alone():
+            return True
+
+    def rollback(self, num_tokens: int) -> None:
+        raise NotImplementedError
+
+    def bitmask(self) -> bytearray:
+        with self.alone():
+            if threading.current_thread() is not threading.main_thread():
+                self.num_elsewhere += 1
+                assert self.gate.wait(10)
+                if self.error is not None:
+                    raise self.error
+            elif self.slow:
+                self.rig.now += 0.01
+            return bytearray(b"\xff" * 125 + bytes(3))
+
+    def may_end(self) -> bool:
+        return False
+
+    def is_terminated(self) -> bool:
+        return False
+
+
+class SlowRig(Rig):
+    """A request of slow masks beside one without a grammar."""
+
+    def __init__(self, slow: bool = True, **limits: Any) -> None:
+        super().__init__(**limits)
+        self.matcher = SlowMatcher(self)
+        self.matcher.slow = slow
+        self.core._masks._clock = self.clock
+        self.hostile = self.group(LENGTH, name="slow")
+        self.request = self.hostile.members[0]
+        self.grammar = self.request.structured_output = StructuredOutput(self.matcher)
+        self.neighbour = self.group(4 * LENGTH, name="neighbour").members[0]
+
+    def until_ahead(self) -> None:
+        """Until its next mask is being made on the thread."""
+        while not self.core._masks.num_pending:
+            assert not self.request.finished
+            self.steps(1)
+        while not self.matcher.num_elsewhere:
+            time.sleep(0.001)
+
+    def finish(self) -> list[int]:
+        """Open the gate and take steps to the end; the tokens of the slow request."""
+        self.matcher.gate.set()
+        while not self.request.finished:
+            if self.grammar.ahead is not None and self.core._masks.num_pending:
+                self.grammar.ahead.exception(10)
+            self.steps(1)
+            self.scheduler.check_integrity()
+        return self.request.output_token_ids
+
+
+def expected(**limits: Any) -> list[int]:
+    return SlowRig(slow=False, **limits).finish()
+
+
+@pytest.fixture(params=[1, 2], ids=["depth 1", "depth 2"])
+def depth(request: Any) -> int:
+    return request.param
+
+
+@pytest.fixture
+def rig(depth: int) -> Iterator[SlowRig]:
+    made = SlowRig(pipeline_depth=depth)
+    yield made
+    made.matcher.gate.set()
+    made.core._masks.close()
+
+
+def test_neighbours_go_on_while_a_mask_is_made(rig: SlowRig, depth: int) -> None:
+    rig.until_ahead()
+    rig.steps(4)
+    at, blocks, slot = rig.request.num_output_tokens, rig.request.blocks, rig.request.req_index
+    before = rig.neighbour.num_output_tokens
+    rig.steps(8)
+    assert rig.neighbour.num_output_tokens >= before + 7
+    assert rig.request.num_output_tokens == at
+    assert (rig.request.status, rig.request.req_index) == (Status.RUNNING, slot)
+    assert rig.request.blocks is blocks
+    assert rig.matcher.num_elsewhere == 1
+    assert rig.finish() == expected(pipeline_depth=depth)
+    assert rig.matcher.num_elsewhere > LENGTH // 2
+
+
+def test_quick_masks_are_made_with_their_step(depth: int) -> None:
+    rig = SlowRig(slow=False, pipeline_depth=depth)
+    rig.finish()
+    assert rig.matcher.num_elsewhere == 0
+    assert rig.core._masks._worker is None
+
+
+def test_slow_masks_that_hold_up_nobody_are_made_with_their_step() -> None:
+    rig = SlowRig()
+    rig.core.abort(rig.neighbour.group)
+    rig.finish()
+    assert rig.matcher.num_elsewhere == 0
+
+
+def test_an_abort_leaves_the_mask_in_the_making_to_its_thread(rig: SlowRig) -> None:
+    rig.until_ahead()
+    rig.core.abort(rig.hostile)
+    rig.steps(4)
+    assert rig.request.finish_reason == "abort"
+    rig.scheduler.check_integrity()
+    assert rig.core._masks.num_pending == 1
+    rig.matcher.gate.set()
+    assert rig.grammar.ahead is not None
+    assert rig.grammar.ahead.result(10)[0] is not None
+    rig.steps(1)
+    assert rig.core._masks.num_pending == 0
+    before = rig.neighbour.num_output_tokens
+    rig.steps(4)
+    assert rig.neighbour.num_output_tokens > before
+
+
+@pytest.mark.parametrize("how", ["preempted", "rolled back", "paused"])
+def test_a_mask_in_the_making_outlives_its_slot(rig: SlowRig, depth: int, how: str) -> None:
+    rig.until_ahead()
+    while rig.core._in_flight:
+        rig.core._collect()
+    if how == "preempted":
+        rig.scheduler._preempt(rig.request)
+    elif how == "rolled back":
+        rig.scheduler.rollback([])
+    else:
+        rig.scheduler.pause(rig.request)
+        rig.scheduler.resume(rig.request)
+    rig.scheduler.check_integrity()
+    threading.Timer(0.05, rig.matcher.gate.set).start()
+    assert rig.request.status is Status.WAITING
+    rig.steps(3)
+    assert rig.finish() == expected(pipeline_depth=depth)
+
+
+def test_an_error_on_the_thread_ends_its_own_request(rig: SlowRig) -> None:
+    rig.until_ahead()
+    rig.matcher.error = KeyError("no mask")
+    rig.finish()
+    assert rig.request.finish_reason is None
+    assert rig.core.stats().num_failed == 1
+    assert rig.neighbour.status is Status.RUNNING
+
+
+def test_closing_waits_for_one_mask_and_drops_the_others(rig: SlowRig) -> None:
+    rig.until_ahead()
+    waiting = rig.core._masks._worker
+    assert waiting is not None
+    dropped = waiting.submit(lambda: None)
+    threading.Timer(0.05, rig.matcher.gate.set).start()
+    rig.core._masks.close()
+    assert rig.grammar.ahead is not None
+    assert rig.grammar.ahead.done()
+    assert dropped.cancelled()
+    assert not any(one.name.startswith("asyncllm-masks") for one in threading.enumerate())
+
+
+def slow_at(seed: int, share: int, threads: set[str]) -> Any:
+    """``StructuredOutput.mask`` that takes 3 ms at some outputs, by one thread at a time. The
+    names of the threads are added to ``threads``."""
+    real, using = StructuredOutput.mask, set[int]()
+
+    def mask(self: StructuredOutput, request: Any) -> bytes | None:
+        assert id(self) not in using, "two threads use a matcher"
+        using.add(id(self))
+        threads.add(threading.current_thread().name)
+        try:
+            if hash((seed, request.index, tuple(request.token_ids[-3:]))) % share == 0:
+                until = time.thread_time() + 0.003
+                while time.thread_time() < until:
+                    pass
+            return real(self, request)
+        finally:
+            using.discard(id(self))
+
+    return mask
+
+
+@settings(max_examples=12, deadline=None)
+@example(seed=0, share=1, depth=1, num_blocks=257, fault=None)
+@example(seed=0, share=1, depth=2, num_blocks=257, fault=None)
+@given(
+    seed=st.integers(0, 99),
+    share=st.integers(1, 12),
+    depth=st.sampled_from([1, 2]),
+    num_blocks=st.sampled_from([33, 257]),
+    fault=st.sampled_from([None, 3, 9]),
+)
+def test_slow_masks_change_no_output(
+    seed: int, share: int, depth: int, num_blocks: int, fault: int | None
+) -> None:
+    rig = ByteRig(depth=depth, num_blocks=num_blocks)
+    if fault is not None:
+        rig.executor.faults[6 + fault] = StepOutOfMemoryError("full")
+    threads: set[str] = set()
+    with mock.patch.object(StructuredOutput, "mask", slow_at(seed, share, threads)):
+        found = asyncio.run(texts_of(rig, 6))
+    if share == 1 and num_blocks == 257 and fault is None:  # free rows beside the slow ones
+        assert "asyncllm-masks_0" in threads
+    assert found == asyncio.run(texts_of(ByteRig(num_blocks=num_blocks), 6))
