@@ -95,11 +95,11 @@ def test_discarded_requests_are_let_go():
         later = request(index)
         queue.push(later)
         queue.discard(later)
-    assert len(queue._heap) <= 65
+    assert queue._num_entries <= 65
     assert drained(queue) == [first]
     crowd = [request(index) for index in range(200)]
     for one in crowd:
         queue.push(one)
     for one in crowd:
         queue.discard(one)
-    assert len(queue._heap) <= 65
+    assert queue._num_entries <= 65
