@@ -28,18 +28,23 @@ class _Owner:
         heap: ``(sort key, serial, request)`` of those that wait, and of some that were discarded;
             the first one waits.
         num_running: those that hold a slot.
-        served: arrival and serial behind which the owner is in line since its last admission.
+        served: number as of ``_turn``, behind which the owner is in line since its last admission.
         entry: its entry in the heap of owners; None while none of its requests waits.
     """
 
+    name: str | None
     heap: list[tuple[Rank, int, Request]] = field(default_factory=list)
     num_running: int = 0
-    served: tuple[int, int] = (-1, 0)
+    served: int = 0
     entry: _Entry | None = None
 
 
-_Entry = tuple[Rank, int, tuple[int, int], int, _Owner]
-"""``(rank, running requests, turn, serial, owner)`` of an owner, by its first request."""
+_Entry = tuple[Rank, int, int, _Owner]
+"""``(rank, place, serial, owner)`` of an owner, by its first request. The place is one number,
+because that is compared faster: running requests, arrival, serial."""
+
+_RUNNING, _ARRIVAL = 128, 64
+"""Lowest bits of the number of running requests and of the arrival in a place."""
 
 
 class WaitingQueue:
@@ -75,7 +80,7 @@ class WaitingQueue:
             self._newest = index
         owner = self._owners.get(request.owner)
         if owner is None:
-            owner = self._owners[request.owner] = _Owner()
+            owner = self._owners[request.owner] = _Owner(request.owner)
         self._serial += 1
         self._members[request] = self._serial
         self._num_entries += 1
@@ -88,7 +93,7 @@ class WaitingQueue:
         line = self._line
         while line:
             entry = line[0]
-            owner = entry[4]
+            owner = entry[3]
             if owner.entry is entry:
                 return owner.heap[0][2]
             heapq.heappop(line)
@@ -96,58 +101,60 @@ class WaitingQueue:
 
     def discard(self, request: Request) -> None:
         """Remove a request that does not wait any more; one that does not wait is ignored."""
-        members = self._members
-        if members.pop(request, None) is None:
-            return
-        owner = self._owners[request.owner]
-        heap = owner.heap
-        if heap[0][2] is request:
-            while heap and members.get(heap[0][2]) != heap[0][1]:
-                heapq.heappop(heap)
-                self._num_entries -= 1
-            self._line_up(owner)
-            self._forget_idle(request.owner, owner)
-        if self._num_entries > 64 and self._num_entries > 4 * len(members):
-            self._compact()
+        if self._members.pop(request, None) is not None:
+            self._drop(request, self._owners[request.owner])
 
     def admit(self, request: Request) -> None:
         """Remove a request that gets a slot; its owner goes to the end of the line."""
         owner = self._owners[request.owner]
         owner.num_running += 1
         self._serial += 1
-        owner.served = (self._newest, self._serial)
-        self.discard(request)
+        owner.served = (self._newest << _ARRIVAL) + self._serial
+        del self._members[request]
+        self._drop(request, owner)
 
     def release(self, request: Request) -> None:
         """Count a request that was admitted as running no more."""
         owner = self._owners[request.owner]
         owner.num_running -= 1
-        if owner.heap:
+        self._line_up(owner)
+
+    def _drop(self, request: Request, owner: _Owner) -> None:
+        """Drop the entry of a request that is no member any more, at once if it is the first."""
+        members, heap = self._members, owner.heap
+        if heap[0][2] is request:
+            heapq.heappop(heap)
+            self._num_entries -= 1
+            while heap and members.get(heap[0][2]) != heap[0][1]:
+                heapq.heappop(heap)
+                self._num_entries -= 1
             self._line_up(owner)
-        else:
-            self._forget_idle(request.owner, owner)
+        if self._num_entries > 64 and self._num_entries > 4 * len(members):
+            self._compact()
 
     def _line_up(self, owner: _Owner) -> None:
-        """Put an owner into the line anew, by its first request."""
-        line, old = self._line, owner.entry
+        """Put an owner into the line anew, by its first request; forget one without requests."""
+        old = owner.entry
         if not owner.heap:
             owner.entry = None
+            if not owner.num_running:
+                del self._owners[owner.name]
             return
-        sort_key, _, request = owner.heap[0]
-        turn = max((request.arrival_index, 0), owner.served)
+        line = self._line
+        sort_key = owner.heap[0][0]
+        turn = owner.heap[0][2].arrival_index << _ARRIVAL
+        if turn < owner.served:
+            turn = owner.served
         self._serial += 1
-        owner.entry = entry = (sort_key[:-1], owner.num_running, turn, self._serial, owner)
+        place = (owner.num_running << _RUNNING) + turn
+        owner.entry = entry = (sort_key[:-1], place, self._serial, owner)
         if line and line[0] is old:
             heapq.heapreplace(line, entry)
             return
         heapq.heappush(line, entry)
         if len(line) > 64 and len(line) > 4 * len(self._owners):
-            self._line = [one for one in line if one[4].entry is one]
+            self._line = [one for one in line if one[3].entry is one]
             heapq.heapify(self._line)
-
-    def _forget_idle(self, name: str | None, owner: _Owner) -> None:
-        if not (owner.heap or owner.num_running):
-            del self._owners[name]
 
     def _compact(self) -> None:
         """Drop the entries of discarded requests."""
