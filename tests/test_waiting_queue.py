@@ -253,7 +253,7 @@ def test_owners_take_turns_until_each_has_its_share():
     queue = WaitingQueue("fcfs")
     for index, owner in enumerate("a" * 9 + "b" * 3 + "c"):
         queue.push(request(index, owner=owner))
-    assert admitted(queue, 13) == list("abc" "ab" "ab" "aaaaaa")
+    assert admitted(queue, 13) == list("abcababaaaaaa")
 
 
 def test_one_that_runs_more_waits_for_one_that_runs_less():
