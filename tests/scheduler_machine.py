@@ -23,8 +23,8 @@ def longest(num_blocks: int, block_size) -> int:
 class SchedulerMachine(RuleBasedStateMachine):
     """Tiny pools, few distinct tokens (so that prefixes are shared), aborts, pauses, failed
     steps, prompt log-probabilities, tokens drawn with the host, several KV groups, recurrent
-    states, depth 1 and 2, several tokens per row, every policy, several owners. Outputs must equal those without
-    any cache."""
+    states, depth 1 and 2, several tokens per row, every policy, several owners. Outputs must equal
+    those without any cache."""
 
     @initialize(
         num_blocks=st.integers(5, 14),

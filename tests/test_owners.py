@@ -11,7 +11,7 @@ import pytest
 from asyncllm import LLM, InvalidRequestError, RequestError, beam_search
 from asyncllm.testing import fake_engine
 from tests.app_clients import CHAT, app_client, user
-from tests.fakes import fake
+from tests.fakes import entered, fake
 from tests.websocket_clients import client_of, served
 
 pytestmark = pytest.mark.asyncio
@@ -28,11 +28,6 @@ class Owners:
 
     def on_finish(self, request, usage, error):
         self.ended.append(request.owner)
-
-
-def entered(rig):
-    """First prompt token of every request, in the order in which they got their slots."""
-    return [a.token_ids[0] for batch in rig.executor.batches for a in batch.assignments]
 
 
 async def test_a_crowd_of_one_owner_does_not_keep_another_waiting():

@@ -17,8 +17,7 @@ from asyncllm import (
     InvalidRequestError,
 )
 from tests.event_loops import run as run  # a fixture
-from tests.fakes import fake
-from tests.test_owners import entered
+from tests.fakes import entered, fake
 
 
 async def until(condition):
