@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import anyio
 
@@ -53,6 +53,7 @@ async def beam_search(
     priority: int = 0,
     timeout: float | None = None,
     cache_salt: str | None = None,
+    owner: str | None = None,
 ) -> Completion:
     """Find the ``beam_width`` outputs with the highest scores by beam search. They are those of
     transformers' ``generate(num_beams=beam_width, do_sample=False)``.
@@ -71,7 +72,7 @@ async def beam_search(
             them. "never": when none can reach a better score at any length.
         ignore_eos: go on past the model's end-of-sequence tokens.
         stop_token_ids: further token ids that end a beam.
-        priority, cache_salt: as for ``AsyncLLMEngine.stream``.
+        priority, cache_salt, owner: as for ``AsyncLLMEngine.stream``.
         timeout: seconds for the whole search.
 
     Returns:
@@ -101,7 +102,8 @@ async def beam_search(
         stop_token_ids=eos_token_ids.union(stop_token_ids),
     )
     timeout = check.seconds("timeout", timeout, optional=True, above=True)
-    driver = _Driver(engine, search, eos_token_ids, priority, cache_salt, timeout)
+    options = {"priority": priority, "cache_salt": cache_salt, "owner": owner}
+    driver = _Driver(engine, search, eos_token_ids, options, timeout)
     return await driver.run(prompt)
 
 
@@ -216,14 +218,13 @@ class _Driver:
         engine: AsyncLLMEngine,
         search: BeamSearch,
         eos_token_ids: frozenset[int],
-        priority: int,
-        cache_salt: str | None,
+        options: dict[str, Any],
         timeout: float | None,
     ) -> None:
         self._engine = engine
         self._search = search
         self._eos_token_ids = eos_token_ids
-        self._options = {"priority": priority, "cache_salt": cache_salt}
+        self._options = options
         self._began = time.monotonic()
         self._timeout = timeout
         self._prompt: Sequence[int] = ()

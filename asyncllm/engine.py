@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
 import anyio.to_thread
@@ -27,10 +27,9 @@ from asyncllm.runtime.input_processor import InputProcessor
 from asyncllm.runtime.loading import Loader, load_model
 from asyncllm.runtime.mailbox import MailboxRegistry, ThreadMailbox
 from asyncllm.runtime.request_options import RequestOptions, request_ids
-from asyncllm.sampling_params import SamplingParams, with_response_format
+from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
 from asyncllm.text.tokenizer_thread import LONG_TEXT
-from asyncllm.tool_calls.tool_use import ToolUse
 
 EngineState = Literal["new", "starting", "running", "dead", "closed"]
 _JOIN_TIMEOUT = 2.0
@@ -261,6 +260,7 @@ class AsyncLLMEngine(Handle):
         max_unread: int = 256,
         on_slow: OnSlow = "coalesce",
         cache_salt: str | None = None,
+        owner: str | None = None,
         **sampling: Any,
     ) -> TokenStream:
         """Submits a request at once and returns the stream of its output.
@@ -277,6 +277,8 @@ class AsyncLLMEngine(Handle):
                 generating until the stream is read down to half of ``max_unread``, "abort"
                 aborts.
             cache_salt: requests share cached prefixes only with equal salts.
+            owner: whom the request is for, in at most 256 characters; None is one of them. Requests
+                of equal rank are admitted in turns by owner; see docs/streaming.md.
 
         Raises:
             InvalidRequestError: for an argument that cannot be served, with ``param`` set.
@@ -288,8 +290,10 @@ class AsyncLLMEngine(Handle):
         are raised at the first read, except when its length alone is too large.
         """
         intake = self._running()
-        options = RequestOptions(request_id, priority, timeout, max_unread, on_slow, cache_salt)
-        return intake.prompt(prompt, sampling_params, sampling, options)
+        options = RequestOptions(
+            request_id, priority, timeout, max_unread, on_slow, cache_salt, owner
+        )
+        return intake.enqueue(intake.prompt(prompt, sampling_params, options, sampling))
 
     async def generate(
         self,
@@ -299,6 +303,37 @@ class AsyncLLMEngine(Handle):
     ) -> Completion:
         """``stream(prompt, sampling_params, **options)``, read to the end."""
         return await self.stream(prompt, sampling_params, **options).result()
+
+    async def submit(
+        self,
+        prompt: str | Sequence[int] | Sequence[dict[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        **options: Any,
+    ) -> TokenStream:
+        """Waits until the queue has a place, then submits a request and returns its stream. So a
+        batch may be larger than the queue.
+
+        Args:
+            prompt: text or token ids, as for ``stream``; or messages, as for ``chat``.
+            options: as for ``stream``, or ``chat``. ``timeout`` counts from the submission on.
+
+        Raises:
+            InvalidRequestError, ContextLengthExceededError: as ``stream``, before it waits; and
+                for a ``request_id`` that another request took meanwhile.
+            EngineClosedError, EngineDeadError: if the engine closes or dies meanwhile. While it is
+                paused, the call waits.
+
+        Those that wait get their places in the order of their calls, before ``stream`` and ``chat``
+        get any. A cancelled call leaves nothing behind.
+        """
+        intake = self._running()
+        names = RequestOptions.__slots__
+        chosen = RequestOptions(**{name: options.pop(name) for name in names if name in options})
+        if _is_conversation(prompt):
+            submission = intake.conversation(prompt, sampling_params, chosen, **options)  # pyright: ignore[reportArgumentType]
+        else:
+            submission = intake.prompt(prompt, sampling_params, chosen, options)  # pyright: ignore[reportArgumentType]
+        return await intake.enqueue_or_wait(submission)
 
     def chat(
         self,
@@ -318,6 +353,7 @@ class AsyncLLMEngine(Handle):
         max_unread: int = 256,
         on_slow: OnSlow = "coalesce",
         cache_salt: str | None = None,
+        owner: str | None = None,
         **sampling: Any,
     ) -> TokenStream:
         """Submits a conversation, rendered by the model's own chat template, or the call's.
@@ -345,20 +381,24 @@ class AsyncLLMEngine(Handle):
         or prompt of more than a few thousand characters is rendered and tokenised on a worker
         thread; see docs/chat.md.
         """
-        use = ToolUse.of(tools, tool_choice, parallel_tool_calls)
-        sampling = with_response_format(sampling, sampling_params, response_format)
         intake = self._running()
-        options = RequestOptions(request_id, priority, timeout, max_unread, on_slow, cache_salt)
-        return intake.conversation(
-            messages,
-            use,
-            chat_template,
-            chat_template_kwargs,
-            split_special_tokens,
-            sampling_params,
-            sampling,
-            options,
+        options = RequestOptions(
+            request_id, priority, timeout, max_unread, on_slow, cache_salt, owner
         )
+        submission = intake.conversation(
+            messages,
+            sampling_params,
+            options,
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            response_format=response_format,
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+            split_special_tokens=split_special_tokens,
+            **sampling,
+        )
+        return intake.enqueue(submission)
 
     def abort(self, request_id: str | Iterable[str]) -> None:
         """Aborts one request or several; unknown and finished ids are ignored. Any thread,
@@ -536,3 +576,10 @@ class AsyncLLMEngine(Handle):
 
     def __repr__(self) -> str:
         return f"<AsyncLLMEngine {self.config.model_name!r} {self.state}>"
+
+
+def _is_conversation(prompt: Any) -> bool:
+    """Whether a prompt is a sequence of messages."""
+    with contextlib.suppress(Exception):  # the argument's own methods may raise
+        return isinstance(prompt[0], Mapping)
+    return False

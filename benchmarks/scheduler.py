@@ -27,6 +27,7 @@ BLOCK_SIZE = 16
 VOCAB_SIZE = 50_000
 RUNNING = 256
 WAITING = 10_000
+OWNERS = 1_000
 
 
 def make_scheduler(
@@ -44,8 +45,15 @@ def make_scheduler(
     return Scheduler(info)
 
 
-def make_request(rank: int, length: int, rng: random.Random) -> Request:
-    sampling = SamplingParams(seed=0, ignore_eos=True, max_tokens=100_000)
+def make_request(
+    rank: int,
+    length: int,
+    rng: random.Random,
+    *,
+    owner: str | None = None,
+    max_tokens: int = 100_000,
+) -> Request:
+    sampling = SamplingParams(seed=0, ignore_eos=True, max_tokens=max_tokens)
     tokens = [rng.randrange(VOCAB_SIZE) for _ in range(length)]
     return Request(
         RequestGroup(f"r{rank}"),
@@ -53,6 +61,7 @@ def make_request(rank: int, length: int, rng: random.Random) -> Request:
         token_ids=tokens,
         max_model_len=1 << 20,
         arrival_index=rank,
+        owner=owner,
     )
 
 
@@ -115,6 +124,68 @@ def measure_decode(report: Report, count: int, *, waiting: int, depth: int) -> f
     report.add_times(f"{name}: both", steps.both, "ms")
     scheduler.check_integrity()
     return statistics.median(steps.both)
+
+
+@dataclass
+class Crowd:
+    """A scheduler whose requests end after 128 to 384 tokens, each of them replaced by a new one.
+
+    Attributes:
+        owners: number of owners, to which requests belong by chance.
+        spent: seconds in the scheduler.
+    """
+
+    owners: int
+    scheduler: Scheduler = field(default_factory=make_scheduler)
+    rng: random.Random = field(default_factory=lambda: random.Random(3))
+    arrived: int = 0
+    spent: float = 0.0
+    _made: list[Request] = field(default_factory=list)
+
+    def arrive(self) -> None:
+        if not self._made:
+            self._made = [self._make() for _ in range(RUNNING + WAITING)]
+            # Requests that were made together are neighbours in memory, which makes a batch of them
+            # faster; whom turns bring together are none.
+            self.rng.shuffle(self._made)
+        request = self._made.pop()
+        request.arrival_index = self.arrived
+        self.arrived += 1
+        began = time.thread_time()
+        self.scheduler.add(request)
+        self.spent += time.thread_time() - began
+
+    def _make(self) -> Request:
+        rng = self.rng
+        length, max_tokens = rng.randint(24, 40), rng.randint(128, 384)
+        owner = f"owner {rng.randrange(self.owners)}"
+        return make_request(0, length, rng, owner=owner, max_tokens=max_tokens)
+
+    def run(self, count: int) -> float:
+        """Seconds that ``count`` steps take in the scheduler, arrivals included."""
+        self.spent = 0.0
+        for _ in range(count):
+            while len(self.scheduler.running) + len(self.scheduler.waiting) < RUNNING + WAITING:
+                self.arrive()
+            steps = decode(self.scheduler, 1, 1)
+            self.spent += sum(steps.both)
+        return self.spent
+
+
+def measure_owners(report: Report, rounds: int) -> None:
+    """Steps in which about one of 256 requests ends, with 10,000 waiting, of 1,000 owners and of
+    one. Both run in turns, so that the machine's noise falls on both."""
+    many, one = Crowd(OWNERS), Crowd(1)
+    for crowd in (many, one):
+        crowd.run(100)
+    pairs = [(many.run(20), one.run(20)) for _ in range(rounds)]
+    for crowd in (many, one):
+        crowd.scheduler.check_integrity()
+    of_many, of_one = zip(*pairs, strict=True)
+    name = f"{RUNNING} decoding, one ending, {WAITING} waiting"
+    report.add_times(f"{name} of {OWNERS} owners", [one / 20 for one in of_many], "ms")
+    report.add_times(f"{name} of one owner", [one / 20 for one in of_one], "ms")
+    report.add(f"{OWNERS} owners against one", statistics.median(a / b for a, b in pairs), "×")
 
 
 def measure_lengths(report: Report, repeats: int) -> None:
@@ -180,6 +251,7 @@ def main() -> None:
     crowded = measure_decode(report, count, waiting=WAITING, depth=1)
     report.add("10,000 waiting against none", crowded / alone, "×")
     measure_decode(report, count, waiting=0, depth=2)
+    measure_owners(report, count // 10)
     report.section("prompts: hashing, allocating, finding")
     measure_lengths(report, repeats)
     report.section("admission")

@@ -185,3 +185,9 @@ def fake(
     if gate is not None:
         executor.gate = threading.Semaphore(gate)
     return Fake(info, executor, FakeTokenizer(), FakeModelConfig(eos_token_ids))
+
+
+def entered(rig: Fake) -> list[int]:
+    """First prompt tokens of the requests, in the order in which they got their slots; needs
+    ``record``."""
+    return [a.token_ids[0] for batch in rig.executor.batches for a in batch.assignments]

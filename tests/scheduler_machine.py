@@ -22,8 +22,8 @@ def longest(num_blocks: int, block_size) -> int:
 class SchedulerMachine(RuleBasedStateMachine):
     """Tiny pools, few distinct tokens (so that prefixes are shared), aborts, pauses, failed
     steps, prompt log-probabilities, tokens drawn with the host, several KV groups, recurrent
-    states, depth 1 and 2, several tokens per row, every policy. Outputs must equal those without
-    any cache."""
+    states, depth 1 and 2, several tokens per row, every policy, several owners. Outputs must equal
+    those without any cache."""
 
     @initialize(
         num_blocks=st.integers(5, 14),
@@ -59,6 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_tokens=data.draw(st.integers(1, 12)),
             priority=data.draw(st.integers(0, 2)),
             deadline=data.draw(st.sampled_from([1.0, 2.0, math.inf])),
+            owner=data.draw(st.sampled_from([None, "a", "b"])),
             eos=data.draw(st.sampled_from([(), tuple(range(0, 997, 7))])),
             prompt_logprobs=data.draw(st.sampled_from([None, None, 0, 2])),
             needs_host=data.draw(st.sampled_from([False, False, True])),

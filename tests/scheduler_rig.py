@@ -64,6 +64,7 @@ class Rig:
         deadline=math.inf,
         eos=(),
         salt=None,
+        owner=None,
         needs_host=False,
         **sampling,
     ):
@@ -76,6 +77,7 @@ class Rig:
             priority=priority,
             eos_token_ids=eos,
             cache_salt=salt,
+            owner=owner,
             needs_host=needs_host,
         )
         self.arrival_index += 1

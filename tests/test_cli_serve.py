@@ -83,11 +83,14 @@ def test_a_second_signal_does_not_wait():
 
 
 async def hurried():
-    async with serving("--host", "0.0.0.0") as (process, url):
-        body = {"messages": user("Hi"), "stream": True, "ignore_eos": True, "n": 8}
+    policy = ("--scheduling-policy", "priority")
+    async with serving("--host", "0.0.0.0", *policy) as (process, url):
+        # With another policy the priority is refused.
+        body = {"messages": user("Hi"), "stream": True, "ignore_eos": True, "n": 8, "priority": 1}
         port = url.rsplit(":", 1)[1]
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+                assert answer.status_code == 200
                 parts = answer.aiter_text()
                 await anext(parts)
                 process.send_signal(signal.SIGINT)
@@ -107,6 +110,7 @@ def test_what_is_asked_wrongly_is_told_before_a_model_is_loaded(tmp_path, capsys
         (("--drain", "nan"), "drain=nan"),
         (("--token-file", str(tmp_path / "none")), "--token-file"),
         (("--token", ""), "token"),
+        (("--scheduling-policy", "x"), "scheduling_policy='x'"),
     ):
         assert main(["serve", *arguments]) == 2
         assert told in capsys.readouterr().err

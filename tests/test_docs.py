@@ -44,7 +44,7 @@ HERE = {
     "docs/pydantic_ai.md": 3,
     "docs/sampling.md": 2,
     "docs/server.md": 2,
-    "docs/streaming.md": 8,
+    "docs/streaming.md": 11,
     "docs/tools.md": 7,
     "docs/websocket.md": 2,
     "integrations/langchain/README.md": 1,

@@ -43,12 +43,13 @@ async def alone(call: Callable[[], Any], *params: str) -> None:
 
 async def test_an_argument_whose_methods_raise_fails_its_own_call() -> None:
     message = [{"role": "user", "content": "x"}]
-    common = "request_id priority timeout max_unread on_slow cache_salt sampling_params".split()
+    common = """request_id priority timeout max_unread on_slow cache_salt owner
+    sampling_params""".split()
     sampling = [field.name for field in dataclasses.fields(SamplingParams)]
     chat = """tools tool_choice parallel_tool_calls response_format chat_template
     chat_template_kwargs split_special_tokens""".split()
     beams = """beam_width max_tokens length_penalty early_stopping ignore_eos stop_token_ids
-    priority timeout cache_salt""".split()
+    priority timeout cache_salt owner""".split()
     async with AsyncLLMEngine() as engine:
         asked: dict[str, Any] = {"prompt": "Tell me", "max_tokens": 6, "seed": 3}
         expected = (await engine.generate(**asked)).token_ids
@@ -67,6 +68,7 @@ async def test_an_argument_whose_methods_raise_fails_its_own_call() -> None:
                 await alone(lambda o=options: beam_search(engine, "x", **o), name)
             await alone(lambda v=value: beam_search(engine, v, 2, max_tokens=1), "prompt")
             await alone(lambda v=value: beam_search(v, "x", 2, max_tokens=1), "engine")
+            await alone(lambda v=value: engine.submit(v, max_tokens=1), "prompt", "messages")
             await alone(lambda v=value: engine.abort(v), "request_id")
             await alone(lambda v=value: engine.add_observer(v), "observer")
             assert (await neighbour.result()).token_ids == expected

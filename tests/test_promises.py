@@ -154,7 +154,7 @@ async def the_queue_is_bounded():
 
 
 def the_queue_takes_everything(patch):
-    patch.setattr(Admission, "_check_room", lambda self, num_tokens: None)
+    patch.setattr(Admission, "_lacks", lambda self, num_requests, num_tokens: None)
 
 
 def places_are_never_given_back(patch):

@@ -1,4 +1,4 @@
-"""WaitingQueue: the policy's order, for any pushes and discards in between."""
+"""WaitingQueue: the policy's order and turns by owner, for any operations in between."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import math
 import random
 
 import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncllm.core.request import Request, RequestGroup
 from asyncllm.core.waiting_queue import POLICIES, WaitingQueue
 from asyncllm.sampling_params import SamplingParams
+from tests.hypothesis_settings import examples
 
 
-def request(arrival_index=0, priority=0, deadline=math.inf):
+def request(arrival_index=0, priority=0, deadline=math.inf, owner=None):
     return Request(
         RequestGroup(f"r{arrival_index}", deadline=deadline),
         SamplingParams(),
@@ -20,6 +23,7 @@ def request(arrival_index=0, priority=0, deadline=math.inf):
         max_model_len=8,
         arrival_index=arrival_index,
         priority=priority,
+        owner=owner,
     )
 
 
@@ -95,11 +99,212 @@ def test_discarded_requests_are_let_go():
         later = request(index)
         queue.push(later)
         queue.discard(later)
-    assert len(queue._heap) <= 65
+    assert queue._num_entries <= 65
     assert drained(queue) == [first]
     crowd = [request(index) for index in range(200)]
     for one in crowd:
         queue.push(one)
     for one in crowd:
         queue.discard(one)
-    assert len(queue._heap) <= 65
+    assert queue._num_entries <= 65
+
+
+# --- owners -----------------------------------------------------------------------------
+
+RANKS = {
+    "fcfs": lambda r: 0,
+    "priority": lambda r: r.priority,
+    "deadline": lambda r: (r.priority, r.group.deadline),
+}
+
+
+class PlainQueue:
+    """The rules in plain words, over lists: which waiting request is next?"""
+
+    def __init__(self, policy):
+        self.rank = RANKS[policy]
+        self.waiting, self.running, self.admitted_at = [], [], {}
+
+    def next(self):
+        if not self.waiting:
+            return None
+        best = min(map(self.rank, self.waiting))
+        heads = {}
+        for one in sorted(self.waiting, key=lambda r: (self.rank(r), r.arrival_index)):
+            if self.rank(one) == best:
+                heads.setdefault(one.owner, one)
+        return min(heads.values(), key=lambda r: (self.num_running(r.owner), self.turn(r)))
+
+    def num_running(self, owner):
+        return sum(one.owner == owner for one in self.running)
+
+    def turn(self, head):
+        """When its owner came to the line: with the request, or when it was last admitted."""
+        return max((head.arrival_index, 0), self.admitted_at.get(head.owner, (-1, 0)))
+
+    def forget_idle_owners(self):
+        live = {one.owner for one in (*self.waiting, *self.running)}
+        self.admitted_at = {name: at for name, at in self.admitted_at.items() if name in live}
+
+
+class OwnersMachine(RuleBasedStateMachine):
+    """Groups of several owners arrive, late ones too, are admitted to a few slots, preempted,
+    aborted, paused, resumed and finished. The next request is always the plain queue's, and no
+    owner is admitted beyond its share while others of that rank wait."""
+
+    @initialize(policy=st.sampled_from(sorted(POLICIES)), slots=st.integers(1, 6))
+    def make(self, policy, slots):
+        self.queue, self.plain, self.slots = WaitingQueue(policy), PlainQueue(policy), slots
+        self.arrived = self.newest = self.num_admitted = 0
+        self.late, self.paused = [], []
+
+    @rule(
+        owner=st.sampled_from([None, "a", "b", "c"]),
+        priority=st.integers(0, 1),
+        deadline=st.sampled_from([5.0, math.inf]),
+        n=st.integers(1, 4),
+        is_late=st.booleans(),
+    )
+    def arrive(self, owner, priority, deadline, n, is_late):
+        group = [request(self.arrived + i, priority, deadline, owner) for i in range(n)]
+        self.arrived += n
+        if is_late:
+            self.late.append(group)
+        else:
+            self.push(group)
+
+    @precondition(lambda self: self.late)
+    @rule()
+    def late_prompt(self):
+        """A prompt was tokenised elsewhere, and comes after later ones."""
+        self.push(self.late.pop())
+
+    def push(self, requests):
+        for one in requests:
+            self.queue.push(one)
+            self.plain.waiting.append(one)
+            self.newest = max(self.newest, one.arrival_index)
+
+    @precondition(lambda self: self.plain.waiting and len(self.plain.running) < self.slots)
+    @rule(times=st.integers(1, 6))
+    def admit(self, times):
+        plain = self.plain
+        for _ in range(times):
+            one = self.queue.peek()
+            if one is None or len(plain.running) == self.slots:
+                return
+            assert one is plain.next()
+            same = {r.owner for r in plain.waiting if plain.rank(r) == plain.rank(one)}
+            self.queue.admit(one)
+            plain.waiting.remove(one)
+            plain.running.append(one)
+            self.num_admitted += 1
+            plain.admitted_at[one.owner] = (self.newest, self.num_admitted)
+            share = -(-self.slots // len(same))
+            assert len(same) == 1 or plain.num_running(one.owner) <= share
+
+    @precondition(lambda self: self.plain.running)
+    @rule(data=st.data(), then=st.sampled_from(["finish", "preempt", "pause"]))
+    def leave(self, data, then):
+        one = data.draw(st.sampled_from(self.plain.running))
+        self.queue.release(one)
+        self.plain.running.remove(one)
+        self.plain.forget_idle_owners()
+        if then == "preempt":
+            self.push([one])
+        elif then == "pause":
+            self.paused.append(one)
+
+    @precondition(lambda self: self.plain.waiting)
+    @rule(data=st.data())
+    def abort(self, data):
+        one = data.draw(st.sampled_from(self.plain.waiting))
+        self.queue.discard(one)
+        self.plain.waiting.remove(one)
+        self.plain.forget_idle_owners()
+
+    @precondition(lambda self: self.paused)
+    @rule()
+    def resume(self):
+        self.push([self.paused.pop()])
+
+    @invariant()
+    def agrees(self):
+        if hasattr(self, "queue"):
+            assert self.queue.peek() is self.plain.next()
+            assert set(self.queue) == set(self.plain.waiting)
+            assert len(self.queue) == len(self.plain.waiting)
+            self.queue.check_integrity(self.plain.running)
+
+
+TestOwners = OwnersMachine.TestCase
+TestOwners.settings = examples(200, stateful_step_count=40)
+
+
+def admitted(queue, count):
+    found = []
+    for _ in range(count):
+        found.append(queue.peek())
+        queue.admit(found[-1])
+    return [one.owner for one in found]
+
+
+def test_owners_take_turns_until_each_has_its_share():
+    queue = WaitingQueue("fcfs")
+    for index, owner in enumerate("a" * 9 + "b" * 3 + "c"):
+        queue.push(request(index, owner=owner))
+    assert admitted(queue, 13) == list("abcababaaaaaa")
+
+
+def test_one_that_runs_more_waits_for_one_that_runs_less():
+    queue = WaitingQueue("fcfs")
+    crowd = [request(index, owner="a") for index in range(10)]
+    for one in crowd:
+        queue.push(one)
+    assert admitted(queue, 4) == list("aaaa")
+    for index in range(10, 14):
+        queue.push(request(index, owner="b"))
+    for one in crowd[:2]:
+        queue.release(one)
+    assert admitted(queue, 4) == list("bbab")
+
+
+def test_a_stream_of_new_owners_does_not_keep_one_from_its_next_turn():
+    queue = WaitingQueue("fcfs")
+    for index in range(2):
+        queue.push(request(index, owner="a"))
+    running, order = [], []
+    for index in range(2, 8):
+        queue.push(request(index, owner=f"new {index}"))
+        if running:
+            queue.release(running.pop())
+        running.append(queue.peek())
+        queue.admit(running[-1])
+        order.append(running[-1].owner)
+    assert order == ["a", "new 2", "a", "new 3", "new 4", "new 5"]
+
+
+def test_a_preempted_request_is_its_owners_first():
+    queue = WaitingQueue("fcfs")
+    mine = [request(index, owner="a") for index in range(3)]
+    for one in (*mine, request(3, owner="b")):
+        queue.push(one)
+    assert admitted(queue, 3) == list("aba")
+    queue.release(mine[0])
+    queue.push(mine[0])
+    assert queue.peek() is mine[0]
+    assert drained(queue) == [mine[0], mine[2]]
+
+
+def test_an_owner_without_requests_is_forgotten():
+    queue = WaitingQueue("fcfs")
+    for index in range(5000):
+        one, other = request(index, owner=f"{index}"), request(index, owner=f"{index}")
+        for each in (one, other):
+            queue.push(each)
+        queue.discard(other)
+        queue.admit(one)
+        queue.release(one)
+    assert (len(queue._owners), queue._num_entries) == (0, 0)
+    assert len(queue._line) <= 65
+    assert queue.peek() is None

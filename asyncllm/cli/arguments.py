@@ -128,6 +128,12 @@ def _add_serve(commands: Any) -> None:
         metavar="NAME",
         help="the model's name to clients and in metrics; repeatable",
     )
+    add(
+        "--scheduling-policy",
+        default="fcfs",
+        metavar="NAME",
+        help="fcfs; priority or deadline also obey the clients' priority (fcfs)",
+    )
     add("--timeout", type=float, metavar="S", help="seconds an answer may take")
     add("--drain", type=float, default=30.0, metavar="S", help="seconds to end in (30)")
     _add_count(group, "--max-connections", 1024, "connections at once")

@@ -49,7 +49,11 @@ async def _main(arguments: argparse.Namespace) -> None:
         "max_body_size": arguments.max_body_size,
     }
     config = checked_config(arguments)
-    engine = AsyncLLMEngine(config=config, served_model_name=arguments.served_model_name)
+    engine = AsyncLLMEngine(
+        config=config,
+        served_model_name=arguments.served_model_name,
+        scheduling_policy=arguments.scheduling_policy,
+    )
     app = create_app(engine, **options)
     try:
         server = HttpServer(app, host, arguments.port, limits=limits, drain=_CLOSING_SECONDS)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 from asyncllm import validation as check
 from asyncllm.core.request import Request, RequestGroup
@@ -16,6 +18,21 @@ from asyncllm.errors import AsyncLLMError, EngineOverloadedError, InvalidRequest
 
 _RATE_HALF_LIFE = 5.0
 _MAX_RETRY_AFTER = 60.0
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """A group's place in the line before a full queue.
+
+    Attributes:
+        reserved: done when the group has its place in the queue, or failed with the error of
+            ``reserve``.
+        is_gone: tells whether nobody waits for ``reserved`` any more.
+    """
+
+    num_tokens: int
+    is_gone: Callable[[], bool]
+    reserved: Future[None] = field(default_factory=Future)
 
 
 class Admission:
@@ -41,6 +58,7 @@ class Admission:
         self._num_arrived = 0
         self._queued: dict[Request, int] = {}
         self._queued_tokens = 0
+        self._line: dict[RequestGroup, _Waiter] = {}
         self._closed: Callable[[], AsyncLLMError] | None = None
         self._rate = 0.0
         self._rate_at = clock()
@@ -73,50 +91,132 @@ class Admission:
             EngineError: after ``close``, the error that it was given.
         """
         with self._lock:
-            if self._closed is not None:
-                raise self._closed()
-            other = self._live.get(group.request_id)
-            if other is not None and not other.cancelled:
-                raise InvalidRequestError(
-                    f"request_id={group.request_id!r}: a live request has this id; "
-                    "expected one that is not in use",
-                    param="request_id",
-                )
-            members = group.members
-            count = len(members)
-            self._check_room(count, count * num_tokens)
-            if other is not None:
-                # Aborted, but still known to the engine thread: ``forget`` will come for it.
-                self._replaced.add(other)
-            self._live[group.request_id] = group
-            self._num_members += count
-            self._queued_tokens += count * num_tokens
-            for i, request in enumerate(members, self._num_arrived):
-                self._queued[request] = num_tokens
-                request.arrival_index = i
-            self._num_arrived += count
-            self.num_requests += 1
+            self._check(group)
+            refusal = self._refusal(len(group.members), num_tokens)
+            if refusal is not None:
+                self.num_rejected += 1
+                raise refusal
+            self._register(group, num_tokens)
 
-    def _check_room(self, num_requests: int, num_tokens: int) -> None:
-        if num_requests > self.max_queued_requests:
+    def reserve_or_wait(
+        self, group: RequestGroup, num_tokens: int, is_gone: Callable[[], bool]
+    ) -> Future[None] | None:
+        """``reserve``, or a place in the line before a full queue.
+
+        Args:
+            is_gone: tells whether nobody waits for the result any more; any thread.
+
+        Returns:
+            None if the group has its place in the queue; else a future, done when it has one. The
+            first in line gets the places that become free, and the line holds back ``reserve``.
+            To leave the line, set the group's ``cancelled`` and send the abort. A group that
+            leaves it without a place has no members any more.
+
+        Raises:
+            InvalidRequestError, EngineError: as ``reserve``; the future fails with them too.
+        """
+        with self._lock:
+            self._check(group)
+            if self._refusal(len(group.members), num_tokens) is None:
+                self._register(group, num_tokens)
+                return None
+            waiter = self._line[group] = _Waiter(num_tokens, is_gone)
+            return waiter.reserved
+
+    def withdraw(self, group: RequestGroup) -> None:
+        """Remove a group from the line; ignored if it is not there."""
+        if group in self._line:
+            with self._lock:
+                if self._line.pop(group, None) is not None:
+                    group.members = []
+            self._advance_line()
+
+    def _advance_line(self) -> None:
+        """Reserve for those in line, in order, until one does not fit. Call it without the lock,
+        whenever a place becomes free: ``reserved`` runs callbacks."""
+        while self._line:
+            with self._lock:
+                if not self._line:
+                    return
+                group, waiter = next(iter(self._line.items()))
+                error = None
+                if group.cancelled or waiter.is_gone():
+                    group.members = []
+                elif self._lacks(len(group.members), waiter.num_tokens) is not None:
+                    return
+                else:
+                    try:
+                        self._check(group)
+                        self._register(group, waiter.num_tokens)
+                    except AsyncLLMError as failure:
+                        error, group.members = failure, []
+                del self._line[group]
+            if error is None:
+                waiter.reserved.set_result(None)
+            else:
+                waiter.reserved.set_exception(error)
+
+    def _check(self, group: RequestGroup) -> None:
+        """Raise unless a queue with enough places would accept the group."""
+        if self._closed is not None:
+            raise self._closed()
+        other = self._live.get(group.request_id)
+        if other is not None and not other.cancelled:
+            raise InvalidRequestError(
+                f"request_id={group.request_id!r}: a live request has this id; "
+                "expected one that is not in use",
+                param="request_id",
+            )
+        if len(group.members) > self.max_queued_requests:
             accepted = f"at most max_queued_requests={self.max_queued_requests}"
-            raise check.invalid("n", num_requests, accepted)
+            raise check.invalid("n", len(group.members), accepted)
+
+    def _register(self, group: RequestGroup, num_tokens: int) -> None:
+        other, members = self._live.get(group.request_id), group.members
+        if other is not None:
+            # Aborted, but still known to the engine thread: ``forget`` will come for it.
+            self._replaced.add(other)
+        self._live[group.request_id] = group
+        self._num_members += len(members)
+        self._queued_tokens += len(members) * num_tokens
+        for i, request in enumerate(members, self._num_arrived):
+            self._queued[request] = num_tokens
+            request.arrival_index = i
+        self._num_arrived += len(members)
+        self.num_requests += 1
+
+    def _lacks(self, num_requests: int, num_tokens: int) -> tuple[str, int] | None:
+        """What the queue lacks for a group: message, and requests that have to leave first; None
+        if there is room.
+
+        Args:
+            num_tokens: prompt tokens of each of ``num_requests``.
+        """
         requests, tokens = len(self._queued), self._queued_tokens
+        num_tokens *= num_requests
         if requests + num_requests > self.max_queued_requests:
             what = f"{requests} requests are queued, max_queued_requests={self.max_queued_requests}"
-            surplus = requests + num_requests - self.max_queued_requests
-        elif self._queued and tokens + num_tokens > self.max_queued_tokens:
+            return what, requests + num_requests - self.max_queued_requests
+        if self._queued and tokens + num_tokens > self.max_queued_tokens:
             what = (
                 f"{tokens} prompt tokens are queued and {num_tokens} more do not fit into "
                 f"max_queued_tokens={self.max_queued_tokens}"
             )
             excess = tokens + num_tokens - self.max_queued_tokens
-            surplus = max(1, round(requests * excess / max(tokens, 1)))
-        else:
-            return
-        self.num_rejected += 1
+            return what, max(1, round(requests * excess / max(tokens, 1)))
+        return None
+
+    def _refusal(self, num_requests: int, num_tokens: int) -> EngineOverloadedError | None:
+        """Error for a group that does not fit into the queue, or behind whose back others wait for
+        a place; None if it may enter."""
+        lacks = self._lacks(num_requests, num_tokens)
+        if self._line:
+            lacks = f"{len(self._line)} wait for a place in the queue", len(self._line)
+        if lacks is None:
+            return None
+        what, surplus = lacks
         retry_after = self._retry_after(surplus)
-        raise EngineOverloadedError(
+        return EngineOverloadedError(
             f"{what}; try again in {retry_after:.2f} s", retry_after=retry_after
         )
 
@@ -135,6 +235,8 @@ class Admission:
                 if request in self._queued:
                     self._queued_tokens += num_tokens - self._queued[request]
                     self._queued[request] = num_tokens
+        if self._line:
+            self._advance_line()
 
     def leave_queue(self, request: Request) -> None:
         """Remove a request from the queue: first scheduled, or ended before that. Updates the rate
@@ -148,6 +250,8 @@ class Admission:
             decay = 0.5 ** ((now - self._rate_at) / _RATE_HALF_LIFE)
             self._rate = self._rate * decay + 0.6931 / _RATE_HALF_LIFE
             self._rate_at = now
+        if self._line:
+            self._advance_line()
 
     def leave(self, request: Request) -> None:
         """Count a request as ended while its group goes on."""
@@ -170,8 +274,13 @@ class Admission:
             self._ended.difference_update(group.members)
 
     def close(self, error: Callable[[], AsyncLLMError]) -> list[RequestGroup]:
-        """Refuse new groups: ``reserve`` raises ``error()`` from now on. Returns every group that
-        has not ended, aborted ones included."""
+        """Refuse new groups: ``reserve`` raises ``error()`` from now on, and those in line get it.
+        Returns every group that has not ended, aborted ones included."""
         with self._lock:
             self._closed = error
-            return [*self._live.values(), *self._replaced]
+            line, self._line = self._line, {}
+            live = [*self._live.values(), *self._replaced]
+        for group, waiter in line.items():
+            group.members = []
+            waiter.reserved.set_exception(error())
+        return live

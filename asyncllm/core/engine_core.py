@@ -369,6 +369,7 @@ class EngineCore:
         self.output_processor.fail(group, as_request_error(group, error))
 
     def on_abort(self, group: RequestGroup) -> None:
+        self.admission.withdraw(group)
         self.output_processor.abort(group)
 
     def on_drained(self, group: RequestGroup) -> None:
@@ -382,8 +383,10 @@ class EngineCore:
 
     def on_close(self, drain: float | None) -> None:
         """End the loop: at once, after ``drain`` seconds, or, for None, when all requests have
-        finished. Resumes a suspended engine for that; new requests are refused already."""
+        finished. Resumes a suspended engine for that; new requests are refused already, and those
+        in line for a place are told now."""
         self._suspended = False
+        self.admission.close(self.shutdown_error)
         closing_at = math.inf if drain is None else self.clock() + drain
         if self._closing_at is None or closing_at < self._closing_at:
             self._closing_at = closing_at

@@ -91,6 +91,14 @@ class RequestGroup:
     notifier: Notifier | None = None
     num_truncated_tokens: int = 0
 
+    def restart(self, now: float) -> None:
+        """Let the group's time begin ``now``, before it is sent to the engine thread: it had to
+        wait for a place in the queue."""
+        self.deadline += now - self.arrived_at
+        self.arrived_at = now
+        for member in self.members:
+            member.arrived_at = now
+
     @property
     def unfinished(self) -> list[Request]:
         return [member for member in self.members if not member.finished]
@@ -106,6 +114,7 @@ class Request:
         token_ids: prompt, then output; empty until the prompt is tokenised.
         sampling: resolved: every field with a neutral value is set, and ``seed``.
         arrival_index: order of submission; breaks ties in every policy.
+        owner: name of whom it is admitted for; equal ranks are admitted in turns by owner.
         max_total_tokens: most tokens of prompt and output together.
         run_ahead_end: number of tokens, placeholders included, from which on it is scheduled only
             when no token is in flight: ``max_total_tokens``, or 0 with ``needs_host``.
@@ -147,6 +156,7 @@ class Request:
     max_model_len: int = field(kw_only=True)
     arrival_index: int = 0
     priority: int = 0
+    owner: str | None = None
     eos_token_ids: tuple[int, ...] = ()
     cache_salt: str | None = None
     output: Any = None

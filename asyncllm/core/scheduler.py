@@ -117,6 +117,7 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         if request.status is Status.RUNNING:
             del self.running[request]
+            self.waiting.release(request)
             self._released_req_indices.append(request.req_index)
             self._free_req_indices.append(request.req_index)
             request.req_index = -1
@@ -214,7 +215,7 @@ class Scheduler:
         return budget, preempted
 
     def _schedule_waiting(self, step: ScheduledStep, budget: int) -> None:
-        """Admit waiting requests in the policy's order while slots, blocks and budget last. The
+        """Admit waiting requests in the queue's order while slots, blocks and budget last. The
         first one that does not fit blocks those behind it, so that it does not starve."""
         states, most = self.kv.states, self.info.max_num_seqs
         awaiting: list[Request] = []
@@ -253,7 +254,7 @@ class Scheduler:
                     self._fail_too_large(request, self._num_reserved_tokens(request))
                 return False
             self._preempt(victim)
-        self.waiting.discard(request)
+        self.waiting.admit(request)
         self._evictable_requests.pop(request, None)
         request.status = Status.RUNNING
         request.req_index = self._free_req_indices.pop()
@@ -416,7 +417,7 @@ class Scheduler:
 
     def _reset_for_recompute(self, request: Request) -> None:
         """Free the request's blocks and void its results in flight; known tokens stay. A running
-        request waits again, ahead of later arrivals."""
+        request waits again, ahead of its owner's later arrivals."""
         if request.status is Status.RUNNING:
             self._leave(request)
             self.add(request)
@@ -441,6 +442,7 @@ class Scheduler:
         live = list(self.requests())
         assert len(live) == len(set(live)), "a request is in two places"
         self.kv.check_integrity(live)
+        self.waiting.check_integrity(self.running)
         held = {r.req_index for r in self.running}
         assert len(held) == len(self.running), "two requests share a slot"
         assert held.isdisjoint(self._free_req_indices), "a slot is both held and free"

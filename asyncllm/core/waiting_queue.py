@@ -1,31 +1,71 @@
-"""WaitingQueue: requests that wait, in the order of a scheduling policy."""
+"""WaitingQueue: requests that wait, by a scheduling policy and in turns by owner."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from asyncllm.core.request import Request
 
-SortKey = Callable[[Request], tuple[float, ...]]
+Rank = tuple[float, ...]
 
-POLICIES: Mapping[str, SortKey] = {
-    "fcfs": lambda r: (r.arrival_index,),
-    "priority": lambda r: (r.priority, r.arrival_index),
-    "deadline": lambda r: (r.priority, r.group.deadline, r.arrival_index),
+POLICIES: Mapping[str, Callable[[Request], Rank]] = {
+    "fcfs": lambda r: (),
+    "priority": lambda r: (r.priority,),
+    "deadline": lambda r: (r.priority, r.group.deadline),
 }
-"""Sort key of requests by policy; smaller ones come first. The request with the largest key is
-preempted first."""
+"""Rank of requests by policy; smaller ones come first. Owners take turns within a rank. The request
+with the largest rank, and then the latest arrival, is preempted first."""
+
+
+@dataclass(slots=True, eq=False)
+class _Owner:
+    """The requests of one owner.
+
+    Attributes:
+        heap: ``(sort key, serial, request)`` of those that wait, and of some that were discarded;
+            the first one waits.
+        num_running: those that hold a slot.
+        served: number as of ``_turn``, behind which the owner is in line since its last admission.
+        entry: its entry in the heap of owners; None while none of its requests waits.
+    """
+
+    name: str | None
+    heap: list[tuple[Rank, int, Request]] = field(default_factory=list)
+    num_running: int = 0
+    served: int = 0
+    entry: _Entry | None = None
+
+
+_Entry = tuple[Rank, int, int, _Owner]
+"""``(rank, place, serial, owner)`` of an owner, by its first request. The place is one number,
+because that is compared faster: running requests, arrival, serial."""
+
+_RUNNING, _ARRIVAL = 128, 64
+"""Lowest bits of the number of running requests and of the arrival in a place."""
 
 
 class WaitingQueue:
-    """Heap with lazy deletion: push and pop take O(log n), discard O(1)."""
+    """Requests by rank; within a rank the next is of the owner with the fewest running ones, and
+    of these the one that has waited longest since it came or was last admitted.
+
+    So an owner is admitted to at most its share while others wait: the slots divided by the waiting
+    owners, rounded up. An owner's own requests go by arrival, which puts a preempted one first.
+
+    Heaps with lazy deletion: every operation takes O(log n). An owner is known while one of its
+    requests waits or runs.
+    """
 
     def __init__(self, policy: str) -> None:
-        self._key = POLICIES[policy]
-        self._heap: list[tuple[tuple[float, ...], int, Request]] = []
+        self._rank = POLICIES[policy]
+        self._owners: dict[str | None, _Owner] = {}
+        self._line: list[_Entry] = []
         self._members: dict[Request, int] = {}
+        self._num_entries = 0
         self._serial = 0
+        self._newest = -1
 
     def __len__(self) -> int:
         return len(self._members)
@@ -34,23 +74,102 @@ class WaitingQueue:
         return iter(self._members)
 
     def push(self, request: Request) -> None:
-        request.sort_key = self._key(request)
+        index = request.arrival_index
+        request.sort_key = (*self._rank(request), index)
+        if index > self._newest:
+            self._newest = index
+        owner = self._owners.get(request.owner)
+        if owner is None:
+            owner = self._owners[request.owner] = _Owner(request.owner)
         self._serial += 1
         self._members[request] = self._serial
-        heapq.heappush(self._heap, (request.sort_key, self._serial, request))
+        self._num_entries += 1
+        heapq.heappush(owner.heap, (request.sort_key, self._serial, request))
+        if owner.heap[0][2] is request:
+            self._line_up(owner)
 
     def peek(self) -> Request | None:
-        heap, members = self._heap, self._members
-        while heap:
-            _, serial, request = heap[0]
-            if members.get(request) == serial:
-                return request
-            heapq.heappop(heap)
+        """The next request to admit; None if none waits."""
+        line = self._line
+        while line:
+            entry = line[0]
+            owner = entry[3]
+            if owner.entry is entry:
+                return owner.heap[0][2]
+            heapq.heappop(line)
         return None
 
     def discard(self, request: Request) -> None:
-        if self._members.pop(request, None) is None:
+        """Remove a request that does not wait any more; one that does not wait is ignored."""
+        if self._members.pop(request, None) is not None:
+            self._drop(request, self._owners[request.owner])
+
+    def admit(self, request: Request) -> None:
+        """Remove a request that gets a slot; its owner goes to the end of the line."""
+        owner = self._owners[request.owner]
+        owner.num_running += 1
+        self._serial += 1
+        owner.served = (self._newest << _ARRIVAL) + self._serial
+        del self._members[request]
+        self._drop(request, owner)
+
+    def release(self, request: Request) -> None:
+        """Count a request that was admitted as running no more."""
+        owner = self._owners[request.owner]
+        owner.num_running -= 1
+        self._line_up(owner)
+
+    def _drop(self, request: Request, owner: _Owner) -> None:
+        """Drop the entry of a request that is no member any more, at once if it is the first."""
+        members, heap = self._members, owner.heap
+        if heap[0][2] is request:
+            heapq.heappop(heap)
+            self._num_entries -= 1
+            while heap and members.get(heap[0][2]) != heap[0][1]:
+                heapq.heappop(heap)
+                self._num_entries -= 1
+            self._line_up(owner)
+        if self._num_entries > 64 and self._num_entries > 4 * len(members):
+            self._compact()
+
+    def _line_up(self, owner: _Owner) -> None:
+        """Put an owner into the line anew, by its first request; forget one without requests."""
+        old = owner.entry
+        if not owner.heap:
+            owner.entry = None
+            if not owner.num_running:
+                del self._owners[owner.name]
             return
-        if len(self._heap) > 64 and len(self._heap) > 4 * len(self._members):
-            self._heap = [e for e in self._heap if self._members.get(e[2]) == e[1]]
-            heapq.heapify(self._heap)
+        line = self._line
+        sort_key = owner.heap[0][0]
+        turn = owner.heap[0][2].arrival_index << _ARRIVAL
+        if turn < owner.served:
+            turn = owner.served
+        self._serial += 1
+        place = (owner.num_running << _RUNNING) + turn
+        owner.entry = entry = (sort_key[:-1], place, self._serial, owner)
+        if line and line[0] is old:
+            heapq.heapreplace(line, entry)
+            return
+        heapq.heappush(line, entry)
+        if len(line) > 64 and len(line) > 4 * len(self._owners):
+            self._line = [one for one in line if one[3].entry is one]
+            heapq.heapify(self._line)
+
+    def _compact(self) -> None:
+        """Drop the entries of discarded requests."""
+        members = self._members
+        self._num_entries = len(members)
+        for owner in self._owners.values():
+            # The first stays the first, so that the owner keeps its place in the line.
+            owner.heap = [one for one in owner.heap if members.get(one[2]) == one[1]]
+            heapq.heapify(owner.heap)
+
+    def check_integrity(self, running: Iterable[Request]) -> None:
+        """Raise AssertionError unless the owners are those of the waiting and running requests."""
+        counts = Counter(request.owner for request in running)
+        live = counts.keys() | {request.owner for request in self}
+        assert self._owners.keys() == live, "an owner without requests is known"
+        for name, owner in self._owners.items():
+            assert owner.num_running == counts[name], f"owner {name!r}: requests miscounted"
+        assert self._num_entries == sum(len(owner.heap) for owner in self._owners.values())

@@ -23,10 +23,11 @@ from asyncllm.errors import ContextLengthExceededError, InvalidRequestError, Req
 from asyncllm.logits_processor import claiming
 from asyncllm.observer import ObserverNotifier, Observers, Operation, RequestInfo
 from asyncllm.runtime.delimiter_tokens import DelimiterTokens
+from asyncllm.runtime.event_loop import wait_for
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.runtime.mailbox import MailboxRegistry
 from asyncllm.runtime.request_options import RequestOptions
-from asyncllm.sampling_params import SamplingParams
+from asyncllm.sampling_params import SamplingParams, with_response_format
 from asyncllm.stream import TokenStream
 from asyncllm.structured.compiler import GrammarCompiler
 from asyncllm.structured.grammar import Grammar
@@ -47,6 +48,26 @@ _PROMPT_END = 32
 
 _MAX_TRUNCATED = 2**24
 """Most characters of a text with ``truncate_prompt_tokens``, because all of it is tokenised."""
+
+
+@dataclass(slots=True, eq=False)
+class Submission:
+    """A checked call, to be queued.
+
+    Attributes:
+        request: first member of its group.
+        num_tokens: tokens of the prompt, or an estimate if ``encode`` makes them.
+        parser: parser of a conversation's answer; None for a plain prompt.
+        encode: makes the prompt on a thread; None if the request has it.
+        notifier: calls the observers; None without any.
+    """
+
+    request: Request
+    call: CallInfo
+    num_tokens: int
+    parser: MessageParser | None = None
+    encode: Callable[[], list[int] | None] | None = None
+    notifier: ObserverNotifier | None = field(init=False, default=None)
 
 
 @dataclass(eq=False, repr=False)
@@ -78,10 +99,10 @@ class InputProcessor:
         self,
         prompt: str | Sequence[int],
         sampling_params: SamplingParams | None,
-        sampling: dict[str, Any],
         options: RequestOptions,
-    ) -> TokenStream:
-        """Submits text or token ids."""
+        sampling: dict[str, Any],
+    ) -> Submission:
+        """Checks text or token ids."""
         text = check.plain_text(prompt)
         if prompt is None or text == "":
             raise check.invalid("prompt", prompt, "text or token ids, not empty")
@@ -95,27 +116,35 @@ class InputProcessor:
                 least = tokenizer.min_tokens(len(text))
                 self._check_length(request, len(text), least)
                 encode, estimate = partial(tokenizer.encode, text), max(least, len(text) // 4)
-                return self._enqueue_long(request, call, estimate, encode)
+                return self._long(request, call, estimate, None, encode)
             token_ids = tokenizer.encode(text)
         self._set_prompt(request, token_ids)
-        return self._enqueue(request, call, request.num_prompt_tokens)
+        return Submission(request, call, request.num_prompt_tokens)
 
     def conversation(
         self,
         messages: Sequence[dict[str, Any]],
-        use: ToolUse | None,
-        template: str | None,
-        variables: dict[str, Any] | None,
-        split_special_tokens: bool,
         sampling_params: SamplingParams | None,
-        sampling: dict[str, Any],
         options: RequestOptions,
-    ) -> TokenStream:
-        """Submits messages, rendered by the chat template with ``variables``."""
+        /,
+        *,
+        tools: Sequence[Any] | None = None,
+        tool_choice: str | dict[str, Any] | None = "auto",
+        parallel_tool_calls: bool = True,
+        response_format: Any = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        split_special_tokens: bool = True,
+        **sampling: Any,
+    ) -> Submission:
+        """Checks messages, rendered by the chat template; arguments as of
+        ``AsyncLLMEngine.chat``."""
+        use = ToolUse.of(tools, tool_choice, parallel_tool_calls)
+        sampling = with_response_format(sampling, sampling_params, response_format)
         split_special_tokens = check.boolean("split_special_tokens", split_special_tokens)
-        template = check.string("chat_template", template, optional=True)
+        template = check.string("chat_template", chat_template, optional=True)
         form, free = self._response_format(use, template), True
-        chat = self._template_input(messages, use, template, variables)
+        chat = self._template_input(messages, use, template, chat_template_kwargs)
         if use is not None:
             assert form is not None
             sampling, free = with_tool_grammar(sampling, sampling_params, use, form)
@@ -140,8 +169,8 @@ class InputProcessor:
         encode = partial(self._encode_chat, chat, longest, split_special_tokens)
         if (token_ids := encode(at_once=True)) is not None:
             self._set_prompt(request, token_ids, parser)
-            return self._enqueue(request, call, request.num_prompt_tokens, parser)
-        return self._enqueue_long(request, call, chat.num_characters // 4, encode, parser)
+            return Submission(request, call, request.num_prompt_tokens, parser)
+        return self._long(request, call, chat.num_characters // 4, parser, encode)
 
     def prepare_tokenize(
         self,
@@ -359,6 +388,7 @@ class InputProcessor:
                 resolved.of_output(index) if index else resolved,
                 max_model_len=info.max_model_len,
                 priority=options.priority,
+                owner=options.owner,
                 eos_token_ids=model.eos_token_ids,
                 cache_salt=options.cache_salt,
                 bad_words=bad_words,
@@ -421,41 +451,76 @@ class InputProcessor:
             self._delimiter_tokens[form] = found
         return found
 
-    def _enqueue(
-        self, request: Request, call: CallInfo, num_tokens: int, parser: MessageParser | None = None
-    ) -> TokenStream:
-        """Reserve the group's place in the queue, call the observers, and send the group to the
-        engine thread if its prompt is known.
-
-        Args:
-            num_tokens: tokens of the prompt, or an estimate until it is tokenised.
-        """
-        group = request.group
-        observers = self.observers.all
-        notifier = ObserverNotifier(request, observers) if observers else None
-        group.notifier = notifier
-        self.core.admission.reserve(group, num_tokens)
-        # Made first: an observer that is interrupted drops it, which aborts the request.
-        stream = TokenStream(request, self.core, self.mailboxes.of_running_loop, parser)
-        if notifier is not None:
-            notifier.submitted(RequestInfo(*call))
-        if request.num_prompt_tokens:
-            self._send(request)
-        return stream
-
-    def _enqueue_long(
+    def _long(
         self,
         request: Request,
         call: CallInfo,
         estimate: int,
+        parser: MessageParser | None,
         encode: Callable[[], list[int] | None],
-        parser: MessageParser | None = None,
-    ) -> TokenStream:
-        """Enqueue a request whose prompt, of about ``estimate`` tokens, a thread makes with
-        ``encode``."""
-        core, group = self.core, request.group
+    ) -> Submission:
+        """Submission of a prompt of about ``estimate`` tokens that a thread makes."""
         most = self._max_prompt_tokens(request) or request.max_model_len
-        stream = self._enqueue(request, call, min(estimate, most), parser)
+        return Submission(request, call, min(estimate, most), parser, encode)
+
+    def enqueue(self, submission: Submission) -> TokenStream:
+        """Reserve the group's place in the queue, call the observers, and send the group to the
+        engine thread once its prompt is known.
+
+        Raises:
+            EngineOverloadedError: if the queue is full.
+        """
+        self._observe(submission)
+        self.core.admission.reserve(submission.request.group, submission.num_tokens)
+        stream = self._make_stream(submission)
+        self._begin(submission)
+        return stream
+
+    async def enqueue_or_wait(self, submission: Submission) -> TokenStream:
+        """``enqueue``, once the queue has a place. The request's time begins with that."""
+        core, group = self.core, submission.request.group
+        self._observe(submission)
+        is_gone = self.mailboxes.of_running_loop().is_closed
+        reserved = core.admission.reserve_or_wait(group, submission.num_tokens, is_gone)
+        stream = self._make_stream(submission)
+        if reserved is not None:
+            try:
+                core.check_waiting()
+                await wait_for(reserved)
+            except BaseException:
+                core.abandon(group)
+                raise
+            group.restart(core.clock())
+        self._begin(submission)
+        return stream
+
+    def _observe(self, submission: Submission) -> None:
+        if observers := self.observers.all:
+            submission.notifier = ObserverNotifier(submission.request, observers)
+            submission.request.group.notifier = submission.notifier
+
+    def _make_stream(self, submission: Submission) -> TokenStream:
+        mailbox_of_loop = self.mailboxes.of_running_loop
+        return TokenStream(submission.request, self.core, mailbox_of_loop, submission.parser)
+
+    def _begin(self, submission: Submission) -> None:
+        """Begin a request that has its place in the queue and its stream: an observer that is
+        interrupted drops the stream, which aborts the request."""
+        if submission.notifier is not None:
+            submission.notifier.submitted(RequestInfo(*submission.call))
+        if submission.encode is None:
+            self._send(submission.request)
+        else:
+            self._encode_elsewhere(submission.request, submission.encode, submission.parser)
+
+    def _encode_elsewhere(
+        self,
+        request: Request,
+        encode: Callable[[], list[int] | None],
+        parser: MessageParser | None,
+    ) -> None:
+        """Send a request once a thread has made its prompt with ``encode``."""
+        core, group = self.core, request.group
         if group.deadline < math.inf:
             core.send(core.on_watch_deadline, group)
 
@@ -479,7 +544,6 @@ class InputProcessor:
             self._worker.submit(job)
         except RequestError as error:
             core.send(core.on_fail, group, error)
-        return stream
 
     def _send(self, request: Request) -> None:
         """Send the group to the engine thread once its grammar is compiled. Other requests do not

@@ -9,6 +9,8 @@ from typing import Any, get_args
 from asyncllm import validation as check
 from asyncllm.core.channel import OnSlow
 
+_MAX_OWNER_LENGTH = 256
+
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
@@ -24,6 +26,7 @@ class RequestOptions:
     max_unread: int = 256
     on_slow: OnSlow = "coalesce"
     cache_salt: str | None = None
+    owner: str | None = None
 
     def __post_init__(self) -> None:
         check.field(self, check.string, "request_id")
@@ -32,6 +35,10 @@ class RequestOptions:
         check.field(self, check.integer, "max_unread", 1)
         check.field(self, check.choice, "on_slow", get_args(OnSlow))
         check.field(self, check.string, "cache_salt", empty=True)
+        check.field(self, check.string, "owner")
+        if self.owner is not None and len(self.owner) > _MAX_OWNER_LENGTH:
+            accepted = f"at most {_MAX_OWNER_LENGTH} characters; a digest of a longer name"
+            raise check.invalid("owner", self.owner, accepted)
 
 
 def request_ids(given: Any) -> list[str]:

@@ -14,9 +14,9 @@ from asyncllm.serving.serving import Serving
 async def chat_completions(serving: Serving, exchange: Exchange) -> None:
     request = ChatRequest.parse(parse_json(await exchange.body()))
     model = serving.model_name(request.model)
-    engine = serving.engine
+    engine, options = serving.engine, serving.options(exchange.owner)
     stream = await submit_offloaded(
-        lambda: request.submit(engine, serving.timeout), len(request.tools or ())
+        lambda: request.submit(engine, options), len(request.tools or ())
     )
     writer = ChatWriter(
         model,

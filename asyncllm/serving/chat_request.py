@@ -192,8 +192,11 @@ class ChatRequest(TemplateFields, Choices):
             return None
         return self.top_logprobs or 0
 
-    def submit(self, engine: AsyncLLMEngine, timeout: float | None) -> TokenStream:
+    def submit(self, engine: AsyncLLMEngine, options: Mapping[str, Any]) -> TokenStream:
         """Submit the request; returns the stream of the answer.
+
+        Args:
+            options: the server's own, as from ``Serving.options``.
 
         Raises:
             ProtocolError: for fields that contradict each other.
@@ -218,7 +221,7 @@ class ChatRequest(TemplateFields, Choices):
             parallel_tool_calls=self.parallel_tool_calls is not False,
             response_format=self.response_format,
             chat_template_kwargs=self.template_variables(engine),
-            timeout=timeout,
+            **options,
             **self.options,
         )
 

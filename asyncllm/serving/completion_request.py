@@ -72,8 +72,11 @@ class CompletionRequest(Choices):
         """Whether tokens are generated; a request may only score its prompts."""
         return self.max_tokens != 0
 
-    def submit(self, engine: AsyncLLMEngine, timeout: float | None) -> Sequence[TokenStream]:
+    def submit(self, engine: AsyncLLMEngine, options: Mapping[str, Any]) -> Sequence[TokenStream]:
         """Submit a request for each prompt; returns their streams.
+
+        Args:
+            options: the server's own, as from ``Serving.options``.
 
         Raises:
             ProtocolError: for fields that contradict each other.
@@ -96,7 +99,7 @@ class CompletionRequest(Choices):
         streams: list[TokenStream] = []
         try:
             for prompt in self.prompts:
-                streams.append(engine.stream(prompt, params, timeout=timeout, **self.options))
+                streams.append(engine.stream(prompt, params, **options, **self.options))
         except BaseException:
             for stream in streams:
                 stream.close()

@@ -13,7 +13,7 @@ from asyncllm.serving.serving import Serving
 async def completions(serving: Serving, exchange: Exchange) -> None:
     request = CompletionRequest.parse(parse_json(await exchange.body()))
     model = serving.model_name(request.model)
-    streams = request.submit(serving.engine, serving.timeout)
+    streams = request.submit(serving.engine, serving.options(exchange.owner))
     writer = CompletionWriter(model, request, serving.engine.tokenizer)
     if request.stream:
         pacer, ping = serving.pacer, serving.ping_interval

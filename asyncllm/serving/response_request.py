@@ -187,9 +187,15 @@ class ResponseRequest(SamplingFields):
         return tuple(messages_of(self.input))
 
     def submit(
-        self, engine: AsyncLLMEngine, conversation: tuple[Message, ...], timeout: float | None
+        self,
+        engine: AsyncLLMEngine,
+        conversation: tuple[Message, ...],
+        options: Mapping[str, Any],
     ) -> TokenStream:
         """Submit a conversation; returns the stream of the answer.
+
+        Args:
+            options: the server's own, as from ``Serving.options``.
 
         Raises:
             ProtocolError: for unsupported fields.
@@ -217,7 +223,7 @@ class ResponseRequest(SamplingFields):
                 engine,
                 "reasoning.effort",
             ),
-            timeout=timeout,
+            **options,
             **self.options,
         )
 

@@ -49,7 +49,7 @@ class ResponseTurn:
         """Submit a request.
 
         Args:
-            owner: owner of the responses that it may continue.
+            owner: owner of the request, and of the responses that it may continue.
             local: store of one connection, for responses with ``store=false``.
 
         Raises:
@@ -59,7 +59,7 @@ class ResponseTurn:
         model = serving.model_name(request.model)
         conversation = _continued(request.previous_response_id, owner, serving.store, local)
         conversation = conversation.followed_by(request.messages)
-        stream = request.submit(engine, conversation.messages, serving.timeout)
+        stream = request.submit(engine, conversation.messages, serving.options(owner))
         defaults = engine.model_config.generation_defaults or {}
         events = ResponseEvents(request, model, defaults, engine.tokenizer.bytes_of)
         keep_in = serving.store if request.stores else local

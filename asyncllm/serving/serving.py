@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.metrics import EngineMetrics
@@ -64,6 +65,14 @@ class Serving:
                 status=404,
             )
         return asked
+
+    def options(self, owner: str) -> dict[str, Any]:
+        """Options of a client's requests, for ``AsyncLLMEngine.stream`` and ``chat``.
+
+        Args:
+            owner: digest of the client's token; without one clients are the engine's owner None.
+        """
+        return {"timeout": self.timeout, "owner": owner or None}
 
     def check_open(self) -> None:
         """Raise ProtocolError while the server drains."""
