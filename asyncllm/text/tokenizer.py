@@ -39,8 +39,10 @@ from asyncllm.text.text_decoder import (
     word_mark_of,
 )
 from asyncllm.text.token_bytes import token_bytes, token_table
-from asyncllm.text.tokenizer_thread import LONG_TEXT
 from asyncllm.validation import explain
+
+LONG_TEXT = 4096
+"""Texts of this many characters or more go to a worker thread."""
 
 _MAX_CHARACTERS = 1 << 24
 _AT_ONCE_LIMITS = RenderLimits(max_output=LONG_TEXT, max_value=16 * LONG_TEXT, seconds=0.005)
@@ -143,7 +145,11 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``token_ids``; ids outside the vocabulary have none."""
-        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        if len(token_ids) < LONG_TEXT:
+            return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        # Only the batched call releases the GIL, as in ``_encode``.
+        (text,) = self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+        return text
 
     def apply_chat_template(
         self, messages: Any, *, add_generation_prompt: bool = True, **kwargs: Any
