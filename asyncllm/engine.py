@@ -27,7 +27,7 @@ from asyncllm.runtime.mailbox import MailboxRegistry, ThreadMailbox
 from asyncllm.runtime.request_options import RequestOptions, request_ids
 from asyncllm.sampling_params import SamplingParams, with_response_format
 from asyncllm.stream import TokenStream
-from asyncllm.text.tokenizer import LONG_TEXT
+from asyncllm.text.long_text import LONG_TEXT
 from asyncllm.tool_calls.tool_use import ToolUse
 
 EngineState = Literal["new", "starting", "running", "dead", "closed"]

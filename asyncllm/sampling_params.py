@@ -246,10 +246,10 @@ class SamplingParams:
                 raise check.invalid(name, largest, f"token ids from 0 to {vocab_size - 1}")
 
         num_eos = 0 if self.ignore_eos else len(eos_token_ids)
-        each_step = self.min_tokens or self.structured_outputs is not None
-        if each_step and len(self.stop_token_ids) + num_eos > MAX_STOP_IDS:
-            name = "min_tokens" if self.min_tokens else self.structured_outputs.param
-            accepted = f"at most {MAX_STOP_IDS - num_eos} token ids with {name}"
+        grammar = self.structured_outputs
+        reader = "min_tokens" if self.min_tokens else grammar and grammar.param
+        if reader and len(self.stop_token_ids) + num_eos > MAX_STOP_IDS:
+            accepted = f"at most {MAX_STOP_IDS - num_eos} token ids with {reader}"
             accepted += f" beside the model's {num_eos} of its own" * bool(num_eos)
             raise check.invalid("stop_token_ids", self.stop_token_ids, accepted)
 

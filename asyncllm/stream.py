@@ -99,7 +99,7 @@ class TokenStream(Handle):
         return len(self._outputs)
 
     @property
-    def has_unread(self) -> bool:
+    def _has_unread(self) -> bool:
         """Whether there is a delta that the next read returns at once; the end does not count."""
         return bool(self._channel.items)
 

@@ -33,8 +33,8 @@ from asyncllm.structured.compiler import GrammarCompiler
 from asyncllm.structured.grammar import Grammar
 from asyncllm.text.bad_words import bad_words_token_ids
 from asyncllm.text.detokenizer import NoText
+from asyncllm.text.long_text import LONG_TEXT
 from asyncllm.text.template_input import TemplateInput
-from asyncllm.text.tokenizer import LONG_TEXT
 from asyncllm.tool_calls.message_parser import MessageParser
 from asyncllm.tool_calls.response_format import ResponseFormat, ResponseFormats
 from asyncllm.tool_calls.tool_grammar import with_tool_grammar

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import anyio
+from pydantic_core import to_json
 
 from asyncllm.errors import AsyncLLMError
 from asyncllm.outputs import Completion, Delta, Usage
@@ -129,9 +130,7 @@ async def answer_whole(
         if any(output.finish_reason == "abort" for output in completion.outputs):
             raise aborted_error()
     size = sum(map(_size, completions))
-    await exchange.respond(
-        200, await serving.run(lambda: encode(writer.whole(completions)).encode(), size)
-    )
+    await exchange.respond(200, await serving.run(lambda: to_json(writer.whole(completions)), size))
 
 
 def _size(completion: Completion) -> int:
@@ -215,7 +214,7 @@ class EventAnswer:
                 raise aborted_error()
             index, num_read = delta.index, num_read + 1
             unsent[index] = joined(unsent[index], delta) if index in unsent else delta
-            if num_read < MAX_READS and stream.has_unread:
+            if num_read < MAX_READS and stream._has_unread:
                 continue
             text, num_read = "", 0
             for delta in unsent.values():

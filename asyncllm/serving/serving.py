@@ -55,9 +55,7 @@ class Serving:
     draining: bool = False
     description: bytes | None = None
     sessions: set[object] = field(default_factory=set)
-    worker: WorkerThread = field(
-        default_factory=partial(WorkerThread, "asyncllm-json", rest=1.0)
-    )
+    worker: WorkerThread = field(default_factory=partial(WorkerThread, "asyncllm-json", rest=1.0))
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def run(self, job: Callable[[], T], size: int) -> T:

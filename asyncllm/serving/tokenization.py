@@ -101,5 +101,5 @@ def _tokens(serving: Serving, data: bytes, at_once: bool) -> bytes | None:
 def _text(serving: Serving, data: bytes, _: bool) -> bytes:
     request = DetokenizeRequest.parse(parse_json(data))
     serving.model_name(request.model)
-    _, decode = serving.engine._running().prepare_detokenize(request.tokens, False)
+    decode = serving.engine._running().prepare_detokenize(request.tokens, False)[1]
     return to_json(Text(prompt=decode()))

@@ -27,6 +27,7 @@ from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.control_tokens import ControlTokens, steps_of
 from asyncllm.text.detokenizer import Detokenizer
 from asyncllm.text.gguf_tokenizer import read_gguf_tokenizer
+from asyncllm.text.long_text import LONG_TEXT
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.template_sandbox import RenderLimits, TemplateLimitError, TemplateOutputError
 from asyncllm.text.text_decoder import (
@@ -40,9 +41,6 @@ from asyncllm.text.text_decoder import (
 )
 from asyncllm.text.token_bytes import token_bytes, token_table
 from asyncllm.validation import explain
-
-LONG_TEXT = 4096
-"""Texts of this many characters or more go to a worker thread."""
 
 _MAX_CHARACTERS = 1 << 24
 _AT_ONCE_LIMITS = RenderLimits(max_output=LONG_TEXT, max_value=16 * LONG_TEXT, seconds=0.005)
