@@ -209,7 +209,7 @@ class SamplingParams:
                 raise check.invalid("logit_bias", bias, "a mapping of token id to number")
             if len(bias) > MAX_BIAS:
                 raise check.invalid("logit_bias", bias, f"at most {MAX_BIAS} token ids")
-            ids = check.token_ids("logit_bias", bias.keys())
+            ids = check.token_ids("logit_bias", bias.keys(), most=MAX_BIAS)
             values = [check.number("logit_bias", value, *BIAS_RANGE) for value in bias.values()]
             self._set("logit_bias", dict(zip(ids, values, strict=True)))
         check.field(self, check.items, "logits_processors", "callables", MAX_LOGITS_PROCESSORS)

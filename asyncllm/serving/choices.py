@@ -212,24 +212,30 @@ class EventAnswer:
         async for delta in stream:
             if delta.finish_reason == "abort":
                 raise aborted_error()
-            index, num_read = delta.index, num_read + 1
-            unsent[index] = joined(unsent[index], delta) if index in unsent else delta
-            if num_read < MAX_READS and stream._has_unread:
-                continue
-            text, num_read = "", 0
-            for delta in unsent.values():
-                if delta.logprobs is None:
-                    text += chunks(delta, base, stream)
-                else:
-                    size = self._writer.size(delta, base, stream)
-                    text += await self._serving.run(partial(chunks, delta, base, stream), size)
-            unsent.clear()
+            has_unread = stream._has_unread
+            if has_unread or unsent or delta.logprobs is not None:
+                index, num_read = delta.index, num_read + 1
+                unsent[index] = joined(unsent[index], delta) if index in unsent else delta
+                if has_unread and num_read < MAX_READS:
+                    continue
+                text, num_read = await self._chunks(list(unsent.values()), base, stream), 0
+                unsent.clear()
+            else:  # the usual token, whose time counts
+                text = chunks(delta, base, stream)
             if text:
                 keep_alive.has_sent = True
                 await (send(text) if self._opened else self._open(text))
             if stream.usage is None and (pause := pacer.pause) > 0:
                 # Tokens of each output that arrive meanwhile are merged into one chunk.
                 await anyio.sleep(pause)
+
+    async def _chunks(self, deltas: Sequence[Delta], base: int, stream: TokenStream) -> str:
+        writer, text = self._writer, ""
+        for delta in deltas:
+            size = 0 if delta.logprobs is None else writer.size(delta, base, stream)
+            job = partial(writer.chunks, delta, base, stream)
+            text += await self._serving.run(job, size)
+        return text
 
     async def _send(self, text: str) -> None:
         if self._opened:
