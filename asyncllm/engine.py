@@ -10,8 +10,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
-import anyio.to_thread
-
 from asyncllm import validation as check
 from asyncllm.checkpoint.progress import LoadStage
 from asyncllm.config import EngineConfig, make_config
@@ -29,7 +27,7 @@ from asyncllm.runtime.mailbox import MailboxRegistry, ThreadMailbox
 from asyncllm.runtime.request_options import RequestOptions, request_ids
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
-from asyncllm.text.tokenizer_thread import LONG_TEXT
+from asyncllm.text.long_text import LONG_TEXT
 
 EngineState = Literal["new", "starting", "running", "dead", "closed"]
 _JOIN_TIMEOUT = 2.0
@@ -441,9 +439,10 @@ class AsyncLLMEngine(Handle):
                 prompt longer than the context is no error.
             EngineClosedError: if the engine is not started, or closed.
 
-        What takes long is done on another thread.
+        What takes long is done on another thread, one text at a time.
         """
-        encode = self._running().prepare_tokenize(
+        intake = self._running()
+        encode = intake.prepare_tokenize(
             prompt,
             add_special_tokens=add_special_tokens,
             tools=tools,
@@ -453,7 +452,9 @@ class AsyncLLMEngine(Handle):
             split_special_tokens=split_special_tokens,
         )
         found = encode(at_once=True)
-        return await anyio.to_thread.run_sync(encode) if found is None else found  # pyright: ignore[reportReturnType]
+        if found is None:
+            found = await intake.long_texts.call(encode, len(prompt))
+        return found  # pyright: ignore[reportReturnType]
 
     async def detokenize(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = False
@@ -465,8 +466,9 @@ class AsyncLLMEngine(Handle):
             InvalidRequestError: for anything but integers from 0 to 2**32 - 1.
             EngineClosedError: if the engine is not started, or closed.
         """
-        length, decode = self._running().prepare_detokenize(token_ids, skip_special_tokens)
-        return decode() if length < LONG_TEXT else await anyio.to_thread.run_sync(decode)
+        intake = self._running()
+        length, decode = intake.prepare_detokenize(token_ids, skip_special_tokens)
+        return decode() if length < LONG_TEXT else await intake.long_texts.call(decode, length)
 
     # --- the engine as a whole ---------------------------------------------------------
 

@@ -88,11 +88,12 @@ class SamplingParams:
             output has its own, the first this one; see ``of_output``.
         stop: strings that end the output, 64 of 1024 characters at most; they may span tokens.
         stop_token_ids: token ids that end the output. This and every other field of token ids
-            has at most 524,288.
+            has at most 524,288; repeats are dropped here and in ``allowed_token_ids``.
         ignore_eos: go on past the model's end-of-sequence tokens.
         max_tokens: output tokens at most; None goes up to the context.
-        min_tokens: neither EOS nor a stop token or string before so many tokens. With it there
-            are 128 stop tokens at most, ``stop_token_ids`` and the model's EOS tokens together.
+        min_tokens: neither EOS nor a stop token or string before so many tokens. With it, and with
+            ``structured_outputs``, there are 128 stop tokens at most, ``stop_token_ids`` and the
+            model's EOS tokens together.
         logprobs: number of most likely tokens to report at each position, at most
             ``EngineConfig.max_logprobs``; -1 for all, where that is -1. The sampled token is always
             reported; None reports nothing.
@@ -195,14 +196,19 @@ class SamplingParams:
             accepted = "true with stop strings, which are looked for in the text"
             raise check.invalid("detokenize", self.detokenize, accepted)
         self._check_bad_words()
-        check.field(self, check.token_ids, "stop_token_ids")
-        check.field(self, check.token_ids, "allowed_token_ids")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            check.field(self, check.token_ids, name)
+            if found := getattr(self, name):
+                # Without repeats there are no more than tokens in the vocabulary.
+                self._set(name, tuple(dict.fromkeys(found)))
         if self.allowed_token_ids == ():
             raise check.invalid("allowed_token_ids", (), "at least one token id, or None")
         if self.logit_bias is not None:
             bias: Any = self.logit_bias
             if not isinstance(bias, Mapping):
                 raise check.invalid("logit_bias", bias, "a mapping of token id to number")
+            if len(bias) > MAX_BIAS:
+                raise check.invalid("logit_bias", bias, f"at most {MAX_BIAS} token ids")
             ids = check.token_ids("logit_bias", bias.keys(), most=MAX_BIAS)
             values = [check.number("logit_bias", value, *BIAS_RANGE) for value in bias.values()]
             self._set("logit_bias", dict(zip(ids, values, strict=True)))
@@ -232,7 +238,7 @@ class SamplingParams:
 
         Raises:
             InvalidRequestError: for a token id of ``vocab_size`` or more, more log-probabilities
-                than ``max_logprobs``, or more stop tokens than ``min_tokens`` can suppress.
+                than ``max_logprobs``, or more stop tokens than a step can suppress.
         """
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             largest = max(getattr(self, name) or (), default=0)
@@ -240,8 +246,10 @@ class SamplingParams:
                 raise check.invalid(name, largest, f"token ids from 0 to {vocab_size - 1}")
 
         num_eos = 0 if self.ignore_eos else len(eos_token_ids)
-        if self.min_tokens and len(self.stop_token_ids) + num_eos > MAX_STOP_IDS:
-            accepted = f"at most {MAX_STOP_IDS - num_eos} token ids with min_tokens"
+        grammar = self.structured_outputs
+        reader = "min_tokens" if self.min_tokens else grammar and grammar.param
+        if reader and len(self.stop_token_ids) + num_eos > MAX_STOP_IDS:
+            accepted = f"at most {MAX_STOP_IDS - num_eos} token ids with {reader}"
             accepted += f" beside the model's {num_eos} of its own" * bool(num_eos)
             raise check.invalid("stop_token_ids", self.stop_token_ids, accepted)
 

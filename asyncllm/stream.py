@@ -98,6 +98,11 @@ class TokenStream(Handle):
         """Number of outputs, the ``n`` of the request."""
         return len(self._outputs)
 
+    @property
+    def _has_unread(self) -> bool:
+        """Whether there is a delta that the next read returns at once; the end does not count."""
+        return bool(self._channel.items)
+
     def __aiter__(self) -> TokenStream:
         return self
 

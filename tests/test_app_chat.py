@@ -240,7 +240,7 @@ REFUSED = [
     ({"bad_words": ["b"] * 1025}, "invalid_value", "bad_words"),
     ({"allowed_token_ids": []}, "invalid_value", "allowed_token_ids"),
     ({"allowed_token_ids": [1, -1]}, "invalid_value", "allowed_token_ids[1]"),
-    ({"stop_token_ids": [1] * 129, "min_tokens": 1}, "invalid_value", "stop_token_ids"),
+    ({"stop_token_ids": list(range(129)), "min_tokens": 1}, "invalid_value", "stop_token_ids"),
     ({"logit_bias": {str(i): 1 for i in range(1025)}}, "invalid_value", "logit_bias"),
     ({"logit_bias": {"a": 1}}, "invalid_value", "logit_bias"),
     ({"logit_bias": {"1": 400}}, "invalid_value", "logit_bias"),

@@ -10,8 +10,8 @@ import pytest
 from asyncllm import AsyncLLMEngine
 from asyncllm.errors import ContextLengthExceededError, InvalidRequestError
 from asyncllm.text import tokenizer as tokenizer_module
+from asyncllm.text.long_text import LONG_TEXT
 from asyncllm.text.tokenizer import Tokenizer
-from asyncllm.text.tokenizer_thread import LONG_TEXT
 from tests.chat_tokens import as_written, controls, encode
 from tests.fakes import Fake, fake
 from tests.tokenizer_kinds import CHATML, byte_level, make

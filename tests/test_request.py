@@ -46,6 +46,15 @@ def test_members_of_a_group_are_numbered():
     assert group.unfinished == [members[0], members[2]]
 
 
+def test_members_of_a_group_share_their_stop_tokens():
+    group = RequestGroup("g", arrived_at=3.0)
+    params = SamplingParams(stop_token_ids=[7, 8])
+    first = Request(group, params, max_model_len=9, eos_token_ids=(1,))
+    other = Request(group, params, max_model_len=9, eos_token_ids=(1,), first=first)
+    assert first.stop_token_ids == {1, 7, 8}
+    assert other.stop_token_ids is first.stop_token_ids
+
+
 @pytest.mark.parametrize(
     ("max_tokens", "max_model_len", "expected"),
     [(None, 100, 100), (20, 100, 23), (96, 100, 99), (97, 100, 100), (98, 100, 100)],

@@ -392,7 +392,7 @@ def test_rules_that_cannot_be_applied_end_their_row_alone():
     rules: list[dict[str, Any]] = [
         {"logit_bias": {30: 1.0}},
         {"logit_bias": {5: 99.0}},
-        {"min_tokens": 1, "stop_token_ids": [3] * (MAX_STOP_IDS + 1)},
+        {"min_tokens": 1, "stop_token_ids": range(MAX_STOP_IDS + 1)},
     ]
     for req_index, fields in enumerate(rules):
         bench.enter(req_index, [1], [], temperature=0.0, **fields)

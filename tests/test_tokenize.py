@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import anyio.to_thread
 import pytest
 
 from asyncllm import AsyncLLMEngine, EngineClosedError, InvalidRequestError
+from asyncllm.runtime.worker_thread import WorkerThread
 from asyncllm.testing import fake_engine, fake_llm
 
 HELLO = [{"role": "user", "content": "Hé"}]
@@ -70,13 +70,13 @@ async def test_only_what_takes_long_leaves_the_loops_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[Any] = []
-    run_sync = anyio.to_thread.run_sync
+    submit = WorkerThread.submit
 
-    async def counted(job: Any) -> Any:
+    def counted(thread: WorkerThread, job: Any, size: int) -> Any:
         calls.append(job)
-        return await run_sync(job)
+        return submit(thread, job, size)
 
-    monkeypatch.setattr(anyio.to_thread, "run_sync", counted)
+    monkeypatch.setattr(WorkerThread, "submit", counted)
     async with fake_engine("x") as engine:
         await engine.tokenize("a" * 4095)
         await engine.tokenize(HELLO)

@@ -26,8 +26,8 @@ from tokenizers import (
 from tokenizers import Tokenizer as Backend
 
 from asyncllm.errors import InvalidRequestError, ModelLoadError
+from asyncllm.text.long_text import LONG_TEXT
 from asyncllm.text.tokenizer import Tokenizer
-from asyncllm.text.tokenizer_thread import LONG_TEXT
 from tests.tokenizer_kinds import KINDS
 from tests.tokenizer_kinds import make as make_kind
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -188,6 +189,29 @@ def test_descriptions_are_short_and_never_raise() -> None:
     assert check.describe(Unprintable()).startswith("<Unprintable")
     assert check.describe(10**5000) == "<int>"
     assert check.describe([1, "two", {"three": 3}]) == "[1, 'two', {'three': 3}]"
+
+
+def test_a_long_dict_is_described_without_a_look_at_all_its_keys() -> None:
+    falling = dict.fromkeys(range(10**4, 0, -1), 1)
+    assert check.describe(falling).startswith("{9992: 1, 9993: 1, ")
+
+
+def test_repeated_token_ids_are_dropped() -> None:
+    repeated = [5, 3] * 100_000
+    params = SamplingParams(stop_token_ids=repeated, allowed_token_ids=repeated)
+    assert (params.stop_token_ids, params.allowed_token_ids) == ((5, 3), (5, 3))
+    params.check_limits(6, 0)
+
+
+def test_what_each_step_reads_of_stop_tokens_is_bounded() -> None:
+    params = SamplingParams(stop_token_ids=range(127))
+    for fields in ({"min_tokens": 1}, {"structured_outputs": {"regex": "a"}}):
+        replace(params, **fields).check_limits(1000, 0, (1,))
+        more = replace(params, stop_token_ids=range(128), **fields)
+        name = next(iter(fields))
+        with pytest.raises(InvalidRequestError, match=f"at most 127 token ids with {name}"):
+            more.check_limits(1000, 0, (1,))
+    replace(params, stop_token_ids=range(900)).check_limits(1000, 0, (1,))
 
 
 @pytest.mark.parametrize("how", UNPRINTABLE)

@@ -140,7 +140,10 @@ async def wait_for(future: Future[Any]) -> Any:
     completed = anyio.Event()
     post_when_done(future, completed.set)
     await completed.wait()
-    return future.result()
+    try:
+        return future.result()
+    finally:
+        del future  # which an exception's traceback would refer to, and the future to the exception
 
 
 async def join(thread: threading.Thread, timeout: float) -> None:

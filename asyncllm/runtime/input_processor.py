@@ -27,14 +27,15 @@ from asyncllm.runtime.event_loop import wait_for
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.runtime.mailbox import MailboxRegistry
 from asyncllm.runtime.request_options import RequestOptions
+from asyncllm.runtime.worker_thread import WorkerThread
 from asyncllm.sampling_params import SamplingParams, with_response_format
 from asyncllm.stream import TokenStream
 from asyncllm.structured.compiler import GrammarCompiler
 from asyncllm.structured.grammar import Grammar
 from asyncllm.text.bad_words import bad_words_token_ids
 from asyncllm.text.detokenizer import NoText
+from asyncllm.text.long_text import LONG_TEXT
 from asyncllm.text.template_input import TemplateInput
-from asyncllm.text.tokenizer_thread import LONG_TEXT, TokenizerThread
 from asyncllm.tool_calls.message_parser import MessageParser
 from asyncllm.tool_calls.response_format import ResponseFormat, ResponseFormats
 from asyncllm.tool_calls.tool_grammar import with_tool_grammar
@@ -80,6 +81,9 @@ class InputProcessor:
     Args:
         grammars: compiler of the grammars of ``structured_outputs``.
         config: configuration of the engine.
+
+    Attributes:
+        long_texts: runs what takes long of ``tokenize`` and ``detokenize``, apart from prompts.
     """
 
     loaded: LoadedModel
@@ -90,7 +94,10 @@ class InputProcessor:
     config: EngineConfig
     _delimiter_tokens: dict[ResponseFormat, DelimiterTokens] = field(default_factory=dict)
     _neutral_params: SamplingParams = field(default_factory=SamplingParams)
-    _worker: TokenizerThread = field(default_factory=partial(TokenizerThread, "asyncllm-text"))
+    _worker: WorkerThread = field(default_factory=partial(WorkerThread, "asyncllm-text"))
+    long_texts: WorkerThread = field(
+        default_factory=partial(WorkerThread, "asyncllm-tokenize"), init=False
+    )
 
     def __post_init__(self) -> None:
         self._draw_seed = partial(random.Random(self.config.seed).getrandbits, 64)
@@ -182,10 +189,15 @@ class InputProcessor:
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         split_special_tokens: bool = True,
+        max_tokens: int | None = None,
     ) -> Callable[..., list[int] | None]:
         """Checks the arguments of ``AsyncLLMEngine.tokenize``; returns a function that tokenises.
         Any thread may call it; with ``at_once=True`` it returns None for a prompt that takes
-        long."""
+        long.
+
+        Args:
+            max_tokens: a prompt that certainly has more is refused before it is tokenised.
+        """
         special = check.boolean("add_special_tokens", add_special_tokens, optional=True)
         generation = check.boolean("add_generation_prompt", add_generation_prompt)
         split = check.boolean("split_special_tokens", split_special_tokens)
@@ -200,7 +212,7 @@ class InputProcessor:
             if not generation:
                 variables = _checked_variables(variables) | {"add_generation_prompt": False}
             chat = self._template_input(prompt, use, template, variables)
-            return partial(self._encode_chat, chat, None, split)
+            return partial(self._encode_chat, chat, max_tokens, split)
         of_chat: dict[str, tuple[Any, Any]] = {
             "tools": (tools, None),
             "add_generation_prompt": (generation, True),
@@ -211,6 +223,9 @@ class InputProcessor:
         for name, (value, neutral) in of_chat.items():
             if value is not neutral:
                 raise check.invalid(name, value, f"{neutral} with a text: it is for messages")
+        least = self.loaded.tokenizer.min_tokens(len(text))
+        if max_tokens is not None and least > max_tokens:
+            raise self._too_long(least, "at least ")
         return partial(self._encode_text, text, special is not False)
 
     def prepare_detokenize(
@@ -278,8 +293,8 @@ class InputProcessor:
     def close(self) -> list[threading.Thread]:
         """Drop texts that wait to be tokenised and grammars that wait to be compiled; returns the
         threads that still work."""
-        worker = self._worker.close()
-        return self.grammars.close() + ([] if worker is None else [worker])
+        workers = self._worker.close(), self.long_texts.close()
+        return self.grammars.close() + [worker for worker in workers if worker is not None]
 
     def _max_prompt_tokens(self, request: Request) -> int | None:
         """Most prompt tokens that a request keeps; None for a prompt that is not cut."""
@@ -532,13 +547,12 @@ class InputProcessor:
                 if group.cancelled:
                     return  # cancelled meanwhile; the engine may have ended
                 self._set_prompt(request, token_ids, parser)
+                core.admission.correct_estimate(group, request.num_prompt_tokens)
+                self._send(request)
             except BaseException as error:
                 if not issubclass(type(error), Exception):  # a panic inside the tokenizer
                     error = InvalidRequestError(f"prompt: {check.describe(error)}", param="prompt")
                 core.send(core.on_fail, group, error)
-                return
-            core.admission.correct_estimate(group, request.num_prompt_tokens)
-            self._send(request)
 
         try:
             self._worker.submit(job)

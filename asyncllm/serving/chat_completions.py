@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from asyncllm.serving.chat_request import ChatRequest
 from asyncllm.serving.chat_writer import ChatWriter
 from asyncllm.serving.choices import EventAnswer, answer_whole
 from asyncllm.serving.exchange import Exchange
-from asyncllm.serving.offload import submit_offloaded
 from asyncllm.serving.request_body import parse_json
 from asyncllm.serving.serving import Serving
+from asyncllm.stream import TokenStream
 
 
 async def chat_completions(serving: Serving, exchange: Exchange) -> None:
-    request = ChatRequest.parse(parse_json(await exchange.body()))
-    model = serving.model_name(request.model)
-    engine, options = serving.engine, serving.options(exchange.owner)
-    stream = await submit_offloaded(
-        lambda: request.submit(engine, options), len(request.tools or ())
+    body = await exchange.body()
+    request, stream, writer = await serving.run(
+        partial(_begin, serving, exchange.owner, body), len(body)
     )
+    if request.stream:
+        await EventAnswer(serving, exchange, [stream], writer).run()
+    else:
+        await answer_whole(serving, exchange, [stream], writer)
+
+
+def _begin(
+    serving: Serving, owner: str, body: bytes
+) -> tuple[ChatRequest, TokenStream, ChatWriter]:
+    request = ChatRequest.parse(parse_json(body))
+    model = serving.model_name(request.model)
+    stream = request.submit(serving.engine, serving.options(owner))
     writer = ChatWriter(
         model,
         stream.num_outputs,
         request.num_logprobs,
         request.usage_of_stream,
-        engine.tokenizer.bytes_of,
+        serving.engine.tokenizer.bytes_of,
     )
-    if request.stream:
-        pacer, ping = serving.pacer, serving.ping_interval
-        await EventAnswer(exchange, [stream], writer, pacer, ping).run()
-    else:
-        await answer_whole(exchange, [stream], writer)
+    return request, stream, writer

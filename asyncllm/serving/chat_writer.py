@@ -13,7 +13,7 @@ from asyncllm.serving.chat_request import StreamUsage
 from asyncllm.serving.choices import usage_fields
 from asyncllm.serving.exchange import encode
 from asyncllm.serving.running_usage import RunningUsage
-from asyncllm.serving.token_logprobs import LogprobWriter
+from asyncllm.serving.token_logprobs import LogprobWriter, logprobs_size
 from asyncllm.serving.whole_calls import WholeCalls
 from asyncllm.stream import TokenStream
 
@@ -105,6 +105,9 @@ class ChatWriter:
         if delta.finish_reason is not None:
             written += self._chunk(delta.index, {}, finish_reason=delta.finish_reason)
         return written
+
+    def size(self, delta: Delta, base: int, stream: TokenStream) -> int:
+        return logprobs_size(delta.logprobs)
 
     def _text_chunk(self, delta: Delta) -> str:
         return (

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import anyio
+from pydantic_core import to_json
 
 from asyncllm.errors import AsyncLLMError
 from asyncllm.outputs import Completion, Delta, Usage
 from asyncllm.serving.answers import TokenUsage, Truncation
 from asyncllm.serving.exchange import ClientGoneError, Exchange, encode
-from asyncllm.serving.frame_pacer import FramePacer
 from asyncllm.serving.protocol_error import ProtocolError, from_engine_error
+from asyncllm.serving.serving import Serving
+from asyncllm.serving.token_logprobs import logprobs_size
 from asyncllm.stream import TokenStream
+
+MAX_READS = 1024
+"""Most deltas of a stream that are merged into one write, because reading them does not wait."""
 
 PING = ": ping\n\n"
 """Comment that clients ignore and proxies count as traffic."""
@@ -37,6 +43,10 @@ class ChoicesWriter(Protocol):
 
     def chunks(self, delta: Delta, base: int, stream: TokenStream) -> str:
         """Events of a delta; empty if there is nothing to send yet."""
+        ...
+
+    def size(self, delta: Delta, base: int, stream: TokenStream) -> int:
+        """Bytes of a delta's log-probabilities, about."""
         ...
 
     def closing(self, usages: Sequence[Usage | None]) -> str: ...
@@ -111,7 +121,7 @@ async def abort_on_disconnect(
 
 
 async def answer_whole(
-    exchange: Exchange, streams: Sequence[TokenStream], writer: ChoicesWriter
+    serving: Serving, exchange: Exchange, streams: Sequence[TokenStream], writer: ChoicesWriter
 ) -> None:
     """Send a whole answer. Raises ProtocolError or AsyncLLMError before anything is sent."""
     async with abort_on_disconnect(exchange, streams):
@@ -119,7 +129,14 @@ async def answer_whole(
     for completion in completions:
         if any(output.finish_reason == "abort" for output in completion.outputs):
             raise aborted_error()
-    await exchange.respond_json(writer.whole(completions))
+    size = sum(map(_size, completions))
+    await exchange.respond(200, await serving.run(lambda: to_json(writer.whole(completions)), size))
+
+
+def _size(completion: Completion) -> int:
+    """Bytes of a completion's log-probabilities, about. Each output may echo the prompt."""
+    echoed = len(completion.outputs) * logprobs_size(completion.prompt_logprobs)
+    return echoed + sum(logprobs_size(output.logprobs) for output in completion.outputs)
 
 
 class EventAnswer:
@@ -127,24 +144,21 @@ class EventAnswer:
 
     It begins with its first chunk or comment, so that an error of the first read (for too long a
     prompt, say) still has its HTTP status. Later errors are events.
-
-    Args:
-        ping_interval: seconds of silence after which a comment is sent.
     """
 
     def __init__(
         self,
+        serving: Serving,
         exchange: Exchange,
         streams: Sequence[TokenStream],
         writer: ChoicesWriter,
-        pacer: FramePacer,
-        ping_interval: float,
     ) -> None:
+        self._serving = serving
         self._exchange = exchange
         self._streams = streams
         self._writer = writer
-        self._pacer = pacer
-        self._keep_alive = KeepAlive(ping_interval, self._send)
+        self._pacer = serving.pacer
+        self._keep_alive = KeepAlive(serving.ping_interval, self._send)
         self._opening = anyio.Lock()
         self._opened = False
 
@@ -193,16 +207,35 @@ class EventAnswer:
 
     async def _send_stream(self, stream: TokenStream, base: int) -> None:
         pacer, chunks, keep_alive = self._pacer, self._writer.chunks, self._keep_alive
-        send = self._exchange.send_events
+        send, num_read = self._exchange.send_events, 0
+        unsent: dict[int, Delta] = {}
         async for delta in stream:
             if delta.finish_reason == "abort":
                 raise aborted_error()
-            if text := chunks(delta, base, stream):
+            has_unread = stream._has_unread
+            if has_unread or unsent or delta.logprobs is not None:
+                index, num_read = delta.index, num_read + 1
+                unsent[index] = joined(unsent[index], delta) if index in unsent else delta
+                if has_unread and num_read < MAX_READS:
+                    continue
+                text, num_read = await self._chunks(list(unsent.values()), base, stream), 0
+                unsent.clear()
+            else:  # the usual token, whose time counts
+                text = chunks(delta, base, stream)
+            if text:
                 keep_alive.has_sent = True
                 await (send(text) if self._opened else self._open(text))
-            if delta.finish_reason is None and (pause := pacer.pause) > 0:
-                # Tokens that arrive meanwhile are merged into one chunk.
+            if stream.usage is None and (pause := pacer.pause) > 0:
+                # Tokens of each output that arrive meanwhile are merged into one chunk.
                 await anyio.sleep(pause)
+
+    async def _chunks(self, deltas: Sequence[Delta], base: int, stream: TokenStream) -> str:
+        writer, text = self._writer, ""
+        for delta in deltas:
+            size = 0 if delta.logprobs is None else writer.size(delta, base, stream)
+            job = partial(writer.chunks, delta, base, stream)
+            text += await self._serving.run(job, size)
+        return text
 
     async def _send(self, text: str) -> None:
         if self._opened:
@@ -218,6 +251,21 @@ class EventAnswer:
                 text = self._writer.opening() + text
             await self._exchange.send_events(text)
             self._opened = True
+
+
+def joined(one: Delta, other: Delta) -> Delta:
+    """Join two consecutive deltas of an output."""
+    return Delta(
+        one.text + other.text,
+        one.token_ids + other.token_ids,
+        one.index,
+        ((one.logprobs or ()) + (other.logprobs or ())) or None,
+        other.finish_reason,
+        other.stop_reason,
+        other.usage,
+        one.reasoning + other.reasoning,
+        one.tool_calls + other.tool_calls,
+    )
 
 
 def aborted_error() -> ProtocolError:

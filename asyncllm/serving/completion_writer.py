@@ -14,7 +14,7 @@ from asyncllm.serving.choices import usage_fields
 from asyncllm.serving.completion_request import CompletionRequest
 from asyncllm.serving.exchange import encode
 from asyncllm.serving.running_usage import RunningUsage
-from asyncllm.serving.token_logprobs import LegacyLogprobs
+from asyncllm.serving.token_logprobs import LegacyLogprobs, logprobs_size
 from asyncllm.stream import TokenStream
 
 
@@ -92,6 +92,11 @@ class CompletionWriter:
         if not choice["text"] and not delta.logprobs and delta.finish_reason is None:
             return ""
         return f'{self._head},"choices":[{encode(choice)}]{usage}}}\n\n'
+
+    def size(self, delta: Delta, base: int, stream: TokenStream) -> int:
+        echoes = self._request.echo and not self._choices[base + delta.index].echoed
+        prompt = stream.prompt_logprobs if echoes else None
+        return logprobs_size(delta.logprobs) + logprobs_size(prompt)
 
     def closing(self, usages: Sequence[Usage | None]) -> str:
         if self._request.usage_of_stream == "none":

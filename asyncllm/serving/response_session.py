@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import anyio
@@ -17,7 +18,6 @@ from anyio.abc import TaskGroup
 
 from asyncllm.errors import AsyncLLMError, EngineClosedError, EngineDeadError
 from asyncllm.serving.exchange import DISCONNECT_ERRORS, encode
-from asyncllm.serving.offload import submit_offloaded
 from asyncllm.serving.protocol_error import ProtocolError, from_engine_error
 from asyncllm.serving.request_body import parse_json, unsupported
 from asyncllm.serving.response_events import Event
@@ -78,10 +78,10 @@ class ResponseSession:
 
     async def _receive(self, message: str | bytes) -> None:
         try:
-            event = _decode(message)
+            event = await self.serving.run(lambda: _decode(message), len(message))
             kind = event.get("type")
             if kind == "response.create":
-                await self._create(event)
+                await self._create(event, len(message))
             elif kind == "response.cancel":
                 self._cancel()
             else:
@@ -119,7 +119,7 @@ class ResponseSession:
         self._closing = True
         self._tasks.start_soon(self.connection.close, code, reason)
 
-    async def _create(self, event: dict[str, Any]) -> None:
+    async def _create(self, event: dict[str, Any], size: int) -> None:
         if self.current is not None:
             raise ProtocolError(
                 f"response {self.current.events.id!r} is in flight; one at a time on a connection",
@@ -127,17 +127,16 @@ class ResponseSession:
                 status=409,
             )
         self.serving.check_open()
+        self.current = turn = await self.serving.run(partial(self._begin, event), size)
+        self.serving.pacer.begin()
+        self._tasks.start_soon(self._respond, turn)
+
+    def _begin(self, event: dict[str, Any]) -> ResponseTurn:
         fields = {name: value for name, value in event.items() if name != "type"}
         request = ResponseRequest.parse(fields)
         if request.stream is False:
             raise unsupported("stream", False, (True,))
-        turn = await submit_offloaded(
-            lambda: ResponseTurn.begin(self.serving, self.owner, request, self._unstored),
-            len(request.tools or ()),
-        )
-        self.current = turn
-        self.serving.pacer.begin()
-        self._tasks.start_soon(self._respond, turn)
+        return ResponseTurn.begin(self.serving, self.owner, request, self._unstored)
 
     def _cancel(self) -> None:
         if self.current is None:

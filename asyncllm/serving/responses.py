@@ -8,7 +8,6 @@ from asyncllm.errors import AsyncLLMError
 from asyncllm.serving.answers import DeletedResponse
 from asyncllm.serving.choices import KeepAlive, abort_on_disconnect, aborted_error
 from asyncllm.serving.exchange import Exchange
-from asyncllm.serving.offload import submit_offloaded
 from asyncllm.serving.protocol_error import from_engine_error
 from asyncllm.serving.request_body import parse_json
 from asyncllm.serving.response_events import Event
@@ -20,10 +19,13 @@ from asyncllm.serving.serving import Serving
 
 
 async def create_response(serving: Serving, exchange: Exchange) -> None:
-    request = ResponseRequest.parse(parse_json(await exchange.body()))
-    turn = await submit_offloaded(
-        lambda: ResponseTurn.begin(serving, exchange.owner, request), len(request.tools or ())
-    )
+    body = await exchange.body()
+
+    def begin() -> tuple[ResponseRequest, ResponseTurn]:
+        request = ResponseRequest.parse(parse_json(body))
+        return request, ResponseTurn.begin(serving, exchange.owner, request)
+
+    request, turn = await serving.run(begin, len(body))
     if request.stream:
         await _send_events(serving, exchange, turn)
         return

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 
 from asyncllm.outputs import Delta
@@ -14,6 +15,7 @@ from asyncllm.stream import TokenStream
 class RunningUsage:
     """Counts of tokens: of prompts whose choices have begun, and of all choices."""
 
+    _lock: threading.Lock = field(default_factory=threading.Lock)
     _prompts: dict[int, int] = field(default_factory=dict)
     _generated: int = 0
 
@@ -23,14 +25,15 @@ class RunningUsage:
         Args:
             base: index of the stream's first choice.
         """
-        if base not in self._prompts:
-            self._prompts[base] = len(stream.prompt_token_ids or ())
-        self._generated += len(delta.token_ids)
-        prompt = sum(self._prompts.values())
+        with self._lock:  # a long chunk of another prompt may be written on a thread
+            if base not in self._prompts:
+                self._prompts[base] = len(stream.prompt_token_ids or ())
+            self._generated += len(delta.token_ids)
+            prompt, generated = sum(self._prompts.values()), self._generated
         return encode(
             {
                 "prompt_tokens": prompt,
-                "completion_tokens": self._generated,
-                "total_tokens": prompt + self._generated,
+                "completion_tokens": generated,
+                "total_tokens": prompt + generated,
             }
         )

@@ -133,6 +133,8 @@ class SamplingFields(RequestBody):
 
 def _bias(given: Mapping[str, Any]) -> dict[int, Any]:
     """Converts the keys of ``logit_bias`` to integers: JSON keys are strings."""
+    if len(given) > MAX_BIAS:
+        raise invalid("logit_bias", given, f"at most {MAX_BIAS} token ids")
     for key in given:
         if not (key.isdecimal() and key.isascii() and len(key) <= 10):
             raise invalid("logit_bias", key, "token ids, 0 or more, for keys")

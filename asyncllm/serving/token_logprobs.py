@@ -13,6 +13,11 @@ LOWEST = -1e9
 lacks."""
 
 
+def logprobs_size(tokens: Sequence[TokenLogprobs | None] | None) -> int:
+    """Bytes that log-probabilities take as JSON, about."""
+    return 32 * len(tokens) * (1 + len(tokens[-1].top)) if tokens and tokens[-1] else 0
+
+
 @dataclass(frozen=True, slots=True)
 class LogprobWriter:
     """Writer for chat completions and responses: ``{"token", "logprob", "bytes", "top_logprobs"}``.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated
 
 from pydantic import Field
+from pydantic_core import to_json
 
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.serving.answers import Text, Tokens
@@ -12,7 +15,7 @@ from asyncllm.serving.chat_request import Messages, TemplateFields, Tools, templ
 from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.request_body import RequestBody, parse_json
-from asyncllm.serving.serving import Serving
+from asyncllm.serving.serving import LONG_JSON, Serving
 from asyncllm.validation import MAX_ITEMS
 
 
@@ -27,19 +30,26 @@ class TokenizeRequest(TemplateFields):
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
-    async def token_ids(self, engine: AsyncLLMEngine) -> list[int]:
-        """Tokenise the input. Raises ProtocolError, or as ``AsyncLLMEngine.tokenize``."""
+    def prepare(self, engine: AsyncLLMEngine) -> Callable[..., list[int] | None]:
+        """Check the input; returns ``InputProcessor.prepare_tokenize``'s function. An input that
+        cannot fit into the context is refused, because an answer may take thirty times its memory.
+
+        Raises:
+            ProtocolError, InvalidRequestError: for an invalid input.
+            ContextLengthExceededError: for a text that is too long by its length alone.
+        """
         if (self.prompt is None) == (self.messages is None):
             raise ProtocolError(
                 "prompt: expected either prompt or messages", code="invalid_value", param="prompt"
             )
         messages = self.messages
-        return await engine.tokenize(
+        return engine._running().prepare_tokenize(
             self.prompt or "" if messages is None else template_messages(messages, engine),
             add_special_tokens=self.add_special_tokens,
             tools=self.tools,
             add_generation_prompt=self.add_generation_prompt is not False,
             chat_template_kwargs=self.template_variables(engine) or None,
+            max_tokens=engine.max_model_len - 1,
         )
 
 
@@ -53,18 +63,43 @@ class DetokenizeRequest(RequestBody):
 
 
 async def tokenize(serving: Serving, exchange: Exchange) -> None:
-    request = TokenizeRequest.parse(parse_json(await exchange.body()))
+    await _answer(serving, exchange, partial(_tokens, serving))
+
+
+async def detokenize(serving: Serving, exchange: Exchange) -> None:
+    await _answer(serving, exchange, partial(_text, serving))
+
+
+async def _answer(
+    serving: Serving, exchange: Exchange, answer: Callable[[bytes, bool], bytes | None]
+) -> None:
+    """Send ``answer(body, at_once)``. A long one, and one that is None at once, is made among the
+    engine's long texts."""
+    body = await exchange.body()
+    found = answer(body, True) if len(body) < LONG_JSON else None
+    if found is None:
+        long_texts = serving.engine._running().long_texts
+        found = await long_texts.call(partial(answer, body, False), len(body))
+    assert found is not None
+    await exchange.respond(200, found)
+
+
+def _tokens(serving: Serving, data: bytes, at_once: bool) -> bytes | None:
+    request = TokenizeRequest.parse(parse_json(data))
     serving.model_name(request.model)
     engine = serving.engine
-    token_ids = await request.token_ids(engine)
+    token_ids = request.prepare(engine)(at_once=at_once)
+    if token_ids is None:
+        return None
     body = Tokens(count=len(token_ids), tokens=token_ids, token_strs=None)
     if request.return_token_strs:
         bytes_of = engine.tokenizer.bytes_of
         body["token_strs"] = [bytes_of(one).decode(errors="replace") for one in token_ids]
-    await exchange.respond_json(body)
+    return to_json(body)
 
 
-async def detokenize(serving: Serving, exchange: Exchange) -> None:
-    request = DetokenizeRequest.parse(parse_json(await exchange.body()))
+def _text(serving: Serving, data: bytes, _: bool) -> bytes:
+    request = DetokenizeRequest.parse(parse_json(data))
     serving.model_name(request.model)
-    await exchange.respond_json(Text(prompt=await serving.engine.detokenize(request.tokens)))
+    decode = serving.engine._running().prepare_detokenize(request.tokens, False)[1]
+    return to_json(Text(prompt=decode()))

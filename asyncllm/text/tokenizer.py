@@ -27,6 +27,7 @@ from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.control_tokens import ControlTokens, steps_of
 from asyncllm.text.detokenizer import Detokenizer
 from asyncllm.text.gguf_tokenizer import read_gguf_tokenizer
+from asyncllm.text.long_text import LONG_TEXT
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.template_sandbox import RenderLimits, TemplateLimitError, TemplateOutputError
 from asyncllm.text.text_decoder import (
@@ -38,7 +39,6 @@ from asyncllm.text.text_decoder import (
     make_table,
 )
 from asyncllm.text.token_bytes import token_bytes, token_table
-from asyncllm.text.tokenizer_thread import LONG_TEXT
 from asyncllm.validation import explain
 
 _MAX_CHARACTERS = 1 << 24
@@ -142,7 +142,11 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``token_ids``; ids outside the vocabulary have none."""
-        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        if len(token_ids) < LONG_TEXT:
+            return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        # Only the batched call releases the GIL, as in ``_encode``.
+        (text,) = self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+        return text
 
     def apply_chat_template(
         self, messages: Any, *, add_generation_prompt: bool = True, **kwargs: Any

@@ -1,0 +1,114 @@
+"""WorkerThread: runs jobs that are too long for an event loop, one at a time."""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from functools import partial
+from heapq import heappop, heappush
+from typing import Any, TypeVar
+
+from asyncllm.errors import EngineClosedError, RequestError
+from asyncllm.runtime.event_loop import wait_for
+from asyncllm.validation import explain
+
+T = TypeVar("T")
+
+
+class WorkerThread:
+    """Runs jobs on a daemon thread that lives only while there are any.
+
+    One job at a time, so that many take no more memory or processor time than one. Smaller jobs
+    go first, and those of equal size in order: a large one delays only others like it.
+
+    Args:
+        name: the thread's name.
+        rest: seconds without work after each second of work. Jobs in Python leave other threads
+            the GIL only every 5 ms, which makes a step of many short waits several times longer.
+    """
+
+    def __init__(self, name: str, rest: float = 0.0) -> None:
+        self._name = name
+        self._rest = rest
+        self._lock = threading.Lock()
+        self._count = itertools.count()
+        self._jobs: list[tuple[int, int, Callable[[], Any], Future[Any]]] = []
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+
+    def submit(self, job: Callable[[], T], size: int = 0) -> Future[T]:
+        """Queue a job; any thread.
+
+        Args:
+            size: rank in the queue, the smallest first.
+
+        Raises:
+            RequestError: if no thread can be started; a later job may succeed.
+        """
+        future: Future[T] = Future()
+        with self._lock:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except (RuntimeError, MemoryError) as error:
+                    raise RequestError(
+                        f"a long text needs a thread, and none can be started ({explain(error)})"
+                    ) from error
+                self._thread = thread
+            heappush(self._jobs, (size, next(self._count), job, future))
+        return future
+
+    async def call(self, job: Callable[[], T], size: int = 0) -> T:
+        """Result of ``job()``, run on the thread in the caller's context, which has its trace. A job
+        whose caller is cancelled does not begin.
+
+        Raises:
+            RequestError: as ``submit``.
+            EngineClosedError: if ``close`` dropped the job.
+        """
+        future = self.submit(partial(contextvars.copy_context().run, job), size)
+        try:
+            return await wait_for(future)
+        except CancelledError:
+            raise EngineClosedError("the engine was closed before a long text's turn") from None
+        finally:
+            future.cancel()
+            del future  # as in ``wait_for``
+
+    def close(self) -> threading.Thread | None:
+        """Drop jobs that have not begun; returns the thread if one is running."""
+        self._closed.set()
+        with self._lock:
+            dropped, self._jobs = self._jobs, []
+            thread = self._thread
+        for *_, future in dropped:
+            future.cancel()
+        return thread
+
+    def _run(self) -> None:
+        while self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        """Run a job; False if there is none. What it holds is free when this returns."""
+        with self._lock:
+            if not self._jobs:
+                self._thread = None
+                return False
+            *_, job, future = heappop(self._jobs)
+        if not future.set_running_or_notify_cancel():
+            return True
+        began = time.perf_counter()
+        try:
+            future.set_result(job())
+        except BaseException as error:
+            future.set_exception(error)
+        del job, future
+        if self._rest:
+            self._closed.wait(self._rest * (time.perf_counter() - began))
+        return True

@@ -1,0 +1,161 @@
+"""Large bodies and answers of the application: bounded, and read and written off the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+
+import pytest
+
+from asyncllm import AsyncLLMEngine
+from asyncllm.sampling_params import MAX_BIAS
+from asyncllm.serving.request_body import RequestBody
+from asyncllm.serving.token_logprobs import LegacyLogprobs, LogprobWriter
+from asyncllm.testing import fake_engine
+from asyncllm.text.tokenizer import Tokenizer
+from tests.app_clients import app_client
+
+pytestmark = pytest.mark.asyncio
+
+LONG = "a" * 5000
+BODIES = {
+    "/v1/completions": lambda text: {"prompt": text},
+    "/v1/chat/completions": lambda text: {"messages": [{"role": "user", "content": text}]},
+    "/v1/responses": lambda text: {"input": text},
+    "/tokenize": lambda text: {"prompt": text},
+    "/detokenize": lambda text: {"tokens": [97] * (len(text) // 3)},
+}
+
+
+@pytest.fixture
+def threads_of(monkeypatch):
+    """Function that records the threads, and the most calls at once, of a method."""
+
+    def record(owner, name):
+        found, method = {"threads": set(), "most": 0, "now": 0}, getattr(owner, name)
+
+        def recorded(*args, **options):
+            found["threads"].add(threading.get_ident())
+            found["now"] += 1
+            found["most"] = max(found["most"], found["now"])
+            try:
+                return method(*args, **options)
+            finally:
+                found["now"] -= 1
+
+        monkeypatch.setattr(owner, name, recorded)
+        return found
+
+    return record
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_long_body_is_read_on_one_thread_and_a_short_one_at_once(path, monkeypatch):
+    here, found, now = threading.get_ident(), [], []
+    parse = RequestBody.parse.__func__
+
+    def recorded(cls, given):
+        now.append(None)
+        found.append((threading.get_ident(), len(now)))
+        parsed = parse(cls, given)
+        now.pop()
+        return parsed
+
+    monkeypatch.setattr(RequestBody, "parse", classmethod(recorded))
+    engine = fake_engine("x", max_model_len=9000, num_blocks=2000)
+    async with app_client(engine) as client:
+        assert (await client.post(path, json=BODIES[path]("a" * 99))).status_code == 200
+        assert found == [(here, 1)]
+        found.clear()
+        answers = [client.post(path, json=BODIES[path](LONG)) for _ in range(8)]
+        assert {one.status_code for one in await asyncio.gather(*answers)} == {200}
+    assert len(found) == 8
+    assert {most for _, most in found} == {1}
+    assert here not in {thread for thread, _ in found}
+
+
+async def test_tokenize_refuses_what_cannot_fit_before_it_is_tokenised(threads_of):
+    calls = threads_of(Tokenizer, "encode")
+    async with app_client(fake_engine("x", max_model_len=1000)) as client:
+        for body in ({"prompt": "a" * 200_000}, BODIES["/v1/chat/completions"]("a" * 200_000)):
+            answer = await client.post("/tokenize", json=body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+            assert "at least" in error["message"]
+        assert calls["most"] == 0
+        assert (await client.post("/tokenize", json={"prompt": "a" * 900})).json()["count"] == 900
+    assert calls["most"] == 1
+
+
+async def test_long_texts_are_tokenised_one_at_a_time_through_either_door(threads_of):
+    encoded, decoded = threads_of(Tokenizer, "encode"), threads_of(Tokenizer, "decode")
+    engine = fake_engine("x", max_model_len=9000, num_blocks=2000)
+    async with app_client(engine) as client:
+        await asyncio.gather(
+            *[engine.tokenize(LONG) for _ in range(6)],
+            *[engine.detokenize([97] * 5000) for _ in range(6)],
+            *[client.post("/tokenize", json={"prompt": LONG}) for _ in range(6)],
+            *[client.post("/detokenize", json={"tokens": [97] * 5000}) for _ in range(6)],
+        )
+    assert (encoded["most"], decoded["most"]) == (1, 1)
+    assert len(encoded["threads"] | decoded["threads"]) == 1
+    assert threading.get_ident() not in encoded["threads"]
+
+
+async def test_many_log_probabilities_are_written_on_the_thread(threads_of):
+    legacy, chat = threads_of(LegacyLogprobs, "write"), threads_of(LogprobWriter, "write")
+    here, engine = threading.get_ident(), AsyncLLMEngine(num_blocks=64, max_num_seqs=4)
+    async with app_client(engine) as client:
+
+        async def tokens_of(prompt, stream):
+            fields = {"logprobs": 5, "echo": True, "max_tokens": 2, "n": 2, "ignore_eos": True}
+            legacy["threads"].clear()
+            body = {"prompt": prompt, "stream": stream, "seed": 1, **fields}
+            text = (await client.post("/v1/completions", json=body)).text
+            found: dict[int, list[str]] = {0: [], 1: []}
+            for part in text.split("\n\n")[:-2] if stream else [text]:
+                for choice in json.loads(part.removeprefix("data: "))["choices"]:
+                    found[choice["index"]] += choice["logprobs"]["tokens"]
+            return found
+
+        short, long = [5] * 3, [5] * 300
+        assert await tokens_of(short, False) == await tokens_of(short, True)
+        assert legacy["threads"] == {here}
+        whole = await tokens_of(long, False)
+        assert here not in legacy["threads"]
+        assert await tokens_of(long, True) == whole
+        # Behind the echo, a stream's chunks are short again.
+        assert len(legacy["threads"] - {here}) == 1
+        assert [len(tokens) for tokens in whole.values()] == [302, 302]
+        for num_tokens, is_here in ((2, True), (100, False)):
+            chat["threads"].clear()
+            options = {"logprobs": True, "top_logprobs": 5, "ignore_eos": True}
+            options["max_tokens"] = num_tokens
+            body = BODIES["/v1/chat/completions"]("Hi") | options
+            await client.post("/v1/chat/completions", json=body)
+            assert (chat["threads"] == {here}) == is_here
+
+
+async def test_a_bias_beyond_the_limit_is_refused_before_its_keys_are_read():
+    bias = {f"no number {i}": 1 for i in range(MAX_BIAS + 1)}
+    async with app_client(fake_engine("x")) as client:
+        answer = await client.post("/v1/completions", json={"prompt": "a", "logit_bias": bias})
+    assert answer.status_code == 400
+    assert "expected at most 1024 token ids" in answer.json()["error"]["message"]
+
+
+async def test_a_round_of_several_outputs_is_one_write_and_one_pause():
+    """With a pause behind each delta, 240 deltas would take 24 seconds."""
+    fields = {"prompt": "a", "n": 4, "temperature": 1, "max_tokens": 60, "stream": True}
+    engine = fake_engine("x" * 60, step_time=0.001)
+    async with app_client(engine, max_frame_rate=10) as client:
+        async with asyncio.timeout(10):
+            text = (await client.post("/v1/completions", json=fields)).text
+    texts, counts = [""] * 4, [0] * 4
+    for event in text.split("\n\n")[:-2]:
+        (choice,) = json.loads(event.removeprefix("data: "))["choices"]
+        texts[choice["index"]] += choice["text"]
+        counts[choice["index"]] += 1
+    assert texts == ["x" * 60] * 4
+    assert max(counts) < 20

@@ -1,0 +1,95 @@
+"""WorkerThread: order, results, cancelled callers, rest and close."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+
+import pytest
+
+from asyncllm.errors import EngineClosedError
+from asyncllm.runtime.worker_thread import WorkerThread
+
+
+def blocked(thread: WorkerThread) -> Callable[[], None]:
+    """Let ``thread`` work until the returned function is called."""
+    begun, go = threading.Event(), threading.Event()
+
+    def job() -> None:
+        begun.set()
+        go.wait(10)
+
+    thread.submit(job)
+    assert begun.wait(10)
+    return go.set
+
+
+def test_one_job_at_a_time_and_smaller_ones_first():
+    thread, told, idents = WorkerThread("w"), [], set()
+    go = blocked(thread)
+
+    def job(name):
+        idents.add(threading.get_ident())
+        told.append(name)
+        return name
+
+    sizes = {"large": 9, "small": 1, "medium": 5, "small too": 1}
+    futures = [thread.submit(lambda name=name: job(name), size) for name, size in sizes.items()]
+    go()
+    assert [future.result(10) for future in futures] == list(sizes)
+    assert told == ["small", "small too", "medium", "large"]
+    assert len(idents) == 1
+    assert threading.get_ident() not in idents
+
+
+@pytest.mark.asyncio
+async def test_a_call_runs_in_the_callers_context():
+    variable = contextvars.ContextVar("variable", default="none")
+    variable.set("the caller's")
+    assert await WorkerThread("w").call(variable.get) == "the caller's"
+
+
+@pytest.mark.asyncio
+async def test_a_call_has_its_result_or_error_and_does_not_begin_when_cancelled():
+    thread, told = WorkerThread("w"), []
+    assert await thread.call(lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        await thread.call(lambda: 1 / 0)
+    go = blocked(thread)
+    cancelled = asyncio.ensure_future(thread.call(lambda: told.append("cancelled")))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    go()
+    await thread.call(lambda: told.append("last"), 1)
+    assert told == ["last"]
+
+
+@pytest.mark.asyncio
+async def test_close_drops_what_waits_and_cuts_the_rest_short():
+    thread = WorkerThread("w", rest=1e4)
+    go = blocked(thread)
+    waiting = asyncio.ensure_future(thread.call(lambda: 1))
+    future = thread.submit(lambda: 2)
+    await asyncio.sleep(0.01)
+    working = thread.close()
+    with pytest.raises(EngineClosedError, match="before a long text's turn"):
+        await waiting
+    with pytest.raises(CancelledError):
+        future.result(10)
+    go()
+    assert working is not None
+    working.join(10)
+    assert not working.is_alive()
+
+
+def test_a_thread_rests_as_long_as_it_worked():
+    thread = WorkerThread("w", rest=1.0)
+    began = time.perf_counter()
+    thread.submit(lambda: time.sleep(0.05))
+    thread.submit(lambda: None).result(10)
+    assert time.perf_counter() - began >= 0.1
