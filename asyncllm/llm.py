@@ -308,11 +308,12 @@ class LLM(Handle):
 
 @contextlib.contextmanager
 def _naming(name: str | None, index: int) -> Iterator[None]:
-    """Put a batch's item into the message of its error."""
+    """Put a batch's item into the message of its own error."""
     try:
         yield
     except RequestError as error:
-        if name is not None:
+        # Errors of other parameters are every item's.
+        if name is not None and getattr(error, "param", None) in (None, "prompt", "messages"):
             error.args = (f"{name}[{index}]: {error}", *error.args[1:])
         raise
 

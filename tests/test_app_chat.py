@@ -262,7 +262,6 @@ REFUSED = [
         "chat_template_kwargs.chat_template",
     ),
     ({"priority": 3}, "invalid_value", "priority"),
-    ({"store": True}, "unsupported_parameter", "store"),
     ({"modalities": ["text", "audio"]}, "unsupported_parameter", "modalities"),
     ({"functions": [{"name": "f"}]}, "unsupported_parameter", "functions"),
     ({"stream_options": {"colour": 1}}, "unknown_parameter", "stream_options.colour"),
@@ -271,6 +270,14 @@ REFUSED = [
         "invalid_value",
         "stream_options.include_obfuscation",
     ),
+    (
+        {"stream_options": {"include_obfuscation": True}},
+        "unsupported_parameter",
+        "stream_options.include_obfuscation",
+    ),
+    ({"metadata": {"a": 1}}, "invalid_value", "metadata.a"),
+    ({"metadata": {str(i): "" for i in range(17)}}, "invalid_value", "metadata"),
+    ({"metadata": {"a": "b" * 513}}, "invalid_value", "metadata.a"),
     ({"extra_args": {"x": 1}}, "invalid_value", "extra_args"),
     ({"colour": "blue"}, "unknown_parameter", "colour"),
 ]
@@ -312,7 +319,7 @@ async def test_values_that_ask_for_nothing_are_accepted():
         "logit_bias": {},
         "logprobs": False,
         "max_tokens": None,
-        "metadata": {},
+        "metadata": {"run": "7"},
         "modalities": ["text"],
         "n": 1,
         "parallel_tool_calls": True,
@@ -320,7 +327,7 @@ async def test_values_that_ask_for_nothing_are_accepted():
         "response_format": {"type": "text"},
         "service_tier": "auto",
         "stop": None,
-        "store": False,
+        "store": True,
         "stream": False,
         "stream_options": None,
         "temperature": 1,
@@ -333,6 +340,27 @@ async def test_values_that_ask_for_nothing_are_accepted():
         answer = await chat(client, **neutral)
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["message"]["content"] == "Yes."
+    assert answer.json()["metadata"] == {"run": "7"}
+
+
+async def test_unsupported_fields_are_ignored_where_the_application_says_so(caplog):
+    asked = {"reasoning_effort": "low", "verbosity": "low", "audio": {"voice": "x"}}
+    async with app_client(fake_engine("Yes."), ignore_unsupported=True) as client:
+        for _ in range(2):
+            assert (await chat(client, **asked)).status_code == 200
+        response = await client.post(
+            "/v1/responses",
+            json={"input": "Hi", "truncation": "auto", "text": {"verbosity": "high"}},
+        )
+        unknown = (await chat(client, colour="blue")).json()["error"]
+    assert (response.json()["truncation"], response.json()["text"]["verbosity"]) == (
+        "disabled",
+        "medium",
+    )
+    assert (unknown["code"], unknown["param"]) == ("unknown_parameter", "colour")
+    lines = [record.getMessage() for record in caplog.records if "ignored" in record.msg]
+    names = [line.removeprefix("ignored, now and later: ").split("=")[0] for line in lines]
+    assert sorted(names) == sorted([*asked, "truncation", "text.verbosity"])
 
 
 async def test_sampling_fields_reach_the_engine():

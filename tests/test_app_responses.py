@@ -267,6 +267,6 @@ async def test_structured_output_is_asked_for_as_in_chat():
             },
         )
     assert answer.status_code == 200, answer.text
-    assert answer.json()["text"] == {"format": form}
+    assert answer.json()["text"] == {"format": form, "verbosity": "medium"}
     assert seen[0] == seen[1]
     assert json.loads(seen[0].text) == schema

@@ -423,7 +423,8 @@ def tensors_of(value: object, seen: set[int] | None = None) -> list[Tensor]:
         return [t for item in value for t in tensors_of(item, seen)]
     if not type(value).__module__.startswith("asyncllm"):
         return []
-    names = [*getattr(type(value), "__slots__", ()), *getattr(value, "__dict__", ())]
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    names = [*slots, *getattr(value, "__dict__", ())]
     return [t for name in names for t in tensors_of(getattr(value, name, None), seen)]
 
 

@@ -144,6 +144,11 @@ def _add_serve(commands: Any) -> None:
         metavar="N",
         help="bytes of a request, and of a WebSocket message (4194304)",
     )
+    add(
+        "--ignore-unsupported",
+        action="store_true",
+        help="ignore OpenAI's fields that ask for what is not done here, and log each once",
+    )
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
 
 

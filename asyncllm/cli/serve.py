@@ -47,6 +47,7 @@ async def _main(arguments: argparse.Namespace) -> None:
         "local": is_loopback(host),
         "timeout": arguments.timeout,
         "max_body_size": arguments.max_body_size,
+        "ignore_unsupported": arguments.ignore_unsupported,
     }
     config = checked_config(arguments)
     engine = AsyncLLMEngine(

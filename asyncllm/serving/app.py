@@ -48,6 +48,7 @@ from asyncllm.serving.exchange import DISCONNECT_ERRORS, Exchange, Receive, Scop
 from asyncllm.serving.frame_pacer import FramePacer
 from asyncllm.serving.gate import App, Gate, refuse
 from asyncllm.serving.protocol_error import ProtocolError, from_engine_error
+from asyncllm.serving.request_body import UnsupportedFields
 from asyncllm.serving.response_store import ResponseStore
 from asyncllm.serving.serving import Serving, default_model_names
 
@@ -164,6 +165,7 @@ def create_app(
     max_stored_responses: int = 1024,
     max_stored_size: int = 1 << 26,
     stats_interval: float = 0.1,
+    ignore_unsupported: bool = False,
     metrics: EngineMetrics | None = None,
 ) -> ServerApp:
     """Make an ASGI application that serves ``engine`` with OpenAI's protocol.
@@ -191,6 +193,9 @@ def create_app(
         max_stored_responses, max_stored_size: number of responses kept in memory to be continued
             and read again, and their characters, conversations included. The oldest are dropped.
         stats_interval: seconds between two snapshots on ``/v1/stats``.
+        ignore_unsupported: ignore fields of OpenAI's protocol that ask for what is not done here,
+            such as ``truncation="auto"``, and log each once; else they are refused. Unknown fields
+            are refused all the same.
         metrics: this engine's metrics for ``/metrics``; None makes them.
 
     Raises:
@@ -214,6 +219,7 @@ def create_app(
         check.seconds("stats_interval", stats_interval, above=True),
         EngineMetrics(engine) if metrics is None else metrics,
         needs_token=token is not None,
+        unsupported=UnsupportedFields(check.boolean("ignore_unsupported", ignore_unsupported)),
     )
     limits = {
         "max_body": check.integer("max_body_size", max_body_size, 1, 2**30),

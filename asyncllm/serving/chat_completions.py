@@ -27,7 +27,7 @@ async def chat_completions(serving: Serving, exchange: Exchange) -> None:
 def _begin(
     serving: Serving, owner: str, body: bytes
 ) -> tuple[ChatRequest, TokenStream, ChatWriter]:
-    request = ChatRequest.parse(parse_json(body))
+    request = ChatRequest.parse(parse_json(body), serving.unsupported)
     model = serving.model_name(request.model)
     stream = request.submit(serving.engine, serving.options(owner))
     writer = ChatWriter(
@@ -36,5 +36,6 @@ def _begin(
         request.num_logprobs,
         request.usage_of_stream,
         serving.engine.tokenizer.bytes_of,
+        request.metadata,
     )
     return request, stream, writer

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NotRequired, cast
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, with_config
 from typing_extensions import TypedDict
 
 from asyncllm.engine import AsyncLLMEngine
-from asyncllm.serving.protocol_error import ProtocolError
-from asyncllm.serving.request_body import JustFalse, RequestBody, invalid, limit_fields, unsupported
+from asyncllm.serving.request_body import Metadata, RequestBody, invalid, limit_fields, unsupported
 from asyncllm.serving.sampling_fields import Choices, text_or_list
 from asyncllm.stream import TokenStream
 from asyncllm.tool_calls.tool_use import MAX_TOOLS
@@ -123,8 +123,11 @@ ToolChoice = Annotated[
 class StreamOptions(TypedDict):
     include_usage: NotRequired[bool | None]
     continuous_usage_stats: NotRequired[bool | None]
-    include_obfuscation: NotRequired[JustFalse | None]
+    include_obfuscation: NotRequired[bool | None]
 
+
+OBFUSCATION: Mapping[str, tuple[Any, ...]] = {"stream_options.include_obfuscation": (False,)}
+"""Padding of events against traffic analysis, which this server does not do."""
 
 StreamUsage = Literal["none", "end", "each chunk"]
 
@@ -145,7 +148,10 @@ class TemplateFields(RequestBody):
     def template_variables(self, engine: AsyncLLMEngine) -> dict[str, Any]:
         """Variables of the chat template; errors as for the function ``template_variables``."""
         return template_variables(
-            self.chat_template_kwargs, self.reasoning_effort, engine, "reasoning_effort"
+            self.chat_template_kwargs,
+            self.reasoning_effort,
+            engine,
+            partial(self._unsupported.refuse, "reasoning_effort"),
         )
 
 
@@ -156,17 +162,17 @@ class ChatRequest(TemplateFields, Choices):
         "audio": (),
         "function_call": ("none", "auto"),
         "functions": ([],),
-        "metadata": ({},),
         "modalities": (["text"],),
         "moderation": (),
         "prediction": (),
         "prompt_cache_options": ({},),
         "prompt_cache_retention": ("in_memory",),
         "service_tier": ("auto", "default"),
-        "store": (False,),
         "verbosity": ("medium",),
         "web_search_options": (),
     }
+
+    NEUTRAL_PARTS: ClassVar[Mapping[str, tuple[Any, ...]]] = OBFUSCATION
 
     messages: Messages
     max_tokens: int | None = None
@@ -178,6 +184,9 @@ class ChatRequest(TemplateFields, Choices):
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
     stream_options: StreamOptions | None = None
+    metadata: Metadata | None = None
+    # There is no list of stored completions: the field of every example is accepted, and no more.
+    store: bool | None = None
 
     @property
     def usage_of_stream(self) -> StreamUsage:
@@ -243,13 +252,17 @@ def template_messages(messages: Sequence[Mapping[str, Any]], engine: AsyncLLMEng
 
 
 def template_variables(
-    given: Mapping[str, Any] | None, effort: str | None, engine: AsyncLLMEngine, param: str
+    given: Mapping[str, Any] | None,
+    effort: str | None,
+    engine: AsyncLLMEngine,
+    refuse_effort: Callable[[str], None],
 ) -> dict[str, Any]:
     """Variables of the model's template besides messages and tools.
 
     Args:
         given: the client's variables. A template is refused, because it is a program.
-        effort: the client's reasoning effort; ``param`` is the field's name.
+        effort: the client's reasoning effort. "none" asks nothing of a template that knows none.
+        refuse_effort: refuses an effort that the template does not support.
 
     Raises:
         ProtocolError: for a variable that the template does not support.
@@ -264,8 +277,6 @@ def template_variables(
         return {**variables, "reasoning_effort": effort}
     if template.reads("enable_thinking"):
         return {**variables, "enable_thinking": effort != "none"}
-    raise ProtocolError(
-        f"{param}={effort!r}: the model's chat template knows no effort, expected null",
-        code="unsupported_parameter",
-        param=param,
-    )
+    if effort != "none":
+        refuse_effort(effort)
+    return variables

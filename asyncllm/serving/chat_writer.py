@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from json.encoder import encode_basestring
 from typing import Any, ClassVar
 
@@ -27,6 +27,7 @@ class ChatWriter:
         num_logprobs: alternatives per token; None without log-probabilities.
         usage: chunks of a stream that have ``usage``.
         bytes_of: function from token id to bytes.
+        metadata: the request's labels, for a whole answer.
     """
 
     ENGINE_NAMES: ClassVar[dict[str, str]] = {"prompt": "messages"}
@@ -38,7 +39,9 @@ class ChatWriter:
         num_logprobs: int | None,
         usage: StreamUsage,
         bytes_of: Callable[[int], bytes],
+        metadata: Mapping[str, str] | None = None,
     ) -> None:
+        self._metadata = {} if metadata is None else {"metadata": metadata}
         self._fields = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -65,6 +68,7 @@ class ChatWriter:
             **self._fields,
             "choices": [self._choice(output) for output in completion.outputs],
             "usage": usage_fields([completion.usage]),
+            **self._metadata,
         }
 
     def _choice(self, output: CompletionOutput) -> dict[str, Any]:

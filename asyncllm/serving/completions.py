@@ -28,7 +28,7 @@ async def completions(serving: Serving, exchange: Exchange) -> None:
 def _begin(
     serving: Serving, owner: str, body: bytes
 ) -> tuple[CompletionRequest, Sequence[TokenStream], CompletionWriter]:
-    request = CompletionRequest.parse(parse_json(body))
+    request = CompletionRequest.parse(parse_json(body), serving.unsupported)
     model = serving.model_name(request.model)
     streams = request.submit(serving.engine, serving.options(owner))
     return request, streams, CompletionWriter(model, request, serving.engine.tokenizer)

@@ -6,15 +6,18 @@ validators check the values, as for every caller.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic_core import from_json
 
 from asyncllm import validation as check
 from asyncllm.counterparts import COUNTERPARTS
 from asyncllm.serving.protocol_error import ProtocolError
+
+logger = logging.getLogger(__name__)
 
 MAX_SEPARATORS = 2**18
 """Most commas, braces and brackets of a body. Parsing blocks the event loop for about 0.2
@@ -54,14 +57,32 @@ def parse_json(data: bytes | str) -> dict[str, Any]:
     return found
 
 
-def _check_false(value: bool) -> bool:
-    if value:
-        raise ValueError("false, which is all that is supported here")
-    return value
+class UnsupportedFields:
+    """What to do with fields of OpenAI's protocol that ask for what this server does not do.
 
+    Args:
+        ignored: ignore them, and log each field once; else they are refused.
+    """
 
-# Not a Literal, which would accept 0.
-JustFalse = Annotated[bool, AfterValidator(_check_false), WithJsonSchema({"enum": [False]})]
+    def __init__(self, ignored: bool = False) -> None:
+        self._ignored = ignored
+        self._logged: set[str] = set()
+
+    def refuse(self, name: str, value: Any, accepted: tuple[Any, ...] = ()) -> None:
+        """Refuse a field's value, or ignore it.
+
+        Args:
+            name: one of the fields that this server knows.
+
+        Raises:
+            ProtocolError: unless unsupported fields are ignored.
+        """
+        error = unsupported(name, value, accepted)
+        if not self._ignored:
+            raise error
+        if name not in self._logged:
+            self._logged.add(name)
+            logger.warning("ignored, now and later: %s", error)
 
 
 class RequestBody(BaseModel):
@@ -71,13 +92,16 @@ class RequestBody(BaseModel):
     Class attributes:
         NEUTRAL: unsupported fields to the values that have no effect, which are accepted; null
             always is.
+        NEUTRAL_PARTS: the same for parts of supported fields, by their paths: "field.part".
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    NEUTRAL_PARTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    _unsupported: UnsupportedFields = PrivateAttr(default_factory=UnsupportedFields)
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any]) -> Self:
+    def parse(cls, given: Mapping[str, Any], unsupported: UnsupportedFields) -> Self:
         """Check the fields. Raises ProtocolError with the field at fault in ``param``."""
         fields = {name: value for name, value in given.items() if value is not None}
         for name in fields.keys() - cls.model_fields.keys() - cls.NEUTRAL.keys():
@@ -86,11 +110,18 @@ class RequestBody(BaseModel):
         for name in cls.NEUTRAL.keys() & fields.keys():
             value = fields.pop(name)
             if not any(check.equal_json(value, neutral) for neutral in cls.NEUTRAL[name]):
-                raise unsupported(name, value, cls.NEUTRAL[name])
+                unsupported.refuse(name, value, cls.NEUTRAL[name])
         try:
-            return cls.model_validate(fields)
+            body = cls.model_validate(fields)
         except ValidationError as error:
             raise _to_protocol_error(error) from None
+        for path, accepted in cls.NEUTRAL_PARTS.items():
+            name, _, part = path.partition(".")
+            value = (getattr(body, name) or {}).get(part)
+            if value is not None and value not in accepted:
+                unsupported.refuse(path, value, accepted)
+        body._unsupported = unsupported
+        return body
 
     def given(self, names: Mapping[str, str]) -> dict[str, Any]:
         """Values of the fields that are present, under the engine's names.
@@ -134,6 +165,14 @@ def limit_fields(value: Any) -> Any:
     if isinstance(value, dict) and len(value) > MAX_FIELDS:
         raise ValueError(f"at most {MAX_FIELDS} fields")
     return value
+
+
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+    BeforeValidator(limit_fields),
+]
+"""The client's own labels of a request, which its answer repeats."""
 
 
 def _unknown(param: str, known: Collection[str] = ()) -> ProtocolError:

@@ -51,7 +51,7 @@ def response_object(
         "background": False,
         "store": request.stores,
         "service_tier": "default",
-        "text": {"format": {"type": "text"}, **(request.text or {})},
+        "text": {"format": {"type": "text"}, **(request.text or {}), "verbosity": "medium"},
         "reasoning": {"effort": reasoning.get("effort"), "summary": None},
         "tools": request.tools or [],
         "tool_choice": request.tool_choice or "auto",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NotRequired, cast
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, with_config
@@ -12,11 +13,12 @@ from asyncllm.engine import AsyncLLMEngine
 from asyncllm.serving.chat_request import (
     FORBID,
     MAX_MESSAGES,
+    OBFUSCATION,
     ReasoningEffort,
     template_messages,
     template_variables,
 )
-from asyncllm.serving.request_body import JustFalse, limit_fields, unsupported
+from asyncllm.serving.request_body import Metadata, limit_fields, unsupported
 from asyncllm.serving.response_input import InputItem, Message, messages_of
 from asyncllm.serving.sampling_fields import SamplingFields, text_or_list
 from asyncllm.stream import TokenStream
@@ -24,6 +26,19 @@ from asyncllm.tool_calls.tool_use import MAX_TOOLS
 from asyncllm.validation import MAX_INTEGER
 
 LOGPROBS = "message.output_text.logprobs"
+INCLUDABLE = (
+    LOGPROBS,
+    # Items of reasoning are sent in the clear, and can be sent back as they are.
+    "reasoning.encrypted_content",
+    # Parts of items that do not occur here, because what would make them is refused.
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
+"""Values of ``include``. All but the first add nothing."""
 
 Input = Annotated[
     Annotated[str, Field(min_length=1), Tag("#text")]
@@ -93,26 +108,22 @@ class TextConfig(TypedDict):
         ]
         | None
     ]
-    verbosity: NotRequired[Literal["medium"] | None]
+    verbosity: NotRequired[Literal["low", "medium", "high"] | None]
+
+
+Summary = Literal["auto", "concise", "detailed"]
 
 
 @with_config(FORBID)
 class ReasoningConfig(TypedDict):
     effort: NotRequired[ReasoningEffort | None]
-    # Thoughts are not summarised here; "auto" leaves that to the server.
-    summary: NotRequired[Literal["auto"] | None]
-    generate_summary: NotRequired[None]
+    summary: NotRequired[Summary | None]
+    generate_summary: NotRequired[Summary | None]
 
 
 @with_config(FORBID)
 class ResponseStreamOptions(TypedDict):
-    include_obfuscation: NotRequired[JustFalse | None]
-
-
-MetadataValue = Annotated[str, Field(max_length=512)]
-Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], MetadataValue], Field(max_length=16)
-]
+    include_obfuscation: NotRequired[bool | None]
 
 
 class ResponseRequest(SamplingFields):
@@ -131,6 +142,13 @@ class ResponseRequest(SamplingFields):
         "service_tier": ("auto", "default"),
         "stream_id": (),
         "truncation": ("disabled",),
+    }
+    # Thoughts are not summarised here; "auto" leaves that to the server.
+    NEUTRAL_PARTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "text.verbosity": ("medium",),
+        "reasoning.summary": ("auto",),
+        "reasoning.generate_summary": ("auto",),
+        **OBFUSCATION,
     }
 
     input: Input
@@ -151,7 +169,7 @@ class ResponseRequest(SamplingFields):
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    metadata: Annotated[Metadata, BeforeValidator(limit_fields)] | None = None
+    metadata: Metadata | None = None
     store: bool | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
@@ -171,13 +189,13 @@ class ResponseRequest(SamplingFields):
         """Number of alternatives per token; None without log-probabilities.
 
         Raises:
-            ProtocolError: for any other item in ``include``.
+            ProtocolError: for an unknown item in ``include``.
         """
         include = self.include or ()
         for item in include:
-            if item != LOGPROBS:
-                raise unsupported("include", item, (LOGPROBS,))
-        return (self.top_logprobs or 0) if include else self.top_logprobs or None
+            if item not in INCLUDABLE:
+                raise unsupported("include", item, INCLUDABLE)
+        return (self.top_logprobs or 0) if LOGPROBS in include else self.top_logprobs or None
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -221,7 +239,7 @@ class ResponseRequest(SamplingFields):
                 self.chat_template_kwargs,
                 (self.reasoning or {}).get("effort"),
                 engine,
-                "reasoning.effort",
+                partial(self._unsupported.refuse, "reasoning.effort"),
             ),
             **options,
             **self.options,

@@ -133,7 +133,7 @@ class ResponseSession:
 
     def _begin(self, event: dict[str, Any]) -> ResponseTurn:
         fields = {name: value for name, value in event.items() if name != "type"}
-        request = ResponseRequest.parse(fields)
+        request = ResponseRequest.parse(fields, self.serving.unsupported)
         if request.stream is False:
             raise unsupported("stream", False, (True,))
         return ResponseTurn.begin(self.serving, self.owner, request, self._unstored)

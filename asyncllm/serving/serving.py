@@ -14,6 +14,7 @@ from asyncllm.metrics import EngineMetrics
 from asyncllm.runtime.worker_thread import WorkerThread
 from asyncllm.serving.frame_pacer import FramePacer
 from asyncllm.serving.protocol_error import ProtocolError
+from asyncllm.serving.request_body import UnsupportedFields
 from asyncllm.serving.response_store import ResponseStore
 from asyncllm.validation import describe
 
@@ -37,6 +38,7 @@ class Serving:
         stats_interval: seconds between two snapshots of the statistics.
         needs_token: whether clients have to send a bearer token.
         description: OpenAPI description as JSON, made at first use.
+        unsupported: refuses fields that ask for what the server does not do, or ignores them.
         draining: the server is about to close and refuses requests.
         sessions: sessions of the open WebSockets.
         worker: reads and writes long JSON. It rests as long as it works, so that streams keep half
@@ -52,6 +54,7 @@ class Serving:
     stats_interval: float
     metrics: EngineMetrics | None = None
     needs_token: bool = False
+    unsupported: UnsupportedFields = field(default_factory=UnsupportedFields)
     draining: bool = False
     description: bytes | None = None
     sessions: set[object] = field(default_factory=set)

@@ -85,7 +85,7 @@ async def _answer(
 
 
 def _tokens(serving: Serving, data: bytes, at_once: bool) -> bytes | None:
-    request = TokenizeRequest.parse(parse_json(data))
+    request = TokenizeRequest.parse(parse_json(data), serving.unsupported)
     serving.model_name(request.model)
     engine = serving.engine
     token_ids = request.prepare(engine)(at_once=at_once)
@@ -99,7 +99,7 @@ def _tokens(serving: Serving, data: bytes, at_once: bool) -> bytes | None:
 
 
 def _text(serving: Serving, data: bytes, _: bool) -> bytes:
-    request = DetokenizeRequest.parse(parse_json(data))
+    request = DetokenizeRequest.parse(parse_json(data), serving.unsupported)
     serving.model_name(request.model)
     decode = serving.engine._running().prepare_detokenize(request.tokens, False)[1]
     return to_json(Text(prompt=decode()))
