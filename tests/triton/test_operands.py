@@ -17,7 +17,6 @@ from asyncllm.gpu.ops.triton import (
     activation,
     decode_attention,
     gated_norm,
-    merge_attention,
     norm,
     rope_cache,
     sampling,
@@ -71,12 +70,12 @@ def test_shares_of_more_rows_than_lines_of_the_table() -> None:
     """Several rows may go on from one line; each of them has its share."""
     rows = torch.zeros(9, dtype=torch.int64), torch.ones(9, dtype=torch.int32)
     table = torch.zeros((2, 5), dtype=torch.int32)
-    with recording(decode_attention) as launches, recording(merge_attention) as merges:
+    with recording() as launches:
         attend_decodes(
             decode_attention, torch.zeros(9, 4, 16), torch.zeros(2, 4, 16, 2, 16), table, *rows,
             scale=1.0, extra_shares=2, tiles=decode_tiles(90, 16, 4),
         )  # fmt: skip
-    assert [each.arguments["LINES"] for each in (*launches, *merges)] == [16, 16]
+    assert [each.arguments["LINES"] for each in launches] == [16, 16]
 
 
 def sample(logits: Tensor) -> None:
