@@ -8,7 +8,6 @@ import torch
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.routing import RouterWeights, TorchRouting
 from asyncllm.gpu.ops.triton import expert_pairs, experts
-from asyncllm.gpu.ops.triton.expert_pairs import sort_pairs
 from asyncllm.gpu.ops.triton.op_set import TritonOps
 from tests.exact_experts import ROUTINGS, SOFTMAX, router_weights
 from tests.slow import slow_but
@@ -31,16 +30,9 @@ def test_experts(case: dict) -> None:
     check_experts(experts, "cpu", **case)
 
 
-def test_pairs_are_sorted_by_expert_and_their_tiles_counted() -> None:
-    ids = torch.tensor([[3, 0], [0, 4], [3, 1], [3, 0], [3, 5]], dtype=torch.int32)
-    pairs, starts, tile_ends = sort_pairs(ids, 7, 3)
-    assert pairs.flatten().tolist() == [1, 2, 7, 5, 0, 4, 6, 8, 3, 9]
-    assert starts.tolist() == [[0, 3, 4, 4, 8, 9, 10, 10]]
-    assert tile_ends.tolist() == [[1, 2, 2, 4, 5, 6, 6]]
-
-
-def test_pairs_beyond_a_block() -> None:
-    check_sort_pairs(expert_pairs, expert_pairs.BLOCK_PAIRS // 3 + 50, 5, "cpu")
+@pytest.mark.parametrize("tokens", [5, expert_pairs.BLOCK_PAIRS // 3 + 50])
+def test_pairs_of_one_block_and_of_more(tokens: int) -> None:
+    check_sort_pairs(expert_pairs, tokens, 5, "cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -9,10 +9,17 @@ import pytest
 import torch
 
 from asyncllm.gpu.graph.cuda_graphs import EagerCapturer
+from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import Driver
-from tests.static_runner import LateStream, make_decoder, make_runner, steps_of
-from tests.triton.decoder_steps import small_model, triton_decoder, wide_fields
+from tests.static_runner import CPU, LateStream, make_decoder, make_runner, steps_of
+from tests.triton.decoder_steps import (
+    BlocksFirst,
+    run_steps,
+    small_model,
+    triton_decoder,
+    wide_fields,
+)
 
 KINDS = [
     SamplingParams(temperature=0.0, seed=0),
@@ -48,3 +55,12 @@ def test_tokens_are_those_of_the_plain_path(name: str) -> None:
     assert found[0] == found[1]
     assert len({token for tokens in found[0] for token in tokens}) > 10
     assert stream.most == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [TritonAttention, BlocksFirst])
+def test_logits_are_those_of_the_plain_path(kind: type[TritonAttention]) -> None:
+    expected = run_steps("torch", torch.float32, CPU)
+    found = run_steps("triton", torch.float32, CPU, capability=80, made=kind)
+    for step, (logits, wanted) in enumerate(zip(found, expected, strict=True)):
+        assert torch.allclose(logits, wanted, rtol=1e-4, atol=1e-4), f"step {step}"
