@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import subprocess
 import sys
 import weakref
@@ -38,6 +36,7 @@ from asyncllm.sampling_params import SamplingParams
 from tests.driver import GREEDY, Driver
 from tests.dummy_runner import MODEL as LLAMA
 from tests.dummy_runner import make
+from tests.native_library import check_forked_child
 from tests.recorded_runner import (
     ISAS,
     PROMPTS,
@@ -235,16 +234,7 @@ def test_a_forked_child_is_refused():
     runner = make_runner(make_decoder(LLAMA))
     driver = Driver(runner)
     seq = driver.add(PROMPTS[0], 3)
-    child = os.fork()
-    if not child:
-        signal.alarm(30)
-        told = 1
-        try:
-            driver.run([seq])
-        except RuntimeError as error:
-            told = 0 if "forked child" in str(error) else 2
-        os._exit(told)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    check_forked_child(lambda: driver.run([seq]))
     driver.run([seq])
     assert len(seq.outputs) == 3
 
