@@ -16,9 +16,10 @@ from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.quantise import quantise_int4, quantise_int8
 from asyncllm.gpu.ops.routing import RouterWeights
 from asyncllm.gpu.ops.torch_ops import TorchOps
-from tests.exact_experts import ROUTINGS, SOFTMAX, exact_experts, randn, router_weights
+from tests.exact_experts import ROUTINGS, exact_experts, randn, router_weights
 from tests.native_library import isas
 from tests.op_sets import BACKENDS, TOLERANCE, make, quantised
+from tests.triton.checks import check_routing_ties, check_routing_without_numbers
 
 NATIVE = [f"native-{isa}" for isa in isas()]
 SILU, CLAMPED = ActivationConfig(), ActivationConfig(limit=1.5, alpha=1.7)
@@ -87,28 +88,13 @@ def test_a_router_in_float32_reads_hidden_states_of_any_dtype(ops):
     assert torch.equal(found, expected)
 
 
-def test_a_row_that_is_no_number_has_experts_all_the_same(ops):
-    """Different ones, so that what comes of it is NaN in its own row."""
-    for config in (SOFTMAX, ROUTINGS["groups"]):
-        x = randn(5, 40, seed=4)
-        routing = ops.routing(config, router_weights(config))
-        clean = routing(x)
-        x[1], x[3] = torch.nan, torch.inf
-        ids, weights = routing(x)
-        for row in (1, 3):
-            assert len(set(ids[row].tolist())) == config.top_k
-            assert set(ids[row].tolist()) <= set(range(12))
-            assert weights[row].isnan().any()
-        for row in (0, 2, 4):
-            assert torch.equal(ids[row], clean[0][row])
-            assert torch.equal(weights[row], clean[1][row])
+def test_rows_that_are_no_numbers_have_experts(ops):
+    check_routing_without_numbers(ops, "groups")
 
 
 @pytest.mark.parametrize("backend", NATIVE)
 def test_native_routing_takes_the_first_of_equal_scores(backend):
-    ops = make(backend)
-    weights = RouterWeights(LinearWeights(torch.zeros(12, 40)))
-    assert ops.routing(SOFTMAX, weights)(randn(2, 40))[0].tolist() == [[0, 1, 2]] * 2
+    check_routing_ties(make(backend))
 
 
 # --- experts ------------------------------------------------------------------------------
@@ -198,23 +184,11 @@ def test_many_tokens_are_computed_in_passes(backend):
 
 
 @pytest.mark.parametrize("backend", NATIVE)
-def test_int8_is_what_linear_layers_make_of_it(backend):
-    """Of the same integers, one expert at a time."""
-    ops, plain = make(backend), experts_weights(count=1)
-    weights = replace(plain, gate_up=quantise_int8(plain.gate_up), down=quantise_int8(plain.down))
-    x, ids = randn(9, WIDTH, seed=5), torch.zeros(9, 1, dtype=torch.int32)
-    found = ops.experts(weights, SILU, 2)(x, ids, torch.ones(9, 1))
-    inner = ops.silu_mul(ops.linear(weights.gate_up)(x))
-    assert torch.equal(found, ops.linear(weights.down)(inner))
-    expected = exact_experts(plain, SILU, x, ids, torch.ones(9, 1))
-    assert (found.double() - expected).norm() < 0.02 * expected.norm()
-
-
-@pytest.mark.parametrize("backend", NATIVE)
-def test_int4_is_what_linear_layers_make_of_it(backend):
-    """Of the same codes, one expert at a time; and each token of many has its own expert's."""
+@pytest.mark.parametrize("convert", [quantise_int8, quantise_int4])
+def test_rounded_experts_are_what_linear_layers_make_of_them(backend, convert):
+    """Of the same codes; each token of many has its own expert's."""
     ops, plain = make(backend), experts_weights()
-    weights = replace(plain, gate_up=quantise_int4(plain.gate_up), down=quantise_int4(plain.down))
+    weights = replace(plain, gate_up=convert(plain.gate_up), down=convert(plain.down))
     x, ids, factors = case(9, torch.float32)
     found = ops.experts(weights, SILU, 2)(x, ids, factors)
     layers = [

@@ -18,7 +18,7 @@ from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT, exponentials, gumbel_keys, gu
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.routing import RouterWeights, TorchRouting
 from asyncllm.gpu.ops.triton import tuning
-from tests.exact_experts import exact_experts, router_weights
+from tests.exact_experts import ROUTINGS, SOFTMAX, exact_experts, router_weights
 from tests.step_inputs import captured, draw_scalars
 from tests.triton.paged import (
     AttentionCase,
@@ -246,6 +246,29 @@ def check_routing(ops: Any, config: RoutingConfig, device: str) -> None:
     assert torch.equal(found[0].cpu(), expected[0])
     torch.testing.assert_close(found[1].cpu(), expected[1], rtol=1e-4, atol=0)
     assert ops.routing(config, there)(x[:0].to(device))[0].shape == (0, config.top_k)
+
+
+def check_routing_without_numbers(ops: Any, name: str) -> None:
+    """Such a row has experts all the same, different ones, and weights that are no numbers; others
+    are what they were."""
+    for config in (ROUTINGS["renormalised"], ROUTINGS[name]):
+        x = torch.randn(5, 40, generator=torch.Generator().manual_seed(4))
+        routing = ops.routing(config, router_weights(config))
+        clean = [each.clone() for each in routing(x)]
+        x[1], x[3] = torch.nan, torch.inf
+        ids, weights = routing(x)
+        for row in (1, 3):
+            assert len(set(ids[row].tolist())) == config.top_k
+            assert set(ids[row].tolist()) <= set(range(12))
+            assert weights[row].isnan().any()
+        for found, expected in zip((ids, weights), clean, strict=True):
+            assert torch.equal(found[::2], expected[::2])
+
+
+def check_routing_ties(ops: Any) -> None:
+    """The first of equal ones come first."""
+    ties = RouterWeights(LinearWeights(torch.zeros(12, 40)))
+    assert ops.routing(SOFTMAX, ties)(torch.ones(2, 40))[0].tolist() == [[0, 1, 2]] * 2
 
 
 def _to(layer: LinearWeights, device: str) -> LinearWeights:

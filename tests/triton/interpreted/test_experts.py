@@ -5,13 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asyncllm.gpu.ops.linear_weights import LinearWeights
-from asyncllm.gpu.ops.routing import RouterWeights, TorchRouting
+from asyncllm.gpu.ops.routing import TorchRouting
 from asyncllm.gpu.ops.triton import expert_pairs, experts
 from asyncllm.gpu.ops.triton.op_set import TritonOps
-from tests.exact_experts import ROUTINGS, SOFTMAX, router_weights
+from tests.exact_experts import ROUTINGS, router_weights
 from tests.slow import slow_but
-from tests.triton.checks import check_experts, check_routing, check_sort_pairs, check_sum_experts
+from tests.triton.checks import (
+    check_experts,
+    check_routing,
+    check_routing_ties,
+    check_routing_without_numbers,
+    check_sort_pairs,
+    check_sum_experts,
+)
 
 CASES = [
     {"tokens": 1},
@@ -51,16 +57,5 @@ def test_groups_are_left_to_torch() -> None:
 
 
 def test_rows_that_are_no_numbers_have_experts() -> None:
-    """All different; the first of equal ones come first."""
-    x = torch.ones(4, 40)
-    x[1], x[3] = torch.nan, torch.inf
-    for config in (ROUTINGS["renormalised"], ROUTINGS["correction"]):
-        ids, weights = TritonOps().routing(config, router_weights(config))(x)
-        for row in (1, 3):
-            assert len(set(ids[row].tolist())) == config.top_k
-            assert set(ids[row].tolist()) <= set(range(12))
-            assert weights[row].isnan().any()
-        assert torch.equal(ids[0], ids[2])
-        assert weights[0].isfinite().all()
-    ties = RouterWeights(LinearWeights(torch.zeros(12, 40)))
-    assert TritonOps().routing(SOFTMAX, ties)(x[:1])[0].tolist() == [[0, 1, 2]]
+    check_routing_without_numbers(TritonOps(), "correction")
+    check_routing_ties(TritonOps())
