@@ -15,7 +15,6 @@ from asyncllm.gpu.ops.triton import (
     decode_attention,
     decode_inputs,
     expert_pairs,
-    experts,
     prefill_attention,
     sampling,
 )
@@ -150,7 +149,7 @@ def experts_family(device: str) -> Family:
         name = f"{tokens} tokens, {'clamped' if clamped else 'SwiGLU'}, {dtype}"
         family.cases[name] = lambda tokens=tokens, clamped=clamped, dtype=dtype: (
             checks.check_experts(
-                experts, device, tokens=tokens, clamped=clamped, biased=clamped, count=4,
+                TritonOps(), device, tokens=tokens, clamped=clamped, biased=clamped, count=4,
                 dtype=dtype,
             )
         )  # fmt: skip

@@ -165,16 +165,9 @@ def check_activations(ops: Any, width: int, dtype: torch.dtype, device: str) -> 
 
 
 def check_experts(
-    module: ModuleType,
-    device: str,
-    *,
-    tokens: int,
-    clamped: bool = False,
-    gelu: bool = False,
-    biased: bool = False,
-    count: int = 7,
-    dtype: torch.dtype = torch.bfloat16,
-) -> None:
+    ops: Any, device: str, *, tokens: int, clamped: bool = False, gelu: bool = False,
+    biased: bool = False, count: int = 7, dtype: torch.dtype = torch.bfloat16,
+) -> None:  # fmt: skip
     """Widths that fill no tile; one expert that no token has; a row that is NaN harms no other."""
     width, inner, top_k = 72, 40, 3
     config = ActivationConfig(limit=1.0, alpha=1.7) if clamped else ActivationConfig(gelu=gelu)
@@ -191,16 +184,21 @@ def check_experts(
     ids = torch.randn(tokens, count - 1, generator=random).topk(top_k).indices.int() + 1
     factors = torch.rand(tokens, top_k, generator=random)
     shared = torch.randn(tokens, width, generator=random).to(dtype)
-    expected = exact_experts(weights, config, x, ids, factors, shared)
+    gate = torch.randn(tokens, 1, generator=random).to(dtype)
+    given = x, ids, factors, shared, gate
+    expected = exact_experts(weights, config, *given)
     there = ExpertsWeights(count, *(_to(part, device) for part in (weights.gate_up, weights.down)))
-    experts = module.TritonExperts(there, config)
-    arguments = [each.to(device) for each in (x, ids, factors, shared)]
-    assert_close(experts(*arguments), expected, dtype)
+    experts = ops.experts(there, config, top_k)
+    arguments = [each.to(device) for each in given]
+    clean = experts(*arguments)
+    assert clean.dtype == dtype
+    assert_close(clean, expected, dtype)
+    assert_close(experts(*arguments[:3]), exact_experts(weights, config, *given[:3]), dtype)
     arguments[0] = arguments[0].clone()
-    arguments[0][0] = torch.nan
-    found = experts(*arguments).cpu()
-    assert found[0].isnan().all()
-    assert_close(found[1:], expected[1:], dtype)
+    arguments[0][:1] = torch.nan
+    found = experts(*arguments)
+    assert found[:1].isnan().all()
+    assert torch.equal(found[1:], clean[1:])
 
 
 def check_sort_pairs(module: ModuleType, tokens: int, num_experts: int, device: str) -> None:

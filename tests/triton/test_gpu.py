@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton interprets in this process", allow_module_level=True)
 
-from asyncllm.gpu.ops.triton import expert_pairs, experts, sampling
+from asyncllm.gpu.ops.triton import expert_pairs, sampling
 from asyncllm.gpu.ops.triton.op_set import TritonOps
 from benchmarks.gpu.kernels import families
 from tests.exact_experts import ROUTINGS
@@ -50,7 +50,7 @@ def test_kernel(check: Callable[[], object]) -> None:
 def test_experts_in_float32(tokens: int, clamped: bool) -> None:
     """Nine tokens have small tiles, seventy large ones."""
     options = {"tokens": tokens, "clamped": clamped, "biased": clamped, "count": 4}
-    checks.check_experts(experts, "cuda", dtype=torch.float32, **options)
+    checks.check_experts(TritonOps(), "cuda", dtype=torch.float32, **options)
 
 
 def test_sum_of_experts_in_float32() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from asyncllm.gpu.ops.routing import TorchRouting
-from asyncllm.gpu.ops.triton import expert_pairs, experts
+from asyncllm.gpu.ops.triton import expert_pairs
 from asyncllm.gpu.ops.triton.op_set import TritonOps
 from tests.exact_experts import ROUTINGS, router_weights
 from tests.slow import slow_but
@@ -33,7 +33,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", slow_but(CASES, *CASES[:3], CASES[-1]), ids=str)
 def test_experts(case: dict) -> None:
-    check_experts(experts, "cpu", **case)
+    check_experts(TritonOps(), "cpu", **case)
 
 
 @pytest.mark.parametrize("tokens", [5, expert_pairs.BLOCK_PAIRS // 3 + 50])
