@@ -8,18 +8,15 @@ import random
 import weakref
 from dataclasses import replace
 from itertools import chain, cycle, repeat
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncllm import AsyncLLMEngine
-from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.gpu import step_runner
@@ -43,10 +40,8 @@ from asyncllm.gpu.ops.torch_attention import FixedPlan, TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.sample.sampling_state import SamplingState
 from asyncllm.gpu.step_runner import StepRunner
-from asyncllm.gpu.weights import load_weights
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.sampling_params import SamplingParams
-from tests.checkpoints import make_checkpoint
 from tests.driver import UNCHECKED, Driver, Sequence, outputs_of, packed, unchecked
 from tests.dummy_runner import MODEL
 from tests.fakes import FakeModelConfig, FakeTokenizer
@@ -669,61 +664,6 @@ def test_discarded_steps_leave_nothing_behind(llama: Decoder) -> None:
 # --- under the scheduler -----------------------------------------------------------------
 
 
-def engine_of(runner: ModelRunner) -> AsyncLLMEngine:
-    loaded = LoadedModel(runner, FakeTokenizer(), FakeModelConfig())
-    return AsyncLLMEngine._with_loader(lambda config, progress: loaded)
-
-
-class Roll(transformers.LogitsProcessor):
-    """``shift``, for transformers."""
-
-    def __init__(self, num_prompt_tokens: int) -> None:
-        self._start = num_prompt_tokens
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return scores.roll(input_ids.shape[1] - self._start, -1)
-
-
-@pytest.mark.asyncio(loop_factories=["asyncio"])
-@pytest.mark.parametrize("depth", slow_but([1, 2], 2))
-async def test_a_plain_and_a_host_row_equal_transformers(tmp_path: Path, depth: int) -> None:
-    """One step ahead the plain row is in every step, the other in every second one."""
-    reference: Any = make_checkpoint(tmp_path, "Qwen3ForCausalLM", head_dim=16)
-    model = ModelConfig.from_directory(tmp_path)
-    decoder = make_decoder(model, load_weights(model, torch.float32, torch.device("cpu"), None))
-    stream = LateStream()
-    runner: Any = make_runner(decoder, capturer=EagerCapturer(), stream=stream, depth=depth)
-    sizes, launch = [], runner.launch
-    runner.launch = lambda batch: (sizes.append(len(batch)), launch(batch))
-    prompts, counts = ([3, 1, 4, 1, 5], [9, 2, 6]), (30, 10)
-    async with engine_of(runner) as engine:
-        # Both are in the first step.
-        await engine.pause()
-        streams = [
-            engine.stream(
-                prompt,
-                temperature=0.0,
-                max_tokens=count,
-                ignore_eos=True,
-                logits_processors=[shift] if i else [],
-            )
-            for i, (prompt, count) in enumerate(zip(prompts, counts, strict=True))
-        ]
-        await engine.resume()
-        found = [list((await one.result()).token_ids) for one in streams]
-    assert stream.most == depth
-    between = [1, 2] if depth == 2 else [2]
-    assert sizes == [2, *(9 * between)] + [1] * (30 - 1 - 9 * len(between))
-    for i, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
-        rules = transformers.LogitsProcessorList([Roll(len(prompt))] if i else [])
-        expected = reference.generate(
-            torch.tensor([prompt]), max_new_tokens=count, min_new_tokens=count, do_sample=False,
-            logits_processor=rules,
-        )  # fmt: skip
-        assert found[i] == expected[0, len(prompt) :].tolist()
-        assert len(set(found[i])) > 3
-
-
 @pytest.mark.asyncio(loop_factories=["asyncio"])
 @pytest.mark.parametrize("depth", slow_but([1, 2], 2))
 @pytest.mark.parametrize("seed", slow_but([12, 11], 12))
@@ -744,7 +684,8 @@ async def test_aborts_and_preemptions_under_the_scheduler(
         num_blocks=40, sizes=(2, 6),
     )  # fmt: skip
     poisoning(runner)
-    async with engine_of(runner) as engine:
+    loaded = LoadedModel(runner, FakeTokenizer(), FakeModelConfig())
+    async with AsyncLLMEngine._with_loader(lambda config, progress: loaded) as engine:
 
         async def ask(prompt: list[int], params: SamplingParams) -> list[int] | None:
             leave_after = draw.choice([None, None, 1, 5, 9])

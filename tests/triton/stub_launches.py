@@ -1,6 +1,6 @@
 """Launches of mixed steps on a driver that does nothing, under Triton's real launch path.
 
-Run as a program by ``test_stub_driver.py``: libcuda stays loaded.
+Run as a program by ``test_launcher.py``: libcuda stays loaded.
 """
 
 from __future__ import annotations

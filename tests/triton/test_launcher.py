@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -232,6 +236,18 @@ def test_arguments_in_another_order_are_refused() -> None:
         Launcher(mixed)
     with pytest.raises(TypeError, match="toy_kernel: expected 5 arguments, tensors before"):
         Launcher(toy_kernel.kernel)[(1,)](MEMORY, 5, MEMORY, 16, 1.0, WIDTH=8)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="the stub of libcuda is compiled")
+def test_launches_under_the_real_launch_path() -> None:
+    """In a process of its own, which keeps the stub of libcuda. Kernels are compiled for an H200,
+    which takes seconds each where Triton's cache has none."""
+    command = [sys.executable, "-m", "tests.triton.stub_launches"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.stdout == "same\n"
 
 
 class Nested:

@@ -9,15 +9,17 @@ from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.gpu.ops.gated_delta import DeltaBiases
 from asyncllm.gpu.ops.triton.op_set import TritonOps
 from tests import recurrent_checks
-
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
-
-
-@pytest.mark.parametrize(
-    ("channels", "width", "dtype"), [(37, 4, torch.float32), (300, 2, torch.bfloat16)]
+from tests.op_sets import TOLERANCE
+from tests.test_ops import (  # noqa: F401 - pytest finds tests by their names
+    test_causal_conv,
+    test_gated_norm,
+    test_sigmoid_mul,
 )
-def test_causal_conv(channels: int, width: int, dtype: torch.dtype) -> None:
-    recurrent_checks.check_causal_conv(TritonOps(), channels, width, dtype, TOLERANCE[dtype])
+
+
+@pytest.fixture
+def ops() -> TritonOps:
+    return TritonOps()
 
 
 @pytest.mark.parametrize(
@@ -50,14 +52,3 @@ def test_a_row_without_tokens_keeps_its_states(dtype: torch.dtype) -> None:
     for state, old in zip((matrices, held), before, strict=True):
         kept = [bool(torch.equal(state[slot], old[slot])) for slot in range(6)]
         assert kept == [True, False, False, True, True, True]
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("size", [16, 21])
-def test_gated_norm(size: int, dtype: torch.dtype) -> None:
-    recurrent_checks.check_gated_norm(TritonOps(), size, dtype, TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_sigmoid_mul(dtype: torch.dtype) -> None:
-    recurrent_checks.check_sigmoid_mul(TritonOps(), dtype, TOLERANCE[dtype])
