@@ -37,7 +37,7 @@ from tests.native_library import (
     isas,
 )
 from tests.step_inputs import planned
-from tests.triton.paged import attend
+from tests.triton.paged import AttentionCase, attend, make_batch
 
 ISAS = isas()
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -52,35 +52,19 @@ def compiler() -> list[str]:
 
 
 class Sequences:
-    """Sequences in a paged cache whose other slots are NaN, and the queries of a step."""
+    """Sequences in a paged cache whose other slots are NaN, and queries of all of their tokens."""
 
-    def __init__(self, lengths, counts, shape, dtype, block_size, seed):
-        generator = torch.Generator().manual_seed(seed)
-        self.shape, self.block_size, self.dtype = shape, block_size, dtype
-        width = max(-(-length // block_size) for length in lengths)
-        blocks = 1 + width * len(lengths)
-        order = torch.randperm(blocks - 1, generator=generator) + 1
-        # What lies beyond a row's own blocks is undefined.
-        self.table = np.full((len(lengths), width), 2**31 - 1, dtype=np.int32)
-        # Strided as a cache is whose blocks hold several layers.
-        cache = torch.full(
-            (2, blocks, 3, block_size, shape.num_kv_heads, shape.head_dim), torch.nan, dtype=dtype
-        )
-        self.cache = cache[:, :, 1]
-        self.lengths, self.counts = np.array(lengths), np.array(counts)
-        for row, length in enumerate(lengths):
-            own = order[row * width : row * width + -(-length // block_size)]
-            self.table[row, : len(own)] = own
-            size = (2, length, shape.num_kv_heads, shape.head_dim)
-            kv = torch.randn(size, generator=generator).to(dtype)
-            for at in range(length):
-                self.cache[:, own[at // block_size], at % block_size] = kv[:, at]
-        queries = torch.randn(
-            int(self.lengths.sum()), shape.num_heads, shape.head_dim + 3, generator=generator
-        )
-        self.queries = queries.to(dtype)[..., : shape.head_dim]
-        """Of every token of every sequence."""
-        self.firsts = np.cumsum(self.lengths) - self.lengths
+    def __init__(self, lengths, shape, dtype, block_size, seed):
+        self.shape, self.block_size = shape, block_size
+        sizes, every = (shape.group_size, shape.head_dim), tuple(lengths)
+        case = AttentionCase(
+            "every token", *sizes, every, every, shape.num_kv_heads, block_size, dtype,
+            layout="blocks",
+        )  # fmt: skip
+        batch = make_batch(case, "cpu", seed)
+        self.cache, self.table = batch.cache, batch.block_table.numpy()
+        self.queries, self.keys, self.values = batch.q, batch.keys, batch.values
+        self.firsts = batch.query_start_loc.numpy()
 
     def inputs(self, rows, starts, ends):
         """The step that computes tokens ``starts`` to ``ends`` of ``rows``, and its queries."""
@@ -98,11 +82,9 @@ class Sequences:
         return attention(q, q, q, self.cache, attention.plan(inputs, window, 0), sinks)
 
     def expected(self, row, start, end, window, sinks):
-        slots = torch.tensor(self.table[row, np.arange(end) // self.block_size] * self.block_size)
-        slots = slots + torch.arange(end) % self.block_size
-        keys, values = self.cache.flatten(1, 2)[:, slots]
         first, shape = self.firsts[row], self.shape
-        q = self.queries[first + start : first + end]
+        q, kv = self.queries[first + start : first + end], (self.keys[row], self.values[row])
+        keys, values = (x[:end] for x in kv)
         found = attend(q, keys, values, shape.scale, shape.softcap, window, sinks)
         return found.flatten(1)
 
@@ -131,7 +113,7 @@ def steps(draw):
 @given(step=steps())
 def test_attention_is_that_of_a_plain_model(isa, step):
     (lengths, counts, shape, dtype), block_size, seed, window, sinking = step
-    sequences = Sequences(lengths, counts, shape, dtype, block_size, seed)
+    sequences = Sequences(lengths, shape, dtype, block_size, seed)
     generator = torch.Generator().manual_seed(seed)
     sinks = torch.randn(shape.num_heads, generator=generator) if sinking else None
     attention = NativeAttention(context(2, isa), shape, dtype)
@@ -154,7 +136,7 @@ def test_a_token_attends_alike_in_any_chunk_and_company(isa, dtype, window):
     """Bit by bit: alone, among others, in a chunk of any size, on any number of threads."""
     shape = AttentionShape(6, 2, 40, 40**-0.5)
     lengths = [1100, 3, 37, 700]
-    sequences = Sequences(lengths, [1] * 4, shape, dtype, 16, seed=5)
+    sequences = Sequences(lengths, shape, dtype, 16, seed=5)
     attention = NativeAttention(context(1, isa), shape, dtype)
     threaded = NativeAttention(context(3, isa), shape, dtype)
     rows = list(range(4))
@@ -248,7 +230,7 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on():
 def test_attention_over_what_is_no_cache_is_refused():
     shape = AttentionShape(4, 2, 8, 1.0)
     attention = NativeAttention(context(2), shape, torch.float32)
-    sequences = Sequences([5, 9], [1, 1], shape, torch.float32, 4, seed=1)
+    sequences = Sequences([5, 9], shape, torch.float32, 4, seed=1)
     inputs, q = sequences.inputs([0, 1], [4, 8], [5, 9])
 
     def run(lengths=(5, 9), q=q, cache=sequences.cache):
@@ -261,7 +243,7 @@ def test_attention_over_what_is_no_cache_is_refused():
             run()
     inputs.groups[0].host_table[1, 2] = 1
     with pytest.raises(RuntimeError, match="beyond its table"):
-        run((5, 13))
+        run((5, 21))
     assert not run((0, 9))[0].any()
     for wrong in (q[:1], q[..., :4], q.double()):
         with pytest.raises(ValueError, match=r"q is .*expected \(2, 4, 8\) of torch.float32"):
@@ -335,7 +317,7 @@ def test_not_a_number_stays_one():
             ops.linear(quantise_int4(LinearWeights(torch.ones(40, 32))))(x).sum(1),
         ):
             assert found.isnan().tolist() == [False, True, False], isa
-        sequences = Sequences([9, 9], [1, 1], shape, torch.float32, 4, seed=2)
+        sequences = Sequences([9, 9], shape, torch.float32, 4, seed=2)
         attention = NativeAttention(ops.context, shape, torch.float32)
         sequences.cache[0, sequences.table[1, 0], 1] = torch.nan
         found = sequences.run(attention, [0, 1], [8, 8], [9, 9])

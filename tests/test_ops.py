@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pickle
 import weakref
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.batch.sampling_inputs import (
     LOGITS_STAGES,
@@ -39,6 +38,7 @@ from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchLinear, TorchOps
 from asyncllm.gpu.weights import dummy_weights
 from tests import recurrent_checks
+from tests.dummy_runner import MODEL
 from tests.op_sets import BACKENDS, TOLERANCE, make, quantised
 from tests.step_inputs import draw_scalars
 from tests.triton import checks
@@ -224,22 +224,9 @@ def test_bundles_pickle():
 @pytest.mark.skipif(not onednn_works(), reason="this torch has no packed linear layers")
 def test_a_decoder_holds_no_second_copy_while_it_is_built():
     """Of weights that are packed, which float32 is everywhere."""
+    sizes = {"vocab_size": 1024, "hidden_size": 640, "intermediate_size": 1024, "head_dim": 64}
+    model = replace(MODEL, **sizes, num_layers=3, num_heads=10, num_kv_heads=10)
     dtype = torch.float32
-    model = ModelConfig(
-        path=Path("nowhere"),
-        architecture="LlamaForCausalLM",
-        vocab_size=1024,
-        hidden_size=640,
-        intermediate_size=1024,
-        num_layers=3,
-        num_heads=10,
-        num_kv_heads=10,
-        head_dim=64,
-        max_position_embeddings=64,
-        rms_norm_eps=1e-5,
-        rope=RopeConfig(),
-        tie_word_embeddings=True,
-    )
     plain: list[weakref.ref[torch.Tensor]] = []
 
     def watched():

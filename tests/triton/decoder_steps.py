@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from asyncllm.gpu.ops.base import BlockLayout
 from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.gpu.ops.triton.op_set import TritonOps
 from asyncllm.gpu.weights import dummy_weights
+from tests.dummy_runner import MODEL
 from tests.static_runner import CPU, make_decoder
 from tests.step_inputs import planned
 
@@ -41,24 +41,12 @@ STEPS = [
 
 def small_model() -> ModelConfig:
     """Qwen3's shape in small: QK-norm, grouped heads, a sliding window in one layer."""
-    return ModelConfig(
-        path=Path("small"),
-        architecture="Qwen3ForCausalLM",
-        vocab_size=300,
-        hidden_size=96,
-        intermediate_size=160,
-        num_layers=2,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=32,
-        max_position_embeddings=128,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(theta=10_000.0),
-        tie_word_embeddings=True,
-        qk_norm=True,
-        sliding_window=24,
+    return replace(
+        MODEL, architecture="Qwen3ForCausalLM", vocab_size=300, hidden_size=96,
+        intermediate_size=160, num_heads=6, head_dim=32, max_position_embeddings=128,
+        rms_norm_eps=1e-6, rope=RopeConfig(theta=10_000.0), qk_norm=True, sliding_window=24,
         sliding_layers=(False, True),
-    )
+    )  # fmt: skip
 
 
 def wide_fields(num_kv_heads: int) -> dict[str, Any]:

@@ -208,13 +208,17 @@ def variants() -> list[Variant]:
             Variant(name, sm, f"{kernel}_kernel", run, rare) for sm in where or CAPABILITIES
         )
 
+    def both(
+        name: str, group: int, dim: int, *where: int, rare: bool = False, **options: Any
+    ) -> None:
+        add(f"decode-{name}", "decode", decode(group, dim, **options), *where, rare=rare)
+        add(f"prefill-{name}", "prefill", prefill(group, dim, **options), *where, rare=rare)
+
     for dim in (64, 128, 256):
-        add(f"decode-head{dim}", "decode", decode(4, dim), *CAPABILITIES)
-        add(f"prefill-head{dim}", "prefill", prefill(4, dim), *CAPABILITIES)
+        both(f"head{dim}", 4, dim, *CAPABILITIES)
         add(f"merge-head{dim}", "merge", decode(4, dim), 80, 90, 100)
     for dim in (80, 96):
-        add(f"decode-head{dim}", "decode", decode(8, dim), 80, 90)
-        add(f"prefill-head{dim}", "prefill", prefill(8, dim), 80, 90)
+        both(f"head{dim}", 8, dim, 80, 90)
     add("decode-one-split", "decode", decode(2, 128, splits=1), 89, 90)
     shared: dict[str, Any] = {"splits": 1, "extra_shares": 132}
     add("decode-shares", "decode", decode(4, 128, **shared), 80, 89, 90)
@@ -222,20 +226,15 @@ def variants() -> list[Variant]:
     add("prefill-splits-head128", "prefill", prefill(4, 128, splits=8), 80, 89, 90)
     add("prefill-splits-rare", "prefill", prefill(2, 256, splits=8, **RARE), 80)
     add("decode-group24", "decode", decode(24, 128), 90)
-    add("decode-pages256", "decode", decode(8, 128, 256), 80, 90)
-    add("prefill-pages256", "prefill", prefill(8, 128, 256), 80, 90)
+    both("pages256", 8, 128, 80, 90, block_size=256)
     add("prefill-group7", "prefill", prefill(7, 128), 89, 90)
     add("prefill-group1", "prefill", prefill(1, 128, dtype=half), 90)
-    add("decode-cap-window", "decode", decode(2, 256, **RARE), 80, 89, 90)
-    add("prefill-cap-window", "prefill", prefill(2, 256, **RARE), 80, 89, 90)
+    both("cap-window", 2, 256, 80, 89, 90, **RARE)
     add("prefill-window", "prefill", prefill(4, 128, window=4096), 80, 90)
     sinks: dict[str, Any] = {"sinks": floats(64), "window": 128}
-    add("decode-sinks", "decode", decode(8, 64, **sinks), 80, 90)
-    add("prefill-sinks", "prefill", prefill(8, 64, **sinks), 80, 90)
-    add("decode-float32", "decode", decode(4, 128, dtype=single), 90)
-    add("prefill-float32", "prefill", prefill(4, 128, dtype=single), 90)
-    add("decode-head512", "decode", decode(8, 512))
-    add("prefill-head512", "prefill", prefill(8, 512))
+    both("sinks", 8, 64, 80, 90, **sinks)
+    both("float32", 4, 128, 90, dtype=single)
+    both("head512", 8, 512)
     add("merge-head512", "merge", decode(8, 512), 80, 90, rare=True)
     add("decode-shares-head512", "decode", decode(8, 512, **shared), 80, 89, 90, rare=True)
     sunk: dict[str, Any] = {"sinks": floats(64), **RARE}
@@ -246,8 +245,7 @@ def variants() -> list[Variant]:
     add("decode-head320", "decode", decode(8, 320, dtype=half), 80, 89, 90, rare=True)
     launches = prefill(8, 320, dtype=half)
     add("prefill-head320", "prefill", launches, 80, 89, 90, 100, rare=True)
-    add("decode-head512-float32", "decode", decode(8, 512, dtype=single), 89, rare=True)
-    add("prefill-head512-float32", "prefill", prefill(8, 512, dtype=single), 89, rare=True)
+    both("head512-float32", 8, 512, 89, rare=True, dtype=single)
     launches = rope(16, 512, norms=True, values=True)
     add("rope-head512", "rope_cache", launches, 80, 90, rare=True)
     add("rope-norm", "rope_cache", rope(32, 128, norms=True), 80, 90, 100)
