@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.checkpoint.experts_config import ExpertsConfig, RoutingConfig
 from asyncllm.checkpoint.families import NORMS_AROUND
 from asyncllm.checkpoint.layer_config import LayerConfig, LayerInputConfig
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
@@ -84,17 +83,6 @@ def hybrid_fields(*linear: bool) -> dict[str, Any]:
         "norm_offset": 1.0,
         "float32_norm_weights": True,
         "linear_attention": LinearAttentionConfig(linear, 1, 2, 8, 12, 4),
-    }
-
-
-def expert_fields(*layers: bool) -> dict[str, Any]:
-    """Experts where ``layers`` says so, by a router in float32, beside a shared one with a gate;
-    larger tiles from 17 tokens on."""
-    routing = RoutingConfig(3, 3, renormalise=True, float32=True)
-    return {
-        "experts": ExpertsConfig(
-            layers, routing, intermediate_size=24, shared_size=40, shared_gate=True
-        )
     }
 
 

@@ -64,12 +64,6 @@ def make_step(
 
 def mixed_step(runner: ModelRunner, decodes: int, prompt: int, prefix: int = 0) -> None:
     """Queues a step of so many decodes and a prompt behind a prefix."""
-    given = StepBatch(
-        step=0,
-        req_indices=list(range(decodes + 1)),
-        starts=[100] * decodes + [prefix],
-        counts=[1] * decodes + [prompt],
-        samples=[True] * (decodes + 1),
-        num_decodes=decodes,
-    )
-    queue_mixed_step(runner, given)
+    starts, counts = [100] * decodes + [prefix], [1] * decodes + [prompt]
+    rows = list(range(decodes + 1))
+    queue_mixed_step(runner, StepBatch(0, rows, starts, counts, [True] * len(rows), decodes))

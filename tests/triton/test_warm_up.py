@@ -77,14 +77,7 @@ def run_everything(runner: ModelRunner) -> None:
         starts = [5] * (rows - 1) + [0] if start is None else [start] * rows
         starts[0] = most - 2 if start is None else starts[0]
         tokens = [1] * decodes + counts
-        given = StepBatch(
-            step=0,
-            req_indices=list(range(rows)),
-            starts=starts,
-            counts=tokens,
-            samples=[True] * rows,
-            num_decodes=decodes,
-        )
+        given = StepBatch(0, list(range(rows)), starts, tokens, [True] * rows, decodes)
         for each in stages:
             queue_mixed_step(runner, given, each)
     changed = torch.arange(3 * ROWS)
