@@ -48,14 +48,6 @@ def test_the_noise_is_philox_keyed_by_splitmix() -> None:
             assert float(noise[row, token]) == pytest.approx(expected, rel=3e-6)
 
 
-def test_exponentials_have_their_distribution() -> None:
-    keys = gumbel_keys(torch.arange(8), torch.zeros(8))
-    noise = np.sort(exponentials(keys, 50_000).numpy().ravel().astype(np.float64))
-    steps = np.arange(1, len(noise) + 1) / len(noise)
-    distance = np.abs(-np.expm1(-noise) - steps).max()
-    assert distance < 1.95 / np.sqrt(len(noise))  # Kolmogorov-Smirnov at 0.1 %
-
-
 def test_a_small_change_of_the_logits_changes_few_tokens() -> None:
     """At one position in a hundred at most."""
     random, count = torch.Generator().manual_seed(0), 1000

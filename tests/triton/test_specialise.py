@@ -16,16 +16,13 @@ from triton.runtime.jit import create_function_from_signature
 
 from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.triton import decode_attention, rope_cache, sampling
+from asyncllm.gpu.ops.triton import rope_cache, sampling
 from asyncllm.gpu.ops.triton.attention import TritonAttention
-from asyncllm.gpu.ops.triton.tuning import decode_tiles
 from tests.step_inputs import draw_scalars, planned
 from tests.triton.launches import Launch, recording
-from tests.triton.paged import attend_decodes
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(14, 2, 64, 0.125)
-TILES = decode_tiles(90, 64)
 BLOCK_SIZE = 16
 
 
@@ -56,7 +53,7 @@ def check_one_of_each(launches: list[Launch], names: set[str]) -> None:
 @pytest.mark.parametrize("width", [16, 17])
 @pytest.mark.parametrize("shape", [SHAPE, AttentionShape(3, 1, 18, 1.0)], ids=str)
 def test_attention_of_mixed_steps(shape: AttentionShape, width: int, prefix: int) -> None:
-    """Also where prefill rows begin at an address that the number of decode rows decides: a row of
+    """Also where the number of decode rows decides at what address prefill rows begin: a row of
     three heads of 18 has 108 bytes."""
     attention = TritonAttention(shape, torch.bfloat16, CPU, capability=90, num_sms=132)
     heads, size = shape.num_kv_heads, shape.head_dim
@@ -82,19 +79,6 @@ def test_rotation_of_queries_alone() -> None:
             q = torch.zeros((tokens, 54), dtype=torch.bfloat16)
             rope(q, (table, torch.arange(tokens)))
     check_one_of_each(launches, {"rope_cache_kernel"})
-
-
-def test_split_attention() -> None:
-    """With a number of heads, as of Qwen2.5 0.5B, that is no multiple of four."""
-    cache = torch.zeros((2, 4, BLOCK_SIZE, 2, 64), dtype=torch.bfloat16)
-    table = torch.zeros((8, 16), dtype=torch.int32)
-    with recording() as launches:
-        for rows in range(1, 6):
-            q = torch.zeros((rows, 14, 64), dtype=torch.bfloat16)
-            given = q, cache, table, torch.arange(rows), torch.ones(rows, dtype=torch.int32)
-            for splits in (2, 3, 5):
-                attend_decodes(decode_attention, *given, scale=0.125, tiles=TILES, splits=splits)
-    check_one_of_each(launches, {"decode_kernel", "merge_kernel"})
 
 
 @pytest.mark.parametrize("vocab_size", [128256, 151936])
