@@ -99,7 +99,9 @@ def check_decode_replays(module: ModuleType, capability: int) -> None:
     batch = make_batch(case, "cuda")
     out = torch.empty_like(batch.q, memory_format=torch.contiguous_format)
     given = batch.q, batch.cache, batch.block_table, torch.arange(3, device="cuda"), batch.seq_lens
-    options = options_of(case, batch) | {"tiles": tuning.decode_tiles(capability, 128)}
+    options: dict[str, Any] = options_of(case, batch) | {
+        "tiles": tuning.decode_tiles(capability, 128)
+    }
 
     def run(target: Tensor) -> None:
         attend_decodes(module, *given, out=target, **options)

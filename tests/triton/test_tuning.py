@@ -41,12 +41,6 @@ def test_waves_are_nearly_as_full_as_they_can_be(kv_heads: int, num_sms: int) ->
         assert not better, (batch, splits, better)
 
 
-def test_a_last_wave_of_a_few_programs_is_avoided() -> None:
-    for batch in (4, 8, 16, 24, 40, 48, 72, 80, 96, 136, 160):
-        splits = num_splits(batch, 8, 32768, 132)
-        assert wave_utilisation(batch * 8 * splits, 528) > 0.88, batch
-
-
 def test_tiles_are_found_for_every_gpu_from_ampere_on() -> None:
     for capability in (80, 86, 87, 89, 90, 100, 103, 120, 121):
         for head_dim in (32, 64, 80, 96, 128, 192, 256, 258, 320, 512):

@@ -10,16 +10,20 @@ from asyncllm.gpu.ops.gated_delta import DeltaBiases
 from asyncllm.gpu.ops.triton.op_set import TritonOps
 from tests import recurrent_checks
 from tests.op_sets import TOLERANCE
-from tests.test_ops import (  # noqa: F401 - pytest finds tests by their names
-    test_causal_conv,
-    test_gated_norm,
-    test_sigmoid_mul,
+
+
+@pytest.mark.parametrize(
+    ("channels", "width", "dtype"), [(37, 4, torch.float32), (300, 2, torch.bfloat16)]
 )
+def test_causal_conv(channels: int, width: int, dtype: torch.dtype) -> None:
+    recurrent_checks.check_causal_conv(TritonOps(), channels, width, dtype, TOLERANCE[dtype])
 
 
-@pytest.fixture
-def ops() -> TritonOps:
-    return TritonOps()
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_gated_norm_and_gate(dtype: torch.dtype) -> None:
+    for size in (16, 21):
+        recurrent_checks.check_gated_norm(TritonOps(), size, dtype, TOLERANCE[dtype])
+    recurrent_checks.check_sigmoid_mul(TritonOps(), dtype, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(
