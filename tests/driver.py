@@ -235,3 +235,13 @@ class Driver:
                 processors_key=processors_key,
             )
         )
+
+
+def outputs_of(
+    executor: Executor, prompt: list[int], max_tokens: int, sampling: SamplingParams
+) -> list[int]:
+    """The tokens of a sequence by itself."""
+    driver = Driver(executor)
+    seq = driver.add(prompt, max_tokens, sampling)
+    driver.run([seq])
+    return seq.outputs

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,18 @@ def context(num_threads: int = 1, isa: str | None = None) -> Context:
 
 CPU_OPS = ["cpu", *(f"native-{isa}" for isa in isas())]
 """The op sets whose sampling runs on a CPU, native ones on two threads."""
+
+
+def check_forked_child(run: Callable[[], object], end: Callable[[], object] = lambda: None) -> None:
+    """A child in which ``run`` is refused; ``end`` ends the child's copies."""
+    child = os.fork()
+    if not child:
+        signal.alarm(30)  # It would wait for threads that it has not.
+        told = 1
+        try:
+            run()
+        except RuntimeError as error:
+            told = 0 if "forked child" in str(error) else 2
+        end()
+        os._exit(told)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

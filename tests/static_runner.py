@@ -9,8 +9,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,8 +37,6 @@ from asyncllm.gpu.step_memory import StepMemory
 from asyncllm.gpu.step_runner import StepRunner
 from asyncllm.gpu.weights import dummy_weights
 from asyncllm.logits_processor import LogitsProcessor
-from asyncllm.sampling_params import SamplingParams
-from tests.driver import Driver
 
 CPU = torch.device("cpu")
 
@@ -228,12 +224,14 @@ def storages(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def make_decoder(
-    model: ModelConfig, weights: Iterable[tuple[str, Tensor]] | None = None
+    model: ModelConfig,
+    weights: Iterable[tuple[str, Tensor]] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Decoder:
-    """In plain torch and float32."""
-    attention = {kind: TorchAttention(kind.shape, torch.float32) for kind in attention_kinds(model)}
+    """In plain torch."""
+    attention = {kind: TorchAttention(kind.shape, dtype) for kind in attention_kinds(model)}
     if weights is None:
-        weights = dummy_weights(model, torch.float32, CPU, None)
+        weights = dummy_weights(model, dtype, CPU, None)
     decoder = build_decoder(model, TorchOps(), attention, weights)
     decoder.set_max_positions(model.max_position_embeddings)
     return decoder
@@ -265,6 +263,7 @@ def make_runner(
     num_blocks: int = 64,
     block_size: int = 4,
     max_len: int = 96,
+    max_tokens: int = 512,
     depth: int = 2,
     layers: tuple[tuple[int, ...], ...] = (),
     processors: Sequence[LogitsProcessor] = (),
@@ -286,12 +285,13 @@ def make_runner(
         kv_groups=tuple(group.spec for group in groups),
         max_model_len=max_len,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=512,
+        max_num_batched_tokens=max_tokens,
         pipeline_depth=depth,
         has_states=bool(decoder.states),
     )
-    states = StateCache(decoder.states, max_num_seqs, torch.float32, CPU)
-    cache = KVCache(groups, num_blocks + 1, torch.float32, CPU, states)
+    dtype = decoder.embedding.dtype
+    states = StateCache(decoder.states, max_num_seqs, dtype, CPU)
+    cache = KVCache(groups, num_blocks + 1, dtype, CPU, states)
     graphs = None
     if capturer is not None:
         sizes = default_sizes(max_num_seqs) if sizes is None else sizes
@@ -330,51 +330,6 @@ def kv_groups(model: ModelConfig, block_size: int, *layers: tuple[int, ...]) -> 
         KVGroup(KVCacheSpec(group, block_size), layout)
         for group in layers or (tuple(range(model.num_layers)),)
     ]
-
-
-class SentBytes(TorchDispatchMode):
-    """Counts what goes from host to device: arrays, and copies of step buffers."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        super().__init__()
-        self.total = 0
-        buffers = steps_of(runner).memory.host_buffers
-        self._buffers = {buffer.memory.data_ptr() for buffer in buffers}
-
-    def __enter__(self) -> SentBytes:
-        self._patch = pytest.MonkeyPatch()
-        from_numpy = torch.from_numpy
-
-        def counted(array: np.ndarray) -> Tensor:
-            self.total += array.nbytes
-            return from_numpy(array)
-
-        self._patch.setattr(torch, "from_numpy", counted)
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._patch.undo()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default and args[1].data_ptr() in self._buffers:
-            self.total += args[1].nbytes
-        return func(*args, **(kwargs or {}))
-
-
-def sent_in_a_mixed_step(runner: ModelRunner, stream: LateStream) -> int:
-    """Bytes sent for a step of three decode rows and two prompts of 9 and 21 tokens."""
-    driver = Driver(runner)
-    params = SamplingParams(temperature=0.0, seed=0)
-    decoding = [driver.add([1, 2, 3] * count, 9, params) for count in (1, 3, 8)]
-    driver.launch([(seq, 0) for seq in decoding])
-    stream.synchronize()
-    entering = [driver.add([5] * count, 9, params) for count in (9, 21)]
-    with SentBytes(runner) as sent:
-        driver.launch([(seq, 0) for seq in decoding + entering])
-        stream.synchronize()
-    return sent.total
 
 
 def steps_of(runner: ModelRunner) -> StepRunner:

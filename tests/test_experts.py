@@ -16,13 +16,13 @@ from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.quantise import quantise_int4, quantise_int8
 from asyncllm.gpu.ops.routing import RouterWeights
 from asyncllm.gpu.ops.torch_ops import TorchOps
-from tests.exact_experts import ROUTINGS, SOFTMAX, exact_experts, randn, router_weights
+from tests.exact_experts import ROUTINGS, exact_experts, randn, router_weights
 from tests.native_library import isas
 from tests.op_sets import BACKENDS, TOLERANCE, make, quantised
+from tests.triton.checks import check_experts, check_routing_ties, check_routing_without_numbers
 
 NATIVE = [f"native-{isa}" for isa in isas()]
 SILU, CLAMPED = ActivationConfig(), ActivationConfig(limit=1.5, alpha=1.7)
-GELU = ActivationConfig(gelu=True)
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -87,28 +87,13 @@ def test_a_router_in_float32_reads_hidden_states_of_any_dtype(ops):
     assert torch.equal(found, expected)
 
 
-def test_a_row_that_is_no_number_has_experts_all_the_same(ops):
-    """Different ones, so that what comes of it is NaN in its own row."""
-    for config in (SOFTMAX, ROUTINGS["groups"]):
-        x = randn(5, 40, seed=4)
-        routing = ops.routing(config, router_weights(config))
-        clean = routing(x)
-        x[1], x[3] = torch.nan, torch.inf
-        ids, weights = routing(x)
-        for row in (1, 3):
-            assert len(set(ids[row].tolist())) == config.top_k
-            assert set(ids[row].tolist()) <= set(range(12))
-            assert weights[row].isnan().any()
-        for row in (0, 2, 4):
-            assert torch.equal(ids[row], clean[0][row])
-            assert torch.equal(weights[row], clean[1][row])
+def test_rows_that_are_no_numbers_have_experts(ops):
+    check_routing_without_numbers(ops, "groups")
 
 
 @pytest.mark.parametrize("backend", NATIVE)
 def test_native_routing_takes_the_first_of_equal_scores(backend):
-    ops = make(backend)
-    weights = RouterWeights(LinearWeights(torch.zeros(12, 40)))
-    assert ops.routing(SOFTMAX, weights)(randn(2, 40))[0].tolist() == [[0, 1, 2]] * 2
+    check_routing_ties(make(backend))
 
 
 # --- experts ------------------------------------------------------------------------------
@@ -138,21 +123,11 @@ def case(rows: int, dtype: torch.dtype, top_k: int = 2, width: int = WIDTH, coun
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("config", [SILU, CLAMPED, GELU])
+@pytest.mark.parametrize("options", [{}, {"clamped": True}, {"gelu": True}], ids=str)
 @pytest.mark.parametrize("biased", [True, False])
-def test_experts(ops, dtype, config, biased):
-    weights = experts_weights(dtype, biased)
-    experts = ops.experts(weights, config, 2)
-    for rows in (0, 1, 2, 7, 61):
-        x, ids, factors = case(rows, dtype)
-        shared, gate = randn(rows, WIDTH, seed=8, dtype=dtype), randn(rows, 1, seed=9, dtype=dtype)
-        for more in ((), (shared,), (shared, gate)):
-            found = experts(x, ids, factors, *more)
-            assert (found.dtype, found.shape) == (dtype, (rows, WIDTH))
-            expected = exact_experts(weights, config, x, ids, factors, *more)
-            # Rounded three times on the way.
-            tolerance = 2 * TOLERANCE[dtype]
-            torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+def test_experts(ops, dtype, options, biased):
+    for tokens in (0, 1, 2, 7, 61):
+        check_experts(ops, "cpu", tokens=tokens, dtype=dtype, biased=biased, **options)
 
 
 def test_an_op_set_counts_what_a_token_reads(ops):
@@ -198,23 +173,11 @@ def test_many_tokens_are_computed_in_passes(backend):
 
 
 @pytest.mark.parametrize("backend", NATIVE)
-def test_int8_is_what_linear_layers_make_of_it(backend):
-    """Of the same integers, one expert at a time."""
-    ops, plain = make(backend), experts_weights(count=1)
-    weights = replace(plain, gate_up=quantise_int8(plain.gate_up), down=quantise_int8(plain.down))
-    x, ids = randn(9, WIDTH, seed=5), torch.zeros(9, 1, dtype=torch.int32)
-    found = ops.experts(weights, SILU, 2)(x, ids, torch.ones(9, 1))
-    inner = ops.silu_mul(ops.linear(weights.gate_up)(x))
-    assert torch.equal(found, ops.linear(weights.down)(inner))
-    expected = exact_experts(plain, SILU, x, ids, torch.ones(9, 1))
-    assert (found.double() - expected).norm() < 0.02 * expected.norm()
-
-
-@pytest.mark.parametrize("backend", NATIVE)
-def test_int4_is_what_linear_layers_make_of_it(backend):
-    """Of the same codes, one expert at a time; and each token of many has its own expert's."""
+@pytest.mark.parametrize("convert", [quantise_int8, quantise_int4])
+def test_rounded_experts_are_what_linear_layers_make_of_them(backend, convert):
+    """Of the same codes; each token of many has its own expert's."""
     ops, plain = make(backend), experts_weights()
-    weights = replace(plain, gate_up=quantise_int4(plain.gate_up), down=quantise_int4(plain.down))
+    weights = replace(plain, gate_up=convert(plain.gate_up), down=convert(plain.down))
     x, ids, factors = case(9, torch.float32)
     found = ops.experts(weights, SILU, 2)(x, ids, factors)
     layers = [
@@ -227,17 +190,6 @@ def test_int4_is_what_linear_layers_make_of_it(backend):
             gate_up, down = (layer[expert] for layer in layers)
             expected += factor * down(ops.silu_mul(gate_up(x[row : row + 1])))[0]
         torch.testing.assert_close(found[row], expected, rtol=1e-5, atol=1e-6)
-
-
-def test_one_row_that_is_no_number_harms_no_other(ops):
-    experts = ops.experts(experts_weights(), SILU, 2)
-    x, ids, factors = case(9, torch.float32)
-    clean = experts(x, ids, factors)
-    x[4] = torch.nan
-    found = experts(x, ids, factors)
-    assert found[4].isnan().all()
-    others = [row for row in range(9) if row != 4]
-    assert torch.equal(found[others], clean[others])
 
 
 # --- what is refused ----------------------------------------------------------------------

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -29,8 +29,15 @@ from asyncllm.gpu.ops.quantise import quantise_int4, quantise_int8
 from asyncllm.gpu.threads import available_cpus
 from asyncllm.native.build import FLAGS, LIBRARY, SOURCES, UNITS, BuildError, build, find_compiler
 from asyncllm.native.shared_library import Library, NativeUnavailableError
-from tests.native_library import OTHER_LIBRARY, build_emulated, context, isas
+from tests.native_library import (
+    OTHER_LIBRARY,
+    build_emulated,
+    check_forked_child,
+    context,
+    isas,
+)
 from tests.step_inputs import planned
+from tests.triton.paged import AttentionCase, attend, make_batch
 
 ISAS = isas()
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -45,35 +52,19 @@ def compiler() -> list[str]:
 
 
 class Sequences:
-    """Sequences in a paged cache whose other slots are NaN, and the queries of a step."""
+    """Sequences in a paged cache whose other slots are NaN, and queries of all of their tokens."""
 
-    def __init__(self, lengths, counts, shape, dtype, block_size, seed):
-        generator = torch.Generator().manual_seed(seed)
-        self.shape, self.block_size, self.dtype = shape, block_size, dtype
-        width = max(-(-length // block_size) for length in lengths)
-        blocks = 1 + width * len(lengths)
-        order = torch.randperm(blocks - 1, generator=generator) + 1
-        # What lies beyond a row's own blocks is undefined.
-        self.table = np.full((len(lengths), width), 2**31 - 1, dtype=np.int32)
-        # Strided as a cache is whose blocks hold several layers.
-        cache = torch.full(
-            (2, blocks, 3, block_size, shape.num_kv_heads, shape.head_dim), torch.nan, dtype=dtype
-        )
-        self.cache = cache[:, :, 1]
-        self.lengths, self.counts = np.array(lengths), np.array(counts)
-        for row, length in enumerate(lengths):
-            own = order[row * width : row * width + -(-length // block_size)]
-            self.table[row, : len(own)] = own
-            size = (2, length, shape.num_kv_heads, shape.head_dim)
-            kv = torch.randn(size, generator=generator).to(dtype)
-            for at in range(length):
-                self.cache[:, own[at // block_size], at % block_size] = kv[:, at]
-        queries = torch.randn(
-            int(self.lengths.sum()), shape.num_heads, shape.head_dim + 3, generator=generator
-        )
-        self.queries = queries.to(dtype)[..., : shape.head_dim]
-        """Of every token of every sequence."""
-        self.firsts = np.cumsum(self.lengths) - self.lengths
+    def __init__(self, lengths, shape, dtype, block_size, seed):
+        self.shape, self.block_size = shape, block_size
+        sizes, every = (shape.group_size, shape.head_dim), tuple(lengths)
+        case = AttentionCase(
+            "every token", *sizes, every, every, shape.num_kv_heads, block_size, dtype,
+            layout="blocks",
+        )  # fmt: skip
+        batch = make_batch(case, "cpu", seed)
+        self.cache, self.table = batch.cache, batch.block_table.numpy()
+        self.queries, self.keys, self.values = batch.q, batch.keys, batch.values
+        self.firsts = batch.query_start_loc.numpy()
 
     def inputs(self, rows, starts, ends):
         """The step that computes tokens ``starts`` to ``ends`` of ``rows``, and its queries."""
@@ -91,32 +82,11 @@ class Sequences:
         return attention(q, q, q, self.cache, attention.plan(inputs, window, 0), sinks)
 
     def expected(self, row, start, end, window, sinks):
-        """In float64, head by head."""
-        shape, length = self.shape, end
-        slots = torch.tensor(
-            [
-                int(self.table[row, at // self.block_size]) * self.block_size + at % self.block_size
-                for at in range(length)
-            ]
-        )
-        flat = self.cache.reshape(2, -1, shape.num_kv_heads, shape.head_dim)
-        keys, values = (
-            x[slots].double().repeat_interleave(shape.group_size, 1) for x in flat.unbind()
-        )
-        q = self.queries[self.firsts[row] + start : self.firsts[row] + end].double()
-        scores = torch.einsum("qhd,khd->hqk", q, keys) * shape.scale
-        if shape.softcap:
-            scores = shape.softcap * torch.tanh(scores / shape.softcap)
-        positions, at = torch.arange(start, end)[:, None], torch.arange(length)[None]
-        hidden = at > positions
-        if window is not None:
-            hidden |= at <= positions - window
-        scores = scores.masked_fill(hidden, -torch.inf)
-        if sinks is not None:
-            column = sinks.double()[:, None, None].expand(-1, end - start, 1)
-            scores = torch.cat((scores, column), -1)
-        weights = scores.softmax(-1)[..., :length]
-        return torch.einsum("hqk,khd->qhd", weights, values).reshape(end - start, -1)
+        first, shape = self.firsts[row], self.shape
+        q, kv = self.queries[first + start : first + end], (self.keys[row], self.values[row])
+        keys, values = (x[:end] for x in kv)
+        found = attend(q, keys, values, shape.scale, shape.softcap, window, sinks)
+        return found.flatten(1)
 
 
 @st.composite
@@ -143,7 +113,7 @@ def steps(draw):
 @given(step=steps())
 def test_attention_is_that_of_a_plain_model(isa, step):
     (lengths, counts, shape, dtype), block_size, seed, window, sinking = step
-    sequences = Sequences(lengths, counts, shape, dtype, block_size, seed)
+    sequences = Sequences(lengths, shape, dtype, block_size, seed)
     generator = torch.Generator().manual_seed(seed)
     sinks = torch.randn(shape.num_heads, generator=generator) if sinking else None
     attention = NativeAttention(context(2, isa), shape, dtype)
@@ -166,7 +136,7 @@ def test_a_token_attends_alike_in_any_chunk_and_company(isa, dtype, window):
     """Bit by bit: alone, among others, in a chunk of any size, on any number of threads."""
     shape = AttentionShape(6, 2, 40, 40**-0.5)
     lengths = [1100, 3, 37, 700]
-    sequences = Sequences(lengths, [1] * 4, shape, dtype, 16, seed=5)
+    sequences = Sequences(lengths, shape, dtype, 16, seed=5)
     attention = NativeAttention(context(1, isa), shape, dtype)
     threaded = NativeAttention(context(3, isa), shape, dtype)
     rows = list(range(4))
@@ -192,10 +162,8 @@ def test_a_row_of_a_linear_layer_is_its_own(isa, dtype, convert):
     """Bit by bit, for all numbers of rows, and on any number of threads."""
     generator = torch.Generator().manual_seed(6)
     inputs = 258 if convert is quantise_int4 else 257
-    weight, bias = (
-        torch.randn(331, inputs, generator=generator),
-        torch.randn(331, generator=generator),
-    )
+    weight = torch.randn(331, inputs, generator=generator)
+    bias = torch.randn(331, generator=generator)
     bundle = convert(LinearWeights(weight.to(dtype), bias.to(dtype)))
     linear = NativeOps(context(1, isa)).linear(bundle)
     threaded = NativeOps(context(3, isa)).linear(bundle)
@@ -207,15 +175,14 @@ def test_a_row_of_a_linear_layer_is_its_own(isa, dtype, convert):
             assert torch.equal(layer(x[-rows:]), whole[-rows:])
 
 
-def own_threads() -> list[str]:
-    """Names of the native threads of this process."""
-    names = []
+def own_threads() -> list[int]:
+    """The native threads of this process."""
+    found = []
     for task in Path("/proc/self/task").iterdir():
-        try:
-            names.append((task / "comm").read_text().strip())
-        except OSError:
-            continue
-    return [name for name in names if name.startswith("asyncllm-op")]
+        with contextlib.suppress(OSError):
+            if (task / "comm").read_text().startswith("asyncllm-op"):
+                found.append(int(task.name))
+    return found
 
 
 def test_threads_end_with_the_last_reference():
@@ -255,52 +222,42 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on():
     linear = ops.linear(LinearWeights(torch.eye(600)))
     x = torch.randn(50, 600)
     linear(x)
-    child = os.fork()
-    if not child:
-        signal.alarm(30)  # It would wait for threads that it has not.
-        told = 1
-        try:
-            linear(x)
-        except RuntimeError as error:
-            told = 0 if "forked child" in str(error) else 2
-        # Its threads are the parent's: there is nothing to end.
-        ops.context._end()
-        os._exit(told)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    # The child's threads are the parent's: there is nothing to end.
+    check_forked_child(lambda: linear(x), ops.context._end)
     assert torch.equal(linear(x), x)
 
 
-def test_what_no_kernel_takes_is_refused():
-    generator = torch.Generator().manual_seed(9)
+def test_attention_over_what_is_no_cache_is_refused():
     shape = AttentionShape(4, 2, 8, 1.0)
-    own = context(2)
-    attention = NativeAttention(own, shape, torch.float32)
-    sequences = Sequences([5, 9], [1, 1], shape, torch.float32, 4, seed=1)
+    attention = NativeAttention(context(2), shape, torch.float32)
+    sequences = Sequences([5, 9], shape, torch.float32, 4, seed=1)
     inputs, q = sequences.inputs([0, 1], [4, 8], [5, 9])
-    for name, block in (("negative", -1), ("beyond", sequences.cache.shape[1])):
+
+    def run(lengths=(5, 9), q=q, cache=sequences.cache):
+        host = replace(inputs.host, seq_lens=np.array(lengths, np.int32))
+        return attention(q, q, q, cache, attention.plan(replace(inputs, host=host), None, 0))
+
+    for block in (-1, sequences.cache.shape[1]):
         inputs.groups[0].host_table[1, 2] = block
         with pytest.raises(RuntimeError, match="attention: a slot, block or position"):
-            attention(q, q, q, sequences.cache, attention.plan(inputs, None, 0)), name
+            run()
     inputs.groups[0].host_table[1, 2] = 1
-    assert inputs.host is not None
-    inputs = replace(inputs, host=replace(inputs.host, seq_lens=np.array([5, 13], np.int32)))
     with pytest.raises(RuntimeError, match="beyond its table"):
-        attention(q, q, q, sequences.cache, attention.plan(inputs, None, 0))
-    assert inputs.host is not None
-    inputs = replace(inputs, host=replace(inputs.host, seq_lens=np.array([0, 9], np.int32)))
-    assert not attention(q, q, q, sequences.cache, attention.plan(inputs, None, 0))[0].any()
-    plan = attention.plan(inputs, None, 0)
+        run((5, 21))
+    assert not run((0, 9))[0].any()
     for wrong in (q[:1], q[..., :4], q.double()):
         with pytest.raises(ValueError, match=r"q is .*expected \(2, 4, 8\) of torch.float32"):
-            attention(wrong, q, q, sequences.cache, plan)
+            run(q=wrong)
     for cache in (sequences.cache[..., :1, :], sequences.cache.transpose(3, 4)):
         with pytest.raises(ValueError, match="a KV cache"):
-            attention(q, q, q, cache, plan)
+            run(cache=cache)
 
-    ops = NativeOps(own)
-    rope = ops.rope_and_cache(shape, None, None, 1e-6)
+
+def test_what_no_op_takes_is_refused():
+    ops = NativeOps(context(2))
+    rope = ops.rope_and_cache(AttentionShape(4, 2, 8, 1.0), None, None, 1e-6)
     table, cache = torch.randn(10, 8), torch.zeros(2, 3, 4, 2, 8)
-    qkv, slots = torch.randn(1, 64, generator=generator), torch.tensor([3])
+    qkv, slots = torch.randn(1, 64), torch.tensor([3])
     for positions, wrong in ((10, 3), (-1, 3), (0, 12), (0, -1)):
         with pytest.raises(RuntimeError, match="rope_and_cache: a slot, block or position"):
             rope(qkv, (table, torch.tensor([positions])), cache, torch.tensor([wrong]))
@@ -327,12 +284,16 @@ def test_strided_rows_are_copied_or_read_where_they_are():
     library, handle = ops.context.functions, ops.context.handle
     odd, at = raw.data_ptr() + 1, raw.data_ptr()
     up = at + 120
-    assert library.gated_mul(handle, odd, 60, up, 60, at, 1, 30, 0, 0) == 1
-    assert library.gated_mul(handle, at, 60, odd, 60, at, 1, 30, 0, 0) == 1
-    assert library.gated_mul(handle, at, 29, up, 60, at, 2, 30, 0, 0) == 1
-    assert library.gated_mul(handle, at, 60, up, 29, at, 2, 30, 0, 0) == 1
-    assert library.gated_mul(handle, at, 60, up, 60, at, 1, 30, 0, 7) == 1
-    assert library.gated_mul(handle, at, 60, up, 60, at, 1, 30, 2, 0) == 1
+    for gate, stride, up_at, up_stride, rows, activation, dtype in (
+        (odd, 60, up, 60, 1, 0, 0),
+        (at, 60, odd, 60, 1, 0, 0),
+        (at, 29, up, 60, 2, 0, 0),
+        (at, 60, up, 29, 2, 0, 0),
+        (at, 60, up, 60, 1, 0, 7),
+        (at, 60, up, 60, 1, 2, 0),
+    ):
+        given = gate, stride, up_at, up_stride, at, rows, 30, activation, dtype
+        assert library.gated_mul(handle, *given) == 1
     assert library.softcap(handle, at, 60, 0.0, 1, 60, 0) == 1
     assert library.add(handle, odd, 60, at, 60, 1.0, 1.0, 1, 60, 0) == 1
     assert library.rms_norm(handle, at, 60, None, 0, at, 1, 1e-6, 1.0, 1.0, at, 1, 60, 0) == 1
@@ -356,7 +317,7 @@ def test_not_a_number_stays_one():
             ops.linear(quantise_int4(LinearWeights(torch.ones(40, 32))))(x).sum(1),
         ):
             assert found.isnan().tolist() == [False, True, False], isa
-        sequences = Sequences([9, 9], [1, 1], shape, torch.float32, 4, seed=2)
+        sequences = Sequences([9, 9], shape, torch.float32, 4, seed=2)
         attention = NativeAttention(ops.context, shape, torch.float32)
         sequences.cache[0, sequences.table[1, 0], 1] = torch.nan
         found = sequences.run(attention, [0, 1], [8, 8], [9, 9])
@@ -420,6 +381,13 @@ def test_units_leave_nothing_for_the_linker_to_mix(tmp_path):
     assert symbols == {f"kernels_{name}"}
 
 
+def run_fuzz(program: Path, seed: int, rounds: int, isa: str, *emulator: str) -> None:
+    command = [*emulator, str(program), str(seed), str(rounds), isa]
+    done = subprocess.run(command, capture_output=True, text=True)
+    said = f"{isa}: {rounds} rounds from seed {seed}\n"
+    assert (done.returncode, done.stdout) == (0, said), done.stderr[-4000:]
+
+
 def build_fuzz(folder: Path, command: list[str], machine: str, flags: list[str]) -> Path:
     library, program = folder / "libops.so", folder / "fuzz"
     build(library, compiler=command, machine=machine, only=[ISAS[0], "neon"], flags=flags)
@@ -436,19 +404,17 @@ def test_a_few_rounds_of_the_fuzz(tmp_path):
     """On the library that is there, so that the fuzz keeps up with its interface."""
     link(tmp_path / "fuzz", LIBRARY, compiler(), ["-O0"])
     for isa in ISAS:
-        command = [str(tmp_path / "fuzz"), "100", "3", isa]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert (done.returncode, done.stdout) == (0, f"{isa}: 3 rounds from seed 100\n"), done
+        run_fuzz(tmp_path / "fuzz", 100, 3, isa)
+
+
+SANITIZED = "-fsanitize=address,undefined -fno-sanitize-recover=all -O1".split()
 
 
 @pytest.mark.slow
 def test_sanitizers_find_nothing(tmp_path):
-    flags = "-fsanitize=address,undefined -fno-sanitize-recover=all -O1".split()
-    machine = os.uname().machine
-    program = build_fuzz(tmp_path, compiler(), machine, flags)
+    program = build_fuzz(tmp_path, compiler(), os.uname().machine, SANITIZED)
     for isa in (ISAS[0], "baseline"):
-        done = subprocess.run([str(program), "1", "20", isa], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-4000:]
+        run_fuzz(program, 1, 20, isa)
 
 
 @pytest.mark.slow
@@ -457,12 +423,9 @@ def test_avx512_computes_the_same(tmp_path):
     """Its kernels in halves of AVX2, by the fuzz under the sanitizers and by the other tests."""
     compiler()
     library, program = tmp_path / "libops.so", tmp_path / "fuzz"
-    sanitized = "-fsanitize=address,undefined -fno-sanitize-recover=all -O1".split()
-    build_emulated(library, sanitized)
-    link(program, library, find_compiler(), sanitized)
-    done = subprocess.run([str(program), "1", "10", "avx512"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.startswith("avx512: 10 rounds")
+    build_emulated(library, SANITIZED)
+    link(program, library, find_compiler(), SANITIZED)
+    run_fuzz(program, 1, 10, "avx512")
     build_emulated(library)
     files = ("native", "native_sampling", "int4", "ops", "recorded_step")
     tests = [str(Path(__file__).parent / f"test_{name}.py") for name in files]
@@ -484,13 +447,7 @@ def test_neon_computes_the_same(tmp_path):
             pytest.skip(f"{tool} is not installed")
     program = build_fuzz(tmp_path, ["aarch64-linux-gnu-g++"], "aarch64", ["-O1"])
     for isa in ("neon", "baseline"):
-        done = subprocess.run(
-            ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", str(program), "1", "8", isa],
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        assert done.stdout.startswith(f"{isa}: 8 rounds")
+        run_fuzz(program, 1, 8, isa, "qemu-aarch64", "-L", "/usr/aarch64-linux-gnu")
 
 
 def test_threads_by_affinity_and_quota(tmp_path, monkeypatch):
@@ -553,18 +510,6 @@ def time_slice(thread: int) -> int:
     return attributes[3]
 
 
-def computing_threads() -> list[int]:
-    """Of engines in this process, and of their pools."""
-    engines = [
-        thread.native_id
-        for thread in threading.enumerate()
-        if thread.name.startswith("asyncllm-engine")
-    ]
-    tasks = Path("/proc/self/task").iterdir()
-    pools = [task.name for task in tasks if (task / "comm").read_text().startswith("asyncllm-op")]
-    return [*engines, *map(int, pools)]
-
-
 @pytest.mark.asyncio
 async def test_threads_that_compute_have_long_slices():
     """So that the application's thread preempts them as soon as it wakes."""
@@ -575,7 +520,8 @@ async def test_threads_that_compute_have_long_slices():
         pytest.skip("Linux before 6.12 has the same slices for all threads")
     async with AsyncLLMEngine(attention_backend="native", num_threads=2) as engine:
         await engine.stream("Once", max_tokens=2).result()
-        computing = computing_threads()
+        engines = [t.native_id for t in threading.enumerate() if t.name.startswith("asyncllm-eng")]
+        computing = [*engines, *own_threads()]
         assert len(computing) == 2
         assert {time_slice(thread) for thread in computing} == {5_000_000}
         assert time_slice(threading.get_native_id()) == mine
@@ -595,13 +541,8 @@ def test_memory_is_read_whole(isa):
 
 
 def test_what_a_step_reads():
-    weights = LinearWeights(torch.zeros(16, 8))
-    ops = NativeOps(context(1, "baseline"))
-    assert ops.linear_bytes == 0
+    weights, ops = LinearWeights(torch.zeros(16, 8)), NativeOps(context(1, "baseline"))
     ops.linear(weights)
-    assert ops.linear_bytes == 16 * 8 * 4
     ops.linear(quantise_int8(weights))
-    assert ops.linear_bytes == 16 * 8 * 4 + 16 * 8 + 16 * 4
     ops.tied_embedding(LinearWeights(torch.zeros(4, 8)), torch.float32)
-    assert ops.linear_bytes == 16 * 8 * 4 + 16 * 8 + 16 * 4 + 4 * 8 * 4
-    assert NativeOps.linear_bytes == 0
+    assert ops.linear_bytes == 16 * 8 * 4 + (16 * 8 + 16 * 4) + 4 * 8 * 4

@@ -15,13 +15,13 @@ from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.quantise import quantise_int4, quantise_int8
-from asyncllm.gpu.sample.sample_output import NOT_FINITE_MESSAGE
 from asyncllm.sampling_params import SamplingParams
-from tests.driver import Driver
+from tests.driver import Driver, outputs_of
 from tests.dummy_runner import LARGE, MODEL, make
 from tests.native_library import context, isas
 from tests.sampling_bench import Bench
 from tests.step_inputs import draw_scalars
+from tests.triton.checks import sampling_rows
 
 ISAS = isas()
 GREEDY = SamplingParams(temperature=0.0, seed=0)
@@ -34,20 +34,8 @@ Scalars = dict[str, torch.Tensor]
 
 def parameters(rows: int, seed: int) -> Scalars:
     """Of all kinds, greedy ones among them."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def choice(values: list[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype)[
-            torch.randint(0, len(values), (rows,), generator=generator)
-        ]
-
-    return draw_scalars(
-        torch.randint(-(2**62), 2**62, (rows,), generator=generator),
-        choice([0.0, 0.3, 1.0, 1.3]),
-        choice([0, 0, 1, 40, 900, 6000], torch.int32),
-        choice([1.0, 0.9, 0.5]),
-        choice([0.0, 0.0, 0.05]),
-    )
+    _, states, _, *columns = sampling_rows(rows, 6000, seed)
+    return draw_scalars(states, *columns)
 
 
 def draw(ops: NativeOps, logits: torch.Tensor, sampling: Scalars, lines: torch.Tensor):
@@ -137,26 +125,6 @@ def test_greedy_steps_write_no_logits_and_sample_the_same(monkeypatch, dtype):
     assert asked == [0] * 6
     driver.run([driver.add([1], 2, SamplingParams(temperature=0.5, seed=1))])
     assert asked[6:] == [1, 1]
-
-
-def test_a_greedy_row_without_a_number_ends_alone(monkeypatch):
-    driver = Driver(make(MODEL, attention_backend="native"))
-    alone = driver.add([1, 2, 3], 5, GREEDY)
-    driver.run([alone])
-    forward = RecordedStep.forward
-
-    def broken(self, step):
-        found = forward(self, step)
-        if len(found.tokens) == 2:
-            found.tokens[1] = -1
-        return found
-
-    monkeypatch.setattr(RecordedStep, "forward", broken)
-    sound, other = driver.add([1, 2, 3], 5, GREEDY), driver.add([4, 5], 5, GREEDY)
-    driver.run([sound, other])
-    assert sound.outputs == alone.outputs
-    assert other.outputs == []
-    assert str(other.error) == NOT_FINITE_MESSAGE
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -258,12 +226,17 @@ def test_what_cannot_be_processed_is_refused():
 def test_what_cannot_be_sampled_from_is_refused():
     ops, sampling = NativeOps(context(1)), parameters(4, 5)
     lines, logits = torch.arange(4), torch.zeros(4, 9)
-    with pytest.raises(ValueError, match=r"logits are \(4, 9\) of torch.float64"):
-        draw(ops, logits.double(), sampling, lines)
-    with pytest.raises(ValueError, match=r"top_k is .* expected \(4,\) or more adjacent .*int32"):
-        draw(ops, logits, sampling | {"top_k": sampling["top_k"].long()}, lines)
-    with pytest.raises(ValueError, match=r"top_p is \(3,\)"):
-        draw(ops, logits, sampling | {"top_p": sampling["top_p"][:3]}, lines)
+    for given, changes, words in (
+        (logits.double(), {}, r"logits are \(4, 9\) of torch.float64"),
+        (
+            logits,
+            {"top_k": sampling["top_k"].long()},
+            r"top_k is .* \(4,\) or more adjacent .*int32",
+        ),
+        (logits, {"top_p": sampling["top_p"][:3]}, r"top_p is \(3,\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            draw(ops, given, sampling | changes, lines)
     with pytest.raises(ValueError, match="req_indices"):
         ops.sample(logits, sampling, lines[:3], lines, lines.clone(), lines.clone())
     with pytest.raises(RuntimeError, match="beyond its table"):
@@ -272,15 +245,12 @@ def test_what_cannot_be_sampled_from_is_refused():
 
 def test_a_greedy_row_that_needs_the_host_gets_its_logits():
     """Alone in its step, and so its first row."""
-    driver = Driver(make(MODEL, attention_backend="native"))
-    plain = driver.add([1, 2, 3], 4, GREEDY)
-    driver.run([plain])
+    runner = make(MODEL, attention_backend="native")
+    plain = outputs_of(runner, [1, 2, 3], 4, GREEDY)
 
     def ban(output: list[int], logits: torch.Tensor) -> torch.Tensor:
-        logits[plain.outputs[len(output)]] = -torch.inf
+        logits[plain[len(output)]] = -torch.inf
         return logits
 
     ruled = SamplingParams(temperature=0.0, seed=0, logits_processors=[ban])
-    changed = driver.add([1, 2, 3], 1, ruled)
-    driver.run([changed])
-    assert changed.outputs[0] != plain.outputs[0]
+    assert outputs_of(runner, [1, 2, 3], 1, ruled) != plain[:1]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,8 +16,9 @@ from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.ops.native_embedding import NativeTable
 from asyncllm.gpu.sample.sample_output import NOT_FINITE_MESSAGE
 from asyncllm.sampling_params import SamplingParams
-from tests.driver import Driver, Sequence, packed, state_of
+from tests.driver import Driver, Sequence, outputs_of, packed, state_of
 from tests.dummy_runner import MODEL as LLAMA
+from tests.native_library import check_forked_child
 from tests.recorded_runner import (
     ISAS,
     PROMPTS,
@@ -55,6 +53,16 @@ def ahead(decoder: Decoder, num_tokens: int = 1) -> ModelRunner:
     return runner
 
 
+def in_flight(prompt: list[int], steps: int = 2) -> tuple[ModelRunner, Driver, Sequence]:
+    """A greedy sequence with so many steps queued."""
+    runner = ahead(make_decoder(QWEN3))
+    driver = Driver(runner)
+    seq = driver.add(prompt, 6, GREEDY)
+    for step in range(steps):
+        driver.launch([(seq, step)])
+    return runner, driver, seq
+
+
 def queue_of(runner: ModelRunner) -> StepQueue:
     queue = state_of(runner).stream
     assert isinstance(queue, StepQueue)
@@ -77,40 +85,27 @@ def watch(runner: ModelRunner) -> list[bool]:
 
 
 def outputs(runner: ModelRunner, asked: list[SamplingParams], depth: int, chunk: int = 7):
-    driver = Driver(runner)
-    seqs = [
-        driver.add(p, 5 + 3 * i, s) for i, (p, s) in enumerate(zip(PROMPTS, asked, strict=True))
-    ]
+    driver, asks = Driver(runner), list(enumerate(zip(PROMPTS, asked, strict=True)))
+    seqs = [driver.add(p, 5 + 3 * i, one) for i, (p, one) in asks]
     driver.run(seqs, chunk=chunk, depth=depth)
     # More sequences than request indices, so that these pass to others.
-    more = [
-        driver.add(p[: 3 + i], 4 + i, s)
-        for i, (p, s) in enumerate(zip(PROMPTS, asked, strict=True))
-    ]
+    more = [driver.add(p[: 3 + i], 4 + i, one) for i, (p, one) in asks]
     driver.run(more, chunk=chunk, depth=depth)
     return [(seq.outputs, seq.logprobs, seq.prompt_logprobs, seq.error) for seq in (*seqs, *more)]
 
 
+MODELS = {"tied": LLAMA, "untied": QWEN3, "capped": replace(QWEN3, logits_softcap=2.0)}
+"""Capped logits have no head that finds the largest: greedy rows are drawn from them."""
+
+
 @pytest.mark.parametrize("asked", ALONE)
-@pytest.mark.parametrize("model", [LLAMA, QWEN3], ids=["tied", "untied"])
+@pytest.mark.parametrize("model", MODELS)
 def test_tokens_are_those_of_steps_run_one_by_one(model, asked):
-    decoder = make_decoder(model)
-    expected = outputs(make_runner(decoder), ALONE[asked], 1)
+    decoder = make_decoder(MODELS[model])
     runner = ahead(decoder)
+    assert (program_of(runner).greedy is None) == (model == "capped")
     submitted = watch(runner)
-    assert outputs(runner, ALONE[asked], 2) == expected
-    assert submitted
-    assert all(submitted)
-
-
-def test_a_model_whose_head_does_not_find_the_largest_output():
-    """Its logits are capped, and greedy rows are drawn from them as others are."""
-    decoder = make_decoder(replace(QWEN3, logits_softcap=2.0))
-    runner = ahead(decoder)
-    recorded = program_of(runner)
-    assert recorded.greedy is None
-    submitted = watch(runner)
-    assert outputs(runner, ALONE["both"], 2) == outputs(make_runner(decoder), ALONE["both"], 1)
+    assert outputs(runner, ALONE[asked], 2) == outputs(make_runner(decoder), ALONE[asked], 1)
     assert submitted
     assert all(submitted)
 
@@ -120,10 +115,9 @@ def test_a_row_that_needs_more_than_the_draw_is_sampled_with_the_host(asks):
     """Its steps are begun all the same, and the others' results are what they were."""
     decoder = make_decoder(QWEN3)
     asked = [DRAWN, GREEDY, HOST[asks], replace(DRAWN, seed=8)]
-    expected = outputs(make_runner(decoder), asked, 1)
     runner = ahead(decoder)
     submitted = watch(runner)
-    assert outputs(runner, asked, 2) == expected
+    assert outputs(runner, asked, 2) == outputs(make_runner(decoder), asked, 1)
     assert not all(submitted)
 
 
@@ -139,32 +133,21 @@ def test_greedy_rows_of_a_mixed_step_write_no_logits():
     driver.collect()
     # Of four rows that are wanted two have logits, and of the others the largest is found.
     assert sizes == [(4, 4 * len(PROMPTS[0]), 4, 2, 2)]
-    alone = [driver.add(PROMPTS[0], 1, one) for one in (GREEDY, DRAWN, GREEDY, HOST["bias"])]
-    for seq, same in zip(seqs, alone, strict=True):
+    for seq in seqs:
         driver.release(seq)
-        driver.run([same])
-        assert seq.outputs == same.outputs
+        assert seq.outputs == outputs_of(runner, PROMPTS[0], 1, seq.sampling)
 
 
 def test_a_step_begins_where_the_one_before_ends():
     """Nothing is collected in between, and the second finds the first one's tokens."""
-    decoder = make_decoder(QWEN3)
-    runner = ahead(decoder)
-    driver = Driver(runner)
-    seq = driver.add(PROMPTS[0], 3, GREEDY)
-    driver.launch([(seq, 0)])
-    driver.launch([(seq, 1)])
-    queue = queue_of(runner)
-    queue.synchronize()
+    runner, driver, seq = in_flight(PROMPTS[0])
+    queue_of(runner).synchronize()
     at = len(PROMPTS[0])
     found = state_of(runner).inputs.token_ids[seq.req_index, at : at + 2].tolist()
     driver.collect()
     driver.collect()
     assert seq.outputs == found
-    plain = Driver(make_runner(decoder))
-    same = plain.add(PROMPTS[0], 3, GREEDY)
-    plain.run([same])
-    assert same.outputs[:2] == found
+    assert outputs_of(make_runner(state_of(runner).model), PROMPTS[0], 2, GREEDY) == found
 
 
 def test_an_index_that_passes_to_another_waits_for_the_step_in_flight():
@@ -189,10 +172,8 @@ def test_an_index_that_passes_to_another_waits_for_the_step_in_flight():
     driver.collect()
     driver.run([late, other], depth=2)
     for seq in (first, late, other):
-        alone = Driver(make_runner(make_decoder(QWEN3)))
-        same = alone.add(seq.prompt, len(seq.outputs), seq.sampling)
-        alone.run([same])
-        assert seq.outputs == same.outputs
+        plain = make_runner(make_decoder(QWEN3))
+        assert seq.outputs == outputs_of(plain, seq.prompt, len(seq.outputs), seq.sampling)
 
 
 def test_a_new_request_elsewhere_does_not_wait():
@@ -268,23 +249,15 @@ def test_a_row_without_numbers_fails_alone():
     assert str(bad.error) == str(worse.error) == NOT_FINITE_MESSAGE
     driver.collect()
     driver.run([good], depth=2)
-    alone = Driver(make_runner(decoder))
-    same = alone.add(PROMPTS[0], 6, DRAWN)
-    alone.run([same])
-    assert good.outputs == same.outputs
+    assert good.outputs == outputs_of(make_runner(decoder), PROMPTS[0], 6, DRAWN)
     assert len(good.outputs) == 6
 
 
 def test_what_fails_in_a_step_is_raised_where_it_is_collected():
-    runner = ahead(make_decoder(QWEN3))
-    driver = Driver(runner)
-    seq = driver.add(PROMPTS[0], 6, GREEDY)
-    driver.launch([(seq, 0)])
-    driver.launch([(seq, 1)])
+    runner, driver, seq = in_flight(PROMPTS[0])
     driver.collect()
-    queue = queue_of(runner)
     # The step in flight reads the same table.
-    queue.synchronize()
+    queue_of(runner).synchronize()
     state_of(runner).inputs.tables[0].table[seq.req_index] = 99
     driver.launch([(seq, 1)])
     driver.collect()
@@ -305,12 +278,8 @@ def test_no_memory_for_the_thread_is_told_as_such(monkeypatch):
 
 @pytest.mark.parametrize("end", ["discard", "close"])
 def test_what_is_in_flight_is_waited_for(end):
-    runner = ahead(make_decoder(QWEN3))
+    runner, _, _ = in_flight(PROMPTS[2])
     queue = queue_of(runner)
-    driver = Driver(runner)
-    seq = driver.add(PROMPTS[2], 6, GREEDY)
-    driver.launch([(seq, 0)])
-    driver.launch([(seq, 1)])
     getattr(runner, end)()
     jobs = [next(queue._jobs).args for _ in range(2)]
     assert sorted(job.number for job in jobs) == [1, 2]
@@ -319,20 +288,7 @@ def test_what_is_in_flight_is_waited_for(end):
 
 
 def test_a_forked_child_is_refused_and_does_not_wait():
-    runner = ahead(make_decoder(QWEN3))
-    driver = Driver(runner)
-    seq = driver.add(PROMPTS[0], 6, GREEDY)
-    driver.launch([(seq, 0)])
-    child = os.fork()
-    if not child:
-        signal.alarm(30)
-        told = 1
-        try:
-            driver.collect()
-        except RuntimeError as error:
-            told = 0 if "forked child" in str(error) else 2
-        runner.close()
-        os._exit(told)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    runner, driver, seq = in_flight(PROMPTS[0], 1)
+    check_forked_child(driver.collect, runner.close)
     driver.collect()
-    assert np.size(seq.outputs) == 1
+    assert len(seq.outputs) == 1

@@ -12,14 +12,10 @@ import torch
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.gumbel import gumbel_sample
 from asyncllm.gpu.ops.triton import (
-    activation,
     decode_attention,
     decode_inputs,
     expert_pairs,
-    experts,
-    norm,
     prefill_attention,
-    rope_cache,
     sampling,
 )
 from asyncllm.gpu.ops.triton.op_set import TritonOps
@@ -135,11 +131,11 @@ def small_families(device: str) -> Iterable[Family]:
     for dtype in (*DTYPES, torch.float32):
         for width in (64, 100, 1024, 2560, 4096, 16_384):
             norms.cases[f"{width}, {dtype}"] = lambda width=width, dtype=dtype: checks.check_norm(
-                norm, width, dtype, device
+                TritonOps(), width, dtype, device
             )
         for width in (48, 1100, 28_672):
             activations.cases[f"{width}, {dtype}"] = lambda width=width, dtype=dtype: (
-                checks.check_silu_mul(activation, width, dtype, device)
+                checks.check_activations(TritonOps(), width, dtype, device)
             )
     yield norms
     yield activations
@@ -153,7 +149,7 @@ def experts_family(device: str) -> Family:
         name = f"{tokens} tokens, {'clamped' if clamped else 'SwiGLU'}, {dtype}"
         family.cases[name] = lambda tokens=tokens, clamped=clamped, dtype=dtype: (
             checks.check_experts(
-                experts, device, tokens=tokens, clamped=clamped, biased=clamped, count=4,
+                TritonOps(), device, tokens=tokens, clamped=clamped, biased=clamped, count=4,
                 dtype=dtype,
             )
         )  # fmt: skip
@@ -208,7 +204,7 @@ def rope_family(device: str) -> Family:
             dtype: torch.dtype = dtype,
         ) -> None:
             checks.check_rope_cache(
-                rope_cache, shape, device, norm=with_norm, layout=layout, dtype=dtype
+                TritonOps(), shape, device, norm=with_norm, layout=layout, dtype=dtype
             )
 
         normed = "norm" if with_norm else "plain"

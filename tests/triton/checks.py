@@ -18,10 +18,11 @@ from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT, exponentials, gumbel_keys, gu
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.routing import RouterWeights, TorchRouting
 from asyncllm.gpu.ops.triton import tuning
-from tests.exact_experts import exact_experts, router_weights
+from tests.exact_experts import ROUTINGS, SOFTMAX, exact_experts, router_weights
 from tests.step_inputs import captured, draw_scalars
 from tests.triton.paged import (
     AttentionCase,
+    PagedBatch,
     assert_close,
     attend_decodes,
     attend_prefills,
@@ -34,29 +35,25 @@ from tests.triton.paged import (
 def check_decode(module: ModuleType, case: AttentionCase, device: str, capability: int) -> None:
     """Decode attention against float64, with a poisoned output."""
     batch = make_batch(case, device)
-    scale = case.head_dim**-0.5
     shuffled, table = shuffle_table(batch.block_table)
     out = torch.full(batch.q.shape, torch.nan, dtype=case.dtype, device=device)
     tiles = tuning.decode_tiles(capability, case.head_dim, case.dtype.itemsize)
-    kwargs: dict[str, Any] = {
-        "scale": scale,
-        "tiles": tiles,
-        "splits": case.splits,
-        "extra_shares": case.extra_shares,
-        "softcap": case.softcap,
-        "window": case.window,
-        "sinks": batch.sinks,
-    }
+    kwargs: dict[str, Any] = options_of(case, batch) | {"tiles": tiles}
+    kwargs["extra_shares"] = case.extra_shares
+    given = module, batch.q, batch.cache
     lines = torch.arange(len(batch.block_table), device=device)
-    attend_decodes(
-        module, batch.q, batch.cache, batch.block_table, lines, batch.seq_lens, out=out, **kwargs
-    )
-    for row, expected in enumerate(expected_rows(case, batch, scale)):
+    attend_decodes(*given, batch.block_table, lines, batch.seq_lens, out=out, **kwargs)
+    for row, expected in enumerate(expected_rows(case, batch)):
         assert_close(out[row : row + 1], expected, case.dtype, f"row {row}")
-    indexed = attend_decodes(
-        module, batch.q, batch.cache, table, shuffled, batch.seq_lens, **kwargs
-    )
+    indexed = attend_decodes(*given, table, shuffled, batch.seq_lens, **kwargs)
     assert torch.equal(indexed, out)
+
+
+def options_of(case: AttentionCase, batch: PagedBatch) -> dict[str, Any]:
+    return {
+        "scale": case.scale, "splits": case.splits, "softcap": case.softcap, "window": case.window,
+        "sinks": batch.sinks,
+    }  # fmt: skip
 
 
 def shuffle_table(block_table: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,7 +69,7 @@ def check_prefill(module: ModuleType, case: AttentionCase, device: str, capabili
     """Prefill attention against float64; what is padding keeps its poison, and so do the rows of
     decodes before it."""
     batch = make_batch(case, device)
-    scale = case.head_dim**-0.5
+    tiles = tuning.prefill_tiles(capability, case.head_dim, case.dtype.itemsize)
     shuffled, table = shuffle_table(batch.block_table)
     decodes = 3
     q = torch.cat((batch.q[:1].expand(decodes, -1, -1) * torch.nan, batch.q))
@@ -83,26 +80,14 @@ def check_prefill(module: ModuleType, case: AttentionCase, device: str, capabili
         (q, behind, shuffled, table),
     ):
         attend_prefills(
-            module,
-            queries,
-            batch.cache,
-            blocks,
-            lines,
-            batch.seq_lens,
-            batch.query_start_loc,
-            scale=scale,
-            tiles=tuning.prefill_tiles(capability, case.head_dim, case.dtype.itemsize),
-            splits=case.splits,
-            softcap=case.softcap,
-            window=case.window,
-            sinks=batch.sinks,
-            out=found,
-            first_row=len(queries) - len(batch.q),
-        )
+            module, queries, batch.cache, blocks, lines, batch.seq_lens, batch.query_start_loc,
+            tiles=tiles, out=found, first_row=len(queries) - len(batch.q),
+            **options_of(case, batch),
+        )  # fmt: skip
     assert behind[:decodes].isnan().all()
     assert torch.equal(behind[decodes:].nan_to_num(-7.0), out.nan_to_num(-7.0))
     starts = batch.query_start_loc.tolist()
-    for row, expected in enumerate(expected_rows(case, batch, scale)):
+    for row, expected in enumerate(expected_rows(case, batch)):
         assert_close(out[starts[row] : starts[row + 1]], expected, case.dtype, f"row {row}")
     assert out[starts[-1] :].isnan().all()
 
@@ -112,22 +97,14 @@ def check_decode_replays(module: ModuleType, capability: int) -> None:
     captured."""
     case = AttentionCase("graph", 4, 128, (700, 0, 65), splits=3)
     batch = make_batch(case, "cuda")
-    tiles = tuning.decode_tiles(capability, 128)
     out = torch.empty_like(batch.q, memory_format=torch.contiguous_format)
+    given = batch.q, batch.cache, batch.block_table, torch.arange(3, device="cuda"), batch.seq_lens
+    options: dict[str, Any] = options_of(case, batch) | {
+        "tiles": tuning.decode_tiles(capability, 128)
+    }
 
     def run(target: Tensor) -> None:
-        attend_decodes(
-            module,
-            batch.q,
-            batch.cache,
-            batch.block_table,
-            torch.arange(3, device="cuda"),
-            batch.seq_lens,
-            scale=0.1,
-            tiles=tiles,
-            splits=3,
-            out=target,
-        )
+        attend_decodes(module, *given, out=target, **options)
 
     run(out)
     graph = torch.cuda.CUDAGraph()
@@ -142,67 +119,57 @@ def check_decode_replays(module: ModuleType, capability: int) -> None:
         assert torch.equal(out, expected)
 
 
-def check_norm(module: ModuleType, width: int, dtype: torch.dtype, device: str) -> None:
+def check_norm(ops: Any, width: int, dtype: torch.dtype, device: str) -> None:
     random = torch.Generator().manual_seed(width)
     x, residual = torch.randn(2, 3, width, generator=random).to(dtype).to(device)
     weight = torch.randn(width, generator=random).to(dtype).to(device)
-    norm = module.TritonRMSNorm(weight, 1e-6)
-    _check_scaled_norm(module, x, residual.clone(), weight.float())
+    norm = ops.rms_norm(weight, 1e-6)
     total = residual + x
-    plain = norm(x)
-    added, kept = norm.add(x, residual)
-    assert kept is residual
-    assert torch.equal(residual, total)
-    for found, source in ((plain, x), (added, total)):
-        wide = source.cpu().double()
-        expected = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-        assert_close(found, expected * weight.cpu().double(), dtype)
-
-
-def _check_scaled_norm(module: ModuleType, x: Tensor, residual: Tensor, weight: Tensor) -> None:
-    """With a multiple of x, and a weight in float32: rounded once."""
-    total = residual + x * 0.25
-    found, _ = module.TritonRMSNorm(weight, 1e-6, 0.25).add(x, residual)
-    assert torch.equal(residual, total)
-    wide = total.cpu().double()
-    exact = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.cpu().double()
-    half_unit = torch.finfo(x.dtype).eps / 2
+    added, kept = norm.add(x, residual.clone())
+    assert torch.equal(kept, total)
+    for found, source in ((norm(x), x), (added, total)):
+        assert_close(found, _normed(source.cpu().double(), weight), dtype)
+    # With a multiple of x, and a weight in float32: rounded once.
+    total, weight = residual + x * 0.25, weight.float()
+    found, kept = ops.rms_norm(weight, 1e-6, 0.25).add(x, residual.clone())
+    assert torch.equal(kept, total)
+    exact, half_unit = _normed(total.cpu().double(), weight), torch.finfo(x.dtype).eps / 2
     assert bool(((found.cpu().double() - exact).abs() <= exact.abs() * half_unit + 1e-5).all())
-    alone = total.clone()
-    module.TritonRMSNorm(weight, 1e-6).in_place(alone)
-    assert torch.equal(alone, found)
-    parts = torch.stack((total, total * 2), 1)
-    assert torch.equal(module.TritonRMSNorm(weight, 1e-6)(parts)[:, 0], found)
+    plain = ops.rms_norm(weight, 1e-6)
+    assert torch.equal(plain(total), found)
+    assert torch.equal(plain(torch.stack((total, total * 2), 1))[:, 0], found)
+    # The sum is rounded before it is scaled, and again behind.
     rescaled = (total + x) * 0.7
-    found, kept = module.TritonRMSNorm(weight, 1e-6, scale=0.7).add(x, total)
+    found, kept = ops.rms_norm(weight, 1e-6, 1.0, 0.7).add(x, total.clone())
     assert torch.equal(kept, rescaled)
-    assert torch.equal(found, module.TritonRMSNorm(weight, 1e-6)(rescaled))
+    assert torch.equal(found, plain(rescaled))
 
 
-def check_silu_mul(module: ModuleType, width: int, dtype: torch.dtype, device: str) -> None:
+def _normed(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.cpu().double()
+
+
+def check_activations(ops: Any, width: int, dtype: torch.dtype, device: str) -> None:
     random = torch.Generator().manual_seed(width)
     gate_up = (torch.randn(5, 2 * width, generator=random) * 4).to(dtype)
+    gate_up[0, :2] = torch.tensor([-200.0, 200.0])
     gate, up = gate_up.double().chunk(2, -1)
-    assert_close(module.silu_mul(gate_up.to(device)), gate * gate.sigmoid() * up, dtype)
+    there = gate_up.to(device)
     gelu = torch.nn.functional.gelu(gate, approximate="tanh")
-    assert_close(module.gelu_mul(gate_up.to(device)), gelu * up, dtype)
-    halves = gate_up.to(device).chunk(2, -1)
-    assert torch.equal(module.gelu_mul(*halves), module.gelu_mul(gate_up.to(device)))
-    capped = module.softcap(gate_up.to(device).clone(), 5.0)
+    for op, exact in ((ops.silu_mul, gate * gate.sigmoid()), (ops.gelu_mul, gelu)):
+        found = op(there.clone())
+        assert_close(found, exact * up, dtype)
+        assert torch.equal(op(*there.clone().chunk(2, -1)), found)
+    logits = there.clone()
+    capped = ops.softcap(logits, 5.0)
+    assert capped.data_ptr() == logits.data_ptr()
     assert_close(capped, 5 * (gate_up.double() / 5).tanh(), dtype)
 
 
 def check_experts(
-    module: ModuleType,
-    device: str,
-    *,
-    tokens: int,
-    clamped: bool = False,
-    gelu: bool = False,
-    biased: bool = False,
-    count: int = 7,
-    dtype: torch.dtype = torch.bfloat16,
-) -> None:
+    ops: Any, device: str, *, tokens: int, clamped: bool = False, gelu: bool = False,
+    biased: bool = False, count: int = 7, dtype: torch.dtype = torch.bfloat16,
+) -> None:  # fmt: skip
     """Widths that fill no tile; one expert that no token has; a row that is NaN harms no other."""
     width, inner, top_k = 72, 40, 3
     config = ActivationConfig(limit=1.0, alpha=1.7) if clamped else ActivationConfig(gelu=gelu)
@@ -219,16 +186,21 @@ def check_experts(
     ids = torch.randn(tokens, count - 1, generator=random).topk(top_k).indices.int() + 1
     factors = torch.rand(tokens, top_k, generator=random)
     shared = torch.randn(tokens, width, generator=random).to(dtype)
-    expected = exact_experts(weights, config, x, ids, factors, shared)
+    gate = torch.randn(tokens, 1, generator=random).to(dtype)
+    given = x, ids, factors, shared, gate
+    expected = exact_experts(weights, config, *given)
     there = ExpertsWeights(count, *(_to(part, device) for part in (weights.gate_up, weights.down)))
-    experts = module.TritonExperts(there, config)
-    arguments = [each.to(device) for each in (x, ids, factors, shared)]
-    assert_close(experts(*arguments), expected, dtype)
+    experts = ops.experts(there, config, top_k)
+    arguments = [each.to(device) for each in given]
+    clean = experts(*arguments)
+    assert clean.dtype == dtype
+    assert_close(clean, expected, dtype)
+    assert_close(experts(*arguments[:3]), exact_experts(weights, config, *given[:3]), dtype)
     arguments[0] = arguments[0].clone()
-    arguments[0][0] = torch.nan
-    found = experts(*arguments).cpu()
-    assert found[0].isnan().all()
-    assert_close(found[1:], expected[1:], dtype)
+    arguments[0][:1] = torch.nan
+    found = experts(*arguments)
+    assert found[:1].isnan().all()
+    assert torch.equal(found[1:], clean[1:])
 
 
 def check_sort_pairs(module: ModuleType, tokens: int, num_experts: int, device: str) -> None:
@@ -276,30 +248,46 @@ def check_routing(ops: Any, config: RoutingConfig, device: str) -> None:
     assert ops.routing(config, there)(x[:0].to(device))[0].shape == (0, config.top_k)
 
 
+def check_routing_without_numbers(ops: Any, name: str) -> None:
+    """Such a row has experts all the same, different ones, and weights that are no numbers; others
+    are what they were."""
+    for config in (ROUTINGS["renormalised"], ROUTINGS[name]):
+        x = torch.randn(5, 40, generator=torch.Generator().manual_seed(4))
+        routing = ops.routing(config, router_weights(config))
+        clean = [each.clone() for each in routing(x)]
+        x[1], x[3] = torch.nan, torch.inf
+        ids, weights = routing(x)
+        for row in (1, 3):
+            assert len(set(ids[row].tolist())) == config.top_k
+            assert set(ids[row].tolist()) <= set(range(12))
+            assert weights[row].isnan().any()
+        for found, expected in zip((ids, weights), clean, strict=True):
+            assert torch.equal(found[::2], expected[::2])
+
+
+def check_routing_ties(ops: Any) -> None:
+    """The first of equal ones come first."""
+    ties = RouterWeights(LinearWeights(torch.zeros(12, 40)))
+    assert ops.routing(SOFTMAX, ties)(torch.ones(2, 40))[0].tolist() == [[0, 1, 2]] * 2
+
+
 def _to(layer: LinearWeights, device: str) -> LinearWeights:
     bias = None if layer.bias is None else layer.bias.to(device)
     return LinearWeights(layer.values.to(device), bias)
 
 
 def check_rope_cache(
-    module: ModuleType,
-    shape: AttentionShape,
-    device: str,
-    *,
-    norm: bool,
-    whole: bool = False,
-    scaled: bool = False,
-    values: bool = False,
-    block_size: int = 16,
-    layout: str = "layers",
-    dtype: torch.dtype = torch.bfloat16,
-) -> None:
+    ops: Any, shape: AttentionShape, device: str, *, norm: bool, whole: bool = False,
+    wide: bool = False, scaled: bool = False, values: bool = False, block_size: int = 16,
+    layout: str = "layers", dtype: torch.dtype = torch.bfloat16,
+) -> None:  # fmt: skip
     """Every element of q, k, v and of the cache is looked at.
 
     Args:
-        whole: the norm is over all heads, its weight in float32.
+        whole: the norm is over all heads.
+        wide: the norm's weight is in float32.
         scaled: queries have cosines and sines of their own.
-        values: these are normed as well; queries alone are then the same.
+        values: these are normed as well.
     """
     random = torch.Generator().manual_seed(0)
     tokens, blocks, padded = 7, 6, 2
@@ -307,7 +295,7 @@ def check_rope_cache(
     merged = torch.randn(tokens, (num_q + 2 * num_k) * dim, generator=random).to(dtype)
     counts = (num_q, num_k) if whole else (1, 1)
     q_weight, k_weight = (torch.rand(count * dim, generator=random) + 0.5 for count in counts)
-    if not whole:
+    if not wide:
         q_weight, k_weight = q_weight.to(dtype), k_weight.to(dtype)
     positions = torch.randint(0, 400, (tokens,), generator=random)
     angles = torch.outer(torch.arange(400.0), 100.0 ** -(torch.arange(dim // 2) / dim))
@@ -325,20 +313,20 @@ def check_rope_cache(
         expected = *expected[:2], v * (v.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     weights = (q_weight.to(device), k_weight.to(device)) if norm else (None, None)
     v_weight = torch.ones(dim, dtype=q_weight.dtype, device=device) if values else None
-    op = module.TritonRopeAndCache(shape, *weights, 1e-6, v_weight)
+    op = ops.rope_and_cache(shape, *weights, 1e-6, v_weight)
     cache = make_cache(layout, blocks, block_size, num_k, dim, dtype)
     strides = cache.stride()
     cache = torch.empty_strided(cache.shape, strides, dtype=dtype, device=device)
     cache.fill_(torch.nan)
-    rotary = table.to(device), positions.to(device)
+    rotary = ops.rotary(table.to(device), positions.to(device))
     found = op(merged.to(device).clone(), rotary, cache, slots.to(device))
     for part, wanted in zip(found, expected, strict=True):
         assert_close(part, wanted, dtype)
-    if values:
-        alone = module.TritonRope(shape, weights[0], 1e-6)
+    if not (whole or scaled):
+        alone = ops.rope(shape, weights[0], 1e-6)
         q = alone(merged[:, : num_q * dim].to(device).clone(), rotary)
         assert torch.equal(q, found[0])
-    else:
+    if not values:
         assert torch.equal(found[2].cpu(), heads[:, num_q + num_k :])
     _check_cache(cache.cpu(), slots, torch.stack([part.cpu() for part in found[1:]]), padded)
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.checkpoint.experts_config import ExpertsConfig, RoutingConfig
 from asyncllm.checkpoint.families import NORMS_AROUND
 from asyncllm.checkpoint.layer_config import LayerConfig, LayerInputConfig
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
@@ -20,14 +18,14 @@ from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.batch.step_inputs import GroupInputs, StepInputs
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups
+from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.dense import build_decoder
-from asyncllm.gpu.models.layers import AttentionKind
-from asyncllm.gpu.ops.base import Attention, BlockLayout
-from asyncllm.gpu.ops.torch_attention import TorchAttention
-from asyncllm.gpu.ops.torch_ops import TorchOps
+from asyncllm.gpu.ops.base import BlockLayout
 from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.gpu.ops.triton.op_set import TritonOps
 from asyncllm.gpu.weights import dummy_weights
+from tests.dummy_runner import MODEL
+from tests.static_runner import CPU, make_decoder
 from tests.step_inputs import planned
 
 BLOCK_SIZE = 16
@@ -42,24 +40,12 @@ STEPS = [
 
 def small_model() -> ModelConfig:
     """Qwen3's shape in small: QK-norm, grouped heads, a sliding window in one layer."""
-    return ModelConfig(
-        path=Path("small"),
-        architecture="Qwen3ForCausalLM",
-        vocab_size=300,
-        hidden_size=96,
-        intermediate_size=160,
-        num_layers=2,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=32,
-        max_position_embeddings=128,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(theta=10_000.0),
-        tie_word_embeddings=True,
-        qk_norm=True,
-        sliding_window=24,
+    return replace(
+        MODEL, architecture="Qwen3ForCausalLM", vocab_size=300, hidden_size=96,
+        intermediate_size=160, num_heads=6, head_dim=32, max_position_embeddings=128,
+        rms_norm_eps=1e-6, rope=RopeConfig(theta=10_000.0), qk_norm=True, sliding_window=24,
         sliding_layers=(False, True),
-    )
+    )  # fmt: skip
 
 
 def wide_fields(num_kv_heads: int) -> dict[str, Any]:
@@ -100,23 +86,28 @@ def hybrid_fields(*linear: bool) -> dict[str, Any]:
     }
 
 
-def expert_fields(*layers: bool) -> dict[str, Any]:
-    """Experts where ``layers`` says so, by a router in float32, beside a shared one with a gate;
-    larger tiles from 17 tokens on."""
-    routing = RoutingConfig(3, 3, renormalise=True, float32=True)
-    return {
-        "experts": ExpertsConfig(
-            layers, routing, intermediate_size=24, shared_size=40, shared_gate=True
-        )
-    }
-
-
 class BlocksFirst(TritonAttention):
     """With a layout of its own: K and V of a block lie side by side."""
 
     def block_layout(self, block_size: int) -> BlockLayout:
         shape = (2, block_size, self.shape.num_kv_heads, self.shape.head_dim)
         return BlockLayout(shape, order=(1, 0, 2, 3, 4))
+
+
+def triton_decoder(
+    model: ModelConfig, dtype: torch.dtype, max_len: int = 128, *,
+    device: torch.device = CPU, capability: int | None = 80, num_sms: int | None = 16,
+    made: type[TritonAttention] = TritonAttention,
+) -> Decoder:  # fmt: skip
+    """With random weights, which every device has alike."""
+    attention = {
+        kind: made(kind.shape, dtype, device, capability=capability, num_sms=num_sms)
+        for kind in attention_kinds(model)
+    }
+    weights = ((name, tensor.to(device)) for name, tensor in dummy_weights(model, dtype, CPU))
+    decoder = build_decoder(model, TritonOps(), attention, weights)
+    decoder.set_max_positions(max_len)
+    return decoder
 
 
 def run_steps(
@@ -127,22 +118,16 @@ def run_steps(
     made: type[TritonAttention] = TritonAttention,
 ) -> list[Tensor]:
     """Logits of each step's rows at their last token, on the CPU."""
-    model = small_model()
-    attention: dict[AttentionKind, Attention] = {}
-    for kind in attention_kinds(model):
-        if backend == "triton":
-            sms = 16 if capability else None
-            attention[kind] = made(kind.shape, dtype, device, capability=capability, num_sms=sms)
-        else:
-            attention[kind] = TorchAttention(kind.shape, dtype)
-    ops = TritonOps() if backend == "triton" else TorchOps()
-    # Drawn on the CPU, so that every device has the same.
-    weights = dummy_weights(model, dtype, torch.device("cpu"))
-    decoder = build_decoder(
-        model, ops, attention, ((n, tensor.to(device)) for n, tensor in weights)
-    )
-    decoder.set_max_positions(128)
-    groups = kv_groups(model, attention, BLOCK_SIZE)
+    model, sms = small_model(), 16 if capability else None
+    if backend == "triton":
+        decoder = triton_decoder(
+            model, dtype, device=device, capability=capability, num_sms=sms, made=made
+        )
+    else:
+        weights = dummy_weights(model, dtype, CPU)
+        there = ((name, tensor.to(device)) for name, tensor in weights)
+        decoder = make_decoder(model, there, dtype)
+    groups = kv_groups(model, decoder.attention, BLOCK_SIZE)
     cache = KVCache(groups, 56, dtype, device)
     if not decoder.needs_zeroed_blocks:
         cache.tensor.fill_(torch.nan)

@@ -42,6 +42,10 @@ class AttentionCase:
     padded_tokens: int = 0
     sinks: bool = False
 
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
     def __str__(self) -> str:
         return self.name
 
@@ -214,7 +218,7 @@ def plain_attention(q: Tensor, cache: Tensor, plan: TritonPlan, scale: float) ->
     return torch.cat(out).to(q.dtype).flatten(1)
 
 
-def expected_rows(case: AttentionCase, batch: PagedBatch, scale: float) -> list[Tensor]:
+def expected_rows(case: AttentionCase, batch: PagedBatch) -> list[Tensor]:
     """Float64 ``[count, Hq, D]`` per row; zeros for an empty sequence."""
     starts = batch.query_start_loc.tolist()
     q = batch.q.cpu()
@@ -222,7 +226,7 @@ def expected_rows(case: AttentionCase, batch: PagedBatch, scale: float) -> list[
     for row, (k, v) in enumerate(zip(batch.keys, batch.values, strict=True)):
         queries = q[starts[row] : starts[row + 1]]
         if len(k):
-            rows.append(attend(queries, k, v, scale, case.softcap, case.window, batch.sinks))
+            rows.append(attend(queries, k, v, case.scale, case.softcap, case.window, batch.sinks))
         else:
             rows.append(torch.zeros(queries.shape, dtype=torch.float64))
     return rows

@@ -10,21 +10,11 @@ import torch
 from asyncllm.checkpoint.experts_config import ActivationConfig, ExpertsConfig, RoutingConfig
 from asyncllm.checkpoint.layer_config import LayerConfig
 from asyncllm.core.batch import StepBatch
-from asyncllm.core.executor import ExecutorInfo
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer
-from asyncllm.gpu.kv_cache import KVCache
-from asyncllm.gpu.model_runner import Graphs, ModelRunner
-from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups
-from asyncllm.gpu.models.dense import build_decoder
-from asyncllm.gpu.ops.triton.attention import TritonAttention
-from asyncllm.gpu.ops.triton.op_set import TritonOps
-from asyncllm.gpu.state_cache import StateCache
-from asyncllm.gpu.weights import dummy_weights
-from tests.static_runner import queue_mixed_step
-from tests.triton.decoder_steps import hybrid_fields, small_model, wide_fields
+from asyncllm.gpu.model_runner import ModelRunner
+from tests.static_runner import LateStream, make_runner, queue_mixed_step
+from tests.triton.decoder_steps import hybrid_fields, small_model, triton_decoder, wide_fields
 
-CPU = torch.device("cpu")
-H200 = {"capability": 90, "num_sms": 132}
 ROWS = 64
 
 MOE = ExpertsConfig((True,) * 2, RoutingConfig(8, 2), intermediate_size=48)
@@ -59,42 +49,21 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def make_step(
-    max_len: int,
-    sizes: tuple[int, ...],
-    dtype: torch.dtype,
-    token_sizes: tuple[int, ...] = (),
-    **fields: Any,
-) -> ModelRunner:
+    max_len: int, sizes: tuple[int, ...], dtype: torch.dtype, token_sizes: tuple[int, ...] = (), *,
+    stream: LateStream | None = None, **fields: Any,
+) -> ModelRunner:  # fmt: skip
+    """A runner for an H200: 132 multiprocessors, compute capability 9.0."""
     sizes_of = {"num_heads": 16, "num_kv_heads": 8, "max_position_embeddings": max_len}
     model = replace(small_model(), **{**fields, **sizes_of})
-    attention = {
-        kind: TritonAttention(kind.shape, dtype, CPU, **H200) for kind in attention_kinds(model)
-    }
-    decoder = build_decoder(model, TritonOps(), attention, dummy_weights(model, dtype, CPU))
-    decoder.set_max_positions(max_len)
-    groups = kv_groups(model, attention, 16)
-    info = ExecutorInfo(
-        vocab_size=model.vocab_size,
-        num_blocks=32,
-        kv_groups=tuple(group.spec for group in groups),
-        max_model_len=max_len,
-        max_num_seqs=ROWS,
-        max_num_batched_tokens=8192,
-        pipeline_depth=2,
-    )
-    states = StateCache(decoder.states, ROWS, dtype, CPU) if decoder.states else None
-    cache = KVCache(groups, 32, dtype, CPU, states)
-    return ModelRunner(decoder, cache, info, graphs=Graphs(GraphCapturer(), sizes, token_sizes))
+    decoder = triton_decoder(model, dtype, max_len, capability=90, num_sms=132)
+    return make_runner(
+        decoder, capturer=GraphCapturer(), stream=stream, sizes=sizes, token_sizes=token_sizes,
+        max_num_seqs=ROWS, num_blocks=31, block_size=16, max_len=max_len, max_tokens=8192,
+    )  # fmt: skip
 
 
 def mixed_step(runner: ModelRunner, decodes: int, prompt: int, prefix: int = 0) -> None:
     """Queues a step of so many decodes and a prompt behind a prefix."""
-    given = StepBatch(
-        step=0,
-        req_indices=list(range(decodes + 1)),
-        starts=[100] * decodes + [prefix],
-        counts=[1] * decodes + [prompt],
-        samples=[True] * (decodes + 1),
-        num_decodes=decodes,
-    )
-    queue_mixed_step(runner, given)
+    starts, counts = [100] * decodes + [prefix], [1] * decodes + [prompt]
+    rows = list(range(decodes + 1))
+    queue_mixed_step(runner, StepBatch(0, rows, starts, counts, [True] * len(rows), decodes))

@@ -53,25 +53,11 @@ int cuOccupancyMaxActiveClusters(int *count, void *function, const void *config)
 """
 
 
-class StubDriver:
-    """What counts the launches.
-
-    Attributes:
-        launches: so far.
-    """
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._launches = ctypes.c_long.in_dll(library, "launches")
-
-    @property
-    def launches(self) -> int:
-        return self._launches.value
-
-
 @contextmanager
-def stub_cuda(capability: int = 90) -> Iterator[StubDriver]:
+def stub_cuda(capability: int = 90) -> Iterator[ctypes.c_long]:
     """Triton's active driver is its own for NVIDIA GPUs, of this compute capability, on a libcuda
     that does nothing; tensors on the CPU stand for those on the device. Needs a C compiler.
+    Yields the number of launches so far.
 
     For a process of its own: libcuda stays loaded.
     """
@@ -83,7 +69,7 @@ def stub_cuda(capability: int = 90) -> Iterator[StubDriver]:
         subprocess.run(
             [compiler, "-O2", "-shared", "-fPIC", soname, "-o", library, source], check=True
         )
-        stub = StubDriver(ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL))
+        loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         knobs.nvidia.libcuda_path = folder
         from triton.backends.nvidia.driver import CudaDriver
 
@@ -97,6 +83,6 @@ def stub_cuda(capability: int = 90) -> Iterator[StubDriver]:
         active = triton.runtime.driver._active
         triton.runtime.driver.set_active(driver)
         try:
-            yield stub
+            yield ctypes.c_long.in_dll(loaded, "launches")
         finally:
             triton.runtime.driver._active = active

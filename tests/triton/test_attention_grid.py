@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,80 +12,90 @@ pytest.importorskip("triton")
 
 from asyncllm.core.batch import StepBatch
 from asyncllm.gpu.batch.sampling_inputs import Stages
-from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.graph.cuda_graphs import GraphKey, Part
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.triton import decode_attention, merge_attention, prefill_attention
 from asyncllm.gpu.ops.triton.attention import TritonAttention, TritonPlan
-from asyncllm.gpu.ops.triton.tuning import cdiv, num_extra_shares, wave_utilisation
+from asyncllm.gpu.ops.triton.tuning import cdiv, wave_utilisation
 from tests.static_runner import replay_of
 from tests.step_inputs import captured, planned
-from tests.triton.launches import Launch, recording
+from tests.triton.launches import recording
 from tests.triton.small_steps import make_step
 
 CPU = torch.device("cpu")
 SMS, PLACES, KV_HEADS = 132, 528, 8
-ATTENTION = TritonAttention(
-    AttentionShape(32, KV_HEADS, 128, 0.1), torch.bfloat16, CPU, capability=90, num_sms=SMS
-)
-WIDE = TritonAttention(
-    AttentionShape(32, 4, 512, 1.0), torch.bfloat16, CPU, capability=90, num_sms=SMS
-)
+
+
+def backend(num_kv_heads: int, head_dim: int) -> TritonAttention:
+    shape = AttentionShape(32, num_kv_heads, head_dim, 1.0)
+    return TritonAttention(shape, torch.bfloat16, CPU, capability=90, num_sms=SMS)
+
+
+ATTENTION = backend(KV_HEADS, 128)
+WIDE = backend(4, 512)
 """Gemma 4 31B's full layers."""
-CACHE = torch.empty((2, 4, 16, KV_HEADS, 128), dtype=torch.bfloat16)
 TABLE = torch.zeros((513, 8), dtype=torch.int32)
 MAX_LEN = 40_960
 
 
-def step(lengths: np.ndarray, counts: np.ndarray) -> StepInputs:
-    """Rows of so many new tokens at the end of sequences; decodes first."""
-    return planned(TABLE.numpy(), np.arange(len(counts)), lengths - counts, counts, 16)
+def plan_of(
+    lengths: Any, counts: int = 1, attention: TritonAttention = ATTENTION, window: int | None = None
+) -> TritonPlan:
+    """Rows of so many new tokens at the end of sequences."""
+    lengths = np.array(lengths)
+    rows = np.full_like(lengths, counts)
+    inputs = planned(TABLE.numpy(), np.arange(len(rows)), lengths - rows, rows, 16)
+    return attention.plan(inputs, window, 0)
 
 
-def launches_of(
+def grids_of(
     plan: TritonPlan, tokens: int, attention: TritonAttention = ATTENTION
-) -> dict[str, Launch]:
-    shape = attention.shape
-    q = torch.empty((tokens, 32, shape.head_dim), dtype=torch.bfloat16, device="meta")
-    cache = torch.empty(
-        (2, 4, 16, shape.num_kv_heads, shape.head_dim), dtype=torch.bfloat16, device="meta"
-    )
+) -> dict[str, tuple[int, ...]]:
+    heads, size = attention.shape.num_kv_heads, attention.shape.head_dim
+    q = torch.empty((tokens, 32, size), dtype=torch.bfloat16, device="meta")
+    cache = torch.empty((2, 4, 16, heads, size), dtype=torch.bfloat16, device="meta")
     # Partial results lie in a workspace of the plan.
     if plan.workspace is not None:
         plan.workspace = plan.workspace.to("meta")
-    modules = (decode_attention, prefill_attention, merge_attention)
-    with recording(modules[0]) as a, recording(modules[1]) as b, recording(modules[2]) as c:
+    with recording() as launches:
         attention(q, q, q, cache, plan)
-    return {launch.kernel.fn.__name__: launch for launch in (*a, *b, *c)}
+    return {launch.kernel.fn.__name__.removesuffix("_kernel"): launch.grid for launch in launches}
+
+
+def check_workspace(plan: TritonPlan, programs: int, head_dim: int) -> None:
+    """Of each head a row's sum, its largest score and its output."""
+    assert plan.workspace is not None
+    assert plan.workspace.numel() == programs * 32 * (head_dim + 2)
+
+
+def check_prefills(attention: TritonAttention, rows: int, count: int, tile: int) -> TritonPlan:
+    """Rows of new tokens behind 32k each fill the device, or have one program for each tile."""
+    heads, lengths = attention.shape.num_kv_heads, np.full(rows, 32_768 + count)
+    plan = plan_of(lengths, count, attention)
+    tiles = rows * count // tile + rows
+    programs = tiles * heads * plan.tile_splits
+    assert min(tiles * heads, 0.6 * SMS) <= programs <= 2 * max(tiles * heads, SMS)
+    if plan.tile_splits > 1:
+        assert tiles * heads < SMS
+        assert wave_utilisation(programs, SMS) > 0.6
+        check_workspace(plan, rows * count * plan.tile_splits, attention.shape.head_dim)
+    if rows in (1, 2, 3, 9, 17, 512):
+        merge = {"merge": (rows * count, 32, 1)} if plan.tile_splits > 1 else {}
+        expected = {"prefill": (tiles, heads, plan.tile_splits)} | merge
+        assert grids_of(plan, rows * count, attention) == expected
+    return plan
 
 
 @pytest.mark.parametrize("count", [20, 200])
 def test_a_prefill_behind_a_long_prefix_fills_the_device(count: int) -> None:
-    """Prefill rows of so many new tokens behind 32k each: before, a row was a program for each of
-    its tiles and key/value heads, of 512 steps or more."""
     for rows in range(1, 513):
-        counts = np.full(rows, count)
-        plan = ATTENTION.plan(step(counts + 32_768, counts), None, 0)
-        tiles = rows * count // 32 + rows
-        programs = tiles * KV_HEADS * plan.tile_splits
-        assert programs >= min(tiles * KV_HEADS, 0.6 * SMS)
-        assert programs <= 2 * max(tiles * KV_HEADS, SMS)
-        if plan.tile_splits > 1:
-            assert tiles * KV_HEADS < SMS
-            assert wave_utilisation(programs, SMS) > 0.6
-            assert plan.workspace is not None
-            assert plan.workspace.numel() == rows * count * 32 * 130 * plan.tile_splits
-        if rows in (1, 2, 3, 17, 512):
-            found = launches_of(plan, rows * count)
-            assert found["prefill_kernel"].grid == (tiles, KV_HEADS, plan.tile_splits)
-            assert ("merge_kernel" in found) == (plan.tile_splits > 1)
-            if plan.tile_splits > 1:
-                assert found["merge_kernel"].grid == (rows * count, 32, 1)
-    one = ATTENTION.plan(step(np.array([32_788]), np.array([20])), None, 0)
-    assert one.tile_splits == 15
-    assert ATTENTION.plan(step(np.array([400]), np.array([20])), None, 0).tile_splits == 1
-    assert ATTENTION.plan(step(np.array([32_788]), np.array([20])), 256, 0).tile_splits == 1
+        check_prefills(ATTENTION, rows, count, 32)
+
+
+def test_a_prefill_is_split_by_its_prefix_and_its_window() -> None:
+    assert plan_of([32_788], 20).tile_splits == 15
+    assert plan_of([400], 20).tile_splits == 1
+    assert plan_of([32_788], 20, window=256).tile_splits == 1
 
 
 def skewed(rows: int, longest: int = 32_768, others: int = 500) -> np.ndarray:
@@ -108,50 +120,34 @@ def test_a_long_row_is_not_waited_for() -> None:
     balanced = 0
     for rows in range(1, 513):
         lengths = skewed(rows)
-        plan = ATTENTION.plan(step(lengths, np.ones(rows, dtype=np.int64)), None, 0)
+        plan = plan_of(lengths)
         fair = int(lengths.sum()) * KV_HEADS // PLACES
         assert longest_program(lengths, plan) <= 3 * fair + 1024, rows
         balanced += bool(plan.extra_shares)
         if plan.extra_shares:
-            assert plan.workspace is not None
-            assert plan.workspace.numel() == (rows + plan.extra_shares) * 32 * 130
+            check_workspace(plan, rows + plan.extra_shares, 128)
     assert balanced > 400
-    lengths = skewed(72)
-    plan = ATTENTION.plan(step(lengths, np.ones(72, dtype=np.int64)), None, 0)
-    extra = num_extra_shares(KV_HEADS, SMS)
-    assert plan.extra_shares == extra == 132
-    found = launches_of(plan, 72)
-    assert found["decode_kernel"].grid == (72 + extra, KV_HEADS, 1)
-    assert found["decode_kernel"].arguments["LINES"] == 1024
-    assert found["merge_kernel"].grid == (72, 32, 1)
+
+
+@pytest.mark.parametrize("attention", [ATTENTION, WIDE], ids=["heads of 128", "heads of 512"])
+def test_a_long_row_is_shared_out(attention: TritonAttention) -> None:
+    plan = plan_of(skewed(72), attention=attention)
+    assert plan.extra_shares == 132
+    decode = (72 + 132, attention.shape.num_kv_heads, 1)
+    assert grids_of(plan, 72, attention) == {"decode": decode, "merge": (72, 32, 1)}
 
 
 def test_heads_of_512_have_fewer_places() -> None:
     """Two programs of decode attention to a multiprocessor, and tiles of 64 rows, 8 tokens."""
     for rows in range(1, 513):
-        lengths, ones = np.full(rows, 32_768), np.ones(rows, dtype=np.int64)
-        plan = WIDE.plan(step(lengths, ones), None, 0)
+        plan = plan_of(np.full(rows, 32_768), attention=WIDE)
         assert wave_utilisation(rows * 4 * plan.splits, 2 * SMS) > 0.7, rows
-        prefill = WIDE.plan(step(lengths, ones * 20), None, 0)
-        tiles = rows * 20 // 8 + rows
-        programs = tiles * 4 * prefill.tile_splits
-        assert programs >= min(tiles * 4, 0.6 * SMS)
-        assert prefill.tile_splits == 1 or wave_utilisation(programs, SMS) > 0.6
+        check_prefills(WIDE, rows, 20, 8)
         if rows in (1, 9, 512):
-            found = launches_of(plan, rows, WIDE)
-            assert found["decode_kernel"].grid == (rows, 4, plan.splits)
+            assert grids_of(plan, rows, WIDE)["decode"] == (rows, 4, plan.splits)
             if plan.splits > 1:
-                assert plan.workspace is not None
-                assert plan.workspace.numel() == rows * 32 * 514 * plan.splits
-            found = launches_of(prefill, rows * 20, WIDE)
-            assert found["prefill_kernel"].grid == (tiles, 4, prefill.tile_splits)
-    assert WIDE.plan(step(np.array([32_768]), np.array([1])), None, 0).splits == 60
-    lengths = skewed(72)
-    plan = WIDE.plan(step(lengths, np.ones(72, dtype=np.int64)), None, 0)
-    assert plan.extra_shares == 2 * 2 * SMS // 4 == 132
-    found = launches_of(plan, 72, WIDE)
-    assert found["decode_kernel"].grid == (72 + 132, 4, 1)
-    assert found["merge_kernel"].grid == (72, 32, 1)
+                check_workspace(plan, rows * plan.splits, 512)
+    assert plan_of([32_768], attention=WIDE).splits == 60
 
 
 @pytest.mark.parametrize("length", [300, 4096, 32_768])
@@ -159,9 +155,7 @@ def test_rows_of_like_length_keep_their_splits(length: int) -> None:
     for rows in range(1, 513):
         lengths = np.linspace(0.7 * length, length, rows).astype(np.int64)
         assert not ATTENTION.is_skewed(rows, lengths, MAX_LEN, None), rows
-        assert (
-            ATTENTION.plan(step(lengths, np.ones(rows, dtype=np.int64)), None, 0).extra_shares == 0
-        )
+        assert plan_of(lengths).extra_shares == 0
 
 
 def test_a_window_or_short_rows_are_never_skewed() -> None:

@@ -1,10 +1,8 @@
-"""How many nodes the graph of a decode step has: each costs about as much as a small kernel."""
+"""What a step costs beside its kernels: nodes of a decode step's graph, bytes of a mixed step."""
 
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,29 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
-from asyncllm.core.executor import ExecutorInfo
-from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey
-from asyncllm.gpu.kv_cache import KVCache
-from asyncllm.gpu.model_runner import Graphs, ModelRunner
-from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups
-from asyncllm.gpu.models.dense import build_decoder
-from asyncllm.gpu.ops.triton import (
-    activation,
-    decode_attention,
-    decode_inputs,
-    merge_attention,
-    norm,
-    rope_cache,
-    sampling,
-)
-from asyncllm.gpu.ops.triton.attention import TritonAttention
-from asyncllm.gpu.ops.triton.op_set import TritonOps
-from asyncllm.gpu.weights import dummy_weights
-from tests.static_runner import replay_of
-from tests.triton.decoder_steps import small_model
+from asyncllm.gpu.batch.step_buffer import StepBuffer
+from asyncllm.gpu.graph.cuda_graphs import GraphKey
+from asyncllm.sampling_params import SamplingParams
+from tests.driver import Driver
+from tests.static_runner import LateStream, replay_of, steps_of
 from tests.triton.launches import recording
+from tests.triton.small_steps import ROWS, make_step
 
-CPU = torch.device("cpu")
+GREEDY = SamplingParams(temperature=0.0, seed=0)
 SILENT = {
     "aten::view", "aten::slice", "aten::select", "aten::split", "aten::split_with_sizes",
     "aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::t",
@@ -58,65 +42,57 @@ class Counting(TorchDispatchMode):
 
 
 def nodes(num_layers: int, rows: int) -> Counter[str]:
-    """Launches of a decode step for an H200: 132 multiprocessors, compute capability 9.0."""
-    heads = {"num_heads": 16, "num_kv_heads": 8}
-    model = replace(small_model(), num_layers=num_layers, sliding_layers=(), **heads)
-    attention = {
-        kind: TritonAttention(kind.shape, torch.bfloat16, CPU, capability=90, num_sms=132)
-        for kind in attention_kinds(model)
-    }
-    weights = dummy_weights(model, torch.bfloat16, CPU)
-    decoder = build_decoder(model, TritonOps(), attention, weights)
-    decoder.set_max_positions(4096)
-    groups = kv_groups(model, attention, 16)
-    info = ExecutorInfo(
-        vocab_size=model.vocab_size,
-        num_blocks=32,
-        kv_groups=tuple(group.spec for group in groups),
-        max_model_len=4096,
-        max_num_seqs=256,
-        max_num_batched_tokens=8192,
-        pipeline_depth=2,
+    fields = {"num_layers": num_layers, "sliding_layers": ()}
+    replay = replay_of(make_step(4096, (), torch.bfloat16, **fields))
+    with recording() as launches, Counting() as counting, torch.inference_mode():
+        replay.run_padding(GraphKey(rows))
+    return counting.ops + Counter(launch.kernel.fn.__name__ for launch in launches)
+
+
+@pytest.mark.parametrize(("rows", "merges"), [(1, 1), (ROWS, 0)])
+def test_nodes_of_a_decode_step(rows: int, merges: int) -> None:
+    """A merge where a sequence is shared among programs; around the layers step state with table
+    changes, embedding, first norm, the output head, and two for sampling."""
+    two = nodes(2, rows)
+    layer = nodes(3, rows) - two
+    kernels = {"rope_cache": 1, "decode": 1, "merge": merges, "norm": 2, "gated_mul": 1}
+    assert layer == +Counter(
+        {"aten::linear": 4} | {f"{name}_kernel": count for name, count in kernels.items()}
     )
-    cache = KVCache(groups, 32, torch.bfloat16, CPU)
-    runner = ModelRunner(decoder, cache, info, graphs=Graphs(GraphCapturer(), ()))
-    modules = (
-        activation, decode_attention, merge_attention, norm, rope_cache, sampling, decode_inputs,
-    )  # fmt: skip
-    with ExitStack() as stack, torch.inference_mode():
-        launches = [stack.enter_context(recording(module)) for module in modules]
-        counting = stack.enter_context(Counting())
-        replay_of(runner).run_padding(GraphKey(rows))
-    kernels = Counter(launch.kernel.fn.__name__ for found in launches for launch in found)
-    return counting.ops + kernels
+    around = ["decode_inputs_kernel", "aten::embedding", "norm_kernel", "aten::linear"]
+    assert two - layer - layer == Counter([*around, "chunk_kernel", "choose_kernel"])
 
 
-@pytest.mark.parametrize(("rows", "splits"), [(1, True), (256, False)])
-def test_nodes_of_a_layer(rows: int, splits: bool) -> None:
-    """Four products, rotation with cache write, attention, two norms, SiLU; and a merge where
-    a sequence is shared among programs."""
-    layer = nodes(3, rows) - nodes(2, rows)
-    kernels = {
-        "aten::linear": 4,
-        "rope_cache_kernel": 1,
-        "decode_kernel": 1,
-        "norm_kernel": 2,
-        "gated_mul_kernel": 1,
-    }
-    assert layer == Counter(kernels | ({"merge_kernel": 1} if splits else {}))
+def sent_in_a_mixed_step(max_len: int) -> list[int]:
+    """Bytes of each copy for three decode rows, and prompts of 9 and 21 tokens."""
+    stream, sent = LateStream(), list[int]()
+    runner = make_step(max_len, (), torch.bfloat16, stream=stream)
+    copy_from, from_numpy = StepBuffer.copy_from, torch.from_numpy
+
+    def copied(self: StepBuffer, source: StepBuffer, last: str) -> None:
+        sent.append(self.ends[last])
+        copy_from(self, source, last)
+
+    def counted(array: Any) -> torch.Tensor:
+        sent.append(array.nbytes)
+        return from_numpy(array)
+
+    driver = Driver(runner)
+    decoding = [driver.add([1, 2, 3] * count, 9, GREEDY) for count in (1, 3, 8)]
+    entering = [driver.add([5] * count, 9, GREEDY) for count in (9, 21)]
+    with recording(), pytest.MonkeyPatch.context() as patch:
+        driver.launch([(seq, 0) for seq in decoding])
+        stream.synchronize()
+        patch.setattr(StepBuffer, "copy_from", copied)
+        patch.setattr(torch, "from_numpy", counted)
+        driver.launch([(seq, 0) for seq in decoding + entering])
+        stream.synchronize()
+    assert sum(sent) == steps_of(runner).memory.buffer.memory.nbytes
+    return sent
 
 
-def test_nodes_around_the_layers() -> None:
-    """Step state with table changes, embedding, first norm, the output head, two for sampling."""
-    layer = nodes(3, 256) - nodes(2, 256)
-    rest = nodes(2, 256) - layer - layer
-    assert rest == Counter(
-        {
-            "decode_inputs_kernel": 1,
-            "aten::embedding": 1,
-            "norm_kernel": 1,
-            "aten::linear": 1,
-            "chunk_kernel": 1,
-            "choose_kernel": 1,
-        }
-    )
+def test_a_mixed_step_sends_no_block_tables() -> None:
+    """One copy of all sections, for sequences of any length."""
+    short, long = sent_in_a_mixed_step(256), sent_in_a_mixed_step(131_072)
+    assert short == long
+    assert len(short) == 1

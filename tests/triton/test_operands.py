@@ -17,7 +17,6 @@ from asyncllm.gpu.ops.triton import (
     activation,
     decode_attention,
     gated_norm,
-    merge_attention,
     norm,
     rope_cache,
     sampling,
@@ -45,38 +44,47 @@ def attend(q: Tensor, out: Tensor, cache: Tensor) -> None:
     )
 
 
-def test_heads_with_gaps() -> None:
-    q, cache = torch.zeros(TOKENS, 4, 16), torch.zeros(2, 4, 16, 2, 16)
-    with pytest.raises(ValueError, match=r"q has strides .*: expected contiguous heads"):
-        attend(gaps(TOKENS, 4, 16), q, cache)
-    with pytest.raises(ValueError, match=r"out has strides .*: expected contiguous heads"):
-        attend(q, gaps(TOKENS, 4, 16), cache)
+def strided(shape: tuple[int, ...], *strides: int) -> Tensor:
+    return torch.empty_strided(shape, strides, device="meta")
 
 
-def test_offsets_beyond_32_bits() -> None:
+Q, CACHE = torch.zeros(TOKENS, 4, 16), torch.zeros(2, 4, 16, 2, 16)
+SPREAD = strided((2, 4, 16, 2, 16), 1, 2, 8, 128, 2**27)
+
+
+@pytest.mark.parametrize(
+    ("q", "out", "cache", "words"),
+    [
+        (gaps(TOKENS, 4, 16), Q, CACHE, "q has strides .*: expected contiguous heads"),
+        (Q, gaps(TOKENS, 4, 16), CACHE, "out has strides .*: expected contiguous heads"),
+        (strided((TOKENS, 4, 16), 16, 2**29, 1), Q, CACHE, "q has heads 536870912 elements apart"),
+        (Q, Q, SPREAD, "elements of a head 134217728 apart"),
+    ],
+)
+def test_heads_with_gaps_and_offsets_beyond_32_bits(
+    q: Tensor, out: Tensor, cache: Tensor, words: str
+) -> None:
     """Kernels count heads of a row, and elements of a head, in 32 bits; all else in 64."""
-    q, cache = torch.zeros(TOKENS, 4, 16), torch.zeros(2, 4, 16, 2, 16)
-    heads = torch.empty_strided((TOKENS, 4, 16), (16, 2**29, 1), device="meta")
-    with pytest.raises(ValueError, match="q has heads 536870912 elements apart"):
-        attend(heads, q, cache)
-    spread = torch.empty_strided((2, 4, 16, 2, 16), (1, 2, 8, 128, 2**27), device="meta")
-    with pytest.raises(ValueError, match="elements of a head 134217728 apart"):
-        attend(q, q, spread)
+    with pytest.raises(ValueError, match=words):
+        attend(q, out, cache)
+
+
+def test_a_cache_beyond_32_bits() -> None:
     rope = rope_cache.TritonRopeAndCache(AttentionShape(4, 2, 16, 1.0), None, None, 1e-6)
     with pytest.raises(ValueError, match="elements of a head 134217728 apart"):
-        rope(torch.zeros(TOKENS, 128), (torch.zeros(9, 16), LINES), spread, LINES)
+        rope(torch.zeros(TOKENS, 128), (torch.zeros(9, 16), LINES), SPREAD, LINES)
 
 
 def test_shares_of_more_rows_than_lines_of_the_table() -> None:
     """Several rows may go on from one line; each of them has its share."""
     rows = torch.zeros(9, dtype=torch.int64), torch.ones(9, dtype=torch.int32)
     table = torch.zeros((2, 5), dtype=torch.int32)
-    with recording(decode_attention) as launches, recording(merge_attention) as merges:
+    with recording() as launches:
         attend_decodes(
             decode_attention, torch.zeros(9, 4, 16), torch.zeros(2, 4, 16, 2, 16), table, *rows,
             scale=1.0, extra_shares=2, tiles=decode_tiles(90, 16, 4),
         )  # fmt: skip
-    assert [each.arguments["LINES"] for each in (*launches, *merges)] == [16, 16]
+    assert [each.arguments["LINES"] for each in launches] == [16, 16]
 
 
 def sample(logits: Tensor) -> None:

@@ -16,22 +16,13 @@ from triton.runtime.jit import create_function_from_signature
 
 from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.triton import (
-    decode_attention,
-    merge_attention,
-    prefill_attention,
-    rope_cache,
-    sampling,
-)
+from asyncllm.gpu.ops.triton import rope_cache, sampling
 from asyncllm.gpu.ops.triton.attention import TritonAttention
-from asyncllm.gpu.ops.triton.tuning import decode_tiles
 from tests.step_inputs import draw_scalars, planned
 from tests.triton.launches import Launch, recording
-from tests.triton.paged import attend_decodes
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(14, 2, 64, 0.125)
-TILES = decode_tiles(90, 64)
 BLOCK_SIZE = 16
 
 
@@ -62,61 +53,32 @@ def check_one_of_each(launches: list[Launch], names: set[str]) -> None:
 @pytest.mark.parametrize("width", [16, 17])
 @pytest.mark.parametrize("shape", [SHAPE, AttentionShape(3, 1, 18, 1.0)], ids=str)
 def test_attention_of_mixed_steps(shape: AttentionShape, width: int, prefix: int) -> None:
-    """Also where prefill rows begin at an address that the number of decode rows decides: a row of
+    """Also where the number of decode rows decides at what address prefill rows begin: a row of
     three heads of 18 has 108 bytes."""
     attention = TritonAttention(shape, torch.bfloat16, CPU, capability=90, num_sms=132)
     heads, size = shape.num_kv_heads, shape.head_dim
     cache = torch.zeros((2, 4, BLOCK_SIZE, heads, size), dtype=torch.bfloat16)
-    modules = decode_attention, prefill_attention, merge_attention
-    with (
-        recording(modules[0]) as decodes,
-        recording(modules[1]) as prefills,
-        recording(modules[2]) as merges,
-    ):
+    with recording() as launches:
         for count in range(6):
             for rows in (1, 2, 3, 5):
                 inputs = mixed_step(count, [20] * rows, width, prefix)
                 q = torch.zeros((inputs.num_tokens, shape.num_heads, size), dtype=torch.bfloat16)
                 attention(q, q, q, cache, attention.plan(inputs, None, 0))
-    check_one_of_each(decodes, {"decode_kernel"})
-    check_one_of_each(prefills, {"prefill_kernel"})
-    for of_prefills in (False, True):
-        chosen = [each for each in merges if each.arguments["PREFILL"] is of_prefills]
-        check_one_of_each(chosen, {"merge_kernel"} if prefix else set())
+    of_prefills = [each for each in launches if each.arguments.get("PREFILL")]
+    of_rows = [each for each in launches if not each.arguments.get("PREFILL")]
+    merge = {"merge_kernel"} if prefix else set()
+    check_one_of_each(of_rows, {"decode_kernel", "prefill_kernel"} | merge)
+    check_one_of_each(of_prefills, merge)
 
 
 def test_rotation_of_queries_alone() -> None:
     rope = rope_cache.TritonRope(AttentionShape(3, 1, 18, 1.0), None, 1e-6)
     table = torch.zeros((64, 18), dtype=torch.bfloat16)
-    with recording(rope_cache) as launches:
+    with recording() as launches:
         for tokens in (1, 2, 3, 8, 16):
             q = torch.zeros((tokens, 54), dtype=torch.bfloat16)
             rope(q, (table, torch.arange(tokens)))
     check_one_of_each(launches, {"rope_cache_kernel"})
-
-
-def test_split_attention() -> None:
-    """With a number of heads, as of Qwen2.5 0.5B, that is no multiple of four."""
-    cache = torch.zeros((2, 4, BLOCK_SIZE, 2, 64), dtype=torch.bfloat16)
-    table = torch.zeros((8, 16), dtype=torch.int32)
-    with recording(decode_attention) as launches, recording(merge_attention) as merges:
-        for rows in range(1, 6):
-            q = torch.zeros((rows, 14, 64), dtype=torch.bfloat16)
-            lengths = torch.ones(rows, dtype=torch.int32)
-            for splits in (2, 3, 5):
-                attend_decodes(
-                    decode_attention,
-                    q,
-                    cache,
-                    table,
-                    torch.arange(rows),
-                    lengths,
-                    scale=0.125,
-                    tiles=TILES,
-                    splits=splits,
-                )
-    check_one_of_each(launches, {"decode_kernel"})
-    check_one_of_each(merges, {"merge_kernel"})
 
 
 @pytest.mark.parametrize("vocab_size", [128256, 151936])
@@ -125,7 +87,7 @@ def test_sampling(vocab_size: int) -> None:
     lines = [torch.zeros(10, dtype=torch.float32) for _ in range(3)]
     top_k = torch.zeros(10, dtype=torch.int32)
     states, last_sampled_tokens = torch.zeros((2, 16), dtype=torch.int64)
-    with recording(sampling) as launches:
+    with recording() as launches:
         for rows in range(1, 9):
             logits = torch.zeros((rows, vocab_size), dtype=torch.bfloat16)
             slots = torch.arange(rows)

@@ -70,6 +70,6 @@ def test_first_case_of_every_family() -> None:
 @pytest.mark.parametrize("name", checks_of("cpu", 80))
 def test_kernels_of_the_smoke_stage(name: str) -> None:
     if name == "a decoder of two KV groups":
-        pytest.skip("it asks a GPU for its multiprocessors; test_decoder.py runs it")
+        pytest.skip("it asks a GPU for its multiprocessors; test_static_step.py runs it")
     for check in checks_of("cpu", 80)[name]:
         check()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,49 +81,28 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "prefill sinks": lambda m: checks.check_prefill(m, named(PREFILL, "sinks"), "cpu", 80),
     "prefill": lambda m: checks.check_prefill(m, named(PREFILL, "prefix"), "cpu", 80),
     "window": lambda m: checks.check_prefill(m, named(PREFILL, "window"), "cpu", 80),
-    "rope": lambda m: checks.check_rope_cache(m, AttentionShape(4, 2, 64, 1.0), "cpu", norm=False),
+    "rope": lambda m: checks.check_rope_cache(
+        m.ops, AttentionShape(4, 2, 64, 1.0), "cpu", norm=False
+    ),
     "state": lambda m: checks.check_step_state(m.decode_inputs, "cpu", 16),
     "sampling": lambda m: checks.check_sampling(m.sample, checks.sampling_rows(20, 700), "cpu"),
     "top_k": lambda m: checks.check_top_k(m.sample, "cpu"),
     "ties": lambda m: checks.check_odd_rows(m.sample, "cpu"),
     "pairs": lambda m: checks.check_sort_pairs(m, 40, 5, "cpu"),
     "sum": lambda m: checks.check_sum_experts(m, torch.float32, "cpu"),
-    "routing": lambda m: checks.check_routing(m.TritonOps(), ROUTINGS["correction"], "cpu"),
-    "scaled routing": lambda m: checks.check_routing(m.TritonOps(), ROUTINGS["sigmoid"], "cpu"),
-    "conv": lambda m: recurrent_checks.check_causal_conv(m.TritonOps(), 37, 4, torch.float32, 2e-5),
-    "delta": lambda m: recurrent_checks.check_gated_delta(
-        m.TritonOps(), (2, 4, 9, 12), torch.bfloat16
-    ),
-}
-
-MODULES = {
-    "decode": "decode_attention",
-    "splits": "decode_attention",
-    "shares": "decode_attention",
-    "tiles": "prefill_attention",
-    "sinks": "decode_attention",
-    "prefill sinks": "prefill_attention",
-    "prefill": "prefill_attention",
-    "window": "prefill_attention",
-    "rope": "rope_cache",
-    "state": "decode_inputs",
-    "sampling": "sampling",
-    "top_k": "sampling",
-    "ties": "sampling",
-    "pairs": "expert_pairs",
-    "sum": "expert_pairs",
-    "routing": "op_set",
-    "scaled routing": "op_set",
-    "conv": "op_set",
-    "delta": "op_set",
+    "routing": lambda m: checks.check_routing(m.ops, ROUTINGS["correction"], "cpu"),
+    "scaled routing": lambda m: checks.check_routing(m.ops, ROUTINGS["sigmoid"], "cpu"),
+    "conv": lambda m: recurrent_checks.check_causal_conv(m.ops, 37, 4, torch.float32, 2e-5),
+    "delta": lambda m: recurrent_checks.check_gated_delta(m.ops, (2, 4, 9, 12), torch.bfloat16),
 }
 
 
 @pytest.fixture
-def mutate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
-    """Imports a copy of the package under another name, with one module changed."""
+def mutate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
+    """Imports a copy of the package under another name, with one module changed; its ops and
+    kernels in one namespace."""
 
-    def make(changed: str, old: str, new: str, wanted: str) -> ModuleType:
+    def make(changed: str, old: str, new: str) -> SimpleNamespace:
         package = f"mutant_{tmp_path.name}"
         (tmp_path / package).mkdir()
         for path in SOURCE.glob("*.py"):
@@ -133,15 +112,18 @@ def mutate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mod
                 text = text.replace(old, new)
             (tmp_path / package / path.name).write_text(text)
         monkeypatch.syspath_prepend(str(tmp_path))
-        return importlib.import_module(f"{package}.{wanted}")
+        names = ("decode_attention", "prefill_attention", "expert_pairs", "op_set")
+        modules = [importlib.import_module(f"{package}.{name}") for name in names]
+        found = {name: value for module in modules for name, value in vars(module).items()}
+        return SimpleNamespace(**found, ops=found["TritonOps"]())
 
     return make
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS)
-def test_an_unchanged_copy_passes(check: str, mutate: Callable[..., ModuleType]) -> None:
-    CHECKS[check](mutate("tuning", "warps", "warps", MODULES[check]))
+def test_an_unchanged_copy_passes(check: str, mutate: Callable[..., SimpleNamespace]) -> None:
+    CHECKS[check](mutate("tuning", "warps", "warps"))
 
 
 @pytest.mark.slow
@@ -149,8 +131,8 @@ def test_an_unchanged_copy_passes(check: str, mutate: Callable[..., ModuleType])
     ("changed", "old", "new", "check"), MUTATIONS, ids=[f"{m[0]}-{m[2]}" for m in MUTATIONS]
 )
 def test_a_broken_kernel_fails(
-    changed: str, old: str, new: str, check: str, mutate: Callable[..., ModuleType]
+    changed: str, old: str, new: str, check: str, mutate: Callable[..., SimpleNamespace]
 ) -> None:
-    module = mutate(changed, old, new, MODULES[check])
+    made = mutate(changed, old, new)
     with pytest.raises((AssertionError, InterpreterError)):
-        CHECKS[check](module)
+        CHECKS[check](made)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asyncllm.gpu.ops.linear_weights import LinearWeights
-from asyncllm.gpu.ops.routing import RouterWeights, TorchRouting
-from asyncllm.gpu.ops.triton import expert_pairs, experts
-from asyncllm.gpu.ops.triton.expert_pairs import sort_pairs
+from asyncllm.gpu.ops.routing import TorchRouting
+from asyncllm.gpu.ops.triton import expert_pairs
 from asyncllm.gpu.ops.triton.op_set import TritonOps
-from tests.exact_experts import ROUTINGS, SOFTMAX, router_weights
+from tests.exact_experts import ROUTINGS, router_weights
 from tests.slow import slow_but
-from tests.triton.checks import check_experts, check_routing, check_sort_pairs, check_sum_experts
+from tests.triton.checks import (
+    check_experts,
+    check_routing,
+    check_routing_ties,
+    check_routing_without_numbers,
+    check_sort_pairs,
+    check_sum_experts,
+)
 
 CASES = [
     {"tokens": 1},
@@ -28,19 +33,12 @@ CASES = [
 
 @pytest.mark.parametrize("case", slow_but(CASES, *CASES[:3], CASES[-1]), ids=str)
 def test_experts(case: dict) -> None:
-    check_experts(experts, "cpu", **case)
+    check_experts(TritonOps(), "cpu", **case)
 
 
-def test_pairs_are_sorted_by_expert_and_their_tiles_counted() -> None:
-    ids = torch.tensor([[3, 0], [0, 4], [3, 1], [3, 0], [3, 5]], dtype=torch.int32)
-    pairs, starts, tile_ends = sort_pairs(ids, 7, 3)
-    assert pairs.flatten().tolist() == [1, 2, 7, 5, 0, 4, 6, 8, 3, 9]
-    assert starts.tolist() == [[0, 3, 4, 4, 8, 9, 10, 10]]
-    assert tile_ends.tolist() == [[1, 2, 2, 4, 5, 6, 6]]
-
-
-def test_pairs_beyond_a_block() -> None:
-    check_sort_pairs(expert_pairs, expert_pairs.BLOCK_PAIRS // 3 + 50, 5, "cpu")
+@pytest.mark.parametrize("tokens", [5, expert_pairs.BLOCK_PAIRS // 3 + 50])
+def test_pairs_of_one_block_and_of_more(tokens: int) -> None:
+    check_sort_pairs(expert_pairs, tokens, 5, "cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -59,16 +57,5 @@ def test_groups_are_left_to_torch() -> None:
 
 
 def test_rows_that_are_no_numbers_have_experts() -> None:
-    """All different; the first of equal ones come first."""
-    x = torch.ones(4, 40)
-    x[1], x[3] = torch.nan, torch.inf
-    for config in (ROUTINGS["renormalised"], ROUTINGS["correction"]):
-        ids, weights = TritonOps().routing(config, router_weights(config))(x)
-        for row in (1, 3):
-            assert len(set(ids[row].tolist())) == config.top_k
-            assert set(ids[row].tolist()) <= set(range(12))
-            assert weights[row].isnan().any()
-        assert torch.equal(ids[0], ids[2])
-        assert weights[0].isfinite().all()
-    ties = RouterWeights(LinearWeights(torch.zeros(12, 40)))
-    assert TritonOps().routing(SOFTMAX, ties)(x[:1])[0].tolist() == [[0, 1, 2]]
+    check_routing_without_numbers(TritonOps(), "correction")
+    check_routing_ties(TritonOps())

@@ -125,23 +125,15 @@ def attended(place: Place) -> list[Tensor]:
 
     q, cache, found = heads(drawn(ROWS, 32)), drawn(2, 9, 16, 1, 16, seed=1), []
     table = place(torch.arange(ROWS * 2, dtype=torch.int32).view(ROWS, 2) + 1)
-    lengths = torch.tensor([3, 20, 17, 32], dtype=torch.int32)
-    rows: dict[str, Any] = {"table_rows": LINES, "seq_lens": lengths, "scale": 1.0}
-    shared: list[dict[str, Any]] = [{}, {"splits": 2}, {"extra_shares": 3}]
-    tiles = tuning.decode_tiles(90, 16, 4)
-    for sharing in shared:
-        out = heads(torch.zeros(ROWS, 32))
-        found.append(
-            attend_decodes(
-                decode_attention, q, cache, table, tiles=tiles, out=out, **rows, **sharing
-            )
-        )
-    rows |= {"query_start_loc": torch.arange(ROWS + 1), "tiles": tuning.prefill_tiles(90, 16, 4)}
+    given = q, cache, table, LINES, torch.tensor([3, 20, 17, 32], dtype=torch.int32)
+    decodes: list[dict[str, Any]] = [{}, {"splits": 2}, {"extra_shares": 3}]
+    for options in decodes:
+        out, options["tiles"] = heads(torch.zeros(ROWS, 32)), tuning.decode_tiles(90, 16, 4)
+        found.append(attend_decodes(decode_attention, *given, scale=1.0, out=out, **options))
+    starts, tiles = torch.arange(ROWS + 1), tuning.prefill_tiles(90, 16, 4)
     for splits in (1, 2):
-        out = heads(torch.zeros(ROWS, 32))
-        found.append(
-            attend_prefills(prefill_attention, q, cache, table, out=out, splits=splits, **rows)
-        )
+        options = {"out": heads(torch.zeros(ROWS, 32)), "splits": splits, "tiles": tiles}
+        found.append(attend_prefills(prefill_attention, *given, starts, scale=1.0, **options))
     return found
 
 
@@ -166,16 +158,13 @@ def cached(block: int) -> list[Tensor]:
     rope, slots = rope_cache.TritonRopeAndCache(shape, None, None, 1e-6), LINES + block * 16
     q = rope(drawn(ROWS, 128, seed=1), (torch.ones(ROWS, 32), LINES), pages, slots)[0]
     table = torch.full((1, 1), block, dtype=torch.int32)
-    rows = {"table_rows": LINES[:1] * 0, "scale": 1.0}
-    lengths = torch.tensor([9], dtype=torch.int32)
-    tiles = tuning.decode_tiles(90, 32, 4)
-    found = attend_decodes(
-        decode_attention, q[:1], pages, table, seq_lens=lengths, tiles=tiles, **rows
+    rows = table, LINES[:1] * 0, torch.tensor([9], dtype=torch.int32)
+    tiles = tuning.decode_tiles(90, 32, 4), tuning.prefill_tiles(90, 32, 4)
+    found = attend_decodes(decode_attention, q[:1], pages, *rows, scale=1.0, tiles=tiles[0])
+    starts = torch.tensor([0, ROWS])
+    prefilled = attend_prefills(
+        prefill_attention, q, pages, *rows, starts, scale=1.0, tiles=tiles[1]
     )
-    prefilled = attend_prefills(prefill_attention,
-        q, pages, table, seq_lens=lengths, query_start_loc=torch.tensor([0, ROWS]),
-        tiles=tuning.prefill_tiles(90, 32, 4), **rows,
-    )  # fmt: skip
     return [found, prefilled, pages[:, block]]
 
 

@@ -9,8 +9,7 @@ from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.gpu.ops.gated_delta import DeltaBiases
 from asyncllm.gpu.ops.triton.op_set import TritonOps
 from tests import recurrent_checks
-
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
+from tests.op_sets import TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -18,6 +17,13 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
 )
 def test_causal_conv(channels: int, width: int, dtype: torch.dtype) -> None:
     recurrent_checks.check_causal_conv(TritonOps(), channels, width, dtype, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_gated_norm_and_gate(dtype: torch.dtype) -> None:
+    for size in (16, 21):
+        recurrent_checks.check_gated_norm(TritonOps(), size, dtype, TOLERANCE[dtype])
+    recurrent_checks.check_sigmoid_mul(TritonOps(), dtype, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(
@@ -50,14 +56,3 @@ def test_a_row_without_tokens_keeps_its_states(dtype: torch.dtype) -> None:
     for state, old in zip((matrices, held), before, strict=True):
         kept = [bool(torch.equal(state[slot], old[slot])) for slot in range(6)]
         assert kept == [True, False, False, True, True, True]
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("size", [16, 21])
-def test_gated_norm(size: int, dtype: torch.dtype) -> None:
-    recurrent_checks.check_gated_norm(TritonOps(), size, dtype, TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_sigmoid_mul(dtype: torch.dtype) -> None:
-    recurrent_checks.check_sigmoid_mul(TritonOps(), dtype, TOLERANCE[dtype])

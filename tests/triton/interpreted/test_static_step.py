@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer
-from asyncllm.gpu.models.attention_kinds import attention_kinds
-from asyncllm.gpu.models.decoder import Decoder
-from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops.triton.attention import TritonAttention
-from asyncllm.gpu.ops.triton.op_set import TritonOps
-from asyncllm.gpu.weights import dummy_weights
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import Driver
 from tests.static_runner import CPU, LateStream, make_decoder, make_runner, steps_of
-from tests.triton.decoder_steps import small_model, wide_fields
+from tests.triton.decoder_steps import (
+    BlocksFirst,
+    run_steps,
+    small_model,
+    triton_decoder,
+    wide_fields,
+)
 
 KINDS = [
     SamplingParams(temperature=0.0, seed=0),
@@ -31,17 +31,6 @@ MODELS = {"Qwen 3": small_model(), "Gemma 4": replace(small_model(), **wide_fiel
 SETTINGS: dict[str, Any] = {"block_size": 16, "num_blocks": 30, "max_len": 96, "max_num_seqs": 5}
 
 
-def triton_decoder(model: ModelConfig) -> Decoder:
-    attention = {
-        kind: TritonAttention(kind.shape, torch.float32, CPU, capability=80, num_sms=16)
-        for kind in attention_kinds(model)
-    }
-    weights = dummy_weights(model, torch.float32, CPU)
-    decoder = build_decoder(model, TritonOps(), attention, weights)
-    decoder.set_max_positions(128)
-    return decoder
-
-
 @pytest.mark.parametrize(
     "name", ["Qwen 3", pytest.param("Gemma 4", marks=pytest.mark.slow)], ids=str
 )
@@ -50,7 +39,7 @@ def test_tokens_are_those_of_the_plain_path(name: str) -> None:
     were not written are full of NaN."""
     plain = make_runner(make_decoder(MODELS[name]), capturer=None, **SETTINGS)
     stream = LateStream()
-    decoder = triton_decoder(MODELS[name])
+    decoder = triton_decoder(MODELS[name], torch.float32)
     ahead = make_runner(decoder, capturer=GraphCapturer(), stream=stream, sizes=(5,), **SETTINGS)
     steps_of(ahead).cache.tensor.fill_(torch.nan)
     found = []
@@ -66,3 +55,12 @@ def test_tokens_are_those_of_the_plain_path(name: str) -> None:
     assert found[0] == found[1]
     assert len({token for tokens in found[0] for token in tokens}) > 10
     assert stream.most == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [TritonAttention, BlocksFirst])
+def test_logits_are_those_of_the_plain_path(kind: type[TritonAttention]) -> None:
+    expected = run_steps("torch", torch.float32, CPU)
+    found = run_steps("triton", torch.float32, CPU, capability=80, made=kind)
+    for step, (logits, wanted) in enumerate(zip(found, expected, strict=True)):
+        assert torch.allclose(logits, wanted, rtol=1e-4, atol=1e-4), f"step {step}"
