@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 from asyncllm import validation as check
 from asyncllm.checkpoint.progress import LoadStage
@@ -24,7 +24,9 @@ from asyncllm.runtime.handle import Handle
 from asyncllm.runtime.input_processor import InputProcessor
 from asyncllm.runtime.loading import Loader, load_model
 from asyncllm.runtime.mailbox import MailboxRegistry, ThreadMailbox
-from asyncllm.runtime.request_options import RequestOptions, request_ids
+from asyncllm.runtime.prompt_encoder import PromptEncoder
+from asyncllm.runtime.request_options import ChatOptions, RequestOptions, request_ids, take
+from asyncllm.runtime.submitter import Submitter
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
 from asyncllm.text.long_text import LONG_TEXT
@@ -118,14 +120,10 @@ class AsyncLLMEngine(Handle):
             raise
 
     def _adopt_thread(self, thread: EngineThread) -> None:
-        self._input_processor = InputProcessor(
-            thread.loaded,
-            thread.core,
-            self._mailboxes,
-            self._observers,
-            thread.grammars,
-            self.config,
-        )
+        loaded, core, config = thread.loaded, thread.core, self.config
+        prompts = PromptEncoder(loaded, config)
+        submitter = Submitter(core, thread.grammars, self._mailboxes, self._observers)
+        self._input_processor = InputProcessor(loaded, config, prompts, submitter)
 
     def _thread_mailbox(self) -> ThreadMailbox:
         self._running()
@@ -179,7 +177,11 @@ class AsyncLLMEngine(Handle):
         """Drops the mailboxes and closes the input processor. Returns the threads to join."""
         assert self._input_processor is not None
         self._mailboxes.clear()
-        leftovers = (thread.thread_to_join, *self._input_processor.close())
+        leftovers = (
+            thread.thread_to_join,
+            self._input_processor.prompts.long_texts.close(),
+            *self._input_processor.submitter.close(),
+        )
         return [thread_to_join for thread_to_join in leftovers if thread_to_join is not None]
 
     async def wait_closed(self) -> None:
@@ -287,11 +289,12 @@ class AsyncLLMEngine(Handle):
         A text of more than a few thousand characters is tokenised on a worker thread. Its errors
         are raised at the first read, except when its length alone is too large.
         """
-        intake = self._running()
+        inputs = self._running()
         options = RequestOptions(
             request_id, priority, timeout, max_unread, on_slow, cache_salt, owner
         )
-        return intake.enqueue(intake.prompt(prompt, sampling_params, options, sampling))
+        submission = inputs.prompt(prompt, sampling_params, options, sampling)
+        return inputs.submitter.enqueue(submission)
 
     async def generate(
         self,
@@ -324,14 +327,15 @@ class AsyncLLMEngine(Handle):
         Those that wait get their places in the order of their calls, before ``stream`` and ``chat``
         get any. A cancelled call leaves nothing behind.
         """
-        intake = self._running()
-        names = RequestOptions.__slots__
-        chosen = RequestOptions(**{name: options.pop(name) for name in names if name in options})
+        inputs = self._running()
+        request = take(RequestOptions, options)
         if _is_conversation(prompt):
-            submission = intake.conversation(prompt, sampling_params, chosen, **options)  # pyright: ignore[reportArgumentType]
+            chat, messages = take(ChatOptions, options), cast("Sequence[dict[str, Any]]", prompt)
+            submission = inputs.conversation(messages, sampling_params, request, chat, options)
         else:
-            submission = intake.prompt(prompt, sampling_params, chosen, options)  # pyright: ignore[reportArgumentType]
-        return await intake.enqueue_or_wait(submission)
+            text = cast("str | Sequence[int]", prompt)
+            submission = inputs.prompt(text, sampling_params, request, options)
+        return await inputs.submitter.enqueue_or_wait(submission)
 
     def chat(
         self,
@@ -379,24 +383,21 @@ class AsyncLLMEngine(Handle):
         or prompt of more than a few thousand characters is rendered and tokenised on a worker
         thread; see docs/chat.md.
         """
-        intake = self._running()
+        inputs = self._running()
         options = RequestOptions(
             request_id, priority, timeout, max_unread, on_slow, cache_salt, owner
         )
-        submission = intake.conversation(
-            messages,
-            sampling_params,
-            options,
-            tools=tools,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            response_format=response_format,
-            chat_template=chat_template,
-            chat_template_kwargs=chat_template_kwargs,
-            split_special_tokens=split_special_tokens,
-            **sampling,
+        chat = ChatOptions(
+            tools,
+            chat_template,
+            chat_template_kwargs,
+            split_special_tokens,
+            tool_choice,
+            parallel_tool_calls,
+            response_format,
         )
-        return intake.enqueue(submission)
+        submission = inputs.conversation(messages, sampling_params, options, chat, sampling)
+        return inputs.submitter.enqueue(submission)
 
     def abort(self, request_id: str | Iterable[str]) -> None:
         """Aborts one request or several; unknown and finished ids are ignored. Any thread,
@@ -405,7 +406,7 @@ class AsyncLLMEngine(Handle):
         Raises:
             InvalidRequestError: for anything but a string, or strings; none is aborted then.
         """
-        core = self._running().core
+        core = self._running().submitter.core
         for one in request_ids(request_id):
             group = core.admission.get(one)
             if group is not None:
@@ -441,8 +442,8 @@ class AsyncLLMEngine(Handle):
 
         What takes long is done on another thread, one text at a time.
         """
-        intake = self._running()
-        encode = intake.prepare_tokenize(
+        prompts = self._running().prompts
+        encode = prompts.prepare_tokenize(
             prompt,
             add_special_tokens=add_special_tokens,
             tools=tools,
@@ -453,7 +454,7 @@ class AsyncLLMEngine(Handle):
         )
         found = encode(at_once=True)
         if found is None:
-            found = await intake.long_texts.call(encode, len(prompt))
+            found = await prompts.long_texts.call(encode, len(prompt))
         return found  # pyright: ignore[reportReturnType]
 
     async def detokenize(
@@ -466,9 +467,9 @@ class AsyncLLMEngine(Handle):
             InvalidRequestError: for anything but integers from 0 to 2**32 - 1.
             EngineClosedError: if the engine is not started, or closed.
         """
-        intake = self._running()
-        length, decode = intake.prepare_detokenize(token_ids, skip_special_tokens)
-        return decode() if length < LONG_TEXT else await intake.long_texts.call(decode, length)
+        prompts = self._running().prompts
+        length, decode = prompts.prepare_detokenize(token_ids, skip_special_tokens)
+        return decode() if length < LONG_TEXT else await prompts.long_texts.call(decode, length)
 
     # --- the engine as a whole ---------------------------------------------------------
 
@@ -482,12 +483,12 @@ class AsyncLLMEngine(Handle):
         await self._suspend(False)
 
     async def _suspend(self, suspended: bool) -> None:
-        core = self._running().core
+        core = self._running().submitter.core
         await wait_for(core.call(core.suspend, suspended))
 
     async def reset_prefix_cache(self) -> bool:
         """Evicts all cached prefixes. False, with nothing done, while requests hold KV blocks."""
-        core = self._running().core
+        core = self._running().submitter.core
         return await wait_for(core.call(core.scheduler.kv.reset_prefix_cache))
 
     async def execution_report(self) -> ExecutionReport:
@@ -497,7 +498,7 @@ class AsyncLLMEngine(Handle):
         Raises:
             EngineError: an executor that does not tell.
         """
-        core = self._running().core
+        core = self._running().submitter.core
         report = getattr(core.executor, "report", None)
         if report is None:
             raise EngineError(f"a {type(core.executor).__name__} has no report of its execution")
@@ -518,7 +519,7 @@ class AsyncLLMEngine(Handle):
 
     def stats(self) -> EngineStats:
         """A snapshot; never blocks, any thread."""
-        return self._running().core.stats()
+        return self._running().submitter.core.stats()
 
     def add_observer(self, observer: Observer) -> None:
         """Registers an observer of every request accepted from now on, and of its end; see
@@ -561,14 +562,14 @@ class AsyncLLMEngine(Handle):
     def _running(self) -> InputProcessor:
         """Input processor of a running or dead engine. This is the only check of state and process
         that a call makes."""
-        thread, intake = self._thread, self._input_processor
-        if thread is None or intake is None:
+        thread, inputs = self._thread, self._input_processor
+        if thread is None or inputs is None:
             raise self._not_started()
         if os.getpid() != thread.pid:
             raise thread.forked()
         if self._closed or (thread.closing and thread.core.fatal_error is None):
             raise EngineClosedError(thread.core.close_reason)
-        return intake
+        return inputs
 
     def _not_started(self) -> EngineClosedError:
         return EngineClosedError(

@@ -202,11 +202,13 @@ class LLM(Handle):
 
     def tokenize(self, prompt: str | Messages, **options: Any) -> list[int]:
         """``AsyncLLMEngine.tokenize`` in the calling thread; arguments and errors as there."""
-        return self.engine._running().prepare_tokenize(prompt, **options)()  # pyright: ignore[reportReturnType]
+        return self.engine._running().prompts.prepare_tokenize(prompt, **options)()  # pyright: ignore[reportReturnType]
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """``AsyncLLMEngine.detokenize`` in the calling thread; arguments and errors as there."""
-        return self.engine._running().prepare_detokenize(token_ids, skip_special_tokens)[1]()
+        return self.engine._running().prompts.prepare_detokenize(token_ids, skip_special_tokens)[
+            1
+        ]()
 
     def _batch(
         self,
