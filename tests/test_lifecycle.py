@@ -394,7 +394,7 @@ def test_a_text_that_cannot_be_tokenised_does_not_speak_of_the_engine():
     rig = fake(num_blocks=2000)
     own = EngineClosedError("the engine is gone")
 
-    def encode(text):
+    def encode(*_):
         raise own
 
     async def main():
