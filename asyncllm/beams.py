@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,7 +14,6 @@ from asyncllm.core.deadlines import DeadlineExceededError
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import (
     ContextLengthExceededError,
-    EngineOverloadedError,
     InvalidRequestError,
     RequestError,
 )
@@ -25,8 +23,6 @@ from asyncllm.stream import TokenStream
 
 EarlyStopping = bool | Literal["never"]
 MAX_BEAM_WIDTH = 1024
-_LONGEST_WAIT = 1.0
-"""Most seconds between two attempts to submit to a full queue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,31 +247,19 @@ class _Driver:
         return self._completion(search.ended)
 
     async def _step(self, prompts: Sequence[str | Sequence[int]]) -> list[Sequence[Logprob]]:
-        """Compute the likeliest next tokens of each prompt, with as many requests at a time as the
-        queue accepts."""
-        live: deque[TokenStream] = deque()
-        top_tokens = []
+        """Compute the likeliest next tokens of each prompt."""
+        streams: list[TokenStream] = []
         try:
             for prompt in prompts:
-                while True:
-                    try:
-                        live.append(self._submit(prompt))
-                        break
-                    except EngineOverloadedError as refused:
-                        if live:
-                            top_tokens.append(await self._read(live.popleft()))
-                        elif self._first is None:
-                            raise
-                        else:
-                            await anyio.sleep(min(refused.retry_after, _LONGEST_WAIT))
-            while live:
-                top_tokens.append(await self._read(live.popleft()))
+                streams.append(await self._submit(prompt))
+            return [await self._read(stream) for stream in streams]
         finally:
-            for stream in live:
+            for stream in streams:
                 stream.close()
-        return top_tokens
 
-    def _submit(self, prompt: str | Sequence[int]) -> TokenStream:
+    async def _submit(self, prompt: str | Sequence[int]) -> TokenStream:
+        """Submit a request of one token. The first one is refused if the queue is full, and later
+        ones wait for a place."""
         timeout = None
         if self._timeout is not None:
             timeout = self._timeout - (time.monotonic() - self._began)
@@ -285,15 +269,17 @@ class _Driver:
         params = SamplingParams(
             max_tokens=1, temperature=0.0, repetition_penalty=1.0, detokenize=False
         )
+        options = {
+            **self._options,
+            "logprobs": self._num_logprobs,
+            "ignore_eos": True,
+            "timeout": timeout,
+        }
         try:
-            return self._engine.stream(
-                prompt,
-                params,
-                logprobs=self._num_logprobs,
-                ignore_eos=True,
-                timeout=timeout,
-                **self._options,
-            )
+            if self._first is None:
+                return self._engine.stream(prompt, params, **options)
+            with anyio.move_on_after(timeout):
+                return await self._engine.submit(prompt, params, **options)
         except InvalidRequestError as error:
             if error.param != "logprobs":
                 raise
@@ -302,12 +288,10 @@ class _Driver:
                 f"beam_width={width}: needs more log-probabilities than there are: {error}",
                 param="beam_width",
             ) from error
+        raise DeadlineExceededError("no time is left")
 
     async def _read(self, stream: TokenStream) -> Sequence[Logprob]:
-        try:
-            completion = await stream.result()
-        finally:
-            stream.close()
+        completion = await stream.result()
         if self._first is None:
             self._first, self._prompt = completion.usage, completion.prompt_token_ids
             self._request_id = completion.request_id

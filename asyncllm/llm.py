@@ -162,13 +162,9 @@ class LLM(Handle):
             AsyncLLMError: the first one of any prompt; the others are aborted then.
             EngineOverloadedError: only if not even the first prompt is accepted.
         """
-        if isinstance(prompts, str) or _begins_with(prompts, "prompts", numbers.Integral):
-            return self._batch(
-                self.engine.stream, [prompts], [sampling_params], bool(progress), options
-            )[0]
-        return self._batch(
-            self.engine.stream, prompts, sampling_params, progress, options, name="prompts"
-        )
+        one = isinstance(prompts, str) or _begins_with(prompts, "prompts", numbers.Integral)
+        name = None if one else "prompts"
+        return self._complete(self.engine.stream, name, prompts, sampling_params, progress, options)
 
     def chat(
         self,
@@ -180,13 +176,9 @@ class LLM(Handle):
     ) -> Any:
         """Answers one conversation, or a sequence of conversations as one batch; the rest is
         that of ``generate`` and of ``AsyncLLMEngine.chat``."""
-        if _begins_with(messages, "messages", Mapping) or len(messages) == 0:
-            return self._batch(
-                self.engine.chat, [messages], [sampling_params], bool(progress), options
-            )[0]
-        return self._batch(
-            self.engine.chat, messages, sampling_params, progress, options, name="messages"
-        )
+        one = _begins_with(messages, "messages", Mapping) or len(messages) == 0
+        name = None if one else "messages"
+        return self._complete(self.engine.chat, name, messages, sampling_params, progress, options)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
@@ -210,17 +202,19 @@ class LLM(Handle):
             1
         ]()
 
-    def _batch(
+    def _complete(
         self,
         submit: Callable[..., TokenStream],
-        prompts: Sequence[Any],
+        name: str | None,
+        prompts: Any,
         sampling_params: Any,
         progress: bool | None,
         options: dict[str, Any],
-        name: str | None = None,
-    ) -> list[Completion]:
-        """Completions of a batch, in its order. ``name`` of the argument and an item's index stand
-        in the message of the item's error."""
+    ) -> Any:
+        """Complete a batch in its order, or, without ``name``, one prompt. The error of an item of
+        a batch has the argument's ``name`` and the item's index in its message."""
+        if name is None:
+            prompts, sampling_params, progress = [prompts], [sampling_params], bool(progress)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
         elif len(sampling_params) != len(prompts):
@@ -238,7 +232,7 @@ class LLM(Handle):
             for completion in completions:
                 results.append(completion)
                 advance()
-        return results
+        return results[0] if name is None else results
 
     def _completions(
         self,

@@ -303,8 +303,7 @@ class EngineCore:
             if error is None:
                 self.output_processor.complete(request)
             else:
-                group = request.group
-                self.output_processor.fail(group, as_request_error(group, error))
+                self.on_fail(request.group, error)
         self._on_device(self.executor.sample, masks)
 
     def _collect(self) -> None:

@@ -61,18 +61,17 @@ class GrammarMatcher(Protocol):
         ...
 
 
-class Grammar(Protocol):
+@dataclass(frozen=True, slots=True)
+class Grammar:
     """A compiled grammar, shared by requests.
 
     Attributes:
+        new_matcher: makes a matcher at the beginning; takes microseconds, any thread.
         special: ids of the special tokens that a grammar may name.
     """
 
-    special: Collection[int]
-
-    def new_matcher(self) -> GrammarMatcher:
-        """Make a matcher at the beginning; takes microseconds, any thread."""
-        ...
+    new_matcher: Callable[[], GrammarMatcher]
+    special: Collection[int] = ()
 
 
 class GrammarBackend(Protocol):
