@@ -7,8 +7,8 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Self, cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, Self
 
 from asyncllm import validation as check
 from asyncllm.checkpoint.progress import LoadStage
@@ -25,7 +25,7 @@ from asyncllm.runtime.input_processor import InputProcessor
 from asyncllm.runtime.loading import Loader, load_model
 from asyncllm.runtime.mailbox import MailboxRegistry, ThreadMailbox
 from asyncllm.runtime.prompt_encoder import PromptEncoder
-from asyncllm.runtime.request_options import ChatOptions, RequestOptions, request_ids, take
+from asyncllm.runtime.request_options import ChatOptions, RequestOptions, request_ids
 from asyncllm.runtime.submitter import Submitter
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
@@ -81,8 +81,8 @@ class AsyncLLMEngine(Handle):
     # --- lifecycle ---------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Loads the model and starts the engine thread. Cancelled, it leaves the engine as
-        if it had never been called.
+        """Load the model and start the engine thread. Cancelled, it leaves the engine as if it had
+        never been called.
 
         Raises:
             ModelLoadError, InvalidRequestError, KVCacheTooSmallError: for a model that cannot be
@@ -131,14 +131,13 @@ class AsyncLLMEngine(Handle):
         return ThreadMailbox(self._thread.watch_interval, self._thread.check_step)
 
     async def aclose(self, *, drain: float | None = 0.0) -> None:
-        """Ends the engine and gives everything back: thread, files, device memory.
+        """End the engine and release its thread, files and device memory.
 
         Args:
-            drain: seconds that live requests may go on; 0 aborts them at once, None lets
-                them finish. Paused streams that are not read are aborted after any drain.
+            drain: seconds that live requests may go on; 0 aborts them at once, None lets them
+                finish. Paused streams that are not read are aborted after any drain.
 
-        Idempotent, and safe to call from several tasks. If it is cancelled, the closing goes
-        on without it.
+        Idempotent, and safe to call from several tasks. Closing goes on if the call is cancelled.
         """
         thread = self._end(drain)
         if thread is not None:
@@ -152,10 +151,7 @@ class AsyncLLMEngine(Handle):
         """``aclose`` for a thread without an event loop."""
         thread = self._end(drain)
         if thread is not None:
-            while not thread.exited.done():
-                with contextlib.suppress(TimeoutError):
-                    thread.exited.result(thread.watch_interval)
-                thread.check_step()
+            thread.wait_exited()
             until = time.monotonic() + _JOIN_TIMEOUT
             for thread_to_join in self._clean_up(thread):
                 thread_to_join.join(max(0.0, until - time.monotonic()))
@@ -174,7 +170,7 @@ class AsyncLLMEngine(Handle):
         return thread
 
     def _clean_up(self, thread: EngineThread) -> list[threading.Thread]:
-        """Drops the mailboxes and closes the input processor. Returns the threads to join."""
+        """Drop mailboxes and work that waits for a thread; returns the threads to join."""
         assert self._input_processor is not None
         self._mailboxes.clear()
         leftovers = (
@@ -185,7 +181,7 @@ class AsyncLLMEngine(Handle):
         return [thread_to_join for thread_to_join in leftovers if thread_to_join is not None]
 
     async def wait_closed(self) -> None:
-        """Waits until the engine has ended, by ``aclose`` or otherwise; any task, any loop.
+        """Wait until the engine has ended, by ``aclose`` or otherwise; any task, any loop.
 
         Raises:
             EngineDeadError, EngineClosedError: ``error``, if it ended by anything but
@@ -263,7 +259,7 @@ class AsyncLLMEngine(Handle):
         owner: str | None = None,
         **sampling: Any,
     ) -> TokenStream:
-        """Submits a request at once and returns the stream of its output.
+        """Submit a request at once; returns the stream of its output.
 
         Args:
             prompt: text, to which the tokenizer adds its special tokens, or token ids.
@@ -311,8 +307,8 @@ class AsyncLLMEngine(Handle):
         sampling_params: SamplingParams | None = None,
         **options: Any,
     ) -> TokenStream:
-        """Waits until the queue has a place, then submits a request and returns its stream. So a
-        batch may be larger than the queue.
+        """Submit a request once the queue has a place; returns its stream. So a batch may be larger
+        than the queue.
 
         Args:
             prompt: text or token ids, as for ``stream``; or messages, as for ``chat``.
@@ -328,13 +324,7 @@ class AsyncLLMEngine(Handle):
         get any. A cancelled call leaves nothing behind.
         """
         inputs = self._running()
-        request = take(RequestOptions, options)
-        if _is_conversation(prompt):
-            chat, messages = take(ChatOptions, options), cast("Sequence[dict[str, Any]]", prompt)
-            submission = inputs.conversation(messages, sampling_params, request, chat, options)
-        else:
-            text = cast("str | Sequence[int]", prompt)
-            submission = inputs.prompt(text, sampling_params, request, options)
+        submission = inputs.prompt_or_conversation(prompt, sampling_params, options)
         return await inputs.submitter.enqueue_or_wait(submission)
 
     def chat(
@@ -358,7 +348,7 @@ class AsyncLLMEngine(Handle):
         owner: str | None = None,
         **sampling: Any,
     ) -> TokenStream:
-        """Submits a conversation, rendered by the model's own chat template, or the call's.
+        """Submit a conversation, rendered by the model's own chat template or the call's.
 
         Args:
             messages: ``{"role": …, "content": …}`` each.
@@ -400,8 +390,8 @@ class AsyncLLMEngine(Handle):
         return inputs.submitter.enqueue(submission)
 
     def abort(self, request_id: str | Iterable[str]) -> None:
-        """Aborts one request or several; unknown and finished ids are ignored. Any thread,
-        any number of times. The id is free again when this returns.
+        """Abort one request or several; unknown and finished ids are ignored. Any thread, any
+        number of times. The id is free again when this returns.
 
         Raises:
             InvalidRequestError: for anything but a string, or strings; none is aborted then.
@@ -474,12 +464,12 @@ class AsyncLLMEngine(Handle):
     # --- the engine as a whole ---------------------------------------------------------
 
     async def pause(self) -> None:
-        """Stops scheduling, and returns when no step is in flight. Streams wait, requests keep
-        their KV blocks, deadlines run on. ``resume`` goes on."""
+        """Stop scheduling; returns when no step is in flight. Streams wait, requests keep their KV
+        blocks, deadlines run on."""
         await self._suspend(True)
 
     async def resume(self) -> None:
-        """Goes on after ``pause``; without one it changes nothing."""
+        """Schedule again after ``pause``; without one it changes nothing."""
         await self._suspend(False)
 
     async def _suspend(self, suspended: bool) -> None:
@@ -487,16 +477,16 @@ class AsyncLLMEngine(Handle):
         await wait_for(core.call(core.suspend, suspended))
 
     async def reset_prefix_cache(self) -> bool:
-        """Evicts all cached prefixes. False, with nothing done, while requests hold KV blocks."""
+        """Evict all cached prefixes. False, with nothing done, while requests hold KV blocks."""
         core = self._running().submitter.core
         return await wait_for(core.call(core.scheduler.kv.reset_prefix_cache))
 
     async def execution_report(self) -> ExecutionReport:
-        """The ops, threads and attention backends of this engine, and on a CPU its memory
-        bandwidth, for whose measurement no step runs for some tenths of a second.
+        """The ops, threads and attention backends of this engine, and on a CPU its memory bandwidth.
+        While that is measured, no step runs for some tenths of a second.
 
         Raises:
-            EngineError: an executor that does not tell.
+            EngineError: for an executor without a report, or one that fails.
         """
         core = self._running().submitter.core
         report = getattr(core.executor, "report", None)
@@ -522,7 +512,7 @@ class AsyncLLMEngine(Handle):
         return self._running().submitter.core.stats()
 
     def add_observer(self, observer: Observer) -> None:
-        """Registers an observer of every request accepted from now on, and of its end; see
+        """Register an observer of requests accepted from now on; see
         ``asyncllm.observer.Observer``. In any state of the engine, any thread.
 
         Raises:
@@ -531,8 +521,8 @@ class AsyncLLMEngine(Handle):
         self._observers.add(observer)
 
     def remove_observer(self, observer: Observer) -> None:
-        """Unregisters an observer, which still hears of the end of the requests it knows. One that
-        was never added is ignored."""
+        """Unregister an observer. It is still called for the ends of requests that it knows. One
+        that was never added is ignored."""
         self._observers.remove(observer)
 
     @property
@@ -579,10 +569,3 @@ class AsyncLLMEngine(Handle):
 
     def __repr__(self) -> str:
         return f"<AsyncLLMEngine {self.config.model_name!r} {self.state}>"
-
-
-def _is_conversation(prompt: Any) -> bool:
-    """Whether a prompt is a sequence of messages."""
-    with contextlib.suppress(Exception):  # the argument's own methods may raise
-        return isinstance(prompt[0], Mapping)
-    return False

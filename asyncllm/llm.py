@@ -63,17 +63,17 @@ class LLMStream(Handle, Iterator[Delta]):
         return delta
 
     def result(self) -> Completion:
-        """Reads the stream to its end, and returns the completion."""
+        """Read to the end; returns the completion."""
         for _ in self:
             pass
         return self._stream.completion()
 
     def abort(self) -> None:
-        """Ends the request with finish reason ``abort``; what was generated can be read."""
+        """End the request with finish reason ``abort``; its output so far can still be read."""
         self._stream.abort()
 
     def close(self) -> None:
-        """Aborts the request and ends the iteration."""
+        """Abort the request and end the iteration."""
         self._stream.close()
 
     def __enter__(self) -> Self:
@@ -148,8 +148,8 @@ class LLM(Handle):
         progress: bool | None = None,
         **options: Any,
     ) -> Completion | list[Completion]:
-        """Completes one prompt, or a sequence of prompts as one batch, in their order. A batch
-        may be larger than the queue: the rest is submitted as requests end.
+        """Complete one prompt, or a sequence of prompts as one batch, in order. A batch may be
+        larger than the queue: the rest is submitted as requests end.
 
         Args:
             prompts: text or token ids; or a sequence of these.
@@ -174,8 +174,8 @@ class LLM(Handle):
         progress: bool | None = None,
         **options: Any,
     ) -> Any:
-        """Answers one conversation, or a sequence of conversations as one batch; the rest is
-        that of ``generate`` and of ``AsyncLLMEngine.chat``."""
+        """Answer one conversation, or a sequence of conversations as one batch. Arguments and
+        errors are those of ``generate`` and of ``AsyncLLMEngine.chat``."""
         one = _begins_with(messages, "messages", Mapping) or len(messages) == 0
         name = None if one else "messages"
         return self._complete(self.engine.chat, name, messages, sampling_params, progress, options)
@@ -183,13 +183,13 @@ class LLM(Handle):
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
     ) -> LLMStream:
-        """Submits a request at once and returns its output as a plain iterator."""
+        """Submit a request at once; returns its output as a plain iterator."""
         return LLMStream(self.engine.stream(prompt, sampling_params, **options), self._mailbox)
 
     def stream_chat(
         self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Any
     ) -> LLMStream:
-        """Submits a conversation at once and returns its output as a plain iterator."""
+        """Submit a conversation at once; returns its output as a plain iterator."""
         return LLMStream(self.engine.chat(messages, sampling_params, **options), self._mailbox)
 
     def tokenize(self, prompt: str | Messages, **options: Any) -> list[int]:
@@ -291,7 +291,7 @@ class LLM(Handle):
         return self.engine.error
 
     def close(self, *, drain: float | None = 0.0) -> None:
-        """Closes the engine if it is this object's own. Idempotent."""
+        """Close the engine if it is this object's own. Idempotent."""
         if self._owned:
             self.engine._close_blocking(drain)
 

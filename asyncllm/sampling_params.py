@@ -183,8 +183,8 @@ class SamplingParams:
             raise check.invalid("n", self.n, accepted)
 
     def _freeze_collections(self) -> None:
-        """Make every collection immutable, so that a caller's later change of its list cannot reach
-        a running request."""
+        """Make every collection immutable: a caller that changes its list later cannot reach a
+        running request."""
         if isinstance(self.stop, str):
             self._set("stop", (self.stop,))
         accepted = f"strings of {MAX_STOP_LENGTH} characters at most"

@@ -235,8 +235,8 @@ def token_ids(
 
 
 def field(owner: Any, validator: Callable[..., Any], name: str, *limits: Any, **how: Any) -> None:
-    """Validate a field of a frozen dataclass, unless it has its default, and store the plain value.
-    None is accepted if it is the default."""
+    """Validate a field of a frozen dataclass, and store the plain value. The default is always
+    accepted, None if it is the default."""
     value, default = getattr(owner, name), owner.__dataclass_fields__[name].default
     if value is not default:
         found = validator(name, value, *limits, optional=default is None, **how)
@@ -255,7 +255,7 @@ def equal_json(value: Any, other: Any) -> bool:
 
 
 def refuse_unknown(kind: str, given: Iterable[Any], known: Collection[str]) -> None:
-    """Raises InvalidRequestError for a name that does not exist, and names its counterpart."""
+    """Raise InvalidRequestError for a name that does not exist, and name its counterpart."""
     for name in given:
         if name not in known:
             name = f"{name:.80}" if isinstance(name, str) else describe(name)

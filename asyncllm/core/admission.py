@@ -207,8 +207,8 @@ class Admission:
         return None
 
     def _refusal(self, num_requests: int, num_tokens: int) -> EngineOverloadedError | None:
-        """Error for a group that does not fit into the queue, or behind whose back others wait for
-        a place; None if it may enter."""
+        """Error for a group that may not enter: the queue is full, or others wait for a place.
+        None if it may."""
         lacks = self._lacks(num_requests, num_tokens)
         if self._line:
             lacks = f"{len(self._line)} wait for a place in the queue", len(self._line)

@@ -256,7 +256,7 @@ class EngineCore:
             return
 
     def _wait_for_command(self) -> None:
-        """Blocks until there is something to do; an idle engine uses no CPU."""
+        """Wait until there is something to do; an idle engine uses no CPU."""
         timeout = self._time_to_next_event()
         if timeout is not None and timeout <= 0:
             return

@@ -244,8 +244,7 @@ class MaskMaker:
         return masks, ends
 
     def make_ahead(self, step: ScheduledStep) -> None:
-        """Begin the next masks of the requests of ``step`` whose masks are slow, once its tokens
-        are accepted."""
+        """Begin the next slow masks of a step's requests, once its tokens are accepted."""
         for row in step.batch.masked_rows:
             request = step.requests[row]
             grammar = request.structured_output

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import random
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from asyncllm.logits_processor import claiming
 from asyncllm.runtime.delimiter_tokens import DelimiterTokens
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.runtime.prompt_encoder import Encode, PromptEncoder
-from asyncllm.runtime.request_options import ChatOptions, RequestOptions
+from asyncllm.runtime.request_options import ChatOptions, RequestOptions, take
 from asyncllm.runtime.submitter import CallInfo, Submission, Submitter
 from asyncllm.sampling_params import SamplingParams, with_response_format
 from asyncllm.text.bad_words import bad_words_token_ids
@@ -116,6 +117,19 @@ class InputProcessor:
         encode = partial(self.prompts.encode_chat, given, longest, chat.split_special_tokens)
         return self._submission(request, call, encode, given.num_characters // 4, parser)
 
+    def prompt_or_conversation(
+        self, prompt: Any, sampling_params: SamplingParams | None, options: dict[str, Any]
+    ) -> Submission:
+        """Check a call of ``AsyncLLMEngine.submit``: ``conversation`` for messages, else
+        ``prompt``."""
+        request, first = take(RequestOptions, options), None
+        with suppress(Exception):  # the argument's own methods may raise
+            first = prompt[0]
+        if isinstance(first, Mapping):
+            chat = take(ChatOptions, options)
+            return self.conversation(prompt, sampling_params, request, chat, options)
+        return self.prompt(prompt, sampling_params, request, options)
+
     def _submission(
         self,
         request: Request,
@@ -163,8 +177,8 @@ class InputProcessor:
         sampling: dict[str, Any],
         options: RequestOptions,
     ) -> tuple[SamplingParams, tuple[int, ...], tuple[tuple[int, ...], ...]]:
-        """Resolved and checked parameters, indices of the engine's logits processors that apply,
-        and bad words as token ids."""
+        """Check the parameters. Returns them resolved, the indices of the engine's logits
+        processors that apply, and the bad words as token ids."""
         if options.priority and self.config.scheduling_policy == "fcfs":
             accepted = '0 with scheduling_policy="fcfs"; "priority" honours it'
             raise check.invalid("priority", options.priority, accepted)

@@ -60,8 +60,8 @@ class Submitter:
     _worker: WorkerThread = field(default_factory=partial(WorkerThread, "asyncllm-text"))
 
     def enqueue(self, submission: Submission) -> TokenStream:
-        """Reserve the group's place in the queue, call the observers, and send the group to the
-        engine thread once its prompt is known.
+        """Queue a request, and return its stream. It goes to the engine thread once its prompt and
+        its grammar are ready.
 
         Raises:
             EngineOverloadedError: if the queue is full.
