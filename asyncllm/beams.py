@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import anyio
@@ -17,7 +17,7 @@ from asyncllm.errors import (
     InvalidRequestError,
     RequestError,
 )
-from asyncllm.outputs import Completion, CompletionOutput, Logprob, TokenLogprobs, Usage
+from asyncllm.outputs import Completion, CompletionOutput, Logprob, TokenLogprobs
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
 
@@ -206,34 +206,30 @@ class BeamSearch:
         return sorted(both, key=lambda beam: -beam.score)[: self.beam_width]
 
 
+@dataclass(slots=True, eq=False)
 class _Driver:
-    """Runner of a search on an engine."""
+    """Runner of a search on an engine.
 
-    def __init__(
-        self,
-        engine: AsyncLLMEngine,
-        search: BeamSearch,
-        eos_token_ids: frozenset[int],
-        options: dict[str, Any],
-        timeout: float | None,
-    ) -> None:
-        self._engine = engine
-        self._search = search
-        self._eos_token_ids = eos_token_ids
-        self._options = options
-        self._began = time.monotonic()
-        self._timeout = timeout
-        self._prompt: Sequence[int] = ()
-        self._request_id = ""
-        self._first: Usage | None = None
-        self._num_logprobs = min(search.num_candidates, engine.model_config.vocab_size)
+    Attributes:
+        _first: completion of the first request, whose prompt is that of all beams.
+    """
+
+    _engine: AsyncLLMEngine
+    _search: BeamSearch
+    _eos_token_ids: frozenset[int]
+    _options: dict[str, Any]
+    _timeout: float | None
+    _began: float = field(default_factory=time.monotonic)
+    _first: Completion | None = None
 
     async def run(self, prompt: str | Sequence[int]) -> Completion:
         search = self._search
         try:
             search.advance(await self._step([prompt]))
+            assert self._first is not None
+            begin = self._first.prompt_token_ids
             while not search.done:
-                prompts = [[*self._prompt, *beam.token_ids] for beam in search.running]
+                prompts = [[*begin, *beam.token_ids] for beam in search.running]
                 try:
                     search.advance(await self._step(prompts))
                 except ContextLengthExceededError:
@@ -271,7 +267,7 @@ class _Driver:
         )
         options = {
             **self._options,
-            "logprobs": self._num_logprobs,
+            "logprobs": min(self._search.num_candidates, self._engine.model_config.vocab_size),
             "ignore_eos": True,
             "timeout": timeout,
         }
@@ -293,8 +289,7 @@ class _Driver:
     async def _read(self, stream: TokenStream) -> Sequence[Logprob]:
         completion = await stream.result()
         if self._first is None:
-            self._first, self._prompt = completion.usage, completion.prompt_token_ids
-            self._request_id = completion.request_id
+            self._first = completion
         if not completion.logprobs:
             raise RequestError("beam search: the executor reports no log-probabilities")
         return completion.logprobs[0].top
@@ -304,22 +299,22 @@ class _Driver:
         lengths = [len(output.token_ids) for output in outputs]
         first = self._first
         assert first is not None
-        usage = Usage(
-            prompt_tokens=first.prompt_tokens,
+        assert first.usage is not None
+        usage = replace(
+            first.usage,
             completion_tokens=sum(lengths),
-            cached_tokens=first.cached_tokens,
-            queue_time=first.queue_time,
-            ttft=first.ttft,
             total_time=time.monotonic() - self._began,
             longest_output=max(lengths),
         )
-        return Completion(self._request_id, tuple(self._prompt), outputs, usage)
+        return replace(first, outputs=outputs, usage=usage)
 
     def _output(self, index: int, beam: Beam) -> BeamOutput:
         token_ids = beam.token_ids
         last, search = token_ids[-1], self._search
         stops = last in search.stop_token_ids
-        detokenizer = self._engine.tokenizer.detokenizer(SamplingParams(), self._prompt)
+        assert self._first is not None
+        begin = self._first.prompt_token_ids
+        detokenizer = self._engine.tokenizer.detokenizer(SamplingParams(), begin)
         pieces = [detokenizer.push(one) for one in token_ids[: len(token_ids) - stops]]
         return BeamOutput(
             index=index,

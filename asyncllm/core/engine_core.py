@@ -83,7 +83,7 @@ class EngineCore:
         self.close_reason = CLOSED
         self._lock = threading.Lock()
         self._on_device_since: float | None = None
-        self._calls = IdleCalls(self.inbox)
+        self._calls = IdleCalls(self.inbox, self.shutdown_error)
         self._in_flight: deque[tuple[ScheduledStep, float]] = deque()
         self._deadlines = Deadlines()
         self._suspended = False
@@ -106,7 +106,7 @@ class EngineCore:
         """Run ``run(*args)`` while no step is in flight; any thread but the engine's. The future
         gets its result, or ``shutdown_error`` if the loop ends first."""
         self.check_waiting()
-        return self._calls.submit(run, args, self.shutdown_error)
+        return self._calls.submit(run, args)
 
     def check_waiting(self) -> None:
         """Raise RuntimeError on the engine thread, which would wait for itself for ever."""
@@ -205,7 +205,7 @@ class EngineCore:
             # The error lives as long as the engine; the objects in its frames need not.
             clear_frames(error)
         finally:
-            self._calls.close(self.shutdown_error)
+            self._calls.close()
             self._in_flight.clear()
             self._calls.due.clear()
             self._masks.close()
@@ -435,7 +435,7 @@ class EngineCore:
     def _fail_all(self) -> None:
         """Fail every live request of a dead engine, and all later calls. On the engine thread, or
         on the one that declared it hung."""
-        self._calls.close(self.shutdown_error)
+        self._calls.close()
         for group in self.admission.close(self.shutdown_error):
             for request in group.members[-1:]:
                 self.output_processor.close(request, self.shutdown_error())
