@@ -209,13 +209,25 @@ def items(name: str, value: Any, accepted: str, most: int = MAX_ITEMS, **how: An
     return _refuse(name, value, accepted if found is None else f"at most {most} {accepted}", **how)
 
 
-def strings(name: str, value: Any, *, optional: bool = False, refuse: Refuse = invalid) -> Any:
-    """Check a sequence of non-empty strings; returns a tuple."""
+def strings(
+    name: str, value: Any, most: int = MAX_ITEMS, longest: int = MAX_INTEGER, **how: Any
+) -> Any:
+    """Check a sequence of at most ``most`` non-empty strings; returns a tuple.
+
+    Args:
+        longest: most characters of a string.
+    """
     accepted = "a sequence of strings"
+    if longest < MAX_INTEGER:
+        accepted = f"strings of {longest} characters at most"
     if value is None:
-        return _refuse(name, value, accepted, optional=optional, refuse=refuse)
-    found = items(name, value, accepted, optional=optional, refuse=refuse)
-    return tuple(string(name, one, refuse=refuse) for one in found)
+        return _refuse(name, value, accepted, **how)
+    found = items(name, value, accepted, most, **how)
+    # The field may be None, but not an item.
+    found = tuple([string(name, one, **{**how, "optional": False}) for one in found])
+    if max(map(len, found), default=0) > longest:
+        _refuse(name, found, accepted, **how)
+    return found
 
 
 def token_ids(

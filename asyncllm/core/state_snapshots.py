@@ -82,7 +82,7 @@ class StateSnapshots:
         return 0
 
     def is_saving(self, request: Request) -> bool:
-        """Whether a waiting request gains by waiting a step: the step being scheduled saves a longer
+        """Whether a waiting request gains by waiting a step: the one being scheduled saves a longer
         prefix of it than any snapshot has."""
         if not self._saving:
             return False
