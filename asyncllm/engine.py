@@ -482,7 +482,7 @@ class AsyncLLMEngine(Handle):
         return await wait_for(core.call(core.scheduler.kv.reset_prefix_cache))
 
     async def execution_report(self) -> ExecutionReport:
-        """The ops, threads and attention backends of this engine; on a CPU its memory bandwidth too.
+        """Ops, threads and attention backends of this engine, and the memory bandwidth of a CPU.
         While that is measured, no step runs for some tenths of a second.
 
         Raises:

@@ -198,9 +198,8 @@ class LLM(Handle):
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """``AsyncLLMEngine.detokenize`` in the calling thread; arguments and errors as there."""
-        return self.engine._running().prompts.prepare_detokenize(token_ids, skip_special_tokens)[
-            1
-        ]()
+        prompts = self.engine._running().prompts
+        return prompts.prepare_detokenize(token_ids, skip_special_tokens)[1]()
 
     def _complete(
         self,

@@ -187,7 +187,13 @@ class SamplingParams:
         running request."""
         if isinstance(self.stop, str):
             self._set("stop", (self.stop,))
-        self._check_strings("stop", MAX_STOP_STRINGS, MAX_STOP_LENGTH)
+        for name, *limits in (
+            ("stop", MAX_STOP_STRINGS, MAX_STOP_LENGTH),
+            ("bad_words", MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH),
+        ):
+            if getattr(self, name) is None:
+                self._set(name, ())
+            check.field(self, check.strings, name, *limits)
         if self.stop and not self.detokenize:
             accepted = "true with stop strings, which are looked for in the text"
             raise check.invalid("detokenize", self.detokenize, accepted)
@@ -212,13 +218,7 @@ class SamplingParams:
         if not all(callable(processor) for processor in self.logits_processors):
             raise check.invalid("logits_processors", self.logits_processors, "callables")
 
-    def _check_strings(self, name: str, most: int, longest: int) -> None:
-        if getattr(self, name) is None:
-            self._set(name, ())
-        check.field(self, check.strings, name, most, longest)
-
     def _check_bad_words(self) -> None:
-        self._check_strings("bad_words", MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH)
         for word in self.bad_words:
             if not word.strip():
                 raise check.invalid("bad_words", word, "words, not white space alone")

@@ -17,7 +17,7 @@ from asyncllm.core.channel import Channel
 from asyncllm.core.output_processor import Output
 from asyncllm.core.request import Request, RequestGroup
 from asyncllm.errors import ContextLengthExceededError, InvalidRequestError
-from asyncllm.logits_processor import claiming
+from asyncllm.logits_processor import applicable_processors
 from asyncllm.runtime.delimiter_tokens import DelimiterTokens
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.runtime.prompt_encoder import Encode, PromptEncoder
@@ -74,11 +74,13 @@ class InputProcessor:
             token_ids = self.prompts.check_ids(prompt, self._max_prompt_tokens(request))
             self._set_prompt(request, token_ids)
             return Submission(request, call, request.num_prompt_tokens)
-        least = self.loaded.tokenizer.min_tokens(len(text))
+        estimate = len(text) // 4
         if len(text) >= LONG_TEXT:
+            least = self.loaded.tokenizer.min_tokens(len(text))
             self._check_length(request, len(text), least)
+            estimate = max(least, estimate)
         encode = partial(self.prompts.encode_text, text)
-        return self._submission(request, call, encode, max(least, len(text) // 4))
+        return self._submission(request, call, encode, estimate)
 
     def conversation(
         self,
@@ -201,7 +203,7 @@ class InputProcessor:
         processors = () if in_process is None else in_process.logits_processors
         claimed_by: tuple[int, ...] = ()
         if processors or resolved.extra_args:
-            claimed_by = claiming(processors, resolved)
+            claimed_by = applicable_processors(processors, resolved)
         if resolved.structured_outputs is not None:
             self.submitter.grammars.check_installed()
             if info.max_tokens_per_row > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar, get_args
 
@@ -83,9 +83,8 @@ def request_ids(given: Any) -> list[str]:
         InvalidRequestError: for anything but a string, or strings.
     """
     accepted = "a string, or several"
-    ids: Iterable[Any] = (given,)
-    if given is not None and not isinstance(given, str):
-        ids = check.items("request_id", given, accepted)
+    is_one = given is None or isinstance(given, str)
+    ids = (given,) if is_one else check.items("request_id", given, accepted)
     found = []
     for one in ids:
         text = check.plain_text(one)
