@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import anyio
@@ -15,18 +14,15 @@ from asyncllm.core.deadlines import DeadlineExceededError
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import (
     ContextLengthExceededError,
-    EngineOverloadedError,
     InvalidRequestError,
     RequestError,
 )
-from asyncllm.outputs import Completion, CompletionOutput, Logprob, TokenLogprobs, Usage
+from asyncllm.outputs import Completion, CompletionOutput, Logprob, TokenLogprobs
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
 
 EarlyStopping = bool | Literal["never"]
 MAX_BEAM_WIDTH = 1024
-_LONGEST_WAIT = 1.0
-"""Most seconds between two attempts to submit to a full queue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,34 +206,30 @@ class BeamSearch:
         return sorted(both, key=lambda beam: -beam.score)[: self.beam_width]
 
 
+@dataclass(slots=True, eq=False)
 class _Driver:
-    """Runner of a search on an engine."""
+    """Runner of a search on an engine.
 
-    def __init__(
-        self,
-        engine: AsyncLLMEngine,
-        search: BeamSearch,
-        eos_token_ids: frozenset[int],
-        options: dict[str, Any],
-        timeout: float | None,
-    ) -> None:
-        self._engine = engine
-        self._search = search
-        self._eos_token_ids = eos_token_ids
-        self._options = options
-        self._began = time.monotonic()
-        self._timeout = timeout
-        self._prompt: Sequence[int] = ()
-        self._request_id = ""
-        self._first: Usage | None = None
-        self._num_logprobs = min(search.num_candidates, engine.model_config.vocab_size)
+    Attributes:
+        _first: completion of the first request, whose prompt is that of all beams.
+    """
+
+    _engine: AsyncLLMEngine
+    _search: BeamSearch
+    _eos_token_ids: frozenset[int]
+    _options: dict[str, Any]
+    _timeout: float | None
+    _began: float = field(default_factory=time.monotonic)
+    _first: Completion | None = None
 
     async def run(self, prompt: str | Sequence[int]) -> Completion:
         search = self._search
         try:
             search.advance(await self._step([prompt]))
+            assert self._first is not None
+            begin = self._first.prompt_token_ids
             while not search.done:
-                prompts = [[*self._prompt, *beam.token_ids] for beam in search.running]
+                prompts = [[*begin, *beam.token_ids] for beam in search.running]
                 try:
                     search.advance(await self._step(prompts))
                 except ContextLengthExceededError:
@@ -251,31 +243,19 @@ class _Driver:
         return self._completion(search.ended)
 
     async def _step(self, prompts: Sequence[str | Sequence[int]]) -> list[Sequence[Logprob]]:
-        """Compute the likeliest next tokens of each prompt, with as many requests at a time as the
-        queue accepts."""
-        live: deque[TokenStream] = deque()
-        top_tokens = []
+        """Compute the likeliest next tokens of each prompt."""
+        streams: list[TokenStream] = []
         try:
             for prompt in prompts:
-                while True:
-                    try:
-                        live.append(self._submit(prompt))
-                        break
-                    except EngineOverloadedError as refused:
-                        if live:
-                            top_tokens.append(await self._read(live.popleft()))
-                        elif self._first is None:
-                            raise
-                        else:
-                            await anyio.sleep(min(refused.retry_after, _LONGEST_WAIT))
-            while live:
-                top_tokens.append(await self._read(live.popleft()))
+                streams.append(await self._submit(prompt))
+            return [await self._read(stream) for stream in streams]
         finally:
-            for stream in live:
+            for stream in streams:
                 stream.close()
-        return top_tokens
 
-    def _submit(self, prompt: str | Sequence[int]) -> TokenStream:
+    async def _submit(self, prompt: str | Sequence[int]) -> TokenStream:
+        """Submit a request of one token. The first one is refused if the queue is full, and later
+        ones wait for a place."""
         timeout = None
         if self._timeout is not None:
             timeout = self._timeout - (time.monotonic() - self._began)
@@ -285,15 +265,17 @@ class _Driver:
         params = SamplingParams(
             max_tokens=1, temperature=0.0, repetition_penalty=1.0, detokenize=False
         )
+        options = {
+            **self._options,
+            "logprobs": min(self._search.num_candidates, self._engine.model_config.vocab_size),
+            "ignore_eos": True,
+            "timeout": timeout,
+        }
         try:
-            return self._engine.stream(
-                prompt,
-                params,
-                logprobs=self._num_logprobs,
-                ignore_eos=True,
-                timeout=timeout,
-                **self._options,
-            )
+            if self._first is None:
+                return self._engine.stream(prompt, params, **options)
+            with anyio.move_on_after(timeout):
+                return await self._engine.submit(prompt, params, **options)
         except InvalidRequestError as error:
             if error.param != "logprobs":
                 raise
@@ -302,15 +284,12 @@ class _Driver:
                 f"beam_width={width}: needs more log-probabilities than there are: {error}",
                 param="beam_width",
             ) from error
+        raise DeadlineExceededError("no time is left")
 
     async def _read(self, stream: TokenStream) -> Sequence[Logprob]:
-        try:
-            completion = await stream.result()
-        finally:
-            stream.close()
+        completion = await stream.result()
         if self._first is None:
-            self._first, self._prompt = completion.usage, completion.prompt_token_ids
-            self._request_id = completion.request_id
+            self._first = completion
         if not completion.logprobs:
             raise RequestError("beam search: the executor reports no log-probabilities")
         return completion.logprobs[0].top
@@ -320,22 +299,22 @@ class _Driver:
         lengths = [len(output.token_ids) for output in outputs]
         first = self._first
         assert first is not None
-        usage = Usage(
-            prompt_tokens=first.prompt_tokens,
+        assert first.usage is not None
+        usage = replace(
+            first.usage,
             completion_tokens=sum(lengths),
-            cached_tokens=first.cached_tokens,
-            queue_time=first.queue_time,
-            ttft=first.ttft,
             total_time=time.monotonic() - self._began,
             longest_output=max(lengths),
         )
-        return Completion(self._request_id, tuple(self._prompt), outputs, usage)
+        return replace(first, outputs=outputs, usage=usage)
 
     def _output(self, index: int, beam: Beam) -> BeamOutput:
         token_ids = beam.token_ids
         last, search = token_ids[-1], self._search
         stops = last in search.stop_token_ids
-        detokenizer = self._engine.tokenizer.detokenizer(SamplingParams(), self._prompt)
+        assert self._first is not None
+        begin = self._first.prompt_token_ids
+        detokenizer = self._engine.tokenizer.detokenizer(SamplingParams(), begin)
         pieces = [detokenizer.push(one) for one in token_ids[: len(token_ids) - stops]]
         return BeamOutput(
             index=index,

@@ -289,13 +289,11 @@ class EngineConfig:
         names: Any = self.served_model_name
         if names is None:
             return
-        accepted = f"a name, or up to {_MAX_NAMES}, of {_MAX_NAME_LENGTH} characters at most"
         if isinstance(names, str):
             names = (names,)
-        found = check.items("served_model_name", names, accepted, _MAX_NAMES)
-        found = tuple([check.string("served_model_name", name) for name in found])
-        if not found or max(map(len, found)) > _MAX_NAME_LENGTH:
-            raise check.invalid("served_model_name", names, accepted)
+        found = check.strings("served_model_name", names, _MAX_NAMES, _MAX_NAME_LENGTH)
+        if not found:
+            raise check.invalid("served_model_name", names, "at least one name, or None")
         object.__setattr__(self, "served_model_name", found)
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> EngineConfig:

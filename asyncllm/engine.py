@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, Self
 
 from asyncllm import validation as check
@@ -24,7 +24,9 @@ from asyncllm.runtime.handle import Handle
 from asyncllm.runtime.input_processor import InputProcessor
 from asyncllm.runtime.loading import Loader, load_model
 from asyncllm.runtime.mailbox import MailboxRegistry, ThreadMailbox
-from asyncllm.runtime.request_options import RequestOptions, request_ids
+from asyncllm.runtime.prompt_encoder import PromptEncoder
+from asyncllm.runtime.request_options import ChatOptions, RequestOptions, request_ids
+from asyncllm.runtime.submitter import Submitter
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
 from asyncllm.text.long_text import LONG_TEXT
@@ -79,8 +81,8 @@ class AsyncLLMEngine(Handle):
     # --- lifecycle ---------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Loads the model and starts the engine thread. Cancelled, it leaves the engine as
-        if it had never been called.
+        """Load the model and start the engine thread. Cancelled, it leaves the engine as if it had
+        never been called.
 
         Raises:
             ModelLoadError, InvalidRequestError, KVCacheTooSmallError: for a model that cannot be
@@ -118,14 +120,10 @@ class AsyncLLMEngine(Handle):
             raise
 
     def _adopt_thread(self, thread: EngineThread) -> None:
-        self._input_processor = InputProcessor(
-            thread.loaded,
-            thread.core,
-            self._mailboxes,
-            self._observers,
-            thread.grammars,
-            self.config,
-        )
+        loaded, core, config = thread.loaded, thread.core, self.config
+        prompts = PromptEncoder(loaded, config)
+        submitter = Submitter(core, thread.grammars, self._mailboxes, self._observers)
+        self._input_processor = InputProcessor(loaded, config, prompts, submitter)
 
     def _thread_mailbox(self) -> ThreadMailbox:
         self._running()
@@ -133,14 +131,13 @@ class AsyncLLMEngine(Handle):
         return ThreadMailbox(self._thread.watch_interval, self._thread.check_step)
 
     async def aclose(self, *, drain: float | None = 0.0) -> None:
-        """Ends the engine and gives everything back: thread, files, device memory.
+        """End the engine and release its thread, files and device memory.
 
         Args:
-            drain: seconds that live requests may go on; 0 aborts them at once, None lets
-                them finish. Paused streams that are not read are aborted after any drain.
+            drain: seconds that live requests may go on; 0 aborts them at once, None lets them
+                finish. Paused streams that are not read are aborted after any drain.
 
-        Idempotent, and safe to call from several tasks. If it is cancelled, the closing goes
-        on without it.
+        Idempotent, and safe to call from several tasks. Closing goes on if the call is cancelled.
         """
         thread = self._end(drain)
         if thread is not None:
@@ -154,10 +151,7 @@ class AsyncLLMEngine(Handle):
         """``aclose`` for a thread without an event loop."""
         thread = self._end(drain)
         if thread is not None:
-            while not thread.exited.done():
-                with contextlib.suppress(TimeoutError):
-                    thread.exited.result(thread.watch_interval)
-                thread.check_step()
+            thread.wait_exited()
             until = time.monotonic() + _JOIN_TIMEOUT
             for thread_to_join in self._clean_up(thread):
                 thread_to_join.join(max(0.0, until - time.monotonic()))
@@ -176,14 +170,18 @@ class AsyncLLMEngine(Handle):
         return thread
 
     def _clean_up(self, thread: EngineThread) -> list[threading.Thread]:
-        """Drops the mailboxes and closes the input processor. Returns the threads to join."""
+        """Drop mailboxes and work that waits for a thread; returns the threads to join."""
         assert self._input_processor is not None
         self._mailboxes.clear()
-        leftovers = (thread.thread_to_join, *self._input_processor.close())
+        leftovers = (
+            thread.thread_to_join,
+            self._input_processor.prompts.long_texts.close(),
+            *self._input_processor.submitter.close(),
+        )
         return [thread_to_join for thread_to_join in leftovers if thread_to_join is not None]
 
     async def wait_closed(self) -> None:
-        """Waits until the engine has ended, by ``aclose`` or otherwise; any task, any loop.
+        """Wait until the engine has ended, by ``aclose`` or otherwise; any task, any loop.
 
         Raises:
             EngineDeadError, EngineClosedError: ``error``, if it ended by anything but
@@ -261,7 +259,7 @@ class AsyncLLMEngine(Handle):
         owner: str | None = None,
         **sampling: Any,
     ) -> TokenStream:
-        """Submits a request at once and returns the stream of its output.
+        """Submit a request at once; returns the stream of its output.
 
         Args:
             prompt: text, to which the tokenizer adds its special tokens, or token ids.
@@ -287,11 +285,12 @@ class AsyncLLMEngine(Handle):
         A text of more than a few thousand characters is tokenised on a worker thread. Its errors
         are raised at the first read, except when its length alone is too large.
         """
-        intake = self._running()
+        inputs = self._running()
         options = RequestOptions(
             request_id, priority, timeout, max_unread, on_slow, cache_salt, owner
         )
-        return intake.enqueue(intake.prompt(prompt, sampling_params, options, sampling))
+        submission = inputs.prompt(prompt, sampling_params, options, sampling)
+        return inputs.submitter.enqueue(submission)
 
     async def generate(
         self,
@@ -308,8 +307,8 @@ class AsyncLLMEngine(Handle):
         sampling_params: SamplingParams | None = None,
         **options: Any,
     ) -> TokenStream:
-        """Waits until the queue has a place, then submits a request and returns its stream. So a
-        batch may be larger than the queue.
+        """Submit a request once the queue has a place; returns its stream. So a batch may be larger
+        than the queue.
 
         Args:
             prompt: text or token ids, as for ``stream``; or messages, as for ``chat``.
@@ -324,14 +323,9 @@ class AsyncLLMEngine(Handle):
         Those that wait get their places in the order of their calls, before ``stream`` and ``chat``
         get any. A cancelled call leaves nothing behind.
         """
-        intake = self._running()
-        names = RequestOptions.__slots__
-        chosen = RequestOptions(**{name: options.pop(name) for name in names if name in options})
-        if _is_conversation(prompt):
-            submission = intake.conversation(prompt, sampling_params, chosen, **options)  # pyright: ignore[reportArgumentType]
-        else:
-            submission = intake.prompt(prompt, sampling_params, chosen, options)  # pyright: ignore[reportArgumentType]
-        return await intake.enqueue_or_wait(submission)
+        inputs = self._running()
+        submission = inputs.prompt_or_conversation(prompt, sampling_params, options)
+        return await inputs.submitter.enqueue_or_wait(submission)
 
     def chat(
         self,
@@ -354,7 +348,7 @@ class AsyncLLMEngine(Handle):
         owner: str | None = None,
         **sampling: Any,
     ) -> TokenStream:
-        """Submits a conversation, rendered by the model's own chat template, or the call's.
+        """Submit a conversation, rendered by the model's own chat template or the call's.
 
         Args:
             messages: ``{"role": …, "content": …}`` each.
@@ -379,33 +373,30 @@ class AsyncLLMEngine(Handle):
         or prompt of more than a few thousand characters is rendered and tokenised on a worker
         thread; see docs/chat.md.
         """
-        intake = self._running()
+        inputs = self._running()
         options = RequestOptions(
             request_id, priority, timeout, max_unread, on_slow, cache_salt, owner
         )
-        submission = intake.conversation(
-            messages,
-            sampling_params,
-            options,
-            tools=tools,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            response_format=response_format,
-            chat_template=chat_template,
-            chat_template_kwargs=chat_template_kwargs,
-            split_special_tokens=split_special_tokens,
-            **sampling,
+        chat = ChatOptions(
+            tools,
+            chat_template,
+            chat_template_kwargs,
+            split_special_tokens,
+            tool_choice,
+            parallel_tool_calls,
+            response_format,
         )
-        return intake.enqueue(submission)
+        submission = inputs.conversation(messages, sampling_params, options, chat, sampling)
+        return inputs.submitter.enqueue(submission)
 
     def abort(self, request_id: str | Iterable[str]) -> None:
-        """Aborts one request or several; unknown and finished ids are ignored. Any thread,
-        any number of times. The id is free again when this returns.
+        """Abort one request or several; unknown and finished ids are ignored. Any thread, any
+        number of times. The id is free again when this returns.
 
         Raises:
             InvalidRequestError: for anything but a string, or strings; none is aborted then.
         """
-        core = self._running().core
+        core = self._running().submitter.core
         for one in request_ids(request_id):
             group = core.admission.get(one)
             if group is not None:
@@ -441,8 +432,8 @@ class AsyncLLMEngine(Handle):
 
         What takes long is done on another thread, one text at a time.
         """
-        intake = self._running()
-        encode = intake.prepare_tokenize(
+        prompts = self._running().prompts
+        encode = prompts.prepare_tokenize(
             prompt,
             add_special_tokens=add_special_tokens,
             tools=tools,
@@ -453,7 +444,7 @@ class AsyncLLMEngine(Handle):
         )
         found = encode(at_once=True)
         if found is None:
-            found = await intake.long_texts.call(encode, len(prompt))
+            found = await prompts.long_texts.call(encode, len(prompt))
         return found  # pyright: ignore[reportReturnType]
 
     async def detokenize(
@@ -466,38 +457,38 @@ class AsyncLLMEngine(Handle):
             InvalidRequestError: for anything but integers from 0 to 2**32 - 1.
             EngineClosedError: if the engine is not started, or closed.
         """
-        intake = self._running()
-        length, decode = intake.prepare_detokenize(token_ids, skip_special_tokens)
-        return decode() if length < LONG_TEXT else await intake.long_texts.call(decode, length)
+        prompts = self._running().prompts
+        length, decode = prompts.prepare_detokenize(token_ids, skip_special_tokens)
+        return decode() if length < LONG_TEXT else await prompts.long_texts.call(decode, length)
 
     # --- the engine as a whole ---------------------------------------------------------
 
     async def pause(self) -> None:
-        """Stops scheduling, and returns when no step is in flight. Streams wait, requests keep
-        their KV blocks, deadlines run on. ``resume`` goes on."""
+        """Stop scheduling; returns when no step is in flight. Streams wait, requests keep their KV
+        blocks, deadlines run on."""
         await self._suspend(True)
 
     async def resume(self) -> None:
-        """Goes on after ``pause``; without one it changes nothing."""
+        """Schedule again after ``pause``; without one it changes nothing."""
         await self._suspend(False)
 
     async def _suspend(self, suspended: bool) -> None:
-        core = self._running().core
+        core = self._running().submitter.core
         await wait_for(core.call(core.suspend, suspended))
 
     async def reset_prefix_cache(self) -> bool:
-        """Evicts all cached prefixes. False, with nothing done, while requests hold KV blocks."""
-        core = self._running().core
+        """Evict all cached prefixes. False, with nothing done, while requests hold KV blocks."""
+        core = self._running().submitter.core
         return await wait_for(core.call(core.scheduler.kv.reset_prefix_cache))
 
     async def execution_report(self) -> ExecutionReport:
-        """The ops, threads and attention backends of this engine, and on a CPU its memory
-        bandwidth, for whose measurement no step runs for some tenths of a second.
+        """Ops, threads and attention backends of this engine, and the memory bandwidth of a CPU.
+        While that is measured, no step runs for some tenths of a second.
 
         Raises:
-            EngineError: an executor that does not tell.
+            EngineError: for an executor without a report, or one that fails.
         """
-        core = self._running().core
+        core = self._running().submitter.core
         report = getattr(core.executor, "report", None)
         if report is None:
             raise EngineError(f"a {type(core.executor).__name__} has no report of its execution")
@@ -518,10 +509,10 @@ class AsyncLLMEngine(Handle):
 
     def stats(self) -> EngineStats:
         """A snapshot; never blocks, any thread."""
-        return self._running().core.stats()
+        return self._running().submitter.core.stats()
 
     def add_observer(self, observer: Observer) -> None:
-        """Registers an observer of every request accepted from now on, and of its end; see
+        """Register an observer of requests accepted from now on; see
         ``asyncllm.observer.Observer``. In any state of the engine, any thread.
 
         Raises:
@@ -530,8 +521,8 @@ class AsyncLLMEngine(Handle):
         self._observers.add(observer)
 
     def remove_observer(self, observer: Observer) -> None:
-        """Unregisters an observer, which still hears of the end of the requests it knows. One that
-        was never added is ignored."""
+        """Unregister an observer. It is still called for the ends of requests that it knows. One
+        that was never added is ignored."""
         self._observers.remove(observer)
 
     @property
@@ -561,14 +552,14 @@ class AsyncLLMEngine(Handle):
     def _running(self) -> InputProcessor:
         """Input processor of a running or dead engine. This is the only check of state and process
         that a call makes."""
-        thread, intake = self._thread, self._input_processor
-        if thread is None or intake is None:
+        thread, inputs = self._thread, self._input_processor
+        if thread is None or inputs is None:
             raise self._not_started()
         if os.getpid() != thread.pid:
             raise thread.forked()
         if self._closed or (thread.closing and thread.core.fatal_error is None):
             raise EngineClosedError(thread.core.close_reason)
-        return intake
+        return inputs
 
     def _not_started(self) -> EngineClosedError:
         return EngineClosedError(
@@ -578,10 +569,3 @@ class AsyncLLMEngine(Handle):
 
     def __repr__(self) -> str:
         return f"<AsyncLLMEngine {self.config.model_name!r} {self.state}>"
-
-
-def _is_conversation(prompt: Any) -> bool:
-    """Whether a prompt is a sequence of messages."""
-    with contextlib.suppress(Exception):  # the argument's own methods may raise
-        return isinstance(prompt[0], Mapping)
-    return False

@@ -63,17 +63,17 @@ class LLMStream(Handle, Iterator[Delta]):
         return delta
 
     def result(self) -> Completion:
-        """Reads the stream to its end, and returns the completion."""
+        """Read to the end; returns the completion."""
         for _ in self:
             pass
         return self._stream.completion()
 
     def abort(self) -> None:
-        """Ends the request with finish reason ``abort``; what was generated can be read."""
+        """End the request with finish reason ``abort``; its output so far can still be read."""
         self._stream.abort()
 
     def close(self) -> None:
-        """Aborts the request and ends the iteration."""
+        """Abort the request and end the iteration."""
         self._stream.close()
 
     def __enter__(self) -> Self:
@@ -148,8 +148,8 @@ class LLM(Handle):
         progress: bool | None = None,
         **options: Any,
     ) -> Completion | list[Completion]:
-        """Completes one prompt, or a sequence of prompts as one batch, in their order. A batch
-        may be larger than the queue: the rest is submitted as requests end.
+        """Complete one prompt, or a sequence of prompts as one batch, in order. A batch may be
+        larger than the queue: the rest is submitted as requests end.
 
         Args:
             prompts: text or token ids; or a sequence of these.
@@ -162,13 +162,9 @@ class LLM(Handle):
             AsyncLLMError: the first one of any prompt; the others are aborted then.
             EngineOverloadedError: only if not even the first prompt is accepted.
         """
-        if isinstance(prompts, str) or _begins_with(prompts, "prompts", numbers.Integral):
-            return self._batch(
-                self.engine.stream, [prompts], [sampling_params], bool(progress), options
-            )[0]
-        return self._batch(
-            self.engine.stream, prompts, sampling_params, progress, options, name="prompts"
-        )
+        one = isinstance(prompts, str) or _begins_with(prompts, "prompts", numbers.Integral)
+        name = None if one else "prompts"
+        return self._complete(self.engine.stream, name, prompts, sampling_params, progress, options)
 
     def chat(
         self,
@@ -178,47 +174,46 @@ class LLM(Handle):
         progress: bool | None = None,
         **options: Any,
     ) -> Any:
-        """Answers one conversation, or a sequence of conversations as one batch; the rest is
-        that of ``generate`` and of ``AsyncLLMEngine.chat``."""
-        if _begins_with(messages, "messages", Mapping) or len(messages) == 0:
-            return self._batch(
-                self.engine.chat, [messages], [sampling_params], bool(progress), options
-            )[0]
-        return self._batch(
-            self.engine.chat, messages, sampling_params, progress, options, name="messages"
-        )
+        """Answer one conversation, or a sequence of conversations as one batch. Arguments and
+        errors are those of ``generate`` and of ``AsyncLLMEngine.chat``."""
+        one = _begins_with(messages, "messages", Mapping) or len(messages) == 0
+        name = None if one else "messages"
+        return self._complete(self.engine.chat, name, messages, sampling_params, progress, options)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
     ) -> LLMStream:
-        """Submits a request at once and returns its output as a plain iterator."""
+        """Submit a request at once; returns its output as a plain iterator."""
         return LLMStream(self.engine.stream(prompt, sampling_params, **options), self._mailbox)
 
     def stream_chat(
         self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Any
     ) -> LLMStream:
-        """Submits a conversation at once and returns its output as a plain iterator."""
+        """Submit a conversation at once; returns its output as a plain iterator."""
         return LLMStream(self.engine.chat(messages, sampling_params, **options), self._mailbox)
 
     def tokenize(self, prompt: str | Messages, **options: Any) -> list[int]:
         """``AsyncLLMEngine.tokenize`` in the calling thread; arguments and errors as there."""
-        return self.engine._running().prepare_tokenize(prompt, **options)()  # pyright: ignore[reportReturnType]
+        return self.engine._running().prompts.prepare_tokenize(prompt, **options)()  # pyright: ignore[reportReturnType]
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """``AsyncLLMEngine.detokenize`` in the calling thread; arguments and errors as there."""
-        return self.engine._running().prepare_detokenize(token_ids, skip_special_tokens)[1]()
+        prompts = self.engine._running().prompts
+        return prompts.prepare_detokenize(token_ids, skip_special_tokens)[1]()
 
-    def _batch(
+    def _complete(
         self,
         submit: Callable[..., TokenStream],
-        prompts: Sequence[Any],
+        name: str | None,
+        prompts: Any,
         sampling_params: Any,
         progress: bool | None,
         options: dict[str, Any],
-        name: str | None = None,
-    ) -> list[Completion]:
-        """Completions of a batch, in its order. ``name`` of the argument and an item's index stand
-        in the message of the item's error."""
+    ) -> Any:
+        """Complete a batch in its order, or, without ``name``, one prompt. The error of an item of
+        a batch has the argument's ``name`` and the item's index in its message."""
+        if name is None:
+            prompts, sampling_params, progress = [prompts], [sampling_params], bool(progress)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
         elif len(sampling_params) != len(prompts):
@@ -236,7 +231,7 @@ class LLM(Handle):
             for completion in completions:
                 results.append(completion)
                 advance()
-        return results
+        return results[0] if name is None else results
 
     def _completions(
         self,
@@ -295,7 +290,7 @@ class LLM(Handle):
         return self.engine.error
 
     def close(self, *, drain: float | None = 0.0) -> None:
-        """Closes the engine if it is this object's own. Idempotent."""
+        """Close the engine if it is this object's own. Idempotent."""
         if self._owned:
             self.engine._close_blocking(drain)
 

@@ -11,9 +11,8 @@ from typing import Any
 
 
 class GuardedLogger(logging.LoggerAdapter[logging.Logger]):
-    """Logger whose calls do not raise, because an error in the application's filters and handlers
-    must not end the engine. It is reported like ``logging.Handler.handleError``; a Ctrl-C is passed
-    on."""
+    """Logger whose calls do not raise: an error in the application's handlers must not end the
+    engine. It is reported as by ``logging.Handler.handleError``; a Ctrl-C is passed on."""
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         try:

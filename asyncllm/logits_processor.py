@@ -110,7 +110,7 @@ class LogitsProcessor(ABC):
         """
 
 
-def claiming(
+def applicable_processors(
     processors: Sequence[LogitsProcessor], sampling_params: SamplingParams
 ) -> tuple[int, ...]:
     """Indices of the processors that apply to a request.
@@ -126,11 +126,11 @@ def claiming(
     return tuple(
         number
         for number, processor in enumerate(processors)
-        if _has_part(processor, sampling_params)
+        if _applies(processor, sampling_params)
     )
 
 
-def _has_part(processor: LogitsProcessor, sampling_params: SamplingParams) -> bool:
+def _applies(processor: LogitsProcessor, sampling_params: SamplingParams) -> bool:
     try:
         processor.validate_params(sampling_params)
         if not processor.claims(sampling_params):

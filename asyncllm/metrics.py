@@ -166,7 +166,7 @@ class _EngineRecord:
             if error is not None:
                 name = type(error).__name__
                 self.errors[name] = self.errors.get(name, 0) + 1
-            for name, value in _figures(request, usage):
+            for name, value in _values_of(request, usage):
                 self.histograms[name].observe(value)
             if usage.inter_token_time is not None:
                 intervals = self.histograms["inter_token_latency_seconds"]
@@ -186,7 +186,7 @@ class _EngineRecord:
         return self._stats
 
 
-def _figures(request: Request, usage: Usage) -> Iterator[tuple[str, float]]:
+def _values_of(request: Request, usage: Usage) -> Iterator[tuple[str, float]]:
     """Histograms that count a request once, with its values."""
     yield "e2e_request_latency_seconds", usage.total_time
     yield "request_queue_time_seconds", usage.queue_time

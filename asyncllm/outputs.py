@@ -13,8 +13,10 @@ FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 
 
 class Logprob(NamedTuple):
-    """A candidate token at a position, with its natural log-probability under the model's own
-    distribution, before temperature, penalties and truncation. ``rank`` counts from 1."""
+    """A candidate token at a position, with its natural log-probability.
+
+    That is the one under the model's own distribution, before temperature, penalties and
+    truncation. ``rank`` counts from 1."""
 
     token_id: int
     logprob: float

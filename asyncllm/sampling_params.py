@@ -183,15 +183,17 @@ class SamplingParams:
             raise check.invalid("n", self.n, accepted)
 
     def _freeze_collections(self) -> None:
-        """Make every collection immutable, so that a caller's later change of its list cannot reach
-        a running request."""
+        """Make every collection immutable: a caller that changes its list later cannot reach a
+        running request."""
         if isinstance(self.stop, str):
             self._set("stop", (self.stop,))
-        accepted = f"strings of {MAX_STOP_LENGTH} characters at most"
-        check.field(self, check.items, "stop", accepted, MAX_STOP_STRINGS)
-        self._set("stop", tuple([check.string("stop", one) for one in self.stop]))
-        if max(map(len, self.stop), default=0) > MAX_STOP_LENGTH:
-            raise check.invalid("stop", self.stop, accepted)
+        for name, *limits in (
+            ("stop", MAX_STOP_STRINGS, MAX_STOP_LENGTH),
+            ("bad_words", MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH),
+        ):
+            if getattr(self, name) is None:
+                self._set(name, ())
+            check.field(self, check.strings, name, *limits)
         if self.stop and not self.detokenize:
             accepted = "true with stop strings, which are looked for in the text"
             raise check.invalid("detokenize", self.detokenize, accepted)
@@ -217,12 +219,9 @@ class SamplingParams:
             raise check.invalid("logits_processors", self.logits_processors, "callables")
 
     def _check_bad_words(self) -> None:
-        accepted = f"texts of {MAX_BAD_WORD_LENGTH} characters at most"
-        check.field(self, check.items, "bad_words", accepted, MAX_BAD_WORDS)
-        self._set("bad_words", tuple([check.string("bad_words", one) for one in self.bad_words]))
         for word in self.bad_words:
-            if len(word) > MAX_BAD_WORD_LENGTH or not word.strip():
-                raise check.invalid("bad_words", word, accepted)
+            if not word.strip():
+                raise check.invalid("bad_words", word, "words, not white space alone")
         if sum(map(len, self.bad_words)) > MAX_BAD_CHARACTERS:
             accepted = f"at most {MAX_BAD_CHARACTERS} characters in all"
             raise check.invalid("bad_words", self.bad_words, accepted)

@@ -209,13 +209,25 @@ def items(name: str, value: Any, accepted: str, most: int = MAX_ITEMS, **how: An
     return _refuse(name, value, accepted if found is None else f"at most {most} {accepted}", **how)
 
 
-def strings(name: str, value: Any, *, optional: bool = False, refuse: Refuse = invalid) -> Any:
-    """Check a sequence of non-empty strings; returns a tuple."""
+def strings(
+    name: str, value: Any, most: int = MAX_ITEMS, longest: int = MAX_INTEGER, **how: Any
+) -> Any:
+    """Check a sequence of at most ``most`` non-empty strings; returns a tuple.
+
+    Args:
+        longest: most characters of a string.
+    """
     accepted = "a sequence of strings"
+    if longest < MAX_INTEGER:
+        accepted = f"strings of {longest} characters at most"
     if value is None:
-        return _refuse(name, value, accepted, optional=optional, refuse=refuse)
-    found = items(name, value, accepted, optional=optional, refuse=refuse)
-    return tuple(string(name, one, refuse=refuse) for one in found)
+        return _refuse(name, value, accepted, **how)
+    found = items(name, value, accepted, most, **how)
+    # The field may be None, but not an item.
+    found = tuple([string(name, one, **{**how, "optional": False}) for one in found])
+    if max(map(len, found), default=0) > longest:
+        _refuse(name, found, accepted, **how)
+    return found
 
 
 def token_ids(
@@ -235,8 +247,8 @@ def token_ids(
 
 
 def field(owner: Any, validator: Callable[..., Any], name: str, *limits: Any, **how: Any) -> None:
-    """Validate a field of a frozen dataclass, unless it has its default, and store the plain value.
-    None is accepted if it is the default."""
+    """Validate a field of a frozen dataclass, and store the plain value. The default is always
+    accepted, None if it is the default."""
     value, default = getattr(owner, name), owner.__dataclass_fields__[name].default
     if value is not default:
         found = validator(name, value, *limits, optional=default is None, **how)
@@ -255,7 +267,7 @@ def equal_json(value: Any, other: Any) -> bool:
 
 
 def refuse_unknown(kind: str, given: Iterable[Any], known: Collection[str]) -> None:
-    """Raises InvalidRequestError for a name that does not exist, and names its counterpart."""
+    """Raise InvalidRequestError for a name that does not exist, and name its counterpart."""
     for name in given:
         if name not in known:
             name = f"{name:.80}" if isinstance(name, str) else describe(name)

@@ -114,16 +114,21 @@ class Rig:
         self.scheduler.check_integrity()
         return shape
 
-    def finish_all(self, limit=2000):
-        for _ in range(limit):
-            if not self.scheduler.has_work():
-                return
+    def finish_all(self, *expected, limit=2000):
+        """Steps until nothing is left; then ``expect``."""
+        while self.scheduler.has_work():
+            assert limit, "requests do not finish"
+            limit -= 1
             self.step()
-        raise AssertionError("requests do not finish")
+        self.expect(*expected)
 
-    def expect(self, request):
-        """The output of a finished request equals the one computed without any cache, and so
-        do the prompt log-probabilities that it asked for."""
+    def expect(self, *requests):
+        """The output of finished requests equals the one computed without any cache, and so
+        do the prompt log-probabilities that they asked for."""
+        for request in requests:
+            self._expect(request)
+
+    def _expect(self, request):
         prompt = request.token_ids[: request.num_prompt_tokens]
         expected = self.executor.reference(prompt, request.num_output_tokens)
         assert request.output_token_ids == expected

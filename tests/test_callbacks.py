@@ -45,37 +45,31 @@ class Recorder:
     def of(self, name):
         return [(args, kwargs) for n, args, kwargs in self.events if n == name]
 
-    def on_llm_start(self, *args, **kwargs):
-        self._note("on_llm_start", args, kwargs)
-
-    def on_chat_model_start(self, *args, **kwargs):
-        self._note("on_chat_model_start", args, kwargs)
-
-    def on_llm_new_token(self, *args, **kwargs):
-        self._note("on_llm_new_token", args, kwargs)
-
-    def on_llm_end(self, *args, **kwargs):
-        self._note("on_llm_end", args, kwargs)
-
-    def on_llm_error(self, *args, **kwargs):
-        self._note("on_llm_error", args, kwargs)
-
 
 class AsyncRecorder(Recorder):
-    async def on_llm_start(self, *args, **kwargs):
-        self._note("on_llm_start", args, kwargs)
+    """Every event with its arguments, asynchronous."""
 
-    async def on_chat_model_start(self, *args, **kwargs):
-        self._note("on_chat_model_start", args, kwargs)
 
-    async def on_llm_new_token(self, *args, **kwargs):
-        self._note("on_llm_new_token", args, kwargs)
+def record(event, kind):
+    async def note_later(self, *args, **kwargs):
+        self._note(event, args, kwargs)
 
-    async def on_llm_end(self, *args, **kwargs):
-        self._note("on_llm_end", args, kwargs)
+    def note(self, *args, **kwargs):
+        self._note(event, args, kwargs)
 
-    async def on_llm_error(self, *args, **kwargs):
-        self._note("on_llm_error", args, kwargs)
+    setattr(kind, event, note if kind is Recorder else note_later)
+
+
+for event in ("start", "new_token", "end", "error"):
+    for kind in (Recorder, AsyncRecorder):
+        record(f"on_llm_{event}", kind)
+        record("on_chat_model_start", kind)
+
+
+async def told(engine, handlers, prompt=(1,), **options):
+    """The completion of a stream that is read to its end."""
+    stream = stream_with_callbacks(engine, prompt, handlers=handlers, **options)
+    return await stream.result()
 
 
 # --- what they are told -----------------------------------------------------------------
@@ -158,7 +152,7 @@ async def test_a_handler_without_chat_gets_one_prompt(how):
 
     rig, handler = fake(), Old()
     async with rig.engine() as engine:
-        await stream_with_callbacks(engine, CHAT, handlers=[handler], max_tokens=2).result()
+        await told(engine, [handler], CHAT, max_tokens=2)
     assert handler.names == ["on_llm_start", "on_llm_new_token", "on_llm_end"]
     ((_, prompts), _), *_ = handler.of("on_llm_start")
     assert prompts == ["System: 7\nHuman: 8 9"]
@@ -188,7 +182,7 @@ async def test_ignored_events_are_not_told():
     rig, handler = fake(), Deaf()
     async with rig.engine() as engine:
         for prompt in ("1 2", CHAT):
-            await stream_with_callbacks(engine, prompt, handlers=[handler], max_tokens=2).result()
+            await told(engine, [handler], prompt, max_tokens=2)
     assert handler.events == []
 
 
@@ -202,7 +196,7 @@ async def test_synchronous_handlers_run_off_the_loop_unless_inline():
     rig, off, inline, on = fake(), Recorder(), Inline(), AsyncRecorder()
     here = threading.current_thread().name
     async with rig.engine() as engine:
-        await stream_with_callbacks(engine, [1], handlers=[off, inline, on], max_tokens=3).result()
+        await told(engine, [off, inline, on], max_tokens=3)
     assert inline.threads == on.threads == {here}
     assert len(off.threads) == 1
     assert off.threads.pop().startswith("asyncllm-callbacks")
@@ -264,7 +258,7 @@ async def test_context_variables_reach_handlers():
 
     async with fake().engine() as engine:
         variable.set("mine")
-        await stream_with_callbacks(engine, [1], handlers=[Reader()], max_tokens=1).result()
+        await told(engine, [Reader()], max_tokens=1)
     assert seen == ["mine"]
 
 
@@ -326,9 +320,8 @@ async def test_a_handler_that_asks_for_it_stops_the_stream(event):
 async def test_a_handler_may_refuse_the_end():
     rig, handler = fake(), Faulty("on_llm_end", raise_error=True)
     async with rig.engine() as engine:
-        stream = stream_with_callbacks(engine, [1], handlers=[handler], max_tokens=2)
         with pytest.raises(ValueError, match="on_llm_end"):
-            await stream.result()
+            await told(engine, [handler], max_tokens=2)
     assert handler.names == ["on_llm_start", "on_llm_new_token", "on_llm_end"]
 
 
@@ -359,13 +352,9 @@ async def test_a_request_that_fails_is_told_with_what_there_is():
     rig.executor.row_errors["bad"] = RuntimeError("row")
     async with rig.engine() as engine:
         with pytest.raises(RequestError):
-            await stream_with_callbacks(
-                engine, [1], handlers=[handler], request_id="bad", max_tokens=5
-            ).result()
+            await told(engine, [handler], request_id="bad", max_tokens=5)
         with pytest.raises(DeadlineExceededError):
-            await stream_with_callbacks(
-                engine, [1], handlers=[handler], timeout=0.1, max_tokens=200
-            ).result()
+            await told(engine, [handler], timeout=0.1, max_tokens=200)
     first, second = handler.of("on_llm_error")
     assert "response" not in first[1]
     text = "".join(args[0] for args, _ in handler.of("on_llm_new_token"))
@@ -436,7 +425,7 @@ async def test_works_under_trio():
 
     async def main():
         async with fake(step_time=0.001).engine() as engine:
-            await stream_with_callbacks(engine, [1], handlers=[handler], max_tokens=4).result()
+            await told(engine, [handler], max_tokens=4)
             with trio.CancelScope() as scope:
                 stream = stream_with_callbacks(
                     engine, [1], handlers=[cancelled, other], max_tokens=200
@@ -502,10 +491,8 @@ def tracer_class():
 async def test_langchain_tracers_accept_a_run(tracer_class, schema):
     tracer = tracer_class(_schema_format=schema)
     async with fake().engine() as engine:
-        text = await stream_with_callbacks(
-            engine, "1 2", handlers=[tracer], tags=["t"], metadata={"m": 1}, max_tokens=4
-        ).result()
-        chat = await stream_with_callbacks(engine, CHAT, handlers=[tracer], max_tokens=4).result()
+        text = await told(engine, [tracer], "1 2", tags=["t"], metadata={"m": 1}, max_tokens=4)
+        chat = await told(engine, [tracer], CHAT, max_tokens=4)
     first, second = tracer.runs
     assert first.inputs == {"prompts": ["1 2"]}
     assert first.outputs["generations"][0][0]["text"] == text.text
@@ -521,9 +508,7 @@ async def test_langchain_tracers_accept_an_error(tracer_class):
     tracer = tracer_class()
     async with fake(step_time=0.01).engine() as engine:
         with pytest.raises(DeadlineExceededError):
-            await stream_with_callbacks(
-                engine, "1 2", handlers=[tracer], timeout=0.1, max_tokens=200
-            ).result()
+            await told(engine, [tracer], "1 2", timeout=0.1, max_tokens=200)
     (run,) = tracer.runs
     assert "DeadlineExceededError" in run.error
     assert run.outputs["generations"][0][0]["text"]
@@ -561,8 +546,8 @@ async def test_any_error_of_a_handler_is_logged_and_no_more(kind, event, how, ca
     rig, handler, other = fake(), Raising(event, kind("own"), how), Recorder()
     async with rig.engine() as engine:
         with caplog.at_level(logging.WARNING, logger="asyncllm.callbacks"):
-            stream = stream_with_callbacks(engine, [1], handlers=[handler, other], max_tokens=4)
-            assert len((await stream.result()).token_ids) == 4
+            completion = await told(engine, [handler, other], max_tokens=4)
+            assert len(completion.token_ids) == 4
     assert handler.calls > 0
     assert other.names == ["on_llm_start", "on_llm_new_token", "on_llm_end"]
     assert f"Raising.{event} raised" in caplog.text
@@ -574,8 +559,8 @@ async def test_what_handlers_raise_under_trio_is_logged_and_no_more():
             for kind in (SystemExit, asyncio.CancelledError, GeneratorExit):
                 for how in HOWS:
                     handler = Raising("on_llm_new_token", kind("own"), how)
-                    stream = stream_with_callbacks(engine, [1], handlers=[handler], max_tokens=4)
-                    assert len((await stream.result()).token_ids) == 4
+                    completion = await told(engine, [handler], max_tokens=4)
+                    assert len(completion.token_ids) == 4
                     assert handler.calls > 0
 
     await asyncio.to_thread(_run_on_trio, main)
@@ -586,16 +571,15 @@ async def test_what_handlers_raise_under_trio_is_logged_and_no_more():
 async def test_the_end_of_a_handlers_iteration_is_not_that_of_the_stream(kind, how):
     handler = Raising("on_llm_new_token", kind("own"), how, raise_error=True)
     async with fake().engine() as engine:
-        stream = stream_with_callbacks(engine, [1], handlers=[handler], max_tokens=4)
         with pytest.raises(RuntimeError, match=kind.__name__):
-            await stream.result()
+            await told(engine, [handler], max_tokens=4)
 
 
 async def test_a_handler_does_not_replace_the_exception_on_its_way():
     handler = Raising("on_llm_error", SystemExit("own"), "thread", raise_error=True)
     async with fake().engine() as engine:
         with pytest.raises(InvalidRequestError):
-            await stream_with_callbacks(engine, [1], handlers=[handler], n=0).result()
+            await told(engine, [handler], n=0)
     assert handler.calls == 1
 
 
@@ -615,7 +599,7 @@ async def test_a_cancellation_within_a_handler_cancels_the_reader(how):
         nonlocal scope, timeout
         with anyio.CancelScope() as scope:
             async with asyncio.timeout(None) as timeout:
-                await stream_with_callbacks(engine, [1], handlers=[Waiting()]).result()
+                await told(engine, [Waiting()])
 
     scope = timeout = None
     async with fake().engine() as engine:
@@ -636,7 +620,7 @@ async def test_a_handler_that_cannot_say_what_it_has():
 
     ended = []
     async with fake().engine() as engine:
-        result = await stream_with_callbacks(engine, [1], handlers=[Odd()], max_tokens=4).result()
+        result = await told(engine, [Odd()], max_tokens=4)
     assert (len(result.token_ids), ended) == (4, [1])
 
 
@@ -645,5 +629,5 @@ async def test_a_refused_prompt_of_any_size_is_described():
         for prompt in ([10**5000], range(10**12)):
             handler = Recorder()
             with pytest.raises((InvalidRequestError, ContextLengthExceededError)):
-                await stream_with_callbacks(engine, prompt, handlers=[handler]).result()
+                await told(engine, [handler], prompt)
             assert handler.names == ["on_llm_start", "on_llm_error"]

@@ -118,7 +118,7 @@ class Rig:
         self.scheduler = Scheduler(info)
         self.core = EngineCore(self.device, self.scheduler, self.admission, clock=self.clock)
         self.core.inbox = self.inbox = Inbox(self)
-        self.core._calls = IdleCalls(self.inbox)
+        self.core._calls = IdleCalls(self.inbox, self.core.shutdown_error)
 
     def clock(self):
         return self.now

@@ -18,9 +18,7 @@ def test_every_group_has_a_table_of_its_own(block_size):
         assert lengths == [-(-9 // size) for size in block_size]
     held = [b.block_id for r in requests for blocks in r.blocks for b in blocks]
     assert len(held) == len(set(held))
-    rig.finish_all()
-    for request in requests:
-        rig.expect(request)
+    rig.finish_all(*requests)
     assert rig.scheduler.kv.pool.num_free == 59
 
 
@@ -45,8 +43,7 @@ def test_a_hit_ends_where_a_block_of_every_group_ends(block_size, cached):
     second = rig.add([*range(25), 50], max_tokens=5)
     rig.step()
     assert second.num_cached_tokens == cached
-    rig.finish_all()
-    rig.expect(second)
+    rig.finish_all(second)
 
 
 @pytest.mark.parametrize("group", [0, 1])
@@ -62,8 +59,7 @@ def test_a_hit_is_as_long_as_the_shortest_that_a_group_has(group):
     # The block began at token 6 of the first group, whose hit of 6 the second has not, or at
     # token 12 of the second.
     assert second.num_cached_tokens == (4, 12)[group]
-    rig.finish_all()
-    rig.expect(second)
+    rig.finish_all(second)
 
 
 def test_groups_of_one_block_size_share_hashes_and_no_block():
@@ -84,9 +80,7 @@ def test_nothing_is_taken_unless_every_group_fits():
     rig.step()
     assert waiting.blocks == ()
     assert free == 3
-    rig.finish_all()
-    for request in (running, waiting):
-        rig.expect(request)
+    rig.finish_all(running, waiting)
 
 
 def test_the_error_names_the_blocks_of_all_groups():

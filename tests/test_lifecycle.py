@@ -394,7 +394,7 @@ def test_a_text_that_cannot_be_tokenised_does_not_speak_of_the_engine():
     rig = fake(num_blocks=2000)
     own = EngineClosedError("the engine is gone")
 
-    def encode(text):
+    def encode(*_):
         raise own
 
     async def main():
@@ -676,7 +676,7 @@ def test_a_destructor_takes_no_lock():
     engine._start_blocking()
     core = core_of(engine)
     last = [engine]
-    locks = [core._lock, core.admission._lock, engine._input_processor._worker._lock]
+    locks = [core._lock, core.admission._lock, engine._input_processor.submitter._worker._lock]
     del engine
 
     def collect_among_locks():

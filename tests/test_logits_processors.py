@@ -30,7 +30,7 @@ from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.sample import batched_processors
 from asyncllm.gpu.sample.batched_processors import BatchedProcessors, make_processors
-from asyncllm.logits_processor import claiming
+from asyncllm.logits_processor import applicable_processors
 from asyncllm.runtime.loading import LoadedModel, load_model
 from asyncllm.testing import fake_engine
 from tests.dummy_runner import MODEL
@@ -150,7 +150,7 @@ def test_a_request_is_claimed_by_its_extra_args() -> None:
     processors = [force(), Negate(CONFIG, CPU, False)]
 
     def found(**fields: Any) -> tuple[int, ...]:
-        return claiming(processors, SamplingParams(**fields))
+        return applicable_processors(processors, SamplingParams(**fields))
 
     assert found(extra_args={"force": 3}) == (0, 1)
     assert found(extra_args={"force": 3, "keep": True}) == (0,)
@@ -164,7 +164,7 @@ def test_a_request_is_claimed_by_its_extra_args() -> None:
     with pytest.raises(InvalidRequestError, match="Force refused it: ValueError: force=100"):
         found(extra_args={"force": 100})
     with pytest.raises(InvalidRequestError, match="none: the engine has no such"):
-        claiming((), SamplingParams(extra_args={"force": 3}))
+        applicable_processors((), SamplingParams(extra_args={"force": 3}))
 
 
 @pytest.mark.parametrize(

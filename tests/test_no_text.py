@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -112,13 +113,13 @@ async def test_a_step_of_a_beam_search_makes_no_text(monkeypatch: pytest.MonkeyP
     """Whose token is of no interest."""
     async with AsyncLLMEngine(num_blocks=16, max_num_batched_tokens=64) as engine:
         made: list[SamplingParams] = []
-        submit = engine.stream
 
-        def noted(prompt: Any, params: SamplingParams, **options: Any) -> Any:
+        def noted(submit: Any, prompt: Any, params: SamplingParams, **options: Any) -> Any:
             made.append(params)
             return submit(prompt, params, **options)
 
-        monkeypatch.setattr(engine, "stream", noted)
+        for name in ("stream", "submit"):
+            monkeypatch.setattr(engine, name, partial(noted, getattr(engine, name)))
         done = await beam_search(engine, "Once", 2, max_tokens=2)
         assert [len(output.text) > 0 for output in done.outputs] == [True] * 2
         assert [params.detokenize for params in made] == [False] * 3

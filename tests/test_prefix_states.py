@@ -75,14 +75,15 @@ class ModelRig(Rig):
         one.sampling = one.sampling.resolve({}, {}, lambda: 0)
         return one
 
-    def finish_all(self, limit=2000):
+    def finish_all(self, *expected, limit=2000):
         """With as many steps in flight as there may be."""
         while self.scheduler.has_work() or self.in_flight:
             if len(self.in_flight) == self.info.pipeline_depth or self.launch() is None:
                 self.collect()
             self.scheduler.check_integrity()
+        self.expect(*expected)
 
-    def expect(self, request):
+    def _expect(self, request):
         prompt = request.token_ids[: request.num_prompt_tokens]
         expected = self.hybrid.expect(prompt, request.num_output_tokens)
         check_tokens(request.output_token_ids, expected)
@@ -126,8 +127,7 @@ def hit_at(rig: ModelRig, lengths: Iterable[int]) -> None:
                 rig.step()
         rig.finish_all()
         assert found[2].num_cached_tokens == length
-        for one in (company, *found):
-            rig.expect(one)
+        rig.expect(company, *found)
 
 
 def crowd(rig: ModelRig) -> None:
@@ -144,9 +144,7 @@ def crowd(rig: ModelRig) -> None:
     rig.in_flight.clear()
     rig.finish_all()
     requests += [rig.add([*one.token_ids[:14], 60], max_tokens=3) for one in requests]
-    rig.finish_all()
-    for one in requests:
-        rig.expect(one)
+    rig.finish_all(*requests)
     assert rig.scheduler.num_preemptions > 0
     assert rig.scheduler.kv.num_hit_tokens > 0
 

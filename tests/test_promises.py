@@ -19,8 +19,8 @@ from asyncllm.core.output_processor import OutputProcessor
 from asyncllm.core.request import Request
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.runtime.engine_thread import EngineThread
-from asyncllm.runtime.input_processor import InputProcessor
 from asyncllm.runtime.mailbox import LoopMailbox
+from asyncllm.runtime.submitter import Submitter
 from asyncllm.stream import TokenStream
 from asyncllm.testing import FakeExecutor
 from tests.fakes import channel_of, fake, mailbox_of_this_loop
@@ -81,7 +81,7 @@ def submission_waits_for_the_first_read(patch):
             core.send(core.on_add, self._group)
         return await read(self)
 
-    patch.setattr(InputProcessor, "_send", later)
+    patch.setattr(Submitter, "_send", later)
     patch.setattr(TokenStream, "__anext__", first_submit)
 
 

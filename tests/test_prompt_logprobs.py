@@ -205,8 +205,7 @@ def test_the_prefix_cache_is_written_and_not_read() -> None:
     assert rig.step() == {"r2": 4}
     assert (first.num_cached_tokens, again.num_cached_tokens, plain.num_cached_tokens) == (0, 0, 8)
     assert (rig.scheduler.kv.num_queried_tokens, rig.scheduler.kv.num_hit_tokens) == (12, 8)
-    for request in (first, again, plain):
-        rig.expect(request)
+    rig.expect(first, again, plain)
 
 
 def test_a_preempted_request_goes_on_behind_what_it_has() -> None:
@@ -220,8 +219,7 @@ def test_a_preempted_request_goes_on_behind_what_it_has() -> None:
     assert step is not None
     assert (step.batch.starts, step.batch.prompt_logprobs) == ([12], {0: PromptSpan(12, 15, 1)})
     rig.collect()
-    rig.finish_all()
-    rig.expect(request)
+    rig.finish_all(request)
 
 
 def test_results_without_what_was_asked_for_are_noticed() -> None:

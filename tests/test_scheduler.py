@@ -39,9 +39,7 @@ def test_long_prompt_is_chunked_beside_decodes():
         {"r0": 1, "r1": 4},
         {"r0": 1, "r1": 1},
     ]
-    rig.finish_all()
-    rig.expect(first)
-    rig.expect(second)
+    rig.finish_all(first, second)
 
 
 def test_decodes_come_first_in_the_batch():
@@ -64,8 +62,7 @@ def test_max_num_seqs_bounds_the_running_requests():
     while rig.scheduler.has_work():
         rig.step()
         assert len(rig.scheduler.running) <= 3
-    for request in requests:
-        rig.expect(request)
+    rig.expect(*requests)
 
 
 def test_budget_bounds_every_step():
@@ -86,8 +83,7 @@ def test_prefix_hit_skips_computed_blocks_and_leaves_one_token():
     third = rig.add([*range(8), 50], max_tokens=1)
     assert rig.step() == {"r2": 1}
     assert third.num_cached_tokens == 8
-    rig.expect(first)
-    rig.expect(third)
+    rig.expect(first, third)
     assert rig.scheduler.kv.num_queried_tokens == 8 + 8 + 9
     assert rig.scheduler.kv.num_hit_tokens == 4 + 8
 
@@ -96,9 +92,7 @@ def test_hit_on_blocks_that_the_same_step_writes():
     rig = Rig()
     requests = [rig.add([*range(8), i], max_tokens=3) for i in (90, 91, 92)]
     assert rig.step() == {"r0": 9, "r1": 1, "r2": 1}
-    rig.finish_all()
-    for request in requests:
-        rig.expect(request)
+    rig.finish_all(*requests)
 
 
 def test_salt_keeps_prefixes_apart():
@@ -121,8 +115,7 @@ def test_recurrent_states_have_no_prefixes():
     for _ in range(2):
         request = rig.add(range(9), max_tokens=2)
         assert list(rig.step().values()) == [9]
-        rig.finish_all()
-        rig.expect(request)
+        rig.finish_all(request)
     assert rig.scheduler.kv.pool.num_cached == 0
 
 
@@ -142,9 +135,7 @@ def test_a_paused_request_loses_its_recurrent_state():
     assert second.finished
     rig.scheduler.resume(first)
     assert rig.step() == {"r0": 8}
-    rig.finish_all()
-    rig.expect(first)
-    rig.expect(second)
+    rig.finish_all(first, second)
 
 
 @pytest.mark.parametrize("steps", [0, 2])
@@ -173,8 +164,7 @@ def test_output_becomes_a_prefix():
     # 13 tokens are known, the KV of the last was never computed: 3 full blocks.
     assert rig.step() == {"r1": 2}
     assert follow_up.num_cached_tokens == 12
-    rig.finish_all()
-    rig.expect(follow_up)
+    rig.finish_all(follow_up)
 
 
 def test_preemption_takes_the_latest_and_it_finishes_all_the_same():
@@ -187,8 +177,7 @@ def test_preemption_takes_the_latest_and_it_finishes_all_the_same():
         victims |= {r.request_id for r in (first, second) if r.num_preemptions}
     assert victims == {"r1"}
     assert rig.scheduler.num_preemptions >= 1
-    rig.expect(first)
-    rig.expect(second)
+    rig.expect(first, second)
 
 
 def test_admission_leaves_running_requests_a_block_to_grow_into():
@@ -202,8 +191,7 @@ def test_admission_leaves_running_requests_a_block_to_grow_into():
     assert shapes == [{"r0": 1}] * 8 + [{"r1": 15}]
     rig.finish_all()
     assert rig.scheduler.num_preemptions == 0
-    rig.expect(first)
-    rig.expect(second)
+    rig.expect(first, second)
 
 
 def test_the_spare_block_keeps_no_request_out_that_would_run_alone():
@@ -246,8 +234,7 @@ def test_a_resumed_request_grows_by_what_another_can_spare():
     assert [rig.step() for _ in range(4)] == [{"r1": 1}, {"r1": 1}, {"r1": 1}, {"r0": 1}]
     rig.finish_all()
     assert rig.scheduler.num_preemptions == 0
-    for one in (request, other):
-        rig.expect(one)
+    rig.expect(request, other)
 
 
 def test_priority_decides_who_is_preempted_and_who_is_next():
@@ -257,8 +244,7 @@ def test_priority_decides_who_is_preempted_and_who_is_next():
     rig.finish_all()
     assert low.num_preemptions >= 1
     assert high.num_preemptions == 0
-    rig.expect(low)
-    rig.expect(high)
+    rig.expect(low, high)
 
     rig = Rig(policy="priority", max_num_seqs=1)
     order = [rig.add([i], max_tokens=1, priority=p) for i, p in enumerate((3, 1, 2, 1))]
@@ -307,8 +293,7 @@ def test_request_that_can_never_fit_fails_and_the_next_runs():
     assert request is big
     assert isinstance(error, KVCacheTooSmallError)
     assert "needs 5 KV blocks for 20 tokens, the cache has 3" in str(error)
-    rig.finish_all()
-    rig.expect(small)
+    rig.finish_all(small)
 
 
 def test_request_that_outgrows_the_pool_alone_fails():
@@ -365,8 +350,7 @@ def test_paused_request_keeps_its_kv_and_goes_on_where_it_was():
     rig.scheduler.resume(first)
     rig.finish_all()
     assert first.num_preemptions == 0
-    rig.expect(first)
-    rig.expect(second)
+    rig.expect(first, second)
 
 
 def test_paused_request_is_the_first_victim():
@@ -379,9 +363,7 @@ def test_paused_request_is_the_first_victim():
     assert paused.num_preemptions == 1
     assert [r.num_preemptions for r in others] == [0, 0]
     rig.scheduler.resume(paused)
-    rig.finish_all()
-    for request in (paused, *others):
-        rig.expect(request)
+    rig.finish_all(paused, *others)
 
 
 def test_a_step_that_takes_blocks_away_admits_nothing():
@@ -411,8 +393,7 @@ def test_pause_while_a_token_is_in_flight():
     rig.collect()
     rig.collect()
     assert request.num_output_tokens == 2
-    rig.finish_all()
-    rig.expect(request)
+    rig.finish_all(request)
 
 
 def test_depth_two_feeds_tokens_that_the_host_has_not_seen():
@@ -493,9 +474,7 @@ def test_rollback_withdraws_what_the_failed_steps_published():
     rig.scheduler.check_integrity()
     assert rig.scheduler.kv.pool.num_cached == 0
     assert rig.scheduler.kv.pool.num_free == 16
-    rig.finish_all()
-    for request in requests:
-        rig.expect(request)
+    rig.finish_all(*requests)
 
 
 def test_shrunken_budget_recovers():
@@ -545,16 +524,14 @@ def test_what_a_failed_request_computed_is_no_prefix_of_others():
     rig = Rig()
     size, shared = rig.info.block_size, list(range(1, 40))
     first = rig.add(shared[:size], max_tokens=1)
-    rig.finish_all()
-    rig.expect(first)
+    rig.finish_all(first)
     failing = rig.add([*shared, 50], max_tokens=4)
     rig.executor.row_errors[failing.request_id] = ArithmeticError("NaN")
     rig.finish_all()
     assert failing.finished
     assert failing.num_cached_tokens == size
     after = rig.add([*shared, 60], max_tokens=1)
-    rig.finish_all()
-    rig.expect(after)
+    rig.finish_all(after)
     assert after.num_cached_tokens == size
     again = rig.add([*shared, 70], max_tokens=1)
     rig.finish_all()
@@ -571,9 +548,7 @@ def test_waiting_queue_survives_many_aborts():
             rig.scheduler.finish(request, "abort")
     assert rig.scheduler.waiting._num_entries < 300
     last = rig.add([3], max_tokens=1)
-    rig.finish_all()
-    rig.expect(keep)
-    rig.expect(last)
+    rig.finish_all(keep, last)
 
 
 # --- a plain model of the scheduler -----------------------------------------------------
@@ -668,8 +643,7 @@ def test_decisions_equal_the_plain_model(seed):
         assert rig.step() == expected
     rig.finish_all()
     assert len(requests) == 25
-    for request in requests:
-        rig.expect(request)
+    rig.expect(*requests)
 
 
 # --- everything at once -----------------------------------------------------------------

@@ -95,8 +95,7 @@ def test_prefixes_made_of_drafts_are_found_and_right():
     follow_up = rig.add([*first.token_ids, 5], max_tokens=9)
     rig.finish_all()
     assert follow_up.num_cached_tokens >= len(first.token_ids) - 4
-    rig.expect(first)
-    rig.expect(follow_up)
+    rig.expect(first, follow_up)
 
 
 def test_preemption_and_aborts_between_steps():
@@ -107,8 +106,7 @@ def test_preemption_and_aborts_between_steps():
     rig.scheduler.finish(requests[0], "abort")
     rig.finish_all()
     assert rig.scheduler.num_preemptions >= 1
-    for request in requests:
-        rig.expect(request)
+    rig.expect(*requests)
     assert [r.num_output_tokens for r in requests[1:]] == [12, 12, 12]
 
 

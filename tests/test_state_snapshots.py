@@ -99,8 +99,7 @@ def test_output_that_is_computed_anew_ends_a_row_once():
     rig.scheduler.resume(first)
     # The prompt's last block, and the last one of what is known.
     assert [rig.step() for _ in range(3)] == [{"r0": 4}, {"r0": 20}, {"r0": 3}]
-    rig.finish_all()
-    rig.expect(first)
+    rig.finish_all(first)
 
 
 def test_a_prefix_ends_where_a_block_of_every_group_does():
@@ -171,9 +170,7 @@ def test_a_state_is_read_a_step_after_it_was_saved(depth):
     assert second.batch.state_loads == [(one.req_index, saved) for one in requests[1:]]
     assert first.snapshots == [rig.states.pool.blocks[saved]]
     rig.collect()
-    rig.finish_all()
-    for one in requests:
-        rig.expect(one)
+    rig.finish_all(*requests)
 
 
 def test_a_burst_with_a_shared_prefix_computes_it_twice():
@@ -182,9 +179,7 @@ def test_a_burst_with_a_shared_prefix_computes_it_twice():
     shapes = [rig.step() for _ in range(3)]
     assert shapes[0] == {"r0": 44, "r1": 40}
     assert shapes[1] == {"r0": 2, "r1": 4} | {f"r{i}": 4 for i in range(2, 10)}
-    rig.finish_all()
-    for one in requests:
-        rig.expect(one)
+    rig.finish_all(*requests)
 
 
 def test_those_that_wait_for_a_state_do_not_cost_a_step_their_number(monkeypatch):
@@ -198,8 +193,7 @@ def test_those_that_wait_for_a_state_do_not_cost_a_step_their_number(monkeypatch
     assert len(asked) == 6
     rig.finish_all()
     assert [one.num_cached_tokens for one in requests] == [0] + [8] * 39
-    for one in requests:
-        rig.expect(one)
+    rig.expect(*requests)
 
 
 def test_the_state_of_an_output_waits_for_its_last_token():
@@ -237,9 +231,7 @@ def test_a_failed_step_takes_its_states_with_it(depth):
     # Both start over, and nothing is left of the step that never ran.
     assert rig.step() == {"r0": 8}
     assert rig.states.pool.num_free == 7
-    rig.finish_all()
-    for one in requests:
-        rig.expect(one)
+    rig.finish_all(*requests)
 
 
 def test_a_state_of_an_aborted_request_is_given_back():
@@ -263,8 +255,7 @@ def test_a_paused_request_goes_on_from_its_newest_state():
     rig.run(range(50, 56), max_tokens=3)
     rig.scheduler.resume(first)
     assert rig.step() == {"r0": 1}
-    rig.finish_all()
-    rig.expect(first)
+    rig.finish_all(first)
 
 
 def test_a_request_that_is_paused_again_and_again_computes_a_block_anew():
@@ -295,8 +286,7 @@ def test_resetting_the_cache_forgets_states():
     assert (rig.states.pool.num_cached, rig.states.pool.num_free) == (0, 8)
     rig.scheduler.resume(one)
     assert rig.step() == {"r1": 8}
-    rig.finish_all()
-    rig.expect(one)
+    rig.finish_all(one)
 
 
 def test_prompt_logprobs_are_of_tokens_that_are_computed():
@@ -413,8 +403,7 @@ def _scenario(depth: int) -> None:
             if len(rig.in_flight) == depth or rig.launch() is None:
                 rig.collect()
             rig.scheduler.check_integrity()
-        for one in requests:
-            rig.expect(one)
+        rig.expect(*requests)
         prompts = [[*one.token_ids, 7, 8] for one in requests]
         if round_ == 1:
             prompts = [[*one.token_ids[:n], 9] for one in requests for n in (13, 18)]

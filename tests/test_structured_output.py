@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import itertools
 import json
 import random
 import re
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -226,27 +228,21 @@ class _Broken(LLGuidanceMatcher):
 @pytest.mark.parametrize("where", ["accept", "bitmask", "refuse", "new_matcher"])
 @pytest.mark.parametrize("depth", [1, 2])
 async def test_a_matcher_that_fails_ends_its_own_request(where, depth, monkeypatch):
-    class Grammar:
-        def __init__(self, grammar: Any) -> None:
-            self._grammar = grammar
-            self.special = grammar.special
-            self._made = 0
-
-        def new_matcher(self) -> Any:
-            self._made += 1
-            if where == "new_matcher" and self._made > 1:  # the first is the compiler's own
-                raise BaseException("new_matcher")
-            inner = self._grammar.new_matcher()
-            found = _Broken(inner._matcher, inner._vocabulary, inner._spec)
-            found.where = where
-            return found
-
-    compile_ = LLGuidanceBackend.compile
+    compile_, count = LLGuidanceBackend.compile, itertools.count()
     monkeypatch.setattr(_Broken, "__slots__", (), raising=False)
 
     def compile_broken(self: Any, spec: Any) -> Any:
         grammar = compile_(self, spec)
-        return Grammar(grammar) if spec.text == "abc" else grammar
+
+        def new_matcher() -> Any:
+            if next(count) and where == "new_matcher":  # the first is the compiler's own
+                raise BaseException("new_matcher")
+            inner: Any = grammar.new_matcher()
+            found = _Broken(inner._matcher, inner._vocabulary, inner._spec)
+            found.where = where
+            return found
+
+        return replace(grammar, new_matcher=new_matcher) if spec.text == "abc" else grammar
 
     monkeypatch.setattr(LLGuidanceBackend, "compile", compile_broken)
     async with ByteRig(depth=depth).engine() as engine:

@@ -182,7 +182,7 @@ class CallbackStream(Handle):
         if delta.text or delta.token_ids:
             several = self._stream.num_outputs > 1
             chunk = make_chunk(delta, several, chat=self._chat, run_id=self.run_id)
-            await self._run.tell("on_llm_new_token", delta.text, chunk=chunk)
+            await self._run.emit("on_llm_new_token", delta.text, chunk=chunk)
         if delta.usage is not None:
             await self._finish(self._stream)
         return delta
@@ -190,7 +190,7 @@ class CallbackStream(Handle):
     async def _finish(self, stream: TokenStream) -> None:
         self._ended = True
         try:
-            await self._run.tell("on_llm_end", self._result(stream.completion()))
+            await self._run.emit("on_llm_end", self._result(stream.completion()))
         finally:
             self._run.close()
 
@@ -208,7 +208,7 @@ class CallbackStream(Handle):
         try:
             # If a cancel scope has ended the reading, only a shielded scope can await.
             with anyio.CancelScope(shield=True):
-                await self._run.tell("on_llm_error", error, quiet=True, **partial)
+                await self._run.emit("on_llm_error", error, quiet=True, **partial)
         finally:
             self._run.close()
 

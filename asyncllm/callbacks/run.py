@@ -74,7 +74,7 @@ class CallbackRun:
             ):
                 await self._call(handler, "on_llm_start", "ignore_llm", llm, extra)
 
-    async def tell(self, event: str, *args: Any, quiet: bool = False, **extra: Any) -> None:
+    async def emit(self, event: str, *args: Any, quiet: bool = False, **extra: Any) -> None:
         """Call ``event`` of every handler, in order. With ``quiet``, handlers' exceptions are only
         logged, so that they do not replace one that is being raised."""
         for handler in self.handlers:

@@ -91,12 +91,13 @@ class Admission:
             EngineError: after ``close``, the error that it was given.
         """
         with self._lock:
-            self._check(group)
-            refusal = self._refusal(len(group.members), num_tokens)
-            if refusal is not None:
+            lacks = self._admit(group, num_tokens)
+            if lacks is not None:
                 self.num_rejected += 1
-                raise refusal
-            self._register(group, num_tokens)
+                what, surplus = lacks
+                retry_after = self._retry_after(surplus)
+                message = f"{what}; try again in {retry_after:.2f} s"
+                raise EngineOverloadedError(message, retry_after=retry_after)
 
     def reserve_or_wait(
         self, group: RequestGroup, num_tokens: int, is_gone: Callable[[], bool]
@@ -116,9 +117,7 @@ class Admission:
             InvalidRequestError, EngineError: as ``reserve``; the future fails with them too.
         """
         with self._lock:
-            self._check(group)
-            if self._refusal(len(group.members), num_tokens) is None:
-                self._register(group, num_tokens)
+            if self._admit(group, num_tokens) is None:
                 return None
             waiter = self._line[group] = _Waiter(num_tokens, is_gone)
             return waiter.reserved
@@ -155,6 +154,16 @@ class Admission:
                 waiter.reserved.set_result(None)
             else:
                 waiter.reserved.set_exception(error)
+
+    def _admit(self, group: RequestGroup, num_tokens: int) -> tuple[str, int] | None:
+        """Register a group if the queue has room and nobody waits; else as ``_lacks``."""
+        self._check(group)
+        if self._line:
+            return f"{len(self._line)} wait for a place in the queue", len(self._line)
+        lacks = self._lacks(len(group.members), num_tokens)
+        if lacks is None:
+            self._register(group, num_tokens)
+        return lacks
 
     def _check(self, group: RequestGroup) -> None:
         """Raise unless a queue with enough places would accept the group."""
@@ -205,20 +214,6 @@ class Admission:
             excess = tokens + num_tokens - self.max_queued_tokens
             return what, max(1, round(requests * excess / max(tokens, 1)))
         return None
-
-    def _refusal(self, num_requests: int, num_tokens: int) -> EngineOverloadedError | None:
-        """Error for a group that does not fit into the queue, or behind whose back others wait for
-        a place; None if it may enter."""
-        lacks = self._lacks(num_requests, num_tokens)
-        if self._line:
-            lacks = f"{len(self._line)} wait for a place in the queue", len(self._line)
-        if lacks is None:
-            return None
-        what, surplus = lacks
-        retry_after = self._retry_after(surplus)
-        return EngineOverloadedError(
-            f"{what}; try again in {retry_after:.2f} s", retry_after=retry_after
-        )
 
     def _retry_after(self, surplus: int) -> float:
         if self._rate == 0.0:

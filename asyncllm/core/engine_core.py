@@ -83,7 +83,7 @@ class EngineCore:
         self.close_reason = CLOSED
         self._lock = threading.Lock()
         self._on_device_since: float | None = None
-        self._calls = IdleCalls(self.inbox)
+        self._calls = IdleCalls(self.inbox, self.shutdown_error)
         self._in_flight: deque[tuple[ScheduledStep, float]] = deque()
         self._deadlines = Deadlines()
         self._suspended = False
@@ -106,7 +106,7 @@ class EngineCore:
         """Run ``run(*args)`` while no step is in flight; any thread but the engine's. The future
         gets its result, or ``shutdown_error`` if the loop ends first."""
         self.check_waiting()
-        return self._calls.submit(run, args, self.shutdown_error)
+        return self._calls.submit(run, args)
 
     def check_waiting(self) -> None:
         """Raise RuntimeError on the engine thread, which would wait for itself for ever."""
@@ -205,7 +205,7 @@ class EngineCore:
             # The error lives as long as the engine; the objects in its frames need not.
             clear_frames(error)
         finally:
-            self._calls.close(self.shutdown_error)
+            self._calls.close()
             self._in_flight.clear()
             self._calls.due.clear()
             self._masks.close()
@@ -256,7 +256,7 @@ class EngineCore:
             return
 
     def _wait_for_command(self) -> None:
-        """Blocks until there is something to do; an idle engine uses no CPU."""
+        """Wait until there is something to do; an idle engine uses no CPU."""
         timeout = self._time_to_next_event()
         if timeout is not None and timeout <= 0:
             return
@@ -303,8 +303,7 @@ class EngineCore:
             if error is None:
                 self.output_processor.complete(request)
             else:
-                group = request.group
-                self.output_processor.fail(group, as_request_error(group, error))
+                self.on_fail(request.group, error)
         self._on_device(self.executor.sample, masks)
 
     def _collect(self) -> None:
@@ -436,7 +435,7 @@ class EngineCore:
     def _fail_all(self) -> None:
         """Fail every live request of a dead engine, and all later calls. On the engine thread, or
         on the one that declared it hung."""
-        self._calls.close(self.shutdown_error)
+        self._calls.close()
         for group in self.admission.close(self.shutdown_error):
             for request in group.members[-1:]:
                 self.output_processor.close(request, self.shutdown_error())

@@ -18,14 +18,18 @@ class IdleCalls:
 
     Args:
         inbox: the engine thread's command queue, which delivers the calls.
+        shutdown_error: makes the error of calls that never run.
 
     Attributes:
         due: calls that the engine thread has received and not yet run; touched by it alone.
     """
 
-    def __init__(self, inbox: queue.SimpleQueue[Callable[[], Any]]) -> None:
+    def __init__(
+        self, inbox: queue.SimpleQueue[Callable[[], Any]], shutdown_error: Callable[[], EngineError]
+    ) -> None:
         self.due: deque[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = deque()
         self._inbox = inbox
+        self._shutdown_error = shutdown_error
         self._lock = threading.Lock()
         self._unfinished: set[Future[Any]] | None = set()
 
@@ -33,17 +37,12 @@ class IdleCalls:
         """Number of calls whose future is not completed."""
         return len(self._unfinished or ())
 
-    def submit(
-        self,
-        run: Callable[..., Any],
-        args: tuple[Any, ...],
-        shutdown_error: Callable[[], EngineError],
-    ) -> Future[Any]:
+    def submit(self, run: Callable[..., Any], args: tuple[Any, ...]) -> Future[Any]:
         """Queue a call; any thread. After ``close`` the future has ``shutdown_error()`` at once."""
         future: Future[Any] = Future()
         with self._lock:
             if self._unfinished is None:
-                future.set_exception(shutdown_error())
+                future.set_exception(self._shutdown_error())
                 return future
             self._unfinished.add(future)
         self._inbox.put(partial(self.due.append, (future, run, args)))
@@ -60,9 +59,9 @@ class IdleCalls:
                 self._unfinished.discard(future)
             future.set_result(result)
 
-    def close(self, shutdown_error: Callable[[], EngineError]) -> None:
+    def close(self) -> None:
         """Fail the calls that have not run, and all later ones; any thread."""
         with self._lock:
             unfinished, self._unfinished = self._unfinished or set(), None
         for future in unfinished:
-            future.set_exception(shutdown_error())
+            future.set_exception(self._shutdown_error())

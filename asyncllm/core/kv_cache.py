@@ -298,16 +298,16 @@ class KVCacheManager:
                 num_slots = len(blocks) * group.block_size
         for group in self._sliding:
             next_out_of_window = group.next_out_of_window(request.num_out_of_window[group.index])
-            # OutOfWindow a single block only when the tables grow, or they would change twice as
-            # often.
+            # A single block is given back only when the tables grow, or they would change twice
+            # as often.
             if next_out_of_window + group.block_size <= num_slots:
                 num_slots = next_out_of_window
         request.num_slots = num_slots
         return appended
 
     def publish(self, request: Request) -> list[Block]:
-        """Publish full blocks whose tokens are known and whose KV is computed by launched steps or
-        the one being scheduled. Returns those that are new in the cache."""
+        """Publish full blocks, and return those that are new in the cache. Their tokens are known,
+        and launched steps or the one being scheduled compute their KV."""
         end, known = request.num_computed_tokens, len(request.token_ids)
         if end > known:
             end = known
@@ -358,8 +358,8 @@ class KVCacheManager:
         request.publish_at = NEVER
 
     def check_integrity(self, requests: list[Request]) -> None:
-        """Raise AssertionError unless every block is accounted for, and every computed token that a
-        later query sees has a place in each group."""
+        """Raise AssertionError unless every block is accounted for. Each computed token that a
+        later query sees needs a place in every group."""
         null = self.pool.null_block
         held = [[b for blocks in r.blocks for b in blocks if b is not null] for r in requests]
         self.pool.check_integrity(held)
@@ -371,10 +371,10 @@ class KVCacheManager:
             for group, blocks in zip(self.groups, request.blocks, strict=False):
                 assert request.num_computed_tokens <= len(blocks) * group.block_size, request
                 assert request.num_slots <= len(blocks) * group.block_size, request
-                trimmed = request.num_out_of_window[group.index]
-                assert [b is null for b in blocks] == [i < trimmed for i in range(len(blocks))], (
+                num_null = request.num_out_of_window[group.index]
+                assert [b is null for b in blocks] == [i < num_null for i in range(len(blocks))], (
                     request
                 )
-                assert trimmed <= group.first_visible(request.num_computed_tokens), request
+                assert num_null <= group.first_visible(request.num_computed_tokens), request
                 most = group.spec.max_blocks(NEVER, self._step_tokens)
-                assert len(blocks) - trimmed <= most, request
+                assert len(blocks) - num_null <= most, request

@@ -209,7 +209,7 @@ class Request:
             self.eos_token_ids = ()
         if self.first is None:
             self.stop_token_ids = frozenset((*sampling.stop_token_ids, *self.eos_token_ids))
-        else:  # up to 256 outputs, and a vocabulary of stop tokens
+        else:  # shared: each of 256 outputs may have a vocabulary of stop tokens
             self.stop_token_ids = self.first.stop_token_ids
         if sampling.prompt_logprobs is not None:
             self.prompt_logprobs = []

@@ -30,8 +30,9 @@ as long."""
 
 
 class Scheduler:
-    """Decides how many tokens each request computes in a step, and accounts for blocks, slots and
-    tokens in flight.
+    """Decides how many tokens each request computes in a step.
+
+    It accounts for blocks, slots and tokens in flight.
 
     Args:
         info: the executor's limits.

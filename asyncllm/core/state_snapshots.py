@@ -82,8 +82,8 @@ class StateSnapshots:
         return 0
 
     def is_saving(self, request: Request) -> bool:
-        """Whether the step being scheduled saves a longer prefix of a waiting request than any
-        snapshot has. If so, the request had better wait a step."""
+        """Whether a waiting request gains by waiting a step: the one being scheduled saves a longer
+        prefix of it than any snapshot has."""
         if not self._saving:
             return False
         for end in range(
@@ -134,8 +134,8 @@ class StateSnapshots:
         return block.block_id
 
     def publish_saved(self) -> None:
-        """Publish the snapshots that earlier steps have saved, except those whose last token is
-        still in flight. Snapshots of an outdated epoch are dropped."""
+        """Publish the snapshots that earlier steps have saved. Those whose last token is in flight
+        stay, those of an outdated epoch are dropped."""
         if not self._saves:
             return
         waiting = []

@@ -171,22 +171,22 @@ def masked_rows(step: ScheduledStep) -> list[int]:
 _NUM_AHEAD = 16
 """Quick masks after a slow one that are made ahead as well."""
 
-_SHARE = 8
-"""A mask is slow if it takes more than this part of the time that a step may wait for masks."""
+_SLOW_SHARE = 1 / 8
+"""A mask is slow if it takes more than this share of the time that a step may wait for masks."""
 
 
 class MaskMaker:
     """Makes the masks of steps, and slow ones ahead of their step on a thread.
 
-    A step may wait for its masks ``max(2 ms, a tenth of its time)``. Where they take longer, and
-    rows that are quick wait for others, the slow requests are scheduled from then on only with
-    their mask made: until then they count as having a token in flight. Time delays a request, and
-    changes none of its tokens.
+    A step may wait ``max(2 ms, a tenth of its time)`` for its masks. If they take longer and other
+    rows wait for them, the slow requests are scheduled from then on only once their mask is made:
+    until then they count as having a token in flight. So a slow mask delays its own request alone,
+    and changes none of its tokens.
 
     Args:
         send: asks the engine thread to call a function with arguments.
-        clock: seconds of the calling thread. Seconds of the wall would call a quick mask slow
-            where the machine is busy.
+        clock: processor seconds of the calling thread. By wall-clock time, a quick mask would
+            count as slow on a busy machine.
     """
 
     def __init__(
@@ -221,14 +221,13 @@ class MaskMaker:
                 if grammar.ahead is None:
                     mask, seconds = self._timed(grammar, request)
                     total += seconds
-                else:
-                    # Only a request that was preempted meanwhile waits here.
+                else:  # it is made, unless the request was preempted meanwhile
                     mask, seconds = grammar.ahead.result()
                     grammar.ahead = None
             except BaseException as error:  # native code of a backend may raise it
                 ends.append((request, error))
                 continue
-            if seconds * _SHARE > limit:
+            if seconds > limit * _SLOW_SHARE:
                 slow.append((request, grammar))
             elif grammar.num_ahead:
                 self._count_quick(request, grammar)
@@ -244,8 +243,7 @@ class MaskMaker:
         return masks, ends
 
     def make_ahead(self, step: ScheduledStep) -> None:
-        """Begin the next masks of the requests of ``step`` whose masks are slow, once its tokens
-        are accepted."""
+        """Begin the next slow masks of a step's requests, once its tokens are accepted."""
         for row in step.batch.masked_rows:
             request = step.requests[row]
             grammar = request.structured_output

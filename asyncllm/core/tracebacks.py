@@ -19,8 +19,7 @@ def clear_frames(error: BaseException) -> None:
         if current is None or id(current) in seen:
             continue
         seen.add(id(current))
-        # Through BaseException's descriptors: a class of the application may override these
-        # attributes, and raise.
+        # By BaseException's own descriptors: a subclass may override these attributes, and raise.
         tb, *causes = (one.__get__(current) for one in _EXCEPTION_LINKS)
         traceback.clear_frames(tb)
         pending += causes

@@ -120,7 +120,7 @@ class WaitingQueue:
         self._line_up(owner)
 
     def _drop(self, request: Request, owner: _Owner) -> None:
-        """Drop the entry of a request that is no member any more, at once if it is the first."""
+        """Drop the entry of a request that waits no more: now if it is the first, else later."""
         members, heap = self._members, owner.heap
         if heap[0][2] is request:
             heapq.heappop(heap)

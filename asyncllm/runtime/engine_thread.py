@@ -189,6 +189,13 @@ class EngineThread:
         """Thread to join once ``exited`` is done; None if it is stuck."""
         return None if self.core.hung else self._thread
 
+    def wait_exited(self) -> None:
+        """Wait for ``exited`` without an event loop, and meanwhile notice a step that hangs."""
+        while not self.exited.done():
+            with contextlib.suppress(TimeoutError):
+                self.exited.result(self.watch_interval)
+            self.check_step()
+
     def in_own_process(self) -> bool:
         return os.getpid() == self.pid
 

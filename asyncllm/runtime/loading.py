@@ -58,8 +58,8 @@ def make_grammar_compiler(config: EngineConfig, loaded: LoadedModel) -> GrammarC
 
 
 def check_processors(config: EngineConfig, executor: Executor) -> None:
-    """Raise InvalidRequestError if the executor cannot run the engine's logits processors, because
-    it is in another process or has no model."""
+    """Raise InvalidRequestError for logits processors that the executor cannot run, because it is
+    in another process or has no model."""
     in_process = getattr(executor, "in_process", None)
     if config.logits_processors and (in_process is None or not in_process.logits_processors):
         accepted = "none with an executor that runs in another process, or has no model"

@@ -1,13 +1,15 @@
-"""RequestOptions: scheduling and delivery of a request; request_ids: ids given to a call."""
+"""Options of a call: scheduling and delivery of its request, and its conversation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, get_args
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar, get_args
 
 from asyncllm import validation as check
 from asyncllm.core.channel import OnSlow
+
+T = TypeVar("T")
 
 _MAX_OWNER_LENGTH = 256
 
@@ -41,6 +43,39 @@ class RequestOptions:
             raise check.invalid("owner", self.owner, accepted)
 
 
+@dataclass(frozen=True, slots=True)
+class TemplateOptions:
+    """Rendering of a conversation; see ``AsyncLLMEngine.chat``.
+
+    Raises:
+        InvalidRequestError: for an invalid value, with ``param`` set.
+    """
+
+    tools: Sequence[Any] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    split_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        check.field(self, check.string, "chat_template")
+        check.field(self, check.boolean, "split_special_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions(TemplateOptions):
+    """Rendering and answer of a conversation; see ``AsyncLLMEngine.chat``."""
+
+    tool_choice: str | dict[str, Any] | None = "auto"
+    parallel_tool_calls: bool = True
+    response_format: Any = None
+
+
+def take(kind: type[T], given: dict[str, Any]) -> T:
+    """Move the fields of a dataclass out of ``given`` into a new instance."""
+    names: Any = [one.name for one in fields(kind)]  # pyright: ignore[reportArgumentType]
+    return kind(**{name: given.pop(name) for name in names if name in given})
+
+
 def request_ids(given: Any) -> list[str]:
     """One id or several, as plain strings.
 
@@ -48,9 +83,8 @@ def request_ids(given: Any) -> list[str]:
         InvalidRequestError: for anything but a string, or strings.
     """
     accepted = "a string, or several"
-    ids: Iterable[Any] = (given,)
-    if given is not None and not isinstance(given, str):
-        ids = check.items("request_id", given, accepted)
+    is_one = given is None or isinstance(given, str)
+    ids = (given,) if is_one else check.items("request_id", given, accepted)
     found = []
     for one in ids:
         text = check.plain_text(one)

@@ -64,8 +64,8 @@ class WorkerThread:
         return future
 
     async def call(self, job: Callable[[], T], size: int = 0) -> T:
-        """Result of ``job()``, run on the thread in the caller's context, which holds its trace. A
-        job whose caller is cancelled does not begin.
+        """Run a job on the thread and in the caller's context, which has its trace; returns the
+        result. A job whose caller is cancelled does not begin.
 
         Raises:
             RequestError: as ``submit``.

@@ -31,7 +31,7 @@ class TokenizeRequest(TemplateFields):
     return_token_strs: bool | None = None
 
     def prepare(self, engine: AsyncLLMEngine) -> Callable[..., list[int] | None]:
-        """Check the input; returns ``InputProcessor.prepare_tokenize``'s function. An input that
+        """Check the input; returns ``PromptEncoder.prepare_tokenize``'s function. An input that
         cannot fit into the context is refused, because an answer may take thirty times its memory.
 
         Raises:
@@ -43,7 +43,7 @@ class TokenizeRequest(TemplateFields):
                 "prompt: expected either prompt or messages", code="invalid_value", param="prompt"
             )
         messages = self.messages
-        return engine._running().prepare_tokenize(
+        return engine._running().prompts.prepare_tokenize(
             self.prompt or "" if messages is None else template_messages(messages, engine),
             add_special_tokens=self.add_special_tokens,
             tools=self.tools,
@@ -78,7 +78,7 @@ async def _answer(
     body = await exchange.body()
     found = answer(body, True) if len(body) < LONG_JSON else None
     if found is None:
-        long_texts = serving.engine._running().long_texts
+        long_texts = serving.engine._running().prompts.long_texts
         found = await long_texts.call(partial(answer, body, False), len(body))
     assert found is not None
     await exchange.respond(200, found)
@@ -101,5 +101,5 @@ def _tokens(serving: Serving, data: bytes, at_once: bool) -> bytes | None:
 def _text(serving: Serving, data: bytes, _: bool) -> bytes:
     request = DetokenizeRequest.parse(parse_json(data), serving.unsupported)
     serving.model_name(request.model)
-    decode = serving.engine._running().prepare_detokenize(request.tokens, False)[1]
+    decode = serving.engine._running().prompts.prepare_detokenize(request.tokens, False)[1]
     return to_json(Text(prompt=decode()))

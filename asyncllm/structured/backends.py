@@ -50,8 +50,7 @@ class Backends:
             )
 
     def prepare(self) -> None:
-        """Import the first backend and give it the vocabulary, which takes about a second if that
-        is large."""
+        """Make the first backend, which takes about a second if the vocabulary is large."""
         self._backend(self._names()[0])
 
     def compile(self, spec: StructuredOutputs, begin: Callable[[], None]) -> Grammar:

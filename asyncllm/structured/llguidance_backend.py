@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
 from asyncllm.structured.grammar import (
     MAX_WHITESPACE,
     WHITESPACE,
+    Grammar,
     GrammarError,
-    GrammarMatcher,
     Vocabulary,
     is_gbnf,
     refuse_work,
@@ -57,7 +56,7 @@ class LLGuidanceBackend:
         # Masks use the model's ids; the token that ends a grammar comes after them.
         self._tokenizer = self._library.LLTokenizer(wrapper)
 
-    def compile(self, spec: StructuredOutputs) -> LLGuidanceGrammar:
+    def compile(self, spec: StructuredOutputs) -> Grammar:
         limits = self._library.LLParserLimits(
             max_items_in_row=max_items_in_row(spec),
             step_max_items=MAX_ITEMS,
@@ -70,7 +69,10 @@ class LLGuidanceBackend:
         if matcher.is_error():
             raise GrammarError(explain(matcher.get_error()))
         try_states(matcher, self._vocabulary.mask_size, len(spec.text))
-        return LLGuidanceGrammar(matcher, self._vocabulary, spec)
+        vocabulary = self._vocabulary
+        return Grammar(
+            lambda: LLGuidanceMatcher(matcher.deep_copy(), vocabulary, spec), vocabulary.special
+        )
 
     def _grammar(self, spec: StructuredOutputs) -> str:
         library, text = self._library.LLMatcher, spec.text
@@ -90,17 +92,6 @@ class LLGuidanceBackend:
                     return library.grammar_from_lark(_to_lark(text))
         except ValueError as error:
             raise GrammarError(str(error)) from None
-
-
-class LLGuidanceGrammar:
-    def __init__(self, matcher: Any, vocabulary: Vocabulary, spec: StructuredOutputs) -> None:
-        self.special: Collection[int] = vocabulary.special
-        self._matcher = matcher
-        self._vocabulary = vocabulary
-        self._spec = spec
-
-    def new_matcher(self) -> GrammarMatcher:
-        return LLGuidanceMatcher(self._matcher.deep_copy(), self._vocabulary, self._spec)
 
 
 class LLGuidanceMatcher:

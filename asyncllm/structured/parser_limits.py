@@ -42,13 +42,13 @@ def max_items_in_row(spec: StructuredOutputs) -> int:
 
 
 def refuse_past_llguidance(schema: Any) -> None:
-    """Raises GrammarError for a keyword that llguidance does not enforce, or an endless schema."""
+    """Raise GrammarError for a keyword that llguidance does not enforce, or an endless schema."""
     refuse_unenforced(schema, LLGUIDANCE_KEYWORDS)
     refuse_endless(schema)
 
 
 def try_states(matcher: Any, mask_size: int, num_characters: int) -> None:
-    """Raises GrammarError if the parser exceeds a limit in one of the grammar's first states. More
+    """Raise GrammarError if the parser exceeds a limit in one of the grammar's first states. More
     states are tried for a longer grammar.
 
     Args:

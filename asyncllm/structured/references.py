@@ -36,8 +36,8 @@ def resolve(pointer: str, root: Any) -> Any:
 
 
 def refuse_endless(root: Any) -> None:
-    """Raises GrammarError for a ``$ref`` whose values never end, because each has to hold another.
-    A grammar would admit the beginning of such a value, and go on for ever.
+    """Raise GrammarError for a ``$ref`` whose values never end, because each holds another. A
+    grammar would admit the beginning of such a value, and go on for ever.
 
     The references whose values can end are the least fixed point of "one of its forms has no
     references, or only references that can end". Takes time in proportion to the schema, except for
@@ -65,7 +65,7 @@ def refuse_endless(root: Any) -> None:
 
 
 def _references(root: Any) -> Iterator[tuple[str, Any]]:
-    """Yields each reachable local ``$ref`` once, with its schema; backends refuse other
+    """Yield each reachable local ``$ref`` once, with its schema; backends refuse other
     references."""
     pending, seen = [root], set[str]()
     while pending:

@@ -6,15 +6,14 @@ import importlib
 import json
 import math
 import re
-from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
 from asyncllm.structured.grammar import (
     MAX_WHITESPACE,
+    Grammar,
     GrammarError,
-    GrammarMatcher,
     Vocabulary,
     is_gbnf,
     refuse_work,
@@ -46,10 +45,9 @@ class XGrammarBackend:
             stop_token_ids=[size],
         )
         self._compiler = library.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-        self._num_words = -(-(size + 1) // 32)
         self._vocabulary = vocabulary
 
-    def compile(self, spec: StructuredOutputs) -> XGrammarGrammar:
+    def compile(self, spec: StructuredOutputs) -> Grammar:
         try:
             compiled = self._compile(spec)
         except (
@@ -59,9 +57,13 @@ class XGrammarBackend:
             ValueError,
         ) as error:  # xgrammar's own errors are RuntimeErrors
             raise GrammarError(_short(error)) from None
-        return XGrammarGrammar(
-            self._library.GrammarMatcher, compiled, self._num_words, self._vocabulary, spec
-        )
+        most = most_bytes(spec)
+
+        def new_matcher() -> XGrammarMatcher:
+            matcher = self._library.GrammarMatcher(compiled, terminate_without_stop_token=False)
+            return XGrammarMatcher(matcher, self._vocabulary, spec, most)
+
+        return Grammar(new_matcher)
 
     def _compile(self, spec: StructuredOutputs) -> Any:
         compiler, text = self._compiler, spec.text
@@ -87,46 +89,19 @@ class XGrammarBackend:
                 return compiler.compile_lark(text)
 
 
-class XGrammarGrammar:
-    special: Collection[int] = ()
-
-    def __init__(
-        self,
-        matcher: Any,
-        compiled: Any,
-        num_words: int,
-        vocabulary: Vocabulary,
-        spec: StructuredOutputs,
-    ) -> None:
-        self._make = matcher
-        self._compiled = compiled
-        self._num_words = num_words
-        self._vocabulary = vocabulary
-        self._spec = spec
-        self._most = most_bytes(spec)
-
-    def new_matcher(self) -> GrammarMatcher:
-        matcher = self._make(self._compiled, terminate_without_stop_token=False)
-        return XGrammarMatcher(matcher, self._num_words, self._vocabulary, self._spec, self._most)
-
-
 class XGrammarMatcher:
     """State of one output in a grammar; see GrammarMatcher."""
 
     __slots__ = ("_left", "_mask", "_matcher", "_most", "_spec", "_vocabulary", "_words")
 
     def __init__(
-        self,
-        matcher: Any,
-        num_words: int,
-        vocabulary: Vocabulary,
-        spec: StructuredOutputs,
-        most: float,
+        self, matcher: Any, vocabulary: Vocabulary, spec: StructuredOutputs, most: float
     ) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._spec = spec
         self._most = self._left = most
+        num_words = len(vocabulary.tokens) // 32 + 1  # with the token that ends a grammar
         self._words = np.zeros((1, num_words), dtype=np.int32)
         self._mask: bytearray | None = None
 

@@ -1,0 +1,177 @@
+"""PromptEncoder: makes token ids of texts and conversations, and text of token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from functools import cached_property, partial
+from typing import Any
+
+from asyncllm import validation as check
+from asyncllm.config import EngineConfig
+from asyncllm.errors import ContextLengthExceededError, InvalidRequestError
+from asyncllm.runtime.loading import LoadedModel
+from asyncllm.runtime.request_options import TemplateOptions
+from asyncllm.runtime.worker_thread import WorkerThread
+from asyncllm.text.long_text import LONG_TEXT
+from asyncllm.text.template_input import TemplateInput
+from asyncllm.tool_calls.response_format import ResponseFormat, ResponseFormats
+from asyncllm.tool_calls.tool_use import ToolUse
+
+Encode = Callable[..., list[int] | None]
+"""Function that makes the token ids of a prompt; any thread. With ``at_once=True`` it returns None
+for a prompt that takes long."""
+
+
+@dataclass(eq=False, repr=False)
+class PromptEncoder:
+    """Converts prompts to token ids for one running engine.
+
+    Attributes:
+        long_texts: runs what takes long of ``tokenize`` and ``detokenize``, apart from prompts.
+    """
+
+    loaded: LoadedModel
+    config: EngineConfig
+    long_texts: WorkerThread = field(
+        default_factory=partial(WorkerThread, "asyncllm-tokenize"), init=False
+    )
+
+    def prepare_tokenize(
+        self,
+        prompt: Any,
+        *,
+        add_special_tokens: bool | None = None,
+        add_generation_prompt: bool = True,
+        max_tokens: int | None = None,
+        **template: Any,
+    ) -> Encode:
+        """Check the arguments of ``AsyncLLMEngine.tokenize``.
+
+        Args:
+            max_tokens: a prompt that certainly has more is refused before it is tokenised.
+            template: fields of TemplateOptions.
+        """
+        special = check.boolean("add_special_tokens", add_special_tokens, optional=True)
+        generation = check.boolean("add_generation_prompt", add_generation_prompt)
+        options = TemplateOptions(**template)
+        text = check.plain_text(prompt)
+        if text is None:
+            if special:
+                accepted = "None or False with messages, whose special tokens the template writes"
+                raise check.invalid("add_special_tokens", special, accepted)
+            use = ToolUse.of(options.tools, "auto", True)
+            self.response_format(use, options)
+            chat = self.template_input(prompt, use, options, generation)
+            return partial(self.encode_chat, chat, max_tokens, options.split_special_tokens)
+        of_chat = {one.name: (getattr(options, one.name), one.default) for one in fields(options)}
+        for name, (value, neutral) in (
+            of_chat | {"add_generation_prompt": (generation, True)}
+        ).items():
+            if value is not neutral:
+                raise check.invalid(name, value, f"{neutral} with a text: it is for messages")
+        least = self.loaded.tokenizer.min_tokens(len(text))
+        if max_tokens is not None and least > max_tokens:
+            raise self.too_long(least, "at least ")
+        return partial(self.encode_text, text, special is not False)
+
+    def prepare_detokenize(
+        self, token_ids: Any, skip_special_tokens: bool
+    ) -> tuple[int, Callable[[], str]]:
+        """Check the arguments of ``AsyncLLMEngine.detokenize``; returns the number of tokens and a
+        function that decodes them."""
+        skip = check.boolean("skip_special_tokens", skip_special_tokens)
+        ids = check.token_ids("token_ids", token_ids, 2**32)
+        return len(ids), partial(self.loaded.tokenizer.decode, ids, skip_special_tokens=skip)
+
+    def encode_text(
+        self, text: str, add_special_tokens: bool = True, *, at_once: bool = False
+    ) -> list[int] | None:
+        if at_once and len(text) >= LONG_TEXT:
+            return None
+        return self.loaded.tokenizer.encode(text, add_special_tokens)
+
+    def encode_chat(
+        self, chat: TemplateInput, most: int | None, split: bool, *, at_once: bool = False
+    ) -> list[int] | None:
+        if at_once and chat.num_characters >= LONG_TEXT:
+            return None
+        return self.loaded.tokenizer.encode_chat(
+            chat, most, split_special_tokens=split, at_once=at_once
+        )
+
+    def template_input(
+        self,
+        messages: Any,
+        use: ToolUse | None,
+        options: TemplateOptions,
+        add_generation_prompt: bool = True,
+    ) -> TemplateInput:
+        """Check and copy a conversation's input to its template."""
+        variables = options.chat_template_kwargs
+        accepted = "a dict of names to values, or None"
+        if variables is None:
+            variables = {}
+        if not isinstance(variables, dict) or not all(isinstance(name, str) for name in variables):
+            raise check.invalid("chat_template_kwargs", variables, accepted)
+        given = dict(variables)
+        if not add_generation_prompt:
+            given["add_generation_prompt"] = False
+        own = {
+            "tools": None if use is None else use.schemas,
+            "chat_template": options.chat_template,
+        }
+        for name, value in own.items():
+            if value is None:
+                continue
+            if name in given:
+                accepted = f"no {name} beside {name}="
+                raise check.invalid("chat_template_kwargs", variables, accepted)
+            given[name] = value
+        return TemplateInput(messages, given, arguments_as_text=self._formats.arguments_as_text)
+
+    def response_format(
+        self, use: ToolUse | None, options: TemplateOptions
+    ) -> ResponseFormat | None:
+        """Format of the answer to a conversation.
+
+        Raises:
+            InvalidRequestError: for tools that the template cannot offer to the model.
+        """
+        template = self.loaded.tokenizer.chat_template
+        if use is not None and not template.reads("tools", options.chat_template):
+            raise InvalidRequestError("tools: the chat template takes none", param="tools")
+        return self._formats.of(use is not None)
+
+    @cached_property
+    def _formats(self) -> ResponseFormats:
+        made = self.loaded.response_formats
+        return made or ResponseFormats.of_tokenizer(self.loaded.tokenizer, self.config)
+
+    def check_ids(self, prompt: Any, kept: int | None) -> list[int]:
+        """Check a prompt of token ids, of which the last ``kept`` are kept; None keeps all. Returns
+        plain integers."""
+        info = self.loaded.executor.info
+        first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else None
+        if isinstance(prompt, dict) or isinstance(first, dict):
+            raise check.invalid("prompt", prompt, "text or token ids; messages are for chat()")
+        if isinstance(first, (str, list)):
+            accepted = "one text or its token ids; several prompts are a call each, or LLM.generate"
+            raise check.invalid("prompt", prompt, accepted)
+        if kept is not None:
+            most = max(check.MAX_ITEMS, info.max_model_len)
+            return list(check.token_ids("prompt", prompt, info.vocab_size, most))
+        length = 0
+        with suppress(Exception):  # the prompt has no length, or one beyond 64 bits
+            length = len(prompt)
+        if length >= info.max_model_len:
+            raise self.too_long(length)
+        return list(check.token_ids("prompt", prompt, info.vocab_size, info.max_model_len))
+
+    def too_long(self, num_tokens: int, how: str = "") -> ContextLengthExceededError:
+        longest = self.loaded.executor.info.max_model_len
+        return ContextLengthExceededError(
+            f"prompt: has {how}{num_tokens} tokens, expected at most {longest - 1}, so "
+            f"that one more fits into max_model_len={longest}"
+        )
