@@ -13,18 +13,19 @@ from asyncllm.checkpoint.small_file import read_small_file
 from asyncllm.errors import ModelLoadError
 
 MAX_SIZE = 2**24
-"""Largest dimension, far above any model's: a larger value would be allocated, or counted to."""
+"""Largest dimension of a model. Buffers and loops have this size, so a damaged file must not give
+an arbitrary one; real models stay far below."""
 
 
 class _Required:
-    """Marker of a field that has no default."""
+    """Type of the marker for fields without a default."""
 
 
 REQUIRED: Final = _Required()
 
 
 class ConfigFile:
-    """The fields of a JSON object; JSON's null counts as absent.
+    """JSON object of a file, read field by field; null counts as absent.
 
     Every getter raises ModelLoadError for a value of the wrong kind, and for a missing field
     without a ``default``. The error names the file, the field, its value and what would have been
@@ -41,7 +42,11 @@ class ConfigFile:
 
     @classmethod
     def read(cls, path: Path) -> ConfigFile:
-        """Read a file; ModelLoadError if it is missing, unreadable, too large or no JSON object."""
+        """Read a file.
+
+        Raises:
+            ModelLoadError: if it is missing, unreadable, too large or no JSON object.
+        """
         try:
             values = json.loads(read_small_file(path).decode())
         except OSError as error:
@@ -55,11 +60,11 @@ class ConfigFile:
 
     @classmethod
     def read_if_present(cls, path: Path) -> ConfigFile:
-        """Read a file; a missing one has no fields."""
+        """Read a file; a missing file counts as an empty object."""
         return cls.read(path) if path.exists() else cls(path, {})
 
     def overridden(self, overrides: Mapping[str, Any] | None) -> ConfigFile:
-        """Copy with the fields of ``EngineConfig.hf_overrides`` replaced.
+        """Copy with ``EngineConfig.hf_overrides`` applied.
 
         Raises:
             InvalidRequestError: for a ``quantization_config``.
@@ -73,11 +78,11 @@ class ConfigFile:
         return self.values.get(name) is not None
 
     def bad(self, name: str, accepted: str) -> ModelLoadError:
-        """Make the error for the value of field ``name``."""
+        """Make the error that field ``name`` has a value other than ``accepted``."""
         return self._refuse(name, self.values.get(name), accepted)
 
     def section(self, name: str) -> ConfigFile:
-        """Object in field ``name``; one without fields if absent."""
+        """The JSON object in field ``name``; an empty one if absent."""
         value = self.values.get(name)
         if value is None:
             return ConfigFile(self.path, {})
@@ -112,7 +117,11 @@ class ConfigFile:
     def entries(
         self, name: str, accepted: str, fits: Callable[[Any], bool], count: int | None = None
     ) -> list[Any]:
-        """A list, of ``count`` entries if that is given, for each of which ``fits`` is true."""
+        """The list in field ``name``, if ``fits`` is true for each of its entries.
+
+        Args:
+            count: required number of entries; None for any.
+        """
         value = self.values.get(name)
         if (
             not isinstance(value, list)
@@ -123,7 +132,8 @@ class ConfigFile:
         return value
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """One token id or a list of them, each below ``vocab_size``; empty if absent."""
+        """The token id, or list of them, in field ``name``; each below ``vocab_size``; empty if
+        absent."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, list):
             value = [value]
@@ -141,8 +151,8 @@ class ConfigFile:
 
 
 def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Values with others in their place, as vLLM has it: objects are replaced, as that of RoPE is,
-    and nested configurations merged."""
+    """Copy of ``values`` with ``overrides`` applied as in vLLM: an object whose name ends in
+    ``_config`` is merged field by field; any other value is replaced, RoPE's object included."""
     found = dict(values)
     for name, value in overrides.items():
         if name == "quantization_config":

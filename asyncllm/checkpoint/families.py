@@ -1,7 +1,8 @@
-"""FAMILIES: the architectures of the engine's own decoder, as data.
+"""FAMILIES: the dense architectures of the engine's own decoder, as data.
 
-A row has transformers' defaults for absent fields, the names of a layer's tensors, and functions
-that map the family's fields to those of ModelConfig. The decoder itself knows no families.
+Each entry has transformers' defaults for absent fields, the names of a layer's tensors, and a
+function that converts the family's fields to those of ModelConfig. The decoder reads only
+ModelConfig, never the family.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ class TensorNames:
     """Names of a layer's tensors in a checkpoint.
 
     Attributes:
-        input_norm, post_norm: norms before attention and before the MLP; None if there is none.
+        input_norm, post_norm: norms before attention and before the MLP; None without.
         mixer_norm, mlp_norm: norms after attention and after the MLP, before the residual is added.
-        qkv: the projections q, k and v, or one projection with the rows of all three.
-        mlp: module of the MLP's projections.
-        gate_up: gate and up projection, or one projection with the rows of both.
+        qkv: the projections q, k and v, or one fused projection with the rows of all three.
+        mlp: module that contains the MLP's projections.
+        gate_up: the gate and up projections, or one fused projection with the rows of both.
+        down: the down projection.
     """
 
     input_norm: str | None = "input_layernorm"
@@ -54,10 +56,10 @@ NORMS_BEFORE = TensorNames()
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of a model that functions of a family need.
+    """Sizes of a model that a family's ``read`` function needs.
 
     Attributes:
-        rotary_dim: elements of a head that RoPE rotates.
+        rotary_dim: number of elements of a head that RoPE rotates.
     """
 
     num_layers: int
@@ -71,14 +73,16 @@ class Family:
     """An architecture of the engine's own decoder.
 
     Attributes:
+        architecture: transformers' class, as in the field ``architectures``.
         defaults: transformers' defaults of fields that a file may leave out.
-        eos_token_ids: used if neither configuration file has any.
+        eos_token_ids: ids to use if neither config.json nor generation_config.json has any.
         names: names of a layer's tensors.
-        activation: the field that names the activation of the MLP.
-        rotates: default of ``partial_rotary_factor``; None accepts only 1.
-        text_part: also reads the text models of multimodal checkpoints.
-        covers: tells whether the decoder supports the model of a file; None accepts all.
-        read: reads further fields of ModelConfig from a file.
+        activation: name of the field with the MLP's activation.
+        rotates: default of ``partial_rotary_factor``; None if only 1 is accepted.
+        text_part: the entry also applies to the text model of multimodal checkpoints.
+        covers: function that returns whether the decoder supports a file's model; None if it
+            supports every model of the family.
+        read: function that reads further fields of ModelConfig from a file.
     """
 
     architecture: str
@@ -92,17 +96,21 @@ class Family:
     read: Callable[[ConfigFile, Sizes], Fields] = lambda config, sizes: {}
 
 
-# --- what several rows read ----------------------------------------------------------------
+# --- readers shared by several families ------------------------------------------------------
 
 
 def read_biases(config: ConfigFile) -> Fields:
-    """Read ``attention_bias``, which applies to all four projections of attention."""
+    """Read ``attention_bias``, which applies to the projections q, k, v and o."""
     bias = config.boolean("attention_bias", False)
     return {"attention_bias": bias, "output_bias": bias}
 
 
 def read_window(config: ConfigFile, layers: tuple[bool, ...]) -> Fields:
-    """Read the sliding window and its layers; ``layers`` if ``layer_types`` is absent."""
+    """Read the sliding window and the layers that have it.
+
+    Args:
+        layers: per layer, whether it has the window if ``layer_types`` is absent.
+    """
     layers = _layer_types(config, layers)
     window = config.integer("sliding_window", None, high=MAX_POSITIONS)
     if any(layers) and window is None:
@@ -111,7 +119,7 @@ def read_window(config: ConfigFile, layers: tuple[bool, ...]) -> Fields:
 
 
 def read_optional_window(config: ConfigFile, sizes: Sizes, layers: tuple[bool, ...]) -> Fields:
-    """Read the window if ``use_sliding_window`` is true; else there is none."""
+    """Read the sliding window if ``use_sliding_window`` is true; else no layer has one."""
     if config.boolean("use_sliding_window", False):
         return read_window(config, layers)
     file = ConfigFile(config.path, {**config.values, "sliding_window": None})
@@ -119,7 +127,7 @@ def read_optional_window(config: ConfigFile, sizes: Sizes, layers: tuple[bool, .
 
 
 def _window_of_all_layers(config: ConfigFile, sizes: Sizes) -> Fields:
-    """Read a sliding window of all layers, or of none if it is null."""
+    """Read ``sliding_window``, which all layers have; null if none has."""
     window = config.integer("sliding_window", None, high=MAX_POSITIONS)
     implied = (window is not None,) * sizes.num_layers
     if _layer_types(config, implied) != implied:
@@ -129,24 +137,24 @@ def _window_of_all_layers(config: ConfigFile, sizes: Sizes) -> Fields:
 
 
 def _layer_types(config: ConfigFile, default: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Read per layer whether ``layer_types`` calls it sliding; ``default`` if absent."""
+    """Read from ``layer_types`` whether each layer has a sliding window; ``default`` if absent."""
     if "layer_types" not in config:
         return default
     return tuple(kind == SLIDING for kind in layer_types(config, len(default), SLIDING))
 
 
 def layer_types(config: ConfigFile, count: int, kind: str) -> list[str]:
-    """Read ``layer_types``, in which layers have full attention or are of ``kind``."""
+    """Read ``layer_types``, a list in which each layer is either full attention or ``kind``."""
     accepted = f"a list of num_hidden_layers={count} names, {FULL} or {kind}"
     return config.entries("layer_types", accepted, (FULL, kind).__contains__, count)
 
 
 def every(count: int, sizes: Sizes) -> tuple[bool, ...]:
-    """A bool per layer: False for every ``count``-th, else True."""
+    """One bool per layer: False for every ``count``-th layer, True for the others."""
     return tuple((index + 1) % count != 0 for index in range(sizes.num_layers))
 
 
-# --- rows ------------------------------------------------------------------------------------
+# --- one reader per family -------------------------------------------------------------------
 
 
 def _llama(config: ConfigFile, sizes: Sizes) -> Fields:
@@ -204,7 +212,7 @@ def _ropes_by_layer(config: ConfigFile, sizes: Sizes, rotates: tuple[bool, ...])
 
 
 def _ropes_by_kind(ropes: Mapping[str, RopeConfig], sliding: tuple[bool, ...]) -> Fields:
-    """Set the RoPE of each layer by its kind."""
+    """Choose each layer's RoPE: that of sliding layers or that of full ones."""
     return {"layer_ropes": tuple(ropes[SLIDING if each else FULL] for each in sliding)}
 
 
@@ -225,7 +233,7 @@ def _olmo3(config: ConfigFile, sizes: Sizes) -> Fields:
 
 
 def _phi3(config: ConfigFile, sizes: Sizes) -> Fields:
-    # Its first checkpoints have other names for longrope.
+    # The first Phi-3 checkpoints call longrope "su" or "yarn".
     rope = read_rope(config, sizes.rotary_dim, {"su": "longrope", "yarn": "longrope"})
     return {"rope": rope, **_window_of_all_layers(config, sizes)}
 
@@ -241,7 +249,7 @@ def _granite(config: ConfigFile, sizes: Sizes) -> Fields:
 
 
 def _is_dense_granite4(config: ConfigFile) -> bool:
-    """Whether a Granite 4 has no experts, and attention in every layer."""
+    """Whether a Granite 4 model has no experts, and attention in every layer."""
     kinds = config.values.get("layer_types")
     attends = isinstance(kinds, list) and all(each in ("attention", FULL) for each in kinds)
     return attends and config.values.get("num_local_experts") == 0
@@ -260,7 +268,10 @@ def _glm4(config: ConfigFile, sizes: Sizes) -> Fields:
 
 
 def _gemma(config: ConfigFile, sizes: Sizes) -> Fields:
-    """Read the fields that Gemma 2 and 3 share: norms of 1 + w in float32, scaled embeddings."""
+    """Read the fields that Gemma 2 and 3 have in common.
+
+    Their norms multiply by ``1 + weight`` in float32, and their embeddings are scaled.
+    """
     if config.values.get("use_bidirectional_attention"):
         raise config.bad("use_bidirectional_attention", "false: a decoder")
     return {
@@ -308,7 +319,7 @@ GLM4 = TensorNames(
 )
 
 MULTI_HEAD = {"num_key_value_heads": None}
-"""Default of families with as many key/value heads as query heads."""
+"""Default for families that have as many key/value heads as query heads."""
 
 _GEMMA: Fields = {
     "head_dim": 256,
@@ -317,7 +328,7 @@ _GEMMA: Fields = {
     "sliding_window": 4096,
 }
 _GEMMA2 = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **_GEMMA}
-# Files of multimodal checkpoints leave out defaults, sizes too.
+# Multimodal checkpoints leave out any field with transformers' default, sizes included.
 _GEMMA3 = {
     "vocab_size": 262_208,
     "max_position_embeddings": 131_072,
@@ -333,7 +344,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen2": Family("Qwen2ForCausalLM", {"sliding_window": 4096}, read=_qwen2),
     "qwen3": Family("Qwen3ForCausalLM", {"sliding_window": 4096, "head_dim": 128}, read=_qwen3),
-    # For text, the three parts of its RoPE have equal positions.
+    # Its multimodal RoPE has a time, a height and a width position. Text tokens have the same
+    # value for all three, so plain RoPE computes the same.
     "qwen3_vl_text": Family(
         "Qwen3ForCausalLM",
         {"sliding_window": 4096, "head_dim": 128, "rope_theta": 500_000.0},

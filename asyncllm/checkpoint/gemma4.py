@@ -1,4 +1,4 @@
-"""GEMMA4: the families of Gemma 4, whose layers differ in heads, KV and MLP."""
+"""GEMMA4: the Gemma 4 family, whose layers differ in heads, KV and MLP size."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from asyncllm.checkpoint.rope_config import ROPE_PARAMETERS, RopeConfig, RopeKin
 
 
 def _gemma4(config: ConfigFile, sizes: Sizes) -> Fields:
-    """Read Gemma 4: dense, or with experts beside the MLP of every layer."""
+    """Read the fields of Gemma 4, dense or with experts beside the MLP of every layer."""
     if config.values.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise config.bad("use_bidirectional_attention", "null, or 'vision' for images alone")
     window = read_window(config, every(6, sizes))
-    # As in transformers, the last layer is full even if the file says sliding.
+    # As in transformers, the last layer has full attention even if the file says sliding.
     slides = (*window["sliding_layers"][:-1], False)
     kinds = tuple(SLIDING if each else FULL for each in slides)
     ropes = {kind: _rope(config, sizes, kind) for kind in sorted(set(kinds))}
@@ -65,8 +65,9 @@ def _gemma4(config: ConfigFile, sizes: Sizes) -> Fields:
 
 
 def _layers(config: ConfigFile, slides: tuple[bool, ...]) -> list[LayerConfig]:
-    """Read the sizes of each layer. Full layers have other heads: files of transformers 5.20 and
-    later list them by layer, earlier files once for all."""
+    """Read the sizes of each layer. Full-attention layers have other heads than sliding ones: files
+    of transformers 5.20 and later list the heads of each such layer, earlier files give them once.
+    """
     shared = config.boolean("attention_k_eq_v", False)
     near = LayerConfig(
         config.integer("num_key_value_heads"),

@@ -1,7 +1,7 @@
 """gguf_config: converts the metadata of a GGUF file to the fields of config.json.
 
-transformers' own table leaves out the head size and the RoPE factors, and so computes another model
-than the file's.
+transformers' own conversion is not used: it leaves out the head size and the RoPE factors, so it
+computes another model than the file's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-"""Architectures by ``general.architecture``; Mistral's files say "llama" too."""
+"""transformers' architecture by ``general.architecture``; Mistral's files also say "llama"."""
 
 _COPIED_FIELDS = {
     "context_length": "max_position_embeddings",
@@ -39,7 +39,7 @@ _OTHER_FIELDS = (
 
 LLAMA3_FREQUENCIES = (1.0, 4.0, 8192)
 """low_freq_factor, high_freq_factor and original_max_position_embeddings of Llama 3.1 to 3.3. A
-GGUF file only has the resulting factor of each frequency."""
+GGUF file does not store them, only the factor of each frequency that they result in."""
 
 
 def gguf_config(file: GGUFFile) -> ConfigFile:
@@ -103,14 +103,14 @@ def _vocabulary(file: GGUFFile) -> int:
 
 
 def _end_tokens(metadata: ConfigFile) -> list[int]:
-    """Tokens at which llama.cpp ends an answer, if the file has them."""
+    """Ids in the file of the tokens at which llama.cpp ends an answer."""
     names = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
     return [metadata.integer(name, low=0) for name in names if name in metadata]
 
 
 def _dtype(file: GGUFFile) -> str:
-    """Model dtype: float32 or float16 if the tensors have no other; else bfloat16, as in
-    training."""
+    """Dtype of the model: float32 if all tensors are float32; float16 if all are float32 or
+    float16; else bfloat16, as in training."""
     kinds = {GGML_TYPES[tensor.type][0] for tensor in file.tensors.values()}
     if kinds == {"F32"}:
         return "float32"
@@ -131,7 +131,11 @@ def _rope(file: GGUFFile, fields: ConfigFile) -> dict[str, Any] | None:
 
 
 def _llama3(file: GGUFFile, fields: ConfigFile) -> dict[str, Any] | None:
-    """Llama 3 RoPE scaling that gives the file's frequency factors; None without scaling."""
+    """Parameters of Llama 3's RoPE scaling with the file's frequency factors; None if all are 1.
+
+    Raises:
+        ModelLoadError: if no Llama 3 scaling has these factors.
+    """
     found, size = file.floats("rope_freqs.weight"), _head_dim(fields)
     factor = max(found)
     if factor == 1.0 == min(found):

@@ -13,15 +13,15 @@ from asyncllm.checkpoint.file_version import FileVersion
 from asyncllm.errors import ModelLoadError
 
 MAX_ENTRIES = 2**17
-"""Most entries of metadata, and of tensors, far above any file's."""
+"""Maximum number of metadata entries, and of tensors; real files have far fewer."""
 
 MAX_NAME = 256
-"""Most bytes of a key or a tensor's name, four times llama.cpp's limit. Bounded because error
-messages contain names."""
+"""Maximum size in bytes of a metadata key or tensor name: four times llama.cpp's limit. Error
+messages contain names, so their size is bounded."""
 
 MAX_ARRAY = 2**12
-"""Most elements of an array that is kept. Of a longer one, such as a vocabulary, only the length
-is."""
+"""Maximum number of elements of an array that is kept in memory. A longer array, such as a
+vocabulary, is replaced by its length."""
 
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -53,19 +53,19 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = {
     35: ("TQ2_0", 256, 66),
     39: ("MXFP4", 32, 17),
 }
-"""Types by number: name, elements of a block, bytes of a block (``ggml.h``)."""
+"""GGML tensor types by number (``ggml.h``): name, elements per block, bytes per block."""
 
 PLAIN_TYPES = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """Entry of the tensor table.
+    """Entry of a GGUF file's tensor table.
 
     Attributes:
         shape: in torch's order: the contiguous dimension is last.
         type: number in ``GGML_TYPES``.
-        start: first byte in the file.
+        start: offset of the first byte in the file.
     """
 
     shape: tuple[int, ...]
@@ -78,10 +78,10 @@ class GGUFFile:
     """The header of a GGUF file, versions 2 and 3 (``ggml/docs/gguf.md``).
 
     Attributes:
-        metadata: values by key; for an array of strings, or of more than ``MAX_ARRAY`` elements,
-            its length.
-        tensors: by name.
-        version: FileVersion of the file when its header was read.
+        metadata: values by key. An array of strings, or of more than ``MAX_ARRAY`` elements, is
+            replaced by its length.
+        tensors: the tensor table, by tensor name.
+        version: size and time of the file when its header was read.
 
     Raises:
         ModelLoadError: if the file cannot be read, is no GGUF file, or contradicts its length.
@@ -98,14 +98,14 @@ class GGUFFile:
                 self._read(_Cursor(path, data))
         except OSError as error:
             raise ModelLoadError(f"{path}: cannot be read ({error.strerror or error})") from error
-        except ValueError as error:  # an empty file
+        except ValueError as error:  # mmap's error for an empty file
             raise ModelLoadError(f"{path}: not a GGUF file ({error})") from error
 
     def floats(self, name: str) -> tuple[float, ...]:
-        """Elements of a small tensor of type F32.
+        """Read the elements of a small tensor of type F32.
 
         Raises:
-            ModelLoadError: for a tensor of another type, or a large one.
+            ModelLoadError: for another type, or more than ``MAX_ARRAY`` elements.
         """
         tensor = self.tensors[name]
         count = math.prod(tensor.shape)

@@ -1,4 +1,4 @@
-"""HYBRID_FAMILIES: the architectures with gated delta rules and attention, as data."""
+"""HYBRID_FAMILIES: architectures that mix gated-delta-rule and attention layers, as data."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ MAX_HEADS, MAX_HEAD_DIM, MAX_CONV_WIDTH = 1024, 1024, 16
 
 
 def _linear_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
-    """Read per layer whether it is linear: by ``layer_types``, else all but every
-    ``full_attention_interval``-th."""
+    """Read which layers have linear attention: those that ``layer_types`` names; without that
+    field, all but every ``full_attention_interval``-th."""
     count = sizes.num_layers
     if "layer_types" not in config:
         interval = config.integer("full_attention_interval", 4)
@@ -43,7 +43,7 @@ def _linear_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
 
 
 def _gated_delta(config: ConfigFile, sizes: Sizes, *, grouped_by_key_head: bool = False) -> Fields:
-    """Read the fields of a hybrid model: gated delta rules, and attention with a gated output."""
+    """Read the fields of a model with gated-delta-rule layers and gated attention."""
     config.choice("hidden_act", ("silu", "swish"), "silu")
     if not config.boolean("attn_output_gate", True):
         raise config.bad("attn_output_gate", "true: attention has a gate on its output")
@@ -75,7 +75,7 @@ def _gated_delta(config: ConfigFile, sizes: Sizes, *, grouped_by_key_head: bool 
 def _qwen3_5_moe(config: ConfigFile, sizes: Sizes) -> Fields:
     routing = RoutingConfig(*expert_counts(config, "num_experts"), renormalise=True)
     experts = gated_experts(config, (True,) * sizes.num_layers, routing)
-    # No layer has an ordinary MLP, so files have no size for one.
+    # No layer has an ordinary MLP, so the file has no ``intermediate_size``.
     dense = {"intermediate_size": config.integer("moe_intermediate_size")}
     return {**_gated_delta(config, sizes), **experts, **dense}
 
@@ -96,7 +96,8 @@ _GATED_DELTA: Fields = {
 }
 
 HYBRID_FAMILIES: dict[str, Family] = {
-    # For text, the three parts of Qwen3.5's RoPE have equal positions.
+    # Qwen3.5's multimodal RoPE has a time, a height and a width position. Text tokens have the
+    # same value for all three, so plain RoPE computes the same.
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM", _GATED_DELTA, rotates=0.25, text_part=True, read=_gated_delta
     ),

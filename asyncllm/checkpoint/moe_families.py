@@ -1,4 +1,4 @@
-"""MOE_FAMILIES: the architectures with a mixture of experts, as data."""
+"""MOE_FAMILIES: the mixture-of-experts architectures, as data."""
 
 from __future__ import annotations
 
@@ -26,13 +26,18 @@ from asyncllm.checkpoint.families import (
 MAX_EXPERTS = 1024
 
 
-# --- what several rows read ----------------------------------------------------------------
+# --- readers shared by several families ------------------------------------------------------
 
 
 def expert_counts(
     config: ConfigFile, *names: str, per_token: str = "num_experts_per_tok"
 ) -> tuple[int, int]:
-    """Read the number of experts per layer, from the first of ``names`` present, and per token."""
+    """Read the number of experts per layer, and per token.
+
+    Args:
+        names: fields that may have the number per layer; the first that is present counts.
+        per_token: field with the number per token.
+    """
     config.choice("hidden_act", ("silu", "swish"), "silu")
     name = next((name for name in names if name in config), names[0])
     count = config.integer(name, high=MAX_EXPERTS)
@@ -43,7 +48,8 @@ def expert_counts(
 
 
 def sparse_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
-    """Layers with experts in Qwen: every ``decoder_sparse_step``-th, except ``mlp_only_layers``."""
+    """Read which of Qwen's layers have experts: every ``decoder_sparse_step``-th layer, except
+    those in ``mlp_only_layers``."""
     step = config.integer("decoder_sparse_step", 1)
     accepted = f"a list of layers from 0 to {sizes.num_layers - 1}"
 
@@ -58,7 +64,8 @@ def sparse_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
 
 
 def _read_groups(config: ConfigFile, count: int, top_k: int) -> tuple[int, int]:
-    """Read ``n_group`` and ``topk_group``; the chosen groups need at least ``top_k`` experts."""
+    """Read ``n_group`` and ``topk_group``. ``topk_group`` groups must have ``top_k`` experts or
+    more."""
     groups = config.integer("n_group", 1, high=count)
     if count % groups or (groups > 1 and count // groups < 2):
         raise config.bad("n_group", f"a divisor of n_routed_experts={count}, at most half of it")
@@ -78,7 +85,7 @@ def normalised_routing(config: ConfigFile, *names: str) -> RoutingConfig:
 
 
 def gated_experts(config: ConfigFile, layers: tuple[bool, ...], routing: RoutingConfig) -> Fields:
-    """Read Qwen's experts with a shared MLP behind a gate."""
+    """Read Qwen's experts, which include a shared expert with a gate."""
     experts = ExpertsConfig(
         layers,
         routing,
@@ -91,8 +98,9 @@ def gated_experts(config: ConfigFile, layers: tuple[bool, ...], routing: Routing
 
 
 def _deepseek_v3_routing(config: ConfigFile, sizes: Sizes) -> Fields:
-    """Read DeepSeek-V3's routing: sigmoid scores, groups and a correction bias (arXiv 2412.19437,
-    section 2.1.2), after ``first_k_dense_replace`` dense layers."""
+    """Read experts with DeepSeek-V3's routing, in all but the first ``first_k_dense_replace``
+    layers. It has sigmoid scores, groups and a correction bias (arXiv 2412.19437, section 2.1.2).
+    """
     count, top_k = expert_counts(config, "n_routed_experts", "num_local_experts")
     groups, chosen = _read_groups(config, count, top_k)
     first = config.integer("first_k_dense_replace", low=0)
@@ -118,7 +126,7 @@ def _deepseek_v3_routing(config: ConfigFile, sizes: Sizes) -> Fields:
     }
 
 
-# --- rows ------------------------------------------------------------------------------------
+# --- one reader per family -------------------------------------------------------------------
 
 
 def _mixtral(config: ConfigFile, sizes: Sizes) -> Fields:
@@ -137,7 +145,7 @@ def _mixtral(config: ConfigFile, sizes: Sizes) -> Fields:
 
 
 def _qwen2_moe(config: ConfigFile, sizes: Sizes) -> Fields:
-    # Its sliding layers are every other one up to max_window_layers, unlike Qwen2's.
+    # Every other layer below max_window_layers slides. In Qwen2, all from there on do.
     most = config.integer("max_window_layers", 28, low=0)
     slides = "sliding_window" in config
     layers = tuple(slides and layer % 2 == 0 and layer < most for layer in range(sizes.num_layers))
@@ -218,8 +226,8 @@ def _gpt_oss(config: ConfigFile, sizes: Sizes) -> Fields:
     limits = {"high": 1e6, "open_low": True}
     experts = ExpertsConfig(
         (True,) * sizes.num_layers,
-        # gpt-oss's softmax over a token's chosen experts equals that over all experts,
-        # renormalised.
+        # gpt-oss applies the softmax to the chosen experts' logits alone. A softmax over all
+        # experts, renormalised over the chosen ones, is the same.
         RoutingConfig(count, top_k, renormalise=True, bias=True),
         config.integer("intermediate_size"),
         ActivationConfig(

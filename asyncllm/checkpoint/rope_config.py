@@ -10,30 +10,33 @@ from typing import Any, Literal
 from asyncllm.checkpoint.config_file import ConfigFile
 
 MAX_POSITIONS = 2**31 - 1
-"""Largest position: devices store positions as int32."""
+"""Maximum position of a token: devices store positions as int32."""
 
 RopeKind = Literal["default", "linear", "llama3", "longrope", "none", "proportional", "yarn"]
 ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "longrope", "yarn")
-"""Kinds that a file may name; some families also have "proportional". "dynamic" is not supported:
-its frequencies depend on the longest sequence of a batch, so an output would depend on other
-requests."""
+"""Kinds of RoPE scaling that every family accepts; some also accept "proportional".
+
+"dynamic" is not supported: its frequencies depend on the longest sequence of a batch, so an output
+would depend on other requests.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding (RoPE); ``gpu/models/rope.py`` says what each kind computes.
+    """Parameters of a rotary embedding (RoPE); ``gpu/models/rope.py`` computes it.
 
     Attributes:
         theta: base of the frequencies.
-        kind: how frequencies are scaled; "none" rotates nothing (a layer without RoPE).
+        kind: how frequencies are scaled; "none" for a layer without RoPE.
         factor: factor by which "linear", "llama3", "proportional" and "yarn" stretch positions.
-        share: share of a head's pairs, the leading ones, that "proportional" rotates.
+        share: "proportional" rotates this fraction of a head's pairs, the leading ones.
         low_freq_factor, high_freq_factor: parameters of "llama3".
-        original_max_position: context of pretraining, in tokens.
-        beta_fast, beta_slow, truncate: yarn's bounds, in rotations within that context, and whether
-            they are rounded outwards to whole frequencies.
-        attention_factor: factor on cosines and sines (yarn, longrope).
-        short_factors, long_factors: longrope's divisors of each frequency, for contexts up to
+        original_max_position: context length of pretraining, in tokens.
+        beta_fast, beta_slow: bounds between which "yarn" interpolates, in rotations within
+            ``original_max_position``.
+        truncate: "yarn" rounds these bounds outwards to whole frequencies.
+        attention_factor: factor of cosines and sines ("yarn", "longrope").
+        short_factors, long_factors: divisor of each frequency in "longrope", for contexts up to
             ``original_max_position`` and for longer ones.
         query_scale_beta: queries at position p are multiplied by
             ``1 + query_scale_beta * log(1 + p // original_max_position)`` (Ministral 3).
@@ -58,26 +61,27 @@ class RopeConfig:
 NO_ROPE = RopeConfig(kind="none")
 
 ROPE_PARAMETERS = "rope_parameters"
-"""Name of the section with RoPE parameters since transformers 5."""
+"""Name of the config.json field with RoPE parameters since transformers 5."""
 
 
 def rope_section(config: ConfigFile) -> ConfigFile:
-    """Section with the RoPE parameters. If a file has both, ``rope_scaling`` wins, as in
-    transformers."""
+    """Section with the RoPE parameters: ``rope_scaling`` or ``rope_parameters``. The first wins if
+    a file has both, as in transformers."""
     return config.section("rope_scaling" if config.values.get("rope_scaling") else ROPE_PARAMETERS)
 
 
 def read_rope(
     config: ConfigFile, rotary_dim: int, aliases: Mapping[str, RopeKind] | None = None
 ) -> RopeConfig:
-    """Read the RoPE of a model whose layers share one.
+    """Read the RoPE of a model whose layers all have the same one.
 
     Args:
-        rotary_dim: elements of a head that are rotated.
-        aliases: further names of kinds.
+        rotary_dim: number of elements of a head that are rotated.
+        aliases: further names of kinds in the file.
 
     Raises:
-        ModelLoadError: for parameters by kind of layer; and as for ``rope_from``.
+        ModelLoadError: if the file has separate parameters for each kind of layer; and as for
+            ``rope_from``.
     """
     section = rope_section(config)
     if any(isinstance(value, dict) for value in section.values.values()):
@@ -90,12 +94,16 @@ def read_rope(
 def read_layer_ropes(
     config: ConfigFile, rotary_dim: int, thetas: Mapping[str, float]
 ) -> dict[str, RopeConfig]:
-    """Read the RoPE of each kind of layer, for models with one for full and one for sliding layers.
-    ``rope_parameters`` has an object for each kind; in files of transformers 4, ``rope_scaling`` is
-    that of full layers.
+    """Read the RoPE of full and of sliding layers.
+
+    ``rope_parameters`` has an object for each kind of layer. In files of transformers 4,
+    ``rope_scaling`` has the parameters of full layers.
 
     Args:
         thetas: default base by kind of layer.
+
+    Returns:
+        The RoPE by kind of layer.
     """
     found: dict[str, RopeConfig] = {}
     legacy = config.section("rope_scaling")
@@ -114,11 +122,12 @@ def rope_from(
     rotary_dim: int,
     aliases: Mapping[str, RopeKind] | None = None,
 ) -> RopeConfig:
-    """Read the RoPE in ``section``.
+    """Read the RoPE that ``section`` describes.
 
     Args:
         config: the model's configuration, for its context lengths.
-        theta: default base.
+        theta: base if ``section`` has none.
+        rotary_dim, aliases: as for ``read_rope``.
 
     Raises:
         ModelLoadError: for an unsupported kind, or a parameter that is missing, of the wrong type
@@ -145,8 +154,8 @@ def rope_from(
 
 
 def _original_context(section: ConfigFile, config: ConfigFile) -> int:
-    """Read the original context. As in transformers, a field of the model wins over one of the
-    section."""
+    """Read the context length of pretraining. As in transformers, the field of ``config`` wins over
+    that of ``section``."""
     name, context = "original_max_position_embeddings", config.values["max_position_embeddings"]
     holder = config if name in config else section
     return holder.integer(name, context, high=MAX_POSITIONS)
@@ -182,7 +191,7 @@ def _yarn(section: ConfigFile, config: ConfigFile, original: int, dim: int) -> d
 
 
 def _mscale(factor: float, scale: float = 1.0) -> float:
-    """YaRN's temperature of attention (Peng et al., 2023, equation 22)."""
+    """YaRN's attention temperature (Peng et al., 2023, equation 22)."""
     return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
 
 

@@ -21,7 +21,8 @@ _HEAD = re.compile(r"^(?:model\.)?(?:language_model\.)?(lm_head\.)")
 
 
 def text_name(name: str) -> str | None:
-    """Name of a tensor in the plain text model; None for a tensor of another tower."""
+    """Name that a multimodal checkpoint's tensor has in the text-only model; None for a tensor of
+    another tower."""
     head = _HEAD.match(name)
     if head is not None:
         return head.group(1) + name[head.end() :]
@@ -30,14 +31,16 @@ def text_name(name: str) -> str | None:
 
 
 class TextPart:
-    """CheckpointReader of the text model's tensors in another reader, under the plain text model's
-    names. It owns the other reader, and logs how many tensors it leaves out.
+    """CheckpointReader for the text model in a multimodal checkpoint.
+
+    It renames tensors as in a text-only model, and logs how many it leaves out.
 
     Args:
+        reader: reader of the whole checkpoint, which this reader owns and closes.
         architecture: name for the log.
 
     Raises:
-        ModelLoadError: if there are no tensors but a head; the other reader is closed then.
+        ModelLoadError: if the text model has no tensor but ``lm_head``; ``reader`` is then closed.
     """
 
     def __init__(self, reader: CheckpointReader, architecture: str) -> None:
