@@ -1,4 +1,4 @@
-"""Detokenizer: incremental text of one output, with stop strings; NoText: an output without."""
+"""Detokenizer: converts one output's tokens to text incrementally, and finds stop strings."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ class StopMatcher:
     """Finds stop strings in text that arrives in pieces, and holds back as little as possible.
 
     A piece is searched together with the text held back before it. The match that begins earliest
-    wins, and of several that begin there the one listed first. Without a match, the longest suffix
-    that is a prefix of a stop string is held back and the rest released, so a match never begins in
-    text that was released.
+    wins; if several stop strings match there, the first in ``stops`` wins. Without a match, the
+    longest suffix that is a prefix of a stop string is held back, and the rest is released. So a
+    match never begins in released text.
+
+    Args:
+        stops: non-empty strings.
+        include: release the stop string too.
 
     Attributes:
         stopped: the stop string that was found, or None.
@@ -32,10 +36,11 @@ class StopMatcher:
     def push(self, text: str, *, search: bool = True) -> str:
         """Take the next piece; returns the text that can be released.
 
-        Only a match that ends in this piece counts, and none without ``search``.
+        Args:
+            search: False to ignore a stop string that ends in this piece.
         """
         if not self._held and self._firsts.isdisjoint(text):
-            return text  # most pieces: no stop string begins here
+            return text  # the usual case: no stop string begins in this piece
         if not text:
             return ""
         buffer = self._held + text
@@ -49,7 +54,7 @@ class StopMatcher:
         return buffer[: len(buffer) - held]
 
     def finish(self) -> str:
-        """Text that was held back, after the last piece."""
+        """Release the held-back text after the last piece."""
         held, self._held = self._held, ""
         return held
 
@@ -78,14 +83,14 @@ class StopMatcher:
 class Detokenizer:
     """Converts the tokens of one output to text, up to a stop string.
 
-    Not thread-safe; made for one output, with a decoder of its own. A token whose text does
-    not belong to the output (EOS, a stop token) is not pushed.
+    Not thread-safe. The caller does not push tokens whose text is not part of the output (EOS, stop
+    tokens).
 
     Args:
-        decoder: made for this output and its prompt.
+        decoder: decoder of this output alone.
         stop: non-empty strings that end the output.
         include_stop_str_in_output: keep the stop string at the end of the text.
-        min_tokens: number of first tokens in which a stop string does not count.
+        min_tokens: number of leading tokens in which stop strings are ignored.
 
     Attributes:
         stopped: the stop string that ended the output, or None.
@@ -110,10 +115,10 @@ class Detokenizer:
         """Take the next token; returns the text that can be released now.
 
         Args:
-            search: False for a token in which no stop string may begin or end.
+            search: False for a token that no stop string may overlap.
 
         Raises:
-            Exception: any error of the decoder; it ends this output alone.
+            Exception: any error of the decoder, which must end this output alone.
             RuntimeError: after a stop string was found.
         """
         text = self._decoder.push(token_id)
@@ -133,8 +138,8 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """Rest of the text: held-back text, and replacement characters for an unfinished character.
-        Empty after a stop string."""
+        """Release the rest of the text: held-back text, and replacement characters for an
+        unfinished character. Empty after a stop string."""
         if self.stopped is not None:
             return ""
         text = self._decoder.flush()
@@ -142,7 +147,7 @@ class Detokenizer:
 
 
 class NoText:
-    """A detokenizer for ``SamplingParams.detokenize=False``, which makes no text."""
+    """Detokenizer that makes no text, for ``SamplingParams.detokenize=False``."""
 
     stopped: str | None = None
 
@@ -154,5 +159,5 @@ class NoText:
 
     @staticmethod
     def decode(token_ids: Sequence[int]) -> str:
-        """The whole text, which there is none of."""
+        """Text of a whole output: always empty."""
         return ""

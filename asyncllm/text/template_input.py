@@ -1,4 +1,4 @@
-"""TemplateInput: checked copy of a call's input to a chat template."""
+"""TemplateInput: checked copy of the input of a chat template."""
 
 from __future__ import annotations
 
@@ -17,28 +17,31 @@ _MAX_VALUES = 100_000
 
 
 class TemplateInput:
-    """Input of a chat template, copied to JSON types: messages, tools and other variables. So no
-    object with methods of its own reaches a template, and no later change by the caller.
+    """Messages, tools and other variables of a chat template, copied to JSON types.
 
-    Clients send the arguments of earlier tool calls as JSON text; templates get them as a dict, as
-    transformers documents it.
+    Because of the copy, a template gets no object with methods of its own, and does not see later
+    changes by the caller.
+
+    Clients send the arguments of earlier tool calls as JSON text. Templates get them as a dict, as
+    transformers documents.
 
     Args:
         messages: dicts with a ``role``; ``content`` is a string, a list of text parts (joined by
             newlines), or absent. Dataclasses and pydantic models are accepted too.
-        variables: ``tools``, JSON schemas of functions; ``add_generation_prompt``, True by default;
-            ``chat_template``, the name of one of the model's templates or the source of another;
-            any other variable that the template reads.
-        arguments_as_text: keep arguments of tool calls as JSON text, for a template that wants
-            this.
+        variables: any variables that the template reads. Those with a meaning of their own:
+
+            - ``tools``: JSON schemas of functions.
+            - ``add_generation_prompt``: True by default.
+            - ``chat_template``: name of one of the model's templates, or the source of another.
+        arguments_as_text: pass the arguments of tool calls to the template as JSON text.
 
     Raises:
         InvalidRequestError: ``param`` is "messages", "tools", "chat_template" or
-            "chat_template_kwargs"; the message names what is wrong, and where.
+            "chat_template_kwargs"; the message names the invalid value and its place.
 
     Attributes:
-        chat_template: as given, or None.
-        values: all variables of the template.
+        chat_template: the variable ``chat_template``, or None.
+        values: all other variables of the template.
         texts: every string in ``values``.
     """
 
@@ -72,13 +75,17 @@ class TemplateInput:
 
     @property
     def num_characters(self) -> int:
-        """Characters of all strings. A template may write more of them, or fewer."""
+        """Number of characters of all strings. A rendered prompt may have more, or fewer."""
         return sum(map(len, self.texts)) + len(self.chat_template or "")
 
     def with_texts(
         self, change: Callable[[str], str], keep: Collection[str] = ()
     ) -> dict[str, Any]:
-        """``values`` with ``change`` applied to every string, except in the variables ``keep``."""
+        """Copy of ``values`` with ``change`` applied to every string.
+
+        Args:
+            keep: names of variables that are not changed.
+        """
         return {
             name: value if name in keep else _changed(value, change)
             for name, value in self.values.items()
@@ -88,8 +95,13 @@ class TemplateInput:
 def plain_values(value: Any, where: str, param: str) -> Any:
     """Copy of ``value`` in JSON types.
 
+    Args:
+        where: place of the value, for the error message.
+        param: parameter of the caller, for the error.
+
     Raises:
-        InvalidRequestError: for any other type, too many values, or too deep nesting.
+        InvalidRequestError: for a type without a JSON equivalent, for more than 100,000 values, or
+            for nesting deeper than 100 levels.
     """
     return _Copier().copy_of(value, where, param)
 
@@ -105,7 +117,7 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
 
 
 class _Copier:
-    """Copies values to JSON types, and collects their strings."""
+    """Copier of values to JSON types, which also collects their strings."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -116,7 +128,7 @@ class _Copier:
             return self._copy(value, where, 0)
         except _NotJson as error:
             raise InvalidRequestError(f"{error}, expected JSON types", param=param) from None
-        # The methods of the application's own types may raise anything.
+        # Methods of the application's own types may raise errors of any class.
         except Exception as error:
             raise InvalidRequestError(
                 f"{where}: cannot be read ({explain(error)})", param=param
@@ -137,7 +149,7 @@ class _Copier:
         if kind is dict or isinstance(value, Mapping):
             copied = {}
             for key, item in value.items():
-                # Most items are strings, for which no error can need a path.
+                # The path is for errors. Most items are strings, which raise none.
                 at = where if type(item) is str else f"{where}.{key!s:.40}"
                 copied[self._copy(key, where, depth)] = self._copy(item, at, depth + 1)
             return copied
@@ -157,7 +169,7 @@ class _Copier:
 
 
 class _NotJson(Exception):
-    """A value that is no JSON type, or one too many."""
+    """A value without a JSON equivalent, or beyond a limit."""
 
 
 def _check_messages(messages: Any, copier: _Copier, as_text: bool) -> list[dict[str, Any]]:
@@ -172,7 +184,7 @@ def _check_messages(messages: Any, copier: _Copier, as_text: bool) -> list[dict[
         plain = copier.copy_of(message, where, "messages")
         if not isinstance(plain, dict):
             raise _bad(where, f"a {type(message).__name__}", "a dict with a role")
-        # Clients send null for absent fields, and templates only test for presence.
+        # Clients send null for an absent field, but templates test only whether it is present.
         plain = {key: value for key, value in plain.items() if value is not None}
         role = plain.get("role")
         if not isinstance(role, str):
@@ -208,8 +220,8 @@ def _content(content: Any, where: str) -> str:
 
 
 def _convert_arguments(call: Any, copier: _Copier, as_text: bool, where: str) -> None:
-    """Convert a call's arguments to the form that the template wants. Invalid JSON stays as it
-    is."""
+    """Convert a call's arguments in place: to JSON text with ``as_text``, else to a dict. Invalid
+    JSON stays text."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return
@@ -228,8 +240,8 @@ def _convert_arguments(call: Any, copier: _Copier, as_text: bool, where: str) ->
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Copy a message's reasoning to the fields that templates read: ``reasoning_content`` and
-    ``thinking``."""
+    """Copy of ``message`` with its reasoning, if any, in the fields that templates read:
+    ``reasoning_content`` and ``thinking``."""
     for name in _REASONING_FIELDS:
         if message.get(name) is not None:
             return {"thinking": message[name], **message, "reasoning_content": message[name]}

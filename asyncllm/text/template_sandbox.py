@@ -20,15 +20,15 @@ import jinja2.sandbox
 import jinja2.utils
 import jinja2.visitor
 
-# Characters that an item of a list counts as, or a bit of an integer.
+# Cost in characters that is charged for a list item, or for a bit of an integer.
 _ITEM = 16
 
-# Filters that read a list or a dict without writing it as text.
+# Filters that accept a list or a dict without converting it to text.
 _READERS = frozenset(
     "attr batch count d default dictsort first float groupby int items last length list map max "
     "min random reject rejectattr reverse select selectattr slice sort unique".split()
 )
-# Filters and methods whose result grows with an argument.
+# Filters and methods whose result is larger for a larger argument.
 _GROWING_METHODS = frozenset(
     "batch center expandtabs indent join ljust rjust round slice to_bytes tojson translate urlize "
     "wordwrap zfill".split()
@@ -37,11 +37,11 @@ _COMPUTED_WIDTH = re.compile(r"%[-+ #0]*(?:\*|\d*\.\*)|\{[^{}]*\{")
 
 
 class TemplateLimitError(Exception):
-    """A template exceeds its limits of time or memory."""
+    """Error for a template that exceeds its limits of time or memory."""
 
 
 class TemplateOutputError(TemplateLimitError):
-    """A template writes more than ``max_output`` characters."""
+    """Error for a template that writes more than ``max_output`` characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,10 @@ class RenderLimits:
     """Limits of one rendering.
 
     Attributes:
-        max_output: characters of the text.
-        max_value: characters of any intermediate string, a list's item counting 16; all
-            intermediate values together may have 16 times as many.
-        seconds: processor time of the rendering thread.
+        max_output: maximum number of characters of the rendered text.
+        max_value: maximum size of an intermediate value: characters of a string, 16 for each item
+            of a list. All intermediate values together may have 16 times this size.
+        seconds: maximum processor time of the rendering thread.
     """
 
     max_output: int
@@ -61,8 +61,11 @@ class RenderLimits:
 
 
 class Meter:
-    """Meter of one rendering. Raises TemplateLimitError before memory beyond the limits is
-    allocated."""
+    """Meter of the time and memory of one rendering.
+
+    Its methods are called before an operation allocates memory, and raise TemplateLimitError if the
+    operation would exceed the limits.
+    """
 
     __slots__ = ("_charges", "_deadline", "_left", "_limits")
 
@@ -73,17 +76,20 @@ class Meter:
         self._deadline = time.thread_time() + limits.seconds
 
     def charge(self, size: int) -> None:
-        """Charge one operation that makes a value of ``size``, or one step of a loop."""
+        """Charge an operation whose result has ``size`` characters, or one step of a loop."""
         self._left -= max(size, 0)
         if size > self._limits.max_value or self._left < 0:
             raise TemplateLimitError(f"makes more than {self._limits.max_value} characters")
         self._charges += 1
-        # Reading the clock costs more than most operations.
+        # Reading the clock takes longer than most operations, so it is not read for each.
         if self._charges % 32 == 0 and time.thread_time() > self._deadline:
             raise TemplateLimitError(f"takes more than {self._limits.seconds} s")
 
     def charge_text(self, *values: Any) -> int:
-        """Charge ``values`` as text. The same list may occur many times within another."""
+        """Charge the conversion of ``values`` to text; returns its estimated length.
+
+        A list that occurs several times within another is charged each time.
+        """
         stack, size = list(values), 0
         while stack and size <= self._limits.max_value:
             value = stack.pop()
@@ -99,7 +105,13 @@ class Meter:
         return size
 
     def charge_growth(self, name: str, value: Any, given: tuple[Any, ...]) -> None:
-        """Charge the largest result that filter or method ``name`` can have for ``value``."""
+        """Charge the largest possible result of a filter or method.
+
+        Args:
+            name: name of the filter or method.
+            value: the object that it is applied to.
+            given: its other arguments.
+        """
         size = _size(value)
         if name not in _READERS and not isinstance(value, (str, bytes)):
             size = self.charge_text(value)
@@ -126,11 +138,11 @@ class Meter:
 
 
 class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja environment that Hugging Face's chat templates are written for.
+    """Jinja environment with the functions and settings that Hugging Face's chat templates expect.
 
     Loops, calls, filters and operators report to a Meter, which bounds the processor time and
-    memory of a rendering. Time is checked between operations; each of them is short, because
-    strings have bounded length.
+    memory of a rendering. The time is checked between operations. A single operation is short,
+    because its strings have bounded length.
     """
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
@@ -146,7 +158,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _to_json
         for name, function in self.filters.items():
             self.filters[name] = self._metered(name, function)
-        # Templates cannot call these: no name contains a blank.
+        # _MeterNodes inserts these filters. A template cannot call them: its names have no blanks.
         self.filters |= {" each": self._each, " text": self.concat, " slice": self._charged}
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
@@ -161,7 +173,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
         Raises:
             TemplateLimitError: for a template that needs more than ``limits``.
-            Exception: any other that the template raises.
+            Exception: any other error, from the template itself.
         """
         self._rendering.meter = Meter(limits)
         pieces, length = [], 0
@@ -177,11 +189,11 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     @property
     def _meter(self) -> Meter:
-        # While a template is compiled there is no meter, and this raises. So Jinja does not fold
-        # constants, which would escape the limits.
+        # During compilation there is no meter, so this raises. Jinja then does not fold constant
+        # expressions, whose cost would escape the limits.
         return self._rendering.meter
 
-    # Called by Jinja's compiled code.
+    # --- methods that Jinja calls ------------------------------------------------------------
 
     def _generate(self, source: Any, *args: Any, **kwargs: Any) -> str:
         return super()._generate(_MeterNodes().visit(source), *args, **kwargs)
@@ -192,7 +204,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return "".join(map(str, values))
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        # Jinja wraps str.format; look at the method itself.
+        # Jinja wraps str.format; the method itself is in ``__wrapped__``.
         method = getattr(function, "__wrapped__", function)
         owner = getattr(method, "__self__", None)
         if isinstance(owner, (str, bytes, int)):
@@ -220,7 +232,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             given = (*args[before + 1 :], *kwargs.values())
             self._meter.charge_growth(name, args[before], given)
             result = function(*args, **kwargs)
-            # A lazy result is computed now, so that it has a size.
+            # Compute a lazy result now, so that its size is known.
             return self._charged(list(result) if isinstance(result, Iterator) else result)
 
         return metered
@@ -254,7 +266,8 @@ def _combined(operator: str, left: Any, right: Any) -> int:
 
 
 class _MeterNodes(jinja2.visitor.NodeTransformer):
-    """Makes loops, ``~`` and slices report to the meter; Jinja compiles them to plain Python."""
+    """Inserts filters that report loops, ``~`` and slices to the meter. Without them, Jinja would
+    compile these to plain Python, which reports nothing."""
 
     def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.Node:
         self.generic_visit(node)
@@ -275,7 +288,7 @@ def _filter(node: jinja2.nodes.Expr, name: str) -> jinja2.nodes.Filter:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """Ignores ``{% generation %}`` tags, which mark the assistant's text for training."""
+    """Jinja extension that ignores ``{% generation %}`` tags, which mark text for training."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
 
@@ -286,13 +299,14 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace without underscored attributes, which expose the interpreter's internals,
-    and without its values in its ``repr``."""
+    """Jinja's namespace, restricted. Attributes that begin with an underscore are refused, because
+    they expose the interpreter's internals. Its ``repr`` does not contain its values, because the
+    meter would not see their size."""
 
     __repr__ = object.__repr__
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        # No named ``self``, as in Jinja: an attribute may have this name.
+        # No parameter is named ``self``, as in Jinja: an attribute may have this name.
         jinja2.utils.Namespace.__init__(args[0])
         for name, value in dict(*args[1:], **kwargs).items():
             args[0][name] = value
@@ -304,8 +318,8 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _DictFactory:
-    """Replacement for ``dict`` in templates. The type itself, and ``dict[0]``, have methods that
-    change their arguments."""
+    """Replacement for the type ``dict`` in templates. The type itself, and ``dict[0]``, give access
+    to methods that change their arguments, such as ``dict.update``."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -321,7 +335,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes HTML; a prompt is plain text.
+    # Jinja's own filter escapes HTML characters, but a prompt is plain text.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,4 +1,4 @@
-"""token_bytes: bytes that each token of a vocabulary adds to a text."""
+"""token_bytes: computes the bytes that each token of a vocabulary adds to a text."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from asyncllm.text.text_decoder import REPLACEMENT, PieceTable, make_table
 def token_bytes(backend: tokenizers.Tokenizer, skip: frozenset[int], size: int) -> list[bytes]:
     """Bytes of each token id below ``size``, in the middle of a text.
 
-    They are empty for a token in ``skip`` (special tokens), one outside the vocabulary, the unknown
-    token, and one whose text depends on its neighbours.
+    A token has no bytes if it is in ``skip`` (special tokens), is outside the vocabulary, is the
+    unknown token, or has text that depends on its neighbours.
     """
     skip |= _unknown(backend)
     bytes_of = token_table(backend, skip)
@@ -27,7 +27,7 @@ def token_bytes(backend: tokenizers.Tokenizer, skip: frozenset[int], size: int) 
 def token_table(
     backend: tokenizers.Tokenizer, skip: frozenset[int] = frozenset()
 ) -> Callable[[int], bytes] | None:
-    """Function from token id to bytes; None if a token's bytes depend on its neighbours."""
+    """Function from token id to its bytes; None if these depend on the neighbouring tokens."""
     table = make_table(steps_of(backend.decoder), backend.id_to_token, skip)
     if isinstance(table, PieceTable):
         return lambda i: bytes([p]) if isinstance(p := table[i], int) else p.encode()
@@ -42,8 +42,11 @@ def _unknown(backend: tokenizers.Tokenizer) -> frozenset[int]:
 
 
 def _by_decoding(backend: tokenizers.Tokenizer, skip: frozenset[int], size: int) -> list[bytes]:
-    """Token bytes for any other decoder: the text that a token adds after each of two anchors, if
-    it is the same."""
+    """Token bytes for a decoder without a table.
+
+    Each token is decoded after each of two anchor tokens. Its bytes are the text that it adds if
+    that is the same after both; else they are empty.
+    """
     found: list[bytes | None] = [None] * size
     known = [i for i in range(size) if i not in skip and backend.id_to_token(i) is not None]
     for anchor in _anchors(backend, known):
@@ -59,6 +62,6 @@ def _by_decoding(backend: tokenizers.Tokenizer, skip: frozenset[int], size: int)
 
 
 def _anchors(backend: tokenizers.Tokenizer, known: list[int]) -> list[int]:
-    """Two ordinary tokens: the first ones that are letters."""
+    """The first two tokens that consist of letters; the first two of all if none does."""
     letters = [i for i in known if (backend.id_to_token(i) or "").isalpha()]
     return (letters or known)[:2]
