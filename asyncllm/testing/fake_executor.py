@@ -20,7 +20,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix(state: int, value: int) -> int:
-    """Hash ``state`` and ``value`` to 64 bits: a round of splitmix64 (Steele, Lea and Flood 2014)."""
+    """Hash two numbers to 64 bits: one round of splitmix64 (Steele, Lea and Flood 2014)."""
     z = (state + (value + 1) * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK

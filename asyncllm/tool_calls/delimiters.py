@@ -1,4 +1,4 @@
-"""Delimiters: finds patterns in text that arrives in pieces, as soon as possible."""
+"""Delimiters: finds delimiters in text that arrives in pieces, as soon as they are complete."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 MAX_LENGTH = 4096
-"""Most characters of a delimiter; a longer match is plain text."""
+"""Maximum number of characters of a delimiter; a longer match is plain text."""
 
 _SAMPLES = string.printable
-# Private-use character: a pattern that can begin with it can begin with nearly any.
+# Private-use character. A pattern that matches it can probably begin with any character.
 _PRIVATE_CHARACTER = "\U000f1234"
 
 
 class Found(NamedTuple):
-    """A delimiter that was found: name, matched text and named groups."""
+    """A delimiter that was found: its name, the matched text, and the named groups."""
 
     name: str
     text: str
@@ -26,11 +26,12 @@ class Delimiters:
     """Compiled patterns of delimiters; shared by all outputs.
 
     Args:
-        patterns: pairs of a name and a result of ``literals_or_pattern``.
+        patterns: a name and a pattern for each delimiter. A list has literals, of which any
+            matches; a string is a regular expression.
     """
 
     def __init__(self, patterns: Sequence[tuple[str, list[str] | str]]) -> None:
-        import regex  # lazy: takes 15 ms
+        import regex  # here, because the import takes 15 ms
 
         self.patterns: list[tuple[str, Any, bool]] = []
         starters: set[str] | None = set()
@@ -50,8 +51,15 @@ class Delimiters:
         return self._starters is None or not self._starters.isdisjoint(text)
 
     def match(self, text: str, *, last: bool = False) -> tuple[Any, bool]:
-        """Match at the beginning of ``text`` if it is certain, and whether more text may give
-        one."""
+        """Match a delimiter at the beginning of ``text``.
+
+        Args:
+            last: no more text will come.
+
+        Returns:
+            The match, or None if there is none that more text could not change; and whether more
+            text could lead to a match.
+        """
         pending = False
         for _, pattern, literal in self.patterns:
             match = pattern.match(text, partial=not last)
@@ -64,7 +72,7 @@ class Delimiters:
 
 
 def _starters(pattern: Any, source: str) -> set[str] | None:
-    """Characters that a match can begin with; None for any."""
+    """Characters that a match can begin with; None if it can begin with any."""
 
     def begins(character: str) -> bool:
         match = pattern.match(character, partial=True)
@@ -74,19 +82,23 @@ def _starters(pattern: Any, source: str) -> set[str] | None:
 
 
 def literals_or_pattern(field: Mapping[str, Any], side: str) -> list[str] | str | None:
-    """The ``open`` or ``close`` of a response template's field: literals or a pattern; None if
-    absent."""
+    """Delimiter of a response template's field: a list of literals, or a pattern; None if absent.
+
+    Args:
+        side: "open" or "close".
+    """
     value = field.get(side, field.get(f"{side}_pattern"))
     return [value] if side in field and isinstance(value, str) else value
 
 
 class DelimiterScanner:
-    """Finds delimiters in one output, with the semantics of transformers' ResponseParser. The
-    earliest match wins, and of several there the longest. A match at the end of the text waits if
-    more text could change it. Only text that may become a match is held back.
+    """Finds delimiters in one output, with the semantics of transformers' ResponseParser.
 
-    Most pieces have no character that a delimiter begins with, and are returned as they are. Only
-    held text is kept, so the cost of a piece does not grow with the output.
+    The earliest match wins; of several at the same place, the longest wins. Text is held back only
+    if it may become a match, or is a match that more text could change.
+
+    Most pieces contain no character that a delimiter begins with, and are returned at once. Only
+    held-back text is stored, so the cost of a piece does not grow with the output.
     """
 
     __slots__ = ("_delimiters", "_held")
@@ -96,12 +108,14 @@ class DelimiterScanner:
         self._held = ""
 
     def feed(self, text: str, last: bool = False) -> tuple[str, Found | None, str]:
-        """Take a piece; returns the text before the first delimiter, the delimiter, and the text
-        after it, which the caller feeds again. Without a delimiter: text that is certainly none,
-        None, "".
+        """Take a piece of text.
 
         Args:
             last: no more text will come.
+
+        Returns:
+            If there is a delimiter: the text before it, the delimiter, and the text after it, which
+            the caller must feed again. If there is none: the text that is not held back, None, "".
         """
         if not self._held and not self._delimiters.may_begin_in(text):
             return text, None, ""
@@ -123,7 +137,12 @@ class DelimiterScanner:
                 return buffer[:hold], None, ""
 
     def _scan(self, buffer: str, position: int, last: bool) -> tuple[tuple[str, Any] | None, int]:
-        """First certain match, and the position of the first uncertain one."""
+        """Search ``buffer`` from ``position`` on.
+
+        Returns:
+            Name and match of the first delimiter, if no earlier text may become one; and the
+            position of the first text that may become one.
+        """
         best: tuple[str, Any] | None = None
         hold = end = len(buffer)
         for name, pattern, literal in self._delimiters.patterns:

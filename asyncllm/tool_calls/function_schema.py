@@ -1,8 +1,8 @@
 """function_schema: converts Python functions and Pydantic models to OpenAI tools.
 
-The schemas are made like those of ``transformers.utils.get_json_schema``, which takes a second to
-import on the caller's event loop and refuses a docstring that leaves out an argument; here any
-docstring will do.
+The schemas equal those of ``transformers.utils.get_json_schema``. That function is not used: its
+import blocks the caller's event loop for a second, and it refuses a docstring that leaves out an
+argument.
 """
 
 from __future__ import annotations
@@ -35,16 +35,21 @@ def is_model(tool: Any) -> bool:
 
 
 def function_schema(tool: Any, where: str = "tools") -> dict[str, Any]:
-    """OpenAI tool for a function, or for a Pydantic model of its arguments.
+    """Convert a function, or a Pydantic model of its arguments, to an OpenAI tool.
 
-    A function's name, type hints and docstring become name, parameters and descriptions. The
-    docstring may describe arguments in Google's style or Sphinx's. A parameter is a ``str``,
-    ``int``, ``float``, ``bool``, ``None``, a list, tuple, set or dict of such, a ``Literal``, an
-    enum, a union, ``Annotated`` with a description, a TypedDict, a dataclass, a Pydantic model or
-    ``Any``.
+    A function's name, type hints and docstring become the tool's name, parameters and descriptions.
+    The docstring may describe arguments in Google's or Sphinx's style. Supported type hints:
+
+    - ``str``, ``int``, ``float``, ``bool``, ``None`` and ``Any``;
+    - lists, tuples, sets and dicts of supported types, and unions of them;
+    - ``Literal``, enums, and ``Annotated`` with a description;
+    - TypedDicts, dataclasses and Pydantic models.
+
+    Args:
+        where: place of the tool, for the error message.
 
     Raises:
-        InvalidRequestError: for a parameter without a type hint, with an unsupported one, or that
+        InvalidRequestError: for a parameter that has no type hint or an unsupported one, or that
             cannot be passed by name.
     """
     try:
@@ -57,7 +62,7 @@ def function_schema(tool: Any, where: str = "tools") -> dict[str, Any]:
         raise
     except _Unsupported as error:
         raise InvalidRequestError(f"{where}: {error}", param="tools") from None
-    # Evaluates the application's annotations and models, which may raise anything.
+    # The application's annotations and models are evaluated, and may raise errors of any class.
     except Exception as error:
         name = getattr(tool, "__name__", "?")
         raise InvalidRequestError(
@@ -66,8 +71,8 @@ def function_schema(tool: Any, where: str = "tools") -> dict[str, Any]:
 
 
 def _model_schema(model: Any) -> dict[str, Any]:
-    """Schema of a Pydantic model with its properties at the root. A recursive model has a reference
-    there, which is resolved."""
+    """Schema of a Pydantic model, with its properties at the root. Pydantic's schema of a recursive
+    model only has a reference there, which is replaced by its target."""
     schema = model.model_json_schema()
     reference = schema.pop("$ref", None)
     if reference is not None:
@@ -77,7 +82,7 @@ def _model_schema(model: Any) -> dict[str, Any]:
 
 
 class _Unsupported(Exception):
-    """A type or a parameter that has no JSON schema."""
+    """Error for a type or a parameter without a JSON schema."""
 
 
 def _tool(name: str, description: str, parameters: dict[str, Any]) -> dict[str, Any]:
@@ -167,8 +172,8 @@ def _enumeration(values: Sequence[Any], at: str) -> dict[str, Any]:
 
 
 def _of_model(model: Any, at: str, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Schema of a Pydantic model, with its definitions moved to the root, where its references
-    point."""
+    """Schema of a Pydantic model within a tool's schema. Its definitions are moved to
+    ``definitions`` at the root, where its references point."""
     schema = model.model_json_schema()
     for name, definition in schema.pop("$defs", {}).items():
         if definitions.setdefault(name, definition) != definition:
@@ -209,7 +214,8 @@ def _without_marker(hint: Any) -> Any:
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Description up to the first section, and descriptions of the arguments."""
+    """Split a docstring into the description before its first section, and the descriptions of the
+    arguments by name."""
     description: list[str] = []
     arguments: dict[str, list[str]] = {}
     section = current = indent = ""

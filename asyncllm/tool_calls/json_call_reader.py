@@ -1,4 +1,4 @@
-"""JsonCallReader: parses calls in JSON, and streams their arguments."""
+"""JsonCallReader: parses tool calls in JSON, and streams their arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asyncllm.tool_calls.call_reader import Event
 from asyncllm.tool_calls.delimiters import Delimiters
 
 _MAX_HEAD = 1024
-"""Most characters of a key, a name or another value before or after the arguments."""
+"""Maximum number of characters of a key, of a name, or of another value beside the arguments."""
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _TOKEN = re.compile(r'[{}\[\]:,]|"(?:[^"\\]|\\.)*"|[^"{}\[\]:,][^,}\s]*(?=[,}\s])', re.DOTALL)
@@ -31,21 +31,24 @@ _NEXT: Mapping[_State, Mapping[str, _State]] = {
     "after": {",": "key", "}": "next"},
     "next": {",": "object", "]": "next"},
 }
-"""By state, the first characters of the tokens that may follow, and the state after each. "other"
-takes any string or scalar; "inside" is within the arguments."""
+"""State machine: for each state, the first characters of the allowed tokens and the next states.
+
+Two states have no entry. In "other" any string or scalar is allowed; "inside" is within the
+arguments, where only brackets are counted.
+"""
 
 
 class _NoCall(Exception):
-    """The text is not that of a call."""
+    """Signal that the text is no call; the argument is the position at which this is certain."""
 
 
 class JsonSyntax(NamedTuple):
-    """Layout of calls in JSON.
+    """Layout of tool calls in JSON.
 
     Attributes:
-        kind: content of a region: "object", one call; "array", a list of calls; "arguments", if the
-            opening delimiter has the name.
-        name, arguments: the keys of a call's object.
+        kind: JSON between the delimiters: "object" for one call; "array" for a list of calls;
+            "arguments" for the arguments alone, if the opening delimiter contains the tool's name.
+        name, arguments: keys of a call's object with the tool's name and the arguments.
     """
 
     kind: Literal["object", "array", "arguments"]
@@ -54,17 +57,17 @@ class JsonSyntax(NamedTuple):
 
 
 class JsonCallReader:
-    """Parses calls in JSON, and streams their arguments.
+    """CallReader for calls in JSON, which streams their arguments.
 
-    Brackets outside strings decide where a call ends, so a string may contain the closing
+    A call ends where its brackets outside strings are balanced, so a string may contain the closing
     delimiter. The arguments are parsed once, when they are complete; until then only their brackets
     are counted.
 
     Args:
-        tools: names of the tools on offer. A call of another tool is text.
-        opening: the delimiter before the region.
-        name: the tool's name, if the opening has it.
-        close: delimiters after the region; None if it ends with the JSON.
+        tools: names of the known tools. A call of another tool is text.
+        opening: the delimiter before the JSON.
+        name: the tool's name, if the opening delimiter contains it.
+        close: delimiters that must follow the JSON; None if none does.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class JsonCallReader:
         self._syntax = syntax
         self._tools = tools
         self._close = close
-        # Text since the last complete call: parsed pieces, and the text of the current token.
+        # Text since the last complete call: ``_raw`` is parsed, ``_text`` is an unfinished token.
         self._raw = [opening]
         self._text = ""
         self._mark = 0
@@ -113,7 +116,7 @@ class JsonCallReader:
         return self._text if self._close is None else self._push_close(self._text)
 
     def _parse(self, text: str) -> int:
-        """Take tokens and arguments; returns the position of the first unfinished token."""
+        """Parse tokens and arguments; returns the position of the first unfinished token."""
         position = 0
         while not self._ended and position < len(text):
             if self._state == "inside":
@@ -137,7 +140,7 @@ class JsonCallReader:
         return position
 
     def _push_close(self, text: str) -> str | None:
-        """Take white space and the closing delimiter; anything else is no call."""
+        """Parse white space and the closing delimiter. After anything else, the text is no call."""
         assert self._close is not None
         self._tail = (self._tail or "") + text
         rest = self._tail.lstrip()
@@ -161,12 +164,12 @@ class JsonCallReader:
         return "" if self._state == "next" else self._give_up("")
 
     def _give_up(self, rest: str) -> str:
-        """Report the call so far as text; ``rest`` follows it."""
+        """Report the text of the call so far as text; returns ``rest``, the text after it."""
         self.events.append(Event("text", "".join(self._raw)))
         return rest
 
     def _take(self, token: str, start: int, end: int) -> int:
-        """Take a token; returns where to go on."""
+        """Process a token; returns the position at which parsing continues."""
         state = self._state
         if state == "key":
             self._key = _parsed(token, end)
@@ -222,7 +225,7 @@ class JsonCallReader:
         return end
 
     def _end_of_value(self, text: str, position: int) -> int | None:
-        """Position after the bracket that closes the value; None if it is still to come."""
+        """Position after the bracket that closes the value; None if the text ends before it."""
         if self._escaped and position < len(text):
             self._escaped = False
             position += 1

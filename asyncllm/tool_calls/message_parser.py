@@ -15,22 +15,24 @@ from asyncllm.tool_calls.delimiters import DelimiterScanner, Found
 from asyncllm.tool_calls.response_format import CALLS, SKIP, ResponseFormat
 
 _PIECE = 4096
-"""Characters that are parsed at a time: the rest of a piece is scanned again after each call."""
+"""Maximum number of characters that are parsed at a time. After each call the rest of the piece is
+scanned again, so a long piece with many calls would take quadratic time."""
 
 _ID_DIGITS = string.digits + string.ascii_lowercase
 
 
 def make_call_id() -> str:
-    """Random id of a call: nine letters and digits, because Mistral's templates take no other."""
+    """Make a random id of nine letters and digits: Mistral's templates refuse any other id."""
     return "".join(secrets.choice(_ID_DIGITS) for _ in range(9))
 
 
 class TrimmedText:
-    """Text between delimiters, without the white space of the format. White space next to a
-    delimiter is dropped, unless there is text on both sides.
+    """Text between delimiters, without the white space that belongs to the format.
+
+    White space next to a delimiter is dropped, unless there is text before and after the delimiter.
 
     Attributes:
-        begun: there was text other than white space.
+        begun: whether there was text other than white space.
     """
 
     __slots__ = ("_behind_delimiter", "_space", "begun")
@@ -41,7 +43,7 @@ class TrimmedText:
         self._space: list[str] = []
 
     def push(self, text: str) -> str:
-        """Take a piece; returns the text to release. White space at the end waits."""
+        """Take a piece; returns the text to release. White space at its end is held back."""
         body = text.rstrip()
         if not body:
             if text:
@@ -65,17 +67,18 @@ class TrimmedText:
 
 
 class OutputParser:
-    """Parses one output of a request.
+    """Parser of the text of one output, which splits it into text, reasoning and calls.
 
-    The result does not depend on how the text is cut into deltas. A region that is malformed,
-    unfinished, or calls a tool that is not on offer is text.
+    The result does not depend on how the text is cut into deltas. A call that is malformed,
+    unfinished, or names an unknown tool is text.
 
     Args:
-        tools: parameters of the tools on offer, by name.
-        answer_begin: beginning of the answer that the prompt already has.
-        one_call: everything after the first call is text.
-        text_is_free: calls and thoughts may follow text. Under a grammar they do not: a delimiter
-            in the text is part of it.
+        form: format of the output.
+        tools: schema of the parameters of each tool, by tool name.
+        answer_begin: beginning of the answer that is already part of the prompt.
+        one_call: treat everything after the first call as text.
+        text_is_free: calls and reasoning may follow text. False under a grammar that allows text
+            only as the answer; a delimiter in the text is then a part of it.
 
     Attributes:
         calls: the complete calls.
@@ -119,7 +122,7 @@ class OutputParser:
 
     @property
     def reasoning(self) -> str:
-        """The reasoning so far."""
+        """The reasoning parsed so far."""
         return "".join(self._thoughts_read)
 
     def finish(self) -> None:
@@ -130,7 +133,7 @@ class OutputParser:
             self._new_text.append(rest)
 
     def take(self) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
-        """Increments since the last call: text, reasoning, and a fragment of each tool call."""
+        """Remove and return what is new: text, reasoning, and a fragment of each tool call."""
         new = (
             "".join(self._new_text),
             "".join(self._new_reasoning),
@@ -165,7 +168,7 @@ class OutputParser:
                     return
                 if self._is_text(found):
                     self._say(found.text or rest[:1])
-                    # An empty match would be found again.
+                    # An empty match would be found again at the same place: skip one character.
                     rest = rest if found.text else rest[1:]
                 else:
                     self._open(found)
@@ -217,15 +220,15 @@ class OutputParser:
 
 
 class MessageParser:
-    """Parses the outputs of one request, delta by delta, on the reader's thread.
+    """Parser of the outputs of one request, delta by delta, on the reader's thread.
 
     Args:
-        tools, one_call, text_is_free: as for an OutputParser.
+        form, tools, one_call, text_is_free: as for ``OutputParser``.
 
     Attributes:
-        form: format of the answers.
-        answer_begin: beginning of the answer that the prompt already has; set before the first
-            delta is read.
+        form: format of the outputs.
+        answer_begin: beginning of the answer that is already part of the prompt. The caller sets it
+            before it reads the first delta.
     """
 
     def __init__(
@@ -246,7 +249,7 @@ class MessageParser:
         self._interrupted = False
 
     def push(self, delta: Delta) -> Delta:
-        """Split the text of ``delta`` into text, reasoning and calls."""
+        """Copy of ``delta`` with its text split into text, reasoning and calls."""
         if self._interrupted and self._unfinished and not delta.finish_reason:
             delta = replace(delta, index=min(self._unfinished))
         output = self.output(delta.index)
@@ -273,13 +276,16 @@ class MessageParser:
         )
 
     def interrupt(self) -> bool:
-        """Note that an exception ends the stream. Returns whether text may be held back; pushing an
-        empty delta releases it before the exception."""
+        """End the outputs, because an exception ends the stream.
+
+        Returns:
+            Whether text may be held back. If so, pushing an empty delta releases it.
+        """
         self._interrupted = True
         return bool(self._unfinished)
 
     def complete(self, output: CompletionOutput) -> CompletionOutput:
-        """Add reasoning and tool calls to ``output``."""
+        """Copy of ``output`` with its reasoning and tool calls."""
         parsed = self.output(output.index)
         return replace(output, reasoning=parsed.reasoning, tool_calls=tuple(parsed.calls))
 
@@ -293,7 +299,7 @@ class MessageParser:
 
 
 def _join_fragments(deltas: list[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
-    """Join fragments of the same call."""
+    """Join adjacent fragments of the same call."""
     if len(deltas) < 2:
         return tuple(deltas)
     joined: list[ToolCallDelta] = []

@@ -1,4 +1,4 @@
-"""ResponseFormat: the delimiters and syntax of a model's reasoning and tool calls."""
+"""ResponseFormat: delimiters and syntax of a model's reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -28,31 +28,38 @@ SKIP = "skip"
 if TYPE_CHECKING:
     from asyncllm.config import EngineConfig
 
-# Look-behind constructs of patterns. They cannot work, because earlier text is dropped.
+# Look-behind constructs of patterns. They are refused, because earlier text is not kept.
 _LOOK_BEHIND = ("(?<=", "(?<!", r"\A")
 
 
 class ResponseFormat:
-    """A response template, compiled for text that arrives in pieces.
+    """Response template, compiled for text that arrives in pieces.
 
-    Templates and their meaning are transformers' (``transformers.utils.chat_parsing``). Its
-    ``ResponseParser`` does not fit streaming: it releases a call only when it is complete, raises
-    for a malformed one and drops its delimiters, ends a call at a delimiter in a string, and copies
-    the whole output with each piece (4 microseconds for a token of a short output, up to 550 at one
-    megabyte; ``benchmarks.parsing``). It is used for calls in other syntaxes than plain JSON, a
-    region at a time.
+    Templates have the meaning that they have in transformers (``transformers.utils.chat_parsing``).
+    Its ``ResponseParser`` does not fit streaming:
+
+    - it releases a call only when the call is complete;
+    - it raises for a malformed call, and drops the delimiters of the call;
+    - it ends a call at a delimiter within a string;
+    - it copies the whole output with each piece: 4 microseconds per token of a short output, up to
+      550 for an output of one megabyte (``benchmarks.parsing``).
+
+    It is only used for calls in other syntaxes than plain JSON, one region at a time.
 
     Args:
-        calling, thinking: formats of calls and of thoughts; None if they are not looked for.
+        calling: format of calls; None if the output is not searched for calls.
+        thinking: format of reasoning; None if the output is not searched for reasoning.
 
     Attributes:
-        delimiters: openings of regions, and the ignored pattern.
-        calls, thoughts: the template's fields; None as above.
-        form: how the chat template writes calls; None if unknown.
+        delimiters: delimiters that begin a call or reasoning, and the ignored pattern.
+        calls, thoughts: the template's fields for calls and reasoning; None as above.
+        form: syntax of calls in the chat template; None if unknown.
         prompt_ends: literal texts that belong to the answer if the prompt ends with them.
-        begin, end: delimiters of thinking that the engine looks for; empty if the template has
-            patterns.
-        end_before_call: as for a ReasoningFamily.
+        begin, end: texts at whose token ids reasoning begins and ends for the engine; empty if the
+            template has patterns instead.
+        end_before_call: as for ``ReasoningFamily``.
+        calls_close, thoughts_close: delimiters that end a call and reasoning; None without.
+        syntax: layout of calls in JSON; None for another syntax.
     """
 
     def __init__(self, calling: ToolFamily | None, thinking: ReasoningFamily | None) -> None:
@@ -87,15 +94,16 @@ class ResponseFormat:
         return any(token in source.replace("\\", "") for source in sources if source)
 
     def answer_begins_in(self, prompt_end: str) -> str:
-        """Beginning of the answer that the prompt already has, such as the opening of thoughts."""
+        """The part of the answer that the prompt ends with, such as "<think>"; else empty."""
         prompt_end = prompt_end.rstrip()
         return next((end for end in self.prompt_ends if prompt_end.endswith(end)), "")
 
     def call_reader(self, tools: Mapping[str, Mapping[str, Any]], found: Found) -> CallReader:
-        """Make a reader for the region that ``found`` opens.
+        """Make a reader for the calls after an opening delimiter.
 
         Args:
-            tools: parameters of the tools on offer, by name.
+            tools: schema of the parameters of each tool, by tool name.
+            found: the opening delimiter.
         """
         if self.syntax is not None:
             name = found.captures.get("name", "").strip() or None
@@ -114,7 +122,7 @@ class ResponseFormat:
         ]
         try:
             message = parse_response(raw, template, prefix="", tools=schemas)
-        except Exception:  # any error of the template's parser: this is no call
+        except Exception:  # transformers' parser raises errors of any class for malformed calls
             return None
         found = message.get(CALLS)
         calls = [_name_and_arguments(call) for call in _flat(found)]
@@ -145,7 +153,7 @@ def _close(part: Mapping[str, Any] | None) -> Delimiters | None:
 
 
 def _json_syntax(calls: Mapping[str, Any]) -> JsonSyntax | None:
-    """JSON syntax of a field ``tool_calls``; None for any other syntax."""
+    """Layout of calls that the field ``tool_calls`` describes; None if it is not plain JSON."""
     transform = calls.get("transform")
     if calls.get("content") != "json" or calls.get("content_args") or not transform:
         return None
@@ -176,12 +184,13 @@ def _keys(function: Any, prefix: str) -> tuple[str, str] | None:
 
 
 class ResponseFormats:
-    """The response formats of one model, with and without tools.
+    """The response formats of one model: for requests with tools, and without.
 
     Args:
-        sources: the model's chat templates.
-        template: the tokenizer's own ``response_template``, which takes precedence.
-        tool_call_parser, reasoning_parser: as in ``EngineConfig``.
+        sources: sources of the model's chat templates, to recognise the model's family.
+        template: the tokenizer's own ``response_template``, which wins over a recognised family;
+            None if absent.
+        tool_call_parser, reasoning_parser: as in ``EngineConfig``; any value but "auto" wins.
     """
 
     def __init__(
@@ -227,16 +236,19 @@ class ResponseFormats:
         return cls(sources, template, config.tool_call_parser, config.reasoning_parser)
 
     def prepare(self) -> None:
-        """Import what parsing needs at start, so that no event loop waits for it later."""
+        """Import transformers' parser if it is needed, so that no event loop waits for it later."""
         if self._calling is not None and _json_syntax(self._calling.calls) is None:
             with importing_transformers():
                 importlib.import_module("transformers.utils.chat_parsing")
 
     def of(self, with_tools: bool) -> ResponseFormat | None:
-        """Format of an answer; None if it is plain text.
+        """Format of an answer; None if all of it is text.
+
+        Args:
+            with_tools: whether the request has tools.
 
         Raises:
-            InvalidRequestError: with tools, if the model's format of calls is unknown.
+            InvalidRequestError: if it has, and the model's format of calls is unknown.
         """
         if with_tools and self._calling is None:
             raise InvalidRequestError(
@@ -253,7 +265,7 @@ class ResponseFormats:
 
     @property
     def arguments_as_text(self) -> bool:
-        """Whether the chat template wants the arguments of past calls as JSON text."""
+        """Whether the chat template expects the arguments of past calls as JSON text."""
         return self._calling is not None and self._calling.arguments_as_text
 
 
@@ -267,7 +279,7 @@ def _recognised(families: Mapping[str, Any], sources: Sequence[str]) -> Any:
 
 
 def _checked(template: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """Check a tokenizer's own template; returns its fields.
+    """Check a tokenizer's own response template; returns its fields.
 
     Raises:
         ModelLoadError: if transformers refuses it, or a pattern has a look-behind.
@@ -291,7 +303,8 @@ def _checked(template: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _content_end(fields: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Pattern that ends the content in a tokenizer's own template; its matches are not text."""
+    """Pattern of the delimiter after the text in a tokenizer's own template; None without. Its
+    matches are not text."""
     import regex
 
     for part in fields.values():

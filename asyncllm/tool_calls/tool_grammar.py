@@ -1,4 +1,4 @@
-"""tool_grammar: makes a grammar of tool calls, and of an answer's schema."""
+"""tool_grammar: makes a grammar for tool calls, together with the schema of an answer."""
 
 from __future__ import annotations
 
@@ -16,21 +16,33 @@ from asyncllm.tool_calls.response_format import ResponseFormat
 from asyncllm.tool_calls.tool_use import ToolUse
 
 _CLOSED = ANNOTATIONS | {"type", "properties", "required"}
-"""Keywords of a parameters schema that needs no further properties."""
+"""Keywords of a schema that says nothing about additional properties. If a tool's parameters have
+only these, additional properties are refused."""
 
 
 def with_tool_grammar(
     sampling: dict[str, Any], params: Any, use: ToolUse, template: ResponseFormat
 ) -> tuple[dict[str, Any], bool]:
-    """Add the grammar that ``use`` needs, if any, to fields of ``SamplingParams``. Also returns
-    whether the answer may have free text.
+    """Add the grammar that a call's tools need to the fields of its ``SamplingParams``.
 
-    Tools together with ``structured_outputs`` make a grammar of both: calls, or an answer of that
-    schema.
+    With ``structured_outputs`` the grammar allows both: tool calls, or an answer in that schema.
+
+    Args:
+        sampling: fields of ``SamplingParams`` that the caller passed by name.
+        params: the caller's ``SamplingParams``, or None.
+        use: the tools and the tool choice.
+        template: format of the model's calls.
+
+    Returns:
+        ``sampling`` with the grammar, if one is needed; and whether the answer may have free text.
 
     Raises:
-        InvalidRequestError: for ``structured_outputs`` if a call is required, or other than JSON;
-            for a model whose format of calls is unknown; for a grammar beyond the limits.
+        InvalidRequestError: in one of these cases.
+
+            - ``structured_outputs`` is given, and a tool call is required.
+            - ``structured_outputs`` is neither a JSON schema nor ``json_object``.
+            - A grammar is needed, and the model's format of calls is unknown or does not allow it.
+            - The grammar exceeds the limits of ``structured_outputs``.
     """
     given = sampling.get("structured_outputs")
     if given is None and isinstance(params, SamplingParams):
@@ -74,18 +86,18 @@ def tool_grammar(
     parallel: bool,
     answer: StructuredOutputs | None = None,
 ) -> dict[str, Any]:
-    """Structural tag (as in xgrammar) that makes the model write calls.
+    """Make a structural tag (as in xgrammar) that allows only valid tool calls.
 
-    It has a tag for each tool, whose content is the schema of its parameters. Calls are written as
-    in the model's chat template, so they always parse.
+    It has one tag per tool, whose content is the schema of the tool's parameters. Calls have the
+    syntax of the model's chat template, so they always parse.
 
     Args:
-        template: how the model writes calls.
-        tools: in OpenAI's schema.
-        choice: "required" for any tool; ``{"name": …}`` for one; "auto" for text that may have
-            calls.
-        parallel: allow several calls. A named tool is called once.
-        answer: JSON schema of an answer, as an alternative to calls.
+        template: format of the model's calls.
+        tools: OpenAI's tools.
+        choice: "required" if some tool must be called; ``{"name": …}`` if this tool must be called;
+            "auto" for text that may contain calls.
+        parallel: allow several calls. A named tool is called only once.
+        answer: JSON schema of an answer that is allowed instead of calls.
 
     Raises:
         InvalidRequestError: for a model whose format of calls is unknown.
@@ -99,7 +111,7 @@ def tool_grammar(
         )
     name = choice["name"] if isinstance(choice, dict) else None
     functions = [tool["function"] for tool in tools]
-    # Free text with parallel calls needs a grammar only for the strict tools.
+    # If free text and parallel calls are allowed, only the arguments of strict tools need a schema.
     just_strict = choice == "auto" and parallel and answer is None
     tags = [
         _tag(form, one, before, just_strict and not one.get("strict"))
@@ -119,12 +131,18 @@ def tool_grammar(
 
 
 def _ends_with_a_call(use: ToolUse, form: CallForm | None) -> bool:
-    """Whether the format allows one call per answer anyway, so that no grammar is needed."""
+    """Whether an answer ends with its first call in this format, so that no grammar is needed to
+    prevent a second."""
     return use.choice == "auto" and form is not None and not form.parallel
 
 
 def _tag(form: CallForm, function: dict[str, Any], before: str, free: bool) -> dict[str, Any]:
-    """Tag of one tool; with ``free``, its arguments may be any JSON object."""
+    """Make the tag of one tool.
+
+    Args:
+        before: text before the call.
+        free: allow any JSON object as arguments.
+    """
     schema = {"type": "object"} if free else _arguments(function)
     content: dict[str, Any] = {"type": "json_schema", "json_schema": schema}
     if form.style != "json":
@@ -134,8 +152,8 @@ def _tag(form: CallForm, function: dict[str, Any], before: str, free: bool) -> d
 
 
 def _arguments(function: dict[str, Any]) -> dict[str, Any]:
-    """Schema of the arguments. Closed unless it says otherwise, because a function accepts no
-    further arguments."""
+    """Schema of a tool's arguments. It refuses additional properties unless the tool allows them,
+    because a function accepts no further arguments."""
     schema = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
     return schema | {"additionalProperties": False} if schema.keys() <= _CLOSED else schema
 

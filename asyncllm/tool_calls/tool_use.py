@@ -1,4 +1,4 @@
-"""ToolUse: the tools that a call of ``chat()`` offers, and the tool choice."""
+"""ToolUse: the tools and the tool choice of one ``chat()`` call."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _ACCEPTED = "OpenAI's dicts, Python functions or Pydantic models"
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Tools and tool choice of one call, checked and copied.
+    """Tools and tool choice of one ``chat()`` call, checked and copied.
 
     Attributes:
-        schemas: ``{"type": "function", "function": {...}}`` each, as chat templates take them.
-        choice: "auto", "required", or ``{"name": …}``.
+        schemas: one ``{"type": "function", "function": {...}}`` per tool, as chat templates expect.
+        choice: "auto", "required", or ``{"name": …}`` for one tool.
         parallel: whether an answer may have several calls.
     """
 
@@ -34,11 +34,11 @@ class ToolUse:
 
     @classmethod
     def of(cls, tools: Any, tool_choice: Any, parallel_tool_calls: Any) -> ToolUse | None:
-        """Check the arguments of ``chat()``; None if no tool is offered.
+        """Check the arguments of ``chat()``; returns None if the model must not see any tool.
 
         Raises:
             InvalidRequestError: ``param`` is "tools", "tool_choice" or "parallel_tool_calls"; the
-                message says where.
+                message has the path of the invalid value.
         """
         given = check.items("tools", tools, _ACCEPTED, MAX_TOOLS)
         schemas = tuple(_schema(tool, f"tools[{i}]") for i, tool in enumerate(given))
@@ -68,12 +68,12 @@ class ToolUse:
 
     @property
     def is_constrained(self) -> bool:
-        """Whether the choice needs a grammar."""
+        """Whether a grammar is needed to enforce the choice, a single call, or strict tools."""
         return self.choice != "auto" or not self.parallel or self.is_strict
 
     @property
     def is_strict(self) -> bool:
-        """Whether any tool is strict: its arguments have to fit its schema."""
+        """Whether any tool is strict: arguments of its calls must fit its schema."""
         return any(schema["function"].get("strict") for schema in self.schemas)
 
 
@@ -135,8 +135,11 @@ def _check_parameters(schema: Any, where: str) -> None:
 
 
 def _check_references(root: dict[str, Any], where: str) -> None:
-    """Check that each ``$ref`` leads to a schema within ``root``. A cycle of nothing but ``$ref``
-    is refused; a recursive schema, such as a tree, is no such cycle."""
+    """Check that each ``$ref`` leads to a schema within ``root``.
+
+    A ``$ref`` that leads back to itself only through other ``$ref`` is refused. A recursive schema,
+    such as that of a tree, is accepted.
+    """
     pending: list[Any] = [root]
     while pending:
         value = pending.pop()
