@@ -1,4 +1,4 @@
-"""LLGuidanceBackend: llguidance's grammars (regular-expression derivatives and Earley)."""
+"""LLGuidanceBackend: compiles grammars with llguidance (an Earley parser)."""
 
 from __future__ import annotations
 
@@ -32,29 +32,30 @@ _JSON_OPTIONS = {
     "whitespace_pattern": f"{WHITESPACE}{{0,{MAX_WHITESPACE}}}",
     "lenient": False,
     "coerce_one_of": False,
-    # As JSON allows, and xgrammar does.
+    # Allow \u escapes of any character, as JSON and xgrammar do.
     "json_allow_general_unicode_escapes": True,
 }
 
 _MAX_PIECE = 32
-"""Longest token, in bytes, of the greedy tokenisation."""
+"""Maximum size in bytes of a token in the greedy tokenisation."""
 
 _MAX_NESTED = 40
-"""Most levels of shared prefixes. The parser of expressions takes 250 groups."""
+"""Maximum depth of common prefixes that are factored out. llguidance's regular expressions may have
+250 nested groups."""
 
 _MAX_FORCED = 64
-"""Leading bytes of a forced text that are tokenised. Only their first token is used, and each mask
-asks for it."""
+"""Maximum number of bytes of a forced text that are tokenised. llguidance uses only the first
+token, and tokenises again for each mask."""
 
 
 class LLGuidanceBackend:
-    """Default backend, without dependencies; refuses keywords that it does not enforce."""
+    """Default grammar backend; refuses JSON Schema keywords that it does not enforce."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._library: Any = importlib.import_module("llguidance")
         self._vocabulary = vocabulary
         wrapper = self._library.TokenizerWrapper(_Tokens(vocabulary))
-        # Masks use the model's ids; the token that ends a grammar comes after them.
+        # llguidance's vocabulary is the model's, and one more token, which ends a grammar.
         self._tokenizer = self._library.LLTokenizer(wrapper)
 
     def compile(self, spec: StructuredOutputs) -> LLGuidanceGrammar:
@@ -130,7 +131,7 @@ class LLGuidanceMatcher:
         if not self._matcher.is_error():
             return self._vocabulary.cut(mask)
         if self._matcher.stop_reason() == "NoExtensionBias":
-            return bytearray(self._vocabulary.mask_size)  # nothing can follow: an empty mask
+            return bytearray(self._vocabulary.mask_size)  # no token can follow: an empty mask
         raise refuse_work(self._spec, explain(self._matcher.get_error()))
 
     def may_end(self) -> bool:
@@ -141,7 +142,7 @@ class LLGuidanceMatcher:
 
 
 class _Tokens:
-    """Vocabulary in llguidance's interface, with one more token for the end."""
+    """Adapter of a Vocabulary to llguidance's interface, with one more token, the end token."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         special = vocabulary.special
@@ -158,15 +159,15 @@ class _Tokens:
         self._longest = min(max(map(len, self._ids), default=0), _MAX_PIECE)
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Tokenise a text that a grammar forces. If only one text can follow, llguidance allows
-        nothing but the first token of this tokenisation."""
+        """Tokenise a text that a grammar forces: if only one text can follow, llguidance allows
+        only the first token of this tokenisation."""
         data = (text.encode() if isinstance(text, str) else text)[:_MAX_FORCED]
         with suppress(Exception):
             found = self._encode(data.decode())
             if b"".join(self._texts[i] for i in found) == data:
                 return found
-        # The text is half a character or spells a special token, or the tokenizer puts a space
-        # before every text.
+        # The tokenizer cannot encode the text exactly: it ends within a character, it spells a
+        # special token, or the tokenizer puts a space before every text.
         return self._longest_first(data)
 
     def _longest_first(self, data: bytes) -> list[int]:
@@ -178,7 +179,7 @@ class _Tokens:
                     found.append(token_id)
                     break
             else:
-                break  # the vocabulary cannot spell it
+                break  # no token of the vocabulary begins the rest
             start = end
         return found
 
@@ -194,7 +195,7 @@ def _to_lark(text: str) -> str:
 
 
 def _without_anchors(regex: str) -> str:
-    """Drop the anchors around a whole expression: an output is always matched whole."""
+    """Remove the anchors around an expression: llguidance always matches the whole output."""
     if regex.startswith("^"):
         regex = regex[1:]
     if regex.endswith("$") and (len(regex) - len(regex[:-1].rstrip("\\"))) % 2:
@@ -203,8 +204,8 @@ def _without_anchors(regex: str) -> str:
 
 
 def _one_of(choices: list[str], depth: int = 0) -> str:
-    """Expression that matches exactly ``choices``, which are sorted. What several begin with is
-    written once, because the lexer follows each alternative of its own."""
+    """Regular expression that matches exactly ``choices``, which are sorted. Common prefixes are
+    factored out, because the lexer follows each alternative separately."""
     parts, first = [], 0
     for end in range(1, len(choices) + 1):
         if end < len(choices) and choices[end][:1] == choices[first][:1]:

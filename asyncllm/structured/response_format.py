@@ -19,9 +19,9 @@ _ACCEPTED = (
 
 
 def parse_response_format(value: Any) -> StructuredOutputs | None:
-    """``structured_outputs`` for a ``response_format``; None for plain text.
+    """Convert a ``response_format`` to ``structured_outputs``; None for plain text.
 
-    A schema is enforced whether it is ``strict`` or not.
+    A schema is enforced even if ``strict`` is false.
 
     Raises:
         InvalidRequestError: for an unknown format or an invalid schema.

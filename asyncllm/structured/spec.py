@@ -1,4 +1,4 @@
-"""StructuredOutputs: checked specification of a request's grammar."""
+"""StructuredOutputs: checked specification of the grammar of a request."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Kind = Literal["json", "regex", "choice", "grammar", "json_object", "structural_
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 MAX_CHARACTERS = 2**17
-"""Most characters of a schema, expression, grammar or list of choices, which is checked on an event
-loop."""
+"""Maximum number of characters of a schema, grammar or list of choices. It is checked on an event
+loop's thread, so the check must be short."""
 
 MAX_DEPTH = 48
-"""Most levels of a schema: backends parse it recursively."""
+"""Maximum nesting depth of a schema, which backends parse recursively."""
 
 MAX_REGEX_CHARACTERS = 2**13
 MAX_CHOICES = 2**12
@@ -30,14 +30,14 @@ _ACCEPTED = "a dict with exactly one of " + ", ".join(KINDS)
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """A regular expression, grammar, schema, structural tag or choice for an output.
+    """Checked specification of the grammar of a request.
 
     Attributes:
-        kind: the kind of specification.
-        text: the regular expression or grammar; or, as JSON, the schema, structural tag or list of
-            choices. Equal texts are compiled once.
-        param: the caller's parameter, for errors. In a structural tag made from "tools", names of
-            special tokens mean the tokens.
+        kind: kind of the specification.
+        text: the regular expression or grammar; for the other kinds, JSON text of the schema,
+            structural tag or list of choices. Equal specifications are compiled once.
+        param: parameter of the caller, for errors. If it is "tools", names of special tokens in a
+            structural tag stand for the tokens themselves, not for their text.
     """
 
     kind: Kind
@@ -49,14 +49,14 @@ def parse_structured_outputs(value: Any) -> StructuredOutputs | None:
     """Check ``SamplingParams.structured_outputs``, without importing a backend.
 
     Raises:
-        InvalidRequestError: for anything but a dict with exactly one kind, within the limits.
+        InvalidRequestError: if it is not a mapping with exactly one kind, or exceeds the limits.
     """
     if value is None or isinstance(value, StructuredOutputs):
         return value
     try:
         return _parse(value)
     except InvalidRequestError as error:
-        error.param = _NAME  # error messages name the kind as well
+        error.param = _NAME  # without the kind, which the message names
         raise
 
 
@@ -81,7 +81,7 @@ def _json(value: Any) -> str:
     elif isinstance(value, str):
         value = _loads(name, value)
     if isinstance(value, bool):
-        # In JSON Schema, true admits everything and false nothing.
+        # In JSON Schema, true admits every value, and false admits none.
         value = {} if value else {"not": {}}
     if not isinstance(value, Mapping):
         raise check.invalid(name, value, accepted)
@@ -150,12 +150,12 @@ def _loads(name: str, text: str) -> Any:
 
 
 def _dumps(name: str, value: Mapping[str, Any]) -> str:
-    """Serialise a schema. Keys keep their order, in which the model writes the properties."""
+    """Serialise a schema. The order of keys is kept: the model writes properties in this order."""
     for count, (item, depth) in enumerate(_walk(value)):
         if depth > MAX_DEPTH:
             raise check.invalid(name, value, f"at most {MAX_DEPTH} levels")
         if count > MAX_CHARACTERS:
-            # Shared lists within lists would be written out many times.
+            # A list that occurs many times in others is short in memory and long as JSON.
             raise check.invalid(name, value, f"at most {MAX_CHARACTERS} characters")
         if isinstance(item, Mapping) and not all(isinstance(key, str) for key in item):
             raise check.invalid(name, item, "strings for keys")
@@ -168,7 +168,7 @@ def _dumps(name: str, value: Mapping[str, Any]) -> str:
 
 
 def _walk(value: Any) -> Iterator[tuple[Any, int]]:
-    """Iterate over nested items with their depths; endless if an object contains itself."""
+    """Iterate over nested items with their depths; without end if an object contains itself."""
     pending = [(value, 1)]
     while pending:
         item, depth = pending.pop()
@@ -180,7 +180,7 @@ def _walk(value: Any) -> Iterator[tuple[Any, int]]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert any mapping to a dict."""
+    """Convert a mapping to a dict, for ``json.dumps``."""
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"{type(value).__name__} is no JSON")

@@ -1,4 +1,4 @@
-"""Structural tags: conversion to llguidance's Lark grammars."""
+"""Structural tags: converts them to llguidance's Lark grammars."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _NEEDS_XGRAMMAR = "takes the xgrammar backend: `pip install asyncllm[xgrammar]`"
 def to_lark(tag: dict[str, Any], special: Mapping[int, str] = MappingProxyType({})) -> str:
     """Convert a structural tag to a grammar in llguidance's Lark.
 
-    Supported formats: const_string, json_schema, sequence, or, tag, tags_with_separator; and, at
-    the top level only, triggered_tags: free text up to a trigger, then a tag that begins with it.
+    Supported formats are const_string, json_schema, sequence, or, tag and tags_with_separator. At
+    the top level, triggered_tags is supported too: free text up to a trigger, then a tag that
+    begins with the trigger.
 
     Args:
-        special: ids and names of special tokens; their names in delimiters mean the tokens.
+        special: names of special tokens by id. A name in a delimiter stands for the token.
 
     Raises:
         GrammarError: for an unsupported format.
@@ -99,8 +100,8 @@ class _Lark:
             trigger = next((t for t in triggers if isinstance(t, str) and begin.startswith(t)), "")
             if not trigger:
                 raise GrammarError(f"no trigger begins {begin!r}")
-            # Free text cannot contain a special token, so only a textual trigger needs a lazy
-            # match.
+            # Free text cannot contain a special token. So only a trigger that is text needs a lazy
+            # match, which ends the free text at the first trigger.
             opens = self._spelled(trigger)
             head = self.rule(f"TEXT {opens}", "" if opens.startswith("<[") else "[lazy]")
             tags.append(self.rule(f"{head} {self._tag(tag, begin[len(trigger) :])}"))

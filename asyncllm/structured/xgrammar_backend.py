@@ -1,4 +1,4 @@
-"""XGrammarBackend: xgrammar's grammars (pushdown automata over bytes)."""
+"""XGrammarBackend: compiles grammars with xgrammar (pushdown automata over bytes)."""
 
 from __future__ import annotations
 
@@ -24,21 +24,23 @@ from asyncllm.structured.spec import StructuredOutputs
 from asyncllm.structured.structural_tag import schemas_in_tag, with_format
 
 MAX_WORK = 2**16
-"""Most work of an output under a caller's own rules: their characters times the square of the
-output's bytes. The parser counts nothing and has no limits; the costs of ambiguous rules grow with
-the cube of the output, to half a second here."""
+"""Maximum work for an output under a caller's own rules: the characters of the rules times the
+square of the output's bytes. xgrammar's parser has no limits of its own. With ambiguous rules, its
+time grows with the cube of the output's length; at this limit it is half a second."""
 
 MAX_TEXTS = 4
-"""Most parts of free text in a structural tag that do not count as rules."""
+"""Maximum number of ``any_text`` parts in a structural tag without a limit of work. With more, the
+tag may be ambiguous, and MAX_WORK applies to it."""
 
 
 class XGrammarBackend:
-    """Second backend. Schemas that it would partly ignore are refused before."""
+    """Grammar backend for grammars that llguidance cannot enforce. Schemas that xgrammar would
+    partly ignore are refused before it compiles them."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._library: Any = importlib.import_module("xgrammar")
         library, size = self._library, len(vocabulary.tokens)
-        # One more token, after the model's, ends a grammar.
+        # xgrammar's vocabulary is the model's, and one more token, which ends a grammar.
         info = library.TokenizerInfo(
             [*vocabulary.tokens, b""],
             library.VocabType.RAW,
@@ -155,7 +157,7 @@ class XGrammarMatcher:
         return self._matcher.is_completed()
 
     def is_terminated(self) -> bool:
-        # Only the mask tells whether anything may follow; the next step needs it anyway.
+        # Only an empty mask shows that no token may follow. The mask is kept for the next step.
         if not self._matcher.is_completed():
             return False
         mask = self.bitmask()
@@ -163,8 +165,10 @@ class XGrammarMatcher:
 
 
 def most_bytes(spec: StructuredOutputs) -> float:
-    """Most bytes of an output. Those of schemas and choices, whose brackets leave nothing
-    ambiguous, have no such bound."""
+    """Maximum size in bytes of an output under a specification.
+
+    It is infinite for schemas and choices, because their rules are not ambiguous.
+    """
     own_rules = spec.kind in ("regex", "grammar")
     if spec.kind == "structural_tag":
         rules = len(re.findall('"(?:regex|grammar)"', spec.text))
@@ -175,6 +179,6 @@ def most_bytes(spec: StructuredOutputs) -> float:
 
 
 def _short(error: Exception) -> str:
-    """Message of an error, without the time and source line that xgrammar puts before it."""
+    """Message of an xgrammar error, without the time and source line before it."""
     text = str(error).strip().partition("\n")[0]
     return text.rpartition(": ")[2][:500] if text.startswith("[") else text[:500]
