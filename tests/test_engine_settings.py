@@ -200,7 +200,7 @@ def test_only_the_last_templates_of_calls_are_kept_compiled() -> None:
         for i in range(40):
             assert llm.tokenize(HELLO, chat_template=f"{i}{{{{ 'x' }}}}") == list(f"{i}x".encode())
         llm.tokenize(HELLO, chat_template="39{{ 'x' }}")
-        found = template._compile_recent.cache_info()
+        found = template._compile_cached.cache_info()
         assert (found.currsize, found.hits, found.misses) == (8, 1, 40)
         assert len(template._compiled) == 1
 

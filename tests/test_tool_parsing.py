@@ -18,7 +18,7 @@ from asyncllm.config import ReasoningParser, ToolParser
 from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.testing import byte_tokenizer
 from asyncllm.text.tokenizer import Tokenizer
-from asyncllm.tool_calls.delimiters import MAX_LENGTH, Delimiters, DelimiterScanner
+from asyncllm.tool_calls.delimiters import MAX_DELIMITER_LENGTH, Delimiters, DelimiterScanner
 from asyncllm.tool_calls.families import REASONING_FAMILIES, TOOL_FAMILIES
 from asyncllm.tool_calls.message_parser import OutputParser
 from asyncllm.tool_calls.response_format import ResponseFormat, ResponseFormats
@@ -84,7 +84,7 @@ def parse(form: ResponseFormat, pieces: Iterable[str], begin: str = "") -> Parse
     text, reasoning, fragments = "", "", []
     for piece in [*pieces, None]:
         parser.finish() if piece is None else parser.push(piece)
-        more_text, more_reasoning, deltas = parser.take()
+        more_text, more_reasoning, deltas = parser.take_increments()
         text, reasoning = text + more_text, reasoning + more_reasoning
         fragments += deltas
     whole = [delta.index for delta in fragments if delta.done]
@@ -397,7 +397,7 @@ def test_a_template_that_cannot_be_used_is_refused_at_the_start(change: Any, say
 
 def test_a_delimiter_has_a_greatest_length() -> None:
     scanner = DelimiterScanner(Delimiters([("x", r"<a+>")]))
-    longest = "<" + "a" * (MAX_LENGTH - 2) + ">"
+    longest = "<" + "a" * (MAX_DELIMITER_LENGTH - 2) + ">"
     assert scanner.feed(f"b{longest}c")[1] is not None
     assert DelimiterScanner(Delimiters([("x", r"<a+>")])).feed("b<a" + longest[1:] + "c") == (
         "b<a" + longest[1:] + "c",

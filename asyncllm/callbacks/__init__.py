@@ -36,8 +36,8 @@ from asyncllm.callbacks.messages import (
     CallbackMessage,
     buffer_string,
     make_chunk,
+    make_result,
     messages_from_chat,
-    result_of,
 )
 from asyncllm.callbacks.run import CallbackRun
 from asyncllm.engine import AsyncLLMEngine
@@ -110,12 +110,12 @@ def stream_with_callbacks(
         model_name=engine.config.model_name,
         messages=messages if chat else None,
         prompt=buffer_string(messages) if chat else text,
-        invocation_params={**_params(sampling_params), **options},
+        invocation_params={**_sampling_fields(sampling_params), **options},
     )
     return CallbackStream(stream, refusal, run)
 
 
-def _params(sampling_params: SamplingParams | None) -> dict[str, Any]:
+def _sampling_fields(sampling_params: SamplingParams | None) -> dict[str, Any]:
     if not isinstance(sampling_params, SamplingParams):
         return {}
     return {name: getattr(sampling_params, name) for name in sampling_params.__dataclass_fields__}
@@ -173,14 +173,14 @@ class CallbackStream(Handle):
         if self._ended:
             raise StopAsyncIteration
         try:
-            return await self._next()
+            return await self._read_next()
         except GeneratorExit:
             raise  # the task is being destroyed with its event loop: handlers cannot be called
         except BaseException as error:
             await self._fail(error)
             raise
 
-    async def _next(self) -> Delta:
+    async def _read_next(self) -> Delta:
         if not self._started:
             self._started = True
             await self._run.start()
@@ -190,8 +190,8 @@ class CallbackStream(Handle):
         delta = await anext(self._stream)
         if delta.text or delta.token_ids:
             several = self._stream.num_outputs > 1
-            chunk = make_chunk(delta, several, chat=self._chat, run_id=self.run_id)
-            await self._run.tell("on_llm_new_token", delta.text, chunk=chunk)
+            chunk = make_chunk(delta, several, chat=self._is_chat, run_id=self.run_id)
+            await self._run.notify("on_llm_new_token", delta.text, chunk=chunk)
         if delta.usage is not None:
             await self._finish(self._stream)
         return delta
@@ -199,7 +199,7 @@ class CallbackStream(Handle):
     async def _finish(self, stream: TokenStream) -> None:
         self._ended = True
         try:
-            await self._run.tell("on_llm_end", self._result(stream.completion()))
+            await self._run.notify("on_llm_end", self._make_result(stream.completion()))
         finally:
             self._run.close()
 
@@ -214,21 +214,21 @@ class CallbackStream(Handle):
             # none, and raises.
             with contextlib.suppress(Exception):
                 completion = self._stream.completion()
-        partial = {} if completion is None else {"response": self._result(completion)}
+        partial = {} if completion is None else {"response": self._make_result(completion)}
         try:
             # If the reader's cancel scope was cancelled, await works only in a shielded scope.
             with anyio.CancelScope(shield=True):
-                await self._run.tell("on_llm_error", error, quiet=True, **partial)
+                await self._run.notify("on_llm_error", error, quiet=True, **partial)
         finally:
             self._run.close()
 
     @property
-    def _chat(self) -> bool:
+    def _is_chat(self) -> bool:
         return self._run.messages is not None
 
-    def _result(self, completion: Completion) -> Any:
-        return result_of(
-            completion, chat=self._chat, run_id=self.run_id, model_name=self._run.model_name
+    def _make_result(self, completion: Completion) -> Any:
+        return make_result(
+            completion, chat=self._is_chat, run_id=self.run_id, model_name=self._run.model_name
         )
 
     def abort(self) -> None:

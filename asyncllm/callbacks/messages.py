@@ -18,14 +18,14 @@ from asyncllm.outputs import Completion, CompletionOutput, Delta, Usage
 
 MessageType = Literal["human", "ai", "system", "tool", "chat"]
 
-_TYPES: Mapping[str, MessageType] = {
+_MESSAGE_TYPES: Mapping[str, MessageType] = {
     "user": "human",
     "assistant": "ai",
     "system": "system",
     "developer": "system",
     "tool": "tool",
 }
-_SPEAKERS: Mapping[MessageType, str] = {
+_ROLE_LABELS: Mapping[MessageType, str] = {
     "human": "Human",
     "ai": "AI",
     "system": "System",
@@ -38,17 +38,17 @@ class _ModelDump:
 
     def model_dump(self, **_: Any) -> dict[str, Any]:
         assert is_dataclass(self)
-        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+        return {f.name: _to_plain(getattr(self, f.name)) for f in fields(self)}
 
     def dict(self, **_: Any) -> dict[str, Any]:
         return self.model_dump()
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, _ModelDump):
         return value.model_dump()
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_to_plain(item) for item in value]
     return copy.copy(value) if isinstance(value, dict) else value
 
 
@@ -87,7 +87,7 @@ class CallbackMessage(_ModelDump):
         role = str(message.get("role"))
         return cls(
             content=message.get("content") or "",
-            type=_TYPES.get(role, "chat"),
+            type=_MESSAGE_TYPES.get(role, "chat"),
             role=role,
             name=message.get("name"),
             tool_calls=list(message.get("tool_calls") or ()),
@@ -146,7 +146,7 @@ def messages_from_chat(messages: Any) -> list[CallbackMessage]:
 
 def buffer_string(messages: Sequence[CallbackMessage]) -> str:
     """Join a conversation to one text, for handlers that accept only prompts."""
-    return "\n".join(f"{_SPEAKERS.get(m.type, m.role)}: {m.text}" for m in messages)
+    return "\n".join(f"{_ROLE_LABELS.get(m.type, m.role)}: {m.text}" for m in messages)
 
 
 def make_chunk(delta: Delta, several: bool, *, chat: bool, run_id: uuid.UUID) -> CallbackGeneration:
@@ -156,10 +156,10 @@ def make_chunk(delta: Delta, several: bool, *, chat: bool, run_id: uuid.UUID) ->
         several: whether the request has several outputs; the chunk then has its output's index.
     """
     index = delta.index if several else None
-    return _generation(delta, delta.usage, chat, run_id, "Chunk", index)
+    return _make_generation(delta, delta.usage, chat, run_id, "Chunk", index)
 
 
-def result_of(
+def make_result(
     completion: Completion, *, chat: bool, run_id: uuid.UUID, model_name: str
 ) -> CallbackResult:
     """Convert a completion, which may be partial, to a handler's result."""
@@ -168,7 +168,7 @@ def result_of(
     generations = [
         # Usage counts the tokens of all outputs. Only the first generation has it, because handlers
         # may add up those of all generations.
-        _generation(
+        _make_generation(
             output,
             None if output.index else usage,
             chat,
@@ -188,7 +188,7 @@ def result_of(
     return CallbackResult([generations], llm_output)
 
 
-def _generation(
+def _make_generation(
     output: Delta | CompletionOutput,
     usage: Usage | None,
     chat: bool,

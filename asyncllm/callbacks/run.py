@@ -46,7 +46,7 @@ class CallbackRun:
 
     def __post_init__(self) -> None:
         # Handlers that run inline are tracers, whose state other handlers read. Call them first.
-        self.handlers = sorted(self.handlers, key=lambda h: not _attribute(h, "run_inline"))
+        self.handlers = sorted(self.handlers, key=lambda h: not _get_attribute(h, "run_inline"))
 
     @property
     def ids(self) -> dict[str, Any]:
@@ -69,12 +69,12 @@ class CallbackRun:
         }
         chat, llm = (model, [self.messages]), (model, [self.prompt])
         for handler in self.handlers:
-            if self.messages is None or not await self._call(
+            if self.messages is None or not await self._call_handler(
                 handler, "on_chat_model_start", "ignore_chat_model", chat, extra
             ):
-                await self._call(handler, "on_llm_start", "ignore_llm", llm, extra)
+                await self._call_handler(handler, "on_llm_start", "ignore_llm", llm, extra)
 
-    async def tell(self, event: str, *args: Any, quiet: bool = False, **extra: Any) -> None:
+    async def notify(self, event: str, *args: Any, quiet: bool = False, **extra: Any) -> None:
         """Call the method ``event`` of every handler, in order.
 
         Args:
@@ -82,9 +82,11 @@ class CallbackRun:
                 being raised.
         """
         for handler in self.handlers:
-            await self._call(handler, event, "ignore_llm", args, {**self.ids, **extra}, quiet)
+            await self._call_handler(
+                handler, event, "ignore_llm", args, {**self.ids, **extra}, quiet
+            )
 
-    async def _call(
+    async def _call_handler(
         self,
         handler: Any,
         event: str,
@@ -102,27 +104,27 @@ class CallbackRun:
             False if the handler lacks the method, or if ``on_chat_model_start`` raises
             NotImplementedError.
         """
-        method = _attribute(handler, event)
+        method = _get_attribute(handler, event)
         if method is None:
             return False
-        if _attribute(handler, ignore):
+        if _get_attribute(handler, ignore):
             return True
         try:
             if inspect.iscoroutinefunction(method):
                 await method(*args, **extra)
-            elif _attribute(handler, "run_inline"):
+            elif _get_attribute(handler, "run_inline"):
                 method(*args, **extra)
             else:
-                await self._on_thread(functools.partial(method, *args, **extra))
+                await self._call_on_thread(functools.partial(method, *args, **extra))
         except NotImplementedError:
             if event == "on_chat_model_start":
                 return False
-            _log(handler, event)
+            _log_exception(handler, event)
         except BaseException as error:
             if _cancels_reading(error):
                 raise
-            _log(handler, event)
-            if _attribute(handler, "raise_error") and not quiet:
+            _log_exception(handler, event)
+            if _get_attribute(handler, "raise_error") and not quiet:
                 # StopAsyncIteration would end the reader's ``async for`` as if it were complete.
                 if isinstance(error, StopAsyncIteration):
                     name = type(handler).__name__
@@ -130,7 +132,7 @@ class CallbackRun:
                 raise
         return True
 
-    async def _on_thread(self, call: Any) -> None:
+    async def _call_on_thread(self, call: Any) -> None:
         """Run a call on the run's own thread.
 
         anyio's threads would not do: when a task is cancelled, its call continues on the thread.
@@ -151,12 +153,12 @@ class CallbackRun:
             self._thread = None
 
 
-def _attribute(handler: Any, name: str) -> Any:
+def _get_attribute(handler: Any, name: str) -> Any:
     """Attribute of a handler; None if it is missing, or if ``__getattr__`` raises."""
     try:
         return getattr(handler, name, None)
     except Exception:
-        _log(handler, f"__getattr__({name!r})")
+        _log_exception(handler, f"__getattr__({name!r})")
         return None
 
 
@@ -175,5 +177,5 @@ def _cancels_reading(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt)
 
 
-def _log(handler: Any, event: str) -> None:
+def _log_exception(handler: Any, event: str) -> None:
     logger.warning("%s.%s raised", type(handler).__name__, event, exc_info=True)

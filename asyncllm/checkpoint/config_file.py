@@ -72,14 +72,14 @@ class ConfigFile:
         if not overrides:
             return self
         path = self.path.with_name(f"{self.path.name} with hf_overrides")
-        return ConfigFile(path, _merged(self.values, overrides))
+        return ConfigFile(path, _merge_overrides(self.values, overrides))
 
     def __contains__(self, name: str) -> bool:
         return self.values.get(name) is not None
 
     def bad(self, name: str, accepted: str) -> ModelLoadError:
         """Make the error that field ``name`` has a value other than ``accepted``."""
-        return self._refuse(name, self.values.get(name), accepted)
+        return self._field_error(name, self.values.get(name), accepted)
 
     def section(self, name: str) -> ConfigFile:
         """The JSON object in field ``name``; an empty one if absent."""
@@ -94,7 +94,7 @@ class ConfigFile:
         self, name: str, default: Any = REQUIRED, *, low: int = 1, high: int = MAX_SIZE
     ) -> Any:
         """An integer in ``[low, high]``."""
-        return self._get(name, default, check.integer, low, high)
+        return self._read_field(name, default, check.integer, low, high)
 
     def number(
         self,
@@ -106,13 +106,13 @@ class ConfigFile:
         open_low: bool = False,
     ) -> Any:
         """A finite number in ``[low, high]``, or above ``low`` with ``open_low``."""
-        return self._get(name, default, partial(check.number, above=open_low), low, high)
+        return self._read_field(name, default, partial(check.number, above=open_low), low, high)
 
     def boolean(self, name: str, default: bool) -> bool:
-        return self._get(name, default, check.boolean)
+        return self._read_field(name, default, check.boolean)
 
     def choice(self, name: str, choices: Sequence[str], default: Any = REQUIRED) -> Any:
-        return self._get(name, default, check.choice, choices)
+        return self._read_field(name, default, check.choice, choices)
 
     def entries(
         self, name: str, accepted: str, fits: Callable[[Any], bool], count: int | None = None
@@ -137,20 +137,20 @@ class ConfigFile:
         value = self.values.get(name)
         if value is not None and not isinstance(value, list):
             value = [value]
-        return check.token_ids(name, value, vocab_size, refuse=self._refuse)
+        return check.token_ids(name, value, vocab_size, refuse=self._field_error)
 
-    def _get(self, name: str, default: Any, read: Callable[..., Any], *limits: Any) -> Any:
+    def _read_field(self, name: str, default: Any, read: Callable[..., Any], *limits: Any) -> Any:
         value = self.values.get(name)
         if value is None and default is not REQUIRED:
             return default
-        return read(name, value, *limits, refuse=self._refuse)
+        return read(name, value, *limits, refuse=self._field_error)
 
-    def _refuse(self, name: str, value: object, accepted: str) -> ModelLoadError:
+    def _field_error(self, name: str, value: object, accepted: str) -> ModelLoadError:
         found = "missing" if value is None else check.describe(value)
         return ModelLoadError(f"{self.path}: {name} is {found}, expected {accepted}")
 
 
-def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Copy of ``values`` with ``overrides`` applied as in vLLM: an object whose name ends in
     ``_config`` is merged field by field; any other value is replaced, RoPE's object included."""
     found = dict(values)
@@ -160,6 +160,6 @@ def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
             raise check.invalid("hf_overrides", {name: value}, accepted)
         old = values.get(name)
         if name.endswith("_config") and isinstance(old, dict) and isinstance(value, dict):
-            value = _merged(old, value)
+            value = _merge_overrides(old, value)
         found[name] = value
     return found

@@ -22,17 +22,17 @@ class FileVersion:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.size, self._time = _seen(path)
+        self.size, self._time = _size_and_time(path)
 
     def check(self) -> None:
         """Raise ModelLoadError if the file has changed. A deleted file is fine: its mapping
         remains."""
         with suppress(FileNotFoundError):
-            if _seen(self.path) != (self.size, self._time):
+            if _size_and_time(self.path) != (self.size, self._time):
                 raise ModelLoadError(f"{self.path}: was changed while it was loaded")
 
 
-def _seen(path: Path) -> tuple[int, int]:
+def _size_and_time(path: Path) -> tuple[int, int]:
     found = path.stat()
     check_regular(path, found)
     return found.st_size, found.st_mtime_ns

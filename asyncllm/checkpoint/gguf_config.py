@@ -31,7 +31,7 @@ _COPIED_FIELDS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
-_OTHER_FIELDS = (
+_CHECKED_FIELDS = (
     "attention.key_length attention.value_length rope.dimension_count rope.scaling.type "
     "rope.scaling.factor rope.scaling.original_context_length rope.scaling.finetuned vocab_size "
     "attention.sliding_window attention.causal expert_count expert_used_count"
@@ -60,7 +60,7 @@ def gguf_config(file: GGUFFile) -> ConfigFile:
     }
     fields = ConfigFile(file.path, values)
     for name in values:
-        if name not in _COPIED_FIELDS and name not in _OTHER_FIELDS:
+        if name not in _COPIED_FIELDS and name not in _CHECKED_FIELDS:
             raise fields.bad(name, f"no such value of {architecture}, which may change the model")
     if fields.integer("expert_count", 0, low=0) > 0:
         raise fields.bad("expert_count", "0: mixtures of experts are not supported")
@@ -68,12 +68,12 @@ def gguf_config(file: GGUFFile) -> ConfigFile:
     config |= {
         "architectures": [ARCHITECTURES[architecture]],
         "head_dim": _head_dim(fields),
-        "vocab_size": _vocabulary(file),
+        "vocab_size": _vocab_size(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "eos_token_id": _end_tokens(metadata) or None,
-        "dtype": _dtype(file),
-        "rope_scaling": _rope(file, fields),
+        "eos_token_id": _end_token_ids(metadata) or None,
+        "dtype": _model_dtype(file),
+        "rope_scaling": _rope_parameters(file, fields),
     }
     if fields.integer("attention.sliding_window", 0, low=0, high=2**31) > 0:
         raise fields.bad("attention.sliding_window", "0: which layers slide is not in the file")
@@ -95,20 +95,20 @@ def _head_dim(fields: ConfigFile) -> int:
     return size
 
 
-def _vocabulary(file: GGUFFile) -> int:
+def _vocab_size(file: GGUFFile) -> int:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelLoadError(f"{file.path}: tensor 'token_embd.weight' is missing")
     return embedding.shape[0]
 
 
-def _end_tokens(metadata: ConfigFile) -> list[int]:
+def _end_token_ids(metadata: ConfigFile) -> list[int]:
     """Ids in the file of the tokens at which llama.cpp ends an answer."""
     names = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
     return [metadata.integer(name, low=0) for name in names if name in metadata]
 
 
-def _dtype(file: GGUFFile) -> str:
+def _model_dtype(file: GGUFFile) -> str:
     """Dtype of the model: float32 if all tensors are float32; float16 if all are float32 or
     float16; else bfloat16, as in training."""
     kinds = {GGML_TYPES[tensor.type][0] for tensor in file.tensors.values()}
@@ -117,10 +117,10 @@ def _dtype(file: GGUFFile) -> str:
     return "float16" if kinds <= {"F32", "F16"} else "bfloat16"
 
 
-def _rope(file: GGUFFile, fields: ConfigFile) -> dict[str, Any] | None:
+def _rope_parameters(file: GGUFFile, fields: ConfigFile) -> dict[str, Any] | None:
     kind = fields.choice("rope.scaling.type", ("none", "linear", "yarn"), "none")
     if "rope_freqs.weight" in file.tensors:
-        return _llama3(file, fields)
+        return _llama3_parameters(file, fields)
     if kind == "none":
         return None
     rope = {"rope_type": kind, "factor": fields.number("rope.scaling.factor", low=1.0)}
@@ -130,7 +130,7 @@ def _rope(file: GGUFFile, fields: ConfigFile) -> dict[str, Any] | None:
     return rope
 
 
-def _llama3(file: GGUFFile, fields: ConfigFile) -> dict[str, Any] | None:
+def _llama3_parameters(file: GGUFFile, fields: ConfigFile) -> dict[str, Any] | None:
     """Parameters of Llama 3's RoPE scaling with the file's frequency factors; None if all are 1.
 
     Raises:

@@ -15,15 +15,15 @@ from asyncllm.errors import ModelLoadError
 MAX_ENTRIES = 2**17
 """Maximum number of metadata entries, and of tensors; real files have far fewer."""
 
-MAX_NAME = 256
+MAX_NAME_BYTES = 256
 """Maximum size in bytes of a metadata key or tensor name: four times llama.cpp's limit. Error
 messages contain names, so their size is bounded."""
 
-MAX_ARRAY = 2**12
+MAX_ARRAY_LENGTH = 2**12
 """Maximum number of elements of an array that is kept in memory. A longer array, such as a
 vocabulary, is replaced by its length."""
 
-_SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+_SCALAR_FORMATS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
 GGML_TYPES: dict[int, tuple[str, int, int]] = {
@@ -78,7 +78,7 @@ class GGUFFile:
     """The header of a GGUF file, versions 2 and 3 (``ggml/docs/gguf.md``).
 
     Attributes:
-        metadata: values by key. An array of strings, or of more than ``MAX_ARRAY`` elements, is
+        metadata: values by key. An array of strings, or of more than ``MAX_ARRAY_LENGTH`` elements, is
             replaced by its length.
         tensors: the tensor table, by tensor name.
         version: size and time of the file when its header was read.
@@ -105,14 +105,14 @@ class GGUFFile:
         """Read the elements of a small tensor of type F32.
 
         Raises:
-            ModelLoadError: for another type, or more than ``MAX_ARRAY`` elements.
+            ModelLoadError: for another type, or more than ``MAX_ARRAY_LENGTH`` elements.
         """
         tensor = self.tensors[name]
         count = math.prod(tensor.shape)
-        if GGML_TYPES[tensor.type][0] != "F32" or count > MAX_ARRAY:
+        if GGML_TYPES[tensor.type][0] != "F32" or count > MAX_ARRAY_LENGTH:
             raise ModelLoadError(
                 f"{self.path}: tensor {name!r} is {GGML_TYPES[tensor.type][0]} of shape "
-                f"{tensor.shape}, expected F32 of at most {MAX_ARRAY} elements"
+                f"{tensor.shape}, expected F32 of at most {MAX_ARRAY_LENGTH} elements"
             )
         with self.path.open("rb") as file:
             file.seek(tensor.start)
@@ -203,16 +203,16 @@ class _Cursor:
 
     def name(self) -> str:
         length, start = self.number("Q"), self.position
-        if length > MAX_NAME:
+        if length > MAX_NAME_BYTES:
             raise self.bad(
                 f"the name at byte {start} of the header has {length} bytes, expected at most "
-                f"{MAX_NAME}"
+                f"{MAX_NAME_BYTES}"
             )
         return self.take(length).decode("utf-8", "replace")
 
     def value(self, key: str, kind: int) -> Any:
-        if kind in _SCALARS:
-            return self.number(_SCALARS[kind])
+        if kind in _SCALAR_FORMATS:
+            return self.number(_SCALAR_FORMATS[kind])
         if kind == _STRING:
             return self.take(self.number("Q")).decode("utf-8", "replace")
         if kind == _ARRAY:
@@ -224,10 +224,10 @@ class _Cursor:
             for _ in range(count):
                 self.take(self.number("Q"))
             return count
-        if kind not in _SCALARS:
+        if kind not in _SCALAR_FORMATS:
             raise self.bad(
                 f"metadata {key!r} is an array of type {kind}, expected strings or numbers"
             )
-        form = _SCALARS[kind]
+        form = _SCALAR_FORMATS[kind]
         raw = self.take(count * struct.calcsize(f"<{form}"))
-        return list(struct.unpack(f"<{count}{form}", raw)) if count <= MAX_ARRAY else count
+        return list(struct.unpack(f"<{count}{form}", raw)) if count <= MAX_ARRAY_LENGTH else count

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 IMPORT_SECONDS = 60.0
 """Seconds that an engine waits while another engine imports transformers."""
 
-_IMPORTING = threading.Lock()
+_IMPORT_LOCK = threading.Lock()
 """One lock per process, because modules are imported once per process."""
 
 
@@ -22,7 +22,7 @@ def importing_transformers() -> Iterator[None]:
     imported; another thread that imports them at the same time keeps the incomplete module. An
     engine that hangs here blocks the others for IMPORT_SECONDS only.
     """
-    held = _IMPORTING.acquire(timeout=IMPORT_SECONDS)
+    held = _IMPORT_LOCK.acquire(timeout=IMPORT_SECONDS)
     try:
         # The application may import transformers at the same time. Unlike the ``import``
         # statement, import_module looks into ``sys.modules`` again after the import.
@@ -30,4 +30,4 @@ def importing_transformers() -> Iterator[None]:
         yield
     finally:
         if held:
-            _IMPORTING.release()
+            _IMPORT_LOCK.release()

@@ -42,7 +42,7 @@ class LayerInputConfig:
     vocab_size: int
 
 
-def read_heads(config: ConfigFile, layers: Sequence[LayerConfig]) -> list[LayerConfig]:
+def apply_head_overrides(config: ConfigFile, layers: Sequence[LayerConfig]) -> list[LayerConfig]:
     """Copy of ``layers`` with the per-layer overrides in ``per_layer_config``.
 
     Only ``num_key_value_heads`` and ``head_dim`` may be overridden.

@@ -181,12 +181,12 @@ class ModelConfig:
         else:
             config = ConfigFile.read(directory / "config.json").overridden(overrides)
             generation = read_generation_config(directory, has_defaults)
-        family, config, is_text_part = _family(config)
+        family, config, is_text_part = _resolve_family(config)
         vocab_size = config.integer("vocab_size")
         num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
         config.integer("max_position_embeddings", high=MAX_POSITIONS)
-        heads = _heads(config)
-        rotary_dim = _rotary_dim(config, family, heads["head_dim"])
+        heads = _read_head_sizes(config)
+        rotary_dim = _read_rotary_dim(config, family, heads["head_dim"])
         sizes = Sizes(num_layers, heads["hidden_size"], heads["head_dim"], rotary_dim)
         fields = heads | {
             "rotary_dim": rotary_dim if rotary_dim < sizes.head_dim else None,
@@ -209,13 +209,13 @@ class ModelConfig:
             max_position_embeddings=config.integer("max_position_embeddings", high=MAX_POSITIONS),
             rms_norm_eps=config.number("rms_norm_eps", 1e-6, high=1.0, open_low=True),
             tie_word_embeddings=config.boolean("tie_word_embeddings", False),
-            dtype=_dtype(config),
+            dtype=_read_dtype(config),
             is_text_part=is_text_part,
             names=family.names,
             activation=ACTIVATIONS[config.choice(family.activation, tuple(ACTIVATIONS), "silu")],
             quantization=quant_method(config),
             generation_defaults=generation_defaults(generation),
-            eos_token_ids=_eos_token_ids(config, generation, family, vocab_size),
+            eos_token_ids=_read_eos_token_ids(config, generation, family, vocab_size),
             **fields,
         )
 
@@ -247,7 +247,7 @@ def _find_family(config: ConfigFile) -> tuple[Family, bool] | None:
     return (family, is_text_part) if covered else None
 
 
-def _family(config: ConfigFile) -> tuple[Family, ConfigFile, bool]:
+def _resolve_family(config: ConfigFile) -> tuple[Family, ConfigFile, bool]:
     """Family of a file's architecture, the file's fields with the family's defaults, and whether
     the fields are those of a multimodal model's text part.
 
@@ -268,11 +268,11 @@ def _family(config: ConfigFile) -> tuple[Family, ConfigFile, bool]:
         outer = {name: values[name] for name in shared if values.get(name) is not None}
         inner = values["text_config"]
         ends = [each["eos_token_id"] for each in (values, inner) if "eos_token_id" in each]
-        values = {**inner, **outer} | ({"eos_token_id": _flattened(ends)} if ends else {})
+        values = {**inner, **outer} | ({"eos_token_id": _flatten(ends)} if ends else {})
     return family, ConfigFile(config.path, {**family.defaults, **values}), is_text_part
 
 
-def _flattened(values: list[Any]) -> list[Any]:
+def _flatten(values: list[Any]) -> list[Any]:
     """Copy of ``values`` with nested lists flattened and nulls dropped."""
     return [
         entry
@@ -282,7 +282,7 @@ def _flattened(values: list[Any]) -> list[Any]:
     ]
 
 
-def _rotary_dim(config: ConfigFile, family: Family, head_dim: int) -> int:
+def _read_rotary_dim(config: ConfigFile, family: Family, head_dim: int) -> int:
     """Number of elements of a head that RoPE rotates, from ``partial_rotary_factor``."""
     section, name = rope_section(config), "partial_rotary_factor"
     for holder in (config, section):
@@ -308,7 +308,7 @@ def quant_method(config: ConfigFile) -> str | None:
     return config.section("quantization_config").choice("quant_method", QUANT_METHODS)
 
 
-def _heads(config: ConfigFile) -> dict[str, Any]:
+def _read_head_sizes(config: ConfigFile) -> dict[str, Any]:
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
     # null means as many key/value heads as query heads. An absent field means the same only in
@@ -335,12 +335,12 @@ def _heads(config: ConfigFile) -> dict[str, Any]:
     }
 
 
-def _dtype(config: ConfigFile) -> str:
+def _read_dtype(config: ConfigFile) -> str:
     name = "dtype" if "dtype" in config else "torch_dtype"
     return config.choice(name, ("float32", "bfloat16", "float16"), "float32")
 
 
-def _eos_token_ids(
+def _read_eos_token_ids(
     config: ConfigFile, generation: ConfigFile, family: Family, vocab_size: int
 ) -> tuple[int, ...]:
     eos = generation.token_ids("eos_token_id", vocab_size)

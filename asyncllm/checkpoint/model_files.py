@@ -83,12 +83,14 @@ def resolve_model(
             directory = _bundled_model()
             _refuse_revision("the model in the package", revision)
         else:
-            directory = _resolve(model, revision, patterns, hub)
-        directory = _gguf_file(directory, directory / _SINGLE_FILE, directory / _INDEX_FILE)
+            directory = _resolve_location(model, revision, patterns, hub)
+        directory = _find_gguf_file(directory, directory / _SINGLE_FILE, directory / _INDEX_FILE)
         if directory.suffix == GGUF_SUFFIX:
             return directory
         if not (directory / "config.json").is_file():
-            raise ModelLoadError(f"{directory}: config.json is missing; {_contents(directory)}")
+            raise ModelLoadError(
+                f"{directory}: config.json is missing; {_describe_contents(directory)}"
+            )
         if weights:
             weight_files(directory)
         return directory
@@ -101,13 +103,14 @@ def resolve_tokenizer(
     # If tokenizer.json is missing, transformers reads the tokenizer's class from config.json.
     patterns = ("config.json", *_TOKENIZER_PATTERNS)
     with _lookup_errors(tokenizer):
-        directory = _resolve(tokenizer, revision, patterns, hub)
-        directory = _gguf_file(directory, *(directory / name for name in _TOKENIZER_FILES))
+        directory = _resolve_location(tokenizer, revision, patterns, hub)
+        directory = _find_gguf_file(directory, *(directory / name for name in _TOKENIZER_FILES))
         if directory.suffix == GGUF_SUFFIX:
             return directory
         if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
             raise ModelLoadError(
-                f"{directory}: holds no tokenizer, expected tokenizer.json; {_contents(directory)}"
+                f"{directory}: holds no tokenizer, expected tokenizer.json; "
+                f"{_describe_contents(directory)}"
             )
         return directory
 
@@ -124,7 +127,7 @@ def _lookup_errors(location: str | os.PathLike[str] | None) -> Iterator[None]:
         ) from error
 
 
-def _gguf_file(directory: Path, *instead: Path) -> Path:
+def _find_gguf_file(directory: Path, *instead: Path) -> Path:
     """The GGUF file in ``directory`` if none of the files ``instead`` exists; else ``directory``.
 
     Raises:
@@ -139,7 +142,7 @@ def _gguf_file(directory: Path, *instead: Path) -> Path:
     return found[0] if found else directory
 
 
-def _resolve(
+def _resolve_location(
     location: str | os.PathLike[str],
     revision: str | None,
     patterns: tuple[str, ...],
@@ -180,7 +183,7 @@ def _bundled_model() -> Path:
     return directory
 
 
-def _contents(directory: Path) -> str:
+def _describe_contents(directory: Path) -> str:
     names = sorted(entry.name for entry in directory.iterdir())
     if not names:
         return "the directory is empty"
@@ -199,7 +202,7 @@ def weight_files(directory: Path) -> list[Path]:
         if not single.is_file():
             raise ModelLoadError(
                 f"{directory}: neither {_SINGLE_FILE} nor {_INDEX_FILE}, the only weight format "
-                f"that is read; {_contents(directory)}"
+                f"that is read; {_describe_contents(directory)}"
             )
         return [single]
     config = ConfigFile.read(index)
@@ -232,11 +235,11 @@ def _download(model: str, revision: str | None, patterns: tuple[str, ...], hub: 
         )
     # huggingface_hub also raises the errors of its HTTP library, which have no common base class.
     except Exception as error:
-        raise ModelLoadError(_explain(model, revision, error)) from error
+        raise ModelLoadError(_explain_download_error(model, revision, error)) from error
     return Path(directory)
 
 
-def _explain(model: str, revision: str | None, error: Exception) -> str:
+def _explain_download_error(model: str, revision: str | None, error: Exception) -> str:
     from huggingface_hub import errors
 
     at = "" if revision is None else f" at revision {revision!r}"

@@ -81,14 +81,14 @@ def read_rope(
 
     Raises:
         ModelLoadError: if the file has separate parameters for each kind of layer; and as for
-            ``rope_from``.
+            ``read_rope_section``.
     """
     section = rope_section(config)
     if any(isinstance(value, dict) for value in section.values.values()):
         name = "rope_scaling" if config.values.get("rope_scaling") else ROPE_PARAMETERS
         raise config.bad(name, "one set of RoPE parameters for all layers")
     theta = config.number("rope_theta", 10_000.0, open_low=True)
-    return rope_from(section, config, theta, rotary_dim, aliases)
+    return read_rope_section(section, config, theta, rotary_dim, aliases)
 
 
 def read_layer_ropes(
@@ -111,11 +111,11 @@ def read_layer_ropes(
         own = config.section(ROPE_PARAMETERS).section(name)
         scaled = legacy if legacy.values and name == "full_attention" else own
         section = ConfigFile(config.path, {**own.values, **scaled.values})
-        found[name] = rope_from(section, config, theta, rotary_dim)
+        found[name] = read_rope_section(section, config, theta, rotary_dim)
     return found
 
 
-def rope_from(
+def read_rope_section(
     section: ConfigFile,
     config: ConfigFile,
     theta: float,
@@ -145,15 +145,15 @@ def rope_from(
         factor = section.number("factor", 1.0, open_low=True)
         share = section.number("partial_rotary_factor", 1.0, high=1.0)
         return RopeConfig(theta=theta, kind=kind, factor=factor, share=share)
-    original = _original_context(section, config)
-    read = {"llama3": _llama3, "yarn": _yarn, "longrope": _longrope}[kind]
+    original = _read_original_context(section, config)
+    read = {"llama3": _read_llama3, "yarn": _read_yarn, "longrope": _read_longrope}[kind]
     fields = read(section, config, original, rotary_dim)
     if kind == "yarn" and theta <= 1.0:
         raise section.bad("rope_theta", "a number above 1 with yarn")
     return RopeConfig(theta=theta, kind=kind, original_max_position=original, **fields)
 
 
-def _original_context(section: ConfigFile, config: ConfigFile) -> int:
+def _read_original_context(section: ConfigFile, config: ConfigFile) -> int:
     """Read the context length of pretraining. As in transformers, the field of ``config`` wins over
     that of ``section``."""
     name, context = "original_max_position_embeddings", config.values["max_position_embeddings"]
@@ -161,7 +161,9 @@ def _original_context(section: ConfigFile, config: ConfigFile) -> int:
     return holder.integer(name, context, high=MAX_POSITIONS)
 
 
-def _llama3(section: ConfigFile, config: ConfigFile, original: int, dim: int) -> dict[str, Any]:
+def _read_llama3(
+    section: ConfigFile, config: ConfigFile, original: int, dim: int
+) -> dict[str, Any]:
     low = section.number("low_freq_factor", open_low=True)
     high = section.number("high_freq_factor", open_low=True)
     if high <= low:
@@ -170,7 +172,7 @@ def _llama3(section: ConfigFile, config: ConfigFile, original: int, dim: int) ->
     return {"factor": factor, "low_freq_factor": low, "high_freq_factor": high}
 
 
-def _yarn(section: ConfigFile, config: ConfigFile, original: int, dim: int) -> dict[str, Any]:
+def _read_yarn(section: ConfigFile, config: ConfigFile, original: int, dim: int) -> dict[str, Any]:
     context = config.values["max_position_embeddings"]
     factor = section.number("factor", context / original, open_low=True)
     fast = section.number("beta_fast", 32.0, open_low=True)
@@ -195,7 +197,9 @@ def _mscale(factor: float, scale: float = 1.0) -> float:
     return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
 
 
-def _longrope(section: ConfigFile, config: ConfigFile, original: int, dim: int) -> dict[str, Any]:
+def _read_longrope(
+    section: ConfigFile, config: ConfigFile, original: int, dim: int
+) -> dict[str, Any]:
     context = config.values["max_position_embeddings"]
     factor = section.number("factor", context / original, open_low=True)
     implied = 1.0
@@ -207,12 +211,12 @@ def _longrope(section: ConfigFile, config: ConfigFile, original: int, dim: int) 
     return {
         "factor": factor,
         "attention_factor": section.number("attention_factor", implied, open_low=True),
-        "short_factors": _factors(section, "short_factor", dim // 2),
-        "long_factors": _factors(section, "long_factor", dim // 2),
+        "short_factors": _read_factors(section, "short_factor", dim // 2),
+        "long_factors": _read_factors(section, "long_factor", dim // 2),
     }
 
 
-def _factors(section: ConfigFile, name: str, count: int) -> tuple[float, ...]:
+def _read_factors(section: ConfigFile, name: str, count: int) -> tuple[float, ...]:
     values = section.values.get(name)
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != count:
         raise section.bad(name, f"a list of {count} numbers, one for each rotated pair of a head")

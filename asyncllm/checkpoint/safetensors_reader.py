@@ -48,17 +48,17 @@ class SafetensorsReader:
         self._files: dict[Path, Any] = {}
         self._versions: dict[Path, FileVersion] = {}
         for path in weight_files(directory):
-            self._open(path)
+            self._add_tensors(path)
         if not self.tensors:
             raise ModelLoadError(f"{directory}: its safetensors files have no tensor")
 
-    def _open(self, path: Path) -> None:
+    def _add_tensors(self, path: Path) -> None:
         with _read_errors(path):
             version = self._versions[path] = FileVersion(path)
         try:
             # safe_open checks the header against the file's length.
             with _read_errors(path):
-                self._map(path)
+                self._mapped_file(path)
                 with path.open("rb") as file:
                     header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         except (SafetensorError, ValueError) as error:
@@ -73,7 +73,7 @@ class SafetensorsReader:
             shape = tuple(entry["shape"])
             self.tensors[name] = TensorInfo(path, shape, entry["dtype"], end - start)
 
-    def _map(self, path: Path) -> Any:
+    def _mapped_file(self, path: Path) -> Any:
         self._versions[path].check()
         file = self._files.pop(path, None)
         if file is None:
@@ -88,7 +88,7 @@ class SafetensorsReader:
         path = self.tensors[name].file
         try:
             with _read_errors(path):
-                return self._map(path).get_tensor(name)
+                return self._mapped_file(path).get_tensor(name)
         except SafetensorError as error:
             raise ModelLoadError(f"{path}: tensor {name!r} cannot be read: {error}") from error
 

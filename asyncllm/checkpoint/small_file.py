@@ -22,7 +22,7 @@ def check_regular(path: Path, status: os.stat_result) -> None:
         raise ModelLoadError(f"{path}: is no regular file")
 
 
-def read_small_file(path: Path, most: int = MAX_BYTES) -> bytes:
+def read_small_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """Read a regular file of at most ``most`` bytes; links are followed.
 
     Raises:
@@ -36,6 +36,8 @@ def read_small_file(path: Path, most: int = MAX_BYTES) -> bytes:
         status = os.fstat(file.fileno())
         check_regular(path, status)
         # The file may grow after fstat, so the read is bounded too.
-        if status.st_size > most or len(content := file.read(most + 1)) > most:
-            raise ModelLoadError(f"{path}: has {status.st_size} bytes, expected at most {most}")
+        if status.st_size > max_bytes or len(content := file.read(max_bytes + 1)) > max_bytes:
+            raise ModelLoadError(
+                f"{path}: has {status.st_size} bytes, expected at most {max_bytes}"
+            )
         return content

@@ -36,12 +36,12 @@ class Backends:
         self._make_vocabulary = vocabulary
         self._vocabulary: Vocabulary | None = None
         self._lock = threading.Lock()
-        self._made: dict[str, GrammarBackend] = {}
+        self._backends: dict[str, GrammarBackend] = {}
         self._installed: tuple[str, ...] | None = None
 
     def check_installed(self) -> None:
         """Raise InvalidRequestError, which names the extra to install, if there is no backend."""
-        if not self._names():
+        if not self._backend_names():
             wanted = "llguidance" if self._choice == "auto" else self._choice
             raise InvalidRequestError(
                 f"structured_outputs: {wanted} is not installed, expected "
@@ -52,7 +52,7 @@ class Backends:
     def prepare(self) -> None:
         """Make the first backend: import it and pass it the vocabulary. Takes about a second for a
         large vocabulary."""
-        self._backend(self._names()[0])
+        self._backend(self._backend_names()[0])
 
     def compile(self, spec: StructuredOutputs, begin: Callable[[], None]) -> Grammar:
         """Compile a grammar with the first backend that can enforce it.
@@ -65,7 +65,7 @@ class Backends:
                 output but the empty one.
         """
         refusals = []
-        for name in self._names():
+        for name in self._backend_names():
             try:
                 if refusals:
                     check_second(spec)
@@ -81,7 +81,7 @@ class Backends:
         check_first_mask(grammar)
         return grammar
 
-    def _names(self) -> tuple[str, ...]:
+    def _backend_names(self) -> tuple[str, ...]:
         if self._installed is None:
             names = ("llguidance", "xgrammar") if self._choice == "auto" else (self._choice,)
             found = tuple(name for name in names if importlib.util.find_spec(name) is not None)
@@ -92,11 +92,11 @@ class Backends:
 
     def _backend(self, name: str) -> GrammarBackend:
         with self._lock:
-            backend = self._made.get(name)
+            backend = self._backends.get(name)
             if backend is None:
                 if self._vocabulary is None:
                     self._vocabulary = self._make_vocabulary()
-                backend = self._made[name] = make_backend(name, self._vocabulary)
+                backend = self._backends[name] = make_backend(name, self._vocabulary)
             return backend
 
 

@@ -116,7 +116,7 @@ class GrammarCompiler:
 
     def _start_thread(self) -> None:
         """Start a thread. The caller holds the lock until it has queued a job for the thread."""
-        thread = threading.Thread(target=self._run, name="asyncllm-grammar", daemon=True)
+        thread = threading.Thread(target=self._run_jobs, name="asyncllm-grammar", daemon=True)
         try:
             thread.start()
         except (RuntimeError, MemoryError) as error:
@@ -128,17 +128,17 @@ class GrammarCompiler:
             ) from error
         self._threads.add(thread)
 
-    def _run(self) -> None:
+    def _run_jobs(self) -> None:
         while True:
             with self._lock:
                 if not self._queue or len(self._threads) - self._num_overdue > MAX_THREADS:
                     self._threads.discard(threading.current_thread())
                     return
                 job = self._queue.popleft()
-            grammar, error = self._compile(job)
-            self._finish(job, grammar, error)
+            grammar, error = self._compile_job(job)
+            self._finish_job(job, grammar, error)
 
-    def _compile(self, job: _Job) -> tuple[Grammar | None, Exception | None]:
+    def _compile_job(self, job: _Job) -> tuple[Grammar | None, Exception | None]:
         try:
             self._backends.prepare()
             return self._backends.compile(job.spec, partial(self._start_timer, job)), None
@@ -152,7 +152,7 @@ class GrammarCompiler:
             return None, _refusal(job.spec, check.describe(error))
 
     def _start_timer(self, job: _Job) -> None:
-        timer = threading.Timer(self._timeout, self._expire, (job,))
+        timer = threading.Timer(self._timeout, self._expire_job, (job,))
         timer.name, timer.daemon = "asyncllm-grammar-timer", True
         with self._lock:
             if job.timer is not None:
@@ -161,7 +161,7 @@ class GrammarCompiler:
                 job.timer = timer
                 timer.start()
 
-    def _expire(self, job: _Job) -> None:
+    def _expire_job(self, job: _Job) -> None:
         with self._lock:
             if job.waiting is None or self._closed:
                 return
@@ -174,18 +174,18 @@ class GrammarCompiler:
                 except RequestError as error:
                     refused += [(queued, error) for queued in self._queue]
                     self._queue.clear()
-            told = [(self._drop(one), error) for one, error in refused]
+            told = [(self._drop_job(one), error) for one, error in refused]
         for waiting, error in told:
             for done in waiting:
                 done(None, copy(error))
 
-    def _drop(self, job: _Job) -> list[DoneCallback]:
-        """Remove a failed job; returns the callbacks that wait for it. The caller holds the lock."""
+    def _drop_job(self, job: _Job) -> list[DoneCallback]:
+        """Remove a failed job; returns its waiting callbacks. The caller holds the lock."""
         waiting, job.waiting = job.waiting, None
         self._jobs.pop(job.spec, None)
         return waiting or []
 
-    def _finish(self, job: _Job, grammar: Grammar | None, error: Exception | None) -> None:
+    def _finish_job(self, job: _Job, grammar: Grammar | None, error: Exception | None) -> None:
         with self._lock:
             if job.timer is not None:
                 job.timer.cancel()

@@ -36,14 +36,14 @@ _JSON_OPTIONS = {
     "json_allow_general_unicode_escapes": True,
 }
 
-_MAX_PIECE = 32
+_MAX_TOKEN_BYTES = 32
 """Maximum size in bytes of a token in the greedy tokenisation."""
 
-_MAX_NESTED = 40
+_MAX_PREFIX_DEPTH = 40
 """Maximum depth of common prefixes that are factored out. llguidance's regular expressions may have
 250 nested groups."""
 
-_MAX_FORCED = 64
+_MAX_FORCED_BYTES = 64
 """Maximum number of bytes of a forced text that are tokenised. llguidance uses only the first
 token, and tokenises again for each mask."""
 
@@ -54,7 +54,7 @@ class LLGuidanceBackend:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._library: Any = importlib.import_module("llguidance")
         self._vocabulary = vocabulary
-        wrapper = self._library.TokenizerWrapper(_Tokens(vocabulary))
+        wrapper = self._library.TokenizerWrapper(_TokenizerAdapter(vocabulary))
         # llguidance's vocabulary is the model's, and one more token, which ends a grammar.
         self._tokenizer = self._library.LLTokenizer(wrapper)
 
@@ -83,12 +83,12 @@ class LLGuidanceBackend:
                 case "regex":
                     return library.grammar_from_regex(_without_anchors(text))
                 case "choice":
-                    return library.grammar_from_regex(_one_of(sorted(json.loads(text))))
+                    return library.grammar_from_regex(_choices_regex(sorted(json.loads(text))))
                 case "structural_tag":
                     special = self._vocabulary.special if spec.param == "tools" else {}
                     return library.grammar_from_lark(to_lark(json.loads(text), special))
                 case "grammar":
-                    return library.grammar_from_lark(_to_lark(text))
+                    return library.grammar_from_lark(_grammar_to_lark(text))
         except ValueError as error:
             raise GrammarError(str(error)) from None
 
@@ -141,7 +141,7 @@ class LLGuidanceMatcher:
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
 
-class _Tokens:
+class _TokenizerAdapter:
     """Adapter of a Vocabulary to llguidance's interface, with one more token, the end token."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -156,21 +156,21 @@ class _Tokens:
         self._encode = vocabulary.encode
         self._texts = vocabulary.tokens
         self._ids = {data: i for i, data in enumerate(vocabulary.tokens) if data}
-        self._longest = min(max(map(len, self._ids), default=0), _MAX_PIECE)
+        self._longest = min(max(map(len, self._ids), default=0), _MAX_TOKEN_BYTES)
 
     def __call__(self, text: bytes | str) -> list[int]:
         """Tokenise a text that a grammar forces: if only one text can follow, llguidance allows
         only the first token of this tokenisation."""
-        data = (text.encode() if isinstance(text, str) else text)[:_MAX_FORCED]
+        data = (text.encode() if isinstance(text, str) else text)[:_MAX_FORCED_BYTES]
         with suppress(Exception):
             found = self._encode(data.decode())
             if b"".join(self._texts[i] for i in found) == data:
                 return found
         # The tokenizer cannot encode the text exactly: it ends within a character, it spells a
         # special token, or the tokenizer puts a space before every text.
-        return self._longest_first(data)
+        return self._tokenise_longest_first(data)
 
-    def _longest_first(self, data: bytes) -> list[int]:
+    def _tokenise_longest_first(self, data: bytes) -> list[int]:
         found, start = [], 0
         while start < len(data):
             for end in range(min(start + self._longest, len(data)), start, -1):
@@ -184,7 +184,7 @@ class _Tokens:
         return found
 
 
-def _to_lark(text: str) -> str:
+def _grammar_to_lark(text: str) -> str:
     if not is_gbnf(text):
         return text
     convert = importlib.import_module("llguidance.gbnf_to_lark").gbnf_to_lark
@@ -203,7 +203,7 @@ def _without_anchors(regex: str) -> str:
     return regex
 
 
-def _one_of(choices: list[str], depth: int = 0) -> str:
+def _choices_regex(choices: list[str], depth: int = 0) -> str:
     """Regular expression that matches exactly ``choices``, which are sorted. Common prefixes are
     factored out, because the lexer follows each alternative separately."""
     parts, first = [], 0
@@ -213,15 +213,15 @@ def _one_of(choices: list[str], depth: int = 0) -> str:
         group = choices[first:end]
         pairs = enumerate(zip(group[0], group[-1], strict=False))
         shared = next((i for i, (a, b) in pairs if a != b), len(group[0]))
-        head, tails = _escape(group[0][:shared]), [one[shared:] for one in group]
-        if len(group) > 1 and depth < _MAX_NESTED and shared:
-            parts.append(f"{head}({_one_of(tails, depth + 1)})")
+        head, tails = _escape_regex(group[0][:shared]), [one[shared:] for one in group]
+        if len(group) > 1 and depth < _MAX_PREFIX_DEPTH and shared:
+            parts.append(f"{head}({_choices_regex(tails, depth + 1)})")
         else:
-            parts += [head + _escape(tail) for tail in tails]
+            parts += [head + _escape_regex(tail) for tail in tails]
         first = end
     return "|".join(parts)
 
 
-def _escape(text: str) -> str:
+def _escape_regex(text: str) -> str:
     """Regular expression that matches exactly ``text``."""
     return "".join(c if c.isalnum() or ord(c) > 127 else f"\\x{{{ord(c):x}}}" for c in text)

@@ -44,7 +44,7 @@ def refuse_endless(root: Any) -> None:
     needs no references, or only references that have a finite value. The time is linear in the size
     of the schema, unless one place has a long list of references.
     """
-    targets = dict(_references(root))
+    targets = dict(_reachable_references(root))
     ending: set[str] = set()
     waiting: dict[str, list[str]] = defaultdict(list)
     pending = list(targets)
@@ -53,7 +53,7 @@ def refuse_endless(root: Any) -> None:
         if pointer in ending:
             continue
         missing: list[str] = []
-        if _ends(targets[pointer], ending, targets, missing):
+        if _has_finite_value(targets[pointer], ending, targets, missing):
             ending.add(pointer)
             pending += waiting.pop(pointer, ())
         for one in missing:
@@ -65,7 +65,7 @@ def refuse_endless(root: Any) -> None:
             )
 
 
-def _references(root: Any) -> Iterator[tuple[str, Any]]:
+def _reachable_references(root: Any) -> Iterator[tuple[str, Any]]:
     """Iterate over the reachable local ``$ref``, each once, with its target. Backends refuse other
     references."""
     pending, seen = [root], set[str]()
@@ -90,7 +90,9 @@ def _references(root: Any) -> Iterator[tuple[str, Any]]:
         pending += [schema.get("additionalProperties"), schema.get("additionalItems")]
 
 
-def _ends(schema: Any, ending: set[str], known: Mapping[str, Any], missing: list[str]) -> bool:
+def _has_finite_value(
+    schema: Any, ending: set[str], known: Mapping[str, Any], missing: list[str]
+) -> bool:
     """Whether a schema has a finite value.
 
     Args:
@@ -100,7 +102,7 @@ def _ends(schema: Any, ending: set[str], known: Mapping[str, Any], missing: list
     """
 
     def ends(one: Any) -> bool:
-        return _ends(one, ending, known, missing)
+        return _has_finite_value(one, ending, known, missing)
 
     if not isinstance(schema, Mapping):
         return True

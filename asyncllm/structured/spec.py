@@ -73,85 +73,85 @@ def _parse(value: Any) -> StructuredOutputs:
     return StructuredOutputs(kind, _PARSERS[kind](found))
 
 
-def _json(value: Any) -> str:
+def _check_json(value: Any) -> str:
     name = f"{_NAME}.json"
     accepted = "a JSON schema, as a dict or text, a Pydantic model, a dataclass or a TypedDict"
     if is_schema_type(value):
         value = schema_of(value, name)
     elif isinstance(value, str):
-        value = _loads(name, value)
+        value = _parse_json(name, value)
     if isinstance(value, bool):
         # In JSON Schema, true admits every value, and false admits none.
         value = {} if value else {"not": {}}
     if not isinstance(value, Mapping):
         raise check.invalid(name, value, accepted)
-    return _dumps(name, value)
+    return _serialise_schema(name, value)
 
 
-def _json_object(value: Any) -> str:
+def _check_json_object(value: Any) -> str:
     check.boolean(f"{_NAME}.json_object", value)
     return '{"type": "object"}'
 
 
-def _regex(value: Any) -> str:
+def _check_regex(value: Any) -> str:
     name = f"{_NAME}.regex"
-    return _bounded(name, check.string(name, value), MAX_REGEX_CHARACTERS)
+    return _check_length(name, check.string(name, value), MAX_REGEX_CHARACTERS)
 
 
-def _grammar(value: Any) -> str:
+def _check_grammar(value: Any) -> str:
     name = f"{_NAME}.grammar"
-    return _bounded(name, check.string(name, value), MAX_CHARACTERS)
+    return _check_length(name, check.string(name, value), MAX_CHARACTERS)
 
 
-def _choice(value: Any) -> str:
+def _check_choice(value: Any) -> str:
     name = f"{_NAME}.choice"
     accepted = f"1 to {MAX_CHOICES} different strings, none of them empty"
     choices = check.items(name, value, accepted, MAX_CHOICES)
     choices = [check.string(name, one) for one in choices]
     if not choices or len(set(choices)) != len(choices):
         raise check.invalid(name, value, accepted)
-    return _bounded(name, json.dumps(choices, ensure_ascii=False), MAX_CHARACTERS)
+    return _check_length(name, json.dumps(choices, ensure_ascii=False), MAX_CHARACTERS)
 
 
-def _structural_tag(value: Any) -> str:
+def _check_structural_tag(value: Any) -> str:
     name = f"{_NAME}.structural_tag"
     if isinstance(value, str):
-        value = _loads(name, value)
+        value = _parse_json(name, value)
     if not isinstance(value, Mapping) or not check.equal_json(value.get("type"), "structural_tag"):
         raise check.invalid(name, value, 'a dict, or JSON text, with "type": "structural_tag"')
     if ("structures" in value) == ("format" in value):
         raise check.invalid(name, value, 'either "structures" and "triggers", or "format"')
-    return _dumps(name, value)
+    return _serialise_schema(name, value)
 
 
 _PARSERS = {
-    "json": _json,
-    "regex": _regex,
-    "choice": _choice,
-    "grammar": _grammar,
-    "json_object": _json_object,
-    "structural_tag": _structural_tag,
+    "json": _check_json,
+    "regex": _check_regex,
+    "choice": _check_choice,
+    "grammar": _check_grammar,
+    "json_object": _check_json_object,
+    "structural_tag": _check_structural_tag,
 }
 
 
-def _bounded(name: str, text: str, most: int) -> str:
+def _check_length(name: str, text: str, most: int) -> str:
     if len(text) > most:
         raise check.invalid(name, text, f"at most {most} characters, not {len(text)}")
     return text
 
 
-def _loads(name: str, text: str) -> Any:
+def _parse_json(name: str, text: str) -> Any:
     try:
-        return json.loads(_bounded(name, text, MAX_CHARACTERS))
+        return json.loads(_check_length(name, text, MAX_CHARACTERS))
     except InvalidRequestError:
         raise
     except (ValueError, RecursionError) as error:
         raise check.invalid(name, text, f"JSON ({error})") from None
 
 
-def _dumps(name: str, value: Mapping[str, Any]) -> str:
+def _serialise_schema(name: str, value: Mapping[str, Any]) -> str:
     """Serialise a schema. The order of keys is kept: the model writes properties in this order."""
-    for count, (item, depth) in enumerate(_walk(value)):
+    for count, (item, depth) in enumerate(_walk_items(value)):
         if depth > MAX_DEPTH:
             raise check.invalid(name, value, f"at most {MAX_DEPTH} levels")
         if count > MAX_CHARACTERS:
@@ -160,14 +160,14 @@ def _dumps(name: str, value: Mapping[str, Any]) -> str:
         if isinstance(item, Mapping) and not all(isinstance(key, str) for key in item):
             raise check.invalid(name, item, "strings for keys")
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_mapping_to_dict)
         text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise check.invalid(name, value, f"values that JSON has ({error})") from None
-    return _bounded(name, text, MAX_CHARACTERS)
+    return _check_length(name, text, MAX_CHARACTERS)
 
 
-def _walk(value: Any) -> Iterator[tuple[Any, int]]:
+def _walk_items(value: Any) -> Iterator[tuple[Any, int]]:
     """Iterate over nested items with their depths; without end if an object contains itself."""
     pending = [(value, 1)]
     while pending:
@@ -179,7 +179,7 @@ def _walk(value: Any) -> Iterator[tuple[Any, int]]:
             pending += [(one, depth + 1) for one in item]
 
 
-def _plain(value: Any) -> Any:
+def _mapping_to_dict(value: Any) -> Any:
     """Convert a mapping to a dict, for ``json.dumps``."""
     if isinstance(value, Mapping):
         return dict(value)

@@ -28,7 +28,7 @@ MAX_WORK = 2**16
 square of the output's bytes. xgrammar's parser has no limits of its own. With ambiguous rules, its
 time grows with the cube of the output's length; at this limit it is half a second."""
 
-MAX_TEXTS = 4
+MAX_FREE_TEXTS = 4
 """Maximum number of ``any_text`` parts in a structural tag without a limit of work. With more, the
 tag may be ambiguous, and MAX_WORK applies to it."""
 
@@ -60,7 +60,7 @@ class XGrammarBackend:
             TypeError,
             ValueError,
         ) as error:  # xgrammar's own errors are RuntimeErrors
-            raise GrammarError(_short(error)) from None
+            raise GrammarError(_shorten_message(error)) from None
         return XGrammarGrammar(
             self._library.GrammarMatcher, compiled, self._num_words, self._vocabulary, spec
         )
@@ -100,22 +100,24 @@ class XGrammarGrammar:
         vocabulary: Vocabulary,
         spec: StructuredOutputs,
     ) -> None:
-        self._make = matcher
+        self._matcher_type = matcher
         self._compiled = compiled
         self._num_words = num_words
         self._vocabulary = vocabulary
         self._spec = spec
-        self._most = most_bytes(spec)
+        self._max_bytes = max_output_bytes(spec)
 
     def new_matcher(self) -> GrammarMatcher:
-        matcher = self._make(self._compiled, terminate_without_stop_token=False)
-        return XGrammarMatcher(matcher, self._num_words, self._vocabulary, self._spec, self._most)
+        matcher = self._matcher_type(self._compiled, terminate_without_stop_token=False)
+        return XGrammarMatcher(
+            matcher, self._num_words, self._vocabulary, self._spec, self._max_bytes
+        )
 
 
 class XGrammarMatcher:
     """State of one output in a grammar; see GrammarMatcher."""
 
-    __slots__ = ("_left", "_mask", "_matcher", "_most", "_spec", "_vocabulary", "_words")
+    __slots__ = ("_bytes_left", "_mask", "_matcher", "_max_bytes", "_spec", "_vocabulary", "_words")
 
     def __init__(
         self,
@@ -128,17 +130,17 @@ class XGrammarMatcher:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._spec = spec
-        self._most = self._left = most
+        self._max_bytes = self._bytes_left = most
         self._words = np.zeros((1, num_words), dtype=np.int32)
         self._mask: bytearray | None = None
 
     def accept(self, token_id: int) -> bool:
         self._mask = None
-        self._left -= len(self._vocabulary.tokens[token_id])
-        if self._left < 0:
+        self._bytes_left -= len(self._vocabulary.tokens[token_id])
+        if self._bytes_left < 0:
             raise refuse_work(
                 self._spec,
-                f"xgrammar takes at most {self._most} bytes under rules of "
+                f"xgrammar takes at most {self._max_bytes} bytes under rules of "
                 f"{len(self._spec.text)} characters; expected fewer of one, or llguidance",
             )
         return self._matcher.accept_token(token_id)
@@ -164,7 +166,7 @@ class XGrammarMatcher:
         return mask == bytes(len(mask))
 
 
-def most_bytes(spec: StructuredOutputs) -> float:
+def max_output_bytes(spec: StructuredOutputs) -> float:
     """Maximum size in bytes of an output under a specification.
 
     It is infinite for schemas and choices, because their rules are not ambiguous.
@@ -174,11 +176,11 @@ def most_bytes(spec: StructuredOutputs) -> float:
         rules = len(re.findall('"(?:regex|grammar)"', spec.text))
         repeated = len(re.findall('"(?:tags_with_separator|optional|plus|star|repeat)"', spec.text))
         texts = spec.text.count('"any_text"')
-        own_rules = rules > 0 or repeated > 1 or texts > MAX_TEXTS
+        own_rules = rules > 0 or repeated > 1 or texts > MAX_FREE_TEXTS
     return math.isqrt(MAX_WORK // len(spec.text)) if own_rules else math.inf
 
 
-def _short(error: Exception) -> str:
+def _shorten_message(error: Exception) -> str:
     """Message of an xgrammar error, without the time and source line before it."""
     text = str(error).strip().partition("\n")[0]
     return text.rpartition(": ")[2][:500] if text.startswith("[") else text[:500]

@@ -30,8 +30,8 @@ Answers = Answer | Mapping[str, Answer] | Callable[[str], Answer]
 """One answer for every prompt; or a mapping from prompt to answer; or a function from prompt to
 answer. For a conversation, the prompt is the user's last message."""
 
-_PIECE = "a text, an exception, or a sequence of texts, token ids and exceptions"
-_USER = b"user\n"
+_ACCEPTED = "a text, an exception, or a sequence of texts, token ids and exceptions"
+_USER_HEADER = b"user\n"
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class ScriptedExecutor(FakeExecutor):
             self._rows[assignment.req_index] = output, length
             # A preempted request returns with the tokens sampled so far, and continues its answer.
             if len(assignment.token_ids) == length or output not in self._answers:
-                self._answers[output] = self._answer(assignment.token_ids[:length])
+                self._answers[output] = self._answer_tokens(assignment.token_ids[:length])
         return super()._execute(batch)
 
     def _sample(
@@ -102,15 +102,15 @@ class ScriptedExecutor(FakeExecutor):
             self.row_errors.pop(request_id, None)
         super()._sample(batch, row, (token_id,), result, mask)
 
-    def _answer(self, prompt: Sequence[int]) -> list[int | Exception]:
+    def _answer_tokens(self, prompt: Sequence[int]) -> list[int | Exception]:
         try:
-            answer = self._look_up(self._question(prompt))
+            answer = self._find_answer(self._question_text(prompt))
             if isinstance(answer, (str, Exception)):
-                return self._piece(answer)
+                return self._piece_tokens(answer)
             if answer is None:
-                raise check.invalid("answers", answer, _PIECE)
-            pieces = check.items("answers", answer, _PIECE, self.info.max_model_len)
-            return [token for piece in pieces for token in self._piece(piece)]
+                raise check.invalid("answers", answer, _ACCEPTED)
+            pieces = check.items("answers", answer, _ACCEPTED, self.info.max_model_len)
+            return [token for piece in pieces for token in self._piece_tokens(piece)]
         except Exception as error:  # raised by the test's own function
             return [error]
         except BaseException as error:
@@ -119,14 +119,14 @@ class ScriptedExecutor(FakeExecutor):
             failure.__cause__ = error
             return [failure]
 
-    def _piece(self, piece: str | int | Exception) -> list[int | Exception]:
+    def _piece_tokens(self, piece: str | int | Exception) -> list[int | Exception]:
         if isinstance(piece, str):
             return [*self._tokenizer.encode(piece)]
         if isinstance(piece, Exception):
             return [piece]
         return list(check.token_ids("answers", [piece], self.info.vocab_size))
 
-    def _look_up(self, question: str) -> Answer:
+    def _find_answer(self, question: str) -> Answer:
         if callable(self._script):
             return self._script(question)
         if not isinstance(self._script, Mapping):
@@ -136,10 +136,12 @@ class ScriptedExecutor(FakeExecutor):
             raise LookupError(f"no answer to {question!r}, expected one of {known}")
         return self._script[question]
 
-    def _question(self, prompt: Sequence[int]) -> str:
+    def _question_text(self, prompt: Sequence[int]) -> str:
         for start in reversed(range(len(prompt))):
-            begin = start + 1 + len(_USER)
-            if prompt[start] == TURN_START and list(prompt[start + 1 : begin]) == list(_USER):
+            begin = start + 1 + len(_USER_HEADER)
+            if prompt[start] == TURN_START and list(prompt[start + 1 : begin]) == list(
+                _USER_HEADER
+            ):
                 return self._tokenizer.decode(prompt[begin : prompt.index(TURN_END, begin)])
         return self._tokenizer.decode(prompt, skip_special_tokens=False)
 
@@ -180,7 +182,7 @@ def fake_engine(
         check.integer("fail_at", step, 0)
         if not isinstance(fault, BaseException):
             raise check.invalid("fail_at", fault, "an exception for each step")
-    pause = _pause(step_time, sleep)
+    pause = _make_pause(step_time, sleep)
 
     def load(config: EngineConfig, progress: Progress) -> LoadedModel:
         if load_error is not None:
@@ -189,7 +191,7 @@ def fake_engine(
         if config.chat_template is not None:
             tokenizer = tokenizer.with_chat_template(config.chat_template)
         tokenizer.chat_template.compile()
-        info = _limits(config, tokenizer.vocab_size)
+        info = _executor_info(config, tokenizer.vocab_size)
         executor = ScriptedExecutor(info, tokenizer, answers, pause)
         executor.gate = gate
         executor.faults.update(faults)
@@ -207,11 +209,11 @@ def fake_llm(answers: Answers, **options: Any) -> LLM:
     return llm
 
 
-def _pause(seconds: float, sleep: Callable[[float], None]) -> Callable[[], None]:
+def _make_pause(seconds: float, sleep: Callable[[float], None]) -> Callable[[], None]:
     return lambda: sleep(seconds) if seconds else None
 
 
-def _limits(config: EngineConfig, vocab_size: int) -> ExecutorInfo:
+def _executor_info(config: EngineConfig, vocab_size: int) -> ExecutorInfo:
     block_size = config.block_size or 16
     num_blocks = config.num_blocks or 1024
     capacity = num_blocks * block_size

@@ -16,14 +16,14 @@ from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.in_process import InProcess
 from asyncllm.outputs import Logprob, TokenLogprobs
 
-_MASK = (1 << 64) - 1
+_UINT64_MASK = (1 << 64) - 1
 
 
 def mix(state: int, value: int) -> int:
     """Hash two numbers to 64 bits: one round of splitmix64 (Steele, Lea and Flood 2014)."""
-    z = (state + (value + 1) * 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    z = (state + (value + 1) * 0x9E3779B97F4A7C15) & _UINT64_MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _UINT64_MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _UINT64_MASK
     return z ^ (z >> 31)
 
 
@@ -51,7 +51,7 @@ class _Digests:
             state = self._states[-1] if self._states else self._group
         else:
             seen = self._states[max(0, len(self._states) - self._window + 1) :]
-            state = mix(mix(self._group, self._next), hash(tuple(seen)) & _MASK)
+            state = mix(mix(self._group, self._next), hash(tuple(seen)) & _UINT64_MASK)
             self._states = seen
         state = mix(state, token_id)
         self._states.append(state)
@@ -124,7 +124,7 @@ class FakeExecutor:
         self._kv: list[int | None] = [None] * (info.num_blocks * self._block_size)
         self._tokens: dict[int, list[int]] = {}
         self._blocks: dict[int, tuple[list[int], ...]] = {}
-        self._ids: dict[int, str] = {}
+        self._request_ids: dict[int, str] = {}
         self._states = [0] * (info.max_num_seqs + info.num_state_snapshots)
 
     def reference(self, prompt: Sequence[int], count: int) -> list[int]:
@@ -204,7 +204,7 @@ class FakeExecutor:
         self._masks.clear()
         self._tokens.clear()
         self._blocks.clear()
-        self._ids.clear()
+        self._request_ids.clear()
 
     def close(self) -> None:
         self.closed = True
@@ -219,7 +219,7 @@ class FakeExecutor:
         for assignment in batch.assignments:
             self._tokens[assignment.req_index] = list(assignment.token_ids)
             self._blocks[assignment.req_index] = tuple(map(list, assignment.block_ids))
-            self._ids[assignment.req_index] = assignment.request_id
+            self._request_ids[assignment.req_index] = assignment.request_id
         for req_index, block_ids in batch.new_blocks:
             for blocks, new in zip(self._blocks[req_index], block_ids, strict=True):
                 blocks.extend(new)
@@ -229,9 +229,9 @@ class FakeExecutor:
         masks = self._masks.pop(batch.step, GrammarMask(batch.step))
         mask_of = dict(zip(masks.rows, masks.masks, strict=True))
         groups = range(len(self.info.kv_groups))
-        digests = [self._forward(batch, group) for group in groups]
+        digests = [self._forward_group(batch, group) for group in groups]
         if self.info.has_states:
-            digests.append(self._advance(batch))
+            digests.append(self._advance_states(batch))
         forwarded = list(zip(*digests, strict=True))
         for row, span in batch.prompt_logprobs.items():
             result.prompt_logprobs[row] = self._span_logprobs(batch.req_indices[row], span)
@@ -243,19 +243,19 @@ class FakeExecutor:
     def _span_logprobs(self, req_index: int, span: PromptSpan) -> list[TokenLogprobs]:
         groups, found = range(len(self.info.kv_groups)), []
         for position in range(span.first, span.end):
-            states = [self._kv[self._index(g, req_index, position)] for g in groups]
+            states = [self._kv[self._kv_index(g, req_index, position)] for g in groups]
             token_id = self._tokens[req_index][position + 1]
             found.append(self._logprobs(cast("list[int]", states), token_id, span.num_top))
         return found
 
-    def _forward(self, batch: StepBatch, group: int) -> list[int]:
+    def _forward_group(self, batch: StepBatch, group: int) -> list[int]:
         """Compute the digest at the last position of each row, in one KV group.
 
         A row may read KV that another row writes in the same step, because a model writes all KV of
         a layer before it reads any. So the row that writes is computed first.
         """
         writer = {
-            self._index(group, batch.req_indices[row], position): row
+            self._kv_index(group, batch.req_indices[row], position): row
             for row in range(len(batch))
             for position in range(batch.starts[row], batch.starts[row] + batch.counts[row])
         }
@@ -265,7 +265,10 @@ class FakeExecutor:
             while pending:
                 current = pending[-1]
                 req_index, start = batch.req_indices[current], batch.starts[current]
-                read = [self._index(group, req_index, at) for at in self._seen(group, start)]
+                read = [
+                    self._kv_index(group, req_index, at)
+                    for at in self._read_positions(group, start)
+                ]
                 before = [writer[at] for at in read if at in writer]
                 if before := [row for row in before if row not in states]:
                     pending += before
@@ -274,10 +277,10 @@ class FakeExecutor:
                 if current not in states:
                     end = start + batch.counts[current]
                     tokens = self._tokens[req_index][start:end]
-                    states[current] = self._write(group, req_index, start, tokens)
+                    states[current] = self._write_digests(group, req_index, start, tokens)
         return [states[row] for row in range(len(batch))]
 
-    def _advance(self, batch: StepBatch) -> list[int]:
+    def _advance_states(self, batch: StepBatch) -> list[int]:
         """Compute the recurrent state after each row."""
         first = self.info.max_num_seqs - 1  # snapshots are numbered from 1
         for req_index, snapshot in batch.state_loads:
@@ -292,10 +295,10 @@ class FakeExecutor:
             self._states[first + snapshot] = self._states[req_index]
         return [self._states[req_index] for req_index in batch.req_indices]
 
-    def _write(self, group: int, req_index: int, start: int, tokens: Sequence[int]) -> int:
+    def _write_digests(self, group: int, req_index: int, start: int, tokens: Sequence[int]) -> int:
         """Write the digests of ``tokens`` from position ``start`` on; returns the last digest."""
-        seen = self._seen(group, start)
-        states = [self._kv[self._index(group, req_index, position)] for position in seen]
+        seen = self._read_positions(group, start)
+        states = [self._kv[self._kv_index(group, req_index, position)] for position in seen]
         if None in states:
             raise RuntimeError(
                 f"request index {req_index} reads KV at {seen[states.index(None)]} that no step "
@@ -306,15 +309,15 @@ class FakeExecutor:
         state = group
         for position, token_id in enumerate(tokens, start):
             state = digests.append(token_id)
-            self._kv[self._index(group, req_index, position)] = state
+            self._kv[self._kv_index(group, req_index, position)] = state
         return state
 
-    def _seen(self, group: int, position: int) -> range:
+    def _read_positions(self, group: int, position: int) -> range:
         """Earlier positions whose digests are read to compute the one at ``position``."""
         window = self.info.kv_groups[group].window
         return range(max(0, position - (1 if window is None else window - 1)), position)
 
-    def _index(self, group: int, req_index: int, position: int) -> int:
+    def _kv_index(self, group: int, req_index: int, position: int) -> int:
         block_size = self.info.kv_groups[group].block_size
         block_id = self._blocks[req_index][group][position // block_size]
         if block_id == NULL_BLOCK_ID:
@@ -333,7 +336,7 @@ class FakeExecutor:
     ) -> None:
         req_index, info = batch.req_indices[row], self.info
         position = batch.starts[row] + batch.counts[row]
-        error = self.row_errors.get(self._ids[req_index])
+        error = self.row_errors.get(self._request_ids[req_index])
         yielded, drafts = [self._token(states)], 0
         if mask is None:
             drafts = min(info.max_tokens_per_row, info.max_model_len - position) - 1
@@ -348,7 +351,7 @@ class FakeExecutor:
         for i in range(drafts):
             draft = yielded[-1] if i < accepted else ~yielded[-1] % info.vocab_size
             groups = range(len(states))
-            states = [self._write(g, req_index, position + i, [draft]) for g in groups]
+            states = [self._write_digests(g, req_index, position + i, [draft]) for g in groups]
             if i < accepted:
                 yielded.append(self._token(states))
         if error is None:

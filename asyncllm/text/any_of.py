@@ -17,10 +17,10 @@ def any_of(texts: Collection[str]) -> re.Pattern[str]:
     Common prefixes are factored out (a radix tree), because ``re`` tries alternatives one by one:
     at each of a thousand "<" it would try every text that begins with "<".
     """
-    return re.compile(_tree(sorted({text for text in texts if text}), 0) or r"(?!)")
+    return re.compile(_tree_source(sorted({text for text in texts if text}), 0) or r"(?!)")
 
 
-def _tree(texts: list[str], depth: int) -> str:
+def _tree_source(texts: list[str], depth: int) -> str:
     """Source of a pattern for sorted, distinct ``texts``. Longer texts are tried before shorter
     ones."""
     if depth == _MAX_DEPTH:
@@ -31,6 +31,6 @@ def _tree(texts: list[str], depth: int) -> str:
         alike = list(group)
         # The prefix that the first and last of sorted texts have in common is common to all.
         shared = os.path.commonprefix([alike[0], alike[-1]])  # noqa: RUF071 (of characters)
-        rest = _tree([text[len(shared) :] for text in alike], depth + 1)
+        rest = _tree_source([text[len(shared) :] for text in alike], depth + 1)
         branches.append(re.escape(shared) + (f"(?:{rest})" if rest else ""))
     return "|".join(branches + ends)

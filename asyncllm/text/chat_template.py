@@ -19,12 +19,12 @@ from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.template_sandbox import RenderLimits, TemplateLimitError, TemplateSandbox
 from asyncllm.validation import invalid
 
-_MAX_SOURCE = 1 << 17
+_MAX_SOURCE_CHARACTERS = 1 << 17
 """Maximum number of characters of a template: ten times the longest known one. Compiling a template
 of this length holds the GIL for a second; one of a few megabytes would hold it for a minute."""
 
 
-_MAX_RECENT = 8
+_MAX_CACHED = 8
 """Maximum number of compiled templates that are cached from the ``chat_template`` of calls."""
 
 
@@ -43,7 +43,7 @@ class ChatTemplate:
         self.special_tokens = dict(special_tokens)
         self._sandbox = TemplateSandbox()
         self._compiled: dict[str, jinja2.Template] = {}
-        self._compile_recent = lru_cache(_MAX_RECENT)(self._compile)
+        self._compile_cached = lru_cache(_MAX_CACHED)(self._compile)
 
     @classmethod
     def from_directory(cls, path: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
@@ -106,11 +106,11 @@ class ChatTemplate:
             chosen: name or source of the template; None for any of the model's.
         """
         word = re.compile(rf"\b{re.escape(variable)}\b")
-        sources = self.sources.values() if chosen is None else (self._named(chosen),)
+        sources = self.sources.values() if chosen is None else (self._find_source(chosen),)
         return any(word.search(source) for source in sources)
 
     def is_compiled(self, conversation: TemplateInput) -> bool:
-        return self._source(conversation) in self._compiled
+        return self._choose_source(conversation) in self._compiled
 
     def render(
         self,
@@ -129,8 +129,8 @@ class ChatTemplate:
                 error.
             TemplateLimitError: for a template that needs more than ``limits``.
         """
-        source = self._source(conversation)
-        template = self._compiled.get(source) or self._compile_recent(source)
+        source = self._choose_source(conversation)
+        template = self._compiled.get(source) or self._compile_cached(source)
         try:
             values = conversation.values
             if change is not None:
@@ -147,10 +147,10 @@ class ChatTemplate:
                 param="messages",
             ) from error
 
-    def _source(self, conversation: TemplateInput) -> str:
+    def _choose_source(self, conversation: TemplateInput) -> str:
         chosen = conversation.chat_template
         if chosen is not None:
-            return self._named(chosen)
+            return self._find_source(chosen)
         if conversation.values["tools"] is not None and "tool_use" in self.sources:
             return self.sources["tool_use"]
         if "default" in self.sources:
@@ -166,7 +166,7 @@ class ChatTemplate:
             param="messages",
         )
 
-    def _named(self, chosen: str) -> str:
+    def _find_source(self, chosen: str) -> str:
         """Source of the template that ``chosen`` names, or ``chosen`` itself if it is a source.
 
         A text without "{" is refused: as a template it would be the whole prompt, so it must be the
@@ -179,9 +179,10 @@ class ChatTemplate:
         raise invalid("chat_template", chosen, accepted)
 
     def _compile(self, source: str) -> jinja2.Template:
-        if len(source) > _MAX_SOURCE:
+        if len(source) > _MAX_SOURCE_CHARACTERS:
             raise InvalidRequestError(
-                f"chat_template: has {len(source)} characters, expected at most {_MAX_SOURCE}",
+                f"chat_template: has {len(source)} characters, expected at most "
+                f"{_MAX_SOURCE_CHARACTERS}",
                 param="chat_template",
             )
         try:

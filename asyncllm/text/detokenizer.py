@@ -23,13 +23,20 @@ class StopMatcher:
         stopped: the stop string that was found, or None.
     """
 
-    __slots__ = ("_firsts", "_held", "_include", "_longest", "_stops", "stopped")
+    __slots__ = (
+        "_first_characters",
+        "_held",
+        "_include_stop",
+        "_max_stop_length",
+        "_stops",
+        "stopped",
+    )
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self._stops = tuple(stops)
-        self._include = include
-        self._firsts = frozenset(stop[0] for stop in stops)
-        self._longest = max(map(len, stops), default=0)
+        self._include_stop = include
+        self._first_characters = frozenset(stop[0] for stop in stops)
+        self._max_stop_length = max(map(len, stops), default=0)
         self._held = ""
         self.stopped: str | None = None
 
@@ -39,16 +46,16 @@ class StopMatcher:
         Args:
             search: False to ignore a stop string that ends in this piece.
         """
-        if not self._held and self._firsts.isdisjoint(text):
+        if not self._held and self._first_characters.isdisjoint(text):
             return text  # the usual case: no stop string begins in this piece
         if not text:
             return ""
         buffer = self._held + text
         if search:
-            start = self._find(buffer)
+            start = self._find_stop(buffer)
             if self.stopped is not None:
                 self._held = ""
-                return buffer[: start + len(self.stopped) if self._include else start]
+                return buffer[: start + len(self.stopped) if self._include_stop else start]
         held = self._length_to_hold(buffer)
         self._held = buffer[len(buffer) - held :]
         return buffer[: len(buffer) - held]
@@ -58,7 +65,7 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _find(self, buffer: str) -> int:
+    def _find_stop(self, buffer: str) -> int:
         best = len(buffer)
         for stop in self._stops:
             start = buffer.find(stop, max(0, len(self._held) - len(stop) + 1))
@@ -68,11 +75,11 @@ class StopMatcher:
         return best
 
     def _length_to_hold(self, buffer: str) -> int:
-        tail = buffer[-(self._longest - 1) :] if self._longest > 1 else ""
-        if self._firsts.isdisjoint(tail):
+        tail = buffer[-(self._max_stop_length - 1) :] if self._max_stop_length > 1 else ""
+        if self._first_characters.isdisjoint(tail):
             return 0
         for i, character in enumerate(tail):
-            if character in self._firsts:
+            if character in self._first_characters:
                 suffix = tail[i:]
                 for stop in self._stops:
                     if len(stop) > len(suffix) and stop.startswith(suffix):
@@ -96,7 +103,7 @@ class Detokenizer:
         stopped: the stop string that ended the output, or None.
     """
 
-    __slots__ = ("_decoder", "_immune", "_matcher", "stopped")
+    __slots__ = ("_decoder", "_matcher", "_min_tokens_left", "stopped")
 
     def __init__(
         self,
@@ -108,7 +115,7 @@ class Detokenizer:
     ) -> None:
         self._decoder = decoder
         self._matcher = StopMatcher(stop, include=include_stop_str_in_output) if stop else None
-        self._immune = min_tokens
+        self._min_tokens_left = min_tokens
         self.stopped: str | None = None
 
     def push(self, token_id: int, *, search: bool = True) -> str:
@@ -128,10 +135,10 @@ class Detokenizer:
         if self.stopped is not None:
             raise RuntimeError(f"the output ended with the stop string {self.stopped!r}")
         if not search:
-            self._immune -= 1
+            self._min_tokens_left -= 1
             return matcher.finish() + text
-        if self._immune > 0:
-            self._immune -= 1
+        if self._min_tokens_left > 0:
+            self._min_tokens_left -= 1
             return matcher.push(text, search=False)
         text = matcher.push(text)
         self.stopped = matcher.stopped

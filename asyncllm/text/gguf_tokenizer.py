@@ -14,7 +14,7 @@ from asyncllm.checkpoint.importing import importing_transformers
 from asyncllm.errors import ModelLoadError
 from asyncllm.validation import explain
 
-_TEMPLATE = "tokenizer.chat_template"
+_TEMPLATE_KEY = "tokenizer.chat_template"
 
 
 def read_gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[str, str]]:
@@ -28,14 +28,16 @@ def read_gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str
     """
     metadata = GGUFFile(path).metadata  # GGUFFile checks lengths; transformers does not
     with importing_transformers():
-        _check_split(path, metadata)
+        _check_pre_tokenizer(path, metadata)
         from transformers import PreTrainedTokenizerFast
 
         try:
             loaded: Any = PreTrainedTokenizerFast.from_pretrained(
                 str(path.parent), gguf_file=path.name, local_files_only=True
             )
-            backend = _within(loaded.backend_tokenizer, metadata["tokenizer.ggml.tokens"])
+            backend = _without_tokens_from(
+                loaded.backend_tokenizer, metadata["tokenizer.ggml.tokens"]
+            )
         except Exception as error:  # transformers' converters raise errors of any class
             raise ModelLoadError(
                 f"{path}: transformers makes no tokenizer of it ({explain(error)})"
@@ -46,14 +48,14 @@ def read_gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str
         name: token for name, token in loaded.special_tokens_map.items() if isinstance(token, str)
     }
     templates = {
-        key.removeprefix(f"{_TEMPLATE}.") if key != _TEMPLATE else "default": source
+        key.removeprefix(f"{_TEMPLATE_KEY}.") if key != _TEMPLATE_KEY else "default": source
         for key, source in metadata.items()
-        if (key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")) and isinstance(source, str)
+        if (key == _TEMPLATE_KEY or key.startswith(f"{_TEMPLATE_KEY}.")) and isinstance(source, str)
     }
     return backend, named, templates
 
 
-def _check_split(path: Path, metadata: Mapping[str, Any]) -> None:
+def _check_pre_tokenizer(path: Path, metadata: Mapping[str, Any]) -> None:
     """Raise ModelLoadError for a byte-level vocabulary whose pre-tokenizer transformers does not
     know, and would silently replace by GPT-2's."""
     try:
@@ -70,7 +72,7 @@ def _check_split(path: Path, metadata: Mapping[str, Any]) -> None:
         )
 
 
-def _within(backend: tokenizers.Tokenizer, size: int) -> tokenizers.Tokenizer:
+def _without_tokens_from(backend: tokenizers.Tokenizer, size: int) -> tokenizers.Tokenizer:
     """Copy of ``backend`` without tokens from id ``size`` on.
 
     transformers adds the special tokens of the model that its tokenizer class was written for. The

@@ -21,10 +21,10 @@ import jinja2.utils
 import jinja2.visitor
 
 # Cost in characters that is charged for a list item, or for a bit of an integer.
-_ITEM = 16
+_ITEM_CHARACTERS = 16
 
 # Filters that accept a list or a dict without converting it to text.
-_READERS = frozenset(
+_READING_FILTERS = frozenset(
     "attr batch count d default dictsort first float groupby int items last length list map max "
     "min random reject rejectattr reverse select selectattr slice sort unique".split()
 )
@@ -67,18 +67,18 @@ class Meter:
     operation would exceed the limits.
     """
 
-    __slots__ = ("_charges", "_deadline", "_left", "_limits")
+    __slots__ = ("_characters_left", "_charges", "_deadline", "_limits")
 
     def __init__(self, limits: RenderLimits) -> None:
         self._limits = limits
-        self._left = 16 * limits.max_value
+        self._characters_left = 16 * limits.max_value
         self._charges = 0
         self._deadline = time.thread_time() + limits.seconds
 
     def charge(self, size: int) -> None:
         """Charge an operation whose result has ``size`` characters, or one step of a loop."""
-        self._left -= max(size, 0)
-        if size > self._limits.max_value or self._left < 0:
+        self._characters_left -= max(size, 0)
+        if size > self._limits.max_value or self._characters_left < 0:
             raise TemplateLimitError(f"makes more than {self._limits.max_value} characters")
         self._charges += 1
         # Reading the clock takes longer than most operations, so it is not read for each.
@@ -113,11 +113,11 @@ class Meter:
             given: its other arguments.
         """
         size = _size(value)
-        if name not in _READERS and not isinstance(value, (str, bytes)):
+        if name not in _READING_FILTERS and not isinstance(value, (str, bytes)):
             size = self.charge_text(value)
         grown = 0
         if name in _GROWING_METHODS:
-            grown = (size + 1) * (max(map(self._width, given), default=0) + 1)
+            grown = (size + 1) * (max(map(self._argument_size, given), default=0) + 1)
         elif name == "replace":
             texts = [str(one) for one in given]
             times = max(map(str(value).count, texts), default=0)
@@ -131,10 +131,14 @@ class Meter:
             grown = size + widths + fields * self.charge_text(given)
         self.charge(grown)
 
-    def _width(self, value: Any) -> int:
+    def _argument_size(self, value: Any) -> int:
         if isinstance(value, int):
             return abs(value)
-        return sum(map(self._width, value)) if isinstance(value, tuple) else self.charge_text(value)
+        return (
+            sum(map(self._argument_size, value))
+            if isinstance(value, tuple)
+            else self.charge_text(value)
+        )
 
 
 class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
@@ -157,9 +161,13 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self._rendering = threading.local()
         self.filters["tojson"] = _to_json
         for name, function in self.filters.items():
-            self.filters[name] = self._metered(name, function)
+            self.filters[name] = self._metered_filter(name, function)
         # _MeterNodes inserts these filters. A template cannot call them: its names have no blanks.
-        self.filters |= {" each": self._each, " text": self.concat, " slice": self._charged}
+        self.filters |= {
+            " each": self._metered_items,
+            " text": self.concat,
+            " slice": self._charge_result,
+        }
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
         self.globals["namespace"] = _Namespace
@@ -209,11 +217,11 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         owner = getattr(method, "__self__", None)
         if isinstance(owner, (str, bytes, int)):
             self._meter.charge_growth(method.__name__, owner, (*args, *kwargs.values()))
-        return self._charged(super().call(context, function, *args, **kwargs))
+        return self._charge_result(super().call(context, function, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator != "%":
-            self._meter.charge(_combined(operator, left, right))
+            self._meter.charge(_combined_size(operator, left, right))
         elif isinstance(left, (str, bytes)):
             self._meter.charge_growth("format", left, (right,))
         return super().call_binop(context, operator, left, right)
@@ -223,7 +231,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self._meter.charge_text(value)
         return value
 
-    def _metered(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _metered_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         # Jinja passes some filters the context or environment before the value.
         before = int(hasattr(function, "jinja_pass_arg"))
 
@@ -233,16 +241,16 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self._meter.charge_growth(name, args[before], given)
             result = function(*args, **kwargs)
             # Compute a lazy result now, so that its size is known.
-            return self._charged(list(result) if isinstance(result, Iterator) else result)
+            return self._charge_result(list(result) if isinstance(result, Iterator) else result)
 
         return metered
 
-    def _each(self, values: Iterable[Any]) -> Iterator[Any]:
+    def _metered_items(self, values: Iterable[Any]) -> Iterator[Any]:
         for value in values:
             self._meter.charge(0)
             yield value
 
-    def _charged(self, value: Any) -> Any:
+    def _charge_result(self, value: Any) -> Any:
         self._meter.charge(_size(value))
         return value
 
@@ -251,11 +259,11 @@ def _size(value: Any) -> int:
     if isinstance(value, (str, bytes)):
         return len(value)
     if isinstance(value, int):
-        return _ITEM * value.bit_length()
-    return _ITEM * len(value) if isinstance(value, (list, tuple, dict)) else 0
+        return _ITEM_CHARACTERS * value.bit_length()
+    return _ITEM_CHARACTERS * len(value) if isinstance(value, (list, tuple, dict)) else 0
 
 
-def _combined(operator: str, left: Any, right: Any) -> int:
+def _combined_size(operator: str, left: Any, right: Any) -> int:
     """Upper bound of the size of a sum, a product or a power."""
     integers = isinstance(left, int) and isinstance(right, int)
     if operator == "+" or (operator == "*" and integers):
@@ -271,19 +279,19 @@ class _MeterNodes(jinja2.visitor.NodeTransformer):
 
     def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.Node:
         self.generic_visit(node)
-        node.iter = _filter(cast(jinja2.nodes.Expr, node.iter), " each")
+        node.iter = _with_filter(cast(jinja2.nodes.Expr, node.iter), " each")
         return node
 
     def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Expr:
         self.generic_visit(node)
-        return _filter(jinja2.nodes.List(node.nodes, lineno=node.lineno), " text")
+        return _with_filter(jinja2.nodes.List(node.nodes, lineno=node.lineno), " text")
 
     def visit_Getitem(self, node: jinja2.nodes.Getitem) -> jinja2.nodes.Expr:
         self.generic_visit(node)
-        return _filter(node, " slice") if isinstance(node.arg, jinja2.nodes.Slice) else node
+        return _with_filter(node, " slice") if isinstance(node.arg, jinja2.nodes.Slice) else node
 
 
-def _filter(node: jinja2.nodes.Expr, name: str) -> jinja2.nodes.Filter:
+def _with_filter(node: jinja2.nodes.Expr, name: str) -> jinja2.nodes.Filter:
     return jinja2.nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 

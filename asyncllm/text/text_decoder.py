@@ -79,22 +79,22 @@ class ByteLevelDecoder:
     """TextDecoder for byte-level tokens: an incremental UTF-8 decoder. Takes about half a
     microsecond per token."""
 
-    __slots__ = ("_decode", "_joint", "_table")
+    __slots__ = ("_boundary_bytes", "_decode", "_table")
 
     def __init__(self, table: ByteTable, prompt_token_ids: Sequence[int] = ()) -> None:
         self._table = table
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-        self._joint = _unfinished_tail(table, prompt_token_ids)
-        if self._joint:
-            self._decode(self._joint)
+        self._boundary_bytes = _unfinished_tail(table, prompt_token_ids)
+        if self._boundary_bytes:
+            self._decode(self._boundary_bytes)
 
     def push(self, token_id: int) -> str:
         text = self._decode(self._table[token_id])
-        return self._without_prompt(text, self._table[token_id]) if self._joint else text
+        return self._without_prompt(text, self._table[token_id]) if self._boundary_bytes else text
 
     def flush(self) -> str:
         text = self._decode(b"", True)
-        return self._without_prompt(text, b"") if self._joint else text
+        return self._without_prompt(text, b"") if self._boundary_bytes else text
 
     def _without_prompt(self, text: str, data: bytes) -> str:
         """Remove the replacement character of the prompt's unfinished character, if the output did
@@ -104,11 +104,13 @@ class ByteLevelDecoder:
             text: new text, of which only the first non-empty one is changed.
             data: bytes of the new token.
         """
-        self._joint += data
+        self._boundary_bytes += data
         if not text:
             return text
-        unfinished = text[0] == REPLACEMENT and not self._joint.startswith(REPLACEMENT.encode())
-        self._joint = b""
+        unfinished = text[0] == REPLACEMENT and not self._boundary_bytes.startswith(
+            REPLACEMENT.encode()
+        )
+        self._boundary_bytes = b""
         return text[1:] if unfinished else text
 
 
@@ -157,7 +159,7 @@ class PieceTable(dict[int, str | int]):
 
 
 def make_table(
-    steps: list[dict[str, Any]], id_to_token: IdToToken, skip: Collection[int]
+    decoder_stages: list[dict[str, Any]], id_to_token: IdToToken, skip: Collection[int]
 ) -> ByteTable | PieceTable | None:
     """Make the table for a tokenizer's decoder; None if WindowDecoder is needed.
 
@@ -165,16 +167,16 @@ def make_table(
     these stages: replace the word mark by a space, convert byte tokens, join, and optionally strip
     one leading space.
     """
-    kinds = [step["type"] for step in steps]
+    kinds = [step["type"] for step in decoder_stages]
     if kinds == ["ByteLevel"]:
         return ByteTable(id_to_token, skip)
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-    if kinds[:3] != ["Replace", "ByteFallback", "Fuse"] or steps[3:] not in ([], [strip]):
+    if kinds[:3] != ["Replace", "ByteFallback", "Fuse"] or decoder_stages[3:] not in ([], [strip]):
         return None
-    mark = steps[0]["pattern"].get("String")
-    if not mark or steps[0]["content"] != " ":
+    mark = decoder_stages[0]["pattern"].get("String")
+    if not mark or decoder_stages[0]["content"] != " ":
         return None
-    return PieceTable(id_to_token, skip, word_mark=mark, strips_start=len(steps) == 4)
+    return PieceTable(id_to_token, skip, word_mark=mark, strips_start=len(decoder_stages) == 4)
 
 
 class ByteFallbackDecoder:
@@ -186,12 +188,12 @@ class ByteFallbackDecoder:
     differ in one case: characters that were complete before their run became invalid are kept.
     """
 
-    __slots__ = ("_at_start", "_broken", "_pending", "_prompt_bytes", "_table")
+    __slots__ = ("_at_start", "_pending", "_prompt_bytes", "_run_is_invalid", "_table")
 
     def __init__(self, table: PieceTable, prompt_token_ids: Sequence[int] = ()) -> None:
         self._table = table
         self._pending = b""
-        self._broken = False
+        self._run_is_invalid = False
         run, has_text = _trailing_bytes(table, prompt_token_ids)
         for byte in run:
             self._push_byte(byte)
@@ -204,7 +206,7 @@ class ByteFallbackDecoder:
             return ""
         if isinstance(piece, int):
             text = self._push_byte(piece)
-        elif self._pending or self._broken:
+        elif self._pending or self._run_is_invalid:
             text = self.flush() + piece
         else:
             text = piece
@@ -214,12 +216,12 @@ class ByteFallbackDecoder:
         return text
 
     def flush(self) -> str:
-        text = self._replaced()
-        self._broken = False
+        text = self._replace_pending()
+        self._run_is_invalid = False
         return text
 
     def _push_byte(self, byte: int) -> str:
-        if self._broken:
+        if self._run_is_invalid:
             return REPLACEMENT
         self._pending += bytes((byte,))
         try:
@@ -227,13 +229,13 @@ class ByteFallbackDecoder:
         except UnicodeDecodeError as error:
             if error.reason == "unexpected end of data":
                 return ""
-            self._broken = True
-            return self._replaced()
+            self._run_is_invalid = True
+            return self._replace_pending()
         self._pending = b""
         self._prompt_bytes = 0
         return text
 
-    def _replaced(self) -> str:
+    def _replace_pending(self) -> str:
         """Clear the pending bytes; returns a replacement character for each that is not the
         prompt's."""
         text = REPLACEMENT * (len(self._pending) - self._prompt_bytes)

@@ -24,7 +24,7 @@ from asyncllm.errors import (
 )
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.text.chat_template import ChatTemplate
-from asyncllm.text.control_tokens import ControlTokens, steps_of
+from asyncllm.text.control_tokens import ControlTokens, component_stages
 from asyncllm.text.detokenizer import Detokenizer
 from asyncllm.text.gguf_tokenizer import read_gguf_tokenizer
 from asyncllm.text.long_text import LONG_TEXT
@@ -41,8 +41,8 @@ from asyncllm.text.text_decoder import (
 from asyncllm.text.token_bytes import token_bytes, token_table
 from asyncllm.validation import explain
 
-_MAX_CHARACTERS = 1 << 24
-_AT_ONCE_LIMITS = RenderLimits(max_output=LONG_TEXT, max_value=16 * LONG_TEXT, seconds=0.005)
+_MAX_PROMPT_CHARACTERS = 1 << 24
+_EVENT_LOOP_LIMITS = RenderLimits(max_output=LONG_TEXT, max_value=16 * LONG_TEXT, seconds=0.005)
 
 _NAMED_TOKENS = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
 
@@ -75,11 +75,11 @@ class Tokenizer:
         self.special_tokens = special_tokens
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
-        self._decoders = self._decoder_factory()
+        self._decoder_maker = self._make_decoder_maker()
         self._control_tokens = ControlTokens(backend)
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self._token_characters = _token_characters(backend, vocabulary)
+        self._max_token_characters = _max_token_characters(backend, vocabulary)
 
     @classmethod
     def from_directory(cls, path: Path, *, trust_remote_code: bool = False) -> Tokenizer:
@@ -109,11 +109,11 @@ class Tokenizer:
                     read_small_file(file, MAX_TOKENIZER_BYTES)
                 )
         else:
-            backend = _convert(path, trust_remote_code)
+            backend = _convert_with_transformers(path, trust_remote_code)
         # Prompts must not be truncated or padded silently.
         backend.no_truncation()
         backend.no_padding()
-        special_tokens = _special_tokens(path)
+        special_tokens = _read_special_tokens(path)
         template = ChatTemplate.from_directory(path, special_tokens)
         config = ConfigFile.read_if_present(path / "tokenizer_config.json")
         response = config.values["response_template"] if "response_template" in config else None
@@ -145,7 +145,7 @@ class Tokenizer:
     def min_tokens(self, num_characters: int) -> int:
         """Minimum number of tokens of a text with ``num_characters``; 0 if unknown. So a text that
         is far too long for the context is refused before it is tokenised."""
-        return -(-num_characters // self._token_characters) if self._token_characters else 0
+        return -(-num_characters // self._max_token_characters) if self._max_token_characters else 0
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``token_ids``; ids outside the vocabulary are ignored."""
@@ -174,7 +174,7 @@ class Tokenizer:
         try:
             return self.chat_template.render(conversation, self._render_limits(None))
         except TemplateLimitError as error:
-            raise _refused(error) from None
+            raise _limit_refusal(error) from None
 
     def encode_chat(
         self,
@@ -200,7 +200,7 @@ class Tokenizer:
         """
         if at_once and not self.chat_template.is_compiled(conversation):
             return None
-        limits = _AT_ONCE_LIMITS if at_once else self._render_limits(max_tokens)
+        limits = _EVENT_LOOP_LIMITS if at_once else self._render_limits(max_tokens)
         render = partial(self.chat_template.render, conversation, limits)
         control = self._control_tokens
         try:
@@ -210,17 +210,22 @@ class Tokenizer:
         except TemplateLimitError as error:
             if at_once:
                 return None
-            if isinstance(error, TemplateOutputError) and limits.max_output < _MAX_CHARACTERS:
+            if (
+                isinstance(error, TemplateOutputError)
+                and limits.max_output < _MAX_PROMPT_CHARACTERS
+            ):
                 least = self.min_tokens(limits.max_output + 1)
                 raise ContextLengthExceededError(
                     f"messages: the chat template {error}, which are at least {least} tokens, "
                     f"expected at most {max_tokens}"
                 ) from None
-            raise _refused(error) from None
+            raise _limit_refusal(error) from None
 
     def _render_limits(self, max_tokens: int | None) -> RenderLimits:
-        fitting = (max_tokens or 0) * self._token_characters or _MAX_CHARACTERS
-        return RenderLimits(min(fitting, _MAX_CHARACTERS), _MAX_CHARACTERS, seconds=2.0)
+        fitting = (max_tokens or 0) * self._max_token_characters or _MAX_PROMPT_CHARACTERS
+        return RenderLimits(
+            min(fitting, _MAX_PROMPT_CHARACTERS), _MAX_PROMPT_CHARACTERS, seconds=2.0
+        )
 
     def token_bytes(self, size: int) -> list[bytes]:
         """Bytes that each token id below ``size`` adds to a text.
@@ -255,7 +260,7 @@ class Tokenizer:
             visible: ids of special tokens that are decoded even with ``skip_special_tokens``.
         """
         skip = self.special_token_ids - visible if skip_special_tokens else frozenset()
-        return self._decoders(skip)(prompt_token_ids)
+        return self._decoder_maker(skip)(prompt_token_ids)
 
     def detokenizer(
         self,
@@ -304,11 +309,11 @@ class Tokenizer:
         token = self.special_tokens.get(name)
         return None if token is None else self.backend.token_to_id(token)
 
-    def _decoder_factory(
+    def _make_decoder_maker(
         self,
     ) -> Callable[[frozenset[int]], Callable[[Sequence[int]], TextDecoder]]:
         """Make the factory of decoders: call it with the ids to skip, then with a prompt."""
-        steps = steps_of(self.backend.decoder)
+        steps = component_stages(self.backend.decoder)
         id_to_token = self.backend.id_to_token
         decode = partial(self.decode, skip_special_tokens=False)
 
@@ -360,20 +365,20 @@ def _encode(
         raise InvalidRequestError(f"{param}: cannot be tokenised ({error})", param=param) from error
 
 
-def _refused(error: TemplateLimitError) -> InvalidRequestError:
+def _limit_refusal(error: TemplateLimitError) -> InvalidRequestError:
     return InvalidRequestError(
         f"messages: the chat template {error}, expected one that needs less", param="messages"
     )
 
 
-def _token_characters(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> int:
+def _max_token_characters(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> int:
     """Maximum number of characters that become one token; 0 if there is no bound, because the
     tokenizer may drop characters or merge any number into one unknown token."""
     model: Any = backend.model
     normalizer = type(backend.normalizer).__name__
     # NFC composes at most four code points to one.
     joined = {"NoneType": 1, "NFC": 4}.get(normalizer, 0)
-    splits = steps_of(backend.pre_tokenizer)
+    splits = component_stages(backend.pre_tokenizer)
     kinds = {split["type"] for split in splits}
     lossless = kinds <= {"ByteLevel", "Metaspace", "Digits", "Punctuation", "Split"}
     removes = any(split.get("behavior") == "Removed" for split in splits)
@@ -389,7 +394,7 @@ def _token_characters(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, in
     return joined * max(map(len, vocabulary), default=0) if complete else 0
 
 
-def _special_tokens(path: Path) -> dict[str, str]:
+def _read_special_tokens(path: Path) -> dict[str, str]:
     files = [
         ConfigFile.read_if_present(path / name)
         for name in ("tokenizer_config.json", "special_tokens_map.json")
@@ -408,7 +413,7 @@ def _special_tokens(path: Path) -> dict[str, str]:
     return tokens
 
 
-def _convert(path: Path, trust_remote_code: bool) -> tokenizers.Tokenizer:
+def _convert_with_transformers(path: Path, trust_remote_code: bool) -> tokenizers.Tokenizer:
     """Make a fast tokenizer with transformers from files other than tokenizer.json."""
     try:
         with importing_transformers():

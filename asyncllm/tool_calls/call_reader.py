@@ -73,16 +73,16 @@ class RegionCallReader:
         if found is None:
             return None
         self._raw.append(found.text)
-        self._end()
+        self._parse_region()
         return rest
 
     def finish(self) -> str:
         rest = self.push("", last=True)
         if rest is None:
-            self._end()
+            self._parse_region()
         return rest or ""
 
-    def _end(self) -> None:
+    def _parse_region(self) -> None:
         raw = "".join(self._raw)
         calls = self._parse(raw)
         if calls is None:

@@ -6,10 +6,10 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-MAX_LENGTH = 4096
+MAX_DELIMITER_LENGTH = 4096
 """Maximum number of characters of a delimiter; a longer match is plain text."""
 
-_SAMPLES = string.printable
+_SAMPLE_CHARACTERS = string.printable
 # Private-use character. A pattern that matches it can probably begin with any character.
 _PRIVATE_CHARACTER = "\U000f1234"
 
@@ -43,12 +43,12 @@ class Delimiters:
                 literal, source = False, given
             compiled = regex.compile(source, regex.DOTALL)
             self.patterns.append((name, compiled, literal))
-            found = _starters(compiled, source)
+            found = _starting_characters(compiled, source)
             starters = None if starters is None or found is None else starters | found
-        self._starters = None if starters is None else frozenset(starters)
+        self._starting_characters = None if starters is None else frozenset(starters)
 
     def may_begin_in(self, text: str) -> bool:
-        return self._starters is None or not self._starters.isdisjoint(text)
+        return self._starting_characters is None or not self._starting_characters.isdisjoint(text)
 
     def match(self, text: str, *, last: bool = False) -> tuple[Any, bool]:
         """Match a delimiter at the beginning of ``text``.
@@ -71,14 +71,18 @@ class Delimiters:
         return None, pending
 
 
-def _starters(pattern: Any, source: str) -> set[str] | None:
+def _starting_characters(pattern: Any, source: str) -> set[str] | None:
     """Characters that a match can begin with; None if it can begin with any."""
 
     def begins(character: str) -> bool:
         match = pattern.match(character, partial=True)
         return match is not None and (match.partial or match.end() > 0)
 
-    return None if begins(_PRIVATE_CHARACTER) else {c for c in {*_SAMPLES, *source} if begins(c)}
+    return (
+        None
+        if begins(_PRIVATE_CHARACTER)
+        else {c for c in {*_SAMPLE_CHARACTERS, *source} if begins(c)}
+    )
 
 
 def literals_or_pattern(field: Mapping[str, Any], side: str) -> list[str] | str | None:
@@ -123,14 +127,14 @@ class DelimiterScanner:
         position = 0
         while True:
             best, hold = self._scan(buffer, position, last)
-            if best is not None and len(best[1][0]) > MAX_LENGTH:
+            if best is not None and len(best[1][0]) > MAX_DELIMITER_LENGTH:
                 position = best[1].start() + 1
             elif best is not None:
                 name, match = best
                 captures = {k: v for k, v in match.groupdict().items() if v is not None}
                 found = Found(name, match[0], captures)
                 return buffer[: match.start()], found, buffer[match.end() :]
-            elif len(buffer) - hold > MAX_LENGTH:
+            elif len(buffer) - hold > MAX_DELIMITER_LENGTH:
                 position = hold + 1
             else:
                 self._held = buffer[hold:]
@@ -151,12 +155,12 @@ class DelimiterScanner:
                 continue
             if not last and (match.partial or (match.end() == end and not literal)):
                 hold = min(hold, match.start())
-            elif best is None or _rank(match) < _rank(best[1]):
+            elif best is None or _match_rank(match) < _match_rank(best[1]):
                 best = (name, match)
         if best is not None and best[1].start() >= hold:
             best = None
         return best, hold
 
 
-def _rank(match: Any) -> tuple[int, int]:
+def _match_rank(match: Any) -> tuple[int, int]:
     return match.start(), -match.end()

@@ -89,23 +89,23 @@ class ReasoningFamily:
     end_before_call: str = ""
 
 
-def _function(name: str, arguments: str) -> dict[str, Any]:
+def _call_transform(name: str, arguments: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 _WHOLE_CALL = {"type": "function", "function": "{content}"}
-_NAMED_CALL = _function("{name}", "{content}")
+_NAMED_CALL = _call_transform("{name}", "{content}")
 
 # In Harmony, a message has a header, with its channel and recipient, and a body.
-_START = r"(?:<\|start\|>assistant)?"
-_RECIPIENT = r" ?to=functions\.(?P<name>[\w.-]+)"
-_CONSTRAINT = r"\s*(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>"
+_HARMONY_START = r"(?:<\|start\|>assistant)?"
+_HARMONY_RECIPIENT = r" ?to=functions\.(?P<name>[\w.-]+)"
+_HARMONY_CONSTRAINT = r"\s*(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>"
 _HARMONY_CALL = (
-    rf"{_START}<\|channel\|>(?:commentary|analysis){_RECIPIENT}{_CONSTRAINT}"
-    rf"|<\|start\|>assistant{_RECIPIENT}<\|channel\|>(?:commentary|analysis){_CONSTRAINT}"
+    rf"{_HARMONY_START}<\|channel\|>(?:commentary|analysis){_HARMONY_RECIPIENT}{_HARMONY_CONSTRAINT}"
+    rf"|<\|start\|>assistant{_HARMONY_RECIPIENT}<\|channel\|>(?:commentary|analysis){_HARMONY_CONSTRAINT}"
 )
 _HARMONY_IGNORED = (
-    rf"{_START}<\|channel\|>(?:final|commentary)\s*(?:<\|constrain\|>\w+)?<\|message\|>"
+    rf"{_HARMONY_START}<\|channel\|>(?:final|commentary)\s*(?:<\|constrain\|>\w+)?<\|message\|>"
     r"|<\|(?:end|return|call)\|>"
 )
 
@@ -162,7 +162,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
         calls={
             "open": "[TOOL_CALLS]",
             "content": "json",
-            "transform": _function("{name}", "{arguments}"),
+            "transform": _call_transform("{name}", "{arguments}"),
             "transform_each": True,
         },
         form=CallForm(
@@ -235,14 +235,14 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "open_pattern": r'(?:;\s*)?(?:<\|python_tag\|>\s*)?(?=\{\s*")',
             "repeats": True,
             "content": "json",
-            "transform": _function("{content.name}", "{content.parameters}"),
+            "transform": _call_transform("{content.name}", "{content.parameters}"),
         },
         form=CallForm('{"name": "NAME", "parameters": ', "}", "; "),
         markers=(("<|python_tag|>",), ("<|start_header_id|>", '"parameters"')),
     ),
 }
 
-_THINK = ReasoningFamily(
+_THINK_TAGS = ReasoningFamily(
     {"open": "<think>", "close": "</think>"},
     "<think>",
     "</think>",
@@ -251,8 +251,8 @@ _THINK = ReasoningFamily(
 )
 
 REASONING_FAMILIES: Mapping[str, ReasoningFamily] = {
-    "deepseek_r1": _THINK,
-    "qwen3": _THINK,
+    "deepseek_r1": _THINK_TAGS,
+    "qwen3": _THINK_TAGS,
     "mistral": ReasoningFamily(
         {"open": "[THINK]", "close": "[/THINK]"},
         "[THINK]",
@@ -262,7 +262,7 @@ REASONING_FAMILIES: Mapping[str, ReasoningFamily] = {
     ),
     "gpt_oss": ReasoningFamily(
         {
-            "open_pattern": rf"{_START}<\|channel\|>analysis\s*<\|message\|>",
+            "open_pattern": rf"{_HARMONY_START}<\|channel\|>analysis\s*<\|message\|>",
             "close": "<|end|>",
         },
         "<|channel|>analysis<|message|>",

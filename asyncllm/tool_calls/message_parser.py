@@ -14,7 +14,7 @@ from asyncllm.tool_calls.call_reader import CallReader, Event
 from asyncllm.tool_calls.delimiters import DelimiterScanner, Found
 from asyncllm.tool_calls.response_format import CALLS, SKIP, ResponseFormat
 
-_PIECE = 4096
+_PIECE_CHARACTERS = 4096
 """Maximum number of characters that are parsed at a time. After each call the rest of the piece is
 scanned again, so a long piece with many calls would take quadratic time."""
 
@@ -109,16 +109,16 @@ class OutputParser:
         self._reader: CallReader | None = None
         self._id = self._name = ""
         self._arguments: list[str] = []
-        self._num_begun = 0
-        self._not_generated = 0
+        self._num_calls_begun = 0
+        self._prompt_characters_left = 0
         if answer_begin:
-            self._push(answer_begin, last=False)
+            self._parse_piece(answer_begin, last=False)
             if self._thinking is None:
-                self._not_generated = len(answer_begin)
+                self._prompt_characters_left = len(answer_begin)
 
     def push(self, text: str) -> None:
-        for begin in range(0, len(text), _PIECE):
-            self._push(text[begin : begin + _PIECE], last=False)
+        for begin in range(0, len(text), _PIECE_CHARACTERS):
+            self._parse_piece(text[begin : begin + _PIECE_CHARACTERS], last=False)
 
     @property
     def reasoning(self) -> str:
@@ -127,12 +127,12 @@ class OutputParser:
 
     def finish(self) -> None:
         """End the output: no more text will come."""
-        self._push("", last=True)
-        self._think(self._thoughts.finish())
+        self._parse_piece("", last=True)
+        self._add_reasoning(self._thoughts.finish())
         if rest := self._content.finish():
             self._new_text.append(rest)
 
-    def take(self) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
+    def take_increments(self) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
         """Remove and return what is new: text, reasoning, and a fragment of each tool call."""
         new = (
             "".join(self._new_text),
@@ -144,34 +144,34 @@ class OutputParser:
         self._new_calls.clear()
         return new
 
-    def _push(self, text: str, last: bool) -> None:
+    def _parse_piece(self, text: str, last: bool) -> None:
         while True:
             if self._reader is not None:
                 rest = self._reader.push(text)
                 if rest is None and last:
                     rest = self._reader.finish()
-                self._take(self._reader.events)
+                self._handle_events(self._reader.events)
                 if rest is None:
                     return
                 self._reader = None
             elif self._thinking is not None:
                 thought, found, rest = self._thinking.feed(text, last)
-                self._think(self._thoughts.push(thought))
+                self._add_reasoning(self._thoughts.push(thought))
                 if found is None:
                     return
                 self._thinking = None
                 self._thoughts.delimit()
             else:
                 content, found, rest = self._scanner.feed(text, last)
-                self._say(content)
+                self._add_text(content)
                 if found is None:
                     return
                 if self._is_text(found):
-                    self._say(found.text or rest[:1])
+                    self._add_text(found.text or rest[:1])
                     # An empty match would be found again at the same place: skip one character.
                     rest = rest if found.text else rest[1:]
                 else:
-                    self._open(found)
+                    self._open_region(found)
             text = rest
 
     def _is_text(self, found: Found) -> bool:
@@ -179,8 +179,8 @@ class OutputParser:
             return True
         return found.name == CALLS and self._one_call and bool(self.calls)
 
-    def _open(self, found: Found) -> None:
-        self._not_generated = 0
+    def _open_region(self, found: Found) -> None:
+        self._prompt_characters_left = 0
         if found.name == CALLS:
             self._reader = self._form.call_reader(self._tools, found)
             return
@@ -188,32 +188,32 @@ class OutputParser:
         if found.name != SKIP and self._form.thoughts_close is not None:
             self._thinking = DelimiterScanner(self._form.thoughts_close)
 
-    def _say(self, text: str) -> None:
-        if self._not_generated:
-            dropped = min(len(text), self._not_generated)
-            self._not_generated -= dropped
+    def _add_text(self, text: str) -> None:
+        if self._prompt_characters_left:
+            dropped = min(len(text), self._prompt_characters_left)
+            self._prompt_characters_left -= dropped
             text = text[dropped:]
         if said := self._content.push(text):
             self._new_text.append(said)
 
-    def _think(self, thought: str) -> None:
+    def _add_reasoning(self, thought: str) -> None:
         if thought:
             self._new_reasoning.append(thought)
             self._thoughts_read.append(thought)
 
-    def _take(self, events: list[Event]) -> None:
+    def _handle_events(self, events: list[Event]) -> None:
         for kind, text in events:
             if kind == "text":
-                self._say(text)
+                self._add_text(text)
             elif kind == "begin":
                 self._id, self._name, self._arguments = make_call_id(), text, []
-                self._new_calls.append(ToolCallDelta(self._num_begun, self._id, text))
-                self._num_begun += 1
+                self._new_calls.append(ToolCallDelta(self._num_calls_begun, self._id, text))
+                self._num_calls_begun += 1
             elif kind == "arguments":
                 self._arguments.append(text)
-                self._new_calls.append(ToolCallDelta(self._num_begun - 1, arguments=text))
+                self._new_calls.append(ToolCallDelta(self._num_calls_begun - 1, arguments=text))
             else:
-                self._new_calls.append(ToolCallDelta(self._num_begun - 1, done=True))
+                self._new_calls.append(ToolCallDelta(self._num_calls_begun - 1, done=True))
                 self.calls.append(ToolCall(self._id, self._name, "".join(self._arguments)))
                 self._content.delimit()
         events.clear()
@@ -260,7 +260,7 @@ class MessageParser:
         reason = delta.finish_reason
         if reason == "stop" and output.calls:
             reason = "tool_calls"
-        text, reasoning, calls = output.take()
+        text, reasoning, calls = output.take_increments()
         if text == delta.text and not reasoning and not calls and reason == delta.finish_reason:
             return delta
         return Delta(

@@ -81,7 +81,10 @@ class ResponseFormat:
         if self.ignored_pattern is not None:
             opens.append((SKIP, self.ignored_pattern))
         self.delimiters = Delimiters(opens)
-        self.calls_close, self.thoughts_close = _close(self.calls), _close(self.thoughts)
+        self.calls_close, self.thoughts_close = (
+            _closing_delimiters(self.calls),
+            _closing_delimiters(self.thoughts),
+        )
         self.syntax = None if self.calls is None else _json_syntax(self.calls)
 
     def spells(self, token: str) -> bool:
@@ -125,15 +128,15 @@ class ResponseFormat:
         except Exception:  # transformers' parser raises errors of any class for malformed calls
             return None
         found = message.get(CALLS)
-        calls = [_name_and_arguments(call) for call in _flat(found)]
+        calls = [_name_and_arguments(call) for call in _flatten(found)]
         if not calls or any(call is None or call[0] not in tools for call in calls):
             return None
         return [call for call in calls if call is not None]
 
 
-def _flat(value: Any) -> list[Any]:
+def _flatten(value: Any) -> list[Any]:
     if isinstance(value, list):
-        return [item for one in value for item in _flat(one)]
+        return [item for one in value for item in _flatten(one)]
     return [] if value is None else [value]
 
 
@@ -147,7 +150,7 @@ def _name_and_arguments(call: Any) -> tuple[str, str] | None:
     return name, json.dumps(arguments, ensure_ascii=False)
 
 
-def _close(part: Mapping[str, Any] | None) -> Delimiters | None:
+def _closing_delimiters(part: Mapping[str, Any] | None) -> Delimiters | None:
     given = None if part is None else literals_or_pattern(part, "close")
     return None if given is None else Delimiters([("close", given)])
 
@@ -159,7 +162,7 @@ def _json_syntax(calls: Mapping[str, Any]) -> JsonSyntax | None:
         return None
     function = transform.get("function") if isinstance(transform, Mapping) else None
     if calls.get("transform_each"):
-        keys = _keys(function, "")
+        keys = _placeholder_keys(function, "")
         return None if keys is None else JsonSyntax("array", *keys)
     if function == "{content}":
         return JsonSyntax("object")
@@ -167,11 +170,11 @@ def _json_syntax(calls: Mapping[str, Any]) -> JsonSyntax | None:
         return None
     if (function["name"], function["arguments"]) == ("{name}", "{content}"):
         return JsonSyntax("arguments")
-    keys = _keys(function, "content.")
+    keys = _placeholder_keys(function, "content.")
     return None if keys is None else JsonSyntax("object", *keys)
 
 
-def _keys(function: Any, prefix: str) -> tuple[str, str] | None:
+def _placeholder_keys(function: Any, prefix: str) -> tuple[str, str] | None:
     if not isinstance(function, Mapping) or function.keys() != {"name", "arguments"}:
         return None
     found = []
@@ -200,9 +203,9 @@ class ResponseFormats:
         tool_call_parser: str,
         reasoning_parser: str | None,
     ) -> None:
-        fields = _checked(template) if template is not None else {}
+        fields = _check_template(template) if template is not None else {}
         own = next((fields[name] for name in REASONING_FIELDS if name in fields), None)
-        ignored = _content_end(fields)
+        ignored = _text_end_pattern(fields)
         thinking: ReasoningFamily | None = None
         if reasoning_parser == "auto" and own is not None:
             begin, end = own.get("open"), own.get("close")
@@ -212,11 +215,11 @@ class ResponseFormats:
                 own, begin, end, (), ignored_pattern=ignored, prompt_end=begin
             )
         elif reasoning_parser == "auto" and template is None:
-            thinking = _recognised(REASONING_FAMILIES, sources)
+            thinking = _recognise_family(REASONING_FAMILIES, sources)
         elif reasoning_parser is not None and reasoning_parser != "auto":
             thinking = REASONING_FAMILIES[reasoning_parser]
         calling: ToolFamily | None = None
-        known = _recognised(TOOL_FAMILIES, sources)
+        known = _recognise_family(TOOL_FAMILIES, sources)
         if tool_call_parser == "auto" and CALLS in fields:
             form = known.form if known is not None else None
             as_text = known is not None and known.arguments_as_text
@@ -269,7 +272,7 @@ class ResponseFormats:
         return self._calling is not None and self._calling.arguments_as_text
 
 
-def _recognised(families: Mapping[str, Any], sources: Sequence[str]) -> Any:
+def _recognise_family(families: Mapping[str, Any], sources: Sequence[str]) -> Any:
     source = "\n".join(sources)
     for family in families.values():
         if any(all(text in source for text in texts) for texts in family.markers):
@@ -278,7 +281,7 @@ def _recognised(families: Mapping[str, Any], sources: Sequence[str]) -> Any:
     return None
 
 
-def _checked(template: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+def _check_template(template: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     """Check a tokenizer's own response template; returns its fields.
 
     Raises:
@@ -302,7 +305,7 @@ def _checked(template: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     return template["fields"]
 
 
-def _content_end(fields: Mapping[str, Mapping[str, Any]]) -> str | None:
+def _text_end_pattern(fields: Mapping[str, Mapping[str, Any]]) -> str | None:
     """Pattern of the delimiter after the text in a tokenizer's own template; None without. Its
     matches are not text."""
     import regex

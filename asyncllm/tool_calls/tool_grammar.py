@@ -15,7 +15,7 @@ from asyncllm.tool_calls.families import CallForm
 from asyncllm.tool_calls.response_format import ResponseFormat
 from asyncllm.tool_calls.tool_use import ToolUse
 
-_CLOSED = ANNOTATIONS | {"type", "properties", "required"}
+_CLOSED_SCHEMA_KEYWORDS = ANNOTATIONS | {"type", "properties", "required"}
 """Keywords of a schema that says nothing about additional properties. If a tool's parameters have
 only these, additional properties are refused."""
 
@@ -114,16 +114,16 @@ def tool_grammar(
     # If free text and parallel calls are allowed, only the arguments of strict tools need a schema.
     just_strict = choice == "auto" and parallel and answer is None
     tags = [
-        _tag(form, one, before, just_strict and not one.get("strict"))
+        _tool_tag(form, one, before, just_strict and not one.get("strict"))
         for one in functions
         if name in (None, one["name"])
         for before in dict.fromkeys(("", form.restart))
     ]
     parallel = parallel and form.parallel and name is None
     if choice == "auto" and answer is None:
-        found = _text_with_calls(form, tags, parallel)
+        found = _text_with_calls_format(form, tags, parallel)
     else:
-        found = _calls(form, tags, parallel)
+        found = _calls_format(form, tags, parallel)
         if answer is not None:
             schema = {"type": "json_schema", "json_schema": json.loads(answer.text)}
             found = {"type": "or", "elements": [found, schema]}
@@ -136,14 +136,14 @@ def _ends_with_a_call(use: ToolUse, form: CallForm | None) -> bool:
     return use.choice == "auto" and form is not None and not form.parallel
 
 
-def _tag(form: CallForm, function: dict[str, Any], before: str, free: bool) -> dict[str, Any]:
+def _tool_tag(form: CallForm, function: dict[str, Any], before: str, free: bool) -> dict[str, Any]:
     """Make the tag of one tool.
 
     Args:
         before: text before the call.
         free: allow any JSON object as arguments.
     """
-    schema = {"type": "object"} if free else _arguments(function)
+    schema = {"type": "object"} if free else _arguments_schema(function)
     content: dict[str, Any] = {"type": "json_schema", "json_schema": schema}
     if form.style != "json":
         content["style"] = form.style
@@ -151,14 +151,18 @@ def _tag(form: CallForm, function: dict[str, Any], before: str, free: bool) -> d
     return {"type": "tag", "begin": begin, "content": content, "end": form.end}
 
 
-def _arguments(function: dict[str, Any]) -> dict[str, Any]:
+def _arguments_schema(function: dict[str, Any]) -> dict[str, Any]:
     """Schema of a tool's arguments. It refuses additional properties unless the tool allows them,
     because a function accepts no further arguments."""
     schema = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
-    return schema | {"additionalProperties": False} if schema.keys() <= _CLOSED else schema
+    return (
+        schema | {"additionalProperties": False}
+        if schema.keys() <= _CLOSED_SCHEMA_KEYWORDS
+        else schema
+    )
 
 
-def _calls(form: CallForm, tags: list[dict[str, Any]], parallel: bool) -> dict[str, Any]:
+def _calls_format(form: CallForm, tags: list[dict[str, Any]], parallel: bool) -> dict[str, Any]:
     calls: dict[str, Any] = {
         "type": "tags_with_separator",
         "tags": tags,
@@ -172,7 +176,9 @@ def _calls(form: CallForm, tags: list[dict[str, Any]], parallel: bool) -> dict[s
     return {"type": "sequence", "elements": [before, calls, after]}
 
 
-def _text_with_calls(form: CallForm, tags: list[dict[str, Any]], parallel: bool) -> dict[str, Any]:
+def _text_with_calls_format(
+    form: CallForm, tags: list[dict[str, Any]], parallel: bool
+) -> dict[str, Any]:
     prefix, suffix = form.prefix, form.suffix
     tags = [{**tag, "begin": prefix + tag["begin"], "end": tag["end"] + suffix} for tag in tags]
     return {
