@@ -63,7 +63,7 @@ class ConfigFile:
         """Read a file; a missing file counts as an empty object."""
         return cls.read(path) if path.exists() else cls(path, {})
 
-    def overridden(self, overrides: Mapping[str, Any] | None) -> ConfigFile:
+    def with_overrides(self, overrides: Mapping[str, Any] | None) -> ConfigFile:
         """Copy with ``EngineConfig.hf_overrides`` applied.
 
         Raises:
@@ -77,7 +77,7 @@ class ConfigFile:
     def __contains__(self, name: str) -> bool:
         return self.values.get(name) is not None
 
-    def bad(self, name: str, accepted: str) -> ModelLoadError:
+    def invalid_field(self, name: str, accepted: str) -> ModelLoadError:
         """Make the error that field ``name`` has a value other than ``accepted``."""
         return self._field_error(name, self.values.get(name), accepted)
 
@@ -87,7 +87,7 @@ class ConfigFile:
         if value is None:
             return ConfigFile(self.path, {})
         if not isinstance(value, dict):
-            raise self.bad(name, "a JSON object")
+            raise self.invalid_field(name, "a JSON object")
         return ConfigFile(self.path, value)
 
     def integer(
@@ -128,7 +128,7 @@ class ConfigFile:
             or count not in (None, len(value))
             or not all(map(fits, value))
         ):
-            raise self.bad(name, accepted)
+            raise self.invalid_field(name, accepted)
         return value
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:

@@ -78,9 +78,9 @@ class Family:
         eos_token_ids: ids to use if neither config.json nor generation_config.json has any.
         names: names of a layer's tensors.
         activation: name of the field with the MLP's activation.
-        rotates: default of ``partial_rotary_factor``; None if only 1 is accepted.
+        partial_rotary_factor: default of this field; None if it must be 1.
         text_part: the entry also applies to the text model of multimodal checkpoints.
-        covers: function that returns whether the decoder supports a file's model; None if it
+        is_supported: function that returns whether the decoder supports a file's model; None if it
             supports every model of the family.
         read: function that reads further fields of ModelConfig from a file.
     """
@@ -90,9 +90,9 @@ class Family:
     eos_token_ids: tuple[int, ...] = ()
     names: TensorNames = NORMS_BEFORE
     activation: str = "hidden_act"
-    rotates: float | None = None
+    partial_rotary_factor: float | None = None
     text_part: bool = False
-    covers: Callable[[ConfigFile], bool] | None = None
+    is_supported: Callable[[ConfigFile], bool] | None = None
     read: Callable[[ConfigFile, Sizes], Fields] = lambda config, sizes: {}
 
 
@@ -114,7 +114,7 @@ def read_window(config: ConfigFile, layers: tuple[bool, ...]) -> Fields:
     layers = _read_sliding_layers(config, layers)
     window = config.integer("sliding_window", None, high=MAX_POSITIONS)
     if any(layers) and window is None:
-        raise config.bad("layer_types", f"{FULL} alone where no sliding window is in use")
+        raise config.invalid_field("layer_types", f"{FULL} alone where no sliding window is in use")
     return {"sliding_window": window if any(layers) else None, "sliding_layers": layers}
 
 
@@ -132,7 +132,9 @@ def _read_uniform_window(config: ConfigFile, sizes: Sizes) -> Fields:
     implied = (window is not None,) * sizes.num_layers
     if _read_sliding_layers(config, implied) != implied:
         kind = FULL if window is None else SLIDING
-        raise config.bad("layer_types", f"{kind!r} alone, as sliding_window={window} implies")
+        raise config.invalid_field(
+            "layer_types", f"{kind!r} alone, as sliding_window={window} implies"
+        )
     return {"sliding_window": window, "sliding_layers": implied}
 
 
@@ -179,7 +181,7 @@ def _read_qwen3(config: ConfigFile, sizes: Sizes) -> Fields:
 def _read_ministral3(config: ConfigFile, sizes: Sizes) -> Fields:
     section = rope_section(config)
     if not section.values:
-        raise config.bad("rope_parameters", "a JSON object, with llama_4_scaling_beta")
+        raise config.invalid_field("rope_parameters", "a JSON object, with llama_4_scaling_beta")
     rope = read_rope(config, sizes.rotary_dim)
     beta = section.number("llama_4_scaling_beta", 0.0)
     if beta:
@@ -199,7 +201,7 @@ def _read_smollm3(config: ConfigFile, sizes: Sizes) -> Fields:
             or any(each not in (0, 1) for each in named)
         ):
             accepted = f"a list of num_hidden_layers={sizes.num_layers} numbers, 0 for no RoPE"
-            raise config.bad("no_rope_layers", accepted)
+            raise config.invalid_field("no_rope_layers", accepted)
         rotates = tuple(bool(each) for each in named[: sizes.num_layers])
     slides = config.values.get("sliding_window") is not None
     window = read_optional_window(config, sizes, tuple(slides and not each for each in rotates))
@@ -277,7 +279,7 @@ def _read_gemma(config: ConfigFile, sizes: Sizes) -> Fields:
     Their norms multiply by ``1 + weight`` in float32, and their embeddings are scaled.
     """
     if config.values.get("use_bidirectional_attention"):
-        raise config.bad("use_bidirectional_attention", "false: a decoder")
+        raise config.invalid_field("use_bidirectional_attention", "false: a decoder")
     return {
         **read_biases(config),
         "norm_offset": 1.0,
@@ -297,7 +299,7 @@ def _read_gemma2(config: ConfigFile, sizes: Sizes) -> Fields:
 
 def _read_gemma3(config: ConfigFile, sizes: Sizes) -> Fields:
     if "attn_logit_softcapping" in config:
-        raise config.bad("attn_logit_softcapping", "null: Gemma 3 does not cap scores")
+        raise config.invalid_field("attn_logit_softcapping", "null: Gemma 3 does not cap scores")
     window = read_window(config, all_but_every(config.integer("sliding_window_pattern", 6), sizes))
     thetas = {
         FULL: config.number("rope_theta", 1e6, open_low=True),
@@ -390,7 +392,7 @@ FAMILIES: dict[str, Family] = {
         MULTI_HEAD | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
         (32_000,),
         names=FUSED_NAMES,
-        rotates=1.0,
+        partial_rotary_factor=1.0,
         read=_read_phi3,
     ),
     "granite": Family("GraniteForCausalLM", MULTI_HEAD, (2,), read=_read_granite),
@@ -399,7 +401,7 @@ FAMILIES: dict[str, Family] = {
         MULTI_HEAD | {"shared_intermediate_size": 1024},
         (2,),
         names=SHARED_MLP_NAMES,
-        covers=_is_dense_granite4,
+        is_supported=_is_dense_granite4,
         read=_read_granite4,
     ),
     "glm4": Family(
@@ -407,7 +409,7 @@ FAMILIES: dict[str, Family] = {
         {"head_dim": 128, "rms_norm_eps": 1.5625e-7},
         (151_329, 151_336, 151_338),
         names=GLM4_NAMES,
-        rotates=0.5,
+        partial_rotary_factor=0.5,
         read=_read_glm4,
     ),
     "gemma2": Family(

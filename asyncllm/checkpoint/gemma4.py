@@ -35,7 +35,9 @@ from asyncllm.checkpoint.rope_config import ROPE_PARAMETERS, RopeConfig, RopeKin
 def _read_gemma4(config: ConfigFile, sizes: Sizes) -> Fields:
     """Read the fields of Gemma 4, dense or with experts beside the MLP of every layer."""
     if config.values.get("use_bidirectional_attention") not in (None, False, "vision"):
-        raise config.bad("use_bidirectional_attention", "null, or 'vision' for images alone")
+        raise config.invalid_field(
+            "use_bidirectional_attention", "null, or 'vision' for images alone"
+        )
     window = read_window(config, all_but_every(6, sizes))
     # As in transformers, the last layer has full attention even if the file says sliding.
     slides = (*window["sliding_layers"][:-1], False)
@@ -102,7 +104,7 @@ def _read_experts(config: ConfigFile, sizes: Sizes) -> ExpertsConfig:
     count = config.integer("num_experts", high=MAX_EXPERTS)
     top_k = config.integer("top_k_experts", high=MAX_EXPERTS)
     if top_k > count:
-        raise config.bad("top_k_experts", f"at most num_experts={count}")
+        raise config.invalid_field("top_k_experts", f"at most num_experts={count}")
     return ExpertsConfig(
         (True,) * sizes.num_layers,
         RoutingConfig(count, top_k, renormalise=True, expert_scale=True),

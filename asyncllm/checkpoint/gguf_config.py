@@ -51,7 +51,9 @@ def gguf_config(file: GGUFFile) -> ConfigFile:
     metadata = ConfigFile(file.path, file.metadata)
     architecture = metadata.choice("general.architecture", tuple(ARCHITECTURES))
     if metadata.integer("split.count", 0, low=0, high=2**16) > 1:
-        raise metadata.bad("split.count", "1: a file with all tensors, as llama-gguf-split --merge")
+        raise metadata.invalid_field(
+            "split.count", "1: a file with all tensors, as llama-gguf-split --merge"
+        )
     prefix = f"{architecture}."
     values = {
         key.removeprefix(prefix): value
@@ -61,9 +63,11 @@ def gguf_config(file: GGUFFile) -> ConfigFile:
     fields = ConfigFile(file.path, values)
     for name in values:
         if name not in _COPIED_FIELDS and name not in _CHECKED_FIELDS:
-            raise fields.bad(name, f"no such value of {architecture}, which may change the model")
+            raise fields.invalid_field(
+                name, f"no such value of {architecture}, which may change the model"
+            )
     if fields.integer("expert_count", 0, low=0) > 0:
-        raise fields.bad("expert_count", "0: mixtures of experts are not supported")
+        raise fields.invalid_field("expert_count", "0: mixtures of experts are not supported")
     config = {there: values[here] for here, there in _COPIED_FIELDS.items() if here in values}
     config |= {
         "architectures": [ARCHITECTURES[architecture]],
@@ -76,7 +80,9 @@ def gguf_config(file: GGUFFile) -> ConfigFile:
         "rope_scaling": _rope_parameters(file, fields),
     }
     if fields.integer("attention.sliding_window", 0, low=0, high=2**31) > 0:
-        raise fields.bad("attention.sliding_window", "0: which layers slide is not in the file")
+        raise fields.invalid_field(
+            "attention.sliding_window", "0: which layers slide is not in the file"
+        )
     if is_quantised(file):
         config["quantization_config"] = {"quant_method": "gguf"}
     return ConfigFile(file.path, config)
@@ -91,7 +97,7 @@ def _head_dim(fields: ConfigFile) -> int:
     size = fields.integer("attention.key_length", max(1, hidden // heads))
     for name in ("attention.value_length", "rope.dimension_count"):
         if fields.integer(name, size) != size:
-            raise fields.bad(name, f"{size}, as the keys have")
+            raise fields.invalid_field(name, f"{size}, as the keys have")
     return size
 
 

@@ -78,8 +78,8 @@ class GGUFFile:
     """The header of a GGUF file, versions 2 and 3 (``ggml/docs/gguf.md``).
 
     Attributes:
-        metadata: values by key. An array of strings, or of more than ``MAX_ARRAY_LENGTH`` elements, is
-            replaced by its length.
+        metadata: values by key. An array of strings, or of more than ``MAX_ARRAY_LENGTH`` elements,
+            is replaced by its length.
         tensors: the tensor table, by tensor name.
         version: size and time of the file when its header was read.
 
@@ -120,13 +120,13 @@ class GGUFFile:
 
     def _read(self, cursor: _Cursor) -> None:
         if cursor.take(4) != b"GGUF":
-            raise cursor.bad("not a GGUF file: it does not begin with 'GGUF'")
+            raise cursor.error("not a GGUF file: it does not begin with 'GGUF'")
         version = cursor.number("I")
         if version not in (2, 3):
-            raise cursor.bad(f"version is {version}, expected 2 or 3 of little endian")
+            raise cursor.error(f"version is {version}, expected 2 or 3 of little endian")
         num_tensors, num_values = cursor.number("Q"), cursor.number("Q")
         if max(num_tensors, num_values) > MAX_ENTRIES:
-            raise cursor.bad(
+            raise cursor.error(
                 f"{num_tensors} tensors and {num_values} metadata values, expected at most "
                 f"{MAX_ENTRIES} of each"
             )
@@ -134,24 +134,24 @@ class GGUFFile:
         for _ in range(num_values):
             key = cursor.name()
             if key in self.metadata:
-                raise cursor.bad(f"metadata {key!r} is there twice")
+                raise cursor.error(f"metadata {key!r} is there twice")
             self.metadata[key] = cursor.value(key, cursor.number("I"))
         entries = [self._entry(cursor) for _ in range(num_tensors)]
         alignment = self.metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 1 <= alignment <= 2**16:
-            raise cursor.bad(f"general.alignment is {alignment!r}, expected 1 to 65536")
+            raise cursor.error(f"general.alignment is {alignment!r}, expected 1 to 65536")
         begin = -(-cursor.position // alignment) * alignment
         self.tensors: dict[str, GGUFTensor] = {}
         end, previous = begin, ""
         for offset, name, shape, kind in sorted(entries):
             if name in self.tensors:
-                raise cursor.bad(f"tensor {name!r} is there twice")
+                raise cursor.error(f"tensor {name!r} is there twice")
             start = begin + offset
             if start < end:
-                raise cursor.bad(f"tensors {previous!r} and {name!r} overlap")
+                raise cursor.error(f"tensors {previous!r} and {name!r} overlap")
             end, previous = start + self._num_bytes(name, shape, kind), name
             if end > len(cursor.data):
-                raise cursor.bad(
+                raise cursor.error(
                     f"the file ends after {len(cursor.data)} bytes, within or before tensor "
                     f"{name!r}, which ends at {end}"
                 )
@@ -160,7 +160,7 @@ class GGUFFile:
     def _entry(self, cursor: _Cursor) -> tuple[int, str, tuple[int, ...], int]:
         name, dims = cursor.name(), cursor.number("I")
         if not 1 <= dims <= 4:
-            raise cursor.bad(f"tensor {name!r} has {dims} dimensions, expected 1 to 4")
+            raise cursor.error(f"tensor {name!r} has {dims} dimensions, expected 1 to 4")
         shape = tuple(cursor.number("Q") for _ in range(dims))[::-1]
         kind, offset = cursor.number("I"), cursor.number("Q")
         return offset, name, shape, kind
@@ -186,12 +186,12 @@ class _Cursor:
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.position = path, data, 0
 
-    def bad(self, words: str) -> ModelLoadError:
+    def error(self, words: str) -> ModelLoadError:
         return ModelLoadError(f"{self.path}: {words}")
 
     def take(self, count: int) -> bytes:
         if count > len(self.data) - self.position:
-            raise self.bad(
+            raise self.error(
                 f"the file ends after {len(self.data)} bytes, and {count} more are due at byte "
                 f"{self.position}, within the header"
             )
@@ -204,7 +204,7 @@ class _Cursor:
     def name(self) -> str:
         length, start = self.number("Q"), self.position
         if length > MAX_NAME_BYTES:
-            raise self.bad(
+            raise self.error(
                 f"the name at byte {start} of the header has {length} bytes, expected at most "
                 f"{MAX_NAME_BYTES}"
             )
@@ -217,7 +217,7 @@ class _Cursor:
             return self.take(self.number("Q")).decode("utf-8", "replace")
         if kind == _ARRAY:
             return self._array(key, self.number("I"), self.number("Q"))
-        raise self.bad(f"metadata {key!r} is of type {kind}, expected 0 to 12")
+        raise self.error(f"metadata {key!r} is of type {kind}, expected 0 to 12")
 
     def _array(self, key: str, kind: int, count: int) -> Any:
         if kind == _STRING:
@@ -225,7 +225,7 @@ class _Cursor:
                 self.take(self.number("Q"))
             return count
         if kind not in _SCALAR_FORMATS:
-            raise self.bad(
+            raise self.error(
                 f"metadata {key!r} is an array of type {kind}, expected strings or numbers"
             )
         form = _SCALAR_FORMATS[kind]

@@ -34,11 +34,11 @@ def _read_linear_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
         interval = config.integer("full_attention_interval", 4)
         if interval > count:
             accepted = f"at most num_hidden_layers={count} (4 without it): some layer has attention"
-            raise config.bad("full_attention_interval", accepted)
+            raise config.invalid_field("full_attention_interval", accepted)
         return all_but_every(interval, sizes)
     kinds = read_layer_types(config, count, LINEAR)
     if FULL not in kinds:
-        raise config.bad("layer_types", f"a list of {FULL}, at least once, and {LINEAR}")
+        raise config.invalid_field("layer_types", f"a list of {FULL}, at least once, and {LINEAR}")
     return tuple(kind == LINEAR for kind in kinds)
 
 
@@ -48,12 +48,12 @@ def _read_gated_delta(
     """Read the fields of a model with gated-delta-rule layers and gated attention."""
     config.choice("hidden_act", ("silu", "swish"), "silu")
     if not config.boolean("attn_output_gate", True):
-        raise config.bad("attn_output_gate", "true: attention has a gate on its output")
+        raise config.invalid_field("attn_output_gate", "true: attention has a gate on its output")
     key_heads = config.integer("linear_num_key_heads", high=MAX_HEADS)
     value_heads = config.integer("linear_num_value_heads", high=MAX_HEADS)
     if value_heads % key_heads:
         accepted = f"a multiple of linear_num_key_heads={key_heads}"
-        raise config.bad("linear_num_value_heads", accepted)
+        raise config.invalid_field("linear_num_value_heads", accepted)
     layers = _read_linear_layers(config, sizes)
     linear = LinearAttentionConfig(
         layers,
@@ -101,15 +101,23 @@ HYBRID_FAMILIES: dict[str, Family] = {
     # Qwen3.5's multimodal RoPE has a time, a height and a width position. Text tokens have the
     # same value for all three, so plain RoPE computes the same.
     "qwen3_5_text": Family(
-        "Qwen3_5ForCausalLM", _GATED_DELTA, rotates=0.25, text_part=True, read=_read_gated_delta
+        "Qwen3_5ForCausalLM",
+        _GATED_DELTA,
+        partial_rotary_factor=0.25,
+        text_part=True,
+        read=_read_gated_delta,
     ),
     "qwen3_5_moe_text": Family(
-        "Qwen3_5MoeForCausalLM", _GATED_DELTA, rotates=0.25, text_part=True, read=_read_qwen3_5_moe
+        "Qwen3_5MoeForCausalLM",
+        _GATED_DELTA,
+        partial_rotary_factor=0.25,
+        text_part=True,
+        read=_read_qwen3_5_moe,
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
         _GATED_DELTA | {"norm_topk_prob": True},
-        rotates=0.25,
+        partial_rotary_factor=0.25,
         read=_read_qwen3_next,
     ),
 }

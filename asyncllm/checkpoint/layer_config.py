@@ -55,10 +55,12 @@ def apply_head_overrides(config: ConfigFile, layers: Sequence[LayerConfig]) -> l
     names = {"num_key_value_heads": "num_kv_heads", "head_dim": "head_dim"}
     for key in section.values:
         if not key.isdecimal() or int(key) >= len(found):
-            raise config.bad("per_layer_config", f"keys from 0 to {len(found) - 1}, the layers")
+            raise config.invalid_field(
+                "per_layer_config", f"keys from 0 to {len(found) - 1}, the layers"
+            )
         own = section.section(key)
         if any(name not in names for name in own.values):
-            raise section.bad(key, f"an object with {' and '.join(names)} alone")
+            raise section.invalid_field(key, f"an object with {' and '.join(names)} alone")
         sizes = {field: own.integer(name) for name, field in names.items() if name in own}
         found[int(key)] = replace(found[int(key)], **sizes)
     num_heads = config.integer("num_attention_heads")
@@ -67,9 +69,9 @@ def apply_head_overrides(config: ConfigFile, layers: Sequence[LayerConfig]) -> l
         own = ConfigFile(config.path, sizes)
         if num_heads % layer.num_kv_heads:
             accepted = f"a divisor of num_attention_heads={num_heads}, in layer {index}"
-            raise own.bad("num_key_value_heads", accepted)
+            raise own.invalid_field("num_key_value_heads", accepted)
         if layer.head_dim % 2:
-            raise own.bad("head_dim", f"an even number, in layer {index}")
+            raise own.invalid_field("head_dim", f"an even number, in layer {index}")
     return found
 
 
@@ -97,11 +99,11 @@ def share_kv(
             accepted = (
                 f"fewer: layer {index} is {kinds[index]!r}, and none before the first of them is"
             )
-            raise config.bad("num_kv_shared_layers", accepted)
+            raise config.invalid_field("num_kv_shared_layers", accepted)
         heads = found[source].num_kv_heads, found[source].head_dim
         if (own.num_kv_heads, own.head_dim) != heads:
             accepted = f"heads of layer {index} that are those of layer {source}, whose KV it reads"
-            raise config.bad("per_layer_config", accepted)
+            raise config.invalid_field("per_layer_config", accepted)
         found[index] = replace(
             own, kv_layer=source, intermediate_size=width * own.intermediate_size
         )

@@ -179,7 +179,7 @@ class ModelConfig:
                 raise check.invalid("hf_overrides", overrides, accepted)
             config, generation = gguf_config(GGUFFile(directory)), ConfigFile(directory, {})
         else:
-            config = ConfigFile.read(directory / "config.json").overridden(overrides)
+            config = ConfigFile.read(directory / "config.json").with_overrides(overrides)
             generation = read_generation_config(directory, has_defaults)
         family, config, is_text_part = _resolve_family(config)
         vocab_size = config.integer("vocab_size")
@@ -243,7 +243,7 @@ def _find_family(config: ConfigFile) -> tuple[Family, bool] | None:
         family = next(named, None)
     if family is None or (is_text_part and not family.text_part):
         return None
-    covered = family.covers is None or family.covers(config)
+    covered = family.is_supported is None or family.is_supported(config)
     return (family, is_text_part) if covered else None
 
 
@@ -259,7 +259,7 @@ def _resolve_family(config: ConfigFile) -> tuple[Family, ConfigFile, bool]:
         if "architectures" not in config and "model_type" in config:
             config.choice("model_type", tuple(FAMILIES))
         supported = ", ".join(family.architecture for family in FAMILIES.values())
-        raise config.bad("architectures", f"a list with one of {supported}")
+        raise config.invalid_field("architectures", f"a list with one of {supported}")
     family, is_text_part = found
     values = dict(config.values)
     if is_text_part:
@@ -287,13 +287,19 @@ def _read_rotary_dim(config: ConfigFile, family: Family, head_dim: int) -> int:
     section, name = rope_section(config), "partial_rotary_factor"
     for holder in (config, section):
         factor = holder.number(name, 1.0, high=1.0, open_low=True)
-        if family.rotates is None and factor != 1.0:
-            raise holder.bad(name, "1.0")
+        if family.partial_rotary_factor is None and factor != 1.0:
+            raise holder.invalid_field(name, "1.0")
     holder = section if name in section else config
-    factor = holder.number(name, 1.0 if family.rotates is None else family.rotates, high=1.0)
+    factor = holder.number(
+        name,
+        1.0 if family.partial_rotary_factor is None else family.partial_rotary_factor,
+        high=1.0,
+    )
     rotary_dim = int(head_dim * factor)
     if rotary_dim < 2 or rotary_dim % 2:
-        raise holder.bad(name, f"one that rotates an even number of head_dim={head_dim} elements")
+        raise holder.invalid_field(
+            name, f"one that rotates an even number of head_dim={head_dim} elements"
+        )
     return rotary_dim
 
 
@@ -317,14 +323,16 @@ def _read_head_sizes(config: ConfigFile) -> dict[str, Any]:
     stated = "num_key_value_heads" in config.values
     num_kv_heads = config.integer("num_key_value_heads", num_heads if stated else REQUIRED)
     if num_heads % num_kv_heads:
-        raise config.bad("num_key_value_heads", f"a divisor of num_attention_heads={num_heads}")
+        raise config.invalid_field(
+            "num_key_value_heads", f"a divisor of num_attention_heads={num_heads}"
+        )
     if "head_dim" in config:
         head_dim = config.integer("head_dim")
     elif hidden_size % num_heads == 0:
         head_dim = hidden_size // num_heads
     else:
         accepted = f"a multiple of num_attention_heads={num_heads} where head_dim is not given"
-        raise config.bad("hidden_size", accepted)
+        raise config.invalid_field("hidden_size", accepted)
     if head_dim % 2:
         raise ModelLoadError(f"{config.path}: head_dim is {head_dim}, expected an even number")
     return {

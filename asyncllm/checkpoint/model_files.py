@@ -215,7 +215,7 @@ def weight_files(directory: Path) -> list[Path]:
             + (", …" if len(missing) > 3 else "")
         )
     if not shards:
-        raise config.bad("weight_map", "the file of each tensor")
+        raise config.invalid_field("weight_map", "the file of each tensor")
     return [directory / shard for shard in shards]
 
 

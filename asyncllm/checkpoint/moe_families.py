@@ -43,7 +43,7 @@ def read_expert_counts(
     count = config.integer(name, high=MAX_EXPERTS)
     top_k = config.integer(per_token, high=MAX_EXPERTS)
     if top_k > count:
-        raise config.bad(per_token, f"at most {name}={count}")
+        raise config.invalid_field(per_token, f"at most {name}={count}")
     return count, top_k
 
 
@@ -68,10 +68,12 @@ def _read_groups(config: ConfigFile, count: int, top_k: int) -> tuple[int, int]:
     more."""
     groups = config.integer("n_group", 1, high=count)
     if count % groups or (groups > 1 and count // groups < 2):
-        raise config.bad("n_group", f"a divisor of n_routed_experts={count}, at most half of it")
+        raise config.invalid_field(
+            "n_group", f"a divisor of n_routed_experts={count}, at most half of it"
+        )
     chosen, least = config.integer("topk_group", 1), -(-top_k // (count // groups))
     if not least <= chosen <= groups:
-        raise config.bad(
+        raise config.invalid_field(
             "topk_group",
             f"{least} to n_group={groups} groups of {count // groups} experts, for "
             f"num_experts_per_tok={top_k}",
@@ -170,7 +172,7 @@ def _read_qwen3_moe(config: ConfigFile, sizes: Sizes) -> Fields:
 
 def _read_olmoe(config: ConfigFile, sizes: Sizes) -> Fields:
     if "clip_qkv" in config:
-        raise config.bad("clip_qkv", "null: projections are not clipped")
+        raise config.invalid_field("clip_qkv", "null: projections are not clipped")
     experts = ExpertsConfig(
         (True,) * sizes.num_layers,
         read_routing(config, "num_experts", "num_local_experts"),
@@ -197,7 +199,7 @@ def _read_glm4_moe(config: ConfigFile, sizes: Sizes) -> Fields:
 
 def _read_ernie4_5_moe(config: ConfigFile, sizes: Sizes) -> Fields:
     if config.boolean("use_bias", False):
-        raise config.bad("use_bias", "false: the output head has none")
+        raise config.invalid_field("use_bias", "false: the output head has none")
     count, top_k = read_expert_counts(config, "moe_num_experts", per_token="moe_k")
     step = config.integer("moe_layer_interval", 1)
     first = config.integer("moe_layer_start_index", 1, low=0)
@@ -282,7 +284,7 @@ MOE_FAMILIES: dict[str, Family] = {
             "n_shared_experts": 1,
             "num_nextn_predict_layers": 1,
         },
-        rotates=0.5,
+        partial_rotary_factor=0.5,
         read=_read_glm4_moe,
     ),
     "ernie4_5_moe": Family(

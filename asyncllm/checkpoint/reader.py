@@ -28,13 +28,13 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Codes:
+class QuantisedTensor:
     """Quantised matrix ``[out, in]`` with elements ``(code - zero) * scale``.
 
     Attributes:
         bits: number of bits of a code.
         shape: ``(out, in)``.
-        rows: function that reads rows: ``rows(start, stop)`` returns codes
+        read_rows: function that reads rows: ``read_rows(start, stop)`` returns codes
             ``[stop - start, in]``, uint8 or int8.
         scales: ``[ceil(out / block[0]), ceil(in / block[1])]``.
         block: rows and columns of a block, whose codes share one zero point and one scale.
@@ -47,7 +47,7 @@ class Codes:
 
     bits: int
     shape: tuple[int, ...]
-    rows: Callable[[int, int], Tensor]
+    read_rows: Callable[[int, int], Tensor]
     scales: Tensor
     block: tuple[int, int]
     zeros: Tensor | None = None
@@ -93,7 +93,7 @@ class CheckpointReader(Protocol):
         """
         ...
 
-    def codes(self, name: str) -> Codes | None:
+    def quantised_tensor(self, name: str) -> QuantisedTensor | None:
         """Integer codes and scales of a quantised tensor; None if it is not stored in this form."""
         ...
 

@@ -29,7 +29,7 @@ class RopeConfig:
         theta: base of the frequencies.
         kind: how frequencies are scaled; "none" for a layer without RoPE.
         factor: factor by which "linear", "llama3", "proportional" and "yarn" stretch positions.
-        share: "proportional" rotates this fraction of a head's pairs, the leading ones.
+        rotated_fraction: "proportional" rotates this fraction of a head's pairs, the leading ones.
         low_freq_factor, high_freq_factor: parameters of "llama3".
         original_max_position: context length of pretraining, in tokens.
         beta_fast, beta_slow: bounds between which "yarn" interpolates, in rotations within
@@ -55,7 +55,7 @@ class RopeConfig:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     query_scale_beta: float = 0.0
-    share: float = 1.0
+    rotated_fraction: float = 1.0
 
 
 NO_ROPE = RopeConfig(kind="none")
@@ -86,7 +86,7 @@ def read_rope(
     section = rope_section(config)
     if any(isinstance(value, dict) for value in section.values.values()):
         name = "rope_scaling" if config.values.get("rope_scaling") else ROPE_PARAMETERS
-        raise config.bad(name, "one set of RoPE parameters for all layers")
+        raise config.invalid_field(name, "one set of RoPE parameters for all layers")
     theta = config.number("rope_theta", 10_000.0, open_low=True)
     return read_rope_section(section, config, theta, rotary_dim, aliases)
 
@@ -143,13 +143,13 @@ def read_rope_section(
         return RopeConfig(theta=theta, kind="linear", factor=section.number("factor", low=1.0))
     if kind == "proportional":
         factor = section.number("factor", 1.0, open_low=True)
-        share = section.number("partial_rotary_factor", 1.0, high=1.0)
-        return RopeConfig(theta=theta, kind=kind, factor=factor, share=share)
+        rotated_fraction = section.number("partial_rotary_factor", 1.0, high=1.0)
+        return RopeConfig(theta=theta, kind=kind, factor=factor, rotated_fraction=rotated_fraction)
     original = _read_original_context(section, config)
     read = {"llama3": _read_llama3, "yarn": _read_yarn, "longrope": _read_longrope}[kind]
     fields = read(section, config, original, rotary_dim)
     if kind == "yarn" and theta <= 1.0:
-        raise section.bad("rope_theta", "a number above 1 with yarn")
+        raise section.invalid_field("rope_theta", "a number above 1 with yarn")
     return RopeConfig(theta=theta, kind=kind, original_max_position=original, **fields)
 
 
@@ -167,7 +167,7 @@ def _read_llama3(
     low = section.number("low_freq_factor", open_low=True)
     high = section.number("high_freq_factor", open_low=True)
     if high <= low:
-        raise section.bad("high_freq_factor", f"a number above low_freq_factor={low:g}")
+        raise section.invalid_field("high_freq_factor", f"a number above low_freq_factor={low:g}")
     factor = section.number("factor", low=1.0)
     return {"factor": factor, "low_freq_factor": low, "high_freq_factor": high}
 
@@ -178,7 +178,7 @@ def _read_yarn(section: ConfigFile, config: ConfigFile, original: int, dim: int)
     fast = section.number("beta_fast", 32.0, open_low=True)
     slow = section.number("beta_slow", 1.0, open_low=True)
     if fast < slow:
-        raise section.bad("beta_fast", f"a number from beta_slow={slow:g} on")
+        raise section.invalid_field("beta_fast", f"a number from beta_slow={slow:g} on")
     scale, all_dim = section.number("mscale", 0.0), section.number("mscale_all_dim", 0.0)
     implied = _mscale(factor)
     if scale and all_dim:
@@ -206,7 +206,7 @@ def _read_longrope(
     if factor > 1.0:
         if original < 2:
             accepted = "an integer from 2 on with longrope"
-            raise section.bad("original_max_position_embeddings", accepted)
+            raise section.invalid_field("original_max_position_embeddings", accepted)
         implied = math.sqrt(1.0 + math.log(factor) / math.log(original))
     return {
         "factor": factor,
@@ -219,6 +219,8 @@ def _read_longrope(
 def _read_factors(section: ConfigFile, name: str, count: int) -> tuple[float, ...]:
     values = section.values.get(name)
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != count:
-        raise section.bad(name, f"a list of {count} numbers, one for each rotated pair of a head")
+        raise section.invalid_field(
+            name, f"a list of {count} numbers, one for each rotated pair of a head"
+        )
     each = (ConfigFile(section.path, {name: value}) for value in values)
     return tuple(one.number(name, open_low=True) for one in each)

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from asyncllm.checkpoint.file_version import FileVersion
 from asyncllm.checkpoint.model_files import weight_files
-from asyncllm.checkpoint.reader import Codes, TensorInfo
+from asyncllm.checkpoint.reader import QuantisedTensor, TensorInfo
 from asyncllm.errors import ModelLoadError
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class SafetensorsReader:
         """Yield the whole tensor: it is a view, which takes no memory."""
         yield self.tensor(name)
 
-    def codes(self, name: str) -> Codes | None:
+    def quantised_tensor(self, name: str) -> QuantisedTensor | None:
         return None
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from asyncllm.checkpoint.reader import CheckpointReader, Codes, TensorInfo
+from asyncllm.checkpoint.reader import CheckpointReader, QuantisedTensor, TensorInfo
 from asyncllm.errors import ModelLoadError
 from asyncllm.logger import get_logger
 
@@ -72,8 +72,8 @@ class TextPart:
     def slices(self, name: str) -> Iterator[Tensor]:
         return self._reader.slices(self._names[name])
 
-    def codes(self, name: str) -> Codes | None:
-        return self._reader.codes(self._names[name])
+    def quantised_tensor(self, name: str) -> QuantisedTensor | None:
+        return self._reader.quantised_tensor(self._names[name])
 
     def close(self) -> None:
         self._reader.close()

@@ -214,5 +214,5 @@ def _named_templates(config: ConfigFile) -> dict[str, str]:
     except (TypeError, KeyError):
         named = None
     if named is None or not all(isinstance(text, str) for pair in named.items() for text in pair):
-        raise config.bad("chat_template", "a template or a list of {name, template}")
+        raise config.invalid_field("chat_template", "a template or a list of {name, template}")
     return named

@@ -118,7 +118,7 @@ class Tokenizer:
         config = ConfigFile.read_if_present(path / "tokenizer_config.json")
         response = config.values["response_template"] if "response_template" in config else None
         if response is not None and not isinstance(response, dict):
-            raise config.bad("response_template", "an object")
+            raise config.invalid_field("response_template", "an object")
         return cls(backend, template, special_tokens, response)
 
     def with_chat_template(self, given: str | os.PathLike[str]) -> Tokenizer:
@@ -280,7 +280,7 @@ class Tokenizer:
             min_tokens=params.min_tokens,
         )
 
-    def special_tokens_of(self, holds: Callable[[str], bool]) -> frozenset[int]:
+    def special_ids_where(self, holds: Callable[[str], bool]) -> frozenset[int]:
         """Ids of the special tokens whose text fulfils ``holds``."""
         added = self.backend.get_added_tokens_decoder()
         return frozenset(i for i in self.special_token_ids if holds(added[i].content))
@@ -407,7 +407,7 @@ def _read_special_tokens(path: Path) -> dict[str, str]:
             value = file.values[name]
             text = value.get("content") if isinstance(value, dict) else value
             if not isinstance(text, str):
-                raise file.bad(name, "a token, or an object with its content")
+                raise file.invalid_field(name, "a token, or an object with its content")
             tokens[name] = text
             break
     return tokens
