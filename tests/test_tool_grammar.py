@@ -44,7 +44,7 @@ def assert_fits(name: str, arguments: str) -> None:
 
 
 def form_of(family: str) -> ResponseFormat:
-    form = ResponseFormats([], None, family, None).of(True)
+    form = ResponseFormats([], None, family, None).format_for(True)
     assert form is not None
     return form
 

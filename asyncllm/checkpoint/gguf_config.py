@@ -142,7 +142,7 @@ def _llama3_parameters(file: GGUFFile, fields: ConfigFile) -> dict[str, Any] | N
     Raises:
         ModelLoadError: if no Llama 3 scaling has these factors.
     """
-    found, size = file.floats("rope_freqs.weight"), _head_dim(fields)
+    found, size = file.read_floats("rope_freqs.weight"), _head_dim(fields)
     factor = max(found)
     if factor == 1.0 == min(found):
         return None

@@ -95,13 +95,13 @@ class GGUFFile:
                 path.open("rb") as file,
                 mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
             ):
-                self._read(_Cursor(path, data))
+                self._read_header(_Cursor(path, data))
         except OSError as error:
             raise ModelLoadError(f"{path}: cannot be read ({error.strerror or error})") from error
         except ValueError as error:  # mmap's error for an empty file
             raise ModelLoadError(f"{path}: not a GGUF file ({error})") from error
 
-    def floats(self, name: str) -> tuple[float, ...]:
+    def read_floats(self, name: str) -> tuple[float, ...]:
         """Read the elements of a small tensor of type F32.
 
         Raises:
@@ -118,13 +118,13 @@ class GGUFFile:
             file.seek(tensor.start)
             return struct.unpack(f"<{count}f", file.read(tensor.num_bytes))
 
-    def _read(self, cursor: _Cursor) -> None:
-        if cursor.take(4) != b"GGUF":
+    def _read_header(self, cursor: _Cursor) -> None:
+        if cursor.read_bytes(4) != b"GGUF":
             raise cursor.error("not a GGUF file: it does not begin with 'GGUF'")
-        version = cursor.number("I")
+        version = cursor.read_number("I")
         if version not in (2, 3):
             raise cursor.error(f"version is {version}, expected 2 or 3 of little endian")
-        num_tensors, num_values = cursor.number("Q"), cursor.number("Q")
+        num_tensors, num_values = cursor.read_number("Q"), cursor.read_number("Q")
         if max(num_tensors, num_values) > MAX_ENTRIES:
             raise cursor.error(
                 f"{num_tensors} tensors and {num_values} metadata values, expected at most "
@@ -132,11 +132,11 @@ class GGUFFile:
             )
         self.metadata: dict[str, Any] = {}
         for _ in range(num_values):
-            key = cursor.name()
+            key = cursor.read_name()
             if key in self.metadata:
                 raise cursor.error(f"metadata {key!r} is there twice")
-            self.metadata[key] = cursor.value(key, cursor.number("I"))
-        entries = [self._entry(cursor) for _ in range(num_tensors)]
+            self.metadata[key] = cursor.read_value(key, cursor.read_number("I"))
+        entries = [self._read_entry(cursor) for _ in range(num_tensors)]
         alignment = self.metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 1 <= alignment <= 2**16:
             raise cursor.error(f"general.alignment is {alignment!r}, expected 1 to 65536")
@@ -157,12 +157,12 @@ class GGUFFile:
                 )
             self.tensors[name] = GGUFTensor(shape, kind, start, end - start)
 
-    def _entry(self, cursor: _Cursor) -> tuple[int, str, tuple[int, ...], int]:
-        name, dims = cursor.name(), cursor.number("I")
+    def _read_entry(self, cursor: _Cursor) -> tuple[int, str, tuple[int, ...], int]:
+        name, dims = cursor.read_name(), cursor.read_number("I")
         if not 1 <= dims <= 4:
             raise cursor.error(f"tensor {name!r} has {dims} dimensions, expected 1 to 4")
-        shape = tuple(cursor.number("Q") for _ in range(dims))[::-1]
-        kind, offset = cursor.number("I"), cursor.number("Q")
+        shape = tuple(cursor.read_number("Q") for _ in range(dims))[::-1]
+        kind, offset = cursor.read_number("I"), cursor.read_number("Q")
         return offset, name, shape, kind
 
     def _num_bytes(self, name: str, shape: tuple[int, ...], kind: int) -> int:
@@ -189,7 +189,7 @@ class _Cursor:
     def error(self, words: str) -> ModelLoadError:
         return ModelLoadError(f"{self.path}: {words}")
 
-    def take(self, count: int) -> bytes:
+    def read_bytes(self, count: int) -> bytes:
         if count > len(self.data) - self.position:
             raise self.error(
                 f"the file ends after {len(self.data)} bytes, and {count} more are due at byte "
@@ -198,36 +198,36 @@ class _Cursor:
         self.position += count
         return self.data[self.position - count : self.position]
 
-    def number(self, form: str) -> Any:
-        return struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))[0]
+    def read_number(self, form: str) -> Any:
+        return struct.unpack(f"<{form}", self.read_bytes(struct.calcsize(f"<{form}")))[0]
 
-    def name(self) -> str:
-        length, start = self.number("Q"), self.position
+    def read_name(self) -> str:
+        length, start = self.read_number("Q"), self.position
         if length > MAX_NAME_BYTES:
             raise self.error(
                 f"the name at byte {start} of the header has {length} bytes, expected at most "
                 f"{MAX_NAME_BYTES}"
             )
-        return self.take(length).decode("utf-8", "replace")
+        return self.read_bytes(length).decode("utf-8", "replace")
 
-    def value(self, key: str, kind: int) -> Any:
+    def read_value(self, key: str, kind: int) -> Any:
         if kind in _SCALAR_FORMATS:
-            return self.number(_SCALAR_FORMATS[kind])
+            return self.read_number(_SCALAR_FORMATS[kind])
         if kind == _STRING:
-            return self.take(self.number("Q")).decode("utf-8", "replace")
+            return self.read_bytes(self.read_number("Q")).decode("utf-8", "replace")
         if kind == _ARRAY:
-            return self._array(key, self.number("I"), self.number("Q"))
+            return self._read_array(key, self.read_number("I"), self.read_number("Q"))
         raise self.error(f"metadata {key!r} is of type {kind}, expected 0 to 12")
 
-    def _array(self, key: str, kind: int, count: int) -> Any:
+    def _read_array(self, key: str, kind: int, count: int) -> Any:
         if kind == _STRING:
             for _ in range(count):
-                self.take(self.number("Q"))
+                self.read_bytes(self.read_number("Q"))
             return count
         if kind not in _SCALAR_FORMATS:
             raise self.error(
                 f"metadata {key!r} is an array of type {kind}, expected strings or numbers"
             )
         form = _SCALAR_FORMATS[kind]
-        raw = self.take(count * struct.calcsize(f"<{form}"))
+        raw = self.read_bytes(count * struct.calcsize(f"<{form}"))
         return list(struct.unpack(f"<{count}{form}", raw)) if count <= MAX_ARRAY_LENGTH else count

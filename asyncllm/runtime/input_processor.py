@@ -283,7 +283,7 @@ class InputProcessor:
         """
         if use is not None and not self.loaded.tokenizer.chat_template.reads("tools", template):
             raise InvalidRequestError("tools: the chat template takes none", param="tools")
-        return self._formats.of(use is not None)
+        return self._formats.format_for(use is not None)
 
     @cached_property
     def _formats(self) -> ResponseFormats:

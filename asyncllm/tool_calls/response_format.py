@@ -87,7 +87,7 @@ class ResponseFormat:
         )
         self.syntax = None if self.calls is None else _json_syntax(self.calls)
 
-    def spells(self, token: str) -> bool:
+    def delimiters_contain(self, token: str) -> bool:
         """Whether ``token`` may be a part of a delimiter."""
         sources = [self.ignored_pattern, *self.prompt_ends]
         for part in (self.calls, self.thoughts):
@@ -244,7 +244,7 @@ class ResponseFormats:
             with importing_transformers():
                 importlib.import_module("transformers.utils.chat_parsing")
 
-    def of(self, with_tools: bool) -> ResponseFormat | None:
+    def format_for(self, with_tools: bool) -> ResponseFormat | None:
         """Format of an answer; None if all of it is text.
 
         Args:
