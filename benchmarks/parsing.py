@@ -21,7 +21,7 @@ from benchmarks.common import Report, cpu_time_of, options
 
 CALL = '<tool_call>\n{"name": "write", "arguments": {"text": "'
 TOOLS = {"write": {}}
-FORMAT = ResponseFormats([], None, "hermes", "qwen3").of(True)
+FORMAT = ResponseFormats([], None, "hermes", "qwen3").format_for(True)
 TEMPLATE = load_response_template(
     {
         "start_anchor": "<|im_start|>assistant\n",

@@ -37,12 +37,12 @@ def test_the_ledger_sees_a_wrong_token(seed, monkeypatch):
     """The check bites: one wrong token in a prefix hit is noticed."""
     from asyncllm.testing import FakeExecutor
 
-    write = FakeExecutor._write
+    write = FakeExecutor._write_digests
 
     def wrong(self, group, req_index, start, tokens):
         return write(self, group, req_index, start, tokens) ^ (start % 7 == 3)
 
-    monkeypatch.setattr(FakeExecutor, "_write", wrong)
+    monkeypatch.setattr(FakeExecutor, "_write_digests", wrong)
     outcome = asyncio.run(run(fake_subject(), seconds=2.0, seed=seed, clients=10))
     assert any("instead of" in what for what in outcome.ledger.wrong)
 

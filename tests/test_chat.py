@@ -127,7 +127,7 @@ async def test_a_template_that_is_not_compiled_is_compiled_elsewhere() -> None:
 async def test_a_hostile_template_ends_its_own_request(template: str, match: str) -> None:
     rig = rig_with()
     tokenizer: Any = rig.tokenizer
-    tokenizer._token_characters = 0
+    tokenizer._max_token_characters = 0
     async with rig.engine() as engine:
         neighbour = engine.stream([5], max_tokens=20)
         stream = engine.chat(HELLO, chat_template=template)

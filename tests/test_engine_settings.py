@@ -200,7 +200,7 @@ def test_only_the_last_templates_of_calls_are_kept_compiled() -> None:
         for i in range(40):
             assert llm.tokenize(HELLO, chat_template=f"{i}{{{{ 'x' }}}}") == list(f"{i}x".encode())
         llm.tokenize(HELLO, chat_template="39{{ 'x' }}")
-        found = template._compile_recent.cache_info()
+        found = template._compile_cached.cache_info()
         assert (found.currsize, found.hits, found.misses) == (8, 1, 40)
         assert len(template._compiled) == 1
 
@@ -255,7 +255,7 @@ def test_nested_configurations_are_merged_and_other_objects_replaced() -> None:
             "vision_config": 5,
         },
     )
-    found = file.overridden(
+    found = file.with_overrides(
         {
             "text_config": {"rope_parameters": {"rope_theta": 1e6}, "new": 1},
             "rope_scaling": {"rope_type": "yarn"},
@@ -268,14 +268,14 @@ def test_nested_configurations_are_merged_and_other_objects_replaced() -> None:
         "vision_config": {"a": 1},
     }
     assert file.values["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
-    assert file.overridden(None) is file.overridden({}) is file
+    assert file.with_overrides(None) is file.with_overrides({}) is file
     with pytest.raises(
         ModelLoadError, match=r"/m/config\.json with hf_overrides: vision_config is"
     ):
         found.integer("vision_config")
     for wrong in ({"quantization_config": None}, {"text_config": {"quantization_config": {}}}):
         with pytest.raises(InvalidRequestError, match="no quantization_config") as caught:
-            file.overridden(wrong)
+            file.with_overrides(wrong)
         assert caught.value.param == "hf_overrides"
 
 
@@ -318,7 +318,7 @@ def test_a_checkpoints_own_configuration_is_overridden_where_its_code_is_trusted
     values = QWEN3 | {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
     path = write(tmp_path / "own", values)
     (path / "own.py").write_text(code)
-    file = ConfigFile.read(path / "config.json").overridden({"hidden_size": 32})
+    file = ConfigFile.read(path / "config.json").with_overrides({"hidden_size": 32})
     found = _read(path, file, True, is_overridden=True)
     assert (type(found).__name__, found.hidden_size) == ("Own", 32)
     with pytest.raises(ModelLoadError, match="trust_remote_code=True runs that"):

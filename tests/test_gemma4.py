@@ -112,7 +112,9 @@ def _config(**fields: Any) -> Callable[[ModelConfig], ModelConfig]:
 
 
 def _whole_rope(config: ModelConfig) -> ModelConfig:
-    return replace(config, layer_ropes=tuple(replace(r, share=1.0) for r in config.layer_ropes))
+    return replace(
+        config, layer_ropes=tuple(replace(r, rotated_fraction=1.0) for r in config.layer_ropes)
+    )
 
 
 MUTATIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
@@ -263,7 +265,7 @@ def test_frequencies_of_a_part_are_those_of_transformers(tmp_path):
     model = read(tmp_path, E4B)
     theirs = as_transformers(E4B)
     rope = model.layer_ropes[-1]
-    assert (rope.kind, rope.share, rope.theta) == ("proportional", 0.25, 1e6)
+    assert (rope.kind, rope.rotated_fraction, rope.theta) == ("proportional", 0.25, 1e6)
     expected, _ = ROPE_INIT_FUNCTIONS["proportional"](theirs, CPU, layer_type=FULL)
     assert torch.equal(inverse_frequencies(rope, 512), expected)
     assert int((expected != 0).sum()) == 64

@@ -544,7 +544,7 @@ def test_a_long_array_is_its_length(whole, tmp_path, monkeypatch):
     path.write_bytes(whole)
     assert GGUFFile(path).metadata["tokenizer.ggml.tokens"] == 256
     assert len(GGUFFile(path).metadata["tokenizer.ggml.token_type"]) == 256
-    monkeypatch.setattr(gguf_file, "MAX_ARRAY", 255)
+    monkeypatch.setattr(gguf_file, "MAX_ARRAY_LENGTH", 255)
     assert GGUFFile(path).metadata["tokenizer.ggml.token_type"] == 256
 
 

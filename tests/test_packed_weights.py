@@ -14,7 +14,7 @@ from torch import Tensor
 
 from asyncllm import EngineConfig
 from asyncllm.checkpoint.model_config import ModelConfig
-from asyncllm.checkpoint.reader import Codes
+from asyncllm.checkpoint.reader import QuantisedTensor
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.formats import reader as reader_module
 from asyncllm.gpu.ops.linear_weights import LinearWeights, WeightForm
@@ -159,11 +159,11 @@ def test_parts_of_different_forms_are_dequantised(plain, tmp_path):
     assert layers(packed) == {"o", "gate_up", "down"}
 
 
-def codes(bits: int = 4, group: int = 32, rows: int = 8, **more: Any) -> Codes:
+def codes(bits: int = 4, group: int = 32, rows: int = 8, **more: Any) -> QuantisedTensor:
     values = torch.randint(0, 2**bits, (rows, 64), dtype=torch.uint8)
     grid = (rows, -(-64 // group))
     zeros = more.pop("zeros", torch.full(grid, 2 ** (bits - 1)))
-    return Codes(
+    return QuantisedTensor(
         bits, (rows, 64), lambda a, b: values[a:b], torch.ones(grid), (1, group), zeros, **more
     )
 

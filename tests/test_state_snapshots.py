@@ -417,13 +417,13 @@ def _neighbours(monkeypatch) -> None:
 
 def _kept(monkeypatch) -> None:
     """What the slot's last request left there is not replaced."""
-    advance = FakeExecutor._advance
+    advance = FakeExecutor._advance_states
 
     def kept(self, batch):
         batch.state_loads.clear()
         return advance(self, batch)
 
-    monkeypatch.setattr(FakeExecutor, "_advance", kept)
+    monkeypatch.setattr(FakeExecutor, "_advance_states", kept)
 
 
 def _too_old(monkeypatch) -> None:
@@ -467,7 +467,7 @@ def _any_epoch(monkeypatch) -> None:
 
 def _early(monkeypatch) -> None:
     """The device saves before the step has run."""
-    advance = FakeExecutor._advance
+    advance = FakeExecutor._advance_states
 
     def early(self, batch):
         saves, batch.state_saves = batch.state_saves, []
@@ -475,7 +475,7 @@ def _early(monkeypatch) -> None:
             self._states[self.info.max_num_seqs - 1 + snapshot] = self._states[req_index]
         return advance(self, batch)
 
-    monkeypatch.setattr(FakeExecutor, "_advance", early)
+    monkeypatch.setattr(FakeExecutor, "_advance_states", early)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from asyncllm import InvalidRequestError
 from asyncllm.serving.protocol_error import from_engine_error
 from asyncllm.structured.grammar import GrammarError, Vocabulary
-from asyncllm.structured.llguidance_backend import LLGuidanceBackend, _one_of
+from asyncllm.structured.llguidance_backend import LLGuidanceBackend, _choices_regex
 from asyncllm.structured.references import refuse_endless
 from asyncllm.structured.spec import parse_structured_outputs
 from tests.structured import ByteRig, accepts, byte_vocabulary, tokens_of
@@ -307,7 +307,9 @@ async def test_its_request_fails_alone_and_by_name() -> None:
 
 @given(st.lists(st.text("ab|(\\é", min_size=1, max_size=6), min_size=1, max_size=12, unique=True))
 def test_an_expression_of_choices_matches_them_and_nothing_else(choices: list[str]) -> None:
-    spelled = re.sub(r"\\x\{(\w+)\}", lambda m: f"\\x{int(m[1], 16):02x}", _one_of(sorted(choices)))
+    spelled = re.sub(
+        r"\\x\{(\w+)\}", lambda m: f"\\x{int(m[1], 16):02x}", _choices_regex(sorted(choices))
+    )
     found = re.compile(spelled)
     for text in {part for one in choices for part in (one, one[:-1], one + "a", "b" + one)}:
         assert bool(found.fullmatch(text)) == (text in choices)
@@ -316,7 +318,7 @@ def test_an_expression_of_choices_matches_them_and_nothing_else(choices: list[st
 def test_what_choices_begin_with_is_written_once(llguidance) -> None:
     shared = "the same beginning of " * 40
     choices = [f"{shared}{i}" for i in range(120)]
-    assert len(_one_of(sorted(choices))) < 2 * len(_one_of([shared])) + 2000
+    assert len(_choices_regex(sorted(choices))) < 2 * len(_choices_regex([shared])) + 2000
     grammar = compiled(llguidance, choice=choices)
     assert all(accepts(grammar, one) for one in choices[::17])
     assert not accepts(grammar, shared)

@@ -315,7 +315,7 @@ def test_what_fails_behind_the_file_names_the_folder(
     def fail(*_: object) -> None:
         raise RuntimeError("no such piece")
 
-    monkeypatch.setattr(Tokenizer, "_decoder_factory", fail)
+    monkeypatch.setattr(Tokenizer, "_make_decoder_maker", fail)
     path = make()
     with pytest.raises(ModelLoadError, match=re.escape(f"{path}: ") + r".*\(no such piece\)"):
         load(path)

@@ -44,7 +44,7 @@ def assert_fits(name: str, arguments: str) -> None:
 
 
 def form_of(family: str) -> ResponseFormat:
-    form = ResponseFormats([], None, family, None).of(True)
+    form = ResponseFormats([], None, family, None).format_for(True)
     assert form is not None
     return form
 
@@ -94,7 +94,7 @@ def test_what_a_grammar_admits_its_parser_reads(family: str) -> None:
             parser = OutputParser(form_of(family), use.parameters, begin, one_call=not parallel)
             parser.push(text.decode())
             parser.finish()
-            said, _, _ = parser.take()
+            said, _, _ = parser.take_increments()
             assert parser.calls, text
             assert said == "", text
             for call in parser.calls:
@@ -251,7 +251,7 @@ def test_a_parser_for_one_call_takes_the_next_for_text() -> None:
                 for begin in range(0, len(text), size):
                     parser.push(text[begin : begin + size])
                 parser.finish()
-                said, _, _ = parser.take()
+                said, _, _ = parser.take_increments()
                 assert [call.name for call in parser.calls] == ["now"]
                 assert said.strip() == text[len(call) :].strip()
 

@@ -18,7 +18,7 @@ from asyncllm.config import ReasoningParser, ToolParser
 from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.testing import byte_tokenizer
 from asyncllm.text.tokenizer import Tokenizer
-from asyncllm.tool_calls.delimiters import MAX_LENGTH, Delimiters, DelimiterScanner
+from asyncllm.tool_calls.delimiters import MAX_DELIMITER_LENGTH, Delimiters, DelimiterScanner
 from asyncllm.tool_calls.families import REASONING_FAMILIES, TOOL_FAMILIES
 from asyncllm.tool_calls.message_parser import OutputParser
 from asyncllm.tool_calls.response_format import ResponseFormat, ResponseFormats
@@ -70,7 +70,7 @@ Parsed = tuple[str, str, list[tuple[str, dict[str, Any]]]]
 
 def form_of(family: str) -> ResponseFormat:
     thinking = "gpt_oss" if family == "gpt_oss" else "qwen3"
-    form = ResponseFormats([], None, family, thinking).of(True)
+    form = ResponseFormats([], None, family, thinking).format_for(True)
     assert form is not None
     return form
 
@@ -84,7 +84,7 @@ def parse(form: ResponseFormat, pieces: Iterable[str], begin: str = "") -> Parse
     text, reasoning, fragments = "", "", []
     for piece in [*pieces, None]:
         parser.finish() if piece is None else parser.push(piece)
-        more_text, more_reasoning, deltas = parser.take()
+        more_text, more_reasoning, deltas = parser.take_increments()
         text, reasoning = text + more_text, reasoning + more_reasoning
         fragments += deltas
     whole = [delta.index for delta in fragments if delta.done]
@@ -311,7 +311,7 @@ def test_what_the_prompt_has_written_of_the_answer() -> None:
     ],
 )
 def test_a_chat_template_shows_its_family(family: str, source: str) -> None:
-    form = ResponseFormats([source], None, "auto", "auto").of(True)
+    form = ResponseFormats([source], None, "auto", "auto").format_for(True)
     assert form is not None
     assert form.calls is TOOL_FAMILIES[family].calls
     assert (form.thoughts is None) == (family != "gpt_oss" or "analysis" not in source)
@@ -324,22 +324,22 @@ def test_the_configuration_names_every_family() -> None:
 
 def test_a_family_is_named_or_unknown() -> None:
     formats = ResponseFormats(["{{ messages }}"], None, "auto", "auto")
-    assert formats.of(False) is None
+    assert formats.format_for(False) is None
     with pytest.raises(InvalidRequestError, match="tool_call_parser") as caught:
-        formats.of(True)
+        formats.format_for(True)
     assert caught.value.param == "tools"
     # GLM's, and another that is written as elements: calls there are no JSON.
     for source in ("<tool_call>{{ name }}<arg_key>a</arg_key><arg_value>1</arg_value>",
                    '<tool_call><function name="f"></function></tool_call>'):  # fmt: skip
         with pytest.raises(InvalidRequestError, match="tool_call_parser"):
-            ResponseFormats([source], None, "auto", "auto").of(True)
-        named = ResponseFormats([source], None, "hermes", "auto").of(True)
+            ResponseFormats([source], None, "auto", "auto").format_for(True)
+        named = ResponseFormats([source], None, "hermes", "auto").format_for(True)
         assert named is not None
         assert named.calls is TOOL_FAMILIES["hermes"].calls
-    thinking = ResponseFormats(["<think>"], None, "auto", "auto").of(False)
+    thinking = ResponseFormats(["<think>"], None, "auto", "auto").format_for(False)
     assert thinking is not None
     assert thinking.thoughts is REASONING_FAMILIES["qwen3"].thoughts
-    assert ResponseFormats(["<think>"], None, "auto", None).of(False) is None
+    assert ResponseFormats(["<think>"], None, "auto", None).format_for(False) is None
 
 
 OWN = {
@@ -364,7 +364,7 @@ OWN = {
 
 def test_the_tokenizers_own_template_comes_first() -> None:
     """Gemma's, as transformers serves it: JSON that is none, parsed a region at a time."""
-    form = ResponseFormats(["<tool_call> <think>"], OWN, "auto", "auto").of(True)
+    form = ResponseFormats(["<tool_call> <think>"], OWN, "auto", "auto").format_for(True)
     assert form is not None
     text = (
         "<|channel>thought\nHm.<channel|>Ok.<|tool_call>call:get_weather{city:"
@@ -377,7 +377,7 @@ def test_the_tokenizers_own_template_comes_first() -> None:
     )
     assert parse(form, [text]) == parse(form, text) == expected
     assert (form.begin, form.end) == ("<|channel>thought\n", "<channel|>")
-    named = ResponseFormats([], OWN, "hermes", "auto").of(True)
+    named = ResponseFormats([], OWN, "hermes", "auto").format_for(True)
     assert named is not None
     assert named.calls is TOOL_FAMILIES["hermes"].calls
 
@@ -397,7 +397,7 @@ def test_a_template_that_cannot_be_used_is_refused_at_the_start(change: Any, say
 
 def test_a_delimiter_has_a_greatest_length() -> None:
     scanner = DelimiterScanner(Delimiters([("x", r"<a+>")]))
-    longest = "<" + "a" * (MAX_LENGTH - 2) + ">"
+    longest = "<" + "a" * (MAX_DELIMITER_LENGTH - 2) + ">"
     assert scanner.feed(f"b{longest}c")[1] is not None
     assert DelimiterScanner(Delimiters([("x", r"<a+>")])).feed("b<a" + longest[1:] + "c") == (
         "b<a" + longest[1:] + "c",

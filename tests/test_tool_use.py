@@ -317,7 +317,7 @@ CITY = {
 
 
 def grammar(family: str, choice: Any, parallel: bool = True) -> Any:
-    form = ResponseFormats([], None, family, None).of(True)
+    form = ResponseFormats([], None, family, None).format_for(True)
     assert form is not None
     return tool_grammar(form, TWO, choice, parallel)["format"]
 
@@ -352,7 +352,7 @@ def test_a_grammar_writes_calls_as_the_template_does() -> None:
 
 
 def test_a_choice_becomes_a_sampling_parameter() -> None:
-    form = ResponseFormats([], None, "hermes", None).of(True)
+    form = ResponseFormats([], None, "hermes", None).format_for(True)
     auto, named = use([ADD]), use([ADD], {"type": "function", "name": "add"})
     assert form is not None
     assert auto is not None
@@ -369,7 +369,7 @@ def test_a_choice_becomes_a_sampling_parameter() -> None:
 
 def test_parameters_have_no_others_unless_they_say_so() -> None:
     def written(parameters: Any) -> Any:
-        form = ResponseFormats([], None, "hermes", None).of(True)
+        form = ResponseFormats([], None, "hermes", None).format_for(True)
         assert form is not None
         tool = {"function": {"name": "f", "parameters": parameters}}
         tag = tool_grammar(form, [tool], "required", True)

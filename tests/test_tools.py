@@ -432,7 +432,7 @@ def test_delimiters_that_are_special_tokens_are_kept_in_the_text() -> None:
     backend = byte_tokenizer().backend
     backend.add_special_tokens([tokenizers.AddedToken(t, normalized=False) for t in MARKS])
     tokenizer = Tokenizer(backend, ChatTemplate({}, {}), {})
-    visible = tokenizer.special_tokens_of(lambda text: text == "<think>")
+    visible = tokenizer.special_ids_where(lambda text: text == "<think>")
     assert visible == {THINK}
     ids = tokenizer.encode("a<think>b</think>")
     for keep, expected in ((visible, "a<think>b"), (frozenset(), "ab")):

@@ -103,7 +103,7 @@ class DictReader:
     def slices(self, name: str) -> Iterator[torch.Tensor]:
         return iter(self.tensor(name).split(7))
 
-    def codes(self, name: str) -> None:
+    def quantised_tensor(self, name: str) -> None:
         return None
 
     def close(self) -> None:

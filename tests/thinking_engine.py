@@ -10,7 +10,7 @@ import tokenizers
 from asyncllm import AsyncLLMEngine, EngineConfig
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.testing import byte_tokenizer
-from asyncllm.testing.fake_engine import FakeModelConfig, ScriptedExecutor, _limits
+from asyncllm.testing.fake_engine import FakeModelConfig, ScriptedExecutor, _executor_info
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.tokenizer import Tokenizer
 from tests.fakes import engine_with
@@ -56,7 +56,7 @@ def thinking_engine(
         names = {"eos_token": "<|im_end|>"}
         tokenizer = Tokenizer(backend, ChatTemplate({"default": TEMPLATE}, names), names)
         tokenizer.chat_template.compile()
-        info = replace(_limits(config, tokenizer.vocab_size), pipeline_depth=depth)
+        info = replace(_executor_info(config, tokenizer.vocab_size), pipeline_depth=depth)
         executor = ScriptedExecutor(info, tokenizer, answers)
         return LoadedModel(executor, tokenizer, FakeModelConfig(info.max_model_len))
 

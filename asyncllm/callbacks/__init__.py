@@ -1,4 +1,4 @@
-"""stream_with_callbacks: a token stream that calls LangChain-style handlers.
+"""stream_with_callbacks: makes a token stream that calls LangChain-style handlers.
 
 Handlers are LangChain's, or any object with some of their methods:
 
@@ -9,12 +9,17 @@ Handlers are LangChain's, or any object with some of their methods:
     async for delta in stream_with_callbacks(engine, "Tell me a story.", handlers=[Printer()]):
         ...
 
-LangChain need not be installed. The calls are ``on_llm_start(serialized, prompts)`` or, for a
-conversation, ``on_chat_model_start(serialized, [messages])``, then ``on_llm_new_token(token,
-chunk=…)`` for each delta, then ``on_llm_end(result)`` or ``on_llm_error(error, response=…)``; each
-with ``run_id``, ``parent_run_id`` and ``tags``, the first also with ``metadata``, ``name`` and
-``invocation_params``. With several outputs, each chunk has its output's ``index`` in
-``generation_info``, and ``result.generations[0]`` has one generation for each.
+LangChain need not be installed. A stream makes these calls, in this order:
+
+- ``on_llm_start(serialized, prompts)``; for a conversation ``on_chat_model_start(serialized,
+  [messages])``;
+- ``on_llm_new_token(token, chunk=…)`` for each delta;
+- ``on_llm_end(result)`` or ``on_llm_error(error, response=…)``.
+
+Each call also has the arguments ``run_id``, ``parent_run_id`` and ``tags``; the first also has
+``metadata``, ``name`` and ``invocation_params``. If a request has several outputs, each chunk has
+its output's ``index`` in ``generation_info``, and ``result.generations[0]`` has one generation per
+output.
 """
 
 from __future__ import annotations
@@ -31,8 +36,8 @@ from asyncllm.callbacks.messages import (
     CallbackMessage,
     buffer_string,
     make_chunk,
+    make_result,
     messages_from_chat,
-    result_of,
 )
 from asyncllm.callbacks.run import CallbackRun
 from asyncllm.engine import AsyncLLMEngine
@@ -56,27 +61,27 @@ def stream_with_callbacks(
     run_name: str | None = None,
     **options: Any,
 ) -> CallbackStream:
-    """Submit a request at once; its stream calls the handlers as it is read.
+    """Submit a request; its stream calls the handlers as it is read.
 
     Args:
         prompt: text or token ids, as for ``AsyncLLMEngine.stream``; or messages, as for
             ``AsyncLLMEngine.chat``.
-        sampling_params, options: as for these two.
+        sampling_params, options: as for these two methods.
         handlers: objects with any of the methods ``on_llm_start``, ``on_chat_model_start``,
             ``on_llm_new_token``, ``on_llm_end`` and ``on_llm_error``, synchronous or
             asynchronous.
         run_id: id of this run; None for a random one.
         parent_run_id: id of the run that this one is a part of.
-        tags, metadata, run_name: passed to the handlers.
+        tags, metadata, run_name: values that are passed to the handlers.
 
-    A request that is refused raises at the first read, because only then can ``on_llm_error`` be
-    called.
+    If the engine refuses the request, the first read raises the error, because only then can
+    ``on_llm_error`` be called.
 
     Handlers are called one after the other, and the next delta is read when all have returned. The
-    engine does not wait for them: unread deltas merge. A synchronous method runs on a thread of
-    this stream, unless the handler has ``run_inline = True``. An exception in a handler, except
-    KeyboardInterrupt, is only logged; with ``raise_error = True`` on the handler it ends the
-    stream, which raises it.
+    engine does not wait for them: unread deltas are merged. A synchronous method runs on a thread
+    of this stream, unless the handler has ``run_inline = True``. An exception in a handler, except
+    KeyboardInterrupt, is only logged; if the handler has ``raise_error = True``, the stream raises
+    it and ends.
     """
     chat = not isinstance(prompt, str) and len(prompt) > 0
     chat = chat and not isinstance(prompt[0], numbers.Integral)
@@ -93,7 +98,7 @@ def stream_with_callbacks(
         refusal = error
     if isinstance(prompt, str):
         text = prompt
-    else:  # refused token ids may be any objects, and any number of them
+    else:  # after a refusal, the prompt may be objects of any kind and number
         text = " ".join(map(str, prompt)) if stream is not None else describe(prompt)
     run = CallbackRun(
         handlers=tuple(handlers),
@@ -105,12 +110,12 @@ def stream_with_callbacks(
         model_name=engine.config.model_name,
         messages=messages if chat else None,
         prompt=buffer_string(messages) if chat else text,
-        invocation_params={**_params(sampling_params), **options},
+        invocation_params={**_sampling_fields(sampling_params), **options},
     )
     return CallbackStream(stream, refusal, run)
 
 
-def _params(sampling_params: SamplingParams | None) -> dict[str, Any]:
+def _sampling_fields(sampling_params: SamplingParams | None) -> dict[str, Any]:
     if not isinstance(sampling_params, SamplingParams):
         return {}
     return {name: getattr(sampling_params, name) for name in sampling_params.__dataclass_fields__}
@@ -119,13 +124,17 @@ def _params(sampling_params: SamplingParams | None) -> dict[str, Any]:
 class CallbackStream(Handle):
     """Token stream that calls handlers as it is read; made by ``stream_with_callbacks``.
 
-    It is read and aborted like a ``TokenStream``. Each run ends with one call: ``on_llm_end`` after
-    the last delta, or with the partial result after ``aclose()`` or the end of ``async with``;
-    ``on_llm_error`` after an exception, cancellation included. A stream that is dropped unfinished,
-    as after ``break``, makes no last call: use ``aclose()``.
+    It is read and aborted like a ``TokenStream``. The last call of a run is
+
+    - ``on_llm_end`` with the result, after the last delta;
+    - ``on_llm_end`` with the partial result, after ``aclose()`` or the end of ``async with``;
+    - ``on_llm_error``, after an exception, cancellation included.
+
+    If the reader drops an unfinished stream, as with ``break``, there is no last call; use
+    ``aclose()``.
 
     Attributes:
-        run_id: id of this run that the handlers get.
+        run_id: id of this run, which the handlers get.
     """
 
     def __init__(
@@ -140,7 +149,7 @@ class CallbackStream(Handle):
 
     @property
     def request_id(self) -> str | None:
-        """Id of the request; None if it was refused."""
+        """Id of the request; None if the engine refused it."""
         return self._stream.request_id if self._stream is not None else None
 
     @property
@@ -155,7 +164,7 @@ class CallbackStream(Handle):
         return self
 
     async def __anext__(self) -> Delta:
-        """Next delta, after every handler was called with it.
+        """Read the next delta, and call every handler with it.
 
         Raises:
             StopAsyncIteration: after the last delta, an exception, or ``aclose()``.
@@ -164,14 +173,14 @@ class CallbackStream(Handle):
         if self._ended:
             raise StopAsyncIteration
         try:
-            return await self._next()
+            return await self._read_next()
         except GeneratorExit:
-            raise  # the task was destroyed with its loop, so no handler can be called
+            raise  # the task is being destroyed with its event loop: handlers cannot be called
         except BaseException as error:
             await self._fail(error)
             raise
 
-    async def _next(self) -> Delta:
+    async def _read_next(self) -> Delta:
         if not self._started:
             self._started = True
             await self._run.start()
@@ -181,8 +190,8 @@ class CallbackStream(Handle):
         delta = await anext(self._stream)
         if delta.text or delta.token_ids:
             several = self._stream.num_outputs > 1
-            chunk = make_chunk(delta, several, chat=self._chat, run_id=self.run_id)
-            await self._run.emit("on_llm_new_token", delta.text, chunk=chunk)
+            chunk = make_chunk(delta, several, chat=self._is_chat, run_id=self.run_id)
+            await self._run.notify("on_llm_new_token", delta.text, chunk=chunk)
         if delta.usage is not None:
             await self._finish(self._stream)
         return delta
@@ -190,7 +199,7 @@ class CallbackStream(Handle):
     async def _finish(self, stream: TokenStream) -> None:
         self._ended = True
         try:
-            await self._run.emit("on_llm_end", self._result(stream.completion()))
+            await self._run.notify("on_llm_end", self._make_result(stream.completion()))
         finally:
             self._run.close()
 
@@ -201,28 +210,29 @@ class CallbackStream(Handle):
         completion = getattr(error, "partial", None)
         if self._stream is not None:
             self._stream.close()
-            # A failed stream has no completion; one that hit its deadline has a partial one.
+            # A stream that exceeded its deadline has a partial completion. A failed stream has
+            # none, and raises.
             with contextlib.suppress(Exception):
                 completion = self._stream.completion()
-        partial = {} if completion is None else {"response": self._result(completion)}
+        partial = {} if completion is None else {"response": self._make_result(completion)}
         try:
-            # If a cancel scope has ended the reading, only a shielded scope can await.
+            # If the reader's cancel scope was cancelled, await works only in a shielded scope.
             with anyio.CancelScope(shield=True):
-                await self._run.emit("on_llm_error", error, quiet=True, **partial)
+                await self._run.notify("on_llm_error", error, quiet=True, **partial)
         finally:
             self._run.close()
 
     @property
-    def _chat(self) -> bool:
+    def _is_chat(self) -> bool:
         return self._run.messages is not None
 
-    def _result(self, completion: Completion) -> Any:
-        return result_of(
-            completion, chat=self._chat, run_id=self.run_id, model_name=self._run.model_name
+    def _make_result(self, completion: Completion) -> Any:
+        return make_result(
+            completion, chat=self._is_chat, run_id=self.run_id, model_name=self._run.model_name
         )
 
     def abort(self) -> None:
-        """End the request with finish reason ``abort``; its output so far can still be read."""
+        """End the request with finish reason "abort"; its output so far can still be read."""
         if self._stream is not None:
             self._stream.abort()
 
@@ -243,7 +253,7 @@ class CallbackStream(Handle):
         await self.aclose()
 
     async def result(self) -> Completion:
-        """Read to the end, and return the completion."""
+        """Read the stream to its end; returns the completion."""
         async for _ in self:
             pass
         if self._stream is None:

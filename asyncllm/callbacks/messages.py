@@ -1,8 +1,8 @@
-"""Messages, generations and results for handlers, with LangChain's attributes.
+"""Arguments of handlers: messages, generations and results with LangChain's attributes.
 
 Handlers written for LangChain read attributes (``message.content``,
-``result.generations[0][0].text``) and call ``model_dump()``. These types are not LangChain's own,
-so it need not be installed.
+``result.generations[0][0].text``) and call ``model_dump()``. The types here have both, so that
+LangChain need not be installed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from asyncllm.outputs import Completion, CompletionOutput, Delta, Usage
 
 MessageType = Literal["human", "ai", "system", "tool", "chat"]
 
-_TYPES: Mapping[str, MessageType] = {
+_MESSAGE_TYPES: Mapping[str, MessageType] = {
     "user": "human",
     "assistant": "ai",
     "system": "system",
     "developer": "system",
     "tool": "tool",
 }
-_SPEAKERS: Mapping[MessageType, str] = {
+_ROLE_LABELS: Mapping[MessageType, str] = {
     "human": "Human",
     "ai": "AI",
     "system": "System",
@@ -34,21 +34,21 @@ _SPEAKERS: Mapping[MessageType, str] = {
 
 
 class _ModelDump:
-    """Adds pydantic's ``model_dump``, which tracers and loggers call, to dataclasses."""
+    """Base of dataclasses with pydantic's ``model_dump``, which tracers and loggers call."""
 
     def model_dump(self, **_: Any) -> dict[str, Any]:
         assert is_dataclass(self)
-        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+        return {f.name: _to_plain(getattr(self, f.name)) for f in fields(self)}
 
     def dict(self, **_: Any) -> dict[str, Any]:
         return self.model_dump()
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, _ModelDump):
         return value.model_dump()
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_to_plain(item) for item in value]
     return copy.copy(value) if isinstance(value, dict) else value
 
 
@@ -57,11 +57,11 @@ class CallbackMessage(_ModelDump):
     """One message of a conversation, with the attributes of LangChain's ``BaseMessage``.
 
     Attributes:
-        content: the text, or the parts as they were given.
-        type: "human", "ai", "system", "tool"; "chat" for any other role.
-        role: the role that the message had.
+        content: the text, or the caller's list of parts.
+        type: LangChain's name of the role: "human", "ai", "system" or "tool"; "chat" for any other.
+        role: the caller's name of the role.
         usage_metadata: token counts of an answer: ``input_tokens``, ``output_tokens``,
-            ``total_tokens`` and ``input_token_details["cache_read"]``.
+            ``total_tokens`` and ``input_token_details["cache_read"]``; None for other messages.
     """
 
     content: Any
@@ -87,7 +87,7 @@ class CallbackMessage(_ModelDump):
         role = str(message.get("role"))
         return cls(
             content=message.get("content") or "",
-            type=_TYPES.get(role, "chat"),
+            type=_MESSAGE_TYPES.get(role, "chat"),
             role=role,
             name=message.get("name"),
             tool_calls=list(message.get("tool_calls") or ()),
@@ -96,8 +96,7 @@ class CallbackMessage(_ModelDump):
 
 @dataclass
 class CallbackGeneration(_ModelDump):
-    """One output, or a chunk of one for ``on_llm_new_token(chunk=…)``. For conversations
-    ``message`` is set, as in LangChain's ``ChatGeneration``."""
+    """Text of one output, or of one chunk of it for ``on_llm_new_token(chunk=…)``."""
 
     text: str
     generation_info: dict[str, Any] | None = None
@@ -106,7 +105,7 @@ class CallbackGeneration(_ModelDump):
 
 @dataclass
 class CallbackChatGeneration(CallbackGeneration):
-    """An output of a conversation."""
+    """CallbackGeneration of a conversation, with a message as in LangChain's ``ChatGeneration``."""
 
     type: str = "ChatGeneration"
     message: CallbackMessage = field(default_factory=lambda: CallbackMessage("", "ai", "assistant"))
@@ -117,8 +116,8 @@ class CallbackResult(_ModelDump):
     """Argument of ``on_llm_end``, with the attributes of LangChain's ``LLMResult``.
 
     Attributes:
-        generations: list of outputs for each prompt; here always one prompt.
-        llm_output: ``token_usage`` and ``model_name``.
+        generations: for each prompt, the list of its outputs. Here there is always one prompt.
+        llm_output: dict with ``token_usage`` and ``model_name``.
     """
 
     generations: list[list[CallbackGeneration]]
@@ -127,12 +126,16 @@ class CallbackResult(_ModelDump):
     type: str = "LLMResult"
 
     def flatten(self) -> list[Self]:
-        """Split into one result for each prompt."""
+        """Split the result into one result per prompt."""
         return [type(self)([outputs], self.llm_output) for outputs in self.generations]
 
 
 def messages_from_chat(messages: Any) -> list[CallbackMessage]:
-    """Convert chat messages; InvalidRequestError if they are not dicts."""
+    """Convert chat messages.
+
+    Raises:
+        InvalidRequestError: if one of them is not a mapping.
+    """
     if not all(isinstance(message, Mapping) for message in messages):
         raise InvalidRequestError(
             'prompt: expected text, token ids, or messages {"role": …, "content": …}',
@@ -142,25 +145,30 @@ def messages_from_chat(messages: Any) -> list[CallbackMessage]:
 
 
 def buffer_string(messages: Sequence[CallbackMessage]) -> str:
-    """Conversation as one text, for handlers that only know prompts."""
-    return "\n".join(f"{_SPEAKERS.get(m.type, m.role)}: {m.text}" for m in messages)
+    """Join a conversation to one text, for handlers that accept only prompts."""
+    return "\n".join(f"{_ROLE_LABELS.get(m.type, m.role)}: {m.text}" for m in messages)
 
 
 def make_chunk(delta: Delta, several: bool, *, chat: bool, run_id: uuid.UUID) -> CallbackGeneration:
-    """Convert a delta to a handler's chunk; with ``several`` outputs it has its output's index."""
+    """Convert a delta to a handler's chunk.
+
+    Args:
+        several: whether the request has several outputs; the chunk then has its output's index.
+    """
     index = delta.index if several else None
-    return _generation(delta, delta.usage, chat, run_id, "Chunk", index)
+    return _make_generation(delta, delta.usage, chat, run_id, "Chunk", index)
 
 
-def result_of(
+def make_result(
     completion: Completion, *, chat: bool, run_id: uuid.UUID, model_name: str
 ) -> CallbackResult:
-    """Convert a whole or partial completion to a handler's result."""
+    """Convert a completion, which may be partial, to a handler's result."""
     usage = completion.usage
     several = len(completion.outputs) > 1
     generations = [
-        # Usage covers all outputs, so only the first has it: handlers may sum over generations.
-        _generation(
+        # Usage counts the tokens of all outputs. Only the first generation has it, because handlers
+        # may add up those of all generations.
+        _make_generation(
             output,
             None if output.index else usage,
             chat,
@@ -180,7 +188,7 @@ def result_of(
     return CallbackResult([generations], llm_output)
 
 
-def _generation(
+def _make_generation(
     output: Delta | CompletionOutput,
     usage: Usage | None,
     chat: bool,
@@ -189,8 +197,15 @@ def _generation(
     index: int | None = None,
     **metadata: Any,
 ) -> CallbackGeneration:
-    """Generation of an output's text. In a conversation it has a message, with ``metadata`` as its
-    metadata."""
+    """Make the generation of an output's text.
+
+    Args:
+        usage: token counts for the message's ``usage_metadata``.
+        chat: add a message, as for a conversation.
+        suffix: end of the generation's type: "Chunk" for a delta.
+        index: index of the output, if there are several.
+        metadata: further entries of the message's ``response_metadata``.
+    """
     info: dict[str, Any] = {
         "index": index,
         "finish_reason": output.finish_reason,
@@ -211,7 +226,7 @@ def _generation(
 
 
 def usage_metadata(usage: Usage | None) -> dict[str, Any] | None:
-    """Convert token counts to LangChain's names."""
+    """Convert token counts to a dict with LangChain's names."""
     if usage is None:
         return None
     return {

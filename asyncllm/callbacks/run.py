@@ -1,4 +1,4 @@
-"""CallbackRun: calls the handlers of one stream."""
+"""CallbackRun: calls the handlers of one stream, one after the other."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ logger = logging.getLogger("asyncllm.callbacks")
 
 @dataclass(eq=False)
 class CallbackRun:
-    """Caller of one run's handlers.
+    """The handlers of one run, and the arguments of their calls.
 
     Attributes:
-        messages: the conversation; None for a prompt.
+        messages: the conversation; None if the request has a prompt instead.
         prompt: the prompt, or the conversation as one text.
     """
 
@@ -45,8 +45,8 @@ class CallbackRun:
     _thread: ThreadPoolExecutor | None = None
 
     def __post_init__(self) -> None:
-        # Handlers that run inline come first: tracers, on which others build.
-        self.handlers = sorted(self.handlers, key=lambda h: not _attribute(h, "run_inline"))
+        # Handlers that run inline are tracers, whose state other handlers read. Call them first.
+        self.handlers = sorted(self.handlers, key=lambda h: not _get_attribute(h, "run_inline"))
 
     @property
     def ids(self) -> dict[str, Any]:
@@ -69,18 +69,24 @@ class CallbackRun:
         }
         chat, llm = (model, [self.messages]), (model, [self.prompt])
         for handler in self.handlers:
-            if self.messages is None or not await self._call(
+            if self.messages is None or not await self._call_handler(
                 handler, "on_chat_model_start", "ignore_chat_model", chat, extra
             ):
-                await self._call(handler, "on_llm_start", "ignore_llm", llm, extra)
+                await self._call_handler(handler, "on_llm_start", "ignore_llm", llm, extra)
 
-    async def emit(self, event: str, *args: Any, quiet: bool = False, **extra: Any) -> None:
-        """Call ``event`` of every handler, in order. With ``quiet``, handlers' exceptions are only
-        logged, so that they do not replace one that is being raised."""
+    async def notify(self, event: str, *args: Any, quiet: bool = False, **extra: Any) -> None:
+        """Call the method ``event`` of every handler, in order.
+
+        Args:
+            quiet: only log exceptions of handlers, so that they do not replace one that is already
+                being raised.
+        """
         for handler in self.handlers:
-            await self._call(handler, event, "ignore_llm", args, {**self.ids, **extra}, quiet)
+            await self._call_handler(
+                handler, event, "ignore_llm", args, {**self.ids, **extra}, quiet
+            )
 
-    async def _call(
+    async def _call_handler(
         self,
         handler: Any,
         event: str,
@@ -89,43 +95,55 @@ class CallbackRun:
         extra: dict[str, Any],
         quiet: bool = False,
     ) -> bool:
-        """Call one handler; False if it lacks the event or raises NotImplementedError."""
-        method = _attribute(handler, event)
+        """Call the method ``event`` of a handler.
+
+        Args:
+            ignore: attribute of a handler that does not want the event.
+
+        Returns:
+            False if the handler lacks the method, or if ``on_chat_model_start`` raises
+            NotImplementedError.
+        """
+        method = _get_attribute(handler, event)
         if method is None:
             return False
-        if _attribute(handler, ignore):
+        if _get_attribute(handler, ignore):
             return True
         try:
             if inspect.iscoroutinefunction(method):
                 await method(*args, **extra)
-            elif _attribute(handler, "run_inline"):
+            elif _get_attribute(handler, "run_inline"):
                 method(*args, **extra)
             else:
-                await self._on_thread(functools.partial(method, *args, **extra))
+                await self._call_on_thread(functools.partial(method, *args, **extra))
         except NotImplementedError:
             if event == "on_chat_model_start":
                 return False
-            _log(handler, event)
+            _log_exception(handler, event)
         except BaseException as error:
             if _cancels_reading(error):
                 raise
-            _log(handler, event)
-            if _attribute(handler, "raise_error") and not quiet:
-                if isinstance(error, StopAsyncIteration):  # it would end the reader's ``async for``
+            _log_exception(handler, event)
+            if _get_attribute(handler, "raise_error") and not quiet:
+                # StopAsyncIteration would end the reader's ``async for`` as if it were complete.
+                if isinstance(error, StopAsyncIteration):
                     name = type(handler).__name__
                     raise RuntimeError(f"{name}.{event} raised StopAsyncIteration") from error
                 raise
         return True
 
-    async def _on_thread(self, call: Any) -> None:
-        """Run a call on the run's own thread. Unlike on anyio's threads, a call left behind by a
-        cancelled task ends before the next one begins, and handlers may use thread-local data."""
+    async def _call_on_thread(self, call: Any) -> None:
+        """Run a call on the run's own thread.
+
+        anyio's threads would not do: when a task is cancelled, its call continues on the thread.
+        With one thread it ends before the next call begins, and handlers may use thread-local data.
+        """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-callbacks")
         context = contextvars.copy_context()
         if (sniffio := sys.modules.get("sniffio")) is not None:
-            # The copied context names this loop's library, but a handler may run another loop on
-            # this thread.
+            # The copied context says which async library runs here. A handler may run an event
+            # loop of another library on this thread.
             context.run(sniffio.current_async_library_cvar.set, None)
         await wait_for(self._thread.submit(context.run, call))
 
@@ -135,29 +153,29 @@ class CallbackRun:
             self._thread = None
 
 
-def _attribute(handler: Any, name: str) -> Any:
-    """Attribute of a handler, or None; ``__getattr__`` may raise anything."""
+def _get_attribute(handler: Any, name: str) -> Any:
+    """Attribute of a handler; None if it is missing, or if ``__getattr__`` raises."""
     try:
         return getattr(handler, name, None)
     except Exception:
-        _log(handler, f"__getattr__({name!r})")
+        _log_exception(handler, f"__getattr__({name!r})")
         return None
 
 
 def _cancels_reading(error: BaseException) -> bool:
-    """Whether an exception came from outside, into the reading task, and not from the handler."""
+    """Whether an exception cancels the task that reads the stream, and is not the handler's own."""
     if isinstance(error, GeneratorExit):
-        # An exception thrown into this task has no frames of the handler in its traceback.
+        # If the exception was thrown into this task, its traceback has no frame of the handler.
         assert error.__traceback__ is not None
         return error.__traceback__.tb_next is None
     if isinstance(error, asyncio.CancelledError):
-        with contextlib.suppress(RuntimeError):  # on trio it is an ordinary exception
+        with contextlib.suppress(RuntimeError):  # on trio, CancelledError is an ordinary exception
             task = asyncio.current_task()
             return task is None or task.cancelling() > 0
     elif isinstance(error, anyio.get_cancelled_exc_class()):
-        return True  # only trio can create one
+        return True  # this is trio's Cancelled, which only trio can create
     return isinstance(error, KeyboardInterrupt)
 
 
-def _log(handler: Any, event: str) -> None:
+def _log_exception(handler: Any, event: str) -> None:
     logger.warning("%s.%s raised", type(handler).__name__, event, exc_info=True)

@@ -13,18 +13,19 @@ from asyncllm.checkpoint.small_file import read_small_file
 from asyncllm.errors import ModelLoadError
 
 MAX_SIZE = 2**24
-"""Largest dimension, far above any model's: a larger value would be allocated, or counted to."""
+"""Largest dimension of a model. Buffers and loops have this size, so a damaged file must not give
+an arbitrary one; real models stay far below."""
 
 
 class _Required:
-    """Marker of a field that has no default."""
+    """Type of the marker for fields without a default."""
 
 
 REQUIRED: Final = _Required()
 
 
 class ConfigFile:
-    """The fields of a JSON object; JSON's null counts as absent.
+    """JSON object of a file, read field by field; null counts as absent.
 
     Every getter raises ModelLoadError for a value of the wrong kind, and for a missing field
     without a ``default``. The error names the file, the field, its value and what would have been
@@ -41,7 +42,11 @@ class ConfigFile:
 
     @classmethod
     def read(cls, path: Path) -> ConfigFile:
-        """Read a file; ModelLoadError if it is missing, unreadable, too large or no JSON object."""
+        """Read a file.
+
+        Raises:
+            ModelLoadError: if it is missing, unreadable, too large or no JSON object.
+        """
         try:
             values = json.loads(read_small_file(path).decode())
         except OSError as error:
@@ -55,11 +60,11 @@ class ConfigFile:
 
     @classmethod
     def read_if_present(cls, path: Path) -> ConfigFile:
-        """Read a file; a missing one has no fields."""
+        """Read a file; a missing file counts as an empty object."""
         return cls.read(path) if path.exists() else cls(path, {})
 
-    def overridden(self, overrides: Mapping[str, Any] | None) -> ConfigFile:
-        """Copy with the fields of ``EngineConfig.hf_overrides`` replaced.
+    def with_overrides(self, overrides: Mapping[str, Any] | None) -> ConfigFile:
+        """Copy with ``EngineConfig.hf_overrides`` applied.
 
         Raises:
             InvalidRequestError: for a ``quantization_config``.
@@ -67,29 +72,29 @@ class ConfigFile:
         if not overrides:
             return self
         path = self.path.with_name(f"{self.path.name} with hf_overrides")
-        return ConfigFile(path, _merged(self.values, overrides))
+        return ConfigFile(path, _merge_overrides(self.values, overrides))
 
     def __contains__(self, name: str) -> bool:
         return self.values.get(name) is not None
 
-    def bad(self, name: str, accepted: str) -> ModelLoadError:
-        """Make the error for the value of field ``name``."""
-        return self._refuse(name, self.values.get(name), accepted)
+    def invalid_field(self, name: str, accepted: str) -> ModelLoadError:
+        """Make the error that field ``name`` has a value other than ``accepted``."""
+        return self._field_error(name, self.values.get(name), accepted)
 
     def section(self, name: str) -> ConfigFile:
-        """Object in field ``name``; one without fields if absent."""
+        """The JSON object in field ``name``; an empty one if absent."""
         value = self.values.get(name)
         if value is None:
             return ConfigFile(self.path, {})
         if not isinstance(value, dict):
-            raise self.bad(name, "a JSON object")
+            raise self.invalid_field(name, "a JSON object")
         return ConfigFile(self.path, value)
 
     def integer(
         self, name: str, default: Any = REQUIRED, *, low: int = 1, high: int = MAX_SIZE
     ) -> Any:
         """An integer in ``[low, high]``."""
-        return self._get(name, default, check.integer, low, high)
+        return self._read_field(name, default, check.integer, low, high)
 
     def number(
         self,
@@ -101,48 +106,53 @@ class ConfigFile:
         open_low: bool = False,
     ) -> Any:
         """A finite number in ``[low, high]``, or above ``low`` with ``open_low``."""
-        return self._get(name, default, partial(check.number, above=open_low), low, high)
+        return self._read_field(name, default, partial(check.number, above=open_low), low, high)
 
     def boolean(self, name: str, default: bool) -> bool:
-        return self._get(name, default, check.boolean)
+        return self._read_field(name, default, check.boolean)
 
     def choice(self, name: str, choices: Sequence[str], default: Any = REQUIRED) -> Any:
-        return self._get(name, default, check.choice, choices)
+        return self._read_field(name, default, check.choice, choices)
 
     def entries(
         self, name: str, accepted: str, fits: Callable[[Any], bool], count: int | None = None
     ) -> list[Any]:
-        """A list, of ``count`` entries if that is given, for each of which ``fits`` is true."""
+        """The list in field ``name``, if ``fits`` is true for each of its entries.
+
+        Args:
+            count: required number of entries; None for any.
+        """
         value = self.values.get(name)
         if (
             not isinstance(value, list)
             or count not in (None, len(value))
             or not all(map(fits, value))
         ):
-            raise self.bad(name, accepted)
+            raise self.invalid_field(name, accepted)
         return value
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """One token id or a list of them, each below ``vocab_size``; empty if absent."""
+        """The token id, or list of them, in field ``name``; each below ``vocab_size``; empty if
+        absent."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, list):
             value = [value]
-        return check.token_ids(name, value, vocab_size, refuse=self._refuse)
+        return check.token_ids(name, value, vocab_size, refuse=self._field_error)
 
-    def _get(self, name: str, default: Any, read: Callable[..., Any], *limits: Any) -> Any:
+    def _read_field(self, name: str, default: Any, read: Callable[..., Any], *limits: Any) -> Any:
         value = self.values.get(name)
         if value is None and default is not REQUIRED:
             return default
-        return read(name, value, *limits, refuse=self._refuse)
+        return read(name, value, *limits, refuse=self._field_error)
 
-    def _refuse(self, name: str, value: object, accepted: str) -> ModelLoadError:
+    def _field_error(self, name: str, value: object, accepted: str) -> ModelLoadError:
         found = "missing" if value is None else check.describe(value)
         return ModelLoadError(f"{self.path}: {name} is {found}, expected {accepted}")
 
 
-def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Values with others in their place, as vLLM has it: objects are replaced, as that of RoPE is,
-    and nested configurations merged."""
+def _merge_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy of ``values`` with ``overrides`` applied as in vLLM: an object whose name ends in
+    ``_config`` is merged field by field; any other value is replaced, RoPE's object included."""
     found = dict(values)
     for name, value in overrides.items():
         if name == "quantization_config":
@@ -150,6 +160,6 @@ def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
             raise check.invalid("hf_overrides", {name: value}, accepted)
         old = values.get(name)
         if name.endswith("_config") and isinstance(old, dict) and isinstance(value, dict):
-            value = _merged(old, value)
+            value = _merge_overrides(old, value)
         found[name] = value
     return found

@@ -1,4 +1,4 @@
-"""ExpertsConfig: a mixture of experts in a model's configuration."""
+"""ExpertsConfig: configuration of a model's mixture-of-experts layers."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ class RoutingConfig:
     """Rules that choose and weight a token's experts from the router's logits.
 
     Attributes:
-        top_k: number of experts of a token.
-        scoring: function of the logits; "softmax" is over all experts.
-        renormalise: divide the weights of a token by their sum.
+        top_k: number of experts per token.
+        scoring: function from logits to scores; "softmax" is over all experts.
+        renormalise: divide the routing weights of a token by their sum.
         least_sum: lower bound of that sum.
-        scale: factor on the weights after renormalisation.
-        num_groups, top_groups: number of equal groups of experts, and of the groups to choose from:
-            those with the greatest sums of their two best scores.
-        correction: a bias per expert is added to the scores for choosing, not for the weights.
+        scale: factor of the routing weights after renormalisation.
+        num_groups: number of groups of equal size into which the experts are divided.
+        top_groups: number of groups from which a token's experts are chosen: those whose two best
+            scores have the greatest sum.
+        correction: experts are chosen by score plus a bias per expert; routing weights are made
+            from the score alone.
         correction_rows: first dimension of that bias in a file, if it has two.
         bias: the router has a bias on the logits.
-        float32: logits are computed in float32, from weights in float32.
-        expert_scale: a factor per expert on its weights, after everything else.
+        float32: logits are computed in float32, from router weights in float32.
+        expert_scale: each expert has a factor, by which its routing weight is multiplied last.
     """
 
     num_experts: int
@@ -42,9 +44,13 @@ class RoutingConfig:
 
 @dataclass(frozen=True, slots=True)
 class ActivationConfig:
-    """Activation of experts: ``silu(gate) * up``; with ``gelu``, ``gelu_tanh(gate) * up``. With a
-    limit, gpt-oss's clamped SwiGLU: ``(up + 1) * gate * sigmoid(alpha * gate)``, gate at most
-    ``limit`` and up within ``±limit``."""
+    """Activation of experts, one of three:
+
+    - by default ``silu(gate) * up``;
+    - with ``gelu``: ``gelu_tanh(gate) * up``;
+    - with a ``limit``, gpt-oss's clamped SwiGLU: ``(up + 1) * gate * sigmoid(alpha * gate)``, with
+      gate clamped to at most ``limit``, and up to ``±limit``.
+    """
 
     limit: float | None = None
     alpha: float = 1.702
@@ -56,14 +62,16 @@ class ExpertsNames:
     """Tensor names of a layer with experts, without the prefix ``model.layers.N.``.
 
     Attributes:
-        experts: module of the numbered experts; None if files only have fused ones.
-        parts: an expert's projections: gate, up, down.
-        fused: module of all experts' ``gate_up_proj`` and ``down_proj``, in files that fuse them.
-        fused_router: the router's name in files with fused experts.
+        router: name of the router in files with one module per expert.
+        experts: module that contains one module per expert; None if files only have fused experts.
+        parts: names of an expert's gate, up and down projections.
+        fused: module that contains the fused ``gate_up_proj`` and ``down_proj`` of all experts.
+        fused_router: name of the router in files with fused experts.
         transposed: fused tensors are ``[experts, in, out]``, with gate and up interleaved.
-        correction, expert_scale, shared, shared_gate: names that only some families have.
+        correction, expert_scale: the router's bias per expert and factor per expert.
+        shared, shared_gate: the shared expert and its gate.
         router_norm, norm, mixed_norm, mlp_norm: norms of layers with experts beside an MLP: before
-            the router, before and after the experts, and after the MLP.
+            the router, before the experts, after the experts, after the MLP.
     """
 
     router: str = "mlp.gate"
@@ -84,15 +92,17 @@ class ExpertsNames:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """Experts in place of the MLP, or beside it, in the layers where ``layers[layer]`` is True.
+    """Configuration of the layers with experts.
 
     Attributes:
-        intermediate_size: size of one expert.
-        shared_size: size of the shared MLP, which every token passes beside its experts; 0 is none.
-        shared_gate: the shared MLP's output is multiplied by the sigmoid of a logit of its own.
+        layers: one entry per layer: whether it has experts.
+        intermediate_size: intermediate size of one expert.
+        shared_size: intermediate size of the shared expert, which every token passes; 0 without.
+        shared_gate: the shared expert's output is multiplied by ``sigmoid(logit)``, where a
+            projection of the hidden state to one number gives the logit.
         bias: the experts' projections have biases.
-        beside_mlp: the layers also have an ordinary MLP. MLP, router and experts all read the
-            residual, each through a norm of its own.
+        beside_mlp: layers with experts also have an ordinary MLP (else experts replace it). MLP,
+            router and experts all read the residual, each through a norm of its own.
     """
 
     layers: tuple[bool, ...]

@@ -1,7 +1,8 @@
-"""FAMILIES: the architectures of the engine's own decoder, as data.
+"""FAMILIES: the dense architectures of the engine's own decoder, as data.
 
-A row has transformers' defaults for absent fields, the names of a layer's tensors, and functions
-that map the family's fields to those of ModelConfig. The decoder itself knows no families.
+Each entry has transformers' defaults for absent fields, the names of a layer's tensors, and a
+function that converts the family's fields to those of ModelConfig. The decoder reads only
+ModelConfig, never the family.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ class TensorNames:
     """Names of a layer's tensors in a checkpoint.
 
     Attributes:
-        input_norm, post_norm: norms before attention and before the MLP; None if there is none.
+        input_norm, post_norm: norms before attention and before the MLP; None without.
         mixer_norm, mlp_norm: norms after attention and after the MLP, before the residual is added.
-        qkv: the projections q, k and v, or one projection with the rows of all three.
-        mlp: module of the MLP's projections.
-        gate_up: gate and up projection, or one projection with the rows of both.
+        qkv: the projections q, k and v, or one fused projection with the rows of all three.
+        mlp: module that contains the MLP's projections.
+        gate_up: the gate and up projections, or one fused projection with the rows of both.
+        down: the down projection.
     """
 
     input_norm: str | None = "input_layernorm"
@@ -54,10 +56,10 @@ NORMS_BEFORE = TensorNames()
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of a model that functions of a family need.
+    """Sizes of a model that a family's ``read`` function needs.
 
     Attributes:
-        rotary_dim: elements of a head that RoPE rotates.
+        rotary_dim: number of elements of a head that RoPE rotates.
     """
 
     num_layers: int
@@ -71,14 +73,16 @@ class Family:
     """An architecture of the engine's own decoder.
 
     Attributes:
+        architecture: transformers' class, as in the field ``architectures``.
         defaults: transformers' defaults of fields that a file may leave out.
-        eos_token_ids: used if neither configuration file has any.
+        eos_token_ids: ids to use if neither config.json nor generation_config.json has any.
         names: names of a layer's tensors.
-        activation: the field that names the activation of the MLP.
-        rotates: default of ``partial_rotary_factor``; None accepts only 1.
-        text_part: also reads the text models of multimodal checkpoints.
-        covers: tells whether the decoder supports the model of a file; None accepts all.
-        read: reads further fields of ModelConfig from a file.
+        activation: name of the field with the MLP's activation.
+        partial_rotary_factor: default of this field; None if it must be 1.
+        text_part: the entry also applies to the text model of multimodal checkpoints.
+        is_supported: function that returns whether the decoder supports a file's model; None if it
+            supports every model of the family.
+        read: function that reads further fields of ModelConfig from a file.
     """
 
     architecture: str
@@ -86,103 +90,109 @@ class Family:
     eos_token_ids: tuple[int, ...] = ()
     names: TensorNames = NORMS_BEFORE
     activation: str = "hidden_act"
-    rotates: float | None = None
+    partial_rotary_factor: float | None = None
     text_part: bool = False
-    covers: Callable[[ConfigFile], bool] | None = None
+    is_supported: Callable[[ConfigFile], bool] | None = None
     read: Callable[[ConfigFile, Sizes], Fields] = lambda config, sizes: {}
 
 
-# --- what several rows read ----------------------------------------------------------------
+# --- readers shared by several families ------------------------------------------------------
 
 
 def read_biases(config: ConfigFile) -> Fields:
-    """Read ``attention_bias``, which applies to all four projections of attention."""
+    """Read ``attention_bias``, which applies to the projections q, k, v and o."""
     bias = config.boolean("attention_bias", False)
     return {"attention_bias": bias, "output_bias": bias}
 
 
 def read_window(config: ConfigFile, layers: tuple[bool, ...]) -> Fields:
-    """Read the sliding window and its layers; ``layers`` if ``layer_types`` is absent."""
-    layers = _layer_types(config, layers)
+    """Read the sliding window and the layers that have it.
+
+    Args:
+        layers: per layer, whether it has the window if ``layer_types`` is absent.
+    """
+    layers = _read_sliding_layers(config, layers)
     window = config.integer("sliding_window", None, high=MAX_POSITIONS)
     if any(layers) and window is None:
-        raise config.bad("layer_types", f"{FULL} alone where no sliding window is in use")
+        raise config.invalid_field("layer_types", f"{FULL} alone where no sliding window is in use")
     return {"sliding_window": window if any(layers) else None, "sliding_layers": layers}
 
 
 def read_optional_window(config: ConfigFile, sizes: Sizes, layers: tuple[bool, ...]) -> Fields:
-    """Read the window if ``use_sliding_window`` is true; else there is none."""
+    """Read the sliding window if ``use_sliding_window`` is true; else no layer has one."""
     if config.boolean("use_sliding_window", False):
         return read_window(config, layers)
     file = ConfigFile(config.path, {**config.values, "sliding_window": None})
     return read_window(file, (False,) * sizes.num_layers)
 
 
-def _window_of_all_layers(config: ConfigFile, sizes: Sizes) -> Fields:
-    """Read a sliding window of all layers, or of none if it is null."""
+def _read_uniform_window(config: ConfigFile, sizes: Sizes) -> Fields:
+    """Read ``sliding_window``, which all layers have; null if none has."""
     window = config.integer("sliding_window", None, high=MAX_POSITIONS)
     implied = (window is not None,) * sizes.num_layers
-    if _layer_types(config, implied) != implied:
+    if _read_sliding_layers(config, implied) != implied:
         kind = FULL if window is None else SLIDING
-        raise config.bad("layer_types", f"{kind!r} alone, as sliding_window={window} implies")
+        raise config.invalid_field(
+            "layer_types", f"{kind!r} alone, as sliding_window={window} implies"
+        )
     return {"sliding_window": window, "sliding_layers": implied}
 
 
-def _layer_types(config: ConfigFile, default: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Read per layer whether ``layer_types`` calls it sliding; ``default`` if absent."""
+def _read_sliding_layers(config: ConfigFile, default: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Read from ``layer_types`` whether each layer has a sliding window; ``default`` if absent."""
     if "layer_types" not in config:
         return default
-    return tuple(kind == SLIDING for kind in layer_types(config, len(default), SLIDING))
+    return tuple(kind == SLIDING for kind in read_layer_types(config, len(default), SLIDING))
 
 
-def layer_types(config: ConfigFile, count: int, kind: str) -> list[str]:
-    """Read ``layer_types``, in which layers have full attention or are of ``kind``."""
+def read_layer_types(config: ConfigFile, count: int, kind: str) -> list[str]:
+    """Read ``layer_types``, a list in which each layer is either full attention or ``kind``."""
     accepted = f"a list of num_hidden_layers={count} names, {FULL} or {kind}"
     return config.entries("layer_types", accepted, (FULL, kind).__contains__, count)
 
 
-def every(count: int, sizes: Sizes) -> tuple[bool, ...]:
-    """A bool per layer: False for every ``count``-th, else True."""
+def all_but_every(count: int, sizes: Sizes) -> tuple[bool, ...]:
+    """One bool per layer: False for every ``count``-th layer, True for the others."""
     return tuple((index + 1) % count != 0 for index in range(sizes.num_layers))
 
 
-# --- rows ------------------------------------------------------------------------------------
+# --- one reader per family -------------------------------------------------------------------
 
 
-def _llama(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_llama(config: ConfigFile, sizes: Sizes) -> Fields:
     return {**read_biases(config), "mlp_bias": config.boolean("mlp_bias", False)}
 
 
-def _qwen(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_qwen(config: ConfigFile, sizes: Sizes) -> Fields:
     first = config.integer("max_window_layers", 28, low=0)
     layers = tuple(index >= first for index in range(sizes.num_layers))
     slides = config.values.get("sliding_window") is not None
     return read_optional_window(config, sizes, tuple(slides and each for each in layers))
 
 
-def _qwen2(config: ConfigFile, sizes: Sizes) -> Fields:
-    return {"attention_bias": True, **_qwen(config, sizes)}
+def _read_qwen2(config: ConfigFile, sizes: Sizes) -> Fields:
+    return {"attention_bias": True, **_read_qwen(config, sizes)}
 
 
-def _qwen3(config: ConfigFile, sizes: Sizes) -> Fields:
-    return {"qk_norm": True, **read_biases(config), **_qwen(config, sizes)}
+def _read_qwen3(config: ConfigFile, sizes: Sizes) -> Fields:
+    return {"qk_norm": True, **read_biases(config), **_read_qwen(config, sizes)}
 
 
-def _ministral3(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_ministral3(config: ConfigFile, sizes: Sizes) -> Fields:
     section = rope_section(config)
     if not section.values:
-        raise config.bad("rope_parameters", "a JSON object, with llama_4_scaling_beta")
+        raise config.invalid_field("rope_parameters", "a JSON object, with llama_4_scaling_beta")
     rope = read_rope(config, sizes.rotary_dim)
     beta = section.number("llama_4_scaling_beta", 0.0)
     if beta:
         original = section.integer("original_max_position_embeddings", high=MAX_POSITIONS)
         rope = replace(rope, query_scale_beta=beta, original_max_position=original)
-    return {"rope": rope, **_window_of_all_layers(config, sizes)}
+    return {"rope": rope, **_read_uniform_window(config, sizes)}
 
 
-def _smollm3(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_smollm3(config: ConfigFile, sizes: Sizes) -> Fields:
     interval = config.integer("no_rope_layer_interval", 4)
-    rotates = every(interval, sizes)
+    rotates = all_but_every(interval, sizes)
     if "no_rope_layers" in config:
         named = config.values["no_rope_layers"]
         if (
@@ -191,24 +201,24 @@ def _smollm3(config: ConfigFile, sizes: Sizes) -> Fields:
             or any(each not in (0, 1) for each in named)
         ):
             accepted = f"a list of num_hidden_layers={sizes.num_layers} numbers, 0 for no RoPE"
-            raise config.bad("no_rope_layers", accepted)
+            raise config.invalid_field("no_rope_layers", accepted)
         rotates = tuple(bool(each) for each in named[: sizes.num_layers])
     slides = config.values.get("sliding_window") is not None
     window = read_optional_window(config, sizes, tuple(slides and not each for each in rotates))
-    return {**_llama(config, sizes), **window, **_ropes_by_layer(config, sizes, rotates)}
+    return {**_read_llama(config, sizes), **window, **_ropes_or_none(config, sizes, rotates)}
 
 
-def _ropes_by_layer(config: ConfigFile, sizes: Sizes, rotates: tuple[bool, ...]) -> Fields:
+def _ropes_or_none(config: ConfigFile, sizes: Sizes, rotates: tuple[bool, ...]) -> Fields:
     rope = read_rope(config, sizes.rotary_dim)
     return {"layer_ropes": tuple(rope if each else NO_ROPE for each in rotates)}
 
 
-def _ropes_by_kind(ropes: Mapping[str, RopeConfig], sliding: tuple[bool, ...]) -> Fields:
-    """Set the RoPE of each layer by its kind."""
+def _ropes_of_kinds(ropes: Mapping[str, RopeConfig], sliding: tuple[bool, ...]) -> Fields:
+    """Choose each layer's RoPE: that of sliding layers or that of full ones."""
     return {"layer_ropes": tuple(ropes[SLIDING if each else FULL] for each in sliding)}
 
 
-def _olmo2(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_olmo2(config: ConfigFile, sizes: Sizes) -> Fields:
     return {
         "qk_norm": True,
         "norms_whole_projections": True,
@@ -217,22 +227,26 @@ def _olmo2(config: ConfigFile, sizes: Sizes) -> Fields:
     }
 
 
-def _olmo3(config: ConfigFile, sizes: Sizes) -> Fields:
-    window = read_window(config, every(4, sizes))
+def _read_olmo3(config: ConfigFile, sizes: Sizes) -> Fields:
+    window = read_window(config, all_but_every(4, sizes))
     theta = config.number("rope_theta", 500_000.0, open_low=True)
     ropes = read_layer_ropes(config, sizes.rotary_dim, {FULL: theta, SLIDING: theta})
-    return {**_olmo2(config, sizes), **window, **_ropes_by_kind(ropes, window["sliding_layers"])}
-
-
-def _phi3(config: ConfigFile, sizes: Sizes) -> Fields:
-    # Its first checkpoints have other names for longrope.
-    rope = read_rope(config, sizes.rotary_dim, {"su": "longrope", "yarn": "longrope"})
-    return {"rope": rope, **_window_of_all_layers(config, sizes)}
-
-
-def _granite(config: ConfigFile, sizes: Sizes) -> Fields:
     return {
-        **_llama(config, sizes),
+        **_read_olmo2(config, sizes),
+        **window,
+        **_ropes_of_kinds(ropes, window["sliding_layers"]),
+    }
+
+
+def _read_phi3(config: ConfigFile, sizes: Sizes) -> Fields:
+    # The first Phi-3 checkpoints call longrope "su" or "yarn".
+    rope = read_rope(config, sizes.rotary_dim, {"su": "longrope", "yarn": "longrope"})
+    return {"rope": rope, **_read_uniform_window(config, sizes)}
+
+
+def _read_granite(config: ConfigFile, sizes: Sizes) -> Fields:
+    return {
+        **_read_llama(config, sizes),
         "embedding_multiplier": config.number("embedding_multiplier", 1.0, open_low=True),
         "residual_multiplier": config.number("residual_multiplier", 1.0, open_low=True),
         "attention_scale": config.number("attention_multiplier", 1.0, open_low=True),
@@ -241,28 +255,31 @@ def _granite(config: ConfigFile, sizes: Sizes) -> Fields:
 
 
 def _is_dense_granite4(config: ConfigFile) -> bool:
-    """Whether a Granite 4 has no experts, and attention in every layer."""
+    """Whether a Granite 4 model has no experts, and attention in every layer."""
     kinds = config.values.get("layer_types")
     attends = isinstance(kinds, list) and all(each in ("attention", FULL) for each in kinds)
     return attends and config.values.get("num_local_experts") == 0
 
 
-def _granite4(config: ConfigFile, sizes: Sizes) -> Fields:
-    fields = _granite(config, sizes)
+def _read_granite4(config: ConfigFile, sizes: Sizes) -> Fields:
+    fields = _read_granite(config, sizes)
     fields |= {"mlp_bias": False, "intermediate_size": config.integer("shared_intermediate_size")}
     rotates = config.choice("position_embedding_type", ("rope",), None) is not None
-    return {**fields, **_ropes_by_layer(config, sizes, (rotates,) * sizes.num_layers)}
+    return {**fields, **_ropes_or_none(config, sizes, (rotates,) * sizes.num_layers)}
 
 
-def _glm4(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_glm4(config: ConfigFile, sizes: Sizes) -> Fields:
     bias = config.boolean("attention_bias", True)
     return {"attention_bias": bias, "interleaved_rope": True}
 
 
-def _gemma(config: ConfigFile, sizes: Sizes) -> Fields:
-    """Read the fields that Gemma 2 and 3 share: norms of 1 + w in float32, scaled embeddings."""
+def _read_gemma(config: ConfigFile, sizes: Sizes) -> Fields:
+    """Read the fields that Gemma 2 and 3 have in common.
+
+    Their norms multiply by ``1 + weight`` in float32, and their embeddings are scaled.
+    """
     if config.values.get("use_bidirectional_attention"):
-        raise config.bad("use_bidirectional_attention", "false: a decoder")
+        raise config.invalid_field("use_bidirectional_attention", "false: a decoder")
     return {
         **read_biases(config),
         "norm_offset": 1.0,
@@ -274,23 +291,23 @@ def _gemma(config: ConfigFile, sizes: Sizes) -> Fields:
     }
 
 
-def _gemma2(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_gemma2(config: ConfigFile, sizes: Sizes) -> Fields:
     softcap = config.number("attn_logit_softcapping", None, open_low=True)
-    window = read_window(config, every(2, sizes))
-    return {**_gemma(config, sizes), **window, "attention_softcap": softcap}
+    window = read_window(config, all_but_every(2, sizes))
+    return {**_read_gemma(config, sizes), **window, "attention_softcap": softcap}
 
 
-def _gemma3(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_gemma3(config: ConfigFile, sizes: Sizes) -> Fields:
     if "attn_logit_softcapping" in config:
-        raise config.bad("attn_logit_softcapping", "null: Gemma 3 does not cap scores")
-    window = read_window(config, every(config.integer("sliding_window_pattern", 6), sizes))
+        raise config.invalid_field("attn_logit_softcapping", "null: Gemma 3 does not cap scores")
+    window = read_window(config, all_but_every(config.integer("sliding_window_pattern", 6), sizes))
     thetas = {
         FULL: config.number("rope_theta", 1e6, open_low=True),
         SLIDING: config.number("rope_local_base_freq", 1e4, open_low=True),
     }
     ropes = read_layer_ropes(config, sizes.rotary_dim, thetas)
-    layers = _ropes_by_kind(ropes, window["sliding_layers"])
-    return {**_gemma(config, sizes), "qk_norm": True, **window, **layers}
+    layers = _ropes_of_kinds(ropes, window["sliding_layers"])
+    return {**_read_gemma(config, sizes), "qk_norm": True, **window, **layers}
 
 
 NORMS_AROUND = TensorNames(
@@ -299,16 +316,16 @@ NORMS_AROUND = TensorNames(
     mlp_norm="post_feedforward_layernorm",
 )
 NORMS_AFTER = replace(NORMS_AROUND, input_norm=None, post_norm=None)
-FUSED_PROJECTIONS = TensorNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",))
-SHARED_MLP = TensorNames(mlp="shared_mlp", gate_up=("input_linear",), down="output_linear")
-GLM4 = TensorNames(
+FUSED_NAMES = TensorNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",))
+SHARED_MLP_NAMES = TensorNames(mlp="shared_mlp", gate_up=("input_linear",), down="output_linear")
+GLM4_NAMES = TensorNames(
     mixer_norm="post_self_attn_layernorm",
     mlp_norm="post_mlp_layernorm",
     gate_up=("gate_up_proj",),
 )
 
 MULTI_HEAD = {"num_key_value_heads": None}
-"""Default of families with as many key/value heads as query heads."""
+"""Default for families that have as many key/value heads as query heads."""
 
 _GEMMA: Fields = {
     "head_dim": 256,
@@ -317,7 +334,7 @@ _GEMMA: Fields = {
     "sliding_window": 4096,
 }
 _GEMMA2 = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **_GEMMA}
-# Files of multimodal checkpoints leave out defaults, sizes too.
+# Multimodal checkpoints leave out any field with transformers' default, sizes included.
 _GEMMA3 = {
     "vocab_size": 262_208,
     "max_position_embeddings": 131_072,
@@ -327,70 +344,73 @@ _GEMMA3 = {
 }
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", MULTI_HEAD, (2,), read=_llama),
+    "llama": Family("LlamaForCausalLM", MULTI_HEAD, (2,), read=_read_llama),
     "mistral": Family(
-        "MistralForCausalLM", {"sliding_window": 4096}, (2,), read=_window_of_all_layers
+        "MistralForCausalLM", {"sliding_window": 4096}, (2,), read=_read_uniform_window
     ),
-    "qwen2": Family("Qwen2ForCausalLM", {"sliding_window": 4096}, read=_qwen2),
-    "qwen3": Family("Qwen3ForCausalLM", {"sliding_window": 4096, "head_dim": 128}, read=_qwen3),
-    # For text, the three parts of its RoPE have equal positions.
+    "qwen2": Family("Qwen2ForCausalLM", {"sliding_window": 4096}, read=_read_qwen2),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", {"sliding_window": 4096, "head_dim": 128}, read=_read_qwen3
+    ),
+    # Its multimodal RoPE has a time, a height and a width position. Text tokens have the same
+    # value for all three, so plain RoPE computes the same.
     "qwen3_vl_text": Family(
         "Qwen3ForCausalLM",
         {"sliding_window": 4096, "head_dim": 128, "rope_theta": 500_000.0},
         text_part=True,
-        read=_qwen3,
+        read=_read_qwen3,
     ),
     "ministral3": Family(
         "Ministral3ForCausalLM",
         {"head_dim": 128, "rms_norm_eps": 1e-5},
         (2,),
         text_part=True,
-        read=_ministral3,
+        read=_read_ministral3,
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
         {"tie_word_embeddings": True, "rope_theta": 2_000_000.0},
         (128_001,),
-        read=_smollm3,
+        read=_read_smollm3,
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
         MULTI_HEAD | {"rms_norm_eps": 1e-5},
         (50_279,),
         names=NORMS_AFTER,
-        read=_olmo2,
+        read=_read_olmo2,
     ),
     "olmo3": Family(
         "Olmo3ForCausalLM",
         MULTI_HEAD | {"rms_norm_eps": 1e-5, "sliding_window": 4096},
         (50_279,),
         names=NORMS_AFTER,
-        read=_olmo3,
+        read=_read_olmo3,
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
         MULTI_HEAD | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
         (32_000,),
-        names=FUSED_PROJECTIONS,
-        rotates=1.0,
-        read=_phi3,
+        names=FUSED_NAMES,
+        partial_rotary_factor=1.0,
+        read=_read_phi3,
     ),
-    "granite": Family("GraniteForCausalLM", MULTI_HEAD, (2,), read=_granite),
+    "granite": Family("GraniteForCausalLM", MULTI_HEAD, (2,), read=_read_granite),
     "granitemoehybrid": Family(
         "GraniteMoeHybridForCausalLM",
         MULTI_HEAD | {"shared_intermediate_size": 1024},
         (2,),
-        names=SHARED_MLP,
-        covers=_is_dense_granite4,
-        read=_granite4,
+        names=SHARED_MLP_NAMES,
+        is_supported=_is_dense_granite4,
+        read=_read_granite4,
     ),
     "glm4": Family(
         "Glm4ForCausalLM",
         {"head_dim": 128, "rms_norm_eps": 1.5625e-7},
         (151_329, 151_336, 151_338),
-        names=GLM4,
-        rotates=0.5,
-        read=_glm4,
+        names=GLM4_NAMES,
+        partial_rotary_factor=0.5,
+        read=_read_glm4,
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
@@ -398,7 +418,7 @@ FAMILIES: dict[str, Family] = {
         (1,),
         names=NORMS_AROUND,
         activation="hidden_activation",
-        read=_gemma2,
+        read=_read_gemma2,
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
@@ -407,7 +427,7 @@ FAMILIES: dict[str, Family] = {
         names=NORMS_AROUND,
         activation="hidden_activation",
         text_part=True,
-        read=_gemma3,
+        read=_read_gemma3,
     ),
 }
 """Families by ``model_type``."""

@@ -1,4 +1,4 @@
-"""FileVersion: notices that a file of weights was replaced while it is read."""
+"""FileVersion: notices that a weight file changed while it was being read."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from asyncllm.errors import ModelLoadError
 
 
 class FileVersion:
-    """Size and time of a file that is mapped and read piece by piece. If it were overwritten
-    meanwhile, the weights would mix two checkpoints; if it were truncated, a read beyond its end
-    would crash the process.
+    """Size and modification time of a file when reading began.
+
+    A weight file is mapped and read piece by piece. If it were overwritten meanwhile, the weights
+    would mix two checkpoints; if it were truncated, a read beyond its end would crash the process.
 
     Raises:
         OSError: if there is no such file.
@@ -21,17 +22,17 @@ class FileVersion:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.size, self._time = _seen(path)
+        self.size, self._time = _size_and_time(path)
 
     def check(self) -> None:
-        """Raise ModelLoadError if the file has changed. A deleted one is fine: its mapping
+        """Raise ModelLoadError if the file has changed. A deleted file is fine: its mapping
         remains."""
         with suppress(FileNotFoundError):
-            if _seen(self.path) != (self.size, self._time):
+            if _size_and_time(self.path) != (self.size, self._time):
                 raise ModelLoadError(f"{self.path}: was changed while it was loaded")
 
 
-def _seen(path: Path) -> tuple[int, int]:
+def _size_and_time(path: Path) -> tuple[int, int]:
     found = path.stat()
     check_regular(path, found)
     return found.st_size, found.st_mtime_ns

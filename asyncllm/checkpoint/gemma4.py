@@ -1,4 +1,4 @@
-"""GEMMA4: the families of Gemma 4, whose layers differ in heads, KV and MLP."""
+"""GEMMA4: the Gemma 4 family, whose layers differ in heads, KV and MLP size."""
 
 from __future__ import annotations
 
@@ -18,29 +18,31 @@ from asyncllm.checkpoint.families import (
     Family,
     Fields,
     Sizes,
-    every,
+    all_but_every,
     read_biases,
     read_window,
 )
 from asyncllm.checkpoint.layer_config import (
     LayerConfig,
     LayerInputConfig,
-    read_heads,
+    apply_head_overrides,
     share_kv,
 )
 from asyncllm.checkpoint.moe_families import MAX_EXPERTS
-from asyncllm.checkpoint.rope_config import ROPE_PARAMETERS, RopeConfig, RopeKind, rope_from
+from asyncllm.checkpoint.rope_config import ROPE_PARAMETERS, RopeConfig, RopeKind, read_rope_section
 
 
-def _gemma4(config: ConfigFile, sizes: Sizes) -> Fields:
-    """Read Gemma 4: dense, or with experts beside the MLP of every layer."""
+def _read_gemma4(config: ConfigFile, sizes: Sizes) -> Fields:
+    """Read the fields of Gemma 4, dense or with experts beside the MLP of every layer."""
     if config.values.get("use_bidirectional_attention") not in (None, False, "vision"):
-        raise config.bad("use_bidirectional_attention", "null, or 'vision' for images alone")
-    window = read_window(config, every(6, sizes))
-    # As in transformers, the last layer is full even if the file says sliding.
+        raise config.invalid_field(
+            "use_bidirectional_attention", "null, or 'vision' for images alone"
+        )
+    window = read_window(config, all_but_every(6, sizes))
+    # As in transformers, the last layer has full attention even if the file says sliding.
     slides = (*window["sliding_layers"][:-1], False)
     kinds = tuple(SLIDING if each else FULL for each in slides)
-    ropes = {kind: _rope(config, sizes, kind) for kind in sorted(set(kinds))}
+    ropes = {kind: _read_rope(config, sizes, kind) for kind in sorted(set(kinds))}
     fields = {
         **read_biases(config),
         "qk_norm": True,
@@ -53,20 +55,21 @@ def _gemma4(config: ConfigFile, sizes: Sizes) -> Fields:
         "logits_softcap": config.number("final_logit_softcapping", None, open_low=True),
         "sliding_window": window["sliding_window"] if any(slides) else None,
         "sliding_layers": slides,
-        "layers": share_kv(config, _layers(config, slides), kinds),
+        "layers": share_kv(config, _read_layers(config, slides), kinds),
         "layer_ropes": tuple(ropes[kind] for kind in kinds),
     }
     if size := config.integer("hidden_size_per_layer_input", low=0):
         rows = config.integer("vocab_size_per_layer_input", low=config.integer("vocab_size"))
         fields["layer_input"] = LayerInputConfig(size, rows)
     if config.boolean("enable_moe_block", False):
-        fields["experts"] = _experts(config, sizes)
+        fields["experts"] = _read_experts(config, sizes)
     return fields
 
 
-def _layers(config: ConfigFile, slides: tuple[bool, ...]) -> list[LayerConfig]:
-    """Read the sizes of each layer. Full layers have other heads: files of transformers 5.20 and
-    later list them by layer, earlier files once for all."""
+def _read_layers(config: ConfigFile, slides: tuple[bool, ...]) -> list[LayerConfig]:
+    """Read the sizes of each layer. Full-attention layers have other heads than sliding ones: files
+    of transformers 5.20 and later list the heads of each such layer, earlier files give them once.
+    """
     shared = config.boolean("attention_k_eq_v", False)
     near = LayerConfig(
         config.integer("num_key_value_heads"),
@@ -81,10 +84,10 @@ def _layers(config: ConfigFile, slides: tuple[bool, ...]) -> list[LayerConfig]:
             num_kv_heads=heads if shared else near.num_kv_heads,
             head_dim=config.integer("global_head_dim", 512),
         )
-    return read_heads(config, [near if each else full for each in slides])
+    return apply_head_overrides(config, [near if each else full for each in slides])
 
 
-def _rope(config: ConfigFile, sizes: Sizes, kind: str) -> RopeConfig:
+def _read_rope(config: ConfigFile, sizes: Sizes, kind: str) -> RopeConfig:
     named = (
         config.section(ROPE_PARAMETERS)
         if ROPE_PARAMETERS in config
@@ -94,14 +97,14 @@ def _rope(config: ConfigFile, sizes: Sizes, kind: str) -> RopeConfig:
     section.choice("rope_type", ("default", "proportional"))
     theta = section.number("rope_theta", open_low=True)
     aliases: dict[str, RopeKind] = {"proportional": "proportional"}
-    return rope_from(section, config, theta, sizes.rotary_dim, aliases)
+    return read_rope_section(section, config, theta, sizes.rotary_dim, aliases)
 
 
-def _experts(config: ConfigFile, sizes: Sizes) -> ExpertsConfig:
+def _read_experts(config: ConfigFile, sizes: Sizes) -> ExpertsConfig:
     count = config.integer("num_experts", high=MAX_EXPERTS)
     top_k = config.integer("top_k_experts", high=MAX_EXPERTS)
     if top_k > count:
-        raise config.bad("top_k_experts", f"at most num_experts={count}")
+        raise config.invalid_field("top_k_experts", f"at most num_experts={count}")
     return ExpertsConfig(
         (True,) * sizes.num_layers,
         RoutingConfig(count, top_k, renormalise=True, expert_scale=True),
@@ -139,7 +142,7 @@ GEMMA4: dict[str, Family] = {
         names=NORMS_AROUND,
         activation="hidden_activation",
         text_part=True,
-        read=_gemma4,
+        read=_read_gemma4,
     ),
 }
 """Families by ``model_type``."""

@@ -1,7 +1,7 @@
 """gguf_config: converts the metadata of a GGUF file to the fields of config.json.
 
-transformers' own table leaves out the head size and the RoPE factors, and so computes another model
-than the file's.
+transformers' own conversion is not used: it leaves out the head size and the RoPE factors, so it
+computes another model than the file's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-"""Architectures by ``general.architecture``; Mistral's files say "llama" too."""
+"""transformers' architecture by ``general.architecture``; Mistral's files also say "llama"."""
 
 _COPIED_FIELDS = {
     "context_length": "max_position_embeddings",
@@ -31,7 +31,7 @@ _COPIED_FIELDS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
-_OTHER_FIELDS = (
+_CHECKED_FIELDS = (
     "attention.key_length attention.value_length rope.dimension_count rope.scaling.type "
     "rope.scaling.factor rope.scaling.original_context_length rope.scaling.finetuned vocab_size "
     "attention.sliding_window attention.causal expert_count expert_used_count"
@@ -39,7 +39,7 @@ _OTHER_FIELDS = (
 
 LLAMA3_FREQUENCIES = (1.0, 4.0, 8192)
 """low_freq_factor, high_freq_factor and original_max_position_embeddings of Llama 3.1 to 3.3. A
-GGUF file only has the resulting factor of each frequency."""
+GGUF file does not store them, only the factor of each frequency that they result in."""
 
 
 def gguf_config(file: GGUFFile) -> ConfigFile:
@@ -51,7 +51,9 @@ def gguf_config(file: GGUFFile) -> ConfigFile:
     metadata = ConfigFile(file.path, file.metadata)
     architecture = metadata.choice("general.architecture", tuple(ARCHITECTURES))
     if metadata.integer("split.count", 0, low=0, high=2**16) > 1:
-        raise metadata.bad("split.count", "1: a file with all tensors, as llama-gguf-split --merge")
+        raise metadata.invalid_field(
+            "split.count", "1: a file with all tensors, as llama-gguf-split --merge"
+        )
     prefix = f"{architecture}."
     values = {
         key.removeprefix(prefix): value
@@ -60,23 +62,27 @@ def gguf_config(file: GGUFFile) -> ConfigFile:
     }
     fields = ConfigFile(file.path, values)
     for name in values:
-        if name not in _COPIED_FIELDS and name not in _OTHER_FIELDS:
-            raise fields.bad(name, f"no such value of {architecture}, which may change the model")
+        if name not in _COPIED_FIELDS and name not in _CHECKED_FIELDS:
+            raise fields.invalid_field(
+                name, f"no such value of {architecture}, which may change the model"
+            )
     if fields.integer("expert_count", 0, low=0) > 0:
-        raise fields.bad("expert_count", "0: mixtures of experts are not supported")
+        raise fields.invalid_field("expert_count", "0: mixtures of experts are not supported")
     config = {there: values[here] for here, there in _COPIED_FIELDS.items() if here in values}
     config |= {
         "architectures": [ARCHITECTURES[architecture]],
         "head_dim": _head_dim(fields),
-        "vocab_size": _vocabulary(file),
+        "vocab_size": _vocab_size(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "eos_token_id": _end_tokens(metadata) or None,
-        "dtype": _dtype(file),
-        "rope_scaling": _rope(file, fields),
+        "eos_token_id": _end_token_ids(metadata) or None,
+        "dtype": _model_dtype(file),
+        "rope_scaling": _rope_parameters(file, fields),
     }
     if fields.integer("attention.sliding_window", 0, low=0, high=2**31) > 0:
-        raise fields.bad("attention.sliding_window", "0: which layers slide is not in the file")
+        raise fields.invalid_field(
+            "attention.sliding_window", "0: which layers slide is not in the file"
+        )
     if is_quantised(file):
         config["quantization_config"] = {"quant_method": "gguf"}
     return ConfigFile(file.path, config)
@@ -91,36 +97,36 @@ def _head_dim(fields: ConfigFile) -> int:
     size = fields.integer("attention.key_length", max(1, hidden // heads))
     for name in ("attention.value_length", "rope.dimension_count"):
         if fields.integer(name, size) != size:
-            raise fields.bad(name, f"{size}, as the keys have")
+            raise fields.invalid_field(name, f"{size}, as the keys have")
     return size
 
 
-def _vocabulary(file: GGUFFile) -> int:
+def _vocab_size(file: GGUFFile) -> int:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelLoadError(f"{file.path}: tensor 'token_embd.weight' is missing")
     return embedding.shape[0]
 
 
-def _end_tokens(metadata: ConfigFile) -> list[int]:
-    """Tokens at which llama.cpp ends an answer, if the file has them."""
+def _end_token_ids(metadata: ConfigFile) -> list[int]:
+    """Ids in the file of the tokens at which llama.cpp ends an answer."""
     names = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
     return [metadata.integer(name, low=0) for name in names if name in metadata]
 
 
-def _dtype(file: GGUFFile) -> str:
-    """Model dtype: float32 or float16 if the tensors have no other; else bfloat16, as in
-    training."""
+def _model_dtype(file: GGUFFile) -> str:
+    """Dtype of the model: float32 if all tensors are float32; float16 if all are float32 or
+    float16; else bfloat16, as in training."""
     kinds = {GGML_TYPES[tensor.type][0] for tensor in file.tensors.values()}
     if kinds == {"F32"}:
         return "float32"
     return "float16" if kinds <= {"F32", "F16"} else "bfloat16"
 
 
-def _rope(file: GGUFFile, fields: ConfigFile) -> dict[str, Any] | None:
+def _rope_parameters(file: GGUFFile, fields: ConfigFile) -> dict[str, Any] | None:
     kind = fields.choice("rope.scaling.type", ("none", "linear", "yarn"), "none")
     if "rope_freqs.weight" in file.tensors:
-        return _llama3(file, fields)
+        return _llama3_parameters(file, fields)
     if kind == "none":
         return None
     rope = {"rope_type": kind, "factor": fields.number("rope.scaling.factor", low=1.0)}
@@ -130,9 +136,13 @@ def _rope(file: GGUFFile, fields: ConfigFile) -> dict[str, Any] | None:
     return rope
 
 
-def _llama3(file: GGUFFile, fields: ConfigFile) -> dict[str, Any] | None:
-    """Llama 3 RoPE scaling that gives the file's frequency factors; None without scaling."""
-    found, size = file.floats("rope_freqs.weight"), _head_dim(fields)
+def _llama3_parameters(file: GGUFFile, fields: ConfigFile) -> dict[str, Any] | None:
+    """Parameters of Llama 3's RoPE scaling with the file's frequency factors; None if all are 1.
+
+    Raises:
+        ModelLoadError: if no Llama 3 scaling has these factors.
+    """
+    found, size = file.read_floats("rope_freqs.weight"), _head_dim(fields)
     factor = max(found)
     if factor == 1.0 == min(found):
         return None

@@ -13,17 +13,17 @@ from asyncllm.checkpoint.file_version import FileVersion
 from asyncllm.errors import ModelLoadError
 
 MAX_ENTRIES = 2**17
-"""Most entries of metadata, and of tensors, far above any file's."""
+"""Maximum number of metadata entries, and of tensors; real files have far fewer."""
 
-MAX_NAME = 256
-"""Most bytes of a key or a tensor's name, four times llama.cpp's limit. Bounded because error
-messages contain names."""
+MAX_NAME_BYTES = 256
+"""Maximum size in bytes of a metadata key or tensor name: four times llama.cpp's limit. Error
+messages contain names, so their size is bounded."""
 
-MAX_ARRAY = 2**12
-"""Most elements of an array that is kept. Of a longer one, such as a vocabulary, only the length
-is."""
+MAX_ARRAY_LENGTH = 2**12
+"""Maximum number of elements of an array that is kept in memory. A longer array, such as a
+vocabulary, is replaced by its length."""
 
-_SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+_SCALAR_FORMATS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
 GGML_TYPES: dict[int, tuple[str, int, int]] = {
@@ -53,19 +53,19 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = {
     35: ("TQ2_0", 256, 66),
     39: ("MXFP4", 32, 17),
 }
-"""Types by number: name, elements of a block, bytes of a block (``ggml.h``)."""
+"""GGML tensor types by number (``ggml.h``): name, elements per block, bytes per block."""
 
 PLAIN_TYPES = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """Entry of the tensor table.
+    """Entry of a GGUF file's tensor table.
 
     Attributes:
         shape: in torch's order: the contiguous dimension is last.
         type: number in ``GGML_TYPES``.
-        start: first byte in the file.
+        start: offset of the first byte in the file.
     """
 
     shape: tuple[int, ...]
@@ -78,10 +78,10 @@ class GGUFFile:
     """The header of a GGUF file, versions 2 and 3 (``ggml/docs/gguf.md``).
 
     Attributes:
-        metadata: values by key; for an array of strings, or of more than ``MAX_ARRAY`` elements,
-            its length.
-        tensors: by name.
-        version: FileVersion of the file when its header was read.
+        metadata: values by key. An array of strings, or of more than ``MAX_ARRAY_LENGTH`` elements,
+            is replaced by its length.
+        tensors: the tensor table, by tensor name.
+        version: size and time of the file when its header was read.
 
     Raises:
         ModelLoadError: if the file cannot be read, is no GGUF file, or contradicts its length.
@@ -95,74 +95,74 @@ class GGUFFile:
                 path.open("rb") as file,
                 mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
             ):
-                self._read(_Cursor(path, data))
+                self._read_header(_Cursor(path, data))
         except OSError as error:
             raise ModelLoadError(f"{path}: cannot be read ({error.strerror or error})") from error
-        except ValueError as error:  # an empty file
+        except ValueError as error:  # mmap's error for an empty file
             raise ModelLoadError(f"{path}: not a GGUF file ({error})") from error
 
-    def floats(self, name: str) -> tuple[float, ...]:
-        """Elements of a small tensor of type F32.
+    def read_floats(self, name: str) -> tuple[float, ...]:
+        """Read the elements of a small tensor of type F32.
 
         Raises:
-            ModelLoadError: for a tensor of another type, or a large one.
+            ModelLoadError: for another type, or more than ``MAX_ARRAY_LENGTH`` elements.
         """
         tensor = self.tensors[name]
         count = math.prod(tensor.shape)
-        if GGML_TYPES[tensor.type][0] != "F32" or count > MAX_ARRAY:
+        if GGML_TYPES[tensor.type][0] != "F32" or count > MAX_ARRAY_LENGTH:
             raise ModelLoadError(
                 f"{self.path}: tensor {name!r} is {GGML_TYPES[tensor.type][0]} of shape "
-                f"{tensor.shape}, expected F32 of at most {MAX_ARRAY} elements"
+                f"{tensor.shape}, expected F32 of at most {MAX_ARRAY_LENGTH} elements"
             )
         with self.path.open("rb") as file:
             file.seek(tensor.start)
             return struct.unpack(f"<{count}f", file.read(tensor.num_bytes))
 
-    def _read(self, cursor: _Cursor) -> None:
-        if cursor.take(4) != b"GGUF":
-            raise cursor.bad("not a GGUF file: it does not begin with 'GGUF'")
-        version = cursor.number("I")
+    def _read_header(self, cursor: _Cursor) -> None:
+        if cursor.read_bytes(4) != b"GGUF":
+            raise cursor.error("not a GGUF file: it does not begin with 'GGUF'")
+        version = cursor.read_number("I")
         if version not in (2, 3):
-            raise cursor.bad(f"version is {version}, expected 2 or 3 of little endian")
-        num_tensors, num_values = cursor.number("Q"), cursor.number("Q")
+            raise cursor.error(f"version is {version}, expected 2 or 3 of little endian")
+        num_tensors, num_values = cursor.read_number("Q"), cursor.read_number("Q")
         if max(num_tensors, num_values) > MAX_ENTRIES:
-            raise cursor.bad(
+            raise cursor.error(
                 f"{num_tensors} tensors and {num_values} metadata values, expected at most "
                 f"{MAX_ENTRIES} of each"
             )
         self.metadata: dict[str, Any] = {}
         for _ in range(num_values):
-            key = cursor.name()
+            key = cursor.read_name()
             if key in self.metadata:
-                raise cursor.bad(f"metadata {key!r} is there twice")
-            self.metadata[key] = cursor.value(key, cursor.number("I"))
-        entries = [self._entry(cursor) for _ in range(num_tensors)]
+                raise cursor.error(f"metadata {key!r} is there twice")
+            self.metadata[key] = cursor.read_value(key, cursor.read_number("I"))
+        entries = [self._read_entry(cursor) for _ in range(num_tensors)]
         alignment = self.metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 1 <= alignment <= 2**16:
-            raise cursor.bad(f"general.alignment is {alignment!r}, expected 1 to 65536")
+            raise cursor.error(f"general.alignment is {alignment!r}, expected 1 to 65536")
         begin = -(-cursor.position // alignment) * alignment
         self.tensors: dict[str, GGUFTensor] = {}
         end, previous = begin, ""
         for offset, name, shape, kind in sorted(entries):
             if name in self.tensors:
-                raise cursor.bad(f"tensor {name!r} is there twice")
+                raise cursor.error(f"tensor {name!r} is there twice")
             start = begin + offset
             if start < end:
-                raise cursor.bad(f"tensors {previous!r} and {name!r} overlap")
+                raise cursor.error(f"tensors {previous!r} and {name!r} overlap")
             end, previous = start + self._num_bytes(name, shape, kind), name
             if end > len(cursor.data):
-                raise cursor.bad(
+                raise cursor.error(
                     f"the file ends after {len(cursor.data)} bytes, within or before tensor "
                     f"{name!r}, which ends at {end}"
                 )
             self.tensors[name] = GGUFTensor(shape, kind, start, end - start)
 
-    def _entry(self, cursor: _Cursor) -> tuple[int, str, tuple[int, ...], int]:
-        name, dims = cursor.name(), cursor.number("I")
+    def _read_entry(self, cursor: _Cursor) -> tuple[int, str, tuple[int, ...], int]:
+        name, dims = cursor.read_name(), cursor.read_number("I")
         if not 1 <= dims <= 4:
-            raise cursor.bad(f"tensor {name!r} has {dims} dimensions, expected 1 to 4")
-        shape = tuple(cursor.number("Q") for _ in range(dims))[::-1]
-        kind, offset = cursor.number("I"), cursor.number("Q")
+            raise cursor.error(f"tensor {name!r} has {dims} dimensions, expected 1 to 4")
+        shape = tuple(cursor.read_number("Q") for _ in range(dims))[::-1]
+        kind, offset = cursor.read_number("I"), cursor.read_number("Q")
         return offset, name, shape, kind
 
     def _num_bytes(self, name: str, shape: tuple[int, ...], kind: int) -> int:
@@ -186,48 +186,48 @@ class _Cursor:
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.position = path, data, 0
 
-    def bad(self, words: str) -> ModelLoadError:
+    def error(self, words: str) -> ModelLoadError:
         return ModelLoadError(f"{self.path}: {words}")
 
-    def take(self, count: int) -> bytes:
+    def read_bytes(self, count: int) -> bytes:
         if count > len(self.data) - self.position:
-            raise self.bad(
+            raise self.error(
                 f"the file ends after {len(self.data)} bytes, and {count} more are due at byte "
                 f"{self.position}, within the header"
             )
         self.position += count
         return self.data[self.position - count : self.position]
 
-    def number(self, form: str) -> Any:
-        return struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))[0]
+    def read_number(self, form: str) -> Any:
+        return struct.unpack(f"<{form}", self.read_bytes(struct.calcsize(f"<{form}")))[0]
 
-    def name(self) -> str:
-        length, start = self.number("Q"), self.position
-        if length > MAX_NAME:
-            raise self.bad(
+    def read_name(self) -> str:
+        length, start = self.read_number("Q"), self.position
+        if length > MAX_NAME_BYTES:
+            raise self.error(
                 f"the name at byte {start} of the header has {length} bytes, expected at most "
-                f"{MAX_NAME}"
+                f"{MAX_NAME_BYTES}"
             )
-        return self.take(length).decode("utf-8", "replace")
+        return self.read_bytes(length).decode("utf-8", "replace")
 
-    def value(self, key: str, kind: int) -> Any:
-        if kind in _SCALARS:
-            return self.number(_SCALARS[kind])
+    def read_value(self, key: str, kind: int) -> Any:
+        if kind in _SCALAR_FORMATS:
+            return self.read_number(_SCALAR_FORMATS[kind])
         if kind == _STRING:
-            return self.take(self.number("Q")).decode("utf-8", "replace")
+            return self.read_bytes(self.read_number("Q")).decode("utf-8", "replace")
         if kind == _ARRAY:
-            return self._array(key, self.number("I"), self.number("Q"))
-        raise self.bad(f"metadata {key!r} is of type {kind}, expected 0 to 12")
+            return self._read_array(key, self.read_number("I"), self.read_number("Q"))
+        raise self.error(f"metadata {key!r} is of type {kind}, expected 0 to 12")
 
-    def _array(self, key: str, kind: int, count: int) -> Any:
+    def _read_array(self, key: str, kind: int, count: int) -> Any:
         if kind == _STRING:
             for _ in range(count):
-                self.take(self.number("Q"))
+                self.read_bytes(self.read_number("Q"))
             return count
-        if kind not in _SCALARS:
-            raise self.bad(
+        if kind not in _SCALAR_FORMATS:
+            raise self.error(
                 f"metadata {key!r} is an array of type {kind}, expected strings or numbers"
             )
-        form = _SCALARS[kind]
-        raw = self.take(count * struct.calcsize(f"<{form}"))
-        return list(struct.unpack(f"<{count}{form}", raw)) if count <= MAX_ARRAY else count
+        form = _SCALAR_FORMATS[kind]
+        raw = self.read_bytes(count * struct.calcsize(f"<{form}"))
+        return list(struct.unpack(f"<{count}{form}", raw)) if count <= MAX_ARRAY_LENGTH else count

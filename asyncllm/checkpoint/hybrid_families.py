@@ -1,4 +1,4 @@
-"""HYBRID_FAMILIES: the architectures with gated delta rules and attention, as data."""
+"""HYBRID_FAMILIES: architectures that mix gated-delta-rule and attention layers, as data."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from asyncllm.checkpoint.families import (
     Family,
     Fields,
     Sizes,
-    every,
-    layer_types,
+    all_but_every,
     read_biases,
+    read_layer_types,
 )
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.checkpoint.moe_families import (
-    expert_counts,
-    gated_experts,
-    normalised_routing,
-    sparse_layers,
+    read_expert_counts,
+    read_gated_experts,
+    read_routing,
+    read_sparse_layers,
 )
 
 LINEAR = "linear_attention"
@@ -26,33 +26,35 @@ LINEAR = "linear_attention"
 MAX_HEADS, MAX_HEAD_DIM, MAX_CONV_WIDTH = 1024, 1024, 16
 
 
-def _linear_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
-    """Read per layer whether it is linear: by ``layer_types``, else all but every
-    ``full_attention_interval``-th."""
+def _read_linear_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
+    """Read which layers have linear attention: those that ``layer_types`` names; without that
+    field, all but every ``full_attention_interval``-th."""
     count = sizes.num_layers
     if "layer_types" not in config:
         interval = config.integer("full_attention_interval", 4)
         if interval > count:
             accepted = f"at most num_hidden_layers={count} (4 without it): some layer has attention"
-            raise config.bad("full_attention_interval", accepted)
-        return every(interval, sizes)
-    kinds = layer_types(config, count, LINEAR)
+            raise config.invalid_field("full_attention_interval", accepted)
+        return all_but_every(interval, sizes)
+    kinds = read_layer_types(config, count, LINEAR)
     if FULL not in kinds:
-        raise config.bad("layer_types", f"a list of {FULL}, at least once, and {LINEAR}")
+        raise config.invalid_field("layer_types", f"a list of {FULL}, at least once, and {LINEAR}")
     return tuple(kind == LINEAR for kind in kinds)
 
 
-def _gated_delta(config: ConfigFile, sizes: Sizes, *, grouped_by_key_head: bool = False) -> Fields:
-    """Read the fields of a hybrid model: gated delta rules, and attention with a gated output."""
+def _read_gated_delta(
+    config: ConfigFile, sizes: Sizes, *, grouped_by_key_head: bool = False
+) -> Fields:
+    """Read the fields of a model with gated-delta-rule layers and gated attention."""
     config.choice("hidden_act", ("silu", "swish"), "silu")
     if not config.boolean("attn_output_gate", True):
-        raise config.bad("attn_output_gate", "true: attention has a gate on its output")
+        raise config.invalid_field("attn_output_gate", "true: attention has a gate on its output")
     key_heads = config.integer("linear_num_key_heads", high=MAX_HEADS)
     value_heads = config.integer("linear_num_value_heads", high=MAX_HEADS)
     if value_heads % key_heads:
         accepted = f"a multiple of linear_num_key_heads={key_heads}"
-        raise config.bad("linear_num_value_heads", accepted)
-    layers = _linear_layers(config, sizes)
+        raise config.invalid_field("linear_num_value_heads", accepted)
+    layers = _read_linear_layers(config, sizes)
     linear = LinearAttentionConfig(
         layers,
         key_heads,
@@ -72,18 +74,18 @@ def _gated_delta(config: ConfigFile, sizes: Sizes, *, grouped_by_key_head: bool 
     }
 
 
-def _qwen3_5_moe(config: ConfigFile, sizes: Sizes) -> Fields:
-    routing = RoutingConfig(*expert_counts(config, "num_experts"), renormalise=True)
-    experts = gated_experts(config, (True,) * sizes.num_layers, routing)
-    # No layer has an ordinary MLP, so files have no size for one.
+def _read_qwen3_5_moe(config: ConfigFile, sizes: Sizes) -> Fields:
+    routing = RoutingConfig(*read_expert_counts(config, "num_experts"), renormalise=True)
+    experts = read_gated_experts(config, (True,) * sizes.num_layers, routing)
+    # No layer has an ordinary MLP, so the file has no ``intermediate_size``.
     dense = {"intermediate_size": config.integer("moe_intermediate_size")}
-    return {**_gated_delta(config, sizes), **experts, **dense}
+    return {**_read_gated_delta(config, sizes), **experts, **dense}
 
 
-def _qwen3_next(config: ConfigFile, sizes: Sizes) -> Fields:
-    routing = normalised_routing(config, "num_experts")
-    experts = gated_experts(config, sparse_layers(config, sizes), routing)
-    return {**_gated_delta(config, sizes, grouped_by_key_head=True), **experts}
+def _read_qwen3_next(config: ConfigFile, sizes: Sizes) -> Fields:
+    routing = read_routing(config, "num_experts")
+    experts = read_gated_experts(config, read_sparse_layers(config, sizes), routing)
+    return {**_read_gated_delta(config, sizes, grouped_by_key_head=True), **experts}
 
 
 _GATED_DELTA: Fields = {
@@ -96,18 +98,27 @@ _GATED_DELTA: Fields = {
 }
 
 HYBRID_FAMILIES: dict[str, Family] = {
-    # For text, the three parts of Qwen3.5's RoPE have equal positions.
+    # Qwen3.5's multimodal RoPE has a time, a height and a width position. Text tokens have the
+    # same value for all three, so plain RoPE computes the same.
     "qwen3_5_text": Family(
-        "Qwen3_5ForCausalLM", _GATED_DELTA, rotates=0.25, text_part=True, read=_gated_delta
+        "Qwen3_5ForCausalLM",
+        _GATED_DELTA,
+        partial_rotary_factor=0.25,
+        text_part=True,
+        read=_read_gated_delta,
     ),
     "qwen3_5_moe_text": Family(
-        "Qwen3_5MoeForCausalLM", _GATED_DELTA, rotates=0.25, text_part=True, read=_qwen3_5_moe
+        "Qwen3_5MoeForCausalLM",
+        _GATED_DELTA,
+        partial_rotary_factor=0.25,
+        text_part=True,
+        read=_read_qwen3_5_moe,
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
         _GATED_DELTA | {"norm_topk_prob": True},
-        rotates=0.25,
-        read=_qwen3_next,
+        partial_rotary_factor=0.25,
+        read=_read_qwen3_next,
     ),
 }
 """Families by ``model_type``."""

@@ -8,24 +8,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 IMPORT_SECONDS = 60.0
-"""Seconds that an engine waits for another one's import."""
+"""Seconds that an engine waits while another engine imports transformers."""
 
-_IMPORTING = threading.Lock()
+_IMPORT_LOCK = threading.Lock()
 """One lock per process, because modules are imported once per process."""
 
 
 @contextmanager
 def importing_transformers() -> Iterator[None]:
-    """Import transformers, and lock out other engines while its names are first looked up. Once
-    imported, transformers and many of its packages replace themselves in ``sys.modules``; a thread
-    that imports them at the same time keeps the incomplete module. An engine that hangs here blocks
-    the others for IMPORT_SECONDS only."""
-    held = _IMPORTING.acquire(timeout=IMPORT_SECONDS)
+    """Import transformers, and hold a lock while the caller imports names from it.
+
+    transformers and many of its packages replace themselves in ``sys.modules`` once they are
+    imported; another thread that imports them at the same time keeps the incomplete module. An
+    engine that hangs here blocks the others for IMPORT_SECONDS only.
+    """
+    held = _IMPORT_LOCK.acquire(timeout=IMPORT_SECONDS)
     try:
-        # The application may import it at the same time. Unlike ``import``, this looks into
-        # ``sys.modules`` again.
+        # The application may import transformers at the same time. Unlike the ``import``
+        # statement, import_module looks into ``sys.modules`` again after the import.
         importlib.import_module("transformers")
         yield
     finally:
         if held:
-            _IMPORTING.release()
+            _IMPORT_LOCK.release()

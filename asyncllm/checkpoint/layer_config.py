@@ -13,9 +13,10 @@ class LayerConfig:
     """Sizes of one layer.
 
     Attributes:
-        intermediate_size: size of its MLP.
-        kv_layer: earlier layer whose keys and values it shares; None if it has its own.
-        value_is_key: values equal the output of the key projection, before norm and RoPE.
+        intermediate_size: intermediate size of the MLP.
+        kv_layer: index of the earlier layer whose keys and values this layer reads; None if it
+            has its own.
+        value_is_key: values are the output of the key projection, before norm and RoPE.
     """
 
     num_kv_heads: int
@@ -27,33 +28,39 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True)
 class LayerInputConfig:
-    """Per-layer embeddings (Gemma 3n and 4), an input of each layer beside the hidden states. Each
-    layer gets a slice of a second embedding and of a projection of the first layer's input.
+    """Configuration of per-layer embeddings (Gemma 3n and 4).
+
+    They are an input of each layer beside the hidden states. Each layer gets its slice of a second
+    embedding, and of a projection of the first layer's input.
 
     Attributes:
-        size: elements per layer.
-        vocab_size: rows of the embedding.
+        size: elements per token and layer.
+        vocab_size: rows of the second embedding.
     """
 
     size: int
     vocab_size: int
 
 
-def read_heads(config: ConfigFile, layers: Sequence[LayerConfig]) -> list[LayerConfig]:
-    """Apply the heads that ``per_layer_config`` has for some layers.
+def apply_head_overrides(config: ConfigFile, layers: Sequence[LayerConfig]) -> list[LayerConfig]:
+    """Copy of ``layers`` with the per-layer overrides in ``per_layer_config``.
+
+    Only ``num_key_value_heads`` and ``head_dim`` may be overridden.
 
     Raises:
-        ModelLoadError: for layers that do not exist, other fields than heads, and heads that do not
-            fit.
+        ModelLoadError: for a layer that does not exist, any other field, a number of key/value
+            heads that does not divide the query heads, or an odd head size.
     """
     section, found = config.section("per_layer_config"), list(layers)
     names = {"num_key_value_heads": "num_kv_heads", "head_dim": "head_dim"}
     for key in section.values:
         if not key.isdecimal() or int(key) >= len(found):
-            raise config.bad("per_layer_config", f"keys from 0 to {len(found) - 1}, the layers")
+            raise config.invalid_field(
+                "per_layer_config", f"keys from 0 to {len(found) - 1}, the layers"
+            )
         own = section.section(key)
         if any(name not in names for name in own.values):
-            raise section.bad(key, f"an object with {' and '.join(names)} alone")
+            raise section.invalid_field(key, f"an object with {' and '.join(names)} alone")
         sizes = {field: own.integer(name) for name, field in names.items() if name in own}
         found[int(key)] = replace(found[int(key)], **sizes)
     num_heads = config.integer("num_attention_heads")
@@ -62,20 +69,25 @@ def read_heads(config: ConfigFile, layers: Sequence[LayerConfig]) -> list[LayerC
         own = ConfigFile(config.path, sizes)
         if num_heads % layer.num_kv_heads:
             accepted = f"a divisor of num_attention_heads={num_heads}, in layer {index}"
-            raise own.bad("num_key_value_heads", accepted)
+            raise own.invalid_field("num_key_value_heads", accepted)
         if layer.head_dim % 2:
-            raise own.bad("head_dim", f"an even number, in layer {index}")
+            raise own.invalid_field("head_dim", f"an even number, in layer {index}")
     return found
 
 
 def share_kv(
     config: ConfigFile, layers: Sequence[LayerConfig], kinds: Sequence[Hashable]
 ) -> tuple[LayerConfig, ...]:
-    """Let the last ``num_kv_shared_layers`` layers share the KV of the last layer of their kind
-    before them. With ``use_double_wide_mlp`` their MLP has twice the size.
+    """Copy of ``layers`` in which the last ``num_kv_shared_layers`` have no KV of their own.
+
+    Such a layer reads the KV of the last layer of its kind that has its own. With
+    ``use_double_wide_mlp`` its MLP has twice the size.
+
+    Args:
+        kinds: kind of each layer, such as full or sliding attention.
 
     Raises:
-        ModelLoadError: if there is no such layer, or its heads differ.
+        ModelLoadError: if no layer of its kind has KV, or the heads of the two layers differ.
     """
     count = config.integer("num_kv_shared_layers", 0, low=0, high=len(layers) - 1)
     first, found = len(layers) - count, list(layers)
@@ -87,11 +99,11 @@ def share_kv(
             accepted = (
                 f"fewer: layer {index} is {kinds[index]!r}, and none before the first of them is"
             )
-            raise config.bad("num_kv_shared_layers", accepted)
+            raise config.invalid_field("num_kv_shared_layers", accepted)
         heads = found[source].num_kv_heads, found[source].head_dim
         if (own.num_kv_heads, own.head_dim) != heads:
             accepted = f"heads of layer {index} that are those of layer {source}, whose KV it reads"
-            raise config.bad("per_layer_config", accepted)
+            raise config.invalid_field("per_layer_config", accepted)
         found[index] = replace(
             own, kv_layer=source, intermediate_size=width * own.intermediate_size
         )

@@ -1,4 +1,4 @@
-"""LinearAttentionConfig: gated delta rules in a model's configuration."""
+"""LinearAttentionConfig: configuration of a model's gated-delta-rule layers."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LinearAttentionConfig:
-    """Gated delta rule after a short convolution (Yang et al., 2025). It replaces attention in the
-    layers where ``layers[layer]`` is True.
+    """Configuration of layers with a short convolution and a gated delta rule (Yang et al., 2025),
+    in place of attention.
 
     Attributes:
-        num_key_heads: heads of queries and of keys; each serves the same number of consecutive
-            value heads.
-        key_dim, value_dim: size of a head.
+        layers: one entry per layer: whether it has the gated delta rule.
+        num_key_heads: number of query heads, and of key heads; each serves the same number of
+            consecutive value heads.
+        key_dim, value_dim: size of a key head and of a value head.
         conv_width: kernel size of the convolution, the current input included.
-        grouped_by_key_head: a file groups the rows of q, k, v, z and of the gates by key head
-            (Qwen3-Next), instead of all rows of q, then all of k, and so on.
+        grouped_by_key_head: the checkpoint's projections have the rows of q, k, v, z and the gates
+            grouped by key head (Qwen3-Next). Otherwise all rows of q come first, then all rows of
+            k, and so on.
     """
 
     layers: tuple[bool, ...]
@@ -39,5 +41,5 @@ class LinearAttentionConfig:
 
     @property
     def conv_size(self) -> int:
-        """Channels of the convolution: q, k and v."""
+        """Number of channels of the convolution: those of q, k and v."""
         return 2 * self.key_size + self.value_size

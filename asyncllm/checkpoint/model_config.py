@@ -39,55 +39,58 @@ ACTIVATIONS: dict[str, Activation] = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-"""Activations by their name in a file."""
+"""The engine's activation by the name in config.json."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Configuration of a decoder, from ``config.json`` and ``generation_config.json``, or a GGUF
-    file.
+    """Configuration of a decoder, read from config.json and generation_config.json, or GGUF.
 
     Attributes:
         path: local directory of the files, or the GGUF file.
         architecture: e.g. "Qwen3ForCausalLM".
-        max_position_embeddings: the model's context in tokens.
+        max_position_embeddings: the model's context length in tokens.
         dtype: the checkpoint's dtype: "float32", "bfloat16" or "float16"; "float32" by default.
         is_text_part: the model is the text part of a multimodal checkpoint.
-        names: names of a layer's tensors; a layer has the norms that have names.
-        qk_norm: RMSNorm over each query and key head before RoPE (Qwen3), or, with
-            ``norms_whole_projections``, over all heads together (OLMo 2).
-        value_norm: RMSNorm without a weight over each value head.
-        norm_offset: added to the weights of norms (1 for Gemma).
+        names: names of a layer's tensors. A layer only has the norms that are named here.
+        qk_norm: RMSNorm of queries and keys before RoPE: per head (Qwen3), or over all heads
+            together if ``norms_whole_projections`` (OLMo 2).
+        value_norm: per-head RMSNorm of values, without weights.
+        norm_offset: number added to the weights of norms (1 for Gemma).
         float32_norm_weights: norms multiply by their weight in float32, and round once.
-        attention_bias: biases on q, k and v; ``output_bias`` on o; ``mlp_bias`` on the MLP.
-        attention_scale: factor of the scores; None is ``head_dim ** -0.5``.
-        attention_softcap, logits_softcap: caps of scores and of logits, ``cap * tanh(x / cap)``.
-        embedding_multiplier: factor of embeddings; with ``rounds_embedding_multiplier`` it is
-            rounded to the model's dtype first.
+        attention_bias, output_bias, mlp_bias: biases of the projections q, k and v, of o, and of
+            the MLP.
+        attention_scale: factor of attention scores; None for ``head_dim ** -0.5``.
+        attention_softcap, logits_softcap: cap of attention scores and of logits:
+            ``cap * tanh(x / cap)``; None without.
+        embedding_multiplier: factor of embeddings.
+        rounds_embedding_multiplier: that factor is first rounded to the model's dtype.
         residual_multiplier: factor of a block's output, before it is added to the residual.
         logits_divisor: divisor of the logits.
-        rope: RoPE of all layers, unless ``layer_ropes`` has one for each.
-        rotary_dim: number of leading elements of a head that RoPE rotates; None is all.
-        interleaved_rope: RoPE rotates pairs of neighbours, instead of pairs of the head's two
-            halves.
-        sliding_window: positions that a token sees, itself included, in the layers where
-            ``sliding_layers[layer]`` is True; None if there are none.
-        sliding_layers: one entry per layer.
+        rope: RoPE of all layers if ``layer_ropes`` is empty.
+        layer_ropes: RoPE of each layer; empty if all layers have ``rope``.
+        rotary_dim: number of leading elements of a head that RoPE rotates; None for all.
+        interleaved_rope: RoPE rotates pairs of adjacent elements, instead of pairing the first
+            half of a head with the second.
+        sliding_window: number of positions that a token attends to, itself included, in sliding
+            layers; None without such layers.
+        sliding_layers: one entry per layer: whether it has the sliding window.
         layers: sizes of each layer if they differ; () if all are equal.
-        layer_input: per-layer embeddings; None without.
+        layer_input: configuration of per-layer embeddings; None without.
         layer_scalar: each layer's output is multiplied by a number from the checkpoint.
-        sinks: each layer has a logit per query head that takes part in the softmax of its scores.
-        gated_attention: attention's output is multiplied by the sigmoid of a gate, element by
-            element. In a file the gates of a head follow its queries.
+        sinks: attention has a learned logit per query head, which takes part in the softmax of the
+            scores.
+        gated_attention: attention's output is multiplied, element by element, by the sigmoid of a
+            gate. In a checkpoint the gate rows of a head follow its query rows.
         linear_attention: configuration of layers with linear attention; None without.
         experts: configuration of layers with experts; None without.
-        unused_layers: number of further layers in the checkpoint, for other uses (multi-token
-            prediction).
-        eos_token_ids: ids that end an output; those of ``generation_config`` come first.
-        quantization: ``quant_method`` of the checkpoint's weights; None for plain ones.
-        generation_defaults: ``temperature``, ``top_p``, ``top_k``, ``min_p`` and
-            ``repetition_penalty`` if ``generation_config`` sets them; ``do_sample`` is ignored, as
-            in vLLM.
+        unused_layers: number of further layers in the checkpoint that the decoder does not run
+            (multi-token prediction).
+        eos_token_ids: ids that end an output; those of generation_config.json come first.
+        quantization: ``quant_method`` of the checkpoint; None if the weights are not quantised.
+        generation_defaults: sampling parameters that generation_config.json sets:
+            ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``.
+            ``do_sample`` is ignored, as in vLLM.
     """
 
     path: Path
@@ -153,21 +156,20 @@ class ModelConfig:
         overrides: Mapping[str, Any] | None = None,
         has_defaults: bool = True,
     ) -> ModelConfig:
-        """Read the configuration in a directory or a GGUF file, with transformers' old and new
-        keys.
+        """Read the configuration in a directory or a GGUF file.
 
-        An absent field has transformers' default for the architecture, except sizes, which must be
-        there.
+        Field names of transformers 4 and 5 are read. An absent field has transformers' default for
+        the architecture; sizes are required.
 
         Args:
             overrides: ``EngineConfig.hf_overrides``.
             has_defaults: read ``generation_defaults``; False leaves them empty.
 
         Raises:
-            ModelLoadError: for a missing or damaged file, an unsupported architecture, RoPE type,
-                activation or quantisation, a missing or invalid field, and numbers that contradict
-                each other. The message names the file, the field, its value and what would have
-                been accepted.
+            ModelLoadError: for a missing or damaged file; for an unsupported architecture, RoPE
+                type, activation or quantisation; for a missing or invalid field; for fields that
+                contradict each other. The message names the file, the field, its value and the
+                accepted values.
             InvalidRequestError: for ``overrides`` of a GGUF file.
         """
         directory = Path(path)
@@ -177,14 +179,14 @@ class ModelConfig:
                 raise check.invalid("hf_overrides", overrides, accepted)
             config, generation = gguf_config(GGUFFile(directory)), ConfigFile(directory, {})
         else:
-            config = ConfigFile.read(directory / "config.json").overridden(overrides)
+            config = ConfigFile.read(directory / "config.json").with_overrides(overrides)
             generation = read_generation_config(directory, has_defaults)
-        family, config, is_text_part = _family(config)
+        family, config, is_text_part = _resolve_family(config)
         vocab_size = config.integer("vocab_size")
         num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
         config.integer("max_position_embeddings", high=MAX_POSITIONS)
-        heads = _heads(config)
-        rotary_dim = _rotary_dim(config, family, heads["head_dim"])
+        heads = _read_head_sizes(config)
+        rotary_dim = _read_rotary_dim(config, family, heads["head_dim"])
         sizes = Sizes(num_layers, heads["hidden_size"], heads["head_dim"], rotary_dim)
         fields = heads | {
             "rotary_dim": rotary_dim if rotary_dim < sizes.head_dim else None,
@@ -207,13 +209,13 @@ class ModelConfig:
             max_position_embeddings=config.integer("max_position_embeddings", high=MAX_POSITIONS),
             rms_norm_eps=config.number("rms_norm_eps", 1e-6, high=1.0, open_low=True),
             tie_word_embeddings=config.boolean("tie_word_embeddings", False),
-            dtype=_dtype(config),
+            dtype=_read_dtype(config),
             is_text_part=is_text_part,
             names=family.names,
             activation=ACTIVATIONS[config.choice(family.activation, tuple(ACTIVATIONS), "silu")],
             quantization=quant_method(config),
             generation_defaults=generation_defaults(generation),
-            eos_token_ids=_eos_token_ids(config, generation, family, vocab_size),
+            eos_token_ids=_read_eos_token_ids(config, generation, family, vocab_size),
             **fields,
         )
 
@@ -224,9 +226,11 @@ def has_native_decoder(config: ConfigFile) -> bool:
 
 
 def _find_family(config: ConfigFile) -> tuple[Family, bool] | None:
-    """Family of a file's architecture, and whether it is the text part of a multimodal model; None
-    if the decoder does not support it. ``architectures`` may be absent, as in a configuration that
-    was saved without its model: then ``model_type`` counts."""
+    """Family of a file's architecture, and whether the model is the text part of a multimodal one.
+
+    None if the decoder does not support the architecture. ``architectures`` is absent in a
+    configuration that was saved without its model; ``model_type`` then decides.
+    """
     text, names = config.values.get("text_config"), config.values.get("architectures")
     is_text_part = isinstance(text, dict)
     if is_text_part or names is None:
@@ -239,33 +243,37 @@ def _find_family(config: ConfigFile) -> tuple[Family, bool] | None:
         family = next(named, None)
     if family is None or (is_text_part and not family.text_part):
         return None
-    covered = family.covers is None or family.covers(config)
+    covered = family.is_supported is None or family.is_supported(config)
     return (family, is_text_part) if covered else None
 
 
-def _family(config: ConfigFile) -> tuple[Family, ConfigFile, bool]:
+def _resolve_family(config: ConfigFile) -> tuple[Family, ConfigFile, bool]:
     """Family of a file's architecture, the file's fields with the family's defaults, and whether
-    these are of a text part."""
+    the fields are those of a multimodal model's text part.
+
+    Raises:
+        ModelLoadError: if the decoder does not support the architecture.
+    """
     found = _find_family(config)
     if found is None:
         if "architectures" not in config and "model_type" in config:
             config.choice("model_type", tuple(FAMILIES))
         supported = ", ".join(family.architecture for family in FAMILIES.values())
-        raise config.bad("architectures", f"a list with one of {supported}")
+        raise config.invalid_field("architectures", f"a list with one of {supported}")
     family, is_text_part = found
     values = dict(config.values)
     if is_text_part:
-        # The outer fields win: the text part may leave them out, or contradict them.
+        # The text part may leave these fields out or contradict the outer ones, so the outer win.
         shared = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
         outer = {name: values[name] for name in shared if values.get(name) is not None}
         inner = values["text_config"]
         ends = [each["eos_token_id"] for each in (values, inner) if "eos_token_id" in each]
-        values = {**inner, **outer} | ({"eos_token_id": _flattened(ends)} if ends else {})
+        values = {**inner, **outer} | ({"eos_token_id": _flatten(ends)} if ends else {})
     return family, ConfigFile(config.path, {**family.defaults, **values}), is_text_part
 
 
-def _flattened(values: list[Any]) -> list[Any]:
-    """Flatten lists among values, and drop null."""
+def _flatten(values: list[Any]) -> list[Any]:
+    """Copy of ``values`` with nested lists flattened and nulls dropped."""
     return [
         entry
         for value in values
@@ -274,23 +282,29 @@ def _flattened(values: list[Any]) -> list[Any]:
     ]
 
 
-def _rotary_dim(config: ConfigFile, family: Family, head_dim: int) -> int:
+def _read_rotary_dim(config: ConfigFile, family: Family, head_dim: int) -> int:
     """Number of elements of a head that RoPE rotates, from ``partial_rotary_factor``."""
     section, name = rope_section(config), "partial_rotary_factor"
     for holder in (config, section):
         factor = holder.number(name, 1.0, high=1.0, open_low=True)
-        if family.rotates is None and factor != 1.0:
-            raise holder.bad(name, "1.0")
+        if family.partial_rotary_factor is None and factor != 1.0:
+            raise holder.invalid_field(name, "1.0")
     holder = section if name in section else config
-    factor = holder.number(name, 1.0 if family.rotates is None else family.rotates, high=1.0)
+    factor = holder.number(
+        name,
+        1.0 if family.partial_rotary_factor is None else family.partial_rotary_factor,
+        high=1.0,
+    )
     rotary_dim = int(head_dim * factor)
     if rotary_dim < 2 or rotary_dim % 2:
-        raise holder.bad(name, f"one that rotates an even number of head_dim={head_dim} elements")
+        raise holder.invalid_field(
+            name, f"one that rotates an even number of head_dim={head_dim} elements"
+        )
     return rotary_dim
 
 
 def quant_method(config: ConfigFile) -> str | None:
-    """``quant_method`` of the checkpoint's weights; None for plain ones.
+    """``quant_method`` of a checkpoint; None if the weights are not quantised.
 
     Raises:
         ModelLoadError: for an unsupported method.
@@ -300,22 +314,25 @@ def quant_method(config: ConfigFile) -> str | None:
     return config.section("quantization_config").choice("quant_method", QUANT_METHODS)
 
 
-def _heads(config: ConfigFile) -> dict[str, Any]:
+def _read_head_sizes(config: ConfigFile) -> dict[str, Any]:
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
-    # null always means as many as query heads. If the field is absent, only some families' defaults
-    # mean this: transformers' default for the others fits their first checkpoint only.
+    # null means as many key/value heads as query heads. An absent field means the same only in
+    # families with the default MULTI_HEAD; in others it is an error, because transformers' default
+    # is the number of the family's first checkpoint.
     stated = "num_key_value_heads" in config.values
     num_kv_heads = config.integer("num_key_value_heads", num_heads if stated else REQUIRED)
     if num_heads % num_kv_heads:
-        raise config.bad("num_key_value_heads", f"a divisor of num_attention_heads={num_heads}")
+        raise config.invalid_field(
+            "num_key_value_heads", f"a divisor of num_attention_heads={num_heads}"
+        )
     if "head_dim" in config:
         head_dim = config.integer("head_dim")
     elif hidden_size % num_heads == 0:
         head_dim = hidden_size // num_heads
     else:
         accepted = f"a multiple of num_attention_heads={num_heads} where head_dim is not given"
-        raise config.bad("hidden_size", accepted)
+        raise config.invalid_field("hidden_size", accepted)
     if head_dim % 2:
         raise ModelLoadError(f"{config.path}: head_dim is {head_dim}, expected an even number")
     return {
@@ -326,12 +343,12 @@ def _heads(config: ConfigFile) -> dict[str, Any]:
     }
 
 
-def _dtype(config: ConfigFile) -> str:
+def _read_dtype(config: ConfigFile) -> str:
     name = "dtype" if "dtype" in config else "torch_dtype"
     return config.choice(name, ("float32", "bfloat16", "float16"), "float32")
 
 
-def _eos_token_ids(
+def _read_eos_token_ids(
     config: ConfigFile, generation: ConfigFile, family: Family, vocab_size: int
 ) -> tuple[int, ...]:
     eos = generation.token_ids("eos_token_id", vocab_size)
@@ -342,15 +359,15 @@ def _eos_token_ids(
 
 
 def read_generation_config(directory: Path, has_defaults: bool) -> ConfigFile:
-    """``generation_config.json``, with its sampling parameters or without."""
+    """Read generation_config.json; without sampling parameters unless ``has_defaults``."""
     file = ConfigFile.read_if_present(directory / "generation_config.json")
     kept = {name: file.values[name] for name in file.values if has_defaults or name not in NEUTRAL}
     return ConfigFile(file.path, kept)
 
 
 def generation_defaults(generation: ConfigFile) -> dict[str, Any]:
-    # Checked at load: else a request that leaves the field unset would fail for the file's bad
-    # value.
+    # Check the values at load: otherwise a request that leaves a parameter unset would fail for
+    # the file's bad value.
     values = {name: generation.values[name] for name in NEUTRAL if name in generation}
     try:
         params = SamplingParams(**values)

@@ -24,8 +24,8 @@ _TOKENIZER_PATTERNS = tuple(
     "tokenizer* special_tokens_map.json added_tokens.json vocab.json vocab.txt merges.txt "
     "*.tiktoken chat_template* additional_chat_templates/*.jinja tokenization_*.py".split()
 )
-# Shell patterns match across slashes: without these, a download would include a second copy of the
-# weights, and whole folders of other formats.
+# Files that the patterns above would also match, because "*" matches slashes too: a second copy of
+# the weights, and folders with the weights in other formats.
 _IGNORED_PATTERNS = ("consolidated*.safetensors", "*/*.safetensors", "*.bin", "*.pth", "*.pt")
 _TOKENIZER_FILES = tuple(
     "tokenizer.json tokenizer.model tokenizer_config.json vocab.json vocab.txt".split()
@@ -33,13 +33,13 @@ _TOKENIZER_FILES = tuple(
 
 
 class HubOptions(TypedDict, total=False):
-    """Options of a download.
+    """Options of a download from the hub.
 
     Attributes:
-        progress: callback as bytes arrive; no progress bar is ever printed.
+        progress: callback that reports received bytes; no progress bar is printed.
         endpoint: address of the hub; huggingface_hub's default if absent.
-        cache_dir: directory of downloads; huggingface_hub's default if absent. If the hub cannot be
-            reached, a cached revision is used as it is.
+        cache_dir: directory for downloads; huggingface_hub's default if absent. If the hub cannot
+            be reached, the cached revision is used.
     """
 
     progress: Progress | None
@@ -57,18 +57,24 @@ def resolve_model(
 ) -> Path:
     """Find a model's directory or GGUF file, and download it if needed.
 
-    Blocks on files and the network: not for an event loop's thread.
+    Blocks on files and the network, so it must not run on an event loop's thread.
 
     Args:
-        model: a directory, a GGUF file or a directory with one and no safetensors, a hub id
-            ("Qwen/Qwen3-0.6B"), or None for the model in the package. A text that begins with ".",
-            "/" or "~", has more than one separator, or names a file, is a path.
+        model: one of
+
+            - a directory, with safetensors or one GGUF file;
+            - a GGUF file;
+            - a hub id ("Qwen/Qwen3-0.6B");
+            - None for the model in the package.
+
+            A ``str`` is a path if it begins with ".", "/" or "~", has more than one separator, or
+            names a file.
         revision: branch, tag or commit; for hub ids only.
-        weights: fetch and require safetensors; False for random weights.
+        weights: fetch and require safetensors; False for a model with random weights.
         code: fetch Python files as well.
 
     Raises:
-        ModelLoadError: if there is nothing usable; ``__cause__`` is the hub's error.
+        ModelLoadError: if no usable model is found; ``__cause__`` is the hub's error, if any.
     """
     patterns = _CONFIG_PATTERNS + _TOKENIZER_PATTERNS + (_WEIGHT_PATTERNS if weights else ())
     patterns += ("*.py",) if code else ()
@@ -77,12 +83,14 @@ def resolve_model(
             directory = _bundled_model()
             _refuse_revision("the model in the package", revision)
         else:
-            directory = _resolve(model, revision, patterns, hub)
-        directory = _gguf_file(directory, directory / _SINGLE_FILE, directory / _INDEX_FILE)
+            directory = _resolve_location(model, revision, patterns, hub)
+        directory = _find_gguf_file(directory, directory / _SINGLE_FILE, directory / _INDEX_FILE)
         if directory.suffix == GGUF_SUFFIX:
             return directory
         if not (directory / "config.json").is_file():
-            raise ModelLoadError(f"{directory}: config.json is missing; {_contents(directory)}")
+            raise ModelLoadError(
+                f"{directory}: config.json is missing; {_describe_contents(directory)}"
+            )
         if weights:
             weight_files(directory)
         return directory
@@ -92,24 +100,25 @@ def resolve_tokenizer(
     tokenizer: str | os.PathLike[str], revision: str | None = None, **hub: Unpack[HubOptions]
 ) -> Path:
     """Find a tokenizer's directory or GGUF file; arguments and errors as for ``resolve_model``."""
-    # Without tokenizer.json, transformers finds the tokenizer's class in config.json.
+    # If tokenizer.json is missing, transformers reads the tokenizer's class from config.json.
     patterns = ("config.json", *_TOKENIZER_PATTERNS)
     with _lookup_errors(tokenizer):
-        directory = _resolve(tokenizer, revision, patterns, hub)
-        directory = _gguf_file(directory, *(directory / name for name in _TOKENIZER_FILES))
+        directory = _resolve_location(tokenizer, revision, patterns, hub)
+        directory = _find_gguf_file(directory, *(directory / name for name in _TOKENIZER_FILES))
         if directory.suffix == GGUF_SUFFIX:
             return directory
         if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
             raise ModelLoadError(
-                f"{directory}: holds no tokenizer, expected tokenizer.json; {_contents(directory)}"
+                f"{directory}: holds no tokenizer, expected tokenizer.json; "
+                f"{_describe_contents(directory)}"
             )
         return directory
 
 
 @contextmanager
 def _lookup_errors(location: str | os.PathLike[str] | None) -> Iterator[None]:
-    """Convert OSErrors of look-ups to ModelLoadError: a folder without permission, or too long a
-    name, must not count as absent."""
+    """Convert OSErrors to ModelLoadError. An unreadable folder, or a name that is too long, must
+    not be treated as a missing one."""
     try:
         yield
     except OSError as error:
@@ -118,11 +127,11 @@ def _lookup_errors(location: str | os.PathLike[str] | None) -> Iterator[None]:
         ) from error
 
 
-def _gguf_file(directory: Path, *instead: Path) -> Path:
-    """GGUF file of a directory that has none of the files ``instead``; else the directory.
+def _find_gguf_file(directory: Path, *instead: Path) -> Path:
+    """The GGUF file in ``directory`` if none of the files ``instead`` exists; else ``directory``.
 
     Raises:
-        ModelLoadError: if it has several.
+        ModelLoadError: if the directory has several GGUF files.
     """
     if directory.suffix == GGUF_SUFFIX or any(file.is_file() for file in instead):
         return directory
@@ -133,7 +142,7 @@ def _gguf_file(directory: Path, *instead: Path) -> Path:
     return found[0] if found else directory
 
 
-def _resolve(
+def _resolve_location(
     location: str | os.PathLike[str],
     revision: str | None,
     patterns: tuple[str, ...],
@@ -174,7 +183,7 @@ def _bundled_model() -> Path:
     return directory
 
 
-def _contents(directory: Path) -> str:
+def _describe_contents(directory: Path) -> str:
     names = sorted(entry.name for entry in directory.iterdir())
     if not names:
         return "the directory is empty"
@@ -182,7 +191,7 @@ def _contents(directory: Path) -> str:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """List a checkpoint's safetensors files: those in its index, or the single one.
+    """List a checkpoint's safetensors files: those in its index, or ``model.safetensors``.
 
     Raises:
         ModelLoadError: if a file is missing, or the index is damaged.
@@ -193,7 +202,7 @@ def weight_files(directory: Path) -> list[Path]:
         if not single.is_file():
             raise ModelLoadError(
                 f"{directory}: neither {_SINGLE_FILE} nor {_INDEX_FILE}, the only weight format "
-                f"that is read; {_contents(directory)}"
+                f"that is read; {_describe_contents(directory)}"
             )
         return [single]
     config = ConfigFile.read(index)
@@ -206,7 +215,7 @@ def weight_files(directory: Path) -> list[Path]:
             + (", …" if len(missing) > 3 else "")
         )
     if not shards:
-        raise config.bad("weight_map", "the file of each tensor")
+        raise config.invalid_field("weight_map", "the file of each tensor")
     return [directory / shard for shard in shards]
 
 
@@ -224,13 +233,13 @@ def _download(model: str, revision: str | None, patterns: tuple[str, ...], hub: 
             tqdm_class=_quiet_bar(hub.get("progress")),
             library_name="asyncllm",
         )
-    # Bare Exception, because huggingface_hub passes on the errors of its HTTP library.
+    # huggingface_hub also raises the errors of its HTTP library, which have no common base class.
     except Exception as error:
-        raise ModelLoadError(_explain(model, revision, error)) from error
+        raise ModelLoadError(_explain_download_error(model, revision, error)) from error
     return Path(directory)
 
 
-def _explain(model: str, revision: str | None, error: Exception) -> str:
+def _explain_download_error(model: str, revision: str | None, error: Exception) -> str:
     from huggingface_hub import errors
 
     at = "" if revision is None else f" at revision {revision!r}"
@@ -261,9 +270,9 @@ def _explain(model: str, revision: str | None, error: Exception) -> str:
 
 
 def _quiet_bar(progress: Progress | None) -> type[Any]:
-    """Make a progress-bar class that only reports bytes: no output, no threads.
+    """Make a tqdm class that prints nothing, starts no thread, and reports bytes to ``progress``.
 
-    The hub counts bytes in several bars (received, written); the furthest one is reported.
+    huggingface_hub counts bytes in several bars (received, written); the furthest one is reported.
     """
     from tqdm import tqdm
 
@@ -280,12 +289,12 @@ def _quiet_bar(progress: Progress | None) -> type[Any]:
                 bars.append(self)
 
         def update(self, n: float | None = 1) -> bool | None:
-            self.n += n or 0  # a disabled bar does not count by itself
+            self.n += n or 0  # a disabled bar does not update its count
             if progress is not None and self.counts_bytes:
                 furthest = max(bars, key=lambda bar: bar.n)
                 progress(int(furthest.n), int(furthest.total or 0))
             return None
 
-    # tqdm's own lock is a multiprocessing lock, which may start a tracker process.
+    # tqdm's default lock is a multiprocessing lock, which may start a resource-tracker process.
     QuietBar.set_lock(threading.RLock())
     return QuietBar

@@ -1,4 +1,4 @@
-"""MOE_FAMILIES: the architectures with a mixture of experts, as data."""
+"""MOE_FAMILIES: the mixture-of-experts architectures, as data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncllm.checkpoint.families import (
     Family,
     Fields,
     Sizes,
-    every,
+    all_but_every,
     read_biases,
     read_optional_window,
     read_window,
@@ -26,24 +26,30 @@ from asyncllm.checkpoint.families import (
 MAX_EXPERTS = 1024
 
 
-# --- what several rows read ----------------------------------------------------------------
+# --- readers shared by several families ------------------------------------------------------
 
 
-def expert_counts(
+def read_expert_counts(
     config: ConfigFile, *names: str, per_token: str = "num_experts_per_tok"
 ) -> tuple[int, int]:
-    """Read the number of experts per layer, from the first of ``names`` present, and per token."""
+    """Read the number of experts per layer, and per token.
+
+    Args:
+        names: fields that may have the number per layer; the first that is present counts.
+        per_token: field with the number per token.
+    """
     config.choice("hidden_act", ("silu", "swish"), "silu")
     name = next((name for name in names if name in config), names[0])
     count = config.integer(name, high=MAX_EXPERTS)
     top_k = config.integer(per_token, high=MAX_EXPERTS)
     if top_k > count:
-        raise config.bad(per_token, f"at most {name}={count}")
+        raise config.invalid_field(per_token, f"at most {name}={count}")
     return count, top_k
 
 
-def sparse_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
-    """Layers with experts in Qwen: every ``decoder_sparse_step``-th, except ``mlp_only_layers``."""
+def read_sparse_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
+    """Read which of Qwen's layers have experts: every ``decoder_sparse_step``-th layer, except
+    those in ``mlp_only_layers``."""
     step = config.integer("decoder_sparse_step", 1)
     accepted = f"a list of layers from 0 to {sizes.num_layers - 1}"
 
@@ -58,13 +64,16 @@ def sparse_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
 
 
 def _read_groups(config: ConfigFile, count: int, top_k: int) -> tuple[int, int]:
-    """Read ``n_group`` and ``topk_group``; the chosen groups need at least ``top_k`` experts."""
+    """Read ``n_group`` and ``topk_group``. ``topk_group`` groups must have ``top_k`` experts or
+    more."""
     groups = config.integer("n_group", 1, high=count)
     if count % groups or (groups > 1 and count // groups < 2):
-        raise config.bad("n_group", f"a divisor of n_routed_experts={count}, at most half of it")
+        raise config.invalid_field(
+            "n_group", f"a divisor of n_routed_experts={count}, at most half of it"
+        )
     chosen, least = config.integer("topk_group", 1), -(-top_k // (count // groups))
     if not least <= chosen <= groups:
-        raise config.bad(
+        raise config.invalid_field(
             "topk_group",
             f"{least} to n_group={groups} groups of {count // groups} experts, for "
             f"num_experts_per_tok={top_k}",
@@ -72,13 +81,15 @@ def _read_groups(config: ConfigFile, count: int, top_k: int) -> tuple[int, int]:
     return groups, chosen
 
 
-def normalised_routing(config: ConfigFile, *names: str) -> RoutingConfig:
-    count, top_k = expert_counts(config, *names)
+def read_routing(config: ConfigFile, *names: str) -> RoutingConfig:
+    count, top_k = read_expert_counts(config, *names)
     return RoutingConfig(count, top_k, renormalise=config.boolean("norm_topk_prob", False))
 
 
-def gated_experts(config: ConfigFile, layers: tuple[bool, ...], routing: RoutingConfig) -> Fields:
-    """Read Qwen's experts with a shared MLP behind a gate."""
+def read_gated_experts(
+    config: ConfigFile, layers: tuple[bool, ...], routing: RoutingConfig
+) -> Fields:
+    """Read Qwen's experts, which include a shared expert with a gate."""
     experts = ExpertsConfig(
         layers,
         routing,
@@ -90,10 +101,11 @@ def gated_experts(config: ConfigFile, layers: tuple[bool, ...], routing: Routing
     return {"experts": experts}
 
 
-def _deepseek_v3_routing(config: ConfigFile, sizes: Sizes) -> Fields:
-    """Read DeepSeek-V3's routing: sigmoid scores, groups and a correction bias (arXiv 2412.19437,
-    section 2.1.2), after ``first_k_dense_replace`` dense layers."""
-    count, top_k = expert_counts(config, "n_routed_experts", "num_local_experts")
+def _read_deepseek_v3_experts(config: ConfigFile, sizes: Sizes) -> Fields:
+    """Read experts with DeepSeek-V3's routing, in all but the first ``first_k_dense_replace``
+    layers. It has sigmoid scores, groups and a correction bias (arXiv 2412.19437, section 2.1.2).
+    """
+    count, top_k = read_expert_counts(config, "n_routed_experts", "num_local_experts")
     groups, chosen = _read_groups(config, count, top_k)
     first = config.integer("first_k_dense_replace", low=0)
     routing = RoutingConfig(
@@ -118,11 +130,11 @@ def _deepseek_v3_routing(config: ConfigFile, sizes: Sizes) -> Fields:
     }
 
 
-# --- rows ------------------------------------------------------------------------------------
+# --- one reader per family -------------------------------------------------------------------
 
 
-def _mixtral(config: ConfigFile, sizes: Sizes) -> Fields:
-    count, top_k = expert_counts(config, "num_local_experts", "num_experts")
+def _read_mixtral(config: ConfigFile, sizes: Sizes) -> Fields:
+    count, top_k = read_expert_counts(config, "num_local_experts", "num_experts")
     experts = ExpertsConfig(
         (True,) * sizes.num_layers,
         RoutingConfig(count, top_k, renormalise=True),
@@ -136,21 +148,21 @@ def _mixtral(config: ConfigFile, sizes: Sizes) -> Fields:
     return {**FAMILIES["mistral"].read(config, sizes), "experts": experts}
 
 
-def _qwen2_moe(config: ConfigFile, sizes: Sizes) -> Fields:
-    # Its sliding layers are every other one up to max_window_layers, unlike Qwen2's.
+def _read_qwen2_moe(config: ConfigFile, sizes: Sizes) -> Fields:
+    # Every other layer below max_window_layers slides. In Qwen2, all from there on do.
     most = config.integer("max_window_layers", 28, low=0)
     slides = "sliding_window" in config
     layers = tuple(slides and layer % 2 == 0 and layer < most for layer in range(sizes.num_layers))
     window = read_optional_window(config, sizes, layers)
-    routing = normalised_routing(config, "num_experts")
-    experts = gated_experts(config, sparse_layers(config, sizes), routing)
+    routing = read_routing(config, "num_experts")
+    experts = read_gated_experts(config, read_sparse_layers(config, sizes), routing)
     return {"attention_bias": config.boolean("qkv_bias", True), **window, **experts}
 
 
-def _qwen3_moe(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_qwen3_moe(config: ConfigFile, sizes: Sizes) -> Fields:
     experts = ExpertsConfig(
-        sparse_layers(config, sizes),
-        normalised_routing(config, "num_experts", "num_local_experts"),
+        read_sparse_layers(config, sizes),
+        read_routing(config, "num_experts", "num_local_experts"),
         config.integer("moe_intermediate_size"),
     )
     slides = "sliding_window" in config
@@ -158,37 +170,37 @@ def _qwen3_moe(config: ConfigFile, sizes: Sizes) -> Fields:
     return {"qk_norm": True, **read_biases(config), **window, "experts": experts}
 
 
-def _olmoe(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_olmoe(config: ConfigFile, sizes: Sizes) -> Fields:
     if "clip_qkv" in config:
-        raise config.bad("clip_qkv", "null: projections are not clipped")
+        raise config.invalid_field("clip_qkv", "null: projections are not clipped")
     experts = ExpertsConfig(
         (True,) * sizes.num_layers,
-        normalised_routing(config, "num_experts", "num_local_experts"),
+        read_routing(config, "num_experts", "num_local_experts"),
         config.integer("intermediate_size"),
     )
     norms = {"qk_norm": True, "norms_whole_projections": True}
     return {**norms, **read_biases(config), "experts": experts}
 
 
-def _dots1(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_dots1(config: ConfigFile, sizes: Sizes) -> Fields:
     first = config.integer("max_window_layers", 62, low=0)
     slides = "sliding_window" in config
     layers = tuple(slides and layer >= first for layer in range(sizes.num_layers))
     window = read_window(config, layers)
     fields = {"qk_norm": True, **read_biases(config), **window}
-    return {**fields, **_deepseek_v3_routing(config, sizes)}
+    return {**fields, **_read_deepseek_v3_experts(config, sizes)}
 
 
-def _glm4_moe(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_glm4_moe(config: ConfigFile, sizes: Sizes) -> Fields:
     fields = {"qk_norm": config.boolean("use_qk_norm", False)}
     fields["attention_bias"] = config.boolean("attention_bias", False)
-    return {**fields, **_deepseek_v3_routing(config, sizes)}
+    return {**fields, **_read_deepseek_v3_experts(config, sizes)}
 
 
-def _ernie4_5_moe(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_ernie4_5_moe(config: ConfigFile, sizes: Sizes) -> Fields:
     if config.boolean("use_bias", False):
-        raise config.bad("use_bias", "false: the output head has none")
-    count, top_k = expert_counts(config, "moe_num_experts", per_token="moe_k")
+        raise config.invalid_field("use_bias", "false: the output head has none")
+    count, top_k = read_expert_counts(config, "moe_num_experts", per_token="moe_k")
     step = config.integer("moe_layer_interval", 1)
     first = config.integer("moe_layer_start_index", 1, low=0)
     last = config.integer("moe_layer_end_index", -1, low=-1)
@@ -213,13 +225,13 @@ def _ernie4_5_moe(config: ConfigFile, sizes: Sizes) -> Fields:
     return {"interleaved_rope": True, "experts": experts, "unused_layers": unused}
 
 
-def _gpt_oss(config: ConfigFile, sizes: Sizes) -> Fields:
-    count, top_k = expert_counts(config, "num_local_experts", "num_experts")
+def _read_gpt_oss(config: ConfigFile, sizes: Sizes) -> Fields:
+    count, top_k = read_expert_counts(config, "num_local_experts", "num_experts")
     limits = {"high": 1e6, "open_low": True}
     experts = ExpertsConfig(
         (True,) * sizes.num_layers,
-        # gpt-oss's softmax over a token's chosen experts equals that over all experts,
-        # renormalised.
+        # gpt-oss applies the softmax to the chosen experts' logits alone. A softmax over all
+        # experts, renormalised over the chosen ones, is the same.
         RoutingConfig(count, top_k, renormalise=True, bias=True),
         config.integer("intermediate_size"),
         ActivationConfig(
@@ -232,12 +244,12 @@ def _gpt_oss(config: ConfigFile, sizes: Sizes) -> Fields:
         ),
     )
     bias = config.boolean("attention_bias", True)
-    window = read_window(config, every(2, sizes))
+    window = read_window(config, all_but_every(2, sizes))
     biases = {"attention_bias": bias, "output_bias": bias}
     return {"sinks": True, **biases, **window, "experts": experts}
 
 
-_YARN = {
+_GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
     "beta_fast": 32.0,
@@ -251,17 +263,17 @@ MOE_FAMILIES: dict[str, Family] = {
         "MixtralForCausalLM",
         {"sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
         (2,),
-        read=_mixtral,
+        read=_read_mixtral,
     ),
-    "qwen2_moe": Family("Qwen2MoeForCausalLM", {"sliding_window": 4096}, read=_qwen2_moe),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", {"sliding_window": 4096}, read=_qwen3_moe),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", {"sliding_window": 4096}, read=_read_qwen2_moe),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", {"sliding_window": 4096}, read=_read_qwen3_moe),
     "olmoe": Family(
-        "OlmoeForCausalLM", MULTI_HEAD | {"rms_norm_eps": 1e-5}, (50_279,), read=_olmoe
+        "OlmoeForCausalLM", MULTI_HEAD | {"rms_norm_eps": 1e-5}, (50_279,), read=_read_olmoe
     ),
     "dots1": Family(
         "Dots1ForCausalLM",
         MULTI_HEAD | {"sliding_window": 4096, "first_k_dense_replace": 0},
-        read=_dots1,
+        read=_read_dots1,
     ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
@@ -272,14 +284,14 @@ MOE_FAMILIES: dict[str, Family] = {
             "n_shared_experts": 1,
             "num_nextn_predict_layers": 1,
         },
-        rotates=0.5,
-        read=_glm4_moe,
+        partial_rotary_factor=0.5,
+        read=_read_glm4_moe,
     ),
     "ernie4_5_moe": Family(
         "Ernie4_5_MoeForCausalLM",
         {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 500_000.0},
         (2,),
-        read=_ernie4_5_moe,
+        read=_read_ernie4_5_moe,
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
@@ -288,9 +300,9 @@ MOE_FAMILIES: dict[str, Family] = {
             "rms_norm_eps": 1e-5,
             "sliding_window": 128,
             "rope_theta": 150_000.0,
-            "rope_parameters": _YARN,
+            "rope_parameters": _GPT_OSS_ROPE,
         },
-        read=_gpt_oss,
+        read=_read_gpt_oss,
     ),
 }
 """Families by ``model_type``."""

@@ -8,8 +8,13 @@ LoadStage = Literal["weights", "kernels", "graphs"]
 
 
 class Progress(Protocol):
-    """Callback of loading, also called on downloading threads. If it raises, loading stops."""
+    """Callback that reports the progress of loading. Downloads call it on their own threads. If it
+    raises, loading stops."""
 
     def __call__(self, done: int, total: int, stage: LoadStage = "weights") -> None:
-        """Report ``done`` of ``total``: bytes of weights downloaded or read, steps that compile
-        kernels, or CUDA graphs captured. ``total`` grows while files are still being looked up."""
+        """Report that ``done`` of ``total`` units are complete.
+
+        A unit depends on the stage: a byte of weights downloaded or read ("weights"), a step that
+        compiles kernels ("kernels"), a captured CUDA graph ("graphs"). ``total`` grows while files
+        are still being looked up.
+        """

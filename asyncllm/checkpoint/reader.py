@@ -1,4 +1,4 @@
-"""CheckpointReader: reads a checkpoint's tensors by name, in any file format."""
+"""CheckpointReader: protocol for reading a checkpoint's tensors by name."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Description of a stored tensor, read without loading it.
+    """Description of a tensor in a checkpoint, made without loading the tensor.
 
     Attributes:
-        file: file of the tensor, for error messages.
+        file: file that contains the tensor, for error messages.
         dtype: safetensors' name of the element type, e.g. "BF16".
-        num_bytes: size in the file, with the scales of a quantised tensor.
+        num_bytes: size in the file; for a quantised tensor, its scales included.
     """
 
     file: Path
@@ -28,25 +28,26 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Codes:
-    """Quantised tensor ``[out, in]`` with elements ``(code - zero) * scale``. Blocks of ``block``
-    (rows, columns) share a zero and a scale.
+class QuantisedTensor:
+    """Quantised matrix ``[out, in]`` with elements ``(code - zero) * scale``.
 
     Attributes:
-        bits: bits of a code.
-        rows: function ``(start, stop)`` that returns the codes ``[stop - start, in]`` of these
-            rows, as uint8 or int8.
+        bits: number of bits of a code.
+        shape: ``(out, in)``.
+        read_rows: function that reads rows: ``read_rows(start, stop)`` returns codes
+            ``[stop - start, in]``, uint8 or int8.
         scales: ``[ceil(out / block[0]), ceil(in / block[1])]``.
-        zeros: same shape as ``scales``; None is 0.
-        column_groups: ``[in]`` int64, the column of ``scales`` for each input, if inputs are not
-            grouped in order; ``block[0]`` is 1 then.
-        is_signed: whether codes are int8.
-        step: number of rows that are stored together; ranges begin at multiples of it.
+        block: rows and columns of a block, whose codes share one zero point and one scale.
+        zeros: zero points, in the shape of ``scales``; None if all are 0.
+        column_groups: ``[in]`` int64, the column of ``scales`` for each input; None if the inputs
+            of a block are consecutive. If given, ``block[0]`` is 1.
+        is_signed: codes are int8, not uint8.
+        step: number of rows that are stored together; ``start`` must be a multiple of it.
     """
 
     bits: int
     shape: tuple[int, ...]
-    rows: Callable[[int, int], Tensor]
+    read_rows: Callable[[int, int], Tensor]
     scales: Tensor
     block: tuple[int, int]
     zeros: Tensor | None = None
@@ -56,27 +57,28 @@ class Codes:
 
 
 class CheckpointReader(Protocol):
-    """Access to a checkpoint's tensors under their names in the files. The loader decides which of
-    them a model needs."""
+    """Access to all tensors of a checkpoint, under their names in the files."""
 
     @property
     def label(self) -> str:
-        """Name and parameters of the quantisation; empty for a plain checkpoint."""
+        """Name and parameters of the quantisation; empty if the checkpoint is not quantised."""
         ...
 
     @property
     def ignored(self) -> str:
-        """Ignored quantisation: that of activations and KV cache, which stay in the model's dtype;
-        empty for none."""
+        """The part of the quantisation that is not applied; empty if all of it is.
+
+        Quantisation of activations and of the KV cache is not: both stay in the model's dtype.
+        """
         ...
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """All tensors of the checkpoint by name."""
+        """All tensors of the checkpoint, by name."""
         ...
 
     def tensor(self, name: str) -> Tensor:
-        """Read a tensor: on the host, contiguous, perhaps a view of a mapped file.
+        """Read a tensor to the host. It is contiguous, and may be a view of a mapped file.
 
         Raises:
             ModelLoadError: if it cannot be read.
@@ -84,13 +86,16 @@ class CheckpointReader(Protocol):
         ...
 
     def slices(self, name: str) -> Iterator[Tensor]:
-        """Iterate over a tensor in consecutive slices of its first dimension. Dequantised tensors
-        come in small slices, so that none is in memory twice."""
+        """Iterate over a tensor in consecutive slices of its first dimension.
+
+        A quantised tensor is dequantised slice by slice, so that never the whole of it is in memory
+        in both forms.
+        """
         ...
 
-    def codes(self, name: str) -> Codes | None:
-        """Integers and scales of a quantised tensor; None for a tensor that is stored otherwise."""
+    def quantised_tensor(self, name: str) -> QuantisedTensor | None:
+        """Integer codes and scales of a quantised tensor; None if it is not stored in this form."""
         ...
 
     def close(self) -> None:
-        """Release the files. Tensors that were returned must not be used afterwards."""
+        """Release the files. Tensors that the reader returned must not be used afterwards."""

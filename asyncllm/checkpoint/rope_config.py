@@ -10,30 +10,33 @@ from typing import Any, Literal
 from asyncllm.checkpoint.config_file import ConfigFile
 
 MAX_POSITIONS = 2**31 - 1
-"""Largest position: devices store positions as int32."""
+"""Maximum position of a token: devices store positions as int32."""
 
 RopeKind = Literal["default", "linear", "llama3", "longrope", "none", "proportional", "yarn"]
 ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "longrope", "yarn")
-"""Kinds that a file may name; some families also have "proportional". "dynamic" is not supported:
-its frequencies depend on the longest sequence of a batch, so an output would depend on other
-requests."""
+"""Kinds of RoPE scaling that every family accepts; some also accept "proportional".
+
+"dynamic" is not supported: its frequencies depend on the longest sequence of a batch, so an output
+would depend on other requests.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding (RoPE); ``gpu/models/rope.py`` says what each kind computes.
+    """Parameters of a rotary embedding (RoPE); ``gpu/models/rope.py`` computes it.
 
     Attributes:
         theta: base of the frequencies.
-        kind: how frequencies are scaled; "none" rotates nothing (a layer without RoPE).
+        kind: how frequencies are scaled; "none" for a layer without RoPE.
         factor: factor by which "linear", "llama3", "proportional" and "yarn" stretch positions.
-        share: share of a head's pairs, the leading ones, that "proportional" rotates.
+        rotated_fraction: "proportional" rotates this fraction of a head's pairs, the leading ones.
         low_freq_factor, high_freq_factor: parameters of "llama3".
-        original_max_position: context of pretraining, in tokens.
-        beta_fast, beta_slow, truncate: yarn's bounds, in rotations within that context, and whether
-            they are rounded outwards to whole frequencies.
-        attention_factor: factor on cosines and sines (yarn, longrope).
-        short_factors, long_factors: longrope's divisors of each frequency, for contexts up to
+        original_max_position: context length of pretraining, in tokens.
+        beta_fast, beta_slow: bounds between which "yarn" interpolates, in rotations within
+            ``original_max_position``.
+        truncate: "yarn" rounds these bounds outwards to whole frequencies.
+        attention_factor: factor of cosines and sines ("yarn", "longrope").
+        short_factors, long_factors: divisor of each frequency in "longrope", for contexts up to
             ``original_max_position`` and for longer ones.
         query_scale_beta: queries at position p are multiplied by
             ``1 + query_scale_beta * log(1 + p // original_max_position)`` (Ministral 3).
@@ -52,50 +55,55 @@ class RopeConfig:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     query_scale_beta: float = 0.0
-    share: float = 1.0
+    rotated_fraction: float = 1.0
 
 
 NO_ROPE = RopeConfig(kind="none")
 
 ROPE_PARAMETERS = "rope_parameters"
-"""Name of the section with RoPE parameters since transformers 5."""
+"""Name of the config.json field with RoPE parameters since transformers 5."""
 
 
 def rope_section(config: ConfigFile) -> ConfigFile:
-    """Section with the RoPE parameters. If a file has both, ``rope_scaling`` wins, as in
-    transformers."""
+    """Section with the RoPE parameters: ``rope_scaling`` or ``rope_parameters``. The first wins if
+    a file has both, as in transformers."""
     return config.section("rope_scaling" if config.values.get("rope_scaling") else ROPE_PARAMETERS)
 
 
 def read_rope(
     config: ConfigFile, rotary_dim: int, aliases: Mapping[str, RopeKind] | None = None
 ) -> RopeConfig:
-    """Read the RoPE of a model whose layers share one.
+    """Read the RoPE of a model whose layers all have the same one.
 
     Args:
-        rotary_dim: elements of a head that are rotated.
-        aliases: further names of kinds.
+        rotary_dim: number of elements of a head that are rotated.
+        aliases: further names of kinds in the file.
 
     Raises:
-        ModelLoadError: for parameters by kind of layer; and as for ``rope_from``.
+        ModelLoadError: if the file has separate parameters for each kind of layer; and as for
+            ``read_rope_section``.
     """
     section = rope_section(config)
     if any(isinstance(value, dict) for value in section.values.values()):
         name = "rope_scaling" if config.values.get("rope_scaling") else ROPE_PARAMETERS
-        raise config.bad(name, "one set of RoPE parameters for all layers")
+        raise config.invalid_field(name, "one set of RoPE parameters for all layers")
     theta = config.number("rope_theta", 10_000.0, open_low=True)
-    return rope_from(section, config, theta, rotary_dim, aliases)
+    return read_rope_section(section, config, theta, rotary_dim, aliases)
 
 
 def read_layer_ropes(
     config: ConfigFile, rotary_dim: int, thetas: Mapping[str, float]
 ) -> dict[str, RopeConfig]:
-    """Read the RoPE of each kind of layer, for models with one for full and one for sliding layers.
-    ``rope_parameters`` has an object for each kind; in files of transformers 4, ``rope_scaling`` is
-    that of full layers.
+    """Read the RoPE of full and of sliding layers.
+
+    ``rope_parameters`` has an object for each kind of layer. In files of transformers 4,
+    ``rope_scaling`` has the parameters of full layers.
 
     Args:
         thetas: default base by kind of layer.
+
+    Returns:
+        The RoPE by kind of layer.
     """
     found: dict[str, RopeConfig] = {}
     legacy = config.section("rope_scaling")
@@ -103,22 +111,23 @@ def read_layer_ropes(
         own = config.section(ROPE_PARAMETERS).section(name)
         scaled = legacy if legacy.values and name == "full_attention" else own
         section = ConfigFile(config.path, {**own.values, **scaled.values})
-        found[name] = rope_from(section, config, theta, rotary_dim)
+        found[name] = read_rope_section(section, config, theta, rotary_dim)
     return found
 
 
-def rope_from(
+def read_rope_section(
     section: ConfigFile,
     config: ConfigFile,
     theta: float,
     rotary_dim: int,
     aliases: Mapping[str, RopeKind] | None = None,
 ) -> RopeConfig:
-    """Read the RoPE in ``section``.
+    """Read the RoPE that ``section`` describes.
 
     Args:
         config: the model's configuration, for its context lengths.
-        theta: default base.
+        theta: base if ``section`` has none.
+        rotary_dim, aliases: as for ``read_rope``.
 
     Raises:
         ModelLoadError: for an unsupported kind, or a parameter that is missing, of the wrong type
@@ -134,40 +143,42 @@ def rope_from(
         return RopeConfig(theta=theta, kind="linear", factor=section.number("factor", low=1.0))
     if kind == "proportional":
         factor = section.number("factor", 1.0, open_low=True)
-        share = section.number("partial_rotary_factor", 1.0, high=1.0)
-        return RopeConfig(theta=theta, kind=kind, factor=factor, share=share)
-    original = _original_context(section, config)
-    read = {"llama3": _llama3, "yarn": _yarn, "longrope": _longrope}[kind]
+        rotated_fraction = section.number("partial_rotary_factor", 1.0, high=1.0)
+        return RopeConfig(theta=theta, kind=kind, factor=factor, rotated_fraction=rotated_fraction)
+    original = _read_original_context(section, config)
+    read = {"llama3": _read_llama3, "yarn": _read_yarn, "longrope": _read_longrope}[kind]
     fields = read(section, config, original, rotary_dim)
     if kind == "yarn" and theta <= 1.0:
-        raise section.bad("rope_theta", "a number above 1 with yarn")
+        raise section.invalid_field("rope_theta", "a number above 1 with yarn")
     return RopeConfig(theta=theta, kind=kind, original_max_position=original, **fields)
 
 
-def _original_context(section: ConfigFile, config: ConfigFile) -> int:
-    """Read the original context. As in transformers, a field of the model wins over one of the
-    section."""
+def _read_original_context(section: ConfigFile, config: ConfigFile) -> int:
+    """Read the context length of pretraining. As in transformers, the field of ``config`` wins over
+    that of ``section``."""
     name, context = "original_max_position_embeddings", config.values["max_position_embeddings"]
     holder = config if name in config else section
     return holder.integer(name, context, high=MAX_POSITIONS)
 
 
-def _llama3(section: ConfigFile, config: ConfigFile, original: int, dim: int) -> dict[str, Any]:
+def _read_llama3(
+    section: ConfigFile, config: ConfigFile, original: int, dim: int
+) -> dict[str, Any]:
     low = section.number("low_freq_factor", open_low=True)
     high = section.number("high_freq_factor", open_low=True)
     if high <= low:
-        raise section.bad("high_freq_factor", f"a number above low_freq_factor={low:g}")
+        raise section.invalid_field("high_freq_factor", f"a number above low_freq_factor={low:g}")
     factor = section.number("factor", low=1.0)
     return {"factor": factor, "low_freq_factor": low, "high_freq_factor": high}
 
 
-def _yarn(section: ConfigFile, config: ConfigFile, original: int, dim: int) -> dict[str, Any]:
+def _read_yarn(section: ConfigFile, config: ConfigFile, original: int, dim: int) -> dict[str, Any]:
     context = config.values["max_position_embeddings"]
     factor = section.number("factor", context / original, open_low=True)
     fast = section.number("beta_fast", 32.0, open_low=True)
     slow = section.number("beta_slow", 1.0, open_low=True)
     if fast < slow:
-        raise section.bad("beta_fast", f"a number from beta_slow={slow:g} on")
+        raise section.invalid_field("beta_fast", f"a number from beta_slow={slow:g} on")
     scale, all_dim = section.number("mscale", 0.0), section.number("mscale_all_dim", 0.0)
     implied = _mscale(factor)
     if scale and all_dim:
@@ -182,30 +193,34 @@ def _yarn(section: ConfigFile, config: ConfigFile, original: int, dim: int) -> d
 
 
 def _mscale(factor: float, scale: float = 1.0) -> float:
-    """YaRN's temperature of attention (Peng et al., 2023, equation 22)."""
+    """YaRN's attention temperature (Peng et al., 2023, equation 22)."""
     return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
 
 
-def _longrope(section: ConfigFile, config: ConfigFile, original: int, dim: int) -> dict[str, Any]:
+def _read_longrope(
+    section: ConfigFile, config: ConfigFile, original: int, dim: int
+) -> dict[str, Any]:
     context = config.values["max_position_embeddings"]
     factor = section.number("factor", context / original, open_low=True)
     implied = 1.0
     if factor > 1.0:
         if original < 2:
             accepted = "an integer from 2 on with longrope"
-            raise section.bad("original_max_position_embeddings", accepted)
+            raise section.invalid_field("original_max_position_embeddings", accepted)
         implied = math.sqrt(1.0 + math.log(factor) / math.log(original))
     return {
         "factor": factor,
         "attention_factor": section.number("attention_factor", implied, open_low=True),
-        "short_factors": _factors(section, "short_factor", dim // 2),
-        "long_factors": _factors(section, "long_factor", dim // 2),
+        "short_factors": _read_factors(section, "short_factor", dim // 2),
+        "long_factors": _read_factors(section, "long_factor", dim // 2),
     }
 
 
-def _factors(section: ConfigFile, name: str, count: int) -> tuple[float, ...]:
+def _read_factors(section: ConfigFile, name: str, count: int) -> tuple[float, ...]:
     values = section.values.get(name)
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != count:
-        raise section.bad(name, f"a list of {count} numbers, one for each rotated pair of a head")
+        raise section.invalid_field(
+            name, f"a list of {count} numbers, one for each rotated pair of a head"
+        )
     each = (ConfigFile(section.path, {name: value}) for value in values)
     return tuple(one.number(name, open_low=True) for one in each)

@@ -1,4 +1,4 @@
-"""SafetensorsReader: reads the tensors of one or several safetensors files."""
+"""SafetensorsReader: reads the tensors of a model's safetensors files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from asyncllm.checkpoint.file_version import FileVersion
 from asyncllm.checkpoint.model_files import weight_files
-from asyncllm.checkpoint.reader import Codes, TensorInfo
+from asyncllm.checkpoint.reader import QuantisedTensor, TensorInfo
 from asyncllm.errors import ModelLoadError
 
 if TYPE_CHECKING:
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 MAX_MAPPED_FILES = 2
-"""Files that stay mapped: a layer may begin in one and end in the next."""
+"""Maximum number of files that stay mapped: a layer may begin in one and end in the next."""
 
 
 @contextmanager
 def _read_errors(path: Path) -> Iterator[None]:
-    """Convert errors of the system, which torch raises as RuntimeError, to ModelLoadError."""
+    """Convert operating-system errors to ModelLoadError. torch raises them as RuntimeError."""
     try:
         yield
     except (OSError, RuntimeError, MemoryError) as error:
@@ -33,12 +33,12 @@ def _read_errors(path: Path) -> Iterator[None]:
 
 
 class SafetensorsReader:
-    """CheckpointReader for the safetensors files of a model directory. Only the files that were
-    read last are mapped, so that little of the checkpoint is in memory beside the loaded weights.
+    """CheckpointReader for the safetensors files of a model directory. Only the most recently used
+    files stay mapped, so that little of the checkpoint is in memory beside the loaded weights.
 
     Raises:
-        ModelLoadError: if a file is missing, damaged, or changes while it is loaded, if two files
-            have a tensor of the same name, or if there are no tensors.
+        ModelLoadError: if a file is missing or damaged; if a file changes while it is read; if two
+            files have a tensor of the same name; if there are no tensors.
     """
 
     label = ignored = ""
@@ -48,17 +48,17 @@ class SafetensorsReader:
         self._files: dict[Path, Any] = {}
         self._versions: dict[Path, FileVersion] = {}
         for path in weight_files(directory):
-            self._open(path)
+            self._add_tensors(path)
         if not self.tensors:
             raise ModelLoadError(f"{directory}: its safetensors files have no tensor")
 
-    def _open(self, path: Path) -> None:
+    def _add_tensors(self, path: Path) -> None:
         with _read_errors(path):
             version = self._versions[path] = FileVersion(path)
         try:
-            # Mapping checks the header against the length of the file.
+            # safe_open checks the header against the file's length.
             with _read_errors(path):
-                self._map(path)
+                self._mapped_file(path)
                 with path.open("rb") as file:
                     header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         except (SafetensorError, ValueError) as error:
@@ -73,7 +73,7 @@ class SafetensorsReader:
             shape = tuple(entry["shape"])
             self.tensors[name] = TensorInfo(path, shape, entry["dtype"], end - start)
 
-    def _map(self, path: Path) -> Any:
+    def _mapped_file(self, path: Path) -> Any:
         self._versions[path].check()
         file = self._files.pop(path, None)
         if file is None:
@@ -88,15 +88,15 @@ class SafetensorsReader:
         path = self.tensors[name].file
         try:
             with _read_errors(path):
-                return self._map(path).get_tensor(name)
+                return self._mapped_file(path).get_tensor(name)
         except SafetensorError as error:
             raise ModelLoadError(f"{path}: tensor {name!r} cannot be read: {error}") from error
 
     def slices(self, name: str) -> Iterator[Tensor]:
-        """Yield the mapped tensor as one slice."""
+        """Yield the whole tensor: it is a view, which takes no memory."""
         yield self.tensor(name)
 
-    def codes(self, name: str) -> Codes | None:
+    def quantised_tensor(self, name: str) -> QuantisedTensor | None:
         return None
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""read_small_file: reads a file beside the weights, bounded in size and time."""
+"""read_small_file: reads a configuration file, bounded in size and time."""
 
 from __future__ import annotations
 
@@ -9,32 +9,35 @@ from pathlib import Path
 from asyncllm.errors import ModelLoadError
 
 MAX_BYTES = 2**26
-"""Largest configuration, index or chat template."""
+"""Maximum size in bytes of a configuration, a weight index or a chat template."""
 
 MAX_TOKENIZER_BYTES = 2**29
-"""Largest ``tokenizer.json``."""
+"""Maximum size in bytes of ``tokenizer.json``."""
 
 
 def check_regular(path: Path, status: os.stat_result) -> None:
-    """Raise ModelLoadError unless ``status``, of a followed link, is that of a regular file: a FIFO
-    would wait for ever, a device would never end."""
+    """Raise ModelLoadError unless ``status`` is that of a regular file. Opening a FIFO would wait
+    for ever, and reading a device might never end."""
     if not stat.S_ISREG(status.st_mode):
         raise ModelLoadError(f"{path}: is no regular file")
 
 
-def read_small_file(path: Path, most: int = MAX_BYTES) -> bytes:
+def read_small_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """Read a regular file of at most ``most`` bytes; links are followed.
 
     Raises:
         OSError: as ``open``.
         ModelLoadError: for another kind of file, or a larger one.
     """
-    # Without waiting for a FIFO's writer; Windows has no such flag, and opens files as text.
+    # O_NONBLOCK: do not wait for a FIFO's writer. Windows lacks it, and needs O_BINARY instead,
+    # because it opens files as text.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     with open(os.open(path, flags), "rb") as file:
         status = os.fstat(file.fileno())
         check_regular(path, status)
-        # A file may grow meanwhile.
-        if status.st_size > most or len(content := file.read(most + 1)) > most:
-            raise ModelLoadError(f"{path}: has {status.st_size} bytes, expected at most {most}")
+        # The file may grow after fstat, so the read is bounded too.
+        if status.st_size > max_bytes or len(content := file.read(max_bytes + 1)) > max_bytes:
+            raise ModelLoadError(
+                f"{path}: has {status.st_size} bytes, expected at most {max_bytes}"
+            )
         return content

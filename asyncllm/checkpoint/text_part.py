@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from asyncllm.checkpoint.reader import CheckpointReader, Codes, TensorInfo
+from asyncllm.checkpoint.reader import CheckpointReader, QuantisedTensor, TensorInfo
 from asyncllm.errors import ModelLoadError
 from asyncllm.logger import get_logger
 
@@ -21,7 +21,8 @@ _HEAD = re.compile(r"^(?:model\.)?(?:language_model\.)?(lm_head\.)")
 
 
 def text_name(name: str) -> str | None:
-    """Name of a tensor in the plain text model; None for a tensor of another tower."""
+    """Name that a multimodal checkpoint's tensor has in the text-only model; None for a tensor of
+    another tower."""
     head = _HEAD.match(name)
     if head is not None:
         return head.group(1) + name[head.end() :]
@@ -30,14 +31,16 @@ def text_name(name: str) -> str | None:
 
 
 class TextPart:
-    """CheckpointReader of the text model's tensors in another reader, under the plain text model's
-    names. It owns the other reader, and logs how many tensors it leaves out.
+    """CheckpointReader for the text model in a multimodal checkpoint.
+
+    It renames tensors as in a text-only model, and logs how many it leaves out.
 
     Args:
+        reader: reader of the whole checkpoint, which this reader owns and closes.
         architecture: name for the log.
 
     Raises:
-        ModelLoadError: if there are no tensors but a head; the other reader is closed then.
+        ModelLoadError: if the text model has no tensor but ``lm_head``; ``reader`` is then closed.
     """
 
     def __init__(self, reader: CheckpointReader, architecture: str) -> None:
@@ -69,8 +72,8 @@ class TextPart:
     def slices(self, name: str) -> Iterator[Tensor]:
         return self._reader.slices(self._names[name])
 
-    def codes(self, name: str) -> Codes | None:
-        return self._reader.codes(self._names[name])
+    def quantised_tensor(self, name: str) -> QuantisedTensor | None:
+        return self._reader.quantised_tensor(self._names[name])
 
     def close(self) -> None:
         self._reader.close()

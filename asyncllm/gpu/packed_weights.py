@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from asyncllm.checkpoint.reader import Codes
+from asyncllm.checkpoint.reader import QuantisedTensor
 from asyncllm.gpu.formats.reader import row_ranges
 from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme, WeightForm
 
@@ -16,7 +16,7 @@ _SCHEMES: dict[int, QuantScheme] = {4: "int4", 8: "int8"}
 
 
 def packed_weights(
-    parts: Sequence[Codes | None], takes: Callable[[WeightForm], bool]
+    parts: Sequence[QuantisedTensor | None], takes: Callable[[WeightForm], bool]
 ) -> LinearWeights | None:
     """Stacks quantised parts along the outputs, with their integers and scales unchanged.
 
@@ -47,7 +47,9 @@ def packed_weights(
     )
 
 
-def _values(codes: Sequence[Codes], shape: tuple[int, int], scheme: QuantScheme) -> Tensor:
+def _values(
+    codes: Sequence[QuantisedTensor], shape: tuple[int, int], scheme: QuantScheme
+) -> Tensor:
     """The integers in the layout of ``LinearWeights``, made a few rows at a time."""
     rows, columns = shape
     if scheme == "int4":
@@ -57,7 +59,7 @@ def _values(codes: Sequence[Codes], shape: tuple[int, int], scheme: QuantScheme)
     first = 0
     for part in codes:
         for start, stop in row_ranges(part.shape, part.step):
-            integers, target = part.rows(start, stop), values[first + start : first + stop]
+            integers, target = part.read_rows(start, stop), values[first + start : first + stop]
             if scheme == "int4":
                 torch.bitwise_or(integers[:, ::2], integers[:, 1::2] << 4, out=target)
             else:
@@ -66,7 +68,7 @@ def _values(codes: Sequence[Codes], shape: tuple[int, int], scheme: QuantScheme)
     return values
 
 
-def _zeros(part: Codes) -> Tensor:
+def _zeros(part: QuantisedTensor) -> Tensor:
     """Zero points for the layout of ``LinearWeights``, in which 8-bit values are signed."""
     shift = 128 if part.bits == 8 and not part.is_signed else 0
     if part.zeros is None:
@@ -76,7 +78,7 @@ def _zeros(part: Codes) -> Tensor:
     return _expand_to_rows(part, zeros - shift)
 
 
-def _expand_to_rows(part: Codes, grid: Tensor) -> Tensor:
+def _expand_to_rows(part: QuantisedTensor, grid: Tensor) -> Tensor:
     """Expands ``grid`` to one row per row of the weights."""
     if part.block[0] == 1:
         return grid

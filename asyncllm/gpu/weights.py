@@ -138,7 +138,7 @@ def _quantised_weight(
     parameter."""
     if takes is None or not parameter.linear or parameter.layout is not None:
         return None
-    return packed_weights([reader.codes(name) for name, _ in parameter.parts], takes)
+    return packed_weights([reader.quantised_tensor(name) for name, _ in parameter.parts], takes)
 
 
 def _copy(slices: Iterable[Tensor], target: Tensor, staging: PinnedUploader | None) -> None:

@@ -33,7 +33,7 @@ class DelimiterTokens:
     def of(cls, form: ResponseFormat, tokenizer: Tokenizer) -> DelimiterTokens:
         begin, end = tokenizer.delimiter_ids(form.begin), tokenizer.delimiter_ids(form.end)
         before_call = tokenizer.delimiter_ids(form.end_before_call)
-        return cls(tokenizer.special_tokens_of(form.spells), begin, end, before_call)
+        return cls(tokenizer.special_ids_where(form.delimiters_contain), begin, end, before_call)
 
     def reasoning(
         self, form: ResponseFormat, prompt_end: str, grammar: StructuredOutputs | None

@@ -142,7 +142,7 @@ class PromptEncoder:
         template = self.loaded.tokenizer.chat_template
         if use is not None and not template.reads("tools", options.chat_template):
             raise InvalidRequestError("tools: the chat template takes none", param="tools")
-        return self._formats.of(use is not None)
+        return self._formats.format_for(use is not None)
 
     @cached_property
     def _formats(self) -> ResponseFormats:

@@ -1,4 +1,4 @@
-"""Backends: chooses the library that compiles a grammar."""
+"""Backends: chooses the backend that compiles a grammar."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _EXTRAS = {"llguidance": "structured", "xgrammar": "xgrammar"}
 
 
 class Backends:
-    """The grammar backends of one engine, each made at its first use.
+    """Grammar backends of one engine, each made at its first use.
 
-    With "auto", llguidance compiles the grammars that it can enforce; xgrammar, if installed, the
-    others.
+    With "auto", llguidance compiles the grammars that it can enforce. If xgrammar is installed, it
+    compiles the others.
 
     Args:
         choice: ``EngineConfig.structured_outputs_backend``.
-        vocabulary: makes the model's vocabulary; called once.
+        vocabulary: function that makes the model's vocabulary; called once.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class Backends:
         self._make_vocabulary = vocabulary
         self._vocabulary: Vocabulary | None = None
         self._lock = threading.Lock()
-        self._made: dict[str, GrammarBackend] = {}
+        self._backends: dict[str, GrammarBackend] = {}
         self._installed: tuple[str, ...] | None = None
 
     def check_installed(self) -> None:
-        """Raise InvalidRequestError, with the extra to install, if there is no backend."""
-        if not self._names():
+        """Raise InvalidRequestError, which names the extra to install, if there is no backend."""
+        if not self._backend_names():
             wanted = "llguidance" if self._choice == "auto" else self._choice
             raise InvalidRequestError(
                 f"structured_outputs: {wanted} is not installed, expected "
@@ -50,20 +50,22 @@ class Backends:
             )
 
     def prepare(self) -> None:
-        """Make the first backend, which takes about a second if the vocabulary is large."""
-        self._backend(self._names()[0])
+        """Make the first backend: import it and pass it the vocabulary. Takes about a second for a
+        large vocabulary."""
+        self._backend(self._backend_names()[0])
 
     def compile(self, spec: StructuredOutputs, begin: Callable[[], None]) -> Grammar:
-        """Compile a grammar that admits some output.
+        """Compile a grammar with the first backend that can enforce it.
 
         Args:
-            begin: called before each backend compiles, after its import.
+            begin: function that is called before each backend compiles, after its import.
 
         Raises:
-            GrammarError: with the reason of each backend.
+            GrammarError: if no backend can, with the reason of each; or if the grammar admits no
+                output but the empty one.
         """
         refusals = []
-        for name in self._names():
+        for name in self._backend_names():
             try:
                 if refusals:
                     check_second(spec)
@@ -79,28 +81,31 @@ class Backends:
         check_first_mask(grammar)
         return grammar
 
-    def _names(self) -> tuple[str, ...]:
+    def _backend_names(self) -> tuple[str, ...]:
         if self._installed is None:
             names = ("llguidance", "xgrammar") if self._choice == "auto" else (self._choice,)
             found = tuple(name for name in names if importlib.util.find_spec(name) is not None)
             if not found:
-                return ()  # not cached: xgrammar may be installed while the process runs
+                return ()  # not cached: a backend may be installed while the process runs
             self._installed = found
         return self._installed
 
     def _backend(self, name: str) -> GrammarBackend:
         with self._lock:
-            backend = self._made.get(name)
+            backend = self._backends.get(name)
             if backend is None:
                 if self._vocabulary is None:
                     self._vocabulary = self._make_vocabulary()
-                backend = self._made[name] = make_backend(name, self._vocabulary)
+                backend = self._backends[name] = make_backend(name, self._vocabulary)
             return backend
 
 
 def check_second(spec: StructuredOutputs) -> None:
-    """Raise GrammarError for a spec that xgrammar need not try after llguidance: one that it would
-    partly ignore, or enforces no better. Its import takes seconds."""
+    """Raise GrammarError for a specification that xgrammar cannot compile either.
+
+    xgrammar would partly ignore it, or enforces its kind no better than llguidance. The check
+    avoids xgrammar's import, which takes seconds.
+    """
     if spec.kind == "json":
         refuse_ignored_by_xgrammar(json.loads(spec.text))
     elif spec.kind != "structural_tag":
@@ -118,8 +123,11 @@ def make_backend(name: str, vocabulary: Vocabulary) -> GrammarBackend:
 
 
 def check_first_mask(grammar: Grammar) -> None:
-    """Raise GrammarError for a grammar that admits nothing, or only the empty output. The first
-    mask takes longest to compute, and is computed here, where no batch waits for it."""
+    """Raise GrammarError for a grammar that admits no output, or only the empty one.
+
+    The first mask of a grammar takes longest to compute. The check computes it here, where no batch
+    waits for it.
+    """
     matcher = grammar.new_matcher()
     mask = matcher.bitmask()
     if mask == bytes(len(mask)):

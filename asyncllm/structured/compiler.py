@@ -1,4 +1,4 @@
-"""GrammarCompiler: compiles and caches an engine's grammars, on threads of its own."""
+"""GrammarCompiler: compiles and caches an engine's grammars on its own threads."""
 
 from __future__ import annotations
 
@@ -16,21 +16,26 @@ from asyncllm.structured.grammar import Grammar, GrammarError
 from asyncllm.structured.spec import StructuredOutputs
 
 MAX_THREADS = 2
-"""Compilations at a time, without overdue ones."""
+"""Maximum number of concurrent compilations, not counting overdue ones."""
 
 MAX_OVERDUE = 4
-"""Overdue compilations that may run at a time; with so many, no new one begins. Each has a thread,
-which nothing can end."""
+"""Maximum number of overdue compilations. While so many run, no other begins: each occupies a
+thread, which cannot be stopped."""
 
 CACHE_SIZE = 128
 
 DoneCallback = Callable[[Grammar | None, Exception | None], None]
-"""Callback with the grammar or an error, called once on a thread of the compiler."""
+"""Callback that gets the grammar or an error; called once, on a thread of the compiler."""
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A grammar that requests wait for. ``waiting`` is None once they have a result."""
+    """Compilation of one grammar.
+
+    Attributes:
+        waiting: callbacks of the requests that wait for the grammar; None once they were called.
+        timer: timer that makes the compilation overdue; None before it begins.
+    """
 
     spec: StructuredOutputs
     waiting: list[DoneCallback] | None = field(default_factory=list)
@@ -38,15 +43,16 @@ class _Job:
 
 
 class GrammarCompiler:
-    """Compiles each grammar once, ``MAX_THREADS`` at a time, and caches ``CACHE_SIZE``.
+    """Compiler of an engine's grammars, with a cache of the ``CACHE_SIZE`` most recently used.
 
-    The cache keeps the most recently used. A compilation that takes longer than ``timeout`` fails
-    the requests that wait for it. It cannot be interrupted: its thread goes on, another takes its
-    place, and the grammar is cached. A result after the end of the engine is dropped.
+    At most ``MAX_THREADS`` grammars are compiled at a time, and requests for the same one share its
+    compilation. A compilation that takes longer than ``timeout`` is overdue: the requests that wait
+    for it fail. It cannot be interrupted, so it continues on its thread, another thread takes its
+    place, and the result is cached. A result after the end of the engine is dropped.
 
     Args:
-        backends: the libraries that compile.
-        timeout: seconds from the beginning of a compilation.
+        backends: the grammar backends.
+        timeout: seconds from the beginning of a compilation until it is overdue.
     """
 
     def __init__(self, backends: Backends, timeout: float) -> None:
@@ -61,11 +67,11 @@ class GrammarCompiler:
         self._closed = False
 
     def check_installed(self) -> None:
-        """Raise InvalidRequestError, with the extra to install, if there is no backend."""
+        """Raise InvalidRequestError, which names the extra to install, if there is no backend."""
         self._backends.check_installed()
 
     def find(self, spec: StructuredOutputs) -> Grammar | None:
-        """Cached grammar, or None; any thread."""
+        """Look up a cached grammar; None if it is not cached. Any thread may call it."""
         with self._lock:
             grammar = self._cache.get(spec)
             if grammar is not None:
@@ -73,7 +79,7 @@ class GrammarCompiler:
             return grammar
 
     def submit(self, spec: StructuredOutputs, done: DoneCallback) -> None:
-        """Compile a grammar on a thread, then call ``done``; any thread.
+        """Compile a grammar on a thread, then call ``done``. Any thread may call this method.
 
         Raises:
             RequestError: if too many overdue compilations still run, or no thread can be started.
@@ -97,7 +103,7 @@ class GrammarCompiler:
             job.waiting.append(done)
 
     def close(self) -> list[threading.Thread]:
-        """Drop compilations that have not begun; returns the threads that still run."""
+        """Cancel the compilations that have not begun; returns the threads that still run."""
         with self._lock:
             self._closed = True
             self._queue.clear()
@@ -109,9 +115,8 @@ class GrammarCompiler:
             return list(self._threads)
 
     def _start_thread(self) -> None:
-        """Start a thread. The caller holds the lock, so the thread sees the job that is queued
-        next."""
-        thread = threading.Thread(target=self._run, name="asyncllm-grammar", daemon=True)
+        """Start a thread. The caller holds the lock until it has queued a job for the thread."""
+        thread = threading.Thread(target=self._run_jobs, name="asyncllm-grammar", daemon=True)
         try:
             thread.start()
         except (RuntimeError, MemoryError) as error:
@@ -123,17 +128,17 @@ class GrammarCompiler:
             ) from error
         self._threads.add(thread)
 
-    def _run(self) -> None:
+    def _run_jobs(self) -> None:
         while True:
             with self._lock:
                 if not self._queue or len(self._threads) - self._num_overdue > MAX_THREADS:
                     self._threads.discard(threading.current_thread())
                     return
                 job = self._queue.popleft()
-            grammar, error = self._compile(job)
-            self._finish(job, grammar, error)
+            grammar, error = self._compile_job(job)
+            self._finish_job(job, grammar, error)
 
-    def _compile(self, job: _Job) -> tuple[Grammar | None, Exception | None]:
+    def _compile_job(self, job: _Job) -> tuple[Grammar | None, Exception | None]:
         try:
             self._backends.prepare()
             return self._backends.compile(job.spec, partial(self._start_timer, job)), None
@@ -143,11 +148,11 @@ class GrammarCompiler:
             refused = _refusal(job.spec, check.explain(error))
             refused.__cause__ = error
             return None, refused
-        except BaseException as error:  # a panic of native code
+        except BaseException as error:  # a Rust panic in a backend's native code
             return None, _refusal(job.spec, check.describe(error))
 
     def _start_timer(self, job: _Job) -> None:
-        timer = threading.Timer(self._timeout, self._expire, (job,))
+        timer = threading.Timer(self._timeout, self._expire_job, (job,))
         timer.name, timer.daemon = "asyncllm-grammar-timer", True
         with self._lock:
             if job.timer is not None:
@@ -156,7 +161,7 @@ class GrammarCompiler:
                 job.timer = timer
                 timer.start()
 
-    def _expire(self, job: _Job) -> None:
+    def _expire_job(self, job: _Job) -> None:
         with self._lock:
             if job.waiting is None or self._closed:
                 return
@@ -169,19 +174,18 @@ class GrammarCompiler:
                 except RequestError as error:
                     refused += [(queued, error) for queued in self._queue]
                     self._queue.clear()
-            told = [(self._drop(one), error) for one, error in refused]
+            told = [(self._drop_job(one), error) for one, error in refused]
         for waiting, error in told:
             for done in waiting:
                 done(None, copy(error))
 
-    def _drop(self, job: _Job) -> list[DoneCallback]:
-        """Remove a job that fails; returns the callbacks that wait for it. The caller holds the
-        lock."""
+    def _drop_job(self, job: _Job) -> list[DoneCallback]:
+        """Remove a failed job; returns its waiting callbacks. The caller holds the lock."""
         waiting, job.waiting = job.waiting, None
         self._jobs.pop(job.spec, None)
         return waiting or []
 
-    def _finish(self, job: _Job, grammar: Grammar | None, error: Exception | None) -> None:
+    def _finish_job(self, job: _Job, grammar: Grammar | None, error: Exception | None) -> None:
         with self._lock:
             if job.timer is not None:
                 job.timer.cancel()
@@ -189,7 +193,7 @@ class GrammarCompiler:
             if waiting is None:
                 self._num_overdue -= 1
             elif self._closed:
-                waiting = None  # the engine of these requests has ended
+                waiting = None  # the engine has ended, and so have these requests
             else:
                 self._jobs.pop(job.spec, None)
             if grammar is not None and not self._closed:

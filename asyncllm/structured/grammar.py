@@ -12,12 +12,15 @@ from asyncllm.structured.spec import StructuredOutputs
 
 
 class GrammarError(Exception):
-    """A grammar that a backend cannot compile: malformed, with a feature that it does not enforce,
-    or beyond its limits. The message says which."""
+    """Error for a grammar that a backend cannot compile.
+
+    The grammar is malformed, has a feature that the backend does not enforce, or exceeds its
+    limits. The message says which.
+    """
 
 
 def refuse_work(spec: StructuredOutputs, why: str) -> InvalidRequestError:
-    """Error for an output whose next token takes the parser more work than a request may cause."""
+    """Make the error for an output whose next token exceeds the limits of the parser."""
     what = f"{spec.param}.{spec.kind}" if spec.param == "structured_outputs" else spec.param
     return InvalidRequestError(
         f"{what}: too complex for the next token, expected fewer alternatives at a time: {why}",
@@ -26,17 +29,20 @@ def refuse_work(spec: StructuredOutputs, why: str) -> InvalidRequestError:
 
 
 def is_gbnf(text: str) -> bool:
-    """Whether a grammar is GBNF rather than Lark: a line defines a rule with ``::=``. Lark's
-    ``start:`` is no test, because it may also be ``?start:`` or ``start[…]:``; and Lark may have
-    ``::=`` within a string or comment."""
+    """Whether a grammar is GBNF rather than Lark: a line begins with a rule's name and ``::=``.
+
+    Lark may contain ``::=`` elsewhere, in a string or comment. Its ``start:`` is not looked for,
+    because it may also be written ``?start:`` or ``start[…]:``.
+    """
     return re.search(r"(?m)^\s*[\w-]+\s*::=", text) is not None
 
 
 class GrammarMatcher(Protocol):
     """State of one output in a compiled grammar; used by one thread at a time.
 
-    It sees tokens as text, and special tokens only if the grammar names them; StructuredOutput
-    handles EOS and stop tokens. Any method may raise, which ends its request alone.
+    It gets tokens of text, and only those special tokens that the grammar names. EOS and stop
+    tokens are not its task, but that of ``StructuredOutput``. If a method raises, only the output's
+    request ends.
     """
 
     def accept(self, token_id: int) -> bool:
@@ -48,8 +54,8 @@ class GrammarMatcher(Protocol):
         ...
 
     def bitmask(self) -> bytearray:
-        """Mask of the tokens that may come next, in the layout of ``GrammarMask``. The caller may
-        change it. No bit beyond the vocabulary is set."""
+        """Compute the mask of the tokens that may come next, in the layout of ``GrammarMask``. The
+        caller may change it. No bit beyond the vocabulary is set."""
         ...
 
     def may_end(self) -> bool:
@@ -57,17 +63,17 @@ class GrammarMatcher(Protocol):
         ...
 
     def is_terminated(self) -> bool:
-        """Whether the output is complete, and nothing more can come."""
+        """Whether the output so far is complete, and no token may follow."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A compiled grammar, shared by requests.
+    """Compiled grammar, shared by requests.
 
     Attributes:
-        new_matcher: makes a matcher at the beginning; takes microseconds, any thread.
-        special: ids of the special tokens that a grammar may name.
+        new_matcher: makes a matcher for a new output, in microseconds; any thread may call it.
+        special: ids of the special tokens that the grammar may contain.
     """
 
     new_matcher: Callable[[], GrammarMatcher]
@@ -75,10 +81,10 @@ class Grammar:
 
 
 class GrammarBackend(Protocol):
-    """A library that compiles grammars for one vocabulary."""
+    """Compiler of grammars for one vocabulary, with one library."""
 
     def compile(self, spec: StructuredOutputs) -> Grammar:
-        """Compile a grammar. May take long; called on a thread of the compiler.
+        """Compile a grammar. It may take long, so GrammarCompiler calls it on its own threads.
 
         Raises:
             GrammarError: if the backend cannot compile it.
@@ -88,12 +94,12 @@ class GrammarBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The tokens of a model as bytes.
+    """Vocabulary of a model, with its tokens as bytes.
 
     Attributes:
-        tokens: by id, the bytes that a token adds to a text; empty for one that is never allowed.
-        special: id to name of the special tokens that a grammar may name.
-        encode: the tokenizer's function from text to token ids.
+        tokens: by token id, the bytes that the token adds to a text; empty if it is never allowed.
+        special: names by id of the special tokens that a grammar may contain.
+        encode: function of the tokenizer from text to token ids.
     """
 
     tokens: list[bytes]
@@ -102,11 +108,12 @@ class Vocabulary:
 
     @property
     def mask_size(self) -> int:
-        """Bytes of a mask: 32-bit words with one bit per token."""
+        """Number of bytes of a mask, which consists of 32-bit words with one bit per token."""
         return -(-len(self.tokens) // 32) * 4
 
     def cut(self, mask: bytes) -> bytearray:
-        """Mask of a backend without bits beyond the vocabulary, such as that of its end token."""
+        """Copy of a backend's mask without bits beyond the vocabulary, such as that of the
+        backend's end token."""
         cut = bytearray(mask[: self.mask_size])
         size = len(self.tokens)
         if size % 32:
@@ -116,5 +123,5 @@ class Vocabulary:
 
 WHITESPACE = "[ \\n\\r\\t]"
 MAX_WHITESPACE = 1
-"""Most white-space characters between two parts of JSON. Given room for indentation, a small model
-writes little else."""
+"""Maximum number of white-space characters between two tokens of JSON. If indentation is allowed, a
+small model may write little else."""

@@ -1,7 +1,6 @@
-"""JSON Schema keywords that backends enforce; a schema with any other is refused.
+"""JSON Schema keywords that backends enforce; a schema with any other keyword is refused.
 
-If a backend ignored a keyword, outputs would violate the schema, and the application would learn of
-it from its users.
+If a backend silently ignored a keyword, outputs would violate the schema.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ ANNOTATIONS = frozenset(
     deprecated description discriminator example examples externalDocs id readOnly title
     writeOnly xml""".split()
 )
-"""Keywords that restrict nothing."""
+"""Keywords that do not restrict values."""
 
 LLGUIDANCE_KEYWORDS = frozenset(
     """$ref additionalItems additionalProperties allOf anyOf const enum exclusiveMaximum
@@ -25,7 +24,7 @@ LLGUIDANCE_KEYWORDS = frozenset(
     minProperties minimum multipleOf oneOf pattern patternProperties prefixItems properties
     required type""".split()
 )
-"""Keywords that llguidance enforces, or refuses itself if it cannot."""
+"""Keywords that llguidance enforces; if it cannot, it refuses the schema itself."""
 
 _MAPS_OF_SCHEMAS = frozenset(
     "$defs definitions dependentSchemas patternProperties properties".split()
@@ -38,12 +37,12 @@ _SINGLE_SCHEMAS = frozenset(
 
 
 def subschemas(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """Iterate over a schema and its subschemas; data (``enum``, ``const``, examples) is skipped."""
+    """Iterate over a schema and its subschemas, without data (``enum``, ``const``, examples)."""
     pending = [schema]
     while pending:
         item = pending.pop()
         if not isinstance(item, Mapping):
-            continue  # true, false, or nothing that a backend would take
+            continue  # true and false have no keywords, and backends refuse other values
         yield item
         for keyword, value in item.items():
             if keyword in _MAPS_OF_SCHEMAS and isinstance(value, Mapping):
@@ -58,7 +57,7 @@ def refuse_unenforced(schema: Any, enforced: frozenset[str]) -> None:
     """Raise GrammarError for a keyword that is neither ``enforced`` nor an annotation."""
     for one in subschemas(schema):
         if one is not schema and "$ref" in one and ("$id" in one or "id" in one):
-            # Drafts of JSON Schema differ in which of the two wins.
+            # Drafts of JSON Schema disagree on whether "$id" or "$ref" wins.
             raise GrammarError("'$id' beside '$ref' is not enforced")
         for keyword in one:
             if keyword not in enforced and keyword not in ANNOTATIONS:
@@ -67,7 +66,8 @@ def refuse_unenforced(schema: Any, enforced: frozenset[str]) -> None:
 
 
 XGRAMMAR_KEYWORDS = {
-    # Not length or pattern: xgrammar then allows bare control characters, which are invalid JSON.
+    # Without lengths and patterns: with them, xgrammar allows unescaped control characters, which
+    # are invalid JSON.
     "string": frozenset[str](),
     "integer": frozenset("minimum maximum exclusiveMinimum exclusiveMaximum".split()),
     "number": frozenset("minimum maximum exclusiveMinimum exclusiveMaximum".split()),
@@ -76,12 +76,15 @@ XGRAMMAR_KEYWORDS = {
     "array": frozenset("items prefixItems minItems maxItems".split()),
     "object": frozenset("properties required additionalProperties".split()),
 }
-"""Keywords that xgrammar enforces in a schema of one of these types."""
+"""Keywords that xgrammar enforces, by the ``type`` of the schema."""
 
 
 def refuse_ignored_by_xgrammar(schema: Any) -> None:
-    """Raise GrammarError for a schema that is endless, or that xgrammar would partly ignore. It
-    reads each schema as one of: a reference, constants, alternatives, or a type with keywords."""
+    """Raise GrammarError for a schema that xgrammar would partly ignore, or whose values never end.
+
+    xgrammar reads a schema as one of four forms, and ignores keywords of the others: a reference,
+    constants, alternatives, or a type with its keywords.
+    """
     refuse_endless(schema)
     for one in subschemas(schema):
         keywords = one.keys() - ANNOTATIONS

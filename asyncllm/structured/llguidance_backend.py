@@ -1,4 +1,4 @@
-"""LLGuidanceBackend: llguidance's grammars (regular-expression derivatives and Earley)."""
+"""LLGuidanceBackend: compiles grammars with llguidance (an Earley parser)."""
 
 from __future__ import annotations
 
@@ -31,29 +31,30 @@ _JSON_OPTIONS = {
     "whitespace_pattern": f"{WHITESPACE}{{0,{MAX_WHITESPACE}}}",
     "lenient": False,
     "coerce_one_of": False,
-    # As JSON allows, and xgrammar does.
+    # Allow \u escapes of any character, as JSON and xgrammar do.
     "json_allow_general_unicode_escapes": True,
 }
 
-_MAX_PIECE = 32
-"""Longest token, in bytes, of the greedy tokenisation."""
+_MAX_TOKEN_BYTES = 32
+"""Maximum size in bytes of a token in the greedy tokenisation."""
 
-_MAX_NESTED = 40
-"""Most levels of shared prefixes. The parser of expressions takes 250 groups."""
+_MAX_PREFIX_DEPTH = 40
+"""Maximum depth of common prefixes that are factored out. llguidance's regular expressions may have
+250 nested groups."""
 
-_MAX_FORCED = 64
-"""Leading bytes of a forced text that are tokenised. Only their first token is used, and each mask
-asks for it."""
+_MAX_FORCED_BYTES = 64
+"""Maximum number of bytes of a forced text that are tokenised. llguidance uses only the first
+token, and tokenises again for each mask."""
 
 
 class LLGuidanceBackend:
-    """Default backend, without dependencies; refuses keywords that it does not enforce."""
+    """Default grammar backend; refuses JSON Schema keywords that it does not enforce."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._library: Any = importlib.import_module("llguidance")
         self._vocabulary = vocabulary
-        wrapper = self._library.TokenizerWrapper(_Tokens(vocabulary))
-        # Masks use the model's ids; the token that ends a grammar comes after them.
+        wrapper = self._library.TokenizerWrapper(_TokenizerAdapter(vocabulary))
+        # llguidance's vocabulary is the model's, and one more token, which ends a grammar.
         self._tokenizer = self._library.LLTokenizer(wrapper)
 
     def compile(self, spec: StructuredOutputs) -> Grammar:
@@ -84,12 +85,12 @@ class LLGuidanceBackend:
                 case "regex":
                     return library.grammar_from_regex(_without_anchors(text))
                 case "choice":
-                    return library.grammar_from_regex(_one_of(sorted(json.loads(text))))
+                    return library.grammar_from_regex(_choices_regex(sorted(json.loads(text))))
                 case "structural_tag":
                     special = self._vocabulary.special if spec.param == "tools" else {}
                     return library.grammar_from_lark(to_lark(json.loads(text), special))
                 case "grammar":
-                    return library.grammar_from_lark(_to_lark(text))
+                    return library.grammar_from_lark(_grammar_to_lark(text))
         except ValueError as error:
             raise GrammarError(str(error)) from None
 
@@ -121,7 +122,7 @@ class LLGuidanceMatcher:
         if not self._matcher.is_error():
             return self._vocabulary.cut(mask)
         if self._matcher.stop_reason() == "NoExtensionBias":
-            return bytearray(self._vocabulary.mask_size)  # nothing can follow: an empty mask
+            return bytearray(self._vocabulary.mask_size)  # no token can follow: an empty mask
         raise refuse_work(self._spec, explain(self._matcher.get_error()))
 
     def may_end(self) -> bool:
@@ -131,8 +132,8 @@ class LLGuidanceMatcher:
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
 
-class _Tokens:
-    """Vocabulary in llguidance's interface, with one more token for the end."""
+class _TokenizerAdapter:
+    """Adapter of a Vocabulary to llguidance's interface, with one more token, the end token."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         special = vocabulary.special
@@ -146,21 +147,21 @@ class _Tokens:
         self._encode = vocabulary.encode
         self._texts = vocabulary.tokens
         self._ids = {data: i for i, data in enumerate(vocabulary.tokens) if data}
-        self._longest = min(max(map(len, self._ids), default=0), _MAX_PIECE)
+        self._longest = min(max(map(len, self._ids), default=0), _MAX_TOKEN_BYTES)
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Tokenise a text that a grammar forces. If only one text can follow, llguidance allows
-        nothing but the first token of this tokenisation."""
-        data = (text.encode() if isinstance(text, str) else text)[:_MAX_FORCED]
+        """Tokenise a text that a grammar forces: if only one text can follow, llguidance allows
+        only the first token of this tokenisation."""
+        data = (text.encode() if isinstance(text, str) else text)[:_MAX_FORCED_BYTES]
         with suppress(Exception):
             found = self._encode(data.decode())
             if b"".join(self._texts[i] for i in found) == data:
                 return found
-        # The text is half a character or spells a special token, or the tokenizer puts a space
-        # before every text.
-        return self._longest_first(data)
+        # The tokenizer cannot encode the text exactly: it ends within a character, it spells a
+        # special token, or the tokenizer puts a space before every text.
+        return self._tokenise_longest_first(data)
 
-    def _longest_first(self, data: bytes) -> list[int]:
+    def _tokenise_longest_first(self, data: bytes) -> list[int]:
         found, start = [], 0
         while start < len(data):
             for end in range(min(start + self._longest, len(data)), start, -1):
@@ -169,12 +170,12 @@ class _Tokens:
                     found.append(token_id)
                     break
             else:
-                break  # the vocabulary cannot spell it
+                break  # no token of the vocabulary begins the rest
             start = end
         return found
 
 
-def _to_lark(text: str) -> str:
+def _grammar_to_lark(text: str) -> str:
     if not is_gbnf(text):
         return text
     convert = importlib.import_module("llguidance.gbnf_to_lark").gbnf_to_lark
@@ -185,7 +186,7 @@ def _to_lark(text: str) -> str:
 
 
 def _without_anchors(regex: str) -> str:
-    """Drop the anchors around a whole expression: an output is always matched whole."""
+    """Remove the anchors around an expression: llguidance always matches the whole output."""
     if regex.startswith("^"):
         regex = regex[1:]
     if regex.endswith("$") and (len(regex) - len(regex[:-1].rstrip("\\"))) % 2:
@@ -193,9 +194,9 @@ def _without_anchors(regex: str) -> str:
     return regex
 
 
-def _one_of(choices: list[str], depth: int = 0) -> str:
-    """Expression that matches exactly ``choices``, which are sorted. What several begin with is
-    written once, because the lexer follows each alternative of its own."""
+def _choices_regex(choices: list[str], depth: int = 0) -> str:
+    """Regular expression that matches exactly ``choices``, which are sorted. Common prefixes are
+    factored out, because the lexer follows each alternative separately."""
     parts, first = [], 0
     for end in range(1, len(choices) + 1):
         if end < len(choices) and choices[end][:1] == choices[first][:1]:
@@ -203,15 +204,15 @@ def _one_of(choices: list[str], depth: int = 0) -> str:
         group = choices[first:end]
         pairs = enumerate(zip(group[0], group[-1], strict=False))
         shared = next((i for i, (a, b) in pairs if a != b), len(group[0]))
-        head, tails = _escape(group[0][:shared]), [one[shared:] for one in group]
-        if len(group) > 1 and depth < _MAX_NESTED and shared:
-            parts.append(f"{head}({_one_of(tails, depth + 1)})")
+        head, tails = _escape_regex(group[0][:shared]), [one[shared:] for one in group]
+        if len(group) > 1 and depth < _MAX_PREFIX_DEPTH and shared:
+            parts.append(f"{head}({_choices_regex(tails, depth + 1)})")
         else:
-            parts += [head + _escape(tail) for tail in tails]
+            parts += [head + _escape_regex(tail) for tail in tails]
         first = end
     return "|".join(parts)
 
 
-def _escape(text: str) -> str:
+def _escape_regex(text: str) -> str:
     """Regular expression that matches exactly ``text``."""
     return "".join(c if c.isalnum() or ord(c) > 127 else f"\\x{{{ord(c):x}}}" for c in text)

@@ -10,7 +10,12 @@ from asyncllm.structured.python_types import from_json
 
 
 def parse_output(text: str, finish_reason: str | None, kind: Any = None) -> Any:
-    """Parse an output's text; see ``Completion.parsed``."""
+    """Parse the text of an output as JSON, or as a value of the type ``kind``.
+
+    Raises:
+        InvalidOutputError: if the text does not fit, for example because it was cut off.
+        InvalidRequestError: if Pydantic does not support the type.
+    """
     try:
         return json.loads(text) if kind is None else from_json(kind, text, "type")
     except InvalidRequestError:

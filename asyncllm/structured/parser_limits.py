@@ -1,11 +1,12 @@
-"""try_states: checks a grammar against the limits of llguidance's parser.
+"""Limits of llguidance's parser, and a check of a grammar's first states against them.
 
-The parser meets its limits while an output is written. A grammar that exceeds them in one of its
-first states is refused before; one that does so later ends its own request.
+The parser applies the limits at each token of an output. A grammar that exceeds them in one of its
+first states is refused when it is compiled; one that exceeds them later ends its request.
 
-The limits count work and no time, so that a request's result does not depend on its company. They
-are below llguidance's defaults, and above all that schemas of practice take: a row costs the square
-of its items, and an ambiguous grammar has more of them with each token.
+The limits count work, not time, so that a request's result does not depend on the load. They are
+below llguidance's defaults, and above what practical schemas need. They are needed because a step
+of the Earley parser takes time quadratic in its items, and the items of an ambiguous grammar grow
+with each token.
 """
 
 from __future__ import annotations
@@ -21,39 +22,41 @@ CHARACTERS_PER_STATE = 512
 MAX_STATES = 64
 
 MAX_ITEMS = 16_000
-"""Most items of the parser that one mask makes: about 6 ms."""
+"""Maximum number of Earley items that are made to compute one mask: about 6 ms."""
 
 MAX_LEXER_FUEL = 30_000
-"""Most fuel of the lexer that one mask takes: about 2 ms."""
+"""Maximum lexer fuel (llguidance's unit of work) to compute one mask: about 2 ms."""
 
 MAX_ITEMS_OF_SCHEMA = 1000
-"""Most items after one token of a schema, whose brackets keep them from growing: 0.5 ms."""
+"""Maximum number of Earley items after one token of a schema: 0.5 ms. The brackets of JSON keep the
+number from growing with the output."""
 
 MAX_ITEMS_OF_GRAMMAR = 256
-"""Most items after one token of a caller's own rules, which may be ambiguous: 0.3 ms. The costs of
-ambiguous rules grow with the cube."""
+"""Maximum number of Earley items after one token of a caller's own grammar: 0.3 ms. The grammar may
+be ambiguous; its time then grows with the cube of the output's length."""
 
 
 def max_items_in_row(spec: StructuredOutputs) -> int:
-    """Most items that the parser may have after a token, which is what accepting it costs."""
-    # Repetitions within repetitions are what can be ambiguous in a structural tag.
+    """Maximum number of Earley items after one token; they determine the time to accept it."""
+    # A structural tag can be ambiguous only if it has a repetition within a repetition.
     nested = spec.kind == "structural_tag" and spec.text.count('"tags_with_separator"') > 1
     return MAX_ITEMS_OF_GRAMMAR if nested or spec.kind == "grammar" else MAX_ITEMS_OF_SCHEMA
 
 
 def refuse_past_llguidance(schema: Any) -> None:
-    """Raise GrammarError for a keyword that llguidance does not enforce, or an endless schema."""
+    """Raise GrammarError for a keyword that llguidance does not enforce, and for a schema whose
+    values never end."""
     refuse_unenforced(schema, LLGUIDANCE_KEYWORDS)
     refuse_endless(schema)
 
 
 def try_states(matcher: Any, mask_size: int, num_characters: int) -> None:
-    """Raise GrammarError if the parser exceeds a limit in one of the grammar's first states. More
-    states are tried for a longer grammar.
+    """Raise GrammarError if the parser exceeds a limit in one of a grammar's first states.
 
     Args:
         matcher: llguidance's matcher in its initial state, which is not changed.
-        mask_size: leading bytes of a mask that belong to the vocabulary.
+        mask_size: number of leading bytes of a mask that belong to the vocabulary.
+        num_characters: length of the grammar; more states are tried for a longer one.
     """
     states = [matcher.deep_copy()]
     left = min(2 + num_characters // CHARACTERS_PER_STATE, MAX_STATES)
@@ -78,13 +81,13 @@ def _check_limits(matcher: Any) -> None:
 
 
 def _some_tokens(mask: bytes) -> list[int]:
-    """Up to four allowed tokens of a mask, spread over the vocabulary."""
+    """Up to four tokens that a mask allows, spread over the vocabulary."""
     found = [8 * i + (byte & -byte).bit_length() - 1 for i, byte in enumerate(mask) if byte]
     return found[:: max(1, len(found) // 4)][:4]
 
 
 def explain(error: str) -> str:
-    """llguidance's error message in one line, without the grammar."""
+    """Shorten an error message of llguidance to one line without the grammar."""
     if error.startswith("NoExtensionBias"):
         return "admits nothing"
     words = error.partition("\n1 | ")[0].replace("<non-verbose/>", "").split()

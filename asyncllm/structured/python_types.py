@@ -1,5 +1,7 @@
-"""Conversion of Pydantic models, dataclasses and TypedDicts to JSON schemas, and of JSON to their
-values."""
+"""Python types of outputs: converts them to JSON schemas, and JSON text to their values.
+
+A type is a Pydantic model, a dataclass or a TypedDict.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,25 @@ from asyncllm.errors import InvalidRequestError
 
 
 def is_schema_type(value: Any) -> bool:
-    """Whether ``value`` is a type: a Pydantic model, a dataclass or a TypedDict."""
+    """Whether ``value`` is the class of a Pydantic model, a dataclass or a TypedDict."""
     return isinstance(value, type) and (
         dataclasses.is_dataclass(value)
         or typing.is_typeddict(value)
         or callable(getattr(value, "__pydantic_validator__", None))
         or hasattr(value, "__pydantic_core_schema__")
-        # typing_extensions makes TypedDicts of its own on older Pythons.
+        # On older Pythons, typing_extensions has a TypedDict that is not typing's.
         or (issubclass(value, dict) and hasattr(value, "__required_keys__"))
     )
 
 
 def schema_of(kind: type, name: str) -> dict[str, Any]:
-    """JSON schema of a type. Its objects are closed unless the type says otherwise, because the
-    type would drop unknown properties.
+    """Make the JSON schema of a type.
+
+    Its objects refuse additional properties unless the type allows them, because the type would
+    silently drop them.
+
+    Args:
+        name: name of the caller's parameter, for errors.
 
     Raises:
         InvalidRequestError: for a type without a JSON schema, or if Pydantic is not installed.
@@ -42,8 +49,8 @@ def schema_of(kind: type, name: str) -> dict[str, Any]:
 
 
 def close_objects(schema: dict[str, Any]) -> dict[str, Any]:
-    """Set ``additionalProperties`` to False in objects with ``properties``, unless it is set; in
-    place."""
+    """Set ``additionalProperties`` to False, in place, in objects that have ``properties`` and do
+    not set it."""
     pending: list[Any] = [schema]
     while pending:
         item = pending.pop()
@@ -59,6 +66,9 @@ def close_objects(schema: dict[str, Any]) -> dict[str, Any]:
 def from_json(kind: Any, text: str, name: str) -> Any:
     """Parse JSON text to a value of a type.
 
+    Args:
+        name: name of the caller's parameter, for errors.
+
     Raises:
         InvalidRequestError: for a type that Pydantic does not support, or if it is not installed.
         ValueError: if ``text`` does not fit the type.
@@ -68,7 +78,8 @@ def from_json(kind: Any, text: str, name: str) -> Any:
         return adapter.validate_json(text)
     except (ValueError, RecursionError):
         raise
-    # Unresolved names of types surface here, and a type's own validators may raise anything.
+    # Pydantic resolves names of types only now, and a type's own validators may raise errors of
+    # any class.
     except Exception as error:
         raise check.invalid(name, kind, f"a type that Pydantic knows ({error})") from error
 
@@ -88,8 +99,8 @@ def _adapter(kind: Any, name: str) -> Any:
 
 
 def _with_known_typed_dicts(kind: Any) -> Any:
-    """Replace TypedDicts of ``typing`` by those of ``typing_extensions``: before Python 3.12
-    Pydantic accepts no other."""
+    """Replace TypedDicts of ``typing`` by those of ``typing_extensions``, because Pydantic accepts
+    only the latter before Python 3.12."""
     if sys.version_info >= (3, 12):
         return kind
     if typing.is_typeddict(kind) and type(kind).__module__ == "typing":
@@ -114,5 +125,5 @@ def _with_known_typed_dicts(kind: Any) -> Any:
     if origin is typing.Annotated:
         return typing.Annotated[(changed[0], *kind.__metadata__)]
     if origin in (types.UnionType, typing.Union):
-        return typing.Union[changed]  # noqa: UP007  # of a tuple
+        return typing.Union[changed]  # noqa: UP007  # ``|`` cannot join a tuple of types
     return origin[changed]

@@ -1,4 +1,4 @@
-"""References of a JSON schema: resolves ``$ref``, and refuses endless ones."""
+"""References of a JSON schema: resolves ``$ref``, and refuses those whose values never end."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def is_local(pointer: Any) -> TypeGuard[str]:
 
 
 def resolve(pointer: str, root: Any) -> Any:
-    """The value that a JSON Pointer ``#`` or ``#/…`` refers to.
+    """Return the value in ``root`` that a JSON Pointer ``#`` or ``#/…`` refers to.
 
     Raises:
-        LookupError: if there is none.
+        LookupError: if the pointer refers to no value.
     """
     found = root
     for part in pointer.split("/")[1:]:
@@ -36,14 +36,15 @@ def resolve(pointer: str, root: Any) -> Any:
 
 
 def refuse_endless(root: Any) -> None:
-    """Raise GrammarError for a ``$ref`` whose values never end, because each holds another. A
-    grammar would admit the beginning of such a value, and go on for ever.
+    """Raise GrammarError for a ``$ref`` whose values never end, because each must contain another.
 
-    The references whose values can end are the least fixed point of "one of its forms has no
-    references, or only references that can end". Takes time in proportion to the schema, except for
-    a list of references in one place.
+    A grammar would admit the beginning of such a value, and the output would go on for ever.
+
+    The references with a finite value are a least fixed point: those whose schema has a value that
+    needs no references, or only references that have a finite value. The time is linear in the size
+    of the schema, unless one place has a long list of references.
     """
-    targets = dict(_references(root))
+    targets = dict(_reachable_references(root))
     ending: set[str] = set()
     waiting: dict[str, list[str]] = defaultdict(list)
     pending = list(targets)
@@ -52,7 +53,7 @@ def refuse_endless(root: Any) -> None:
         if pointer in ending:
             continue
         missing: list[str] = []
-        if _ends(targets[pointer], ending, targets, missing):
+        if _has_finite_value(targets[pointer], ending, targets, missing):
             ending.add(pointer)
             pending += waiting.pop(pointer, ())
         for one in missing:
@@ -64,8 +65,8 @@ def refuse_endless(root: Any) -> None:
             )
 
 
-def _references(root: Any) -> Iterator[tuple[str, Any]]:
-    """Yield each reachable local ``$ref`` once, with its schema; backends refuse other
+def _reachable_references(root: Any) -> Iterator[tuple[str, Any]]:
+    """Iterate over the reachable local ``$ref``, each once, with its target. Backends refuse other
     references."""
     pending, seen = [root], set[str]()
     while pending:
@@ -89,12 +90,19 @@ def _references(root: Any) -> Iterator[tuple[str, Any]]:
         pending += [schema.get("additionalProperties"), schema.get("additionalItems")]
 
 
-def _ends(schema: Any, ending: set[str], known: Mapping[str, Any], missing: list[str]) -> bool:
-    """Whether a schema has a finite value, if the references ``ending`` have one. Other references
-    that it needs are added to ``missing``."""
+def _has_finite_value(
+    schema: Any, ending: set[str], known: Mapping[str, Any], missing: list[str]
+) -> bool:
+    """Whether a schema has a finite value.
+
+    Args:
+        ending: references that are known to have a finite value.
+        known: target of every reference.
+        missing: list to which other references are added that the schema's values need.
+    """
 
     def ends(one: Any) -> bool:
-        return _ends(one, ending, known, missing)
+        return _has_finite_value(one, ending, known, missing)
 
     if not isinstance(schema, Mapping):
         return True

@@ -19,9 +19,9 @@ _ACCEPTED = (
 
 
 def parse_response_format(value: Any) -> StructuredOutputs | None:
-    """``structured_outputs`` for a ``response_format``; None for plain text.
+    """Convert a ``response_format`` to ``structured_outputs``; None for plain text.
 
-    A schema is enforced whether it is ``strict`` or not.
+    A schema is enforced even if ``strict`` is false.
 
     Raises:
         InvalidRequestError: for an unknown format or an invalid schema.
@@ -41,7 +41,7 @@ def _structured_outputs(value: Any) -> dict[str, Any] | None:
         return {"json": value}
     kind = value.get("type") if isinstance(value, Mapping) else None
     if check.equal_json(kind, "json_schema"):
-        return {"json": _schema(value)}
+        return {"json": _check_schema(value)}
     if check.equal_json(kind, "structural_tag"):
         return {"structural_tag": dict(value)}
     known = {"text": None, "json_object": {"json_object": True}}
@@ -50,7 +50,7 @@ def _structured_outputs(value: Any) -> dict[str, Any] | None:
     return known[kind]
 
 
-def _schema(value: Mapping[str, Any]) -> Mapping[str, Any]:
+def _check_schema(value: Mapping[str, Any]) -> Mapping[str, Any]:
     check.refuse_unknown(f"field of {_NAME}", value, ("type", "json_schema"))
     found: Any = value.get("json_schema")
     if not isinstance(found, Mapping) or not isinstance(found.get("schema"), Mapping):

@@ -1,4 +1,4 @@
-"""StructuredOutputs: checked specification of a request's grammar."""
+"""StructuredOutputs: checked specification of the grammar of a request."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Kind = Literal["json", "regex", "choice", "grammar", "json_object", "structural_
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 MAX_CHARACTERS = 2**17
-"""Most characters of a schema, expression, grammar or list of choices, which is checked on an event
-loop."""
+"""Maximum number of characters of a schema, grammar or list of choices. It is checked on an event
+loop's thread, so the check must be short."""
 
 MAX_DEPTH = 48
-"""Most levels of a schema: backends parse it recursively."""
+"""Maximum nesting depth of a schema, which backends parse recursively."""
 
 MAX_REGEX_CHARACTERS = 2**13
 MAX_CHOICES = 2**12
@@ -30,14 +30,14 @@ _ACCEPTED = "a dict with exactly one of " + ", ".join(KINDS)
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """A regular expression, grammar, schema, structural tag or choice for an output.
+    """Checked specification of the grammar of a request.
 
     Attributes:
-        kind: the kind of specification.
-        text: the regular expression or grammar; or, as JSON, the schema, structural tag or list of
-            choices. Equal texts are compiled once.
-        param: the caller's parameter, for errors. In a structural tag made from "tools", names of
-            special tokens mean the tokens.
+        kind: kind of the specification.
+        text: the regular expression or grammar; for the other kinds, JSON text of the schema,
+            structural tag or list of choices. Equal specifications are compiled once.
+        param: parameter of the caller, for errors. If it is "tools", names of special tokens in a
+            structural tag stand for the tokens themselves, not for their text.
     """
 
     kind: Kind
@@ -49,14 +49,14 @@ def parse_structured_outputs(value: Any) -> StructuredOutputs | None:
     """Check ``SamplingParams.structured_outputs``, without importing a backend.
 
     Raises:
-        InvalidRequestError: for anything but a dict with exactly one kind, within the limits.
+        InvalidRequestError: if it is not a mapping with exactly one kind, or exceeds the limits.
     """
     if value is None or isinstance(value, StructuredOutputs):
         return value
     try:
         return _parse(value)
     except InvalidRequestError as error:
-        error.param = _NAME  # error messages name the kind as well
+        error.param = _NAME  # without the kind, which the message names
         raise
 
 
@@ -73,102 +73,102 @@ def _parse(value: Any) -> StructuredOutputs:
     return StructuredOutputs(kind, _PARSERS[kind](found))
 
 
-def _json(value: Any) -> str:
+def _check_json(value: Any) -> str:
     name = f"{_NAME}.json"
     accepted = "a JSON schema, as a dict or text, a Pydantic model, a dataclass or a TypedDict"
     if is_schema_type(value):
         value = schema_of(value, name)
     elif isinstance(value, str):
-        value = _loads(name, value)
+        value = _parse_json(name, value)
     if isinstance(value, bool):
-        # In JSON Schema, true admits everything and false nothing.
+        # In JSON Schema, true admits every value, and false admits none.
         value = {} if value else {"not": {}}
     if not isinstance(value, Mapping):
         raise check.invalid(name, value, accepted)
-    return _dumps(name, value)
+    return _serialise_schema(name, value)
 
 
-def _json_object(value: Any) -> str:
+def _check_json_object(value: Any) -> str:
     check.boolean(f"{_NAME}.json_object", value)
     return '{"type": "object"}'
 
 
-def _regex(value: Any) -> str:
+def _check_regex(value: Any) -> str:
     name = f"{_NAME}.regex"
-    return _bounded(name, check.string(name, value), MAX_REGEX_CHARACTERS)
+    return _check_length(name, check.string(name, value), MAX_REGEX_CHARACTERS)
 
 
-def _grammar(value: Any) -> str:
+def _check_grammar(value: Any) -> str:
     name = f"{_NAME}.grammar"
-    return _bounded(name, check.string(name, value), MAX_CHARACTERS)
+    return _check_length(name, check.string(name, value), MAX_CHARACTERS)
 
 
-def _choice(value: Any) -> str:
+def _check_choice(value: Any) -> str:
     name = f"{_NAME}.choice"
     accepted = f"1 to {MAX_CHOICES} different strings, none of them empty"
     choices = check.items(name, value, accepted, MAX_CHOICES)
     choices = [check.string(name, one) for one in choices]
     if not choices or len(set(choices)) != len(choices):
         raise check.invalid(name, value, accepted)
-    return _bounded(name, json.dumps(choices, ensure_ascii=False), MAX_CHARACTERS)
+    return _check_length(name, json.dumps(choices, ensure_ascii=False), MAX_CHARACTERS)
 
 
-def _structural_tag(value: Any) -> str:
+def _check_structural_tag(value: Any) -> str:
     name = f"{_NAME}.structural_tag"
     if isinstance(value, str):
-        value = _loads(name, value)
+        value = _parse_json(name, value)
     if not isinstance(value, Mapping) or not check.equal_json(value.get("type"), "structural_tag"):
         raise check.invalid(name, value, 'a dict, or JSON text, with "type": "structural_tag"')
     if ("structures" in value) == ("format" in value):
         raise check.invalid(name, value, 'either "structures" and "triggers", or "format"')
-    return _dumps(name, value)
+    return _serialise_schema(name, value)
 
 
 _PARSERS = {
-    "json": _json,
-    "regex": _regex,
-    "choice": _choice,
-    "grammar": _grammar,
-    "json_object": _json_object,
-    "structural_tag": _structural_tag,
+    "json": _check_json,
+    "regex": _check_regex,
+    "choice": _check_choice,
+    "grammar": _check_grammar,
+    "json_object": _check_json_object,
+    "structural_tag": _check_structural_tag,
 }
 
 
-def _bounded(name: str, text: str, most: int) -> str:
+def _check_length(name: str, text: str, most: int) -> str:
     if len(text) > most:
         raise check.invalid(name, text, f"at most {most} characters, not {len(text)}")
     return text
 
 
-def _loads(name: str, text: str) -> Any:
+def _parse_json(name: str, text: str) -> Any:
     try:
-        return json.loads(_bounded(name, text, MAX_CHARACTERS))
+        return json.loads(_check_length(name, text, MAX_CHARACTERS))
     except InvalidRequestError:
         raise
     except (ValueError, RecursionError) as error:
         raise check.invalid(name, text, f"JSON ({error})") from None
 
 
-def _dumps(name: str, value: Mapping[str, Any]) -> str:
-    """Serialise a schema. Keys keep their order, in which the model writes the properties."""
-    for count, (item, depth) in enumerate(_walk(value)):
+def _serialise_schema(name: str, value: Mapping[str, Any]) -> str:
+    """Serialise a schema. The order of keys is kept: the model writes properties in this order."""
+    for count, (item, depth) in enumerate(_walk_items(value)):
         if depth > MAX_DEPTH:
             raise check.invalid(name, value, f"at most {MAX_DEPTH} levels")
         if count > MAX_CHARACTERS:
-            # Shared lists within lists would be written out many times.
+            # A list that occurs many times in others is short in memory and long as JSON.
             raise check.invalid(name, value, f"at most {MAX_CHARACTERS} characters")
         if isinstance(item, Mapping) and not all(isinstance(key, str) for key in item):
             raise check.invalid(name, item, "strings for keys")
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_mapping_to_dict)
         text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise check.invalid(name, value, f"values that JSON has ({error})") from None
-    return _bounded(name, text, MAX_CHARACTERS)
+    return _check_length(name, text, MAX_CHARACTERS)
 
 
-def _walk(value: Any) -> Iterator[tuple[Any, int]]:
-    """Iterate over nested items with their depths; endless if an object contains itself."""
+def _walk_items(value: Any) -> Iterator[tuple[Any, int]]:
+    """Iterate over nested items with their depths; without end if an object contains itself."""
     pending = [(value, 1)]
     while pending:
         item, depth = pending.pop()
@@ -179,8 +179,8 @@ def _walk(value: Any) -> Iterator[tuple[Any, int]]:
             pending += [(one, depth + 1) for one in item]
 
 
-def _plain(value: Any) -> Any:
-    """Convert any mapping to a dict."""
+def _mapping_to_dict(value: Any) -> Any:
+    """Convert a mapping to a dict, for ``json.dumps``."""
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"{type(value).__name__} is no JSON")

@@ -1,4 +1,4 @@
-"""Structural tags: conversion to llguidance's Lark grammars."""
+"""Structural tags: converts them to llguidance's Lark grammars."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ _NEEDS_XGRAMMAR = "takes the xgrammar backend: `pip install asyncllm[xgrammar]`"
 def to_lark(tag: dict[str, Any], special: Mapping[int, str] = MappingProxyType({})) -> str:
     """Convert a structural tag to a grammar in llguidance's Lark.
 
-    Supported formats: const_string, json_schema, sequence, or, tag, tags_with_separator; and, at
-    the top level only, triggered_tags: free text up to a trigger, then a tag that begins with it.
+    Supported formats are const_string, json_schema, sequence, or, tag and tags_with_separator. At
+    the top level, triggered_tags is supported too: free text up to a trigger, then a tag that
+    begins with the trigger.
 
     Args:
-        special: ids and names of special tokens; their names in delimiters mean the tokens.
+        special: names of special tokens by id. A name in a delimiter stands for the token.
 
     Raises:
         GrammarError: for an unsupported format.
     """
     lark = _Lark(special)
     form = with_format(tag)["format"]
-    if _field(form, "type", str) == "triggered_tags":
+    if _require_field(form, "type", str) == "triggered_tags":
         start = lark.triggered_tags(form)
     else:
         start = lark.expression(form)
@@ -55,32 +56,32 @@ class _Lark:
 
     def expression(self, form: Any) -> str:
         """Add a rule for a format; returns its name."""
-        kind = _field(form, "type", str)
+        kind = _require_field(form, "type", str)
         if kind == "const_string":
-            return self.rule(self._spelled(_field(form, "value", str)) or _EMPTY)
+            return self.rule(self._terminals(_require_field(form, "value", str)) or _EMPTY)
         if kind == "json_schema" and form.get("style", "json") == "json":
-            return self.rule(_json(form.get("json_schema")))
+            return self.rule(_json_rule(form.get("json_schema")))
         if kind in ("sequence", "or"):
-            parts = map(self.expression, _field(form, "elements", list))
+            parts = map(self.expression, _require_field(form, "elements", list))
             return self.rule((" | " if kind == "or" else " ").join(parts) or _EMPTY)
         if kind == "tag":
-            return self.rule(self._tag(form, _field(form, "begin", str)))
+            return self.rule(self._tag(form, _require_field(form, "begin", str)))
         if kind == "tags_with_separator":
             return self.rule(self._with_separator(form))
-        raise GrammarError(f"{_kind(form)} {_NEEDS_XGRAMMAR}")
+        raise GrammarError(f"{_describe_format(form)} {_NEEDS_XGRAMMAR}")
 
     def _tag(self, form: Any, begin: str) -> str:
-        content, end = self.expression(form.get("content")), _field(form, "end", str)
-        return f"{self._spelled(begin)} {content} {self._spelled(end)}"
+        content, end = self.expression(form.get("content")), _require_field(form, "end", str)
+        return f"{self._terminals(begin)} {content} {self._terminals(end)}"
 
     def _with_separator(self, form: Any) -> str:
-        tags = " | ".join(map(self.expression, _field(form, "tags", list))) or _EMPTY
+        tags = " | ".join(map(self.expression, _require_field(form, "tags", list))) or _EMPTY
         body = self.rule(tags)
         if not form.get("stop_after_first", False):
-            body += f" ({self._spelled(_field(form, 'separator', str))} {body})*"
+            body += f" ({self._terminals(_require_field(form, 'separator', str))} {body})*"
         return body if form.get("at_least_one", False) else f"({body})?"
 
-    def _spelled(self, text: str) -> str:
+    def _terminals(self, text: str) -> str:
         parts = []
         for part in self._names.split(text):
             if part in self._special:
@@ -90,18 +91,18 @@ class _Lark:
         return " ".join(parts)
 
     def triggered_tags(self, form: Any) -> str:
-        triggers = _field(form, "triggers", list)
+        triggers = _require_field(form, "triggers", list)
         if form.get("at_least_one", False) or form.get("excludes"):
             raise GrammarError(f"triggered_tags with conditions {_NEEDS_XGRAMMAR}")
         tags = []
-        for tag in _field(form, "tags", list):
-            begin = _field(tag, "begin", str)
+        for tag in _require_field(form, "tags", list):
+            begin = _require_field(tag, "begin", str)
             trigger = next((t for t in triggers if isinstance(t, str) and begin.startswith(t)), "")
             if not trigger:
                 raise GrammarError(f"no trigger begins {begin!r}")
-            # Free text cannot contain a special token, so only a textual trigger needs a lazy
-            # match.
-            opens = self._spelled(trigger)
+            # Free text cannot contain a special token. So only a trigger that is text needs a lazy
+            # match, which ends the free text at the first trigger.
+            opens = self._terminals(trigger)
             head = self.rule(f"TEXT {opens}", "" if opens.startswith("<[") else "[lazy]")
             tags.append(self.rule(f"{head} {self._tag(tag, begin[len(trigger) :])}"))
         if not tags:
@@ -111,19 +112,19 @@ class _Lark:
         return f"({' | '.join(tags)})* {self.rule('TEXT')}"
 
 
-def _kind(form: dict[str, Any]) -> str:
+def _describe_format(form: dict[str, Any]) -> str:
     style = f" in the style {form['style']!r}" if "style" in form else ""
     return f"the format {form['type']!r}{style}"
 
 
-def _field(form: Any, name: str, kind: type) -> Any:
+def _require_field(form: Any, name: str, kind: type) -> Any:
     value = form.get(name) if isinstance(form, dict) else None
     if not isinstance(value, kind):
         raise GrammarError(f"{name!r} of a format: expected a {kind.__name__}")
     return value
 
 
-def _json(schema: Any) -> str:
+def _json_rule(schema: Any) -> str:
     if not isinstance(schema, dict):
         schema = {} if schema is True else {"not": {}}
     refuse_past_llguidance(schema)
@@ -136,8 +137,8 @@ def with_format(tag: dict[str, Any]) -> dict[str, Any]:
     if "format" in tag:
         return tag
     tags = []
-    for one in _field(tag, "structures", list):
-        content = {"type": "json_schema", "json_schema": _field(one, "schema", dict)}
+    for one in _require_field(tag, "structures", list):
+        content = {"type": "json_schema", "json_schema": _require_field(one, "schema", dict)}
         tags.append({"type": "tag", **one, "content": content})
     form = {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": tags}
     return {"type": "structural_tag", "format": form}

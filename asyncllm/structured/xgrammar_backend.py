@@ -1,4 +1,4 @@
-"""XGrammarBackend: xgrammar's grammars (pushdown automata over bytes)."""
+"""XGrammarBackend: compiles grammars with xgrammar (pushdown automata over bytes)."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ from asyncllm.structured.spec import StructuredOutputs
 from asyncllm.structured.structural_tag import schemas_in_tag, with_format
 
 MAX_WORK = 2**16
-"""Most work of an output under a caller's own rules: their characters times the square of the
-output's bytes. The parser counts nothing and has no limits; the costs of ambiguous rules grow with
-the cube of the output, to half a second here."""
+"""Maximum work for an output under a caller's own rules: the characters of the rules times the
+square of the output's bytes. xgrammar's parser has no limits of its own. With ambiguous rules, its
+time grows with the cube of the output's length; at this limit it is half a second."""
 
-MAX_TEXTS = 4
-"""Most parts of free text in a structural tag that do not count as rules."""
+MAX_FREE_TEXTS = 4
+"""Maximum number of ``any_text`` parts in a structural tag without a limit of work. With more, the
+tag may be ambiguous, and MAX_WORK applies to it."""
 
 
 class XGrammarBackend:
-    """Second backend. Schemas that it would partly ignore are refused before."""
+    """Grammar backend for grammars that llguidance cannot enforce. Schemas that xgrammar would
+    partly ignore are refused before it compiles them."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._library: Any = importlib.import_module("xgrammar")
         library, size = self._library, len(vocabulary.tokens)
-        # One more token, after the model's, ends a grammar.
+        # xgrammar's vocabulary is the model's, and one more token, which ends a grammar.
         info = library.TokenizerInfo(
             [*vocabulary.tokens, b""],
             library.VocabType.RAW,
@@ -56,12 +58,12 @@ class XGrammarBackend:
             TypeError,
             ValueError,
         ) as error:  # xgrammar's own errors are RuntimeErrors
-            raise GrammarError(_short(error)) from None
-        most = most_bytes(spec)
+            raise GrammarError(_shorten_message(error)) from None
+        max_bytes = max_output_bytes(spec)
 
         def new_matcher() -> XGrammarMatcher:
             matcher = self._library.GrammarMatcher(compiled, terminate_without_stop_token=False)
-            return XGrammarMatcher(matcher, self._vocabulary, spec, most)
+            return XGrammarMatcher(matcher, self._vocabulary, spec, max_bytes)
 
         return Grammar(new_matcher)
 
@@ -92,26 +94,26 @@ class XGrammarBackend:
 class XGrammarMatcher:
     """State of one output in a grammar; see GrammarMatcher."""
 
-    __slots__ = ("_left", "_mask", "_matcher", "_most", "_spec", "_vocabulary", "_words")
+    __slots__ = ("_bytes_left", "_mask", "_matcher", "_max_bytes", "_spec", "_vocabulary", "_words")
 
     def __init__(
-        self, matcher: Any, vocabulary: Vocabulary, spec: StructuredOutputs, most: float
+        self, matcher: Any, vocabulary: Vocabulary, spec: StructuredOutputs, max_bytes: float
     ) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._spec = spec
-        self._most = self._left = most
+        self._max_bytes = self._bytes_left = max_bytes
         num_words = len(vocabulary.tokens) // 32 + 1  # with the token that ends a grammar
         self._words = np.zeros((1, num_words), dtype=np.int32)
         self._mask: bytearray | None = None
 
     def accept(self, token_id: int) -> bool:
         self._mask = None
-        self._left -= len(self._vocabulary.tokens[token_id])
-        if self._left < 0:
+        self._bytes_left -= len(self._vocabulary.tokens[token_id])
+        if self._bytes_left < 0:
             raise refuse_work(
                 self._spec,
-                f"xgrammar takes at most {self._most} bytes under rules of "
+                f"xgrammar takes at most {self._max_bytes} bytes under rules of "
                 f"{len(self._spec.text)} characters; expected fewer of one, or llguidance",
             )
         return self._matcher.accept_token(token_id)
@@ -130,26 +132,28 @@ class XGrammarMatcher:
         return self._matcher.is_completed()
 
     def is_terminated(self) -> bool:
-        # Only the mask tells whether anything may follow; the next step needs it anyway.
+        # Only an empty mask shows that no token may follow. The mask is kept for the next step.
         if not self._matcher.is_completed():
             return False
         mask = self.bitmask()
         return mask == bytes(len(mask))
 
 
-def most_bytes(spec: StructuredOutputs) -> float:
-    """Most bytes of an output. Those of schemas and choices, whose brackets leave nothing
-    ambiguous, have no such bound."""
+def max_output_bytes(spec: StructuredOutputs) -> float:
+    """Maximum size in bytes of an output under a specification.
+
+    It is infinite for schemas and choices, because their rules are not ambiguous.
+    """
     own_rules = spec.kind in ("regex", "grammar")
     if spec.kind == "structural_tag":
         rules = len(re.findall('"(?:regex|grammar)"', spec.text))
         repeated = len(re.findall('"(?:tags_with_separator|optional|plus|star|repeat)"', spec.text))
         texts = spec.text.count('"any_text"')
-        own_rules = rules > 0 or repeated > 1 or texts > MAX_TEXTS
+        own_rules = rules > 0 or repeated > 1 or texts > MAX_FREE_TEXTS
     return math.isqrt(MAX_WORK // len(spec.text)) if own_rules else math.inf
 
 
-def _short(error: Exception) -> str:
-    """Message of an error, without the time and source line that xgrammar puts before it."""
+def _shorten_message(error: Exception) -> str:
+    """Message of an xgrammar error, without the time and source line before it."""
     text = str(error).strip().partition("\n")[0]
     return text.rpartition(": ")[2][:500] if text.startswith("[") else text[:500]

@@ -1,7 +1,7 @@
 """Engines without a model, for the tests of applications.
 
-``fake_engine`` and ``fake_llm`` answer from a script; ``FakeExecutor`` stands in for the device
-below them, and ``byte_tokenizer`` for a model's tokenizer. See docs/testing.md.
+``fake_engine`` and ``fake_llm`` make engines with scripted answers. ``FakeExecutor`` replaces the
+device of such an engine, and ``byte_tokenizer`` the model's tokenizer. See docs/testing.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""byte_tokenizer: a tokenizer with one token for each byte of UTF-8."""
+"""byte_tokenizer: makes a tokenizer with one token per byte of UTF-8."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asyncllm.text.text_decoder import byte_alphabet
 from asyncllm.text.tokenizer import Tokenizer
 
 TURN_START, TURN_END = 256, 257
-"""Ids of ``<|im_start|>`` and ``<|im_end|>``; the second is the EOS token."""
+"""Ids of ``<|im_start|>`` and ``<|im_end|>``; ``<|im_end|>`` is the EOS token."""
 
 _SPECIAL = {"<|im_start|>": TURN_START, "<|im_end|>": TURN_END}
 _TEMPLATE = (
@@ -23,11 +23,11 @@ _TEMPLATE = (
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Make a Tokenizer with 258 ids: a byte's id is the byte, and two special tokens mark the turns
-    of a ChatML template. The template takes tools and writes calls as Hermes does.
+    """Make a Tokenizer whose token ids are the bytes of UTF-8, and two special tokens.
 
     So ``encode("Hé")`` is ``[72, 195, 169]``, and a text has as many tokens as bytes. Half
-    characters, stop strings and special tokens in messages occur as with a real model.
+    characters, stop strings and special tokens in messages occur as with a real model. The special
+    tokens mark the turns of a ChatML template, which accepts tools and writes calls as Hermes does.
     """
     backend = tokenizers.Tokenizer(models.BPE(byte_alphabet() | _SPECIAL, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

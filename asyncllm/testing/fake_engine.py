@@ -1,4 +1,4 @@
-"""fake_engine: a whole engine that answers from a script, for tests of applications."""
+"""fake_engine: makes an engine with scripted answers, for tests of applications."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from asyncllm.testing.fake_executor import FakeExecutor
 from asyncllm.text.tokenizer import Tokenizer
 
 Answer = str | Exception | Sequence[str | int | Exception]
-"""Text, an exception that ends the request, or a sequence of texts, token ids and exceptions. An
-exception in a sequence is raised after the items before it."""
+"""An output's text; or an exception that ends its request; or a sequence of texts, token ids and
+exceptions. An exception in a sequence ends the request after the items before it."""
 
 Answers = Answer | Mapping[str, Answer] | Callable[[str], Answer]
-"""One answer for every prompt, a mapping from prompt to answer, or a function of the prompt. For a
-conversation, the prompt is the user's last message."""
+"""One answer for every prompt; or a mapping from prompt to answer; or a function from prompt to
+answer. For a conversation, the prompt is the user's last message."""
 
-_PIECE = "a text, an exception, or a sequence of texts, token ids and exceptions"
-_USER = b"user\n"
+_ACCEPTED = "a text, an exception, or a sequence of texts, token ids and exceptions"
+_USER_HEADER = b"user\n"
 
 
 @dataclass(frozen=True)
 class FakeModelConfig:
-    """The part of a ModelConfig that engines, servers and commands read."""
+    """The fields of ModelConfig that engines, servers and commands read."""
 
     max_position_embeddings: int
     vocab_size: int = TURN_END + 1
@@ -45,13 +45,13 @@ class FakeModelConfig:
 
 
 class ScriptedExecutor(FakeExecutor):
-    """FakeExecutor with scripted tokens, which ignore sampling parameters. It still checks its KV
-    cache, so that a wrong block is an error.
+    """FakeExecutor that returns scripted tokens, whatever the sampling parameters are. It computes
+    the fake KV cache too, so a read of a block that no step wrote raises an error.
 
     Args:
-        info: limits to report.
-        answers: the script. A request whose prompt it lacks fails.
-        sleep: called before each step's result, on the engine thread.
+        info: limits that the executor reports to the engine.
+        answers: the script. A request whose prompt has no answer fails.
+        sleep: function that is called on the engine thread before each step's result is returned.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class ScriptedExecutor(FakeExecutor):
     def _execute(self, batch: StepBatch) -> StepResult:
         for assignment in batch.assignments:
             length = assignment.num_prompt_tokens
-            # A request's outputs share an id, but have different seeds.
+            # The outputs of one request have the same request id, but different seeds.
             output = assignment.request_id, assignment.sampling.seed
             self._rows[assignment.req_index] = output, length
-            # A preempted request comes back with its tokens, and continues its answer.
+            # A preempted request returns with the tokens sampled so far, and continues its answer.
             if len(assignment.token_ids) == length or output not in self._answers:
-                self._answers[output] = self._answer(assignment.token_ids[:length])
+                self._answers[output] = self._answer_tokens(assignment.token_ids[:length])
         return super()._execute(batch)
 
     def _sample(
@@ -102,30 +102,31 @@ class ScriptedExecutor(FakeExecutor):
             self.row_errors.pop(request_id, None)
         super()._sample(batch, row, (token_id,), result, mask)
 
-    def _answer(self, prompt: Sequence[int]) -> list[int | Exception]:
+    def _answer_tokens(self, prompt: Sequence[int]) -> list[int | Exception]:
         try:
-            answer = self._look_up(self._question(prompt))
+            answer = self._find_answer(self._question_text(prompt))
             if isinstance(answer, (str, Exception)):
-                return self._piece(answer)
+                return self._piece_tokens(answer)
             if answer is None:
-                raise check.invalid("answers", answer, _PIECE)
-            pieces = check.items("answers", answer, _PIECE, self.info.max_model_len)
-            return [token for piece in pieces for token in self._piece(piece)]
-        except Exception as error:  # the test's own function raised
+                raise check.invalid("answers", answer, _ACCEPTED)
+            pieces = check.items("answers", answer, _ACCEPTED, self.info.max_model_len)
+            return [token for piece in pieces for token in self._piece_tokens(piece)]
+        except Exception as error:  # raised by the test's own function
             return [error]
-        except BaseException as error:  # another exception would end the engine
+        except BaseException as error:
+            # An exception that is no Exception would end the engine instead of the request.
             failure = RuntimeError(f"answers raised {check.describe(error)}")
             failure.__cause__ = error
             return [failure]
 
-    def _piece(self, piece: str | int | Exception) -> list[int | Exception]:
+    def _piece_tokens(self, piece: str | int | Exception) -> list[int | Exception]:
         if isinstance(piece, str):
             return [*self._tokenizer.encode(piece)]
         if isinstance(piece, Exception):
             return [piece]
         return list(check.token_ids("answers", [piece], self.info.vocab_size))
 
-    def _look_up(self, question: str) -> Answer:
+    def _find_answer(self, question: str) -> Answer:
         if callable(self._script):
             return self._script(question)
         if not isinstance(self._script, Mapping):
@@ -135,10 +136,12 @@ class ScriptedExecutor(FakeExecutor):
             raise LookupError(f"no answer to {question!r}, expected one of {known}")
         return self._script[question]
 
-    def _question(self, prompt: Sequence[int]) -> str:
+    def _question_text(self, prompt: Sequence[int]) -> str:
         for start in reversed(range(len(prompt))):
-            begin = start + 1 + len(_USER)
-            if prompt[start] == TURN_START and list(prompt[start + 1 : begin]) == list(_USER):
+            begin = start + 1 + len(_USER_HEADER)
+            if prompt[start] == TURN_START and list(prompt[start + 1 : begin]) == list(
+                _USER_HEADER
+            ):
                 return self._tokenizer.decode(prompt[begin : prompt.index(TURN_END, begin)])
         return self._tokenizer.decode(prompt, skip_special_tokens=False)
 
@@ -153,19 +156,23 @@ def fake_engine(
     load_error: BaseException | None = None,
     **overrides: Any,
 ) -> AsyncLLMEngine:
-    """Make a real engine on a fake device, with scripted answers. It needs no model and no torch,
-    and yields a token (a byte) per step. Start it like any other engine.
+    """Make a real engine on a fake device, with scripted answers.
+
+    It needs no model and no torch, and yields one token (one byte) per step. Start it like any
+    other engine.
 
     Args:
-        answers: see ``Answers``. Each answer ends with EOS. A function is called for each output of
-            a request.
-        step_time: seconds of each step, passed to ``sleep`` on the engine thread.
-        sleep: function that sleeps for ``step_time``, or only counts it.
-        gate: semaphore that each step acquires. Release it often enough before the engine closes.
-        fail_at: number of a step, from 0, to the exception that the device raises in it.
-        load_error: raised when the engine starts.
+        answers: an ``Answer`` for all prompts, or a mapping or function from prompt to ``Answer``.
+            EOS follows each answer. A function is called once per output of a request.
+        step_time: duration of each step in seconds.
+        sleep: function that is called with ``step_time`` in each step, on the engine thread. A test
+            may pass one that only adds up the time.
+        gate: semaphore that each step acquires. A test must release it often enough for the engine
+            to close.
+        fail_at: exceptions by step number, from 0; the device raises them in these steps.
+        load_error: exception that starting the engine raises.
         overrides: fields of EngineConfig. Those of the scheduler, of names and of the chat template
-            apply; those about weights and devices have no effect; logits processors are refused.
+            apply; those of weights and devices have no effect; logits processors are refused.
     """
     config = EngineConfig(**overrides)
     faults = {} if fail_at is None else fail_at
@@ -175,7 +182,7 @@ def fake_engine(
         check.integer("fail_at", step, 0)
         if not isinstance(fault, BaseException):
             raise check.invalid("fail_at", fault, "an exception for each step")
-    pause = _pause(step_time, sleep)
+    pause = _make_pause(step_time, sleep)
 
     def load(config: EngineConfig, progress: Progress) -> LoadedModel:
         if load_error is not None:
@@ -184,7 +191,7 @@ def fake_engine(
         if config.chat_template is not None:
             tokenizer = tokenizer.with_chat_template(config.chat_template)
         tokenizer.chat_template.compile()
-        info = _limits(config, tokenizer.vocab_size)
+        info = _executor_info(config, tokenizer.vocab_size)
         executor = ScriptedExecutor(info, tokenizer, answers, pause)
         executor.gate = gate
         executor.faults.update(faults)
@@ -194,7 +201,7 @@ def fake_engine(
 
 
 def fake_llm(answers: Answers, **options: Any) -> LLM:
-    """Make a started ``LLM`` on a ``fake_engine``; same arguments."""
+    """Make a started ``LLM`` on a fake engine; arguments as for ``fake_engine``."""
     engine = fake_engine(answers, **options)
     engine._start_blocking()
     llm = LLM(engine=engine)
@@ -202,11 +209,11 @@ def fake_llm(answers: Answers, **options: Any) -> LLM:
     return llm
 
 
-def _pause(seconds: float, sleep: Callable[[float], None]) -> Callable[[], None]:
+def _make_pause(seconds: float, sleep: Callable[[float], None]) -> Callable[[], None]:
     return lambda: sleep(seconds) if seconds else None
 
 
-def _limits(config: EngineConfig, vocab_size: int) -> ExecutorInfo:
+def _executor_info(config: EngineConfig, vocab_size: int) -> ExecutorInfo:
     block_size = config.block_size or 16
     num_blocks = config.num_blocks or 1024
     capacity = num_blocks * block_size

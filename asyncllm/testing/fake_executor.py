@@ -1,4 +1,4 @@
-"""FakeExecutor: an executor without a model, for tests of the layers above it."""
+"""FakeExecutor: executor without a model, for tests of schedulers and engines."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.in_process import InProcess
 from asyncllm.outputs import Logprob, TokenLogprobs
 
-_MASK = (1 << 64) - 1
+_UINT64_MASK = (1 << 64) - 1
 
 
 def mix(state: int, value: int) -> int:
-    """One round of splitmix64 (Steele, Lea and Flood 2014) over ``state`` and ``value``."""
-    z = (state + (value + 1) * 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    """Hash two numbers to 64 bits: one round of splitmix64 (Steele, Lea and Flood 2014)."""
+    z = (state + (value + 1) * 0x9E3779B97F4A7C15) & _UINT64_MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _UINT64_MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _UINT64_MASK
     return z ^ (z >> 31)
 
 
 class _Digests:
-    """Chain of a sequence's digests in one KV group. Without a window each digest is made from the
-    one before; with a window, from all digests in it and the position.
+    """Digests of a sequence's tokens in one KV group; they replace keys and values.
+
+    Without a window, a digest is computed from the token and the digest before it. With a window,
+    it is computed from the token, its position and all earlier digests in the window.
 
     Args:
+        window: size of the sliding window in tokens; None without.
         start: position of the next digest.
         states: the digests before that position, as far back as the window reaches.
     """
@@ -43,12 +46,12 @@ class _Digests:
         self._next, self._states = start, states or []
 
     def append(self, token_id: int) -> int:
-        """Append the digest of ``token_id``, and return it."""
+        """Append the digest of the next token; returns the digest."""
         if self._window is None:
             state = self._states[-1] if self._states else self._group
         else:
             seen = self._states[max(0, len(self._states) - self._window + 1) :]
-            state = mix(mix(self._group, self._next), hash(tuple(seen)) & _MASK)
+            state = mix(mix(self._group, self._next), hash(tuple(seen)) & _UINT64_MASK)
             self._states = seen
         state = mix(state, token_id)
         self._states.append(state)
@@ -57,10 +60,10 @@ class _Digests:
 
 
 def allowed_tokens(mask: bytes, vocab_size: int) -> list[int]:
-    """Tokens that a mask of GrammarMask allows, in ascending order.
+    """Token ids that a mask in the layout of GrammarMask allows, in ascending order.
 
     Raises:
-        ValueError: if there are none, or the mask has the wrong length.
+        ValueError: if the mask allows no token, or has the wrong length.
     """
     size = 4 * -(-vocab_size // 32)
     if len(mask) != size:
@@ -72,39 +75,37 @@ def allowed_tokens(mask: bytes, vocab_size: int) -> list[int]:
 
 
 class FakeExecutor:
-    """An executor without a model, for tests of everything above it.
+    """Executor without a model, for tests of schedulers and engines.
 
-    Its KV cache stores at each position a digest of all tokens up to there, made from the digest at
-    the position before, which is read through the block table. The sampled token follows from the
-    last digest. A wrong block, request index, start or stale token therefore changes the output;
-    ``reference`` gives the right one.
+    At each position its KV cache stores a digest of all tokens up to there. A digest is computed
+    from the one at the position before, which is read through the block table, and the sampled
+    token is computed from the last digest. So a wrong block, request index, start or token changes
+    the output; ``reference`` computes the correct one.
 
-    Each KV group has different digests, so that a block of another group is wrong. In a group with
-    a window, a digest is made from exactly those in its window: a block that is given back too
-    early changes the output; one that is given back too late does not. With
-    ``info.max_tokens_per_row`` above 1 it imitates speculative decoding: the digest decides how
-    many drafts are accepted, and rejected ones leave wrong KV behind.
-
-    With ``info.has_states`` it keeps one more digest per request index, like a recurrent layer's
-    state: a row at position 0 resets it, any other row continues it. Snapshots are copied before
-    and after the step, as on a device.
-
-    Prompt log-probabilities follow from the digests too: the digest's token has rank 0, the
-    following ids the next ranks, and rank r has -r / 10.
-
-    A row under a grammar's mask keeps its token if that is allowed, else the digest selects an
-    allowed one. Such a row yields one token for any ``max_tokens_per_row``.
+    - KV groups have different digests, so a block of another group changes the output.
+    - In a group with a window, a digest is computed from exactly those in the window. So a block
+      that is freed too early changes the output; a block that is freed too late does not.
+    - If ``info.max_tokens_per_row`` is above 1, it imitates speculative decoding: the digest
+      decides how many drafts are accepted, and rejected drafts leave wrong KV behind.
+    - With ``info.has_states`` it keeps one more digest per request index, like a recurrent layer's
+      state: a row at position 0 resets it, any other row continues it. State snapshots are copied
+      before and after the step, as on a device.
+    - Prompt log-probabilities are computed from the digests: the token that follows from the
+      digest has rank 1, the next higher ids have the next ranks, and rank r has -r / 10.
+    - Under a grammar's mask, a row keeps its token if that is allowed; otherwise the digest selects
+      an allowed one. Such a row yields one token, whatever ``max_tokens_per_row`` is.
 
     Args:
-        info: limits to report.
-        step_time: seconds each step takes, slept with the GIL released.
+        info: limits that the executor reports to the engine.
+        step_time: duration of each step in seconds, slept with the GIL released.
+        record: keep every executed batch in ``batches``.
 
     Attributes:
-        faults: step number to a fault in ``collect`` of that step: an exception to raise, or a
-            callable that gets the result and returns another.
-        gate: if set, each ``collect`` waits for a permit: ``gate.release()`` lets one pass.
-        batches: every batch executed, if ``record`` is True.
-        row_errors: request id to an exception that each of its sampled rows fails with.
+        faults: faults by step number, for ``collect`` of that step: an exception to raise, or a
+            function that gets the result and returns another.
+        gate: semaphore that each ``collect`` acquires; None for no wait.
+        batches: the executed batches, if ``record`` is True.
+        row_errors: exceptions by request id, with which each sampled row of the request fails.
     """
 
     def __init__(self, info: ExecutorInfo, *, step_time: float = 0.0, record: bool = False) -> None:
@@ -123,11 +124,11 @@ class FakeExecutor:
         self._kv: list[int | None] = [None] * (info.num_blocks * self._block_size)
         self._tokens: dict[int, list[int]] = {}
         self._blocks: dict[int, tuple[list[int], ...]] = {}
-        self._ids: dict[int, str] = {}
+        self._request_ids: dict[int, str] = {}
         self._states = [0] * (info.max_num_seqs + info.num_state_snapshots)
 
     def reference(self, prompt: Sequence[int], count: int) -> list[int]:
-        """Compute the ``count`` tokens after ``prompt`` without any cache."""
+        """Compute the ``count`` tokens that follow ``prompt``, without a KV cache."""
         digests = self._digests()
         states = list(range(len(digests)))
         for token_id in prompt:
@@ -139,7 +140,12 @@ class FakeExecutor:
         return tokens
 
     def reference_prompt_logprobs(self, prompt: Sequence[int], count: int) -> list[TokenLogprobs]:
-        """Compute prompt log-probabilities, from the second token on, without any cache."""
+        """Compute the log-probabilities of the prompt's tokens from the second on, without a KV
+        cache.
+
+        Args:
+            count: number of most likely tokens to add at each position.
+        """
         digests = self._digests()[: len(self.info.kv_groups)]
         found = []
         for position in range(1, len(prompt)):
@@ -148,7 +154,7 @@ class FakeExecutor:
         return found
 
     def _digests(self) -> list[_Digests]:
-        """Make the digests of each KV group, and of the recurrent state if there is one."""
+        """Make an empty ``_Digests`` per KV group, and one for the recurrent state if any."""
         windows = [spec.window for spec in self.info.kv_groups] + [None] * self.info.has_states
         return [_Digests(index, window) for index, window in enumerate(windows)]
 
@@ -159,7 +165,7 @@ class FakeExecutor:
         return TokenLogprobs(Logprob(token_id, -rank / 10, rank), tuple(top))
 
     def _token(self, states: Sequence[int]) -> int:
-        """Token that follows from the digests of all groups."""
+        """Token that follows from the last digests of all KV groups."""
         return functools.reduce(operator.xor, states) % self.info.vocab_size
 
     def launch(self, batch: StepBatch) -> None:
@@ -198,7 +204,7 @@ class FakeExecutor:
         self._masks.clear()
         self._tokens.clear()
         self._blocks.clear()
-        self._ids.clear()
+        self._request_ids.clear()
 
     def close(self) -> None:
         self.closed = True
@@ -213,7 +219,7 @@ class FakeExecutor:
         for assignment in batch.assignments:
             self._tokens[assignment.req_index] = list(assignment.token_ids)
             self._blocks[assignment.req_index] = tuple(map(list, assignment.block_ids))
-            self._ids[assignment.req_index] = assignment.request_id
+            self._request_ids[assignment.req_index] = assignment.request_id
         for req_index, block_ids in batch.new_blocks:
             for blocks, new in zip(self._blocks[req_index], block_ids, strict=True):
                 blocks.extend(new)
@@ -223,9 +229,9 @@ class FakeExecutor:
         masks = self._masks.pop(batch.step, GrammarMask(batch.step))
         mask_of = dict(zip(masks.rows, masks.masks, strict=True))
         groups = range(len(self.info.kv_groups))
-        digests = [self._forward(batch, group) for group in groups]
+        digests = [self._forward_group(batch, group) for group in groups]
         if self.info.has_states:
-            digests.append(self._advance(batch))
+            digests.append(self._advance_states(batch))
         forwarded = list(zip(*digests, strict=True))
         for row, span in batch.prompt_logprobs.items():
             result.prompt_logprobs[row] = self._span_logprobs(batch.req_indices[row], span)
@@ -237,17 +243,19 @@ class FakeExecutor:
     def _span_logprobs(self, req_index: int, span: PromptSpan) -> list[TokenLogprobs]:
         groups, found = range(len(self.info.kv_groups)), []
         for position in range(span.first, span.end):
-            states = [self._kv[self._index(g, req_index, position)] for g in groups]
+            states = [self._kv[self._kv_index(g, req_index, position)] for g in groups]
             token_id = self._tokens[req_index][position + 1]
             found.append(self._logprobs(cast("list[int]", states), token_id, span.num_top))
         return found
 
-    def _forward(self, batch: StepBatch, group: int) -> list[int]:
-        """Compute the digest at the last position of each row. A row may read what another one
-        writes in the same step (a model writes a layer's KV before it reads it), so writers come
-        first."""
+    def _forward_group(self, batch: StepBatch, group: int) -> list[int]:
+        """Compute the digest at the last position of each row, in one KV group.
+
+        A row may read KV that another row writes in the same step, because a model writes all KV of
+        a layer before it reads any. So the row that writes is computed first.
+        """
         writer = {
-            self._index(group, batch.req_indices[row], position): row
+            self._kv_index(group, batch.req_indices[row], position): row
             for row in range(len(batch))
             for position in range(batch.starts[row], batch.starts[row] + batch.counts[row])
         }
@@ -257,7 +265,10 @@ class FakeExecutor:
             while pending:
                 current = pending[-1]
                 req_index, start = batch.req_indices[current], batch.starts[current]
-                read = [self._index(group, req_index, at) for at in self._seen(group, start)]
+                read = [
+                    self._kv_index(group, req_index, at)
+                    for at in self._read_positions(group, start)
+                ]
                 before = [writer[at] for at in read if at in writer]
                 if before := [row for row in before if row not in states]:
                     pending += before
@@ -266,10 +277,10 @@ class FakeExecutor:
                 if current not in states:
                     end = start + batch.counts[current]
                     tokens = self._tokens[req_index][start:end]
-                    states[current] = self._write(group, req_index, start, tokens)
+                    states[current] = self._write_digests(group, req_index, start, tokens)
         return [states[row] for row in range(len(batch))]
 
-    def _advance(self, batch: StepBatch) -> list[int]:
+    def _advance_states(self, batch: StepBatch) -> list[int]:
         """Compute the recurrent state after each row."""
         first = self.info.max_num_seqs - 1  # snapshots are numbered from 1
         for req_index, snapshot in batch.state_loads:
@@ -284,10 +295,10 @@ class FakeExecutor:
             self._states[first + snapshot] = self._states[req_index]
         return [self._states[req_index] for req_index in batch.req_indices]
 
-    def _write(self, group: int, req_index: int, start: int, tokens: Sequence[int]) -> int:
-        """Write the digests of ``tokens`` from position ``start`` on; returns the last."""
-        seen = self._seen(group, start)
-        states = [self._kv[self._index(group, req_index, position)] for position in seen]
+    def _write_digests(self, group: int, req_index: int, start: int, tokens: Sequence[int]) -> int:
+        """Write the digests of ``tokens`` from position ``start`` on; returns the last digest."""
+        seen = self._read_positions(group, start)
+        states = [self._kv[self._kv_index(group, req_index, position)] for position in seen]
         if None in states:
             raise RuntimeError(
                 f"request index {req_index} reads KV at {seen[states.index(None)]} that no step "
@@ -298,15 +309,15 @@ class FakeExecutor:
         state = group
         for position, token_id in enumerate(tokens, start):
             state = digests.append(token_id)
-            self._kv[self._index(group, req_index, position)] = state
+            self._kv[self._kv_index(group, req_index, position)] = state
         return state
 
-    def _seen(self, group: int, position: int) -> range:
-        """Earlier positions whose digests the one at ``position`` is made from."""
+    def _read_positions(self, group: int, position: int) -> range:
+        """Earlier positions whose digests are read to compute the one at ``position``."""
         window = self.info.kv_groups[group].window
         return range(max(0, position - (1 if window is None else window - 1)), position)
 
-    def _index(self, group: int, req_index: int, position: int) -> int:
+    def _kv_index(self, group: int, req_index: int, position: int) -> int:
         block_size = self.info.kv_groups[group].block_size
         block_id = self._blocks[req_index][group][position // block_size]
         if block_id == NULL_BLOCK_ID:
@@ -325,7 +336,7 @@ class FakeExecutor:
     ) -> None:
         req_index, info = batch.req_indices[row], self.info
         position = batch.starts[row] + batch.counts[row]
-        error = self.row_errors.get(self._ids[req_index])
+        error = self.row_errors.get(self._request_ids[req_index])
         yielded, drafts = [self._token(states)], 0
         if mask is None:
             drafts = min(info.max_tokens_per_row, info.max_model_len - position) - 1
@@ -340,14 +351,14 @@ class FakeExecutor:
         for i in range(drafts):
             draft = yielded[-1] if i < accepted else ~yielded[-1] % info.vocab_size
             groups = range(len(states))
-            states = [self._write(g, req_index, position + i, [draft]) for g in groups]
+            states = [self._write_digests(g, req_index, position + i, [draft]) for g in groups]
             if i < accepted:
                 yielded.append(self._token(states))
         if error is None:
             result.token_ids += yielded
             result.counts[row] = len(yielded)
         else:
-            # The next step may be launched already, and needs some token.
+            # The next step may already be launched, and needs a token of this row.
             result.prompt_logprobs.pop(row, None)
             result.errors[row] = RowError.of(error)
             self.in_process.errors.setdefault(batch.step, {})[row] = error

@@ -1,1 +1,1 @@
-"""Text: prompts to token ids, tokens to text. Imports neither the core nor the device side."""
+"""Text: converts prompts to token ids and tokens to text. Imports neither ``core`` nor ``gpu``."""

@@ -1,4 +1,4 @@
-"""any_of: a regular expression that finds any of many literal texts in the same time."""
+"""any_of: makes a regular expression that finds any of many literal texts in linear time."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from collections.abc import Collection
 from itertools import groupby
 
 _MAX_DEPTH = 64
-"""Nested groups at most: ``re`` compiles them recursively."""
+"""Maximum depth of nested groups, which ``re`` compiles recursively."""
 
 
 def any_of(texts: Collection[str]) -> re.Pattern[str]:
-    """Pattern that matches the longest of ``texts`` at each position; nothing, if there are none.
-    Alternatives share prefixes (a radix tree), because ``re`` tries alternatives one by one: in a
-    text of a thousand "<" it would try every token that begins so."""
-    return re.compile(_tree(sorted({text for text in texts if text}), 0) or r"(?!)")
+    """Pattern that matches the longest of ``texts`` at each position; nothing if there are none.
+
+    Common prefixes are factored out (a radix tree), because ``re`` tries alternatives one by one:
+    at each of a thousand "<" it would try every text that begins with "<".
+    """
+    return re.compile(_tree_source(sorted({text for text in texts if text}), 0) or r"(?!)")
 
 
-def _tree(texts: list[str], depth: int) -> str:
-    """Pattern source for sorted, distinct ``texts``. An empty text is tried last, after the longer
+def _tree_source(texts: list[str], depth: int) -> str:
+    """Source of a pattern for sorted, distinct ``texts``. Longer texts are tried before shorter
     ones."""
     if depth == _MAX_DEPTH:
         return "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
@@ -27,8 +29,8 @@ def _tree(texts: list[str], depth: int) -> str:
     branches = []
     for _, group in groupby(texts[len(ends) :], key=lambda text: text[0]):
         alike = list(group)
-        # The first and the last of sorted texts have the shortest common prefix.
+        # The prefix that the first and last of sorted texts have in common is common to all.
         shared = os.path.commonprefix([alike[0], alike[-1]])  # noqa: RUF071 (of characters)
-        rest = _tree([text[len(shared) :] for text in alike], depth + 1)
+        rest = _tree_source([text[len(shared) :] for text in alike], depth + 1)
         branches.append(re.escape(shared) + (f"(?:{rest})" if rest else ""))
     return "|".join(branches + ends)

@@ -11,8 +11,10 @@ from asyncllm import validation as check
 def bad_words_token_ids(
     words: Sequence[str], tokenizer: Any, vocab_size: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Token sequences of ``bad_words``, as in vLLM: each word as it is, and with a space before it
-    if that gives another sequence of the same length.
+    """Convert ``bad_words`` to token sequences, as vLLM does.
+
+    A word has the sequence of the word itself. With a space before the word, it has a second one if
+    that is as long and begins with another token.
 
     Raises:
         InvalidRequestError: for a word without tokens, or with tokens beyond the model's

@@ -1,4 +1,4 @@
-"""ChatTemplate: renders messages to a prompt in a sandbox, as transformers does."""
+"""ChatTemplate: renders messages to a prompt, in a sandbox as transformers does."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.template_sandbox import RenderLimits, TemplateLimitError, TemplateSandbox
 from asyncllm.validation import invalid
 
-_MAX_SOURCE = 1 << 17
-"""Most characters of a template: ten times the longest known one. Compiling one of this length
-holds the GIL for a second, and one of a few megabytes for a minute."""
+_MAX_SOURCE_CHARACTERS = 1 << 17
+"""Maximum number of characters of a template: ten times the longest known one. Compiling a template
+of this length holds the GIL for a second; one of a few megabytes would hold it for a minute."""
 
 
-_MAX_RECENT = 8
-"""Compiled templates that are kept of those that calls bring."""
+_MAX_CACHED = 8
+"""Maximum number of compiled templates that are cached from the ``chat_template`` of calls."""
 
 
 class ChatTemplate:
     """A model's chat templates, compiled at first use.
 
     Attributes:
-        sources: name to Jinja source: "default", and "tool_use" for conversations with tools. Empty
-            for a model without a template.
-        special_tokens: the template variables ``bos_token``, ``eos_token`` and so on.
+        sources: Jinja sources by name: "default", and "tool_use" for conversations with tools.
+            Empty if the model has no template.
+        special_tokens: special tokens by the name of their template variable, such as
+            ``bos_token``.
     """
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
@@ -42,18 +43,20 @@ class ChatTemplate:
         self.special_tokens = dict(special_tokens)
         self._sandbox = TemplateSandbox()
         self._compiled: dict[str, jinja2.Template] = {}
-        self._compile_recent = lru_cache(_MAX_RECENT)(self._compile)
+        self._compile_cached = lru_cache(_MAX_CACHED)(self._compile)
 
     @classmethod
     def from_directory(cls, path: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
         """Read the templates in a tokenizer's directory.
 
-        ``chat_template.jinja`` and ``additional_chat_templates/*.jinja`` come before
-        ``chat_template.json``, and that before ``chat_template`` in
-        ``tokenizer_config.json``, which is one template or a list of named ones.
+        The first of these places that has a template wins:
+
+        - ``chat_template.jinja`` together with ``additional_chat_templates/*.jinja``;
+        - ``chat_template.json``;
+        - ``chat_template`` in ``tokenizer_config.json``: one template or a list of named ones.
 
         Raises:
-            ModelLoadError: for a file that cannot be read or holds something else.
+            ModelLoadError: for a file that cannot be read, or has no template where one should be.
         """
         sources: dict[str, str] = {}
         if (path / "chat_template.jinja").exists():
@@ -72,7 +75,10 @@ class ChatTemplate:
     def from_setting(
         cls, given: str | os.PathLike[str], special_tokens: Mapping[str, str]
     ) -> ChatTemplate:
-        """The one template that ``EngineConfig.chat_template`` gives: text, or a file's path.
+        """Make a ChatTemplate from ``EngineConfig.chat_template``.
+
+        Args:
+            given: a ``str`` is the source of the template; a path is that of its file.
 
         Raises:
             ModelLoadError: for a file that cannot be read.
@@ -85,21 +91,26 @@ class ChatTemplate:
         return template
 
     def compile(self) -> None:
-        """Compile the templates at start, so that no call waits the 50 ms that it takes with the
-        import of jinja2. One that does not compile is reported when it is used."""
+        """Compile the model's templates, so that no request waits for it (50 ms).
+
+        A template that does not compile raises its error when it is used.
+        """
         for source in self.sources.values():
             with contextlib.suppress(InvalidRequestError):
                 self._compile(source)
 
     def reads(self, variable: str, chosen: str | None = None) -> bool:
-        """Whether a template may read ``variable``, such as ``tools``: any of the model's, or the
-        one that a call has ``chosen``."""
+        """Whether a template contains the name of a variable, such as ``tools``.
+
+        Args:
+            chosen: name or source of the template; None for any of the model's.
+        """
         word = re.compile(rf"\b{re.escape(variable)}\b")
-        sources = self.sources.values() if chosen is None else (self._named(chosen),)
+        sources = self.sources.values() if chosen is None else (self._find_source(chosen),)
         return any(word.search(source) for source in sources)
 
     def is_compiled(self, conversation: TemplateInput) -> bool:
-        return self._source(conversation) in self._compiled
+        return self._choose_source(conversation) in self._compiled
 
     def render(
         self,
@@ -110,16 +121,16 @@ class ChatTemplate:
         """Render the prompt of a conversation.
 
         Args:
-            change: applied to every string of the conversation, except variables that override one
-                of ``special_tokens``.
+            change: function that is applied to every string of the conversation, except variables
+                that override one of ``special_tokens``.
 
         Raises:
             InvalidRequestError: for a template that is missing, does not compile, or raises an
                 error.
             TemplateLimitError: for a template that needs more than ``limits``.
         """
-        source = self._source(conversation)
-        template = self._compiled.get(source) or self._compile_recent(source)
+        source = self._choose_source(conversation)
+        template = self._compiled.get(source) or self._compile_cached(source)
         try:
             values = conversation.values
             if change is not None:
@@ -127,7 +138,8 @@ class ChatTemplate:
             return self._sandbox.render(template, {**self.special_tokens, **values}, limits)
         except TemplateLimitError:
             raise
-        # A template is a foreign program: any exception that it raises ends this request alone.
+        # A template is a program of others. Any exception that it raises must end only this
+        # request.
         except Exception as error:
             raise InvalidRequestError(
                 f"messages: the chat template refused them "
@@ -135,10 +147,10 @@ class ChatTemplate:
                 param="messages",
             ) from error
 
-    def _source(self, conversation: TemplateInput) -> str:
+    def _choose_source(self, conversation: TemplateInput) -> str:
         chosen = conversation.chat_template
         if chosen is not None:
-            return self._named(chosen)
+            return self._find_source(chosen)
         if conversation.values["tools"] is not None and "tool_use" in self.sources:
             return self.sources["tool_use"]
         if "default" in self.sources:
@@ -154,9 +166,12 @@ class ChatTemplate:
             param="messages",
         )
 
-    def _named(self, chosen: str) -> str:
-        """The source of a template that a call names or brings. Text without "{" would be the
-        whole prompt; it is the path of a file, or a name that is wrong."""
+    def _find_source(self, chosen: str) -> str:
+        """Source of the template that ``chosen`` names, or ``chosen`` itself if it is a source.
+
+        A text without "{" is refused: as a template it would be the whole prompt, so it must be the
+        path of a file, or an unknown name.
+        """
         if chosen in self.sources or "{" in chosen:
             return self.sources.get(chosen, chosen)
         names = ", ".join(map(repr, sorted(self.sources))) or "none"
@@ -164,14 +179,15 @@ class ChatTemplate:
         raise invalid("chat_template", chosen, accepted)
 
     def _compile(self, source: str) -> jinja2.Template:
-        if len(source) > _MAX_SOURCE:
+        if len(source) > _MAX_SOURCE_CHARACTERS:
             raise InvalidRequestError(
-                f"chat_template: has {len(source)} characters, expected at most {_MAX_SOURCE}",
+                f"chat_template: has {len(source)} characters, expected at most "
+                f"{_MAX_SOURCE_CHARACTERS}",
                 param="chat_template",
             )
         try:
             template = self._sandbox.from_string(source)
-        # Not only Jinja's syntax errors: Python's too, for too many nested loops.
+        # Python's compiler raises a SyntaxError of its own, for example for too many nested loops.
         except Exception as error:
             raise InvalidRequestError(
                 f"chat_template: does not compile ({type(error).__name__}: {error!s:.1000})",
@@ -198,5 +214,5 @@ def _named_templates(config: ConfigFile) -> dict[str, str]:
     except (TypeError, KeyError):
         named = None
     if named is None or not all(isinstance(text, str) for pair in named.items() for text in pair):
-        raise config.bad("chat_template", "a template or a list of {name, template}")
+        raise config.invalid_field("chat_template", "a template or a list of {name, template}")
     return named

@@ -1,4 +1,4 @@
-"""ControlTokens: separates a template's special tokens from text that spells them."""
+"""ControlTokens: distinguishes a template's special tokens from message text that spells them."""
 
 from __future__ import annotations
 
@@ -17,65 +17,67 @@ from asyncllm.text.any_of import any_of
 
 _FIRST_SURROGATE = 0xD800
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
-# Characters of ordinary text, from the rarest to the most frequent; any other is rarer still.
+# Punctuation of ordinary text, from the rarest to the most frequent. Other punctuation is rarer.
 _COMMON_CHARACTERS = "[]<>{}()#*=\"'`-/:;!?.,\n "
 
 
 class ControlTokens:
-    """Encoder of rendered prompts that keeps special tokens in messages plain text.
+    """Encoder of rendered prompts in which messages cannot contain special tokens, only text.
 
     A special token is a control token if the template wrote its delimiter (the "|" of
-    "<|im_end|>"), and text if the delimiter came from a message. To tell which, a conversation is
-    rendered with the delimiters in its messages hidden: each is replaced by a lone surrogate, which
-    no valid text has and templates leave alone. Every special token in the result is then the
-    template's own, however the template cuts, joins or rewrites the messages.
+    "<|im_end|>"), and text if the delimiter came from a message. To distinguish them, a
+    conversation is rendered with the delimiters in its messages hidden: each is replaced by a lone
+    surrogate, which no valid text contains and templates do not change. Every special token in the
+    result is then the template's own, however the template cuts, joins or rewrites messages.
 
     Args:
-        backend: the model's tokenizer, which is not changed. Prompts are encoded by a second one
-            with the same model, which has a unique mark for each control token and no special
-            tokens.
+        backend: the model's tokenizer, which is not changed. Prompts are encoded by a second
+            tokenizer with the same model. Instead of special tokens, it has a secret mark for each
+            control token.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         added = sorted(backend.get_added_tokens_decoder().items())
         self._ids = {token.content: i for i, token in added if token.special and token.content}
-        signs = {text: _delimiter(text) for text in self._ids}
+        signs = {text: _rarest_character(text) for text in self._ids}
         surrogates = {
             sign: chr(_FIRST_SURROGATE + i) for i, sign in enumerate(sorted(set(signs.values())))
         }
-        self._hidden = {
+        self._hidden_spellings = {
             text: text.replace(sign, surrogates[sign], 1) for text, sign in signs.items()
         }
         self._surrogates = surrogates
         spelling = set("".join(self._ids))
-        self._encodable = next(
+        self._encodable_character = next(
             sign for sign in map(chr, range(0xE000, 0xF8FF)) if sign not in spelling
         )
-        # A special token that is a word is hidden only where it stands in full: templates compare
-        # fields and roles with words.
+        # A special token without punctuation is hidden only where the whole of it occurs, because
+        # templates compare fields and roles with words.
         self._delimiters = [sign for sign in surrogates if not _occurs_in_words(sign)]
-        self._words = [text for text, sign in signs.items() if _occurs_in_words(sign)]
+        self._word_tokens = [text for text, sign in signs.items() if _occurs_in_words(sign)]
         self._pattern = any_of(self._ids)
-        normalizers = {step["type"] for step in steps_of(backend.normalizer)}
-        self._rewrites = not normalizers <= {"NFC", "Prepend", "Replace"}
+        normalizers = {step["type"] for step in component_stages(backend.normalizer)}
+        self._normalizer_rewrites = not normalizers <= {"NFC", "Prepend", "Replace"}
         self._add_marks(backend, added)
-        # The unknown token stands for ordinary text, so it is no control token.
-        self._controls = frozenset(self._ids.values()).difference(_unknown(self._marking))
+        # Ordinary text may become the unknown token, so it is not a control token.
+        self._control_ids = frozenset(self._ids.values()).difference(
+            _unknown_ids(self._marking_tokenizer)
+        )
 
     def _add_marks(
         self, backend: tokenizers.Tokenizer, added: list[tuple[int, tokenizers.AddedToken]]
     ) -> None:
-        # Shares the parts of ``backend``: nothing is copied.
-        self._marking = tokenizers.Tokenizer(backend.model)
+        # The new tokenizer shares the components of ``backend``, without a copy.
+        self._marking_tokenizer = tokenizers.Tokenizer(backend.model)
         if backend.normalizer is not None:
-            self._marking.normalizer = backend.normalizer
+            self._marking_tokenizer.normalizer = backend.normalizer
         if backend.pre_tokenizer is not None:
-            self._marking.pre_tokenizer = backend.pre_tokenizer
-        # A message cannot spell a mark, because it cannot know the number in it.
+            self._marking_tokenizer.pre_tokenizer = backend.pre_tokenizer
+        # A message cannot contain a mark, because its author does not know the random number.
         number = secrets.token_hex(8)
-        self._break = f"\U0010fffd{number}\U0010fffd"
+        self._break_mark = f"\U0010fffd{number}\U0010fffd"
         self._marks: dict[str, str] = {}
-        tokens, ids = [tokenizers.AddedToken(self._break, normalized=False)], [-1]
+        tokens, ids = [tokenizers.AddedToken(self._break_mark, normalized=False)], [-1]
         for i, token in added:
             if token.content in self._ids:
                 mark = self._marks[token.content] = f"\U0010fffd{number}{i}\U0010fffd"
@@ -84,25 +86,26 @@ class ControlTokens:
                 )
             tokens.append(token)
             ids.append(i)
-        self._marking.add_tokens(tokens)
-        self._renumbered = {
-            self._marking.token_to_id(token.content): i
+        self._marking_tokenizer.add_tokens(tokens)
+        self._original_ids = {
+            self._marking_tokenizer.token_to_id(token.content): i
             for token, i in zip(tokens, ids, strict=True)
         }
 
     def may_be_spelled_by(self, texts: Iterable[str]) -> bool:
-        """Whether ``texts`` may spell a special token, or a part of one."""
+        """Whether ``texts`` may contain a special token's text, or a part of it."""
         text = "".join(texts)
-        if self._rewrites and not text.isascii():
+        if self._normalizer_rewrites and not text.isascii():
             return True
-        return any(sign in text for sign in (*self._delimiters, *self._words))
+        return any(sign in text for sign in (*self._delimiters, *self._word_tokens))
 
     def render(self, texts: Iterable[str], render: Callable[[Callable[[str], str]], str]) -> str:
         """Render a prompt for ``encode``, with delimiters in messages hidden where needed.
 
         Args:
             texts: all strings of a conversation.
-            render: renders the prompt, with the given function applied to every string.
+            render: function that renders the prompt. Its argument is a function that it must apply
+                to every string of the conversation.
         """
         text = "".join(texts)
         if _SURROGATE.search(text):
@@ -110,24 +113,33 @@ class ControlTokens:
                 "messages: have a lone surrogate, expected Unicode text", param="messages"
             )
         try:
-            prompt = self._least_hidden(set(self._pattern.findall(text)), render)
+            prompt = self._render_least_hidden(set(self._pattern.findall(text)), render)
         except InvalidRequestError as error:
-            raise InvalidRequestError(self._show(str(error)), param=error.param) from error
+            raise InvalidRequestError(
+                self._restore_delimiters(str(error)), param=error.param
+            ) from error
         if "\\ud8" not in text:
-            # JSON and Python escape a surrogate in this way.
+            # A filter such as tojson escapes a surrogate as "\ud8…"; undo that.
             for surrogate in self._surrogates.values():
                 prompt = prompt.replace(f"\\u{ord(surrogate):x}", surrogate)
         return prompt
 
-    def _least_hidden(
+    def _render_least_hidden(
         self, spelled: set[str], render: Callable[[Callable[[str], str]], str]
     ) -> str:
-        """Prompt with the same control tokens as with all delimiters hidden, but as few hidden as
-        possible: templates search messages, for thoughts in old turns for example. First nothing is
-        hidden, then the tokens of which there are too many, then all that messages spell."""
+        """Render the prompt with as few delimiters hidden as possible.
+
+        Templates search messages, for example for thoughts in old turns, so a hidden delimiter may
+        change the prompt. Three renderings are tried until one has the control tokens of a prompt
+        with all delimiters hidden: nothing hidden; the special tokens hidden that occur too often;
+        all special tokens in the messages hidden.
+
+        Args:
+            spelled: special tokens that the messages contain as text.
+        """
         refusal = None
         try:
-            strict = render(self._hide_all)
+            strict = render(self._hide_all_delimiters)
         except InvalidRequestError as error:
             if not isinstance(error.__cause__, UnicodeEncodeError):
                 raise
@@ -138,14 +150,18 @@ class ControlTokens:
             )
             if spelled:
                 raise refusal from error
-            # A filter such as urlencode refuses surrogates. With no token to hide, this prompt only
-            # serves for comparison, so one character may stand for all delimiters.
-            strict = render(lambda text: _SURROGATE.sub(self._encodable, self._hide_all(text)))
+            # A filter such as urlencode refuses surrogates. The messages contain no special token
+            # here, so this prompt is only compared with; one character may replace all delimiters.
+            strict = render(
+                lambda text: _SURROGATE.sub(
+                    self._encodable_character, self._hide_all_delimiters(text)
+                )
+            )
         written = self._pattern.findall(strict)
         hidden: set[str] = set()
         for everything in (set(), set(), spelled):
             hidden |= everything
-            prompt = render(partial(self._hide, hidden))
+            prompt = render(partial(self._hide_tokens, hidden))
             found = self._pattern.findall(prompt)
             if found == written and (spelled <= hidden or self._only_drops_text(prompt, strict)):
                 return prompt
@@ -155,27 +171,27 @@ class ControlTokens:
         return strict
 
     def _only_drops_text(self, prompt: str, strict: str) -> bool:
-        """Whether ``prompt`` is ``strict`` with text left out between control tokens. Then no
-        message has moved a control token."""
+        """Whether ``prompt`` is ``strict`` without some of the text between control tokens. If so,
+        no message has moved a control token."""
         parts = zip(self._pattern.split(prompt), self._pattern.split(strict), strict=True)
         for part, whole in parts:
-            rest = iter(self._show(whole))
-            if not all(character in rest for character in self._show(part)):
+            rest = iter(self._restore_delimiters(whole))
+            if not all(character in rest for character in self._restore_delimiters(part)):
                 return False
         return True
 
-    def _hide(self, hidden: Collection[str], text: str) -> str:
+    def _hide_tokens(self, hidden: Collection[str], text: str) -> str:
         return self._pattern.sub(
-            lambda match: self._hidden[match[0]] if match[0] in hidden else match[0], text
+            lambda match: self._hidden_spellings[match[0]] if match[0] in hidden else match[0], text
         )
 
-    def _hide_all(self, text: str) -> str:
-        text = self._hide(self._hidden, text)
+    def _hide_all_delimiters(self, text: str) -> str:
+        text = self._hide_tokens(self._hidden_spellings, text)
         for sign in self._delimiters:
             text = text.replace(sign, self._surrogates[sign])
         return text
 
-    def _show(self, text: str, around: str = "") -> str:
+    def _restore_delimiters(self, text: str, around: str = "") -> str:
         for sign, surrogate in self._surrogates.items():
             text = text.replace(surrogate, around + sign + around)
         return text
@@ -186,21 +202,22 @@ class ControlTokens:
         """Token ids of a prompt that ``render`` returned.
 
         Args:
-            encode: encodes a text with a tokenizer.
+            encode: function that encodes a text with a tokenizer.
 
         Raises:
-            InvalidRequestError: for message text that becomes a control token in every encoding,
-                for example through the tokenizer's normalizer.
+            InvalidRequestError: if message text becomes a control token in any case, for example
+                through the tokenizer's normalizer.
         """
         written = self._pattern.findall(prompt)
-        controls = [i for i in map(self._ids.__getitem__, written) if i in self._controls]
+        controls = [i for i in map(self._ids.__getitem__, written) if i in self._control_ids]
         marked = self._pattern.sub(lambda match: self._marks[match[0]], prompt)
-        # The vocabulary may also have a special token's text as an ordinary token.
-        for around in ("", self._break):
-            ids = encode(self._marking, self._show(marked, around))
-            ids = [self._renumbered.get(i, i) for i in ids]
+        # The vocabulary may contain a special token's text as an ordinary token too. The second
+        # attempt therefore splits such text at its delimiter.
+        for around in ("", self._break_mark):
+            ids = encode(self._marking_tokenizer, self._restore_delimiters(marked, around))
+            ids = [self._original_ids.get(i, i) for i in ids]
             ids = [i for i in ids if i >= 0]
-            if [i for i in ids if i in self._controls] == controls:
+            if [i for i in ids if i in self._control_ids] == controls:
                 return ids
         raise InvalidRequestError(
             "messages: this tokenizer makes a special token of text in them; "
@@ -209,30 +226,37 @@ class ControlTokens:
         )
 
 
-def steps_of(part: Any) -> list[dict[str, Any]]:
-    """Steps of a tokenizer's normalizer, pre-tokenizer or decoder, as in tokenizer.json."""
+def component_stages(part: Any) -> list[dict[str, Any]]:
+    """List the stages of a tokenizer's normalizer, pre-tokenizer or decoder.
+
+    Args:
+        part: the component, its section of tokenizer.json, or None.
+
+    Returns:
+        One section of tokenizer.json for each stage, with nested sequences flattened.
+    """
     if part is None:
         return []
     if not isinstance(part, dict):
-        # A part's pickled state is its section of tokenizer.json. Serialising the whole tokenizer
-        # would take 0.7 s with 150,000 tokens.
+        # The pickled state is the component's section of tokenizer.json. Serialising the whole
+        # tokenizer instead would take 0.7 s with 150,000 tokens.
         part = json.loads(part.__getstate__())
     if part["type"] != "Sequence":
         return [part]
     inner = next(value for value in part.values() if isinstance(value, list))
-    return [step for one in inner for step in steps_of(one)]
+    return [step for one in inner for step in component_stages(one)]
 
 
-def _unknown(backend: tokenizers.Tokenizer) -> list[int]:
-    """Ids of unknown characters; none if the tokenizer raises an error for them."""
+def _unknown_ids(backend: tokenizers.Tokenizer) -> list[int]:
+    """Ids that an unknown character is encoded to; none if the tokenizer raises an error for it."""
     try:
         return backend.encode("\U0010fffd\ufffe", add_special_tokens=False).ids
-    except Exception:  # the library raises no other
+    except Exception:  # ``tokenizers`` raises bare Exceptions
         return []
 
 
-def _delimiter(text: str) -> str:
-    """The character of a special token that is rarest in ordinary text."""
+def _rarest_character(text: str) -> str:
+    """The character of a special token that is the rarest in ordinary text."""
     signs = [sign for sign in text if not _occurs_in_words(sign)] or [text[0]]
     return min(signs, key=_COMMON_CHARACTERS.find)
 

@@ -1,4 +1,4 @@
-"""Detokenizer: incremental text of one output, with stop strings; NoText: an output without."""
+"""Detokenizer: converts one output's tokens to text incrementally, and finds stop strings."""
 
 from __future__ import annotations
 
@@ -11,49 +11,61 @@ class StopMatcher:
     """Finds stop strings in text that arrives in pieces, and holds back as little as possible.
 
     A piece is searched together with the text held back before it. The match that begins earliest
-    wins, and of several that begin there the one listed first. Without a match, the longest suffix
-    that is a prefix of a stop string is held back and the rest released, so a match never begins in
-    text that was released.
+    wins; if several stop strings match there, the first in ``stops`` wins. Without a match, the
+    longest suffix that is a prefix of a stop string is held back, and the rest is released. So a
+    match never begins in released text.
+
+    Args:
+        stops: non-empty strings.
+        include: release the stop string too.
 
     Attributes:
         stopped: the stop string that was found, or None.
     """
 
-    __slots__ = ("_firsts", "_held", "_include", "_longest", "_stops", "stopped")
+    __slots__ = (
+        "_first_characters",
+        "_held",
+        "_include_stop",
+        "_max_stop_length",
+        "_stops",
+        "stopped",
+    )
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self._stops = tuple(stops)
-        self._include = include
-        self._firsts = frozenset(stop[0] for stop in stops)
-        self._longest = max(map(len, stops), default=0)
+        self._include_stop = include
+        self._first_characters = frozenset(stop[0] for stop in stops)
+        self._max_stop_length = max(map(len, stops), default=0)
         self._held = ""
         self.stopped: str | None = None
 
     def push(self, text: str, *, search: bool = True) -> str:
         """Take the next piece; returns the text that can be released.
 
-        Only a match that ends in this piece counts, and none without ``search``.
+        Args:
+            search: False to ignore a stop string that ends in this piece.
         """
-        if not self._held and self._firsts.isdisjoint(text):
-            return text  # most pieces: no stop string begins here
+        if not self._held and self._first_characters.isdisjoint(text):
+            return text  # the usual case: no stop string begins in this piece
         if not text:
             return ""
         buffer = self._held + text
         if search:
-            start = self._find(buffer)
+            start = self._find_stop(buffer)
             if self.stopped is not None:
                 self._held = ""
-                return buffer[: start + len(self.stopped) if self._include else start]
+                return buffer[: start + len(self.stopped) if self._include_stop else start]
         held = self._length_to_hold(buffer)
         self._held = buffer[len(buffer) - held :]
         return buffer[: len(buffer) - held]
 
     def finish(self) -> str:
-        """Text that was held back, after the last piece."""
+        """Release the held-back text after the last piece."""
         held, self._held = self._held, ""
         return held
 
-    def _find(self, buffer: str) -> int:
+    def _find_stop(self, buffer: str) -> int:
         best = len(buffer)
         for stop in self._stops:
             start = buffer.find(stop, max(0, len(self._held) - len(stop) + 1))
@@ -63,11 +75,11 @@ class StopMatcher:
         return best
 
     def _length_to_hold(self, buffer: str) -> int:
-        tail = buffer[-(self._longest - 1) :] if self._longest > 1 else ""
-        if self._firsts.isdisjoint(tail):
+        tail = buffer[-(self._max_stop_length - 1) :] if self._max_stop_length > 1 else ""
+        if self._first_characters.isdisjoint(tail):
             return 0
         for i, character in enumerate(tail):
-            if character in self._firsts:
+            if character in self._first_characters:
                 suffix = tail[i:]
                 for stop in self._stops:
                     if len(stop) > len(suffix) and stop.startswith(suffix):
@@ -78,20 +90,20 @@ class StopMatcher:
 class Detokenizer:
     """Converts the tokens of one output to text, up to a stop string.
 
-    Not thread-safe; made for one output, with a decoder of its own. A token whose text does
-    not belong to the output (EOS, a stop token) is not pushed.
+    Not thread-safe. The caller does not push tokens whose text is not part of the output (EOS, stop
+    tokens).
 
     Args:
-        decoder: made for this output and its prompt.
+        decoder: decoder of this output alone.
         stop: non-empty strings that end the output.
         include_stop_str_in_output: keep the stop string at the end of the text.
-        min_tokens: number of first tokens in which a stop string does not count.
+        min_tokens: number of leading tokens in which stop strings are ignored.
 
     Attributes:
         stopped: the stop string that ended the output, or None.
     """
 
-    __slots__ = ("_decoder", "_immune", "_matcher", "stopped")
+    __slots__ = ("_decoder", "_matcher", "_min_tokens_left", "stopped")
 
     def __init__(
         self,
@@ -103,17 +115,17 @@ class Detokenizer:
     ) -> None:
         self._decoder = decoder
         self._matcher = StopMatcher(stop, include=include_stop_str_in_output) if stop else None
-        self._immune = min_tokens
+        self._min_tokens_left = min_tokens
         self.stopped: str | None = None
 
     def push(self, token_id: int, *, search: bool = True) -> str:
         """Take the next token; returns the text that can be released now.
 
         Args:
-            search: False for a token in which no stop string may begin or end.
+            search: False for a token that no stop string may overlap.
 
         Raises:
-            Exception: any error of the decoder; it ends this output alone.
+            Exception: any error of the decoder, which must end this output alone.
             RuntimeError: after a stop string was found.
         """
         text = self._decoder.push(token_id)
@@ -123,18 +135,18 @@ class Detokenizer:
         if self.stopped is not None:
             raise RuntimeError(f"the output ended with the stop string {self.stopped!r}")
         if not search:
-            self._immune -= 1
+            self._min_tokens_left -= 1
             return matcher.finish() + text
-        if self._immune > 0:
-            self._immune -= 1
+        if self._min_tokens_left > 0:
+            self._min_tokens_left -= 1
             return matcher.push(text, search=False)
         text = matcher.push(text)
         self.stopped = matcher.stopped
         return text
 
     def finish(self) -> str:
-        """Rest of the text: held-back text, and replacement characters for an unfinished character.
-        Empty after a stop string."""
+        """Release the rest of the text: held-back text, and replacement characters for an
+        unfinished character. Empty after a stop string."""
         if self.stopped is not None:
             return ""
         text = self._decoder.flush()
@@ -142,7 +154,7 @@ class Detokenizer:
 
 
 class NoText:
-    """A detokenizer for ``SamplingParams.detokenize=False``, which makes no text."""
+    """Detokenizer that makes no text, for ``SamplingParams.detokenize=False``."""
 
     stopped: str | None = None
 
@@ -154,5 +166,5 @@ class NoText:
 
     @staticmethod
     def decode(token_ids: Sequence[int]) -> str:
-        """The whole text, which there is none of."""
+        """Text of a whole output: always empty."""
         return ""

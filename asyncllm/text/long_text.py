@@ -1,4 +1,4 @@
-"""LONG_TEXT: the length from which on a text takes long."""
+"""LONG_TEXT: the length from which a text is tokenised on a worker thread."""
 
 LONG_TEXT = 4096
-"""Texts of this many characters or more go to a worker thread."""
+"""Minimum number of characters of a text that an event loop's thread must not tokenise."""

@@ -20,15 +20,15 @@ import jinja2.sandbox
 import jinja2.utils
 import jinja2.visitor
 
-# Characters that an item of a list counts as, or a bit of an integer.
-_ITEM = 16
+# Cost in characters that is charged for a list item, or for a bit of an integer.
+_ITEM_CHARACTERS = 16
 
-# Filters that read a list or a dict without writing it as text.
-_READERS = frozenset(
+# Filters that accept a list or a dict without converting it to text.
+_READING_FILTERS = frozenset(
     "attr batch count d default dictsort first float groupby int items last length list map max "
     "min random reject rejectattr reverse select selectattr slice sort unique".split()
 )
-# Filters and methods whose result grows with an argument.
+# Filters and methods whose result is larger for a larger argument.
 _GROWING_METHODS = frozenset(
     "batch center expandtabs indent join ljust rjust round slice to_bytes tojson translate urlize "
     "wordwrap zfill".split()
@@ -37,11 +37,11 @@ _COMPUTED_WIDTH = re.compile(r"%[-+ #0]*(?:\*|\d*\.\*)|\{[^{}]*\{")
 
 
 class TemplateLimitError(Exception):
-    """A template exceeds its limits of time or memory."""
+    """Error for a template that exceeds its limits of time or memory."""
 
 
 class TemplateOutputError(TemplateLimitError):
-    """A template writes more than ``max_output`` characters."""
+    """Error for a template that writes more than ``max_output`` characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,10 @@ class RenderLimits:
     """Limits of one rendering.
 
     Attributes:
-        max_output: characters of the text.
-        max_value: characters of any intermediate string, a list's item counting 16; all
-            intermediate values together may have 16 times as many.
-        seconds: processor time of the rendering thread.
+        max_output: maximum number of characters of the rendered text.
+        max_value: maximum size of an intermediate value: characters of a string, 16 for each item
+            of a list. All intermediate values together may have 16 times this size.
+        seconds: maximum processor time of the rendering thread.
     """
 
     max_output: int
@@ -61,29 +61,35 @@ class RenderLimits:
 
 
 class Meter:
-    """Meter of one rendering. Raises TemplateLimitError before memory beyond the limits is
-    allocated."""
+    """Meter of the time and memory of one rendering.
 
-    __slots__ = ("_charges", "_deadline", "_left", "_limits")
+    Its methods are called before an operation allocates memory, and raise TemplateLimitError if the
+    operation would exceed the limits.
+    """
+
+    __slots__ = ("_characters_left", "_charges", "_deadline", "_limits")
 
     def __init__(self, limits: RenderLimits) -> None:
         self._limits = limits
-        self._left = 16 * limits.max_value
+        self._characters_left = 16 * limits.max_value
         self._charges = 0
         self._deadline = time.thread_time() + limits.seconds
 
     def charge(self, size: int) -> None:
-        """Charge one operation that makes a value of ``size``, or one step of a loop."""
-        self._left -= max(size, 0)
-        if size > self._limits.max_value or self._left < 0:
+        """Charge an operation whose result has ``size`` characters, or one step of a loop."""
+        self._characters_left -= max(size, 0)
+        if size > self._limits.max_value or self._characters_left < 0:
             raise TemplateLimitError(f"makes more than {self._limits.max_value} characters")
         self._charges += 1
-        # Reading the clock costs more than most operations.
+        # Reading the clock takes longer than most operations, so it is not read for each.
         if self._charges % 32 == 0 and time.thread_time() > self._deadline:
             raise TemplateLimitError(f"takes more than {self._limits.seconds} s")
 
     def charge_text(self, *values: Any) -> int:
-        """Charge ``values`` as text. The same list may occur many times within another."""
+        """Charge the conversion of ``values`` to text; returns its estimated length.
+
+        A list that occurs several times within another is charged each time.
+        """
         stack, size = list(values), 0
         while stack and size <= self._limits.max_value:
             value = stack.pop()
@@ -99,13 +105,19 @@ class Meter:
         return size
 
     def charge_growth(self, name: str, value: Any, given: tuple[Any, ...]) -> None:
-        """Charge the largest result that filter or method ``name`` can have for ``value``."""
+        """Charge the largest possible result of a filter or method.
+
+        Args:
+            name: name of the filter or method.
+            value: the object that it is applied to.
+            given: its other arguments.
+        """
         size = _size(value)
-        if name not in _READERS and not isinstance(value, (str, bytes)):
+        if name not in _READING_FILTERS and not isinstance(value, (str, bytes)):
             size = self.charge_text(value)
         grown = 0
         if name in _GROWING_METHODS:
-            grown = (size + 1) * (max(map(self._width, given), default=0) + 1)
+            grown = (size + 1) * (max(map(self._argument_size, given), default=0) + 1)
         elif name == "replace":
             texts = [str(one) for one in given]
             times = max(map(str(value).count, texts), default=0)
@@ -119,18 +131,22 @@ class Meter:
             grown = size + widths + fields * self.charge_text(given)
         self.charge(grown)
 
-    def _width(self, value: Any) -> int:
+    def _argument_size(self, value: Any) -> int:
         if isinstance(value, int):
             return abs(value)
-        return sum(map(self._width, value)) if isinstance(value, tuple) else self.charge_text(value)
+        return (
+            sum(map(self._argument_size, value))
+            if isinstance(value, tuple)
+            else self.charge_text(value)
+        )
 
 
 class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja environment that Hugging Face's chat templates are written for.
+    """Jinja environment with the functions and settings that Hugging Face's chat templates expect.
 
     Loops, calls, filters and operators report to a Meter, which bounds the processor time and
-    memory of a rendering. Time is checked between operations; each of them is short, because
-    strings have bounded length.
+    memory of a rendering. The time is checked between operations. A single operation is short,
+    because its strings have bounded length.
     """
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
@@ -145,9 +161,13 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self._rendering = threading.local()
         self.filters["tojson"] = _to_json
         for name, function in self.filters.items():
-            self.filters[name] = self._metered(name, function)
-        # Templates cannot call these: no name contains a blank.
-        self.filters |= {" each": self._each, " text": self.concat, " slice": self._charged}
+            self.filters[name] = self._metered_filter(name, function)
+        # _MeterNodes inserts these filters. A template cannot call them: its names have no blanks.
+        self.filters |= {
+            " each": self._metered_items,
+            " text": self.concat,
+            " slice": self._charge_result,
+        }
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
         self.globals["namespace"] = _Namespace
@@ -161,7 +181,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
         Raises:
             TemplateLimitError: for a template that needs more than ``limits``.
-            Exception: any other that the template raises.
+            Exception: any other error, from the template itself.
         """
         self._rendering.meter = Meter(limits)
         pieces, length = [], 0
@@ -177,11 +197,11 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     @property
     def _meter(self) -> Meter:
-        # While a template is compiled there is no meter, and this raises. So Jinja does not fold
-        # constants, which would escape the limits.
+        # During compilation there is no meter, so this raises. Jinja then does not fold constant
+        # expressions, whose cost would escape the limits.
         return self._rendering.meter
 
-    # Called by Jinja's compiled code.
+    # --- methods that Jinja calls ------------------------------------------------------------
 
     def _generate(self, source: Any, *args: Any, **kwargs: Any) -> str:
         return super()._generate(_MeterNodes().visit(source), *args, **kwargs)
@@ -192,16 +212,16 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return "".join(map(str, values))
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        # Jinja wraps str.format; look at the method itself.
+        # Jinja wraps str.format; the method itself is in ``__wrapped__``.
         method = getattr(function, "__wrapped__", function)
         owner = getattr(method, "__self__", None)
         if isinstance(owner, (str, bytes, int)):
             self._meter.charge_growth(method.__name__, owner, (*args, *kwargs.values()))
-        return self._charged(super().call(context, function, *args, **kwargs))
+        return self._charge_result(super().call(context, function, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator != "%":
-            self._meter.charge(_combined(operator, left, right))
+            self._meter.charge(_combined_size(operator, left, right))
         elif isinstance(left, (str, bytes)):
             self._meter.charge_growth("format", left, (right,))
         return super().call_binop(context, operator, left, right)
@@ -211,7 +231,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self._meter.charge_text(value)
         return value
 
-    def _metered(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _metered_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         # Jinja passes some filters the context or environment before the value.
         before = int(hasattr(function, "jinja_pass_arg"))
 
@@ -220,17 +240,17 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             given = (*args[before + 1 :], *kwargs.values())
             self._meter.charge_growth(name, args[before], given)
             result = function(*args, **kwargs)
-            # A lazy result is computed now, so that it has a size.
-            return self._charged(list(result) if isinstance(result, Iterator) else result)
+            # Compute a lazy result now, so that its size is known.
+            return self._charge_result(list(result) if isinstance(result, Iterator) else result)
 
         return metered
 
-    def _each(self, values: Iterable[Any]) -> Iterator[Any]:
+    def _metered_items(self, values: Iterable[Any]) -> Iterator[Any]:
         for value in values:
             self._meter.charge(0)
             yield value
 
-    def _charged(self, value: Any) -> Any:
+    def _charge_result(self, value: Any) -> Any:
         self._meter.charge(_size(value))
         return value
 
@@ -239,11 +259,11 @@ def _size(value: Any) -> int:
     if isinstance(value, (str, bytes)):
         return len(value)
     if isinstance(value, int):
-        return _ITEM * value.bit_length()
-    return _ITEM * len(value) if isinstance(value, (list, tuple, dict)) else 0
+        return _ITEM_CHARACTERS * value.bit_length()
+    return _ITEM_CHARACTERS * len(value) if isinstance(value, (list, tuple, dict)) else 0
 
 
-def _combined(operator: str, left: Any, right: Any) -> int:
+def _combined_size(operator: str, left: Any, right: Any) -> int:
     """Upper bound of the size of a sum, a product or a power."""
     integers = isinstance(left, int) and isinstance(right, int)
     if operator == "+" or (operator == "*" and integers):
@@ -254,28 +274,29 @@ def _combined(operator: str, left: Any, right: Any) -> int:
 
 
 class _MeterNodes(jinja2.visitor.NodeTransformer):
-    """Makes loops, ``~`` and slices report to the meter; Jinja compiles them to plain Python."""
+    """Inserts filters that report loops, ``~`` and slices to the meter. Without them, Jinja would
+    compile these to plain Python, which reports nothing."""
 
     def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.Node:
         self.generic_visit(node)
-        node.iter = _filter(cast(jinja2.nodes.Expr, node.iter), " each")
+        node.iter = _with_filter(cast(jinja2.nodes.Expr, node.iter), " each")
         return node
 
     def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Expr:
         self.generic_visit(node)
-        return _filter(jinja2.nodes.List(node.nodes, lineno=node.lineno), " text")
+        return _with_filter(jinja2.nodes.List(node.nodes, lineno=node.lineno), " text")
 
     def visit_Getitem(self, node: jinja2.nodes.Getitem) -> jinja2.nodes.Expr:
         self.generic_visit(node)
-        return _filter(node, " slice") if isinstance(node.arg, jinja2.nodes.Slice) else node
+        return _with_filter(node, " slice") if isinstance(node.arg, jinja2.nodes.Slice) else node
 
 
-def _filter(node: jinja2.nodes.Expr, name: str) -> jinja2.nodes.Filter:
+def _with_filter(node: jinja2.nodes.Expr, name: str) -> jinja2.nodes.Filter:
     return jinja2.nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """Ignores ``{% generation %}`` tags, which mark the assistant's text for training."""
+    """Jinja extension that ignores ``{% generation %}`` tags, which mark text for training."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
 
@@ -286,13 +307,14 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace without underscored attributes, which expose the interpreter's internals,
-    and without its values in its ``repr``."""
+    """Jinja's namespace, restricted. Attributes that begin with an underscore are refused, because
+    they expose the interpreter's internals. Its ``repr`` does not contain its values, because the
+    meter would not see their size."""
 
     __repr__ = object.__repr__
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        # No named ``self``, as in Jinja: an attribute may have this name.
+        # No parameter is named ``self``, as in Jinja: an attribute may have this name.
         jinja2.utils.Namespace.__init__(args[0])
         for name, value in dict(*args[1:], **kwargs).items():
             args[0][name] = value
@@ -304,8 +326,8 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _DictFactory:
-    """Replacement for ``dict`` in templates. The type itself, and ``dict[0]``, have methods that
-    change their arguments."""
+    """Replacement for the type ``dict`` in templates. The type itself, and ``dict[0]``, give access
+    to methods that change their arguments, such as ``dict.update``."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -321,7 +343,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes HTML; a prompt is plain text.
+    # Jinja's own filter escapes HTML characters, but a prompt is plain text.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,13 +1,14 @@
-"""Text decoders: token ids to text one by one, equal to decoding all at once.
+"""Text decoders: convert tokens to text one by one, with the text of decoding all at once.
 
 There is a class for each family of tokenizer decoders:
 
 - ByteLevelDecoder: each token is a sequence of bytes (GPT-2, Qwen, Llama 3).
 - ByteFallbackDecoder: each token is a string or a single byte (Llama 2, Mistral, Gemma).
-- WindowDecoder: any other, by decoding the last few tokens anew.
+- WindowDecoder: any other; it decodes the last few tokens again with each new one.
 
-Each is made for one output and knows the end of its prompt: a character that the prompt left
-half-finished appears in the output that finishes it, and nothing else of the prompt does.
+A decoder is made for one output, and gets the token ids of its prompt. If the prompt ends within a
+character, the output that completes the character has it whole. No other text of the prompt
+appears in the output.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ IdToToken = Callable[[int], str | None]
 
 
 class TextDecoder(Protocol):
-    """Incremental decoding of one output."""
+    """Incremental decoder of one output's tokens."""
 
     def push(self, token_id: int) -> str:
-        """Take a token; returns the new text that is certain now, never half a character."""
+        """Take the next token; returns the new text that later tokens cannot change."""
         ...
 
     def flush(self) -> str:
-        """The rest at the end: replacement characters for an unfinished character."""
+        """End the output; returns replacement characters for an unfinished character."""
         ...
 
 
 class ByteTable(dict[int, bytes]):
     """Map from token id to bytes for a byte-level vocabulary; shared by all requests.
 
-    Filled as tokens occur: a whole table of 150,000 entries would take 100 ms at start, and most
-    entries are never read. Ids in ``skip`` and ids outside the vocabulary have no bytes.
+    An entry is made when its token first occurs: all 150,000 would take 100 ms at start, and most
+    are never read. Ids in ``skip`` and ids outside the vocabulary have no bytes.
     """
 
     def __init__(self, id_to_token: IdToToken, skip: Collection[int] = ()) -> None:
@@ -66,8 +67,8 @@ class ByteTable(dict[int, bytes]):
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's bijection between bytes and printable characters (Radford et al. 2019):
-    printable bytes stand for themselves, the others for the code points from 256 on."""
+    """GPT-2's map from printable characters to bytes (Radford et al. 2019). A printable byte has
+    its own character, the others have the code points from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     characters = [*map(chr, printable), *(chr(256 + i) for i in range(len(others)))]
@@ -75,38 +76,46 @@ def byte_alphabet() -> dict[str, int]:
 
 
 class ByteLevelDecoder:
-    """Incremental UTF-8 decoder of byte-level tokens; about half a microsecond per token."""
+    """TextDecoder for byte-level tokens: an incremental UTF-8 decoder. Takes about half a
+    microsecond per token."""
 
-    __slots__ = ("_decode", "_joint", "_table")
+    __slots__ = ("_boundary_bytes", "_decode", "_table")
 
     def __init__(self, table: ByteTable, prompt_token_ids: Sequence[int] = ()) -> None:
         self._table = table
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-        self._joint = _unfinished_tail(table, prompt_token_ids)
-        if self._joint:
-            self._decode(self._joint)
+        self._boundary_bytes = _unfinished_tail(table, prompt_token_ids)
+        if self._boundary_bytes:
+            self._decode(self._boundary_bytes)
 
     def push(self, token_id: int) -> str:
         text = self._decode(self._table[token_id])
-        return self._without_prompt(text, self._table[token_id]) if self._joint else text
+        return self._without_prompt(text, self._table[token_id]) if self._boundary_bytes else text
 
     def flush(self) -> str:
         text = self._decode(b"", True)
-        return self._without_prompt(text, b"") if self._joint else text
+        return self._without_prompt(text, b"") if self._boundary_bytes else text
 
     def _without_prompt(self, text: str, data: bytes) -> str:
-        """Drop the replacement character of a prompt's unfinished character, unless the output
-        finishes it."""
-        self._joint += data
+        """Remove the replacement character of the prompt's unfinished character, if the output did
+        not complete it.
+
+        Args:
+            text: new text, of which only the first non-empty one is changed.
+            data: bytes of the new token.
+        """
+        self._boundary_bytes += data
         if not text:
             return text
-        unfinished = text[0] == REPLACEMENT and not self._joint.startswith(REPLACEMENT.encode())
-        self._joint = b""
+        unfinished = text[0] == REPLACEMENT and not self._boundary_bytes.startswith(
+            REPLACEMENT.encode()
+        )
+        self._boundary_bytes = b""
         return text[1:] if unfinished else text
 
 
 def _unfinished_tail(table: ByteTable, token_ids: Sequence[int]) -> bytes:
-    """Bytes of an incomplete character at the end, at most three."""
+    """Bytes of the incomplete character at the end of a token sequence, at most three."""
     tail = b""
     for token_id in reversed(token_ids):
         tail = table[token_id] + tail
@@ -118,13 +127,14 @@ def _unfinished_tail(table: ByteTable, token_ids: Sequence[int]) -> bytes:
 
 
 class PieceTable(dict[int, str | int]):
-    """Map from token id to its text or byte; shared by all requests.
+    """Map from token id to its text or byte, for SentencePiece models with byte fallback; shared by
+    all requests.
 
-    Made for the decoder chain of SentencePiece models with byte fallback: the word mark becomes a
-    space, "<0xNN>" a byte. Filled as tokens occur; see ByteTable.
+    The word mark in a token becomes a space, and the token "<0xNN>" a byte. An entry is made when
+    its token first occurs, as in ByteTable.
 
     Attributes:
-        strips_start: one space at the beginning of a text is dropped.
+        strips_start: one space at the beginning of a text is removed.
     """
 
     def __init__(
@@ -149,38 +159,41 @@ class PieceTable(dict[int, str | int]):
 
 
 def make_table(
-    steps: list[dict[str, Any]], id_to_token: IdToToken, skip: Collection[int]
+    decoder_stages: list[dict[str, Any]], id_to_token: IdToToken, skip: Collection[int]
 ) -> ByteTable | PieceTable | None:
-    """Table of a byte-level decoder, or of a SentencePiece decoder with byte fallback; None for any
-    other. The steps of the latter: replace the word mark by a space, bytes to text, join, and
-    perhaps strip one leading space."""
-    kinds = [step["type"] for step in steps]
+    """Make the table for a tokenizer's decoder; None if WindowDecoder is needed.
+
+    A decoder with the one stage "ByteLevel" gets a ByteTable. A PieceTable is for a decoder with
+    these stages: replace the word mark by a space, convert byte tokens, join, and optionally strip
+    one leading space.
+    """
+    kinds = [step["type"] for step in decoder_stages]
     if kinds == ["ByteLevel"]:
         return ByteTable(id_to_token, skip)
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-    if kinds[:3] != ["Replace", "ByteFallback", "Fuse"] or steps[3:] not in ([], [strip]):
+    if kinds[:3] != ["Replace", "ByteFallback", "Fuse"] or decoder_stages[3:] not in ([], [strip]):
         return None
-    mark = steps[0]["pattern"].get("String")
-    if not mark or steps[0]["content"] != " ":
+    mark = decoder_stages[0]["pattern"].get("String")
+    if not mark or decoder_stages[0]["content"] != " ":
         return None
-    return PieceTable(id_to_token, skip, word_mark=mark, strips_start=len(steps) == 4)
+    return PieceTable(id_to_token, skip, word_mark=mark, strips_start=len(decoder_stages) == 4)
 
 
 class ByteFallbackDecoder:
-    """Decoder of strings and single bytes; runs of bytes are UTF-8.
+    """TextDecoder for tokens that are strings or single bytes. Consecutive bytes are UTF-8.
 
-    ``tokenizers`` decodes a run of byte tokens at once: if any of it is not UTF-8, each byte of the
-    run becomes a replacement character. Here a character is released as soon as it is complete: a
-    newline is such a byte, and a stop string must not wait for the next token. So the two differ in
-    one case: characters that were complete before their run became invalid stay as they were.
+    ``tokenizers`` decodes a run of byte tokens at once: if it is not valid UTF-8, each byte of the
+    run becomes a replacement character. This class releases a character as soon as it is complete:
+    a newline is often a byte token, and a stop string must not wait for the next token. The texts
+    differ in one case: characters that were complete before their run became invalid are kept.
     """
 
-    __slots__ = ("_at_start", "_broken", "_pending", "_prompt_bytes", "_table")
+    __slots__ = ("_at_start", "_pending", "_prompt_bytes", "_run_is_invalid", "_table")
 
     def __init__(self, table: PieceTable, prompt_token_ids: Sequence[int] = ()) -> None:
         self._table = table
         self._pending = b""
-        self._broken = False
+        self._run_is_invalid = False
         run, has_text = _trailing_bytes(table, prompt_token_ids)
         for byte in run:
             self._push_byte(byte)
@@ -193,7 +206,7 @@ class ByteFallbackDecoder:
             return ""
         if isinstance(piece, int):
             text = self._push_byte(piece)
-        elif self._pending or self._broken:
+        elif self._pending or self._run_is_invalid:
             text = self.flush() + piece
         else:
             text = piece
@@ -203,12 +216,12 @@ class ByteFallbackDecoder:
         return text
 
     def flush(self) -> str:
-        text = self._replaced()
-        self._broken = False
+        text = self._replace_pending()
+        self._run_is_invalid = False
         return text
 
     def _push_byte(self, byte: int) -> str:
-        if self._broken:
+        if self._run_is_invalid:
             return REPLACEMENT
         self._pending += bytes((byte,))
         try:
@@ -216,14 +229,15 @@ class ByteFallbackDecoder:
         except UnicodeDecodeError as error:
             if error.reason == "unexpected end of data":
                 return ""
-            self._broken = True
-            return self._replaced()
+            self._run_is_invalid = True
+            return self._replace_pending()
         self._pending = b""
         self._prompt_bytes = 0
         return text
 
-    def _replaced(self) -> str:
-        """Replacement characters, one for each pending byte that is not the prompt's."""
+    def _replace_pending(self) -> str:
+        """Clear the pending bytes; returns a replacement character for each that is not the
+        prompt's."""
         text = REPLACEMENT * (len(self._pending) - self._prompt_bytes)
         self._pending = b""
         self._prompt_bytes = 0
@@ -231,8 +245,10 @@ class ByteFallbackDecoder:
 
 
 def _trailing_bytes(table: PieceTable, token_ids: Sequence[int]) -> tuple[bytes, bool]:
-    """Run of byte tokens at the end, or the last characters of a long run; and whether there is any
-    text at all."""
+    """Bytes of the run of byte tokens at the end, and whether the tokens have any text.
+
+    Of a long run, only the last whole characters are returned.
+    """
     run: list[int] = []
     for token_id in reversed(token_ids):
         piece = table[token_id]
@@ -240,7 +256,7 @@ def _trailing_bytes(table: PieceTable, token_ids: Sequence[int]) -> tuple[bytes,
             run.append(piece)
             if len(run) < _PRIMING_BYTES:
                 continue
-            # Begin at a whole character.
+            # Drop continuation bytes, so that the run begins with a whole character.
             while run and run[-1] & 0xC0 == 0x80:
                 run.pop()
         elif not piece:
@@ -250,16 +266,16 @@ def _trailing_bytes(table: PieceTable, token_ids: Sequence[int]) -> tuple[bytes,
 
 
 class WindowDecoder:
-    """Decodes the last few tokens with each new one, and returns the text added at the end.
+    """TextDecoder for any tokenizer. It decodes a window of the last few tokens again with each new
+    one, and returns the text that the new one added at the end.
 
-    Correct for any decoder in which a token's text depends on a few tokens before it. Text that
-    ends in one to three replacement characters is held back, for they may be an unfinished
-    character; four cannot be one. For bytes that are no UTF-8 at all, the number of replacement
-    characters may differ from decoding all at once.
+    Correct if a token's text depends only on a few tokens before it. Text that ends in one to three
+    replacement characters is held back: they may be an unfinished character, four cannot be. For
+    invalid UTF-8, the number of replacement characters may differ from decoding all at once.
 
     Args:
-        decode: token ids to text, special tokens included.
-        skip: ids without text, which never reach ``decode``.
+        decode: function from token ids to text, special tokens included.
+        skip: ids without text, which are not passed to ``decode``.
     """
 
     __slots__ = ("_context", "_decode", "_prefix", "_prompt_text", "_skip", "_window")
@@ -277,15 +293,15 @@ class WindowDecoder:
         while len(tail) > _PRIMING_TOKENS - 3 and decode(tail).startswith(REPLACEMENT):
             # A window that begins inside a character would garble the text after it.
             del tail[0]
-        # The window is the context, whose text was returned, and the tokens after it.
+        # The window consists of the context, whose text was already returned, and newer tokens.
         self._window = tail
         self._context, self._prefix = self._finished_part(tail)
         unfinished = tail[self._context :]
         self._prompt_text = decode(unfinished) if unfinished else ""
 
     def _priming_tokens(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        """Last few tokens of the prompt, enough of them with text: a token's text may differ at the
-        beginning of a text."""
+        """The prompt's last tokens, up to six with text. They are needed as context, because a
+        token may have another text at the beginning of a text."""
         tail: list[int] = []
         with_text = 0
         for token_id in reversed(prompt_token_ids):
@@ -317,7 +333,7 @@ class WindowDecoder:
         return self._without_prompt(text)
 
     def _finished_part(self, token_ids: list[int]) -> tuple[int, str]:
-        """Number of leading ids whose text ends in no unfinished character, and that text."""
+        """Number of leading ids whose text does not end within a character, and that text."""
         text = self._decode(token_ids) if token_ids else ""
         if not text.endswith(REPLACEMENT):
             return len(token_ids), text
@@ -328,17 +344,19 @@ class WindowDecoder:
         return len(token_ids), text
 
     def _new_text(self) -> str:
-        """New text of the window, which follows the text of its context."""
+        """Text that the window's newer tokens add to the text of its context."""
         if len(self._window) == self._context:
             return ""
         text = self._decode(self._window)
         if text.startswith(self._prefix):
             return text[len(self._prefix) :]
-        # The new tokens changed text that was returned: after the context their bytes are invalid
-        # UTF-8, perhaps only until more follow. Decoding them alone tells the two cases apart.
+        # The new tokens changed the context's text, so together the bytes are invalid UTF-8,
+        # perhaps only until more follow. Decoding the new tokens alone distinguishes the two: a
+        # text that ends in replacement characters is held back.
         return self._decode(self._window[self._context :])
 
     def _without_prompt(self, text: str) -> str:
-        """Drop the text of a prompt's unfinished character that the output does not finish."""
+        """Remove from the first text the prompt's unfinished character, if the output did not
+        complete it."""
         dropped, self._prompt_text = self._prompt_text, ""
         return text.removeprefix(dropped)

@@ -1,4 +1,4 @@
-"""token_bytes: bytes that each token of a vocabulary adds to a text."""
+"""token_bytes: computes the bytes that each token of a vocabulary adds to a text."""
 
 from __future__ import annotations
 
@@ -7,46 +7,49 @@ from typing import Any
 
 import tokenizers
 
-from asyncllm.text.control_tokens import steps_of
+from asyncllm.text.control_tokens import component_stages
 from asyncllm.text.text_decoder import REPLACEMENT, PieceTable, make_table
 
 
 def token_bytes(backend: tokenizers.Tokenizer, skip: frozenset[int], size: int) -> list[bytes]:
     """Bytes of each token id below ``size``, in the middle of a text.
 
-    They are empty for a token in ``skip`` (special tokens), one outside the vocabulary, the unknown
-    token, and one whose text depends on its neighbours.
+    A token has no bytes if it is in ``skip`` (special tokens), is outside the vocabulary, is the
+    unknown token, or has text that depends on its neighbours.
     """
-    skip |= _unknown(backend)
+    skip |= _unknown_ids(backend)
     bytes_of = token_table(backend, skip)
     if bytes_of is not None:
         return [bytes_of(token_id) for token_id in range(size)]
-    return _by_decoding(backend, skip, size)
+    return _decode_each(backend, skip, size)
 
 
 def token_table(
     backend: tokenizers.Tokenizer, skip: frozenset[int] = frozenset()
 ) -> Callable[[int], bytes] | None:
-    """Function from token id to bytes; None if a token's bytes depend on its neighbours."""
-    table = make_table(steps_of(backend.decoder), backend.id_to_token, skip)
+    """Function from token id to its bytes; None if these depend on the neighbouring tokens."""
+    table = make_table(component_stages(backend.decoder), backend.id_to_token, skip)
     if isinstance(table, PieceTable):
         return lambda i: bytes([p]) if isinstance(p := table[i], int) else p.encode()
     return None if table is None else table.__getitem__
 
 
-def _unknown(backend: tokenizers.Tokenizer) -> frozenset[int]:
+def _unknown_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
     model: Any = backend.model
     token = getattr(model, "unk_token", None)
     unk_id = backend.token_to_id(token) if token else getattr(model, "unk_id", None)
     return frozenset() if unk_id is None else frozenset((unk_id,))
 
 
-def _by_decoding(backend: tokenizers.Tokenizer, skip: frozenset[int], size: int) -> list[bytes]:
-    """Token bytes for any other decoder: the text that a token adds after each of two anchors, if
-    it is the same."""
+def _decode_each(backend: tokenizers.Tokenizer, skip: frozenset[int], size: int) -> list[bytes]:
+    """Token bytes for a decoder without a table.
+
+    Each token is decoded after each of two anchor tokens. Its bytes are the text that it adds if
+    that is the same after both; else they are empty.
+    """
     found: list[bytes | None] = [None] * size
     known = [i for i in range(size) if i not in skip and backend.id_to_token(i) is not None]
-    for anchor in _anchors(backend, known):
+    for anchor in _anchor_ids(backend, known):
         before = backend.decode([anchor], skip_special_tokens=False)
         pairs = [[anchor, token_id] for token_id in known]
         for token_id, text in zip(
@@ -58,7 +61,7 @@ def _by_decoding(backend: tokenizers.Tokenizer, skip: frozenset[int], size: int)
     return [data or b"" for data in found]
 
 
-def _anchors(backend: tokenizers.Tokenizer, known: list[int]) -> list[int]:
-    """Two ordinary tokens: the first ones that are letters."""
+def _anchor_ids(backend: tokenizers.Tokenizer, known: list[int]) -> list[int]:
+    """The first two tokens that consist of letters; the first two of all if none does."""
     letters = [i for i in known if (backend.id_to_token(i) or "").isalpha()]
     return (letters or known)[:2]

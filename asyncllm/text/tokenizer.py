@@ -1,4 +1,4 @@
-"""Tokenizer: text to token ids and back, the chat template, and the special tokens."""
+"""Tokenizer: converts text to token ids and back, and applies the chat template."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from asyncllm.errors import (
 )
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.text.chat_template import ChatTemplate
-from asyncllm.text.control_tokens import ControlTokens, steps_of
+from asyncllm.text.control_tokens import ControlTokens, component_stages
 from asyncllm.text.detokenizer import Detokenizer
 from asyncllm.text.gguf_tokenizer import read_gguf_tokenizer
 from asyncllm.text.long_text import LONG_TEXT
@@ -41,8 +41,8 @@ from asyncllm.text.text_decoder import (
 from asyncllm.text.token_bytes import token_bytes, token_table
 from asyncllm.validation import explain
 
-_MAX_CHARACTERS = 1 << 24
-_AT_ONCE_LIMITS = RenderLimits(max_output=LONG_TEXT, max_value=16 * LONG_TEXT, seconds=0.005)
+_MAX_PROMPT_CHARACTERS = 1 << 24
+_EVENT_LOOP_LIMITS = RenderLimits(max_output=LONG_TEXT, max_value=16 * LONG_TEXT, seconds=0.005)
 
 _NAMED_TOKENS = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
 
@@ -51,14 +51,15 @@ class Tokenizer:
     """A model's tokenizer; immutable, and safe to use from several threads at once.
 
     Attributes:
-        backend: the raw ``tokenizers.Tokenizer``, without truncation or padding; to be read
-            only.
-        chat_template: the model's templates; see ``apply_chat_template``.
-        special_tokens: "bos_token", "eos_token" and so on, as far as the model has them.
-        special_token_ids: ids that decoding skips.
-        response_template: how the model writes reasoning and tool calls, if its files say so.
-        vocab_size: highest token id plus one, added tokens included. A model's ``vocab_size`` may
-            be larger, if its embedding is padded.
+        backend: the raw ``tokenizers.Tokenizer``, without truncation or padding. It is shared, so
+            callers must not change it.
+        chat_template: the model's chat templates.
+        special_tokens: the model's special tokens by name: "bos_token", "eos_token" and so on.
+        special_token_ids: ids of all special tokens, which decoding skips by default.
+        response_template: ``response_template`` of tokenizer_config.json: the syntax of the model's
+            reasoning and tool calls; None if absent.
+        vocab_size: highest token id plus one, added tokens included. A model's ``vocab_size`` is
+            larger if its embedding is padded.
     """
 
     def __init__(
@@ -74,21 +75,24 @@ class Tokenizer:
         self.special_tokens = special_tokens
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
-        self._decoders = self._decoder_factory()
+        self._decoder_maker = self._make_decoder_maker()
         self._control_tokens = ControlTokens(backend)
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self._token_characters = _token_characters(backend, vocabulary)
+        self._max_token_characters = _max_token_characters(backend, vocabulary)
 
     @classmethod
     def from_directory(cls, path: Path, *, trust_remote_code: bool = False) -> Tokenizer:
-        """Load ``tokenizer.json``, ``tokenizer_config.json`` and chat templates, or a GGUF file's.
+        """Load the tokenizer and chat templates of a directory or a GGUF file.
 
-        Without a ``tokenizer.json``, transformers converts the other files if it can;
-        ``trust_remote_code`` lets it run the checkpoint's own code.
+        Without a ``tokenizer.json``, transformers converts the other files if it can.
+
+        Args:
+            trust_remote_code: let transformers run the checkpoint's own code.
 
         Raises:
-            ModelLoadError: for files that are missing or damaged, or make no fast tokenizer.
+            ModelLoadError: if files are missing or damaged, or transformers cannot convert them to
+                a fast tokenizer.
         """
         with _load_errors(Path(path)):
             return cls._read(Path(path), trust_remote_code)
@@ -105,21 +109,24 @@ class Tokenizer:
                     read_small_file(file, MAX_TOKENIZER_BYTES)
                 )
         else:
-            backend = _convert(path, trust_remote_code)
+            backend = _convert_with_transformers(path, trust_remote_code)
         # Prompts must not be truncated or padded silently.
         backend.no_truncation()
         backend.no_padding()
-        special_tokens = _special_tokens(path)
+        special_tokens = _read_special_tokens(path)
         template = ChatTemplate.from_directory(path, special_tokens)
         config = ConfigFile.read_if_present(path / "tokenizer_config.json")
         response = config.values["response_template"] if "response_template" in config else None
         if response is not None and not isinstance(response, dict):
-            raise config.bad("response_template", "an object")
+            raise config.invalid_field("response_template", "an object")
         return cls(backend, template, special_tokens, response)
 
     def with_chat_template(self, given: str | os.PathLike[str]) -> Tokenizer:
-        """The same tokenizer with one template, as ``ChatTemplate.from_setting`` reads it, in place
-        of the model's."""
+        """Copy of the tokenizer with another chat template.
+
+        Args:
+            given: as for ``ChatTemplate.from_setting``.
+        """
         other = copy(self)
         other.chat_template = ChatTemplate.from_setting(given, self.special_tokens)
         return other
@@ -136,12 +143,12 @@ class Tokenizer:
         return _encode(self.backend, text, add_special_tokens, param="prompt")
 
     def min_tokens(self, num_characters: int) -> int:
-        """Fewest tokens that a text of ``num_characters`` can have; 0 if unknown. A text far too
-        long for the context is thereby refused before it is tokenised."""
-        return -(-num_characters // self._token_characters) if self._token_characters else 0
+        """Minimum number of tokens of a text with ``num_characters``; 0 if unknown. So a text that
+        is far too long for the context is refused before it is tokenised."""
+        return -(-num_characters // self._max_token_characters) if self._max_token_characters else 0
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of ``token_ids``; ids outside the vocabulary have none."""
+        """Text of ``token_ids``; ids outside the vocabulary are ignored."""
         if len(token_ids) < LONG_TEXT:
             return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         # Only the batched call releases the GIL, as in ``_encode``.
@@ -151,11 +158,15 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Any, *, add_generation_prompt: bool = True, **kwargs: Any
     ) -> str:
-        """Prompt of a conversation as text; arguments and errors as for ``TemplateInput``.
+        """Render a conversation to the text of its prompt; arguments as for ``TemplateInput``.
 
-        The template writes the special tokens, so encode the text with
-        ``add_special_tokens=False``, or the model sees two BOS tokens. The text does not tell them
-        from special tokens that a message spells; ``encode_chat`` does.
+        Encode the text with ``add_special_tokens=False``: the template already writes special
+        tokens, and the model would see two BOS tokens. If a message contains the text of a special
+        token, the result has that token too; ``encode_chat`` keeps it text.
+
+        Raises:
+            InvalidRequestError: for invalid messages, and for a template that raises an error or
+                exceeds its limits.
         """
         conversation = TemplateInput(
             messages, kwargs | {"add_generation_prompt": add_generation_prompt}
@@ -163,7 +174,7 @@ class Tokenizer:
         try:
             return self.chat_template.render(conversation, self._render_limits(None))
         except TemplateLimitError as error:
-            raise _refused(error) from None
+            raise _limit_refusal(error) from None
 
     def encode_chat(
         self,
@@ -173,13 +184,14 @@ class Tokenizer:
         split_special_tokens: bool = True,
         at_once: bool = False,
     ) -> list[int] | None:
-        """Token ids of a conversation's prompt.
+        """Render and tokenise a conversation.
 
         Args:
-            max_tokens: limit of the prompt; one that certainly has more is not tokenised.
-            split_special_tokens: encode special tokens in the conversation's own strings as text.
-            at_once: return None for a prompt that a worker thread should make, because it is long
-                or its template slow.
+            max_tokens: limit of the prompt; a prompt that certainly exceeds it is not tokenised.
+            split_special_tokens: encode the text of a special token in the conversation's own
+                strings as ordinary text, not as the special token.
+            at_once: return None if the prompt is long or its template slow, so that a worker thread
+                should make it.
 
         Raises:
             InvalidRequestError: for a template that raises an error or exceeds its limits, and for
@@ -188,7 +200,7 @@ class Tokenizer:
         """
         if at_once and not self.chat_template.is_compiled(conversation):
             return None
-        limits = _AT_ONCE_LIMITS if at_once else self._render_limits(max_tokens)
+        limits = _EVENT_LOOP_LIMITS if at_once else self._render_limits(max_tokens)
         render = partial(self.chat_template.render, conversation, limits)
         control = self._control_tokens
         try:
@@ -198,28 +210,38 @@ class Tokenizer:
         except TemplateLimitError as error:
             if at_once:
                 return None
-            if isinstance(error, TemplateOutputError) and limits.max_output < _MAX_CHARACTERS:
+            if (
+                isinstance(error, TemplateOutputError)
+                and limits.max_output < _MAX_PROMPT_CHARACTERS
+            ):
                 least = self.min_tokens(limits.max_output + 1)
                 raise ContextLengthExceededError(
                     f"messages: the chat template {error}, which are at least {least} tokens, "
                     f"expected at most {max_tokens}"
                 ) from None
-            raise _refused(error) from None
+            raise _limit_refusal(error) from None
 
     def _render_limits(self, max_tokens: int | None) -> RenderLimits:
-        fitting = (max_tokens or 0) * self._token_characters or _MAX_CHARACTERS
-        return RenderLimits(min(fitting, _MAX_CHARACTERS), _MAX_CHARACTERS, seconds=2.0)
+        fitting = (max_tokens or 0) * self._max_token_characters or _MAX_PROMPT_CHARACTERS
+        return RenderLimits(
+            min(fitting, _MAX_PROMPT_CHARACTERS), _MAX_PROMPT_CHARACTERS, seconds=2.0
+        )
 
     def token_bytes(self, size: int) -> list[bytes]:
-        """Bytes that each token id below ``size`` adds to a text; empty for special and unknown
-        tokens and ids without a token. Takes about 0.3 s for 150,000 ids."""
+        """Bytes that each token id below ``size`` adds to a text.
+
+        A special token, the unknown token and an id without a token have no bytes. Takes about
+        0.3 s for 150,000 ids.
+        """
         return token_bytes(self.backend, self.special_token_ids, size)
 
     @cached_property
     def bytes_of(self) -> Callable[[int], bytes]:
-        """Function from token id to its bytes in the middle of a text, perhaps half a character. A
-        special token's bytes are its name. If they depend on neighbours: the bytes of the token
-        alone."""
+        """Function from token id to the token's bytes in the middle of a text.
+
+        They may be half a character. Those of a special token are its name. If a token's bytes
+        depend on its neighbours, they are those of the token alone.
+        """
         decode = self.decode
         return token_table(self.backend) or (
             lambda token_id: decode([token_id], skip_special_tokens=False).encode()
@@ -232,10 +254,13 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         visible: frozenset[int] = frozenset(),
     ) -> TextDecoder:
-        """Decoder for one output after the prompt. ``visible`` are ids of special tokens that are
-        never skipped."""
+        """Make the decoder of one output.
+
+        Args:
+            visible: ids of special tokens that are decoded even with ``skip_special_tokens``.
+        """
         skip = self.special_token_ids - visible if skip_special_tokens else frozenset()
-        return self._decoders(skip)(prompt_token_ids)
+        return self._decoder_maker(skip)(prompt_token_ids)
 
     def detokenizer(
         self,
@@ -244,7 +269,7 @@ class Tokenizer:
         *,
         visible: frozenset[int] = frozenset(),
     ) -> Detokenizer:
-        """Incremental decoding and stop strings for one output."""
+        """Make the detokenizer of one output; ``visible`` as for ``text_decoder``."""
         decoder = self.text_decoder(
             prompt_token_ids, skip_special_tokens=params.skip_special_tokens, visible=visible
         )
@@ -255,14 +280,16 @@ class Tokenizer:
             min_tokens=params.min_tokens,
         )
 
-    def special_tokens_of(self, holds: Callable[[str], bool]) -> frozenset[int]:
-        """Ids of the special tokens for whose text ``holds`` is true."""
+    def special_ids_where(self, holds: Callable[[str], bool]) -> frozenset[int]:
+        """Ids of the special tokens whose text fulfils ``holds``."""
         added = self.backend.get_added_tokens_decoder()
         return frozenset(i for i in self.special_token_ids if holds(added[i].content))
 
     def delimiter_ids(self, text: str) -> tuple[int, ...]:
-        """Token ids of ``text``, the same in any context; empty if a token may span it and its
-        neighbours."""
+        """Token ids of ``text`` that are the same in any context.
+
+        Empty if one token may span an end of ``text`` and the text next to it.
+        """
         try:
             ids = self.encode(text, add_special_tokens=False)
         except InvalidRequestError:  # characters unknown to the model
@@ -282,11 +309,11 @@ class Tokenizer:
         token = self.special_tokens.get(name)
         return None if token is None else self.backend.token_to_id(token)
 
-    def _decoder_factory(
+    def _make_decoder_maker(
         self,
     ) -> Callable[[frozenset[int]], Callable[[Sequence[int]], TextDecoder]]:
-        """Factory of decoders: called with the ids to skip, then with a prompt."""
-        steps = steps_of(self.backend.decoder)
+        """Make the factory of decoders: call it with the ids to skip, then with a prompt."""
+        steps = component_stages(self.backend.decoder)
         id_to_token = self.backend.id_to_token
         decode = partial(self.decode, skip_special_tokens=False)
 
@@ -304,7 +331,7 @@ class Tokenizer:
 
 @contextmanager
 def _load_errors(path: Path) -> Iterator[None]:
-    """Convert errors of the library, bare exceptions and Rust panics, to ModelLoadError."""
+    """Convert errors of ``tokenizers`` to ModelLoadError: bare exceptions and Rust panics."""
     try:
         yield
     except (AsyncLLMError, KeyboardInterrupt, SystemExit):
@@ -321,9 +348,9 @@ def _encode(
 ) -> list[int]:
     """Token ids of ``text``.
 
-    Texts of LONG_TEXT characters or more go through a batched call, which does not block other
-    threads: ``encode`` holds the GIL (483 ms for 1.2 MB), batched calls release it (14 ms at most).
-    The "fast" one also skips offsets, which are not needed.
+    Texts of LONG_TEXT characters or more are encoded by a batched call, which releases the GIL:
+    for 1.2 MB, ``encode`` blocks other threads for 483 ms, a batched call for at most 14 ms.
+    ``encode_batch_fast`` also skips the offsets, which are not needed.
     """
     try:
         if len(text) < LONG_TEXT:
@@ -332,26 +359,26 @@ def _encode(
         return batch[0].ids
     except (KeyboardInterrupt, SystemExit):
         raise
-    # The library raises TypeError or UnicodeEncodeError for a lone surrogate, and bare exceptions
-    # or Rust panics for anything else in the text.
+    # ``tokenizers`` raises TypeError or UnicodeEncodeError for a lone surrogate, and bare
+    # exceptions or Rust panics for any other text that it cannot encode.
     except BaseException as error:
         raise InvalidRequestError(f"{param}: cannot be tokenised ({error})", param=param) from error
 
 
-def _refused(error: TemplateLimitError) -> InvalidRequestError:
+def _limit_refusal(error: TemplateLimitError) -> InvalidRequestError:
     return InvalidRequestError(
         f"messages: the chat template {error}, expected one that needs less", param="messages"
     )
 
 
-def _token_characters(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> int:
-    """Most characters of a single token; 0 if unknown, because characters may be dropped or merged
-    into one unknown token."""
+def _max_token_characters(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> int:
+    """Maximum number of characters that become one token; 0 if there is no bound, because the
+    tokenizer may drop characters or merge any number into one unknown token."""
     model: Any = backend.model
     normalizer = type(backend.normalizer).__name__
-    # NFC joins at most four code points.
+    # NFC composes at most four code points to one.
     joined = {"NoneType": 1, "NFC": 4}.get(normalizer, 0)
-    splits = steps_of(backend.pre_tokenizer)
+    splits = component_stages(backend.pre_tokenizer)
     kinds = {split["type"] for split in splits}
     lossless = kinds <= {"ByteLevel", "Metaspace", "Digits", "Punctuation", "Split"}
     removes = any(split.get("behavior") == "Removed" for split in splits)
@@ -367,7 +394,7 @@ def _token_characters(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, in
     return joined * max(map(len, vocabulary), default=0) if complete else 0
 
 
-def _special_tokens(path: Path) -> dict[str, str]:
+def _read_special_tokens(path: Path) -> dict[str, str]:
     files = [
         ConfigFile.read_if_present(path / name)
         for name in ("tokenizer_config.json", "special_tokens_map.json")
@@ -380,14 +407,14 @@ def _special_tokens(path: Path) -> dict[str, str]:
             value = file.values[name]
             text = value.get("content") if isinstance(value, dict) else value
             if not isinstance(text, str):
-                raise file.bad(name, "a token, or an object with its content")
+                raise file.invalid_field(name, "a token, or an object with its content")
             tokens[name] = text
             break
     return tokens
 
 
-def _convert(path: Path, trust_remote_code: bool) -> tokenizers.Tokenizer:
-    """Convert other files to a fast tokenizer with transformers."""
+def _convert_with_transformers(path: Path, trust_remote_code: bool) -> tokenizers.Tokenizer:
+    """Make a fast tokenizer with transformers from files other than tokenizer.json."""
     try:
         with importing_transformers():
             from transformers import AutoTokenizer
@@ -395,7 +422,7 @@ def _convert(path: Path, trust_remote_code: bool) -> tokenizers.Tokenizer:
             loaded = AutoTokenizer.from_pretrained(
                 str(path), use_fast=True, trust_remote_code=trust_remote_code, local_files_only=True
             )
-    except Exception as error:  # its many backends raise anything
+    except Exception as error:  # transformers' tokenizer classes raise errors of any class
         raise ModelLoadError(
             f"{path}: no tokenizer.json, and transformers makes no tokenizer of the other files "
             f"({explain(error)})"
@@ -406,7 +433,7 @@ def _convert(path: Path, trust_remote_code: bool) -> tokenizers.Tokenizer:
             f"{path}: no tokenizer.json, and {type(loaded).__name__} is a slow tokenizer, "
             "expected a fast one"
         )
-    # If the files are missing, transformers makes a tokenizer of a few special tokens.
+    # If the files are missing, transformers makes a tokenizer that only has special tokens.
     if len(backend.get_vocab(with_added_tokens=True).keys() - set(loaded.all_special_tokens)) < 2:
         others = ", ".join(sorted(set(loaded.vocab_files_names.values()) - {"tokenizer.json"}))
         made_of = f", or what makes a {type(loaded).__name__}: {others}" if others else ""

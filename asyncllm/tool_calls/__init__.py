@@ -1,1 +1,1 @@
-"""Tool calls: schemas for the prompt, and calls and reasoning parsed from the model's text."""
+"""Tool calls: makes the tools' schemas for the prompt, and parses calls and reasoning."""

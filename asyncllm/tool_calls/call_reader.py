@@ -1,7 +1,7 @@
-"""Call readers: parse the text of a tool call to its name and arguments.
+"""Call readers: parse the text of tool calls to names and arguments.
 
-Text arrives in pieces, and the result does not depend on where they are cut. A text that turns out
-to be no call is returned whole, as text.
+Text arrives in pieces, and the result does not depend on where they are cut. If a text turns out to
+be no call, the whole of it is reported as text.
 """
 
 from __future__ import annotations
@@ -13,39 +13,44 @@ from asyncllm.tool_calls.delimiters import Delimiters, DelimiterScanner
 
 
 class Event(NamedTuple):
-    """Event of parsing: "begin" with a tool's name, "arguments" with more of their JSON text,
-    "done", or "text" that is no call."""
+    """Event of a CallReader.
+
+    - "begin": a call begins; ``text`` is the tool's name.
+    - "arguments": ``text`` is the next part of the arguments' JSON.
+    - "done": the call is complete.
+    - "text": ``text`` is no call.
+    """
 
     kind: Literal["begin", "arguments", "done", "text"]
     text: str = ""
 
 
 class CallReader(Protocol):
-    """Parser of one region of calls, which an opening delimiter begins.
+    """Parser of one region of an output: the calls after an opening delimiter.
 
     Attributes:
-        events: parsed events, which the caller removes.
+        events: events that the caller has not removed yet.
     """
 
     events: list[Event]
 
     def push(self, text: str) -> str | None:
-        """Take more text. Returns None while the region goes on; else the text after its end."""
+        """Take the next text; returns None while the region goes on, then the text after it."""
         ...
 
     def finish(self) -> str:
-        """End the region at the end of the output; returns the text after the region."""
+        """End the region, because the output ends; returns the text after the region."""
         ...
 
 
 class RegionCallReader:
-    """Reader of calls in a syntax other than JSON, which ``parse`` parses once the region is
-    complete.
+    """CallReader for a syntax other than JSON. It parses a region once the region is complete.
 
     Args:
-        parse: converts a region's text, delimiters included, to names and arguments of its calls;
-            None if it is no call.
-        close: delimiters that end the region; None if only the end of the output does.
+        parse: function from the region's text, delimiters included, to the names and arguments of
+            its calls; it returns None if the text is no call.
+        opening: the delimiter before the region.
+        close: delimiters that end the region; None if it goes on to the end of the output.
     """
 
     def __init__(
@@ -68,16 +73,16 @@ class RegionCallReader:
         if found is None:
             return None
         self._raw.append(found.text)
-        self._end()
+        self._parse_region()
         return rest
 
     def finish(self) -> str:
         rest = self.push("", last=True)
         if rest is None:
-            self._end()
+            self._parse_region()
         return rest or ""
 
-    def _end(self) -> None:
+    def _parse_region(self) -> None:
         raw = "".join(self._raw)
         calls = self._parse(raw)
         if calls is None:

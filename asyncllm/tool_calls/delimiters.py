@@ -1,4 +1,4 @@
-"""Delimiters: finds patterns in text that arrives in pieces, as soon as possible."""
+"""Delimiters: finds delimiters in text that arrives in pieces, as soon as they are complete."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-MAX_LENGTH = 4096
-"""Most characters of a delimiter; a longer match is plain text."""
+MAX_DELIMITER_LENGTH = 4096
+"""Maximum number of characters of a delimiter; a longer match is plain text."""
 
-_SAMPLES = string.printable
-# Private-use character: a pattern that can begin with it can begin with nearly any.
+_SAMPLE_CHARACTERS = string.printable
+# Private-use character. A pattern that matches it can probably begin with any character.
 _PRIVATE_CHARACTER = "\U000f1234"
 
 
 class Found(NamedTuple):
-    """A delimiter that was found: name, matched text and named groups."""
+    """A delimiter that was found: its name, the matched text, and the named groups."""
 
     name: str
     text: str
@@ -26,11 +26,12 @@ class Delimiters:
     """Compiled patterns of delimiters; shared by all outputs.
 
     Args:
-        patterns: pairs of a name and a result of ``literals_or_pattern``.
+        patterns: a name and a pattern for each delimiter. A list has literals, of which any
+            matches; a string is a regular expression.
     """
 
     def __init__(self, patterns: Sequence[tuple[str, list[str] | str]]) -> None:
-        import regex  # lazy: takes 15 ms
+        import regex  # here, because the import takes 15 ms
 
         self.patterns: list[tuple[str, Any, bool]] = []
         starters: set[str] | None = set()
@@ -42,16 +43,23 @@ class Delimiters:
                 literal, source = False, given
             compiled = regex.compile(source, regex.DOTALL)
             self.patterns.append((name, compiled, literal))
-            found = _starters(compiled, source)
+            found = _starting_characters(compiled, source)
             starters = None if starters is None or found is None else starters | found
-        self._starters = None if starters is None else frozenset(starters)
+        self._starting_characters = None if starters is None else frozenset(starters)
 
     def may_begin_in(self, text: str) -> bool:
-        return self._starters is None or not self._starters.isdisjoint(text)
+        return self._starting_characters is None or not self._starting_characters.isdisjoint(text)
 
     def match(self, text: str, *, last: bool = False) -> tuple[Any, bool]:
-        """Match at the beginning of ``text`` if it is certain, and whether more text may give
-        one."""
+        """Match a delimiter at the beginning of ``text``.
+
+        Args:
+            last: no more text will come.
+
+        Returns:
+            The match, or None if there is none that more text could not change; and whether more
+            text could lead to a match.
+        """
         pending = False
         for _, pattern, literal in self.patterns:
             match = pattern.match(text, partial=not last)
@@ -63,30 +71,38 @@ class Delimiters:
         return None, pending
 
 
-def _starters(pattern: Any, source: str) -> set[str] | None:
-    """Characters that a match can begin with; None for any."""
+def _starting_characters(pattern: Any, source: str) -> set[str] | None:
+    """Characters that a match can begin with; None if it can begin with any."""
 
     def begins(character: str) -> bool:
         match = pattern.match(character, partial=True)
         return match is not None and (match.partial or match.end() > 0)
 
-    return None if begins(_PRIVATE_CHARACTER) else {c for c in {*_SAMPLES, *source} if begins(c)}
+    return (
+        None
+        if begins(_PRIVATE_CHARACTER)
+        else {c for c in {*_SAMPLE_CHARACTERS, *source} if begins(c)}
+    )
 
 
 def literals_or_pattern(field: Mapping[str, Any], side: str) -> list[str] | str | None:
-    """The ``open`` or ``close`` of a response template's field: literals or a pattern; None if
-    absent."""
+    """Delimiter of a response template's field: a list of literals, or a pattern; None if absent.
+
+    Args:
+        side: "open" or "close".
+    """
     value = field.get(side, field.get(f"{side}_pattern"))
     return [value] if side in field and isinstance(value, str) else value
 
 
 class DelimiterScanner:
-    """Finds delimiters in one output, with the semantics of transformers' ResponseParser. The
-    earliest match wins, and of several there the longest. A match at the end of the text waits if
-    more text could change it. Only text that may become a match is held back.
+    """Finds delimiters in one output, with the semantics of transformers' ResponseParser.
 
-    Most pieces have no character that a delimiter begins with, and are returned as they are. Only
-    held text is kept, so the cost of a piece does not grow with the output.
+    The earliest match wins; of several at the same place, the longest wins. Text is held back only
+    if it may become a match, or is a match that more text could change.
+
+    Most pieces contain no character that a delimiter begins with, and are returned at once. Only
+    held-back text is stored, so the cost of a piece does not grow with the output.
     """
 
     __slots__ = ("_delimiters", "_held")
@@ -96,12 +112,14 @@ class DelimiterScanner:
         self._held = ""
 
     def feed(self, text: str, last: bool = False) -> tuple[str, Found | None, str]:
-        """Take a piece; returns the text before the first delimiter, the delimiter, and the text
-        after it, which the caller feeds again. Without a delimiter: text that is certainly none,
-        None, "".
+        """Take a piece of text.
 
         Args:
             last: no more text will come.
+
+        Returns:
+            If there is a delimiter: the text before it, the delimiter, and the text after it, which
+            the caller must feed again. If there is none: the text that is not held back, None, "".
         """
         if not self._held and not self._delimiters.may_begin_in(text):
             return text, None, ""
@@ -109,21 +127,26 @@ class DelimiterScanner:
         position = 0
         while True:
             best, hold = self._scan(buffer, position, last)
-            if best is not None and len(best[1][0]) > MAX_LENGTH:
+            if best is not None and len(best[1][0]) > MAX_DELIMITER_LENGTH:
                 position = best[1].start() + 1
             elif best is not None:
                 name, match = best
                 captures = {k: v for k, v in match.groupdict().items() if v is not None}
                 found = Found(name, match[0], captures)
                 return buffer[: match.start()], found, buffer[match.end() :]
-            elif len(buffer) - hold > MAX_LENGTH:
+            elif len(buffer) - hold > MAX_DELIMITER_LENGTH:
                 position = hold + 1
             else:
                 self._held = buffer[hold:]
                 return buffer[:hold], None, ""
 
     def _scan(self, buffer: str, position: int, last: bool) -> tuple[tuple[str, Any] | None, int]:
-        """First certain match, and the position of the first uncertain one."""
+        """Search ``buffer`` from ``position`` on.
+
+        Returns:
+            Name and match of the first delimiter, if no earlier text may become one; and the
+            position of the first text that may become one.
+        """
         best: tuple[str, Any] | None = None
         hold = end = len(buffer)
         for name, pattern, literal in self._delimiters.patterns:
@@ -132,12 +155,12 @@ class DelimiterScanner:
                 continue
             if not last and (match.partial or (match.end() == end and not literal)):
                 hold = min(hold, match.start())
-            elif best is None or _rank(match) < _rank(best[1]):
+            elif best is None or _match_rank(match) < _match_rank(best[1]):
                 best = (name, match)
         if best is not None and best[1].start() >= hold:
             best = None
         return best, hold
 
 
-def _rank(match: Any) -> tuple[int, int]:
+def _match_rank(match: Any) -> tuple[int, int]:
     return match.start(), -match.end()

@@ -1,8 +1,9 @@
-"""Families: formats of reasoning and tool calls, as data.
+"""Model families: their formats of reasoning and tool calls, as data.
 
-A format is a response template of transformers (``transformers.utils.chat_parsing``): each field
-has the ``open`` and ``close`` of its text, literal or a pattern, and a rule that turns its content
-into a call. A CallForm adds how the model's chat template writes a call, to make grammars from.
+To parse an answer, a family has fields of transformers' response templates
+(``transformers.utils.chat_parsing``). A field has the delimiters ``open`` and ``close``, each a
+literal or a pattern, and a rule that converts the text between them to a call. To make a grammar,
+a family has a CallForm, which says how the model's chat template writes a call.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """A call as the chat template writes it: ``begin``, the arguments, ``end``.
+    """Syntax of a call in the chat template: ``begin``, the arguments, ``end``.
 
     Attributes:
         begin: text before the arguments; NAME in it stands for the tool's name.
+        end: text after the arguments.
         separator: text between two calls.
-        prefix, suffix: text around all calls.
-        trigger: text that always begins calls; None for ``prefix`` and ``begin`` up to the name.
+        prefix, suffix: text before the first call and after the last.
+        trigger: text that all calls begin with; None for ``prefix`` and ``begin`` up to the name.
         style: syntax of the arguments: JSON, or Qwen's ``<parameter=…>``.
-        parallel: an answer may have several calls. In Harmony it ends with its first.
-        restart: text that may come between thoughts and a call.
+        parallel: whether an answer may have several calls. In Harmony an answer ends with its
+            first call.
+        restart: text that may stand between reasoning and a call.
     """
 
     begin: str
@@ -42,16 +45,17 @@ class ToolFamily:
     """Format of a model family's tool calls.
 
     Attributes:
-        calls: the template's field ``tool_calls``.
-        form: how calls are written.
-        markers: lists of texts; the chat template has all texts of at least one list. The first
-            family in TOOL_FAMILIES that matches is the model's.
-        excluded_markers: texts of similar, unknown formats; the chat template has none of them.
-        ignored_pattern: pattern of output that is neither text nor call, such as the end of a list
-            of calls.
+        calls: field ``tool_calls`` of a response template, to parse calls.
+        form: syntax of calls in a grammar; None if unknown.
+        markers: lists of texts. The family matches if the model's chat template contains all texts
+            of one list; the first family in TOOL_FAMILIES that matches is the model's.
+        excluded_markers: texts of similar, unsupported formats. If the chat template contains one
+            of them, the family does not match.
+        ignored_pattern: pattern of output that is neither text nor a call, such as the end of a
+            list of calls.
         arguments_as_text: the chat template expects the arguments of past calls as JSON text, not
             as a dict.
-        prompt_end: literal text at the prompt's end that belongs to the answer.
+        prompt_end: literal text that belongs to the answer if the prompt ends with it.
     """
 
     calls: Mapping[str, Any]
@@ -68,10 +72,11 @@ class ReasoningFamily:
     """Format of a model family's reasoning.
 
     Attributes:
-        thoughts: the template's field ``reasoning_content``.
-        begin, end: texts whose token ids the engine takes as the begin and end of thinking.
-        end_before_call: the end of thinking where a call must follow; empty for ``end``.
-        markers, excluded_markers, ignored_pattern, prompt_end: as for a ToolFamily.
+        thoughts: field ``reasoning_content`` of a response template, to parse reasoning.
+        begin, end: texts at whose token ids reasoning begins and ends for the engine, which applies
+            no grammar in between.
+        end_before_call: text that ends reasoning if a call must follow; empty if ``end`` does.
+        markers, excluded_markers, ignored_pattern, prompt_end: as for ``ToolFamily``.
     """
 
     thoughts: Mapping[str, Any]
@@ -84,23 +89,23 @@ class ReasoningFamily:
     end_before_call: str = ""
 
 
-def _function(name: str, arguments: str) -> dict[str, Any]:
+def _call_transform(name: str, arguments: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 _WHOLE_CALL = {"type": "function", "function": "{content}"}
-_NAMED_CALL = _function("{name}", "{content}")
+_NAMED_CALL = _call_transform("{name}", "{content}")
 
-# Harmony: a message has a header, with its channel and recipient, and a body.
-_START = r"(?:<\|start\|>assistant)?"
-_RECIPIENT = r" ?to=functions\.(?P<name>[\w.-]+)"
-_CONSTRAINT = r"\s*(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>"
+# In Harmony, a message has a header, with its channel and recipient, and a body.
+_HARMONY_START = r"(?:<\|start\|>assistant)?"
+_HARMONY_RECIPIENT = r" ?to=functions\.(?P<name>[\w.-]+)"
+_HARMONY_CONSTRAINT = r"\s*(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>"
 _HARMONY_CALL = (
-    rf"{_START}<\|channel\|>(?:commentary|analysis){_RECIPIENT}{_CONSTRAINT}"
-    rf"|<\|start\|>assistant{_RECIPIENT}<\|channel\|>(?:commentary|analysis){_CONSTRAINT}"
+    rf"{_HARMONY_START}<\|channel\|>(?:commentary|analysis){_HARMONY_RECIPIENT}{_HARMONY_CONSTRAINT}"
+    rf"|<\|start\|>assistant{_HARMONY_RECIPIENT}<\|channel\|>(?:commentary|analysis){_HARMONY_CONSTRAINT}"
 )
 _HARMONY_IGNORED = (
-    rf"{_START}<\|channel\|>(?:final|commentary)\s*(?:<\|constrain\|>\w+)?<\|message\|>"
+    rf"{_HARMONY_START}<\|channel\|>(?:final|commentary)\s*(?:<\|constrain\|>\w+)?<\|message\|>"
     r"|<\|(?:end|return|call)\|>"
 )
 
@@ -140,7 +145,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             trigger="<tool_call>",
         ),
         markers=(("<tool_call>",),),
-        # GLM's <arg_key>…</arg_key><arg_value>…</arg_value>, and calls as elements.
+        # "<arg_key>" occurs in GLM's format, "<function" in formats with calls as XML elements.
         excluded_markers=("<arg_key>", "<function"),
     ),
     "mistral_v11": ToolFamily(
@@ -157,7 +162,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
         calls={
             "open": "[TOOL_CALLS]",
             "content": "json",
-            "transform": _function("{name}", "{arguments}"),
+            "transform": _call_transform("{name}", "{arguments}"),
             "transform_each": True,
         },
         form=CallForm(
@@ -230,14 +235,14 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "open_pattern": r'(?:;\s*)?(?:<\|python_tag\|>\s*)?(?=\{\s*")',
             "repeats": True,
             "content": "json",
-            "transform": _function("{content.name}", "{content.parameters}"),
+            "transform": _call_transform("{content.name}", "{content.parameters}"),
         },
         form=CallForm('{"name": "NAME", "parameters": ', "}", "; "),
         markers=(("<|python_tag|>",), ("<|start_header_id|>", '"parameters"')),
     ),
 }
 
-_THINK = ReasoningFamily(
+_THINK_TAGS = ReasoningFamily(
     {"open": "<think>", "close": "</think>"},
     "<think>",
     "</think>",
@@ -246,8 +251,8 @@ _THINK = ReasoningFamily(
 )
 
 REASONING_FAMILIES: Mapping[str, ReasoningFamily] = {
-    "deepseek_r1": _THINK,
-    "qwen3": _THINK,
+    "deepseek_r1": _THINK_TAGS,
+    "qwen3": _THINK_TAGS,
     "mistral": ReasoningFamily(
         {"open": "[THINK]", "close": "[/THINK]"},
         "[THINK]",
@@ -257,7 +262,7 @@ REASONING_FAMILIES: Mapping[str, ReasoningFamily] = {
     ),
     "gpt_oss": ReasoningFamily(
         {
-            "open_pattern": rf"{_START}<\|channel\|>analysis\s*<\|message\|>",
+            "open_pattern": rf"{_HARMONY_START}<\|channel\|>analysis\s*<\|message\|>",
             "close": "<|end|>",
         },
         "<|channel|>analysis<|message|>",

@@ -1,8 +1,8 @@
 """function_schema: converts Python functions and Pydantic models to OpenAI tools.
 
-The schemas are made like those of ``transformers.utils.get_json_schema``, which takes a second to
-import on the caller's event loop and refuses a docstring that leaves out an argument; here any
-docstring will do.
+The schemas equal those of ``transformers.utils.get_json_schema``. That function is not used: its
+import blocks the caller's event loop for a second, and it refuses a docstring that leaves out an
+argument.
 """
 
 from __future__ import annotations
@@ -19,10 +19,18 @@ from typing import Any
 from asyncllm.errors import InvalidRequestError
 from asyncllm.validation import explain
 
-_SCALARS = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
-_SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns?|Yields?|Raises|Examples?|Notes?):\s*$")
+_SCALAR_TYPES = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    type(None): "null",
+}
+_SECTION_HEADING = re.compile(
+    r"^(Args|Arguments|Parameters|Returns?|Yields?|Raises|Examples?|Notes?):\s*$"
+)
 _ARGUMENT = re.compile(r"^(\s+)\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
-_SPHINX = re.compile(r"^:param\s+(?:[^:]*\s)?(\w+):\s*(.*)$")
+_SPHINX_ARGUMENT = re.compile(r"^:param\s+(?:[^:]*\s)?(\w+):\s*(.*)$")
 _MAX_DEPTH = 32
 
 
@@ -35,29 +43,34 @@ def is_model(tool: Any) -> bool:
 
 
 def function_schema(tool: Any, where: str = "tools") -> dict[str, Any]:
-    """OpenAI tool for a function, or for a Pydantic model of its arguments.
+    """Convert a function, or a Pydantic model of its arguments, to an OpenAI tool.
 
-    A function's name, type hints and docstring become name, parameters and descriptions. The
-    docstring may describe arguments in Google's style or Sphinx's. A parameter is a ``str``,
-    ``int``, ``float``, ``bool``, ``None``, a list, tuple, set or dict of such, a ``Literal``, an
-    enum, a union, ``Annotated`` with a description, a TypedDict, a dataclass, a Pydantic model or
-    ``Any``.
+    A function's name, type hints and docstring become the tool's name, parameters and descriptions.
+    The docstring may describe arguments in Google's or Sphinx's style. Supported type hints:
+
+    - ``str``, ``int``, ``float``, ``bool``, ``None`` and ``Any``;
+    - lists, tuples, sets and dicts of supported types, and unions of them;
+    - ``Literal``, enums, and ``Annotated`` with a description;
+    - TypedDicts, dataclasses and Pydantic models.
+
+    Args:
+        where: place of the tool, for the error message.
 
     Raises:
-        InvalidRequestError: for a parameter without a type hint, with an unsupported one, or that
+        InvalidRequestError: for a parameter that has no type hint or an unsupported one, or that
             cannot be passed by name.
     """
     try:
         if is_model(tool):
             parameters = _model_schema(tool)
             description = parameters.pop("description", "")
-            return _tool(tool.__name__, description, parameters)
-        return _of_function(tool)
+            return _make_tool(tool.__name__, description, parameters)
+        return _function_to_tool(tool)
     except InvalidRequestError:
         raise
-    except _Unsupported as error:
+    except _UnsupportedTypeError as error:
         raise InvalidRequestError(f"{where}: {error}", param="tools") from None
-    # Evaluates the application's annotations and models, which may raise anything.
+    # The application's annotations and models are evaluated, and may raise errors of any class.
     except Exception as error:
         name = getattr(tool, "__name__", "?")
         raise InvalidRequestError(
@@ -66,8 +79,8 @@ def function_schema(tool: Any, where: str = "tools") -> dict[str, Any]:
 
 
 def _model_schema(model: Any) -> dict[str, Any]:
-    """Schema of a Pydantic model with its properties at the root. A recursive model has a reference
-    there, which is resolved."""
+    """Schema of a Pydantic model, with its properties at the root. Pydantic's schema of a recursive
+    model only has a reference there, which is replaced by its target."""
     schema = model.model_json_schema()
     reference = schema.pop("$ref", None)
     if reference is not None:
@@ -76,18 +89,18 @@ def _model_schema(model: Any) -> dict[str, Any]:
     return schema
 
 
-class _Unsupported(Exception):
-    """A type or a parameter that has no JSON schema."""
+class _UnsupportedTypeError(Exception):
+    """Error for a type or a parameter without a JSON schema."""
 
 
-def _tool(name: str, description: str, parameters: dict[str, Any]) -> dict[str, Any]:
+def _make_tool(name: str, description: str, parameters: dict[str, Any]) -> dict[str, Any]:
     function = {"name": name, "description": description, "parameters": parameters}
     if not description:
         del function["description"]
     return {"type": "function", "function": function}
 
 
-def _of_function(function: Callable[..., Any]) -> dict[str, Any]:
+def _function_to_tool(function: Callable[..., Any]) -> dict[str, Any]:
     name = getattr(function, "__name__", "")
     description, arguments = _read_docstring(inspect.getdoc(function) or "")
     hints = typing.get_type_hints(function, include_extras=True)
@@ -97,9 +110,11 @@ def _of_function(function: Callable[..., Any]) -> dict[str, Any]:
     for parameter in inspect.signature(function).parameters.values():
         at = f"{name}({parameter.name})"
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise _Unsupported(f"{at} is passed by position or collects others, expected a name")
+            raise _UnsupportedTypeError(
+                f"{at} is passed by position or collects others, expected a name"
+            )
         if parameter.name not in hints:
-            raise _Unsupported(f"{at} has no type hint, expected one")
+            raise _UnsupportedTypeError(f"{at} has no type hint, expected one")
         schema = _schema_of(hints[parameter.name], at, definitions)
         if parameter.name in arguments:
             schema = {**schema, "description": arguments[parameter.name]}
@@ -113,37 +128,37 @@ def _of_function(function: Callable[..., Any]) -> dict[str, Any]:
         parameters["required"] = required
     if definitions:
         parameters["$defs"] = definitions
-    return _tool(name, description, parameters)
+    return _make_tool(name, description, parameters)
 
 
 def _schema_of(kind: Any, at: str, definitions: dict[str, Any], depth: int = 0) -> dict[str, Any]:
     if depth > _MAX_DEPTH:
-        raise _Unsupported(f"{at} has a type nested more than {_MAX_DEPTH} levels deep")
+        raise _UnsupportedTypeError(f"{at} has a type nested more than {_MAX_DEPTH} levels deep")
 
     def schema_of(inner: Any) -> dict[str, Any]:
         return _schema_of(inner, at, definitions, depth + 1)
 
     if kind is Any:
         return {}
-    if kind is None or (isinstance(kind, type) and kind in _SCALARS):
-        return {"type": _SCALARS[type(None) if kind is None else kind]}
+    if kind is None or (isinstance(kind, type) and kind in _SCALAR_TYPES):
+        return {"type": _SCALAR_TYPES[type(None) if kind is None else kind]}
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
         texts = [extra for extra in arguments[1:] if isinstance(extra, str)]
         return schema_of(arguments[0]) | ({"description": texts[0]} if texts else {})
     if origin is typing.Literal:
-        return _enumeration(arguments, at)
+        return _enum_schema(arguments, at)
     if origin in (typing.Union, types.UnionType):
         return {"anyOf": [schema_of(one) for one in arguments]}
     container = origin or kind
     if not isinstance(container, type):
-        raise _Unsupported(f"{at} is of {kind!r}, which has no JSON schema")
+        raise _UnsupportedTypeError(f"{at} is of {kind!r}, which has no JSON schema")
     if issubclass(container, enum.Enum):
-        return _enumeration([member.value for member in container], at)
+        return _enum_schema([member.value for member in container], at)
     if is_model(container):
-        return _of_model(container, at, definitions)
+        return _nested_model_schema(container, at, definitions)
     if typing.is_typeddict(container) or dataclasses.is_dataclass(container):
-        return _of_fields(container, schema_of)
+        return _fields_schema(container, schema_of)
     if issubclass(container, tuple) and arguments and arguments[-1] is not Ellipsis:
         items = [schema_of(one) for one in arguments]
         return {"type": "array", "prefixItems": items, "minItems": len(items), "items": False}
@@ -155,28 +170,28 @@ def _schema_of(kind: Any, at: str, definitions: dict[str, Any], depth: int = 0) 
         if arguments:
             array["items"] = schema_of(arguments[0])
         return array | ({"uniqueItems": True} if issubclass(container, Set) else {})
-    raise _Unsupported(f"{at} is of {kind!r}, which has no JSON schema")
+    raise _UnsupportedTypeError(f"{at} is of {kind!r}, which has no JSON schema")
 
 
-def _enumeration(values: Sequence[Any], at: str) -> dict[str, Any]:
+def _enum_schema(values: Sequence[Any], at: str) -> dict[str, Any]:
     kinds = {type(value) for value in values}
-    if not kinds <= _SCALARS.keys():
-        raise _Unsupported(f"{at} has {list(values)!r:.80}, expected values of JSON")
+    if not kinds <= _SCALAR_TYPES.keys():
+        raise _UnsupportedTypeError(f"{at} has {list(values)!r:.80}, expected values of JSON")
     schema: dict[str, Any] = {"enum": list(values)}
-    return {"type": _SCALARS[kinds.pop()], **schema} if len(kinds) == 1 else schema
+    return {"type": _SCALAR_TYPES[kinds.pop()], **schema} if len(kinds) == 1 else schema
 
 
-def _of_model(model: Any, at: str, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Schema of a Pydantic model, with its definitions moved to the root, where its references
-    point."""
+def _nested_model_schema(model: Any, at: str, definitions: dict[str, Any]) -> dict[str, Any]:
+    """Schema of a Pydantic model within a tool's schema. Its definitions are moved to
+    ``definitions`` at the root, where its references point."""
     schema = model.model_json_schema()
     for name, definition in schema.pop("$defs", {}).items():
         if definitions.setdefault(name, definition) != definition:
-            raise _Unsupported(f"{at} has a type {name!r} beside another of that name")
+            raise _UnsupportedTypeError(f"{at} has a type {name!r} beside another of that name")
     return schema
 
 
-def _of_fields(kind: Any, schema_of: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+def _fields_schema(kind: Any, schema_of: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
     hints = typing.get_type_hints(kind, include_extras=True)
     if typing.is_typeddict(kind):
         # With string annotations, ``__required_keys__`` ignores NotRequired.
@@ -185,7 +200,7 @@ def _of_fields(kind: Any, schema_of: Callable[[Any], dict[str, Any]]) -> dict[st
             for name, hint in hints.items()
             if name in kind.__required_keys__ and typing.get_origin(hint) is not typing.NotRequired
         ]
-        hints = {name: _without_marker(hint) for name, hint in hints.items()}
+        hints = {name: _strip_required_marker(hint) for name, hint in hints.items()}
     else:
         fields = [field for field in dataclasses.fields(kind) if field.init]
         hints = {field.name: hints[field.name] for field in fields}
@@ -202,20 +217,21 @@ def _of_fields(kind: Any, schema_of: Callable[[Any], dict[str, Any]]) -> dict[st
     return schema | ({"required": required} if required else {})
 
 
-def _without_marker(hint: Any) -> Any:
+def _strip_required_marker(hint: Any) -> Any:
     if typing.get_origin(hint) in (typing.Required, typing.NotRequired):
         return typing.get_args(hint)[0]
     return hint
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Description up to the first section, and descriptions of the arguments."""
+    """Split a docstring into the description before its first section, and the descriptions of the
+    arguments by name."""
     description: list[str] = []
     arguments: dict[str, list[str]] = {}
     section = current = indent = ""
     for line in text.splitlines():
-        heading = _SECTION.match(line)
-        sphinx = _SPHINX.match(line.strip())
+        heading = _SECTION_HEADING.match(line)
+        sphinx = _SPHINX_ARGUMENT.match(line.strip())
         argument = _ARGUMENT.match(line)
         if heading:
             section, current, indent = heading[1], "", ""

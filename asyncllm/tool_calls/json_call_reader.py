@@ -1,4 +1,4 @@
-"""JsonCallReader: parses calls in JSON, and streams their arguments."""
+"""JsonCallReader: parses tool calls in JSON, and streams their arguments."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Literal, NamedTuple
 from asyncllm.tool_calls.call_reader import Event
 from asyncllm.tool_calls.delimiters import Delimiters
 
-_MAX_HEAD = 1024
-"""Most characters of a key, a name or another value before or after the arguments."""
+_MAX_TOKEN_LENGTH = 1024
+"""Maximum number of characters of a key, of a name, or of another value beside the arguments."""
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _TOKEN = re.compile(r'[{}\[\]:,]|"(?:[^"\\]|\\.)*"|[^"{}\[\]:,][^,}\s]*(?=[,}\s])', re.DOTALL)
-_OUTSIDE = re.compile(r'["{}\[\]]')
-_INSIDE = re.compile(r'["\\]')
+_OUTSIDE_STRING = re.compile(r'["{}\[\]]')
+_INSIDE_STRING = re.compile(r'["\\]')
 
 _State = Literal[
     "array", "object", "key", "colon", "name", "arguments", "other", "inside", "after", "next"
 ]
-_NEXT: Mapping[_State, Mapping[str, _State]] = {
+_TRANSITIONS: Mapping[_State, Mapping[str, _State]] = {
     "array": {"[": "object"},
     "object": {"{": "key"},
     "key": {'"': "colon"},
@@ -31,21 +31,24 @@ _NEXT: Mapping[_State, Mapping[str, _State]] = {
     "after": {",": "key", "}": "next"},
     "next": {",": "object", "]": "next"},
 }
-"""By state, the first characters of the tokens that may follow, and the state after each. "other"
-takes any string or scalar; "inside" is within the arguments."""
+"""State machine: for each state, the first characters of the allowed tokens and the next states.
+
+Two states have no entry. In "other" any string or scalar is allowed; "inside" is within the
+arguments, where only brackets are counted.
+"""
 
 
-class _NoCall(Exception):
-    """The text is not that of a call."""
+class _NotACallError(Exception):
+    """Signal that the text is no call; the argument is the position at which this is certain."""
 
 
 class JsonSyntax(NamedTuple):
-    """Layout of calls in JSON.
+    """Layout of tool calls in JSON.
 
     Attributes:
-        kind: content of a region: "object", one call; "array", a list of calls; "arguments", if the
-            opening delimiter has the name.
-        name, arguments: the keys of a call's object.
+        kind: JSON between the delimiters: "object" for one call; "array" for a list of calls;
+            "arguments" for the arguments alone, if the opening delimiter contains the tool's name.
+        name, arguments: keys of a call's object with the tool's name and the arguments.
     """
 
     kind: Literal["object", "array", "arguments"]
@@ -54,17 +57,17 @@ class JsonSyntax(NamedTuple):
 
 
 class JsonCallReader:
-    """Parses calls in JSON, and streams their arguments.
+    """CallReader for calls in JSON, which streams their arguments.
 
-    Brackets outside strings decide where a call ends, so a string may contain the closing
+    A call ends where its brackets outside strings are balanced, so a string may contain the closing
     delimiter. The arguments are parsed once, when they are complete; until then only their brackets
     are counted.
 
     Args:
-        tools: names of the tools on offer. A call of another tool is text.
-        opening: the delimiter before the region.
-        name: the tool's name, if the opening has it.
-        close: delimiters after the region; None if it ends with the JSON.
+        tools: names of the known tools. A call of another tool is text.
+        opening: the delimiter before the JSON.
+        name: the tool's name, if the opening delimiter contains it.
+        close: delimiters that must follow the JSON; None if none does.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class JsonCallReader:
         self._syntax = syntax
         self._tools = tools
         self._close = close
-        # Text since the last complete call: parsed pieces, and the text of the current token.
+        # Text since the last complete call: ``_raw`` is parsed, ``_text`` is an unfinished token.
         self._raw = [opening]
         self._text = ""
         self._mark = 0
@@ -102,7 +105,7 @@ class JsonCallReader:
         text, self._mark = self._text + text, 0
         try:
             position = self._parse(text)
-        except _NoCall as error:
+        except _NotACallError as error:
             position = error.args[0]
             self._raw.append(text[self._mark : position])
             return self._give_up(text[position:])
@@ -113,7 +116,7 @@ class JsonCallReader:
         return self._text if self._close is None else self._push_close(self._text)
 
     def _parse(self, text: str) -> int:
-        """Take tokens and arguments; returns the position of the first unfinished token."""
+        """Parse tokens and arguments; returns the position of the first unfinished token."""
         position = 0
         while not self._ended and position < len(text):
             if self._state == "inside":
@@ -125,25 +128,29 @@ class JsonCallReader:
             if position == len(text):
                 break
             first = text[position]
-            if first in "{[,}]:" if self._state == "other" else first not in _NEXT[self._state]:
-                raise _NoCall(position)
+            if (
+                first in "{[,}]:"
+                if self._state == "other"
+                else first not in _TRANSITIONS[self._state]
+            ):
+                raise _NotACallError(position)
             match = _TOKEN.match(text, position)
             end = len(text) if match is None else match.end()
-            if end - position > _MAX_HEAD:
-                raise _NoCall(position + _MAX_HEAD)
+            if end - position > _MAX_TOKEN_LENGTH:
+                raise _NotACallError(position + _MAX_TOKEN_LENGTH)
             if match is None:
                 break
-            position = self._take(match[0], position, end)
+            position = self._process_token(match[0], position, end)
         return position
 
     def _push_close(self, text: str) -> str | None:
-        """Take white space and the closing delimiter; anything else is no call."""
+        """Parse white space and the closing delimiter. After anything else, the text is no call."""
         assert self._close is not None
         self._tail = (self._tail or "") + text
         rest = self._tail.lstrip()
         match, pending = self._close.match(rest)
         if match is not None:
-            self._whole(0)
+            self._complete_call(0)
             return rest[match.end() :]
         if pending or not rest:
             return None
@@ -155,50 +162,50 @@ class JsonCallReader:
             assert self._close is not None
             rest = self._tail.lstrip()
             match, _ = self._close.match(rest, last=True)
-            self._whole(0)
+            self._complete_call(0)
             return rest[match.end() :] if match is not None else ""
         self._raw.append(self._text)
         return "" if self._state == "next" else self._give_up("")
 
     def _give_up(self, rest: str) -> str:
-        """Report the call so far as text; ``rest`` follows it."""
+        """Report the text of the call so far as text; returns ``rest``, the text after it."""
         self.events.append(Event("text", "".join(self._raw)))
         return rest
 
-    def _take(self, token: str, start: int, end: int) -> int:
-        """Take a token; returns where to go on."""
+    def _process_token(self, token: str, start: int, end: int) -> int:
+        """Process a token; returns the position at which parsing continues."""
         state = self._state
         if state == "key":
-            self._key = _parsed(token, end)
+            self._key = _parse_string(token, end)
             if self._key not in (self._syntax.name, self._syntax.arguments, "id", "type"):
-                raise _NoCall(end)
+                raise _NotACallError(end)
         elif state == "name":
-            self._begin(_parsed(token, end), end)
+            self._begin_call(_parse_string(token, end), end)
         elif state == "arguments":
             if self._arguments is not None:
-                raise _NoCall(start)
+                raise _NotACallError(start)
             if self._syntax.kind == "arguments":
                 assert self._name is not None
-                self._begin(self._name, start)
+                self._begin_call(self._name, start)
             self._arguments, end = [], start
         elif state == "other" and token[0] == '"':
-            _parsed(token, end)
-        self._state = "after" if state == "other" else _NEXT[state][token[0]]
+            _parse_string(token, end)
+        self._state = "after" if state == "other" else _TRANSITIONS[state][token[0]]
         if state == "colon" and self._key == self._syntax.arguments:
             self._state = "arguments"
         elif state == "colon" and self._key == self._syntax.name:
             if self._name is not None:
-                raise _NoCall(end)
+                raise _NotACallError(end)
             self._state = "name"
         elif token == "}":
-            self._end_of_call(end)
+            self._end_call(end)
         elif token == "]":
             self._ended = True
         return end
 
-    def _begin(self, name: str, position: int) -> None:
+    def _begin_call(self, name: str, position: int) -> None:
         if name not in self._tools:
-            raise _NoCall(position)
+            raise _NotACallError(position)
         self._name = name
         self._begun = True
         self.events.append(Event("begin", name))
@@ -206,28 +213,28 @@ class JsonCallReader:
             self.events.append(Event("arguments", "".join(self._arguments)))
 
     def _read_arguments(self, text: str, position: int) -> int:
-        end = self._end_of_value(text, position)
+        end = self._find_value_end(text, position)
         piece = text[position:end]
         assert self._arguments is not None
         self._arguments.append(piece)
         if end is not None and not _is_object("".join(self._arguments)):
-            raise _NoCall(end)
+            raise _NotACallError(end)
         if self._begun:
             self.events.append(Event("arguments", piece))
         if end is None:
             return len(text)
         self._state = "after"
         if self._syntax.kind == "arguments":
-            self._end_of_call(end)
+            self._end_call(end)
         return end
 
-    def _end_of_value(self, text: str, position: int) -> int | None:
-        """Position after the bracket that closes the value; None if it is still to come."""
+    def _find_value_end(self, text: str, position: int) -> int | None:
+        """Position after the bracket that closes the value; None if the text ends before it."""
         if self._escaped and position < len(text):
             self._escaped = False
             position += 1
         while True:
-            match = (_INSIDE if self._quoted else _OUTSIDE).search(text, position)
+            match = (_INSIDE_STRING if self._quoted else _OUTSIDE_STRING).search(text, position)
             if match is None:
                 return None
             position = match.end()
@@ -246,17 +253,17 @@ class JsonCallReader:
                 if self._depth == 0:
                     return position
 
-    def _end_of_call(self, end: int) -> None:
+    def _end_call(self, end: int) -> None:
         if self._name is None:
-            raise _NoCall(end)
+            raise _NotACallError(end)
         if self._arguments is None:
             self.events.append(Event("arguments", "{}"))
         is_array = self._syntax.kind == "array"
         self._ended = not is_array
         if is_array or self._close is None:
-            self._whole(end)
+            self._complete_call(end)
 
-    def _whole(self, end: int) -> None:
+    def _complete_call(self, end: int) -> None:
         self.events.append(Event("done"))
         self._raw = []
         self._mark = end
@@ -264,11 +271,11 @@ class JsonCallReader:
         self._reset()
 
 
-def _parsed(string: str, end: int) -> str:
+def _parse_string(string: str, end: int) -> str:
     try:
         return json.loads(string)
     except ValueError:
-        raise _NoCall(end) from None
+        raise _NotACallError(end) from None
 
 
 def _is_object(source: str) -> bool:

@@ -14,23 +14,25 @@ from asyncllm.tool_calls.call_reader import CallReader, Event
 from asyncllm.tool_calls.delimiters import DelimiterScanner, Found
 from asyncllm.tool_calls.response_format import CALLS, SKIP, ResponseFormat
 
-_PIECE = 4096
-"""Characters that are parsed at a time: the rest of a piece is scanned again after each call."""
+_PIECE_CHARACTERS = 4096
+"""Maximum number of characters that are parsed at a time. After each call the rest of the piece is
+scanned again, so a long piece with many calls would take quadratic time."""
 
 _ID_DIGITS = string.digits + string.ascii_lowercase
 
 
 def make_call_id() -> str:
-    """Random id of a call: nine letters and digits, because Mistral's templates take no other."""
+    """Make a random id of nine letters and digits: Mistral's templates refuse any other id."""
     return "".join(secrets.choice(_ID_DIGITS) for _ in range(9))
 
 
 class TrimmedText:
-    """Text between delimiters, without the white space of the format. White space next to a
-    delimiter is dropped, unless there is text on both sides.
+    """Text between delimiters, without the white space that belongs to the format.
+
+    White space next to a delimiter is dropped, unless there is text before and after the delimiter.
 
     Attributes:
-        begun: there was text other than white space.
+        begun: whether there was text other than white space.
     """
 
     __slots__ = ("_behind_delimiter", "_space", "begun")
@@ -41,7 +43,7 @@ class TrimmedText:
         self._space: list[str] = []
 
     def push(self, text: str) -> str:
-        """Take a piece; returns the text to release. White space at the end waits."""
+        """Take a piece; returns the text to release. White space at its end is held back."""
         body = text.rstrip()
         if not body:
             if text:
@@ -65,17 +67,18 @@ class TrimmedText:
 
 
 class OutputParser:
-    """Parses one output of a request.
+    """Parser of the text of one output, which splits it into text, reasoning and calls.
 
-    The result does not depend on how the text is cut into deltas. A region that is malformed,
-    unfinished, or calls a tool that is not on offer is text.
+    The result does not depend on how the text is cut into deltas. A call that is malformed,
+    unfinished, or names an unknown tool is text.
 
     Args:
-        tools: parameters of the tools on offer, by name.
-        answer_begin: beginning of the answer that the prompt already has.
-        one_call: everything after the first call is text.
-        text_is_free: calls and thoughts may follow text. Under a grammar they do not: a delimiter
-            in the text is part of it.
+        form: format of the output.
+        tools: schema of the parameters of each tool, by tool name.
+        answer_begin: beginning of the answer that is already part of the prompt.
+        one_call: treat everything after the first call as text.
+        text_is_free: calls and reasoning may follow text. False under a grammar that allows text
+            only as the answer; a delimiter in the text is then a part of it.
 
     Attributes:
         calls: the complete calls.
@@ -106,31 +109,31 @@ class OutputParser:
         self._reader: CallReader | None = None
         self._id = self._name = ""
         self._arguments: list[str] = []
-        self._num_begun = 0
-        self._not_generated = 0
+        self._num_calls_begun = 0
+        self._prompt_characters_left = 0
         if answer_begin:
-            self._push(answer_begin, last=False)
+            self._parse_piece(answer_begin, last=False)
             if self._thinking is None:
-                self._not_generated = len(answer_begin)
+                self._prompt_characters_left = len(answer_begin)
 
     def push(self, text: str) -> None:
-        for begin in range(0, len(text), _PIECE):
-            self._push(text[begin : begin + _PIECE], last=False)
+        for begin in range(0, len(text), _PIECE_CHARACTERS):
+            self._parse_piece(text[begin : begin + _PIECE_CHARACTERS], last=False)
 
     @property
     def reasoning(self) -> str:
-        """The reasoning so far."""
+        """The reasoning parsed so far."""
         return "".join(self._thoughts_read)
 
     def finish(self) -> None:
         """End the output: no more text will come."""
-        self._push("", last=True)
-        self._think(self._thoughts.finish())
+        self._parse_piece("", last=True)
+        self._add_reasoning(self._thoughts.finish())
         if rest := self._content.finish():
             self._new_text.append(rest)
 
-    def take(self) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
-        """Increments since the last call: text, reasoning, and a fragment of each tool call."""
+    def take_increments(self) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
+        """Remove and return what is new: text, reasoning, and a fragment of each tool call."""
         new = (
             "".join(self._new_text),
             "".join(self._new_reasoning),
@@ -141,34 +144,34 @@ class OutputParser:
         self._new_calls.clear()
         return new
 
-    def _push(self, text: str, last: bool) -> None:
+    def _parse_piece(self, text: str, last: bool) -> None:
         while True:
             if self._reader is not None:
                 rest = self._reader.push(text)
                 if rest is None and last:
                     rest = self._reader.finish()
-                self._take(self._reader.events)
+                self._handle_events(self._reader.events)
                 if rest is None:
                     return
                 self._reader = None
             elif self._thinking is not None:
                 thought, found, rest = self._thinking.feed(text, last)
-                self._think(self._thoughts.push(thought))
+                self._add_reasoning(self._thoughts.push(thought))
                 if found is None:
                     return
                 self._thinking = None
                 self._thoughts.delimit()
             else:
                 content, found, rest = self._scanner.feed(text, last)
-                self._say(content)
+                self._add_text(content)
                 if found is None:
                     return
                 if self._is_text(found):
-                    self._say(found.text or rest[:1])
-                    # An empty match would be found again.
+                    self._add_text(found.text or rest[:1])
+                    # An empty match would be found again at the same place: skip one character.
                     rest = rest if found.text else rest[1:]
                 else:
-                    self._open(found)
+                    self._open_region(found)
             text = rest
 
     def _is_text(self, found: Found) -> bool:
@@ -176,8 +179,8 @@ class OutputParser:
             return True
         return found.name == CALLS and self._one_call and bool(self.calls)
 
-    def _open(self, found: Found) -> None:
-        self._not_generated = 0
+    def _open_region(self, found: Found) -> None:
+        self._prompt_characters_left = 0
         if found.name == CALLS:
             self._reader = self._form.call_reader(self._tools, found)
             return
@@ -185,47 +188,47 @@ class OutputParser:
         if found.name != SKIP and self._form.thoughts_close is not None:
             self._thinking = DelimiterScanner(self._form.thoughts_close)
 
-    def _say(self, text: str) -> None:
-        if self._not_generated:
-            dropped = min(len(text), self._not_generated)
-            self._not_generated -= dropped
+    def _add_text(self, text: str) -> None:
+        if self._prompt_characters_left:
+            dropped = min(len(text), self._prompt_characters_left)
+            self._prompt_characters_left -= dropped
             text = text[dropped:]
         if said := self._content.push(text):
             self._new_text.append(said)
 
-    def _think(self, thought: str) -> None:
+    def _add_reasoning(self, thought: str) -> None:
         if thought:
             self._new_reasoning.append(thought)
             self._thoughts_read.append(thought)
 
-    def _take(self, events: list[Event]) -> None:
+    def _handle_events(self, events: list[Event]) -> None:
         for kind, text in events:
             if kind == "text":
-                self._say(text)
+                self._add_text(text)
             elif kind == "begin":
                 self._id, self._name, self._arguments = make_call_id(), text, []
-                self._new_calls.append(ToolCallDelta(self._num_begun, self._id, text))
-                self._num_begun += 1
+                self._new_calls.append(ToolCallDelta(self._num_calls_begun, self._id, text))
+                self._num_calls_begun += 1
             elif kind == "arguments":
                 self._arguments.append(text)
-                self._new_calls.append(ToolCallDelta(self._num_begun - 1, arguments=text))
+                self._new_calls.append(ToolCallDelta(self._num_calls_begun - 1, arguments=text))
             else:
-                self._new_calls.append(ToolCallDelta(self._num_begun - 1, done=True))
+                self._new_calls.append(ToolCallDelta(self._num_calls_begun - 1, done=True))
                 self.calls.append(ToolCall(self._id, self._name, "".join(self._arguments)))
                 self._content.delimit()
         events.clear()
 
 
 class MessageParser:
-    """Parses the outputs of one request, delta by delta, on the reader's thread.
+    """Parser of the outputs of one request, delta by delta, on the reader's thread.
 
     Args:
-        tools, one_call, text_is_free: as for an OutputParser.
+        form, tools, one_call, text_is_free: as for ``OutputParser``.
 
     Attributes:
-        form: format of the answers.
-        answer_begin: beginning of the answer that the prompt already has; set before the first
-            delta is read.
+        form: format of the outputs.
+        answer_begin: beginning of the answer that is already part of the prompt. The caller sets it
+            before it reads the first delta.
     """
 
     def __init__(
@@ -246,7 +249,7 @@ class MessageParser:
         self._interrupted = False
 
     def push(self, delta: Delta) -> Delta:
-        """Split the text of ``delta`` into text, reasoning and calls."""
+        """Copy of ``delta`` with its text split into text, reasoning and calls."""
         if self._interrupted and self._unfinished and not delta.finish_reason:
             delta = replace(delta, index=min(self._unfinished))
         output = self.output(delta.index)
@@ -257,7 +260,7 @@ class MessageParser:
         reason = delta.finish_reason
         if reason == "stop" and output.calls:
             reason = "tool_calls"
-        text, reasoning, calls = output.take()
+        text, reasoning, calls = output.take_increments()
         if text == delta.text and not reasoning and not calls and reason == delta.finish_reason:
             return delta
         return Delta(
@@ -273,13 +276,16 @@ class MessageParser:
         )
 
     def interrupt(self) -> bool:
-        """Note that an exception ends the stream. Returns whether text may be held back; pushing an
-        empty delta releases it before the exception."""
+        """End the outputs, because an exception ends the stream.
+
+        Returns:
+            Whether text may be held back. If so, pushing an empty delta releases it.
+        """
         self._interrupted = True
         return bool(self._unfinished)
 
     def complete(self, output: CompletionOutput) -> CompletionOutput:
-        """Add reasoning and tool calls to ``output``."""
+        """Copy of ``output`` with its reasoning and tool calls."""
         parsed = self.output(output.index)
         return replace(output, reasoning=parsed.reasoning, tool_calls=tuple(parsed.calls))
 
@@ -293,7 +299,7 @@ class MessageParser:
 
 
 def _join_fragments(deltas: list[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
-    """Join fragments of the same call."""
+    """Join adjacent fragments of the same call."""
     if len(deltas) < 2:
         return tuple(deltas)
     joined: list[ToolCallDelta] = []

@@ -1,4 +1,4 @@
-"""ResponseFormat: the delimiters and syntax of a model's reasoning and tool calls."""
+"""ResponseFormat: delimiters and syntax of a model's reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -28,31 +28,38 @@ SKIP = "skip"
 if TYPE_CHECKING:
     from asyncllm.config import EngineConfig
 
-# Look-behind constructs of patterns. They cannot work, because earlier text is dropped.
+# Look-behind constructs of patterns. They are refused, because earlier text is not kept.
 _LOOK_BEHIND = ("(?<=", "(?<!", r"\A")
 
 
 class ResponseFormat:
-    """A response template, compiled for text that arrives in pieces.
+    """Response template, compiled for text that arrives in pieces.
 
-    Templates and their meaning are transformers' (``transformers.utils.chat_parsing``). Its
-    ``ResponseParser`` does not fit streaming: it releases a call only when it is complete, raises
-    for a malformed one and drops its delimiters, ends a call at a delimiter in a string, and copies
-    the whole output with each piece (4 microseconds for a token of a short output, up to 550 at one
-    megabyte; ``benchmarks.parsing``). It is used for calls in other syntaxes than plain JSON, a
-    region at a time.
+    Templates have the meaning that they have in transformers (``transformers.utils.chat_parsing``).
+    Its ``ResponseParser`` does not fit streaming:
+
+    - it releases a call only when the call is complete;
+    - it raises for a malformed call, and drops the delimiters of the call;
+    - it ends a call at a delimiter within a string;
+    - it copies the whole output with each piece: 4 microseconds per token of a short output, up to
+      550 for an output of one megabyte (``benchmarks.parsing``).
+
+    It is only used for calls in other syntaxes than plain JSON, one region at a time.
 
     Args:
-        calling, thinking: formats of calls and of thoughts; None if they are not looked for.
+        calling: format of calls; None if the output is not searched for calls.
+        thinking: format of reasoning; None if the output is not searched for reasoning.
 
     Attributes:
-        delimiters: openings of regions, and the ignored pattern.
-        calls, thoughts: the template's fields; None as above.
-        form: how the chat template writes calls; None if unknown.
+        delimiters: delimiters that begin a call or reasoning, and the ignored pattern.
+        calls, thoughts: the template's fields for calls and reasoning; None as above.
+        form: syntax of calls in the chat template; None if unknown.
         prompt_ends: literal texts that belong to the answer if the prompt ends with them.
-        begin, end: delimiters of thinking that the engine looks for; empty if the template has
-            patterns.
-        end_before_call: as for a ReasoningFamily.
+        begin, end: texts at whose token ids reasoning begins and ends for the engine; empty if the
+            template has patterns instead.
+        end_before_call: as for ``ReasoningFamily``.
+        calls_close, thoughts_close: delimiters that end a call and reasoning; None without.
+        syntax: layout of calls in JSON; None for another syntax.
     """
 
     def __init__(self, calling: ToolFamily | None, thinking: ReasoningFamily | None) -> None:
@@ -74,10 +81,13 @@ class ResponseFormat:
         if self.ignored_pattern is not None:
             opens.append((SKIP, self.ignored_pattern))
         self.delimiters = Delimiters(opens)
-        self.calls_close, self.thoughts_close = _close(self.calls), _close(self.thoughts)
+        self.calls_close, self.thoughts_close = (
+            _closing_delimiters(self.calls),
+            _closing_delimiters(self.thoughts),
+        )
         self.syntax = None if self.calls is None else _json_syntax(self.calls)
 
-    def spells(self, token: str) -> bool:
+    def delimiters_contain(self, token: str) -> bool:
         """Whether ``token`` may be a part of a delimiter."""
         sources = [self.ignored_pattern, *self.prompt_ends]
         for part in (self.calls, self.thoughts):
@@ -87,15 +97,16 @@ class ResponseFormat:
         return any(token in source.replace("\\", "") for source in sources if source)
 
     def answer_begins_in(self, prompt_end: str) -> str:
-        """Beginning of the answer that the prompt already has, such as the opening of thoughts."""
+        """The part of the answer that the prompt ends with, such as "<think>"; else empty."""
         prompt_end = prompt_end.rstrip()
         return next((end for end in self.prompt_ends if prompt_end.endswith(end)), "")
 
     def call_reader(self, tools: Mapping[str, Mapping[str, Any]], found: Found) -> CallReader:
-        """Make a reader for the region that ``found`` opens.
+        """Make a reader for the calls after an opening delimiter.
 
         Args:
-            tools: parameters of the tools on offer, by name.
+            tools: schema of the parameters of each tool, by tool name.
+            found: the opening delimiter.
         """
         if self.syntax is not None:
             name = found.captures.get("name", "").strip() or None
@@ -114,18 +125,18 @@ class ResponseFormat:
         ]
         try:
             message = parse_response(raw, template, prefix="", tools=schemas)
-        except Exception:  # any error of the template's parser: this is no call
+        except Exception:  # transformers' parser raises errors of any class for malformed calls
             return None
         found = message.get(CALLS)
-        calls = [_name_and_arguments(call) for call in _flat(found)]
+        calls = [_name_and_arguments(call) for call in _flatten(found)]
         if not calls or any(call is None or call[0] not in tools for call in calls):
             return None
         return [call for call in calls if call is not None]
 
 
-def _flat(value: Any) -> list[Any]:
+def _flatten(value: Any) -> list[Any]:
     if isinstance(value, list):
-        return [item for one in value for item in _flat(one)]
+        return [item for one in value for item in _flatten(one)]
     return [] if value is None else [value]
 
 
@@ -139,19 +150,19 @@ def _name_and_arguments(call: Any) -> tuple[str, str] | None:
     return name, json.dumps(arguments, ensure_ascii=False)
 
 
-def _close(part: Mapping[str, Any] | None) -> Delimiters | None:
+def _closing_delimiters(part: Mapping[str, Any] | None) -> Delimiters | None:
     given = None if part is None else literals_or_pattern(part, "close")
     return None if given is None else Delimiters([("close", given)])
 
 
 def _json_syntax(calls: Mapping[str, Any]) -> JsonSyntax | None:
-    """JSON syntax of a field ``tool_calls``; None for any other syntax."""
+    """Layout of calls that the field ``tool_calls`` describes; None if it is not plain JSON."""
     transform = calls.get("transform")
     if calls.get("content") != "json" or calls.get("content_args") or not transform:
         return None
     function = transform.get("function") if isinstance(transform, Mapping) else None
     if calls.get("transform_each"):
-        keys = _keys(function, "")
+        keys = _placeholder_keys(function, "")
         return None if keys is None else JsonSyntax("array", *keys)
     if function == "{content}":
         return JsonSyntax("object")
@@ -159,11 +170,11 @@ def _json_syntax(calls: Mapping[str, Any]) -> JsonSyntax | None:
         return None
     if (function["name"], function["arguments"]) == ("{name}", "{content}"):
         return JsonSyntax("arguments")
-    keys = _keys(function, "content.")
+    keys = _placeholder_keys(function, "content.")
     return None if keys is None else JsonSyntax("object", *keys)
 
 
-def _keys(function: Any, prefix: str) -> tuple[str, str] | None:
+def _placeholder_keys(function: Any, prefix: str) -> tuple[str, str] | None:
     if not isinstance(function, Mapping) or function.keys() != {"name", "arguments"}:
         return None
     found = []
@@ -176,12 +187,13 @@ def _keys(function: Any, prefix: str) -> tuple[str, str] | None:
 
 
 class ResponseFormats:
-    """The response formats of one model, with and without tools.
+    """The response formats of one model: for requests with tools, and without.
 
     Args:
-        sources: the model's chat templates.
-        template: the tokenizer's own ``response_template``, which takes precedence.
-        tool_call_parser, reasoning_parser: as in ``EngineConfig``.
+        sources: sources of the model's chat templates, to recognise the model's family.
+        template: the tokenizer's own ``response_template``, which wins over a recognised family;
+            None if absent.
+        tool_call_parser, reasoning_parser: as in ``EngineConfig``; any value but "auto" wins.
     """
 
     def __init__(
@@ -191,9 +203,9 @@ class ResponseFormats:
         tool_call_parser: str,
         reasoning_parser: str | None,
     ) -> None:
-        fields = _checked(template) if template is not None else {}
+        fields = _check_template(template) if template is not None else {}
         own = next((fields[name] for name in REASONING_FIELDS if name in fields), None)
-        ignored = _content_end(fields)
+        ignored = _text_end_pattern(fields)
         thinking: ReasoningFamily | None = None
         if reasoning_parser == "auto" and own is not None:
             begin, end = own.get("open"), own.get("close")
@@ -203,11 +215,11 @@ class ResponseFormats:
                 own, begin, end, (), ignored_pattern=ignored, prompt_end=begin
             )
         elif reasoning_parser == "auto" and template is None:
-            thinking = _recognised(REASONING_FAMILIES, sources)
+            thinking = _recognise_family(REASONING_FAMILIES, sources)
         elif reasoning_parser is not None and reasoning_parser != "auto":
             thinking = REASONING_FAMILIES[reasoning_parser]
         calling: ToolFamily | None = None
-        known = _recognised(TOOL_FAMILIES, sources)
+        known = _recognise_family(TOOL_FAMILIES, sources)
         if tool_call_parser == "auto" and CALLS in fields:
             form = known.form if known is not None else None
             as_text = known is not None and known.arguments_as_text
@@ -227,16 +239,19 @@ class ResponseFormats:
         return cls(sources, template, config.tool_call_parser, config.reasoning_parser)
 
     def prepare(self) -> None:
-        """Import what parsing needs at start, so that no event loop waits for it later."""
+        """Import transformers' parser if it is needed, so that no event loop waits for it later."""
         if self._calling is not None and _json_syntax(self._calling.calls) is None:
             with importing_transformers():
                 importlib.import_module("transformers.utils.chat_parsing")
 
-    def of(self, with_tools: bool) -> ResponseFormat | None:
-        """Format of an answer; None if it is plain text.
+    def format_for(self, with_tools: bool) -> ResponseFormat | None:
+        """Format of an answer; None if all of it is text.
+
+        Args:
+            with_tools: whether the request has tools.
 
         Raises:
-            InvalidRequestError: with tools, if the model's format of calls is unknown.
+            InvalidRequestError: if it has, and the model's format of calls is unknown.
         """
         if with_tools and self._calling is None:
             raise InvalidRequestError(
@@ -253,11 +268,11 @@ class ResponseFormats:
 
     @property
     def arguments_as_text(self) -> bool:
-        """Whether the chat template wants the arguments of past calls as JSON text."""
+        """Whether the chat template expects the arguments of past calls as JSON text."""
         return self._calling is not None and self._calling.arguments_as_text
 
 
-def _recognised(families: Mapping[str, Any], sources: Sequence[str]) -> Any:
+def _recognise_family(families: Mapping[str, Any], sources: Sequence[str]) -> Any:
     source = "\n".join(sources)
     for family in families.values():
         if any(all(text in source for text in texts) for texts in family.markers):
@@ -266,8 +281,8 @@ def _recognised(families: Mapping[str, Any], sources: Sequence[str]) -> Any:
     return None
 
 
-def _checked(template: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """Check a tokenizer's own template; returns its fields.
+def _check_template(template: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Check a tokenizer's own response template; returns its fields.
 
     Raises:
         ModelLoadError: if transformers refuses it, or a pattern has a look-behind.
@@ -290,8 +305,9 @@ def _checked(template: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     return template["fields"]
 
 
-def _content_end(fields: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Pattern that ends the content in a tokenizer's own template; its matches are not text."""
+def _text_end_pattern(fields: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Pattern of the delimiter after the text in a tokenizer's own template; None without. Its
+    matches are not text."""
     import regex
 
     for part in fields.values():

@@ -1,4 +1,4 @@
-"""tool_grammar: makes a grammar of tool calls, and of an answer's schema."""
+"""tool_grammar: makes a grammar for tool calls, together with the schema of an answer."""
 
 from __future__ import annotations
 
@@ -15,22 +15,34 @@ from asyncllm.tool_calls.families import CallForm
 from asyncllm.tool_calls.response_format import ResponseFormat
 from asyncllm.tool_calls.tool_use import ToolUse
 
-_CLOSED = ANNOTATIONS | {"type", "properties", "required"}
-"""Keywords of a parameters schema that needs no further properties."""
+_CLOSED_SCHEMA_KEYWORDS = ANNOTATIONS | {"type", "properties", "required"}
+"""Keywords of a schema that says nothing about additional properties. If a tool's parameters have
+only these, additional properties are refused."""
 
 
 def with_tool_grammar(
     sampling: dict[str, Any], params: Any, use: ToolUse, template: ResponseFormat
 ) -> tuple[dict[str, Any], bool]:
-    """Add the grammar that ``use`` needs, if any, to fields of ``SamplingParams``. Also returns
-    whether the answer may have free text.
+    """Add the grammar that a call's tools need to the fields of its ``SamplingParams``.
 
-    Tools together with ``structured_outputs`` make a grammar of both: calls, or an answer of that
-    schema.
+    With ``structured_outputs`` the grammar allows both: tool calls, or an answer in that schema.
+
+    Args:
+        sampling: fields of ``SamplingParams`` that the caller passed by name.
+        params: the caller's ``SamplingParams``, or None.
+        use: the tools and the tool choice.
+        template: format of the model's calls.
+
+    Returns:
+        ``sampling`` with the grammar, if one is needed; and whether the answer may have free text.
 
     Raises:
-        InvalidRequestError: for ``structured_outputs`` if a call is required, or other than JSON;
-            for a model whose format of calls is unknown; for a grammar beyond the limits.
+        InvalidRequestError: in one of these cases.
+
+            - ``structured_outputs`` is given, and a tool call is required.
+            - ``structured_outputs`` is neither a JSON schema nor ``json_object``.
+            - A grammar is needed, and the model's format of calls is unknown or does not allow it.
+            - The grammar exceeds the limits of ``structured_outputs``.
     """
     given = sampling.get("structured_outputs")
     if given is None and isinstance(params, SamplingParams):
@@ -74,18 +86,18 @@ def tool_grammar(
     parallel: bool,
     answer: StructuredOutputs | None = None,
 ) -> dict[str, Any]:
-    """Structural tag (as in xgrammar) that makes the model write calls.
+    """Make a structural tag (as in xgrammar) that allows only valid tool calls.
 
-    It has a tag for each tool, whose content is the schema of its parameters. Calls are written as
-    in the model's chat template, so they always parse.
+    It has one tag per tool, whose content is the schema of the tool's parameters. Calls have the
+    syntax of the model's chat template, so they always parse.
 
     Args:
-        template: how the model writes calls.
-        tools: in OpenAI's schema.
-        choice: "required" for any tool; ``{"name": …}`` for one; "auto" for text that may have
-            calls.
-        parallel: allow several calls. A named tool is called once.
-        answer: JSON schema of an answer, as an alternative to calls.
+        template: format of the model's calls.
+        tools: OpenAI's tools.
+        choice: "required" if some tool must be called; ``{"name": …}`` if this tool must be called;
+            "auto" for text that may contain calls.
+        parallel: allow several calls. A named tool is called only once.
+        answer: JSON schema of an answer that is allowed instead of calls.
 
     Raises:
         InvalidRequestError: for a model whose format of calls is unknown.
@@ -99,19 +111,19 @@ def tool_grammar(
         )
     name = choice["name"] if isinstance(choice, dict) else None
     functions = [tool["function"] for tool in tools]
-    # Free text with parallel calls needs a grammar only for the strict tools.
+    # If free text and parallel calls are allowed, only the arguments of strict tools need a schema.
     just_strict = choice == "auto" and parallel and answer is None
     tags = [
-        _tag(form, one, before, just_strict and not one.get("strict"))
+        _tool_tag(form, one, before, just_strict and not one.get("strict"))
         for one in functions
         if name in (None, one["name"])
         for before in dict.fromkeys(("", form.restart))
     ]
     parallel = parallel and form.parallel and name is None
     if choice == "auto" and answer is None:
-        found = _text_with_calls(form, tags, parallel)
+        found = _text_with_calls_format(form, tags, parallel)
     else:
-        found = _calls(form, tags, parallel)
+        found = _calls_format(form, tags, parallel)
         if answer is not None:
             schema = {"type": "json_schema", "json_schema": json.loads(answer.text)}
             found = {"type": "or", "elements": [found, schema]}
@@ -119,13 +131,19 @@ def tool_grammar(
 
 
 def _ends_with_a_call(use: ToolUse, form: CallForm | None) -> bool:
-    """Whether the format allows one call per answer anyway, so that no grammar is needed."""
+    """Whether an answer ends with its first call in this format, so that no grammar is needed to
+    prevent a second."""
     return use.choice == "auto" and form is not None and not form.parallel
 
 
-def _tag(form: CallForm, function: dict[str, Any], before: str, free: bool) -> dict[str, Any]:
-    """Tag of one tool; with ``free``, its arguments may be any JSON object."""
-    schema = {"type": "object"} if free else _arguments(function)
+def _tool_tag(form: CallForm, function: dict[str, Any], before: str, free: bool) -> dict[str, Any]:
+    """Make the tag of one tool.
+
+    Args:
+        before: text before the call.
+        free: allow any JSON object as arguments.
+    """
+    schema = {"type": "object"} if free else _arguments_schema(function)
     content: dict[str, Any] = {"type": "json_schema", "json_schema": schema}
     if form.style != "json":
         content["style"] = form.style
@@ -133,14 +151,18 @@ def _tag(form: CallForm, function: dict[str, Any], before: str, free: bool) -> d
     return {"type": "tag", "begin": begin, "content": content, "end": form.end}
 
 
-def _arguments(function: dict[str, Any]) -> dict[str, Any]:
-    """Schema of the arguments. Closed unless it says otherwise, because a function accepts no
-    further arguments."""
+def _arguments_schema(function: dict[str, Any]) -> dict[str, Any]:
+    """Schema of a tool's arguments. It refuses additional properties unless the tool allows them,
+    because a function accepts no further arguments."""
     schema = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
-    return schema | {"additionalProperties": False} if schema.keys() <= _CLOSED else schema
+    return (
+        schema | {"additionalProperties": False}
+        if schema.keys() <= _CLOSED_SCHEMA_KEYWORDS
+        else schema
+    )
 
 
-def _calls(form: CallForm, tags: list[dict[str, Any]], parallel: bool) -> dict[str, Any]:
+def _calls_format(form: CallForm, tags: list[dict[str, Any]], parallel: bool) -> dict[str, Any]:
     calls: dict[str, Any] = {
         "type": "tags_with_separator",
         "tags": tags,
@@ -154,7 +176,9 @@ def _calls(form: CallForm, tags: list[dict[str, Any]], parallel: bool) -> dict[s
     return {"type": "sequence", "elements": [before, calls, after]}
 
 
-def _text_with_calls(form: CallForm, tags: list[dict[str, Any]], parallel: bool) -> dict[str, Any]:
+def _text_with_calls_format(
+    form: CallForm, tags: list[dict[str, Any]], parallel: bool
+) -> dict[str, Any]:
     prefix, suffix = form.prefix, form.suffix
     tags = [{**tag, "begin": prefix + tag["begin"], "end": tag["end"] + suffix} for tag in tags]
     return {

@@ -1,4 +1,4 @@
-"""ToolUse: the tools that a call of ``chat()`` offers, and the tool choice."""
+"""ToolUse: the tools and the tool choice of one ``chat()`` call."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from asyncllm.text.template_input import plain_values
 from asyncllm.tool_calls.function_schema import function_schema, is_function, is_model
 
 MAX_TOOLS = 1024
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ACCEPTED = "OpenAI's dicts, Python functions or Pydantic models"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Tools and tool choice of one call, checked and copied.
+    """Tools and tool choice of one ``chat()`` call, checked and copied.
 
     Attributes:
-        schemas: ``{"type": "function", "function": {...}}`` each, as chat templates take them.
-        choice: "auto", "required", or ``{"name": …}``.
+        schemas: one ``{"type": "function", "function": {...}}`` per tool, as chat templates expect.
+        choice: "auto", "required", or ``{"name": …}`` for one tool.
         parallel: whether an answer may have several calls.
     """
 
@@ -34,21 +34,23 @@ class ToolUse:
 
     @classmethod
     def of(cls, tools: Any, tool_choice: Any, parallel_tool_calls: Any) -> ToolUse | None:
-        """Check the arguments of ``chat()``; None if no tool is offered.
+        """Check the arguments of ``chat()``; returns None if the model must not see any tool.
 
         Raises:
             InvalidRequestError: ``param`` is "tools", "tool_choice" or "parallel_tool_calls"; the
-                message says where.
+                message has the path of the invalid value.
         """
         given = check.items("tools", tools, _ACCEPTED, MAX_TOOLS)
-        schemas = tuple(_schema(tool, f"tools[{i}]") for i, tool in enumerate(given))
+        schemas = tuple(_parse_tool(tool, f"tools[{i}]") for i, tool in enumerate(given))
         names = [schema["function"]["name"] for schema in schemas]
         seen: set[str] = set()
         for i, name in enumerate(names):
             if name in seen:
-                raise _bad(f"tools[{i}]", f"the name {name!r} a second time", "different names")
+                raise _invalid_tool(
+                    f"tools[{i}]", f"the name {name!r} a second time", "different names"
+                )
             seen.add(name)
-        choice = _choice(tool_choice)
+        choice = _parse_choice(tool_choice)
         parallel = check.boolean("parallel_tool_calls", parallel_tool_calls)
         if isinstance(choice, dict) and choice["name"] not in names:
             accepted = f"one of the tools on offer: {', '.join(names) or 'there are none'}"
@@ -68,16 +70,16 @@ class ToolUse:
 
     @property
     def is_constrained(self) -> bool:
-        """Whether the choice needs a grammar."""
+        """Whether a grammar is needed to enforce the choice, a single call, or strict tools."""
         return self.choice != "auto" or not self.parallel or self.is_strict
 
     @property
     def is_strict(self) -> bool:
-        """Whether any tool is strict: its arguments have to fit its schema."""
+        """Whether any tool is strict: arguments of its calls must fit its schema."""
         return any(schema["function"].get("strict") for schema in self.schemas)
 
 
-def _choice(value: Any) -> str | dict[str, str]:
+def _parse_choice(value: Any) -> str | dict[str, str]:
     if value is None:
         return "auto"
     if (text := check.plain_text(value)) in ("auto", "none", "required"):
@@ -91,27 +93,31 @@ def _choice(value: Any) -> str | dict[str, str]:
     raise check.invalid("tool_choice", value, accepted)
 
 
-def _schema(tool: Any, where: str) -> dict[str, Any]:
+def _parse_tool(tool: Any, where: str) -> dict[str, Any]:
     if is_function(tool) or is_model(tool):
         tool = function_schema(tool, where)
     plain = plain_values(tool, where, "tools")
     if not isinstance(plain, dict) or plain.get("type", "function") != "function":
-        raise _bad(where, check.describe(tool), f"one of {_ACCEPTED}")
+        raise _invalid_tool(where, check.describe(tool), f"one of {_ACCEPTED}")
     function = plain.get("function")
     if "function" not in plain:  # as in OpenAI's Responses
         function = {key: value for key, value in plain.items() if key != "type"}
     where = f"{where}.function"
     if not isinstance(function, dict):
-        raise _bad(where, check.describe(function), "a dict with a name")
+        raise _invalid_tool(where, check.describe(function), "a dict with a name")
     name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
         accepted = "1 to 64 letters, digits, underscores, dashes and dots"
-        raise _bad(f"{where}.name", check.describe(name), accepted)
+        raise _invalid_tool(f"{where}.name", check.describe(name), accepted)
     if not isinstance(function.get("description", ""), (str, type(None))):
-        raise _bad(f"{where}.description", check.describe(function["description"]), "a string")
+        raise _invalid_tool(
+            f"{where}.description", check.describe(function["description"]), "a string"
+        )
     function = {key: value for key, value in function.items() if value is not None}
     if not isinstance(function.get("strict", False), bool):
-        raise _bad(f"{where}.strict", check.describe(function["strict"]), "true, false or null")
+        raise _invalid_tool(
+            f"{where}.strict", check.describe(function["strict"]), "true, false or null"
+        )
     if "parameters" in function:
         _check_parameters(function["parameters"], f"{where}.parameters")
     return {"type": "function", "function": function}
@@ -119,49 +125,60 @@ def _schema(tool: Any, where: str) -> dict[str, Any]:
 
 def _check_parameters(schema: Any, where: str) -> None:
     if not isinstance(schema, dict):
-        raise _bad(where, check.describe(schema), "a JSON schema of an object")
+        raise _invalid_tool(where, check.describe(schema), "a JSON schema of an object")
     if schema.get("type", "object") != "object":
-        raise _bad(f"{where}.type", check.describe(schema["type"]), '"object"')
+        raise _invalid_tool(f"{where}.type", check.describe(schema["type"]), '"object"')
     properties = schema.get("properties", {})
     if not isinstance(properties, dict) or not all(
         isinstance(key, str) and isinstance(value, (dict, bool))
         for key, value in properties.items()
     ):
-        raise _bad(f"{where}.properties", check.describe(properties), "names to JSON schemas")
+        raise _invalid_tool(
+            f"{where}.properties", check.describe(properties), "names to JSON schemas"
+        )
     required = schema.get("required", [])
     if not isinstance(required, (list, tuple)) or not all(isinstance(r, str) for r in required):
-        raise _bad(f"{where}.required", check.describe(required), "a list of names")
+        raise _invalid_tool(f"{where}.required", check.describe(required), "a list of names")
     _check_references(schema, where)
 
 
 def _check_references(root: dict[str, Any], where: str) -> None:
-    """Check that each ``$ref`` leads to a schema within ``root``. A cycle of nothing but ``$ref``
-    is refused; a recursive schema, such as a tree, is no such cycle."""
+    """Check that each ``$ref`` leads to a schema within ``root``.
+
+    A ``$ref`` that leads back to itself only through other ``$ref`` is refused. A recursive schema,
+    such as that of a tree, is accepted.
+    """
     pending: list[Any] = [root]
     while pending:
         value = pending.pop()
         if isinstance(value, dict):
             if "$ref" in value:
-                _follow(value, root, where)
+                _resolve_ref(value, root, where)
             pending += value.values()
         elif isinstance(value, (list, tuple)):
             pending += value
 
 
-def _follow(schema: dict[str, Any], root: dict[str, Any], where: str) -> None:
+def _resolve_ref(schema: dict[str, Any], root: dict[str, Any], where: str) -> None:
     seen: set[str] = set()
     while isinstance(schema, dict) and "$ref" in schema:
         pointer = schema["$ref"]
         if not is_local(pointer):
-            raise _bad(where, f"$ref {check.describe(pointer)}", "one into this schema, #/…")
+            raise _invalid_tool(
+                where, f"$ref {check.describe(pointer)}", "one into this schema, #/…"
+            )
         if pointer in seen:
-            raise _bad(where, f"a circle of $ref at {pointer!r}", "one that leads to a schema")
+            raise _invalid_tool(
+                where, f"a circle of $ref at {pointer!r}", "one that leads to a schema"
+            )
         seen.add(pointer)
         try:
             schema = resolve(pointer, root)
         except LookupError:
-            raise _bad(where, f"$ref {pointer!r}, which leads nowhere", "one to a schema") from None
+            raise _invalid_tool(
+                where, f"$ref {pointer!r}, which leads nowhere", "one to a schema"
+            ) from None
 
 
-def _bad(where: str, value: str, accepted: str) -> InvalidRequestError:
+def _invalid_tool(where: str, value: str, accepted: str) -> InvalidRequestError:
     return InvalidRequestError(f"{where}: has {value:.200}, expected {accepted}", param="tools")

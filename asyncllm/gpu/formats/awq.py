@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.checkpoint.config_file import ConfigFile
-from asyncllm.checkpoint.reader import CheckpointReader, Codes
+from asyncllm.checkpoint.reader import CheckpointReader, QuantisedTensor
 from asyncllm.gpu.formats.base import (
     SCALE_DTYPES,
     PackedTensor,
@@ -45,11 +45,11 @@ class Awq(WeightFormat):
         for name in ("version", "format"):
             value = config.values.get(name, "gemm")
             if not isinstance(value, str) or value.lower() != "gemm":
-                raise config.bad(name, "'gemm', whose order of the columns is known")
+                raise config.invalid_field(name, "'gemm', whose order of the columns is known")
         if config.values.get("backend") == "llm-awq":
-            raise config.bad("backend", "one that packs as AutoAWQ's version 'gemm' does")
+            raise config.invalid_field("backend", "one that packs as AutoAWQ's version 'gemm' does")
         if not config.boolean("zero_point", True):
-            raise config.bad("zero_point", "true")
+            raise config.invalid_field("zero_point", "true")
         self.group = group_size(config)
         self.label = f"awq, 4 bits, groups of {self.group or 'a row'}"
 
@@ -63,7 +63,7 @@ class Awq(WeightFormat):
             parts.require("scales", SCALE_DTYPES, (groups, words * 8))
             yield PackedTensor(parts.stem + "weight", (words * 8, inputs), parts.names, step=8)
 
-    def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Codes:
+    def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> QuantisedTensor:
         qweight, scales = parts["qweight"], parts["scales"]
         order, group = torch.tensor(_NIBBLE_ORDER), tensor.shape[1] // scales.shape[0]
         zeros = unpack(parts["qzeros"], 4, 1, order).T
@@ -71,4 +71,4 @@ class Awq(WeightFormat):
         def rows(start: int, stop: int) -> Tensor:
             return unpack(qweight[:, start // 8 : stop // 8], 4, 1, order).T
 
-        return Codes(4, tensor.shape, rows, scales.T, (1, group), zeros, step=8)
+        return QuantisedTensor(4, tensor.shape, rows, scales.T, (1, group), zeros, step=8)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.checkpoint.config_file import ConfigFile
-from asyncllm.checkpoint.reader import CheckpointReader, Codes, TensorInfo
+from asyncllm.checkpoint.reader import CheckpointReader, QuantisedTensor, TensorInfo
 from asyncllm.errors import ModelLoadError
 
 SCALE_DTYPES = ("F32", "BF16", "F16")
@@ -59,8 +59,8 @@ class WeightFormat(Protocol):
         """
         ...
 
-    def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Codes | Rows:
-        """Reads a tensor: as Codes if it is stored as integers, as dequantised Rows if as floats.
+    def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> QuantisedTensor | Rows:
+        """Reads a tensor: QuantisedTensor if stored as integers, dequantised Rows if as floats.
 
         Raises:
             ModelLoadError: values of the parts contradict their shapes.
@@ -144,7 +144,9 @@ def check_fields(config: ConfigFile, known: Iterable[str], *module_lists: str) -
     """
     for name in config.values:
         if name in config and name not in known:
-            raise config.bad(name, "no such field, which may change what the weights mean")
+            raise config.invalid_field(
+                name, "no such field, which may change what the weights mean"
+            )
     for name in module_lists:
         if name in config:
             config.entries(name, "a list of module names", lambda entry: isinstance(entry, str))
@@ -206,15 +208,15 @@ def unpack(words: Tensor, bits: int, dim: int, order: Tensor | None = None) -> T
     return values.transpose(1, 2).flatten(0, 1) if dim == 0 else values.flatten(1)
 
 
-def dequantised(codes: Codes, start: int, stop: int) -> Tensor:
+def dequantised(codes: QuantisedTensor, start: int, stop: int) -> Tensor:
     """Dequantises rows ``start`` to ``stop - 1`` to float32."""
-    part = codes.rows(start, stop).float()
+    part = codes.read_rows(start, stop).float()
     if codes.zeros is not None:
         part -= _expanded(codes, codes.zeros, start, stop)
     return part.mul_(_expanded(codes, codes.scales, start, stop))
 
 
-def _expanded(codes: Codes, grid: Tensor, start: int, stop: int) -> Tensor:
+def _expanded(codes: QuantisedTensor, grid: Tensor, start: int, stop: int) -> Tensor:
     if codes.column_groups is not None:
         return grid[start:stop].float()[:, codes.column_groups]
     return expand_blocks(grid, codes.block, start, stop, codes.shape[1])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.checkpoint.config_file import ConfigFile
-from asyncllm.checkpoint.reader import CheckpointReader, Codes
+from asyncllm.checkpoint.reader import CheckpointReader, QuantisedTensor
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.base import (
     SCALE_DTYPES,
@@ -82,14 +82,14 @@ class CompressedTensors(WeightFormat):
         default = config.choice("format", formats, "pack-quantized")
         for name in ("transform_config", "moe_sparsity_config"):
             if config.values.get(name):
-                raise config.bad(name, "no such transformation of the weights")
+                raise config.invalid_field(name, "no such transformation of the weights")
         config.section("sparsity_config").choice("format", ("dense",), "dense")
         groups = config.section("config_groups")
         sections = [groups.section(name) for name in groups.values]
         schemes = [_scheme(section, default) for section in sections]
         self.schemes = [scheme for scheme in schemes if scheme is not None]
         if not self.schemes:
-            raise config.bad("config_groups", "an object with a group that has 'weights'")
+            raise config.invalid_field("config_groups", "an object with a group that has 'weights'")
         sizes = sorted({f"{s.bits} bits {_named(s.block)}" for s in self.schemes})
         self.label = f"compressed-tensors {default}, " + ", ".join(sizes)
         ignored = {_activations(section) for section in sections} - {""}
@@ -150,7 +150,7 @@ class CompressedTensors(WeightFormat):
             parts.require("weight_g_idx", ["I32"], (columns,))
         return PackedTensor(parts.stem + "weight", shape, parts.names)
 
-    def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Codes | Rows:
+    def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> QuantisedTensor | Rows:
         scheme = self._match(tensor.name.removesuffix(".weight"))
         assert scheme is not None
         columns, scale = tensor.shape[1], parts["weight_scale"]
@@ -168,7 +168,7 @@ class CompressedTensors(WeightFormat):
             return unpack(parts["weight_packed"][start:stop], scheme.bits, 1)[:, :columns]
 
         signed = "weight" in parts
-        return Codes(scheme.bits, tensor.shape, rows, scale, block, offset, order, signed)
+        return QuantisedTensor(scheme.bits, tensor.shape, rows, scale, block, offset, order, signed)
 
     def _scheme_of(self, parts: TensorParts, suffix: str) -> Scheme:
         name = parts.stem + suffix
@@ -226,26 +226,30 @@ def _scheme(group: ConfigFile, default: str) -> Scheme | None:
         try:
             re.compile(target.removeprefix("re:"))
         except re.error as error:
-            raise group.bad("targets", f"valid expressions ({target!r}: {error})") from error
+            raise group.invalid_field(
+                "targets", f"valid expressions ({target!r}: {error})"
+            ) from error
     form = group.choice("format", FORMATS, None) or default
     weights = group.section("weights")
     if not weights.values:
         return None
     check_fields(weights, _KNOWN_WEIGHTS)
     if form == "mixed-precision":
-        raise group.bad("format", " or ".join(FORMATS))
+        raise group.invalid_field("format", " or ".join(FORMATS))
     if weights.boolean("dynamic", False):
-        raise weights.bad("dynamic", "false")
+        raise weights.invalid_field("dynamic", "false")
     kind = weights.choice("type", ("int", "float"), "int")
     bits = weights.integer("num_bits", 8)
     is_float, symmetric = kind == "float", weights.boolean("symmetric", True)
     accepted = (4, 8) if form == "pack-quantized" else (8,)
     if bits not in accepted:
-        raise weights.bad("num_bits", f"{' or '.join(map(str, accepted))} with format {form!r}")
+        raise weights.invalid_field(
+            "num_bits", f"{' or '.join(map(str, accepted))} with format {form!r}"
+        )
     if is_float != (form == "float-quantized") and form != "naive-quantized":
-        raise weights.bad("type", f"that of format {form!r}")
+        raise weights.invalid_field("type", f"that of format {form!r}")
     if is_float and not symmetric:
-        raise weights.bad("symmetric", "true for floating point numbers")
+        raise weights.invalid_field("symmetric", "true for floating point numbers")
     return Scheme(targets, bits, is_float, symmetric, _block(weights))
 
 

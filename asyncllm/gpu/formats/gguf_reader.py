@@ -13,7 +13,7 @@ from torch import Tensor
 
 from asyncllm.checkpoint.gguf_config import gguf_config, is_quantised
 from asyncllm.checkpoint.gguf_file import GGML_TYPES, PLAIN_TYPES, GGUFFile, GGUFTensor
-from asyncllm.checkpoint.reader import Codes, TensorInfo
+from asyncllm.checkpoint.reader import QuantisedTensor, TensorInfo
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.reader import DTYPE_NAMES, joined, row_ranges
 
@@ -105,7 +105,7 @@ class GGUFReader:
         for start, stop in row_ranges((rows, *stored.shape[1:])):
             yield self._values(read(start, stop), stored).view(-1, *stored.shape[1:])
 
-    def codes(self, name: str) -> Codes | None:
+    def quantised_tensor(self, name: str) -> QuantisedTensor | None:
         """Codes of a Q4_0 or Q8_0 matrix, whose blocks are a scale and integers; else None."""
         stored = self._stored[name]
         label, shape = GGML_TYPES[stored.type][0], stored.shape
@@ -127,7 +127,7 @@ class GGUFReader:
         scales = scales.flatten(1)
         zeros = torch.full_like(scales, 8.0) if label == "Q4_0" else None
         bits, signed = (4, False) if label == "Q4_0" else (8, True)
-        return Codes(bits, shape, rows, scales, (1, 32), zeros, is_signed=signed)
+        return QuantisedTensor(bits, shape, rows, scales, (1, 32), zeros, is_signed=signed)
 
     def _rows(self, name: str, rows: int) -> Callable[[int, int], np.ndarray]:
         """Makes a function of ``(start, stop)`` for these rows' bytes, in transformers' order."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.checkpoint.config_file import ConfigFile
-from asyncllm.checkpoint.reader import CheckpointReader, Codes
+from asyncllm.checkpoint.reader import CheckpointReader, QuantisedTensor
 from asyncllm.gpu.formats.base import (
     SCALE_DTYPES,
     PackedTensor,
@@ -48,11 +48,11 @@ class Gptq(WeightFormat):
         check_fields(config, _KNOWN_FIELDS, "modules_to_not_convert")
         self.bits = config.integer("bits")
         if self.bits not in (2, 4, 8):
-            raise config.bad("bits", "2, 4 or 8")
+            raise config.invalid_field("bits", "2, 4 or 8")
         self.group = group_size(config)
         self.desc_act = config.boolean("desc_act", False)
         if config.boolean("is_marlin_format", False):
-            raise config.bad("is_marlin_format", "false")
+            raise config.invalid_field("is_marlin_format", "false")
         name = "checkpoint_format" if "checkpoint_format" in config else "format"
         version = config.choice(name, ("gptq", "gptq_v2"), "gptq")
         # A word with a 1 in every field. The quantiser subtracted it from whole words, so adding it
@@ -64,7 +64,7 @@ class Gptq(WeightFormat):
         config.choice("method", ("gptq",), "gptq")
         for name in ("rotation", "adapter", "activation", "dynamic"):
             if config.values.get(name):
-                raise config.bad(name, "null")
+                raise config.invalid_field(name, "null")
         order = ", act-order" if self.desc_act else ""
         self.label = f"{version}, {self.bits} bits, groups of {self.group or 'a row'}{order}"
 
@@ -81,7 +81,7 @@ class Gptq(WeightFormat):
                 parts.require("g_idx", ["I32"], (inputs,))
             yield PackedTensor(parts.stem + "weight", (outputs, inputs), parts.names)
 
-    def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Codes:
+    def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> QuantisedTensor:
         qweight, scales, inputs = parts["qweight"], parts["scales"], tensor.shape[1]
         zeros = unpack(parts["qzeros"] + self.zero_offset, self.bits, 1).T
         group, order = self.group or inputs, None
@@ -94,4 +94,4 @@ class Gptq(WeightFormat):
         def rows(start: int, stop: int) -> Tensor:
             return unpack(qweight[:, start:stop], self.bits, 0).T
 
-        return Codes(self.bits, tensor.shape, rows, scales.T, (1, group), zeros, order)
+        return QuantisedTensor(self.bits, tensor.shape, rows, scales.T, (1, group), zeros, order)

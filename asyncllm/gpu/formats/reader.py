@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from asyncllm.checkpoint.reader import CheckpointReader, Codes, TensorInfo
+from asyncllm.checkpoint.reader import CheckpointReader, QuantisedTensor, TensorInfo
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.base import PackedTensor, Rows, WeightFormat, dequantised
 
@@ -64,16 +64,16 @@ class DequantisingReader:
             yield from self.source.slices(name)
             return
         found = self._read(packed)
-        rows = partial(dequantised, found) if isinstance(found, Codes) else found
+        rows = partial(dequantised, found) if isinstance(found, QuantisedTensor) else found
         for start, stop in row_ranges(packed.shape, packed.step):
             yield rows(start, stop).to(self.dtype).contiguous()
 
-    def codes(self, name: str) -> Codes | None:
+    def quantised_tensor(self, name: str) -> QuantisedTensor | None:
         packed = self._packed.get(name)
         found = None if packed is None else self._read(packed)
-        return found if isinstance(found, Codes) else None
+        return found if isinstance(found, QuantisedTensor) else None
 
-    def _read(self, packed: PackedTensor) -> Codes | Rows:
+    def _read(self, packed: PackedTensor) -> QuantisedTensor | Rows:
         parts = {suffix: self.source.tensor(part) for suffix, part in packed.parts.items()}
         try:
             return self.format.read(packed, parts)

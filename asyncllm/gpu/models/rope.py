@@ -49,7 +49,7 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int, max_positions: int = 
     if rope.kind == "linear":
         return freqs / rope.factor
     if rope.kind == "proportional":
-        freqs[int(rope.share * rotary_dim // 2) :] = 0.0
+        freqs[int(rope.rotated_fraction * rotary_dim // 2) :] = 0.0
         return freqs / rope.factor
     if rope.kind == "longrope":
         long = max_positions > rope.original_max_position

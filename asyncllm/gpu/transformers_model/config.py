@@ -94,7 +94,7 @@ class TransformersConfig:
                 it generates no text, or its quantisation is not supported.
         """
         directory = Path(path)
-        file = ConfigFile.read(directory / "config.json").overridden(overrides)
+        file = ConfigFile.read(directory / "config.json").with_overrides(overrides)
         with (
             transformers_errors(file.path, "transformers cannot read it"),
             importing_transformers(),
@@ -171,7 +171,7 @@ def read_config(
             'or "native" with GGUF'
         )
     if model_impl == "auto" and not native:
-        file = ConfigFile.read(path / "config.json").overridden(overrides)
+        file = ConfigFile.read(path / "config.json").with_overrides(overrides)
         native = has_native_decoder(file)
     if native:
         return ModelConfig.from_directory(path, overrides=overrides, has_defaults=has_defaults)
@@ -245,7 +245,7 @@ def _read(
         if not isinstance(name, str) or name not in CONFIG_MAPPING:
             if "auto_map" not in file or trust_remote_code:
                 accepted = f"one that transformers {transformers.__version__} knows"
-                raise file.bad("model_type", accepted)
+                raise file.invalid_field("model_type", accepted)
             raise ModelLoadError(
                 f"{file.path}: model_type is {describe(name)}, which transformers "
                 f"{transformers.__version__} knows only by the checkpoint's own code; "
