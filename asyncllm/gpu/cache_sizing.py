@@ -33,11 +33,11 @@ from asyncllm.validation import invalid
 logger = get_logger(__name__)
 
 SNAPSHOTS_PER_SEQ = 4
-"""Snapshots per running request: of its shared prefix, its prompt and its output, and one of an
-ended request whose conversation may go on."""
+"""Snapshots of recurrent states per running request: one each for its shared prefix, its prompt
+and its output, and one for an ended request whose conversation may go on."""
 
 SNAPSHOT_SHARE = 8
-"""Snapshots take at most an eighth of the memory beside the weights."""
+"""Divisor of the memory left beside the weights: snapshots take at most an eighth of it."""
 
 CPU_SNAPSHOT_LIMIT = CPU_CACHE_LIMIT // 4
 
@@ -81,7 +81,8 @@ def choose_cache_size(
     else:
         decoder.set_max_positions(longest)
         profile = partial(profile_run, decoder, groups, states=states, max_model_len=longest)
-        # The first call makes libraries allocate memory that they keep: it is no part of a step's.
+        # Run a small step first: libraries then allocate memory that they keep, which is no part
+        # of a step's.
         profile(max_num_batched_tokens=1, max_num_seqs=1)
         captured = max(token_graph_sizes(config, mode, token_budget), default=0)
         available = cuda_cache_bytes(
@@ -112,9 +113,9 @@ def choose_cache_size(
 def make_states(
     config: EngineConfig, decoder: LanguageModel, max_num_seqs: int
 ) -> StateCache | None:
-    """Allocates the slots of recurrent states; None for a model without any.
+    """Allocates the slots of recurrent states; None for a model without recurrent layers.
 
-    Call it before the KV cache is sized, which gets the memory that is left.
+    Call it before the KV cache is sized: the KV cache gets the memory that is left.
 
     Raises:
         InvalidRequestError: ``num_state_snapshots`` is set, but the model has no recurrent layers
@@ -145,7 +146,7 @@ def largest_token_budget(
     mode: ExecutionMode,
     max_num_seqs: int,
 ) -> int:
-    """Tokens of the largest step, for which memory is kept."""
+    """Number of tokens of the largest step, for which memory is reserved."""
     budget = config.max_num_batched_tokens
     if budget == "auto":
         return mode.token_budget
@@ -161,16 +162,16 @@ def choose_snapshots(
     slot_bytes: int,
     probe: MemoryProbe = GPU_MEMORY,
 ) -> int:
-    """Chooses the number of snapshots of recurrent states; 0 where prefixes are not cached.
+    """Chooses the number of snapshots of recurrent states; 0 if prefixes are not cached.
 
     Args:
         slot_bytes: bytes of one slot. The slots of ``max_num_seqs`` requests and of padded rows
-            are not allocated yet, and fit.
+            are not allocated yet; the caller has checked that they fit.
 
     Raises:
         InvalidRequestError: snapshots are configured, but prefix caching is off.
-        EngineError: they do not fit beside the weights and the requests' states, or prefix caching
-            is on by configuration and there is no room for any.
+        EngineError: the configured number of snapshots does not fit beside the weights and the
+            requests' states, or prefix caching is configured but not one snapshot fits.
     """
     asked = config.num_state_snapshots
     if config.enable_prefix_caching is False:

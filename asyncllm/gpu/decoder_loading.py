@@ -40,7 +40,7 @@ from asyncllm.validation import invalid
 
 ATTENTION_FREE_BLOCK_SIZE = 256
 """Tokens per block of a model without attention. Its blocks hold no KV: they count tokens, and mark
-where a prefix with a saved state ends."""
+the end of each prefix whose recurrent state is saved."""
 
 
 def load_decoder(
@@ -50,7 +50,7 @@ def load_decoder(
     num_threads: int | None,
     progress: Progress | None,
 ) -> tuple[LanguageModel, list[KVGroup], int]:
-    """Loads the model; returns it, its KV groups, and the bytes that a GPU had free before."""
+    """Loads the model; returns it, its KV groups and the GPU's free bytes before."""
     dtype = resolve_dtype(config.dtype, model, device, config.attention_backend)
     if isinstance(model, TransformersConfig):
         return _load_transformers(config, model, dtype, device, num_threads, progress)
@@ -65,7 +65,8 @@ def load_decoder(
     if ops.packs_linear:
         warn_without_huge_pages()
         if model.quantization is None:
-            # The native threads pack; torch's would spin beside them after every copy.
+            # Native threads pack the weights; torch's threads would spin beside them after every
+            # copy.
             set_thread_count(1)
     if config.load_format == "dummy":
         weights = dummy_weights(model, dtype, device, progress)
@@ -85,7 +86,7 @@ def _load_transformers(
     num_threads: int | None,
     progress: Progress | None,
 ) -> tuple[TransformersDecoder, list[KVGroup], int]:
-    """``load_decoder`` for transformers' modules."""
+    """``load_decoder`` for a model that runs transformers' own modules."""
     plan = Plan.of(model)
     attention, block_size = _make_attention(config, plan.kinds, dtype, device, num_threads)
     if attention:
@@ -121,7 +122,7 @@ def _load_transformers(
 
 
 def _refuse_without_attention(config: EngineConfig, device: torch.device) -> None:
-    """Raises InvalidRequestError for settings that mean nothing to a model without attention."""
+    """Raises InvalidRequestError for settings that have no effect without attention layers."""
     op_sets = ("auto", "torch", "native") if device.type == "cpu" else ("auto", "torch")
     accepted = {"attention_backend": op_sets, "kv_cache_memory": (None,)}
     for name, values in accepted.items():
@@ -143,7 +144,8 @@ def _make_attention(
     block_size = config.block_size
     for kind in dict.fromkeys(kinds):
         if (kind.shape, kind.window) in alike:
-            # The same attention in another KV group: one object serves both, only plans differ.
+            # The same attention in another KV group: one object serves both groups, and only the
+            # plans of a step differ.
             attention[kind] = alike[kind.shape, kind.window]
             continue
         windows = frozenset({kind.window})
@@ -167,11 +169,11 @@ def quantisation(
     device: torch.device,
     ops: TorchOps,
 ) -> Conversion | None:
-    """Conversion of linear weights that ``config.quantization`` names; None without.
+    """Conversion of linear weights that ``config.quantization`` names; None if it is None.
 
     Raises:
         InvalidRequestError: the checkpoint is quantised already, or the device or its op set does
-            not compute with such weights.
+            not compute with weights of that quantisation.
     """
     name = config.quantization
     if name is None:

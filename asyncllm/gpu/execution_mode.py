@@ -21,8 +21,8 @@ from asyncllm.gpu.ops.logits import processing_bytes
 from asyncllm.validation import invalid
 
 GRAPH_BYTES = 8 * 2**20
-"""Estimated bytes of one graph of a whole step; CaptureStats has measured ones. Graphs of half
-steps and of skewed batches use the same activations in the same pool; the driver's memory for their
+"""Estimated bytes of one graph of a whole step; CaptureStats has the measured bytes. Graphs of half
+steps and of skewed batches reuse the activations in the same pool; the driver's memory for their
 nodes is not reserved."""
 
 STEP_TIMEOUT = 60.0
@@ -36,11 +36,11 @@ class ExecutionMode:
 
     Attributes:
         stream: where the steps' work is queued.
-        make_capturer: makes the capturer of CUDA graphs; None keeps the batch's state on the
-            host.
+        make_capturer: makes the capturer of CUDA graphs; None runs without graphs and keeps the
+            batch's state on the host.
         max_num_seqs, token_budget, pipeline_depth, step_timeout: defaults of settings that the
             configuration leaves open.
-        shares_memory: without a configured size, the KV cache leaves half of its memory to the
+        shares_memory: a KV cache without a configured size leaves half of the free memory to the
             application.
     """
 
@@ -55,7 +55,7 @@ class ExecutionMode:
 
 
 def execution_mode_for(config: EngineConfig, device: torch.device) -> ExecutionMode:
-    """Chooses the mode: synchronous on a CPU, one step of run-ahead on a GPU."""
+    """Chooses the mode: synchronous steps on a CPU, a second step in flight on a GPU."""
     if device.type != "cuda":
         return ExecutionMode(device, SyncStream(), None, 64, 2048, 1)
     make = GraphCapturer if config.cuda_graphs == "off" else lambda: CudaGraphCapturer(device)
@@ -68,7 +68,7 @@ def graph_sizes(config: EngineConfig, mode: ExecutionMode, max_num_seqs: int) ->
     """Batch sizes of decode steps that get a CUDA graph.
 
     Raises:
-        InvalidRequestError: a graph setting without effect here, or a size above
+        InvalidRequestError: a graph setting has no effect on this device, or a size exceeds
             ``max_num_seqs``.
     """
     sizes = config.cudagraph_capture_sizes
@@ -95,9 +95,9 @@ def token_graph_sizes(config: EngineConfig, mode: ExecutionMode, most: int) -> t
 def graph_reserve(sizes: tuple[int, ...], max_num_seqs: int, vocab_size: int, width: int) -> int:
     """Bytes to keep, beside the largest step, for CUDA graphs and sampling stages.
 
-    The stages take a copy of the logits, grammar masks, the tables of rules and penalties, and the
-    processed logits twice: in the memory pool of the graphs, and outside it for mixed steps, whose
-    sampling is not captured.
+    The sampling stages need a copy of the logits, grammar masks, the tables of rules and penalties,
+    and two buffers of processed logits: one in the memory pool of the graphs, and one outside it
+    for mixed steps, whose sampling is not captured.
 
     Args:
         width: bytes of an element of the logits.

@@ -41,9 +41,9 @@ class Graphs:
     """The CUDA graphs to capture.
 
     Attributes:
-        capturer: captures them.
+        capturer: captures the graphs.
         sizes: batch sizes of decode steps that get a graph.
-        token_sizes: token counts of mixed steps that get one.
+        token_sizes: token counts of mixed steps that get graphs.
     """
 
     capturer: GraphCapturer
@@ -55,21 +55,22 @@ class ModelRunner:
     """Executor of one model. Steps run in the order in which they were launched.
 
     **On a synchronous stream** (the CPU) ``launch`` only queues; ``collect`` runs the oldest step.
-    With a pipeline depth of 2, recorded steps run ahead on a thread of the native library: whole,
-    or up to their logits if rows need more than the draw or await masks. While masks are made, the
-    forward pass of their step runs, at pipeline depth 1 too.
+    With a pipeline depth of 2, recorded steps run ahead on a thread of the native library. Such a
+    step runs to its end, or only up to its logits if rows await masks or need more than the plain
+    draw. A step that awaits masks runs up to its logits at pipeline depth 1 too, while the masks
+    are made.
 
-    **On an asynchronous stream** ``launch`` queues the step's work on the device, behind the step
-    before it, whose sampled tokens it reads there. If a step awaits masks, only its forward pass is
-    queued; ``sample`` queues the rest, and the steps behind it. Rows that need the host (logits
-    processors, bad words of several tokens) are sampled by ``collect``, from copies of their
-    inputs. The scheduler makes no step that continues such a row before that.
+    **On an asynchronous stream** ``launch`` queues the step's work on the device, behind the
+    previous step, whose sampled tokens it reads there. If a step awaits masks, only its forward
+    pass is queued; ``sample`` queues the rest, and then the steps behind it. Rows that need the
+    host (logits processors, bad words of several tokens) are sampled by ``collect``, from copies of
+    their inputs. Until then the scheduler makes no step that continues such a row.
 
-    A result is written back only if the request index still has the step's epoch, so that a late
-    token of a finished request cannot reach the next request at that index.
+    A sampled token is written back only if the request index still has the step's epoch, so that a
+    late token of a finished request cannot reach the next request at that index.
 
     Args:
-        stream: where work is queued; None is synchronous.
+        stream: stream on which work is queued; None is synchronous.
         graphs: CUDA graphs of steps, which keep the batch's state on the device; None keeps it on
             the host. An asynchronous stream needs graphs.
         num_logprobs: log-probabilities per token for which a step has buffers.
@@ -77,8 +78,8 @@ class ModelRunner:
 
     Attributes:
         info: limits for the scheduler.
-        dtype, device: of weights and KV.
-        execution: how the model's part of a step runs, as a phrase for the log.
+        dtype, device: dtype and device of weights and KV.
+        execution: phrase for the log that says how the forward pass runs.
     """
 
     def __init__(
@@ -122,7 +123,8 @@ class ModelRunner:
                 self._record()
 
     def _record(self) -> None:
-        """Records the step for replay, if every op can be recorded; else steps run eagerly."""
+        """Records the forward pass for replay, if every op can be recorded; else it runs eagerly.
+        """
         runner = self._open()
         memory = runner.memory
         found = record_step(runner.model, runner.cache, runner.inputs, memory.buffer)
@@ -135,7 +137,7 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def _explain_memory_error(self) -> Iterator[None]:
-        """Turns a MemoryError of allocating the largest step into an EngineError."""
+        """Turns a MemoryError while the largest step is allocated into an EngineError."""
         try:
             yield
         except MemoryError as error:
@@ -146,7 +148,7 @@ class ModelRunner:
 
     @property
     def graphs(self) -> StepGraphs | None:
-        """The graphs of decode steps; None without graphs and after ``close``."""
+        """CUDA graphs of decode steps; None if there are none, and after ``close``."""
         replay = None if self._runner is None else self._runner.replay
         return replay.graphs if isinstance(replay, GraphReplay) else None
 
@@ -258,13 +260,13 @@ class ModelRunner:
     def close(self) -> None:
         if self._runner is None:
             return
-        # Not waited for on a GPU: a device that hangs would never finish.
+        # Do not wait for a GPU: a device that hangs would never finish.
         if not self._stream.is_async:
             self._stream.synchronize()
         self._steps.clear()
         replay, self._runner = self._runner.replay, None
         if not self._stream.is_async:
-            # The step queue refers to the model.
+            # Drop the step queue, which refers to the model.
             self._stream = SyncStream()
         if isinstance(replay, GraphReplay):
             replay.close()
@@ -277,7 +279,7 @@ class ModelRunner:
         return self._runner
 
     def _enter_thread(self) -> None:
-        """Sets the calling thread's number of op threads and time slice, before its first step."""
+        """Sets the calling thread's op thread count and time slice, before its first step."""
         thread = get_ident()
         if thread == self._thread:
             return
@@ -291,8 +293,8 @@ class ModelRunner:
     def _begin_steps(self) -> None:
         """Begins the steps that the stream can run before they are collected.
 
-        A step that failed, or whose tokens need the host, holds up those behind it. ``collect``
-        raises a step's error when its turn comes, because the steps before it may have gone well.
+        A step that failed, or whose tokens need the host, blocks the steps behind it. ``collect``
+        raises a step's error when its turn comes, because earlier steps may have succeeded.
         """
         runner = self._open()
         for number, step in enumerate(self._steps):

@@ -1,4 +1,4 @@
-"""packed_weights: a linear layer's quantised weights, for op sets that compute with them."""
+"""packed_weights: quantised weights of a linear layer, for op sets that compute with them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncllm.gpu.formats.reader import row_ranges
 from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme, WeightForm
 
 _SCHEMES: dict[int, QuantScheme] = {4: "int4", 8: "int8"}
-"""Quantisation scheme by bits of a code."""
+"""Quantisation scheme by the number of bits of an integer."""
 
 
 def packed_weights(
@@ -48,7 +48,7 @@ def packed_weights(
 
 
 def _values(codes: Sequence[Codes], shape: tuple[int, int], scheme: QuantScheme) -> Tensor:
-    """The integers in the layout of ``LinearWeights``, made a few rows at a time."""
+    """Stacks the integers in the layout of ``LinearWeights``, a few rows at a time."""
     rows, columns = shape
     if scheme == "int4":
         values = torch.empty(rows, columns // 2, dtype=torch.uint8)
@@ -67,7 +67,7 @@ def _values(codes: Sequence[Codes], shape: tuple[int, int], scheme: QuantScheme)
 
 
 def _zeros(part: Codes) -> Tensor:
-    """Zero points for the layout of ``LinearWeights``, in which 8-bit values are signed."""
+    """Zero points in the layout of ``LinearWeights``, in which 8-bit values are signed."""
     shift = 128 if part.bits == 8 and not part.is_signed else 0
     if part.zeros is None:
         zeros = torch.zeros(part.scales.shape, dtype=torch.int16)
