@@ -123,8 +123,7 @@ class ModelRunner:
                 self._record()
 
     def _record(self) -> None:
-        """Records the forward pass for replay, if every op can be recorded; else it runs eagerly.
-        """
+        """Records the forward pass for replay, if every op can be recorded."""
         runner = self._open()
         memory = runner.memory
         found = record_step(runner.model, runner.cache, runner.inputs, memory.buffer)

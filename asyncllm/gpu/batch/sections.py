@@ -23,7 +23,7 @@ class Sections:
     Attributes:
         memory: the allocation, uint8.
         tensors: the sections by name.
-        ends: by name, the first byte after the section.
+        ends: by name, offset of the first byte after the section.
 
     Raises:
         MemoryError: too little memory on the host.
@@ -48,7 +48,7 @@ class Sections:
 
     @cached_property
     def arrays(self) -> dict[str, np.ndarray]:
-        """The sections as numpy views; for an allocation on the host."""
+        """The sections as numpy views; the allocation has to be on the host."""
         return {name: tensor.numpy() for name, tensor in self.tensors.items()}
 
     def copy_from(self, source: Sections, last: str) -> None:

@@ -1,4 +1,4 @@
-"""Replay: runs a step's forward pass, op by op; base of the other ways to run it."""
+"""Replay: runs a step's forward pass op by op; base class of faster ways to run it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from asyncllm.gpu.step_memory import StepMemory
 
 
 class Replay:
-    """Calls the ops of a step one by one.
+    """Runs a step's forward pass by calling its ops one by one.
 
     Attributes:
-        description: how steps run, for the log.
-        finds_largest: it finds the token of a row's largest logit without writing the logits.
+        description: phrase for the log that says how steps run.
+        finds_largest: the model finds the token of a row's largest logit without writing logits.
     """
 
     description = "ops called one by one"
@@ -23,7 +23,7 @@ class Replay:
         self.finds_largest = model.argmax is not None and not memory.on_device
 
     def prepare(self, step: LaunchedStep) -> bool:
-        """Chooses how the step will run, and sets that in it: its bucket and its attention.
+        """Chooses how the step will run, and sets its ``bucket`` and ``balanced``.
 
         Returns:
             Whether ``forward`` also computes the derived sections of the step's inputs.
@@ -31,7 +31,7 @@ class Replay:
         return False
 
     def forward(self, step: LaunchedStep) -> StepOutput:
-        """Runs the model on the step received last; with its sampling, if captured in one graph.
+        """Runs the model on the latest step; samples too, if one graph holds both.
 
         The result is valid until the next call.
         """
@@ -40,5 +40,5 @@ class Replay:
         return self.model.forward(step.inputs, self.cache)
 
     def sample(self, step: LaunchedStep) -> bool:
-        """Runs the sampling of the step if it is captured; else returns False."""
+        """Samples the step if a graph holds its sampling; else returns False."""
         return False

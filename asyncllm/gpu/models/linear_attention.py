@@ -19,14 +19,16 @@ from asyncllm.gpu.state_cache import StateSpec
 
 @dataclass(slots=True)
 class GatedDeltaMixer:
-    """Gated DeltaNet (Yang et al., 2025). It consists of projections, a short convolution over q, k
-    and v, the gated delta rule, and a norm gated by z.
+    """Gated DeltaNet (Yang et al., 2025).
+
+    It consists of projections, a short convolution over q, k and v, the gated delta rule, and a
+    norm gated by z.
 
     Attributes:
-        qkvz: projection to q, k and v, ``conv_size`` in all, then z.
-        gates: projection to each value head's logit of beta, then of the decay.
-        first_state: index in ``StepContext.states`` of the convolution's state; the delta rule's is
-            the next.
+        qkvz: projection to q, k and v, ``conv_size`` columns together, then z.
+        gates: projection to the logits of beta, one per value head, then those of the decay.
+        first_state: index in ``StepContext.states`` of the convolution's state; the delta rule's
+            state is the next.
     """
 
     qkvz: Linear
@@ -66,7 +68,7 @@ def linear_attention_states(config: LinearAttentionConfig) -> list[StateSpec]:
 def build_linear_attention(
     scope: Scope, config: LinearAttentionConfig, first_state: int
 ) -> GatedDeltaMixer:
-    """Builds a layer's mixer, whose states begin at index ``first_state``."""
+    """Builds a layer's mixer, whose recurrent states begin at index ``first_state``."""
     ops, hidden, eps = scope.ops, scope.model.hidden_size, scope.model.rms_norm_eps
     heads, values, channels = config.num_value_heads, config.value_size, config.conv_size
     if config.grouped_by_key_head:
@@ -77,7 +79,7 @@ def build_linear_attention(
     order, gates_order = projection_rows(config) or (None, None)
     return GatedDeltaMixer(
         qkvz=scope.linear("qkvz", qkvz.items(), hidden, order=order),
-        # Not quantised, because the decay is exponential in them.
+        # Gates are never quantised, because the decay is exponential in them.
         gates=scope.linear("gates", gates.items(), hidden, order=gates_order, exact=True),
         conv=ops.causal_conv(
             scope.tensor("conv", "conv1d", channels, 1, config.conv_width).squeeze(1)
@@ -93,7 +95,10 @@ def build_linear_attention(
 
 
 def projection_rows(config: LinearAttentionConfig) -> tuple[Tensor, Tensor] | None:
-    """Order of a file's rows of ``qkvz`` and ``gates`` in the mixer, int64; None if unchanged."""
+    """Order in which the mixer has a checkpoint's rows of ``qkvz`` and ``gates``, int64.
+
+    None if the order is the checkpoint's.
+    """
     if not config.grouped_by_key_head:
         return None
     group = config.num_value_heads // config.num_key_heads

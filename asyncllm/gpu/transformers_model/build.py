@@ -42,7 +42,7 @@ from asyncllm.gpu.transformers_model.weights import Owner, tied_head
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Requirements of a model's layers, before its weights are loaded.
+    """Attention, KV groups and states of a model, known before its weights are loaded.
 
     Attributes:
         kinds: kind of each call of attention, in the order of the calls.
@@ -57,7 +57,7 @@ class Plan:
 
     @classmethod
     def of(cls, model: TransformersConfig) -> Plan:
-        """Probes a model; ModelLoadError if it would not be computed correctly."""
+        """Probes a model; ModelLoadError if the engine would not compute it correctly."""
         check_modules(model)
         found = probe(model)
         kinds, indices = attention_kinds(found, check_calls(model, found)), kv_indices(found)
@@ -72,7 +72,7 @@ class Plan:
     ) -> list[KVGroup]:
         """Makes the KV groups of the layers that have a cache.
 
-        A model without attention gets blocks of one element, which only count its tokens.
+        A model without attention gets blocks of one element, which only count tokens.
         """
         if not self.kinds:
             return [KVGroup(KVCacheSpec((0,), block_size), BlockLayout((1,)))]
@@ -82,7 +82,7 @@ class Plan:
 
 
 def _caches(kinds: Sequence[AttentionKind], indices: Sequence[int]) -> list[LayerCache]:
-    """The properties of each KV cache, with the widest window of the layers that share it."""
+    """LayerCache of each KV cache, with the widest window of the layers that read it."""
     caches: dict[int, LayerCache] = {}
     for kind, index in zip(kinds, indices, strict=True):
         cache = LayerCache.of(kind)
@@ -93,10 +93,10 @@ def _caches(kinds: Sequence[AttentionKind], indices: Sequence[int]) -> list[Laye
 
 
 def experts_name(device: torch.device) -> str:
-    """Name of the implementation of experts.
+    """Name of the experts implementation that transformers' modules shall call.
 
-    On a CPU it is the op set's, elsewhere transformers' grouped product, which reads nothing on the
-    host.
+    On a CPU it is the op set's, elsewhere transformers' grouped matrix product, which reads no
+    values on the host.
     """
     return ENGINE_NAME if device.type == "cpu" else "grouped_mm"
 
@@ -111,12 +111,12 @@ def build_transformers_decoder(
     dtype: torch.dtype,
     convert: Conversion | None = None,
 ) -> TransformersDecoder:
-    """Replaces parts of transformers' modules by the engine's.
+    """Replaces parts of transformers' modules with the engine's.
 
     Args:
         modules: the model with its weights. Its linear layers are replaced one by one, so that
-            only one of them is held twice at a time.
-        convert: quantisation of the weights of every linear layer.
+            the weight of only one of them is held twice at a time.
+        convert: quantisation of the weights of every linear layer; None for no quantisation.
     """
     step, found = Step(), plan.probe
     indices = kv_indices(found)
@@ -156,7 +156,7 @@ def build_transformers_decoder(
 
 
 def _take(linear: Any, make: Callable[[LinearWeights], Linear], owner: Owner) -> OpLinear:
-    """Makes a linear layer on the op set, and drops the layer's own weights."""
+    """Makes a linear layer on the op set, and drops the weights of transformers' layer."""
     bias = None if linear.bias is None else owner.take(linear.bias.detach())
     values = owner.take(linear.weight.detach())
     if type(linear) is not nn.Linear:
@@ -168,7 +168,7 @@ def _take(linear: Any, make: Callable[[LinearWeights], Linear], owner: Owner) ->
 def _share_head(
     modules: Any, found: Probe, ops: TorchOps, owner: Owner, convert: Conversion | None
 ) -> None:
-    """Lets a tied output head share the embedding's table, as far as the op set can."""
+    """Replaces a tied output head, and its embedding too if both can read one table."""
     head, embedding = modules.get_output_embeddings(), modules.get_input_embeddings()
     names = {module: name for name, module in modules.named_modules()}
     if type(head) is not nn.Linear or names[head] not in found.linears or not tied_head(modules):
@@ -185,7 +185,7 @@ def _share_head(
         else:
             _replace(modules, names[embedding], OpEmbedding(table))
     else:
-        # This embedding computes more than a look-up, and keeps its table.
+        # This embedding computes more than a look-up, so it keeps its own table.
         linear = ops.linear(weights)
     _replace(modules, names[head], OpLinear(linear, head.in_features, head.out_features))
 

@@ -1,4 +1,4 @@
-"""CallStates: the cache argument of one call of a recurrent module."""
+"""CallStates: the cache that one call of a recurrent module gets."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 StateKey = tuple[Literal["conv", "recurrent"], int]
-"""Key of a module's state: its kind, and transformers' ``state_idx``."""
+"""Key of one state of a module: its kind, and transformers' ``state_idx``."""
 
 
 class CallStates:
-    """The cache argument of one call, with transformers' interface of linear attention.
+    """The cache of one call, with the interface of transformers' caches for linear attention.
 
-    It changes the states of the call's rows in place.
+    Updates change the states of the call's rows in place.
 
     Attributes:
         held: states ``[B, *shape]`` of the call's rows.
@@ -37,7 +37,14 @@ class CallStates:
         state_idx: int = 0,
         conv_kernel_size: int | None = None,
     ) -> Tensor:
-        """Returns the kept inputs and the new ones, ``[B, C, kernel + n]``; keeps the last."""
+        """Returns the last inputs followed by the new ones; keeps the new last inputs.
+
+        Args:
+            conv_states: ``[B, C, n]``, the new inputs.
+
+        Returns:
+            ``[B, C, kernel + n]``.
+        """
         held = self.held["conv", state_idx]
         whole = torch.cat((held, conv_states), dim=-1)
         held.copy_(whole[..., -held.shape[-1] :])

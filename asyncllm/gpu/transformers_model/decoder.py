@@ -22,22 +22,23 @@ from asyncllm.gpu.transformers_model.rope import LongRope
 
 
 class TransformersDecoder:
-    """Token ids to hidden states to logits, through transformers' modules.
+    """LanguageModel that runs transformers' modules on the engine's flattened batch.
 
     All T tokens of a step are one sequence to the modules, ``[1, T]``. Tokens see one another only
     in attention and recurrent modules, which the engine replaces.
 
     Args:
-        modules: the model, whose attention modules have PagedAttention of ``step``.
+        modules: the model, whose attention modules have PagedAttention handlers that read ``step``.
         base: name of the part that ends with the last norm.
 
     Attributes:
-        embedding: an empty tensor with the dtype and device of the model.
-        states: states of a sequence in its recurrent modules; () without any.
+        embedding: empty tensor from which the runner reads the model's dtype and device; the real
+            embedding is a part of ``base``.
+        states: recurrent states of a sequence; () for a model without recurrent modules.
     """
 
     argmax = None
-    """None: the output head is the model's own code."""
+    """None: the output head is the model's own code, which writes all logits."""
 
     def __init__(
         self,

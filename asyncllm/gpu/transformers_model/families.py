@@ -22,10 +22,10 @@ TESTED = frozenset(
     Qwen2ForCausalLM Qwen3ForCausalLM
     """.split()
 )
-"""Names of their classes; each has a case in tests/families.py and a row in docs/models.md."""
+"""Class names of tested models: each has a case in tests/families.py and a row in docs/models.md."""
 
 
 def is_tested(model: TransformersConfig) -> bool:
-    """Whether a model is one of TESTED, in transformers' own code."""
+    """Whether a model's class is transformers' own and one of TESTED."""
     own = model.model_class.__module__.startswith("transformers.models.")
     return own and model.architecture in TESTED

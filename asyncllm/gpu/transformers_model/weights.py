@@ -24,7 +24,7 @@ from asyncllm.validation import explain
 _COMPUTED_BUFFERS = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
 _loading = threading.Lock()
-"""Lock for loads: while transformers loads a model, it replaces global functions of its own. A
+"""Lock held while transformers loads a model: it replaces global functions of its own meanwhile. A
 second load at the same time would take the replacements for the originals, and restore those."""
 
 
@@ -43,11 +43,11 @@ def load_modules(
     On a CPU, weights of the model's dtype stay in the mapped files until their Owner takes them.
 
     Args:
-        attention, experts: names of the implementations.
+        attention, experts: names of the implementations in transformers' tables.
         open_reader: opens the files in ``model.path`` as plain tensors.
 
     Raises:
-        ModelLoadError: a tensor is missing, surplus or misshapen; the message names it.
+        ModelLoadError: a tensor is missing, unexpected or of a wrong shape; the message names it.
     """
     reader = open_reader(model.path, dtype)
     with closing(TextPart(reader, model.architecture) if model.is_text_part else reader) as reader:
@@ -67,9 +67,10 @@ def load_modules(
 
 
 def _check_dtypes(reader: CheckpointReader, model: TransformersConfig) -> None:
-    """Raises ModelLoadError for a weight that is not of floating point.
+    """Raises ModelLoadError for a stored weight that is not of floating point.
 
-    transformers would cast it silently, such as a quantised weight whose scales are missing.
+    It would be a quantised weight whose scales are missing, for example, and transformers would
+    cast it silently.
     """
     floats = {name for name, t in model.skeleton.state_dict().items() if t.is_floating_point()}
     for name, info in reader.tensors.items():
@@ -142,9 +143,9 @@ def _convert(
 
 
 def _misshapen(model: TransformersConfig, tensors: dict[str, Tensor]) -> str | None:
-    """Describes a tensor whose shape is not the model's, which transformers only logs.
+    """Describes the first tensor whose shape is not the model's; None if all shapes match.
 
-    None if no tensor with a name of the model has another shape.
+    transformers only logs such shapes.
     """
     for name, expected in model.skeleton.state_dict().items():
         if name in tensors and tensors[name].shape != expected.shape:
@@ -155,7 +156,7 @@ def _misshapen(model: TransformersConfig, tensors: dict[str, Tensor]) -> str | N
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Turns off transformers' progress bar and its report, whose problems are raised as errors."""
+    """Turns off transformers' progress bar and its load report, which errors here replace."""
     from transformers.utils import logging
 
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -170,10 +171,10 @@ def _quiet() -> Iterator[None]:
 
 
 class _Loading:
-    """Progress of loading, in bytes of the files.
+    """Progress of loading a model, in bytes of the files.
 
-    Half of a tensor's bytes count when it is read, which dequantises it, and half when it becomes
-    the engine's own, which copies or packs it.
+    Half of a tensor's bytes count when the tensor is read (and dequantised), and half when it
+    becomes the engine's own (and is copied or packed).
 
     Args:
         total: bytes of the files.
@@ -191,7 +192,7 @@ class _Loading:
         self._report_progress()
 
     def take(self, num_bytes: int) -> None:
-        # A tensor that is taken twice, such as one that goes to a device first, counts once.
+        # Tensors may be taken twice, for example to move them to a device first: cap the sum.
         self._taken = min(self._taken + num_bytes, self.num_bytes)
         self._report_progress()
 
@@ -206,15 +207,15 @@ class _Loading:
 
 
 class Owner:
-    """Makes tensors the engine's own.
+    """Takes over a model's tensors, so that the engine owns their memory.
 
-    It copies tensors of mapped files, which must not be read once the model runs, and moves all
-    tensors to the device.
+    On a CPU it copies tensors that are views of mapped files, which must not be read once the model
+    runs. Otherwise it moves tensors to the device.
 
     Args:
-        mapped: tensors of mapped files.
+        mapped: tensors that are views of mapped files.
         loading: progress, updated with every tensor.
-        modules: the model whose tensors are taken.
+        modules: the model whose tensors are taken over.
     """
 
     def __init__(
@@ -229,21 +230,21 @@ class Owner:
         self._mapped = {tensor.untyped_storage().data_ptr() for tensor in mapped}
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Returns the tensor, or a copy that is the engine's own."""
+        """Returns the tensor if the engine owns its memory already, else a copy."""
         self._loading.take(tensor.nbytes)
         if self.device.type != "cpu":
             return tensor.to(self.device)
         return tensor.clone() if tensor.untyped_storage().data_ptr() in self._mapped else tensor
 
     def take_all(self, modules: nn.Module) -> None:
-        """Takes all parameters and buffers; shared ones stay shared."""
+        """Takes over all parameters and buffers, in place; shared ones stay shared."""
         for module in modules.modules():
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None:
                     tensor.data = self.take(tensor.data)
 
     def finish(self) -> None:
-        """Reports that all tensors have been taken."""
+        """Reports that all tensors have been taken over."""
         self._loading.finish()
 
 
