@@ -44,10 +44,10 @@ class Scheme:
     """One of ``config_groups``: its modules, and how their weights are stored.
 
     Attributes:
-        targets: module names, "re:" and a regular expression, or the class of the modules.
-        bits: bits of an integer; 8 for e4m3.
-        block: rows and columns that share a scale; 0 columns are a whole row. None is the whole
-            tensor.
+        targets: each is a module's name, "re:" and a regular expression, or a class of modules.
+        bits: bits of a stored integer; 8 for e4m3.
+        block: number of rows and columns that share a scale; 0 columns stand for a whole row, None
+            for the whole tensor.
     """
 
     targets: tuple[str, ...]
@@ -62,9 +62,9 @@ class CompressedTensors(WeightFormat):
 
     Format "pack-quantized" (4 and 8 bits) has ``weight_packed [out, in * bits / 32]`` and
     ``weight_shape``. Formats "int-quantized", "float-quantized" and "naive-quantized" (8 bits) have
-    ``weight [out, in]`` of int8 or e4m3. All have ``weight_scale``; ``weight_zero_point`` unless
-    symmetric; and ``weight_g_idx [in]``, the group of each input, where groups are not in order. An
-    element is ``(value - zero) * scale``.
+    ``weight [out, in]`` of int8 or e4m3. All have ``weight_scale``. Asymmetric schemes have
+    ``weight_zero_point`` too, and groups that are not in order ``weight_g_idx [in]``, the group of
+    each input. An element is ``(value - zero) * scale``.
 
     Raises:
         ModelLoadError: an unknown field, or an unsupported value.
@@ -143,7 +143,7 @@ class CompressedTensors(WeightFormat):
             else:
                 parts.require("weight_zero_point", ["I8"], scale.shape)
         else:
-            parts.find("weight_zero_point")  # all zeros, where it is stored
+            parts.find("weight_zero_point")  # If it is stored, ``read`` checks that it is all 0.
         if parts.find("weight_g_idx") is not None:
             if block is None or block[0] != 1 or not block[1]:
                 raise parts.bad("weight_g_idx", "none where the strategy is not 'group'")
@@ -193,9 +193,10 @@ class CompressedTensors(WeightFormat):
 
 
 def _zero_points(scheme: Scheme, parts: Mapping[str, Tensor], scale: Tensor) -> Tensor | None:
-    """Zero points of the stored values, in the shape of the scales; None for none.
+    """Zero points of the stored values, in the shape of the scales; None if there are none.
 
-    Packed values are ``2 ** (bits - 1)`` above the signed ones, and so are their zero points.
+    Packed values are unsigned: the signed values plus ``2 ** (bits - 1)``. The same is added to
+    their zero points.
     """
     packed, half = "weight_packed" in parts, 1 << (scheme.bits - 1)
     if scheme.symmetric:
@@ -209,9 +210,9 @@ def _zero_points(scheme: Scheme, parts: Mapping[str, Tensor], scale: Tensor) -> 
 
 
 def _groups(tensor: PackedTensor, parts: Mapping[str, Tensor], count: int) -> Tensor | None:
-    """The group of each column; None where groups are in order."""
+    """The group of each column; None if groups are in order."""
     groups = parts.get("weight_g_idx")
-    # All -1 stands for groups in order.
+    # A tensor of -1 stands for groups in order.
     if groups is None or bool((groups == -1).all()):
         return None
     check_groups(tensor.parts["weight_g_idx"], groups, count)
@@ -219,7 +220,7 @@ def _groups(tensor: PackedTensor, parts: Mapping[str, Tensor], count: int) -> Te
 
 
 def _scheme(group: ConfigFile, default: str) -> Scheme | None:
-    """Reads one of ``config_groups``; None if it is for activations only."""
+    """Reads the Scheme of one of ``config_groups``; None if it is for activations only."""
     check_fields(group, _KNOWN_GROUP, "targets")
     targets = tuple(group.values.get("targets") or ())
     for target in targets:
@@ -251,7 +252,7 @@ def _scheme(group: ConfigFile, default: str) -> Scheme | None:
 
 def _block(weights: ConfigFile) -> tuple[int, int] | None:
     group = group_size(weights) if "group_size" in weights else None
-    # The strategy that compressed-tensors infers if the field is missing.
+    # If the field is missing, infer the strategy as compressed-tensors does.
     implied = "tensor" if "group_size" not in weights else "group" if group else "channel"
     strategy = weights.choice("strategy", ("tensor", "channel", "group", "block"), implied)
     if strategy == "tensor":

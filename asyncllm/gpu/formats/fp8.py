@@ -21,7 +21,7 @@ from asyncllm.gpu.formats.base import (
 )
 
 _SCALES = ("weight_scale_inv", "weight_scale")
-"""Names of scales; both multiply the weight, although the first is called an inverse."""
+"""Suffixes of scales. Both multiply the weight, although the first is called an inverse."""
 
 _KNOWN_FIELDS = (
     "quant_method activation_scheme weight_block_size dequantize modules_to_not_convert "
@@ -85,7 +85,7 @@ def scaled_rows(weight: Tensor, scale: Tensor, block: tuple[int, int] | None) ->
 
     Args:
         weight: ``[out, in]``.
-        scale: one for the whole weight, one per row, or one per ``block``.
+        scale: one scale for the whole weight, one per row, or one per ``block``.
     """
     columns = weight.shape[1]
     if block is None:

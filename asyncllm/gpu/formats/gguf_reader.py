@@ -41,7 +41,7 @@ _TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PLAIN = {kind for kind, (name, _, _) in GGML_TYPES.items() if name in PLAIN_TYPES}
 
 COMPUTED = ("rope_freqs.weight",)
-"""Tensors that only the configuration uses."""
+"""Names of tensors that only ``gguf_config`` reads."""
 
 
 class GGUFReader:
@@ -51,11 +51,11 @@ class GGUFReader:
         label: quantisation for the log; empty for a file without quantised tensors.
 
     Args:
-        dtype: dtype to which quantised tensors are dequantised; others are as stored.
+        dtype: dtype to which quantised tensors are dequantised; others keep their own.
 
     Raises:
-        ModelLoadError: the file is damaged or not supported, or has types for which gguf-py is
-            needed and not installed.
+        ModelLoadError: the file is damaged or not supported, or has types of tensors that need
+            gguf-py, which is not installed.
     """
 
     ignored = ""
@@ -88,7 +88,7 @@ class GGUFReader:
         packed = {t.type for t in self._stored.values()} - PLAIN
         self._dequantise = _dequantiser(path, sorted(packed))
         self._version.check()
-        # Copy-on-write pages, because torch does not take a read-only array.
+        # Map copy-on-write, because torch does not accept a read-only array.
         self._data: np.memmap[Any, Any] | None = np.memmap(path, np.uint8, mode="c")
 
     def tensor(self, name: str) -> Tensor:
@@ -97,8 +97,8 @@ class GGUFReader:
 
     def slices(self, name: str) -> Iterator[Tensor]:
         stored = self._stored[name]
-        # A row of a matrix is whole blocks; a vector is read at once, because it may end within a
-        # block.
+        # A matrix is read by rows, each of which is whole blocks. A quantised vector is read at
+        # once, because a slice of it may end within a block.
         plain = GGML_TYPES[stored.type][0] in PLAIN_TYPES
         rows = stored.shape[0] if plain or len(stored.shape) > 1 else 1
         read = self._rows(name, rows)
@@ -106,7 +106,7 @@ class GGUFReader:
             yield self._values(read(start, stop), stored).view(-1, *stored.shape[1:])
 
     def codes(self, name: str) -> Codes | None:
-        """Codes of a Q4_0 or Q8_0 matrix, whose blocks are a scale and integers; else None."""
+        """Codes of a Q4_0 or Q8_0 matrix, whose blocks have a scale and integers; else None."""
         stored = self._stored[name]
         label, shape = GGML_TYPES[stored.type][0], stored.shape
         if label not in ("Q4_0", "Q8_0") or len(shape) != 2:
@@ -130,7 +130,10 @@ class GGUFReader:
         return Codes(bits, shape, rows, scales, (1, 32), zeros, is_signed=signed)
 
     def _rows(self, name: str, rows: int) -> Callable[[int, int], np.ndarray]:
-        """Makes a function of ``(start, stop)`` for these rows' bytes, in transformers' order."""
+        """Makes a function of ``(start, stop)`` that returns the bytes of these rows.
+
+        Rows are in transformers' order.
+        """
         stored, data = self._stored[name], self._data
         assert data is not None
         self._version.check()
@@ -143,7 +146,7 @@ class GGUFReader:
     def _values(self, raw: np.ndarray, stored: GGUFTensor) -> Tensor:
         label = GGML_TYPES[stored.type][0]
         if label in PLAIN_TYPES:
-            # Copied, because the file's alignment may be smaller than that of the elements.
+            # Copy, because the file's alignment may be smaller than that of the elements.
             return torch.from_numpy(np.array(raw)).view(_TORCH[label])
         size = GGML_TYPES[stored.type][2]
         values = self._dequantise(np.ascontiguousarray(raw).reshape(-1, size), stored.type)
@@ -163,7 +166,7 @@ def _signed(blocks: Tensor) -> Tensor:
 
 
 def _name(stored: str) -> str:
-    """transformers' name of a tensor; a tensor without one keeps its name."""
+    """transformers' name of a stored tensor; a tensor that has none there keeps its own."""
     match = _NAME.fullmatch(stored)
     if match is None or match[2] not in _NAMES:
         return stored
@@ -172,10 +175,10 @@ def _name(stored: str) -> str:
 
 
 def _row_order(path: Path, name: str, rows: int, heads: int | None) -> np.ndarray | None:
-    """The stored row of each row of a tensor; None where the order is the same.
+    """Index of the stored row of each row of a tensor; None if the order is the same.
 
-    llama.cpp rotates adjacent pairs, transformers the halves of a head. The converter has put the
-    rows of q and k in llama.cpp's order (``LlamaModel.permute``).
+    In RoPE llama.cpp rotates adjacent pairs, transformers the two halves of a head. The converter
+    to GGUF has put the rows of q and k in llama.cpp's order (``LlamaModel.permute``).
     """
     if heads is None:
         return None
@@ -188,13 +191,14 @@ def _row_order(path: Path, name: str, rows: int, heads: int | None) -> np.ndarra
 
 
 def _dequantiser(path: Path, kinds: Collection[int]) -> Callable[[np.ndarray, int], Tensor]:
-    """Chooses functions that dequantise blocks to float32.
+    """Makes a function that dequantises blocks of the types ``kinds`` to float32.
 
-    transformers has the usual types and is several times as fast as gguf-py, which has all.
+    transformers is several times as fast as gguf-py, but supports only the usual types; gguf-py
+    supports all.
     """
     try:
         from transformers.integrations.gguf.dequant import GGML_BLOCK, dequantize
-    except ImportError:  # an older version, which reads GGUF with gguf-py only
+    except ImportError:  # An older version of transformers reads GGUF with gguf-py only.
         GGML_BLOCK, dequantize = {}, None
     missing = [GGML_TYPES[kind][0] for kind in kinds if kind not in GGML_BLOCK]
     by_package: Any = None

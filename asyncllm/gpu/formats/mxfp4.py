@@ -27,9 +27,9 @@ _BIAS = 127
 class Mxfp4(WeightFormat):
     """WeightFormat of ``quant_method`` "mxfp4".
 
-    Its tensors are ``*_blocks [experts, out, in / 32, 16]`` uint8, the even input in the low half,
-    and ``*_scales [experts, out, in / 32]`` e8m0. The dequantised tensor is ``[experts, in, out]``,
-    the layout of gpt-oss.
+    Its tensors are ``*_blocks [experts, out, in / 32, 16]`` uint8, with even inputs in the low half
+    of each byte, and ``*_scales [experts, out, in / 32]`` e8m0. The dequantised tensor is
+    ``[experts, in, out]``, the layout of gpt-oss.
 
     Raises:
         ModelLoadError: an unknown field, or an unsupported value.

@@ -70,7 +70,7 @@ class CudaGraphCapturer(GraphCapturer):
             recording.end()
         except BaseException:
             if not recording.ends:
-                # End the capture, so that the stream does not stay in it; the error is raised below.
+                # End the capture: the stream must not stay in it. The error is raised below.
                 with contextlib.suppress(RuntimeError):
                     recording.graph.capture_end()
             self._end_pool_recording(recording.graph, pool)

@@ -113,7 +113,7 @@ class Segments:
         self._filled[key] = count
 
     def _copied(self, place: object, tensor: Tensor) -> Tensor:
-        """Copies ``tensor`` to the first rows of a tensor at a fixed address; returns the latter."""
+        """Copies ``tensor`` into a tensor at a fixed address, which it returns."""
         fixed = self._fixed(place, tuple(tensor.shape[1:]), tensor)
         fixed[: len(tensor)].copy_(tensor)
         return fixed

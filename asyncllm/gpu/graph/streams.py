@@ -60,7 +60,7 @@ class SyncStream:
 class CudaStream(SyncStream):
     """A CUDA stream beside the application's own, so that neither waits for the other.
 
-    It has high priority for two reasons. torch hands out 32 streams per priority in turn, so that an
+    It has high priority for two reasons. torch hands out 32 streams per priority in turn, so an
     application can get the engine's stream, and work that it queued there during a capture would
     become a part of the graph; hardly any application asks for high priority. And the small kernels
     of a decode step run before the application's if both are ready.

@@ -22,13 +22,14 @@ from asyncllm.validation import explain
 
 
 class BatchedProcessors:
-    """The engine's LogitsProcessors.
+    """The engine's LogitsProcessors, and the batch updates that they have yet to receive.
 
-    Each is told about its own requests only, in the order in which steps are sampled. Changes are
-    numbered for that: a request may leave its index before its last step is sampled.
+    Each processor is notified of its own requests only. A request may leave its index before its
+    last step is sampled, so batch updates are numbered: a processor receives those that came before
+    the step being sampled.
 
     Attributes:
-        num_changes: requests that entered or left so far.
+        num_changes: number of batch updates so far: requests that entered or left.
     """
 
     def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
@@ -57,13 +58,14 @@ class BatchedProcessors:
         num_changes: int,
         errors: dict[int, Exception],
     ) -> None:
-        """Applies the processors in place to the rows of their requests.
+        """Applies each processor, in place, to the rows of the requests that it has claimed.
 
         Args:
             processed: logits ``[S, vocab_size]``.
-            claims: by row, with outputs up to date.
-            num_changes: number of changes before this step.
-            errors: by row. Rows that have one are skipped; rows of a processor that fails are
+            claims: by row, the request with the processors that apply to it; its output is up to
+                date.
+            num_changes: number of batch updates before this step.
+            errors: errors by row. Rows in it are skipped; the rows of a processor that fails are
                 added.
         """
         for number, members in enumerate(self._members):
@@ -85,11 +87,11 @@ class BatchedProcessors:
 
 
 class _ProcessorRequests:
-    """A processor and the requests that it knows.
+    """A processor and the requests that it has been notified of.
 
     Attributes:
-        changes: changes that it has not been told: number, request index, and the claim that
-            enters, or None if a request leaves.
+        changes: batch updates that the processor has not received: number, request index, and the
+            request that enters, or None if one leaves.
     """
 
     def __init__(self, processor: LogitsProcessor) -> None:
@@ -98,8 +100,11 @@ class _ProcessorRequests:
         self._claims: dict[int, Claim] = {}
 
     def _failure(self, error: BaseException) -> RuntimeError:
-        """Error that names the processor. SystemExit and KeyboardInterrupt come from it too: no
-        signal is delivered on this thread."""
+        """Makes the error that names the processor.
+
+        ``error`` may be a SystemExit or KeyboardInterrupt of the processor: no signal is delivered
+        on this thread.
+        """
         name = type(self.processor).__name__
         return RuntimeError(f"logits processor {name} failed: {explain(error)}")
 
@@ -118,10 +123,10 @@ class _ProcessorRequests:
             raise self._failure(error) from error
 
     def update(self, num_changes: int) -> None:
-        """Tells the processor about changes up to number ``num_changes``.
+        """Notifies the processor of batch updates up to number ``num_changes``.
 
-        If it raises, its state is unknown and all its requests fail: it hears no more of them, not
-        even that they left, and goes on with requests that enter later.
+        If the processor raises, its state is unknown and all its requests fail. It is not notified
+        of these again, not even when they leave; requests that enter later are processed.
         """
         after: dict[int, Claim | None] = {}
         while self.changes and self.changes[0][0] <= num_changes:
@@ -153,7 +158,7 @@ def _prompt(assignment: RequestAssignment) -> list[int]:
 
 
 def make_processors(config: EngineConfig, device: torch.device) -> tuple[LogitsProcessor, ...]:
-    """Makes the processors of the configuration, then those of installed distributions.
+    """Makes the processors in the configuration, then those of installed distributions.
 
     Raises:
         EngineError: a processor cannot be loaded or made, or is no LogitsProcessor.

@@ -19,14 +19,14 @@ from asyncllm.gpu.sample.sampler import Sampler
 
 
 class HostRows:
-    """K rows of a step whose sampling needs the host, in two halves.
+    """K rows of a step that are sampled on the host, in two calls.
 
-    ``copy_inputs`` is queued after the forward pass and copies the inputs of sampling, because the
-    next step may run first, with other requests at these indices. ``sample`` applies ``bad_words``
-    and the logits processors, and draws; wait for the step's end before it.
+    ``copy_inputs`` queues copies of the inputs of sampling behind the forward pass, because the
+    next step may run before ``sample``, with other requests at these indices. ``sample`` applies
+    ``bad_words`` and the logits processors, and draws; call it after the step's end.
 
     Args:
-        places: ``[K]``, places of the rows among the step's sampled rows.
+        places: ``[K]``, indices of the rows within the step's sampled rows.
         req_indices, positions: ``[K]``, request index and position of each sampled token; all
             tokens before it are known.
     """
@@ -56,9 +56,10 @@ class HostRows:
         """Queues the copies of the inputs; reads nothing on the host.
 
         Args:
-            logits, rows: ``[S, vocab_size]`` and inputs of all sampled rows of the step.
+            logits: ``[S, vocab_size]``, of all sampled rows of the step.
+            rows: sampling inputs of all sampled rows of the step.
             scalars: the scalars of DRAW_SCALARS, by request index.
-            stages: stages of the whole step.
+            stages: sampling stages of the whole step.
 
         Returns:
             ``places`` on the device.
@@ -93,7 +94,7 @@ class HostRows:
         return output
 
     def _apply_processors(self, errors: dict[int, Exception]) -> None:
-        """Applies bad words and logits processors, in place."""
+        """Applies bad words and logits processors in place; adds failed rows to ``errors``."""
         processed, claims = self._processed, dict[int, Claim]()
         for row, rules in self._rules.items():
             output = self._outputs[row]
@@ -111,7 +112,7 @@ class HostRows:
                     errors[row] = error
 
     def _add_errors(self, output: SampleOutput) -> None:
-        """Adds the errors of rows without a token."""
+        """Adds an error for each row without a token that has none yet."""
         for row in np.flatnonzero(output.token_ids < 0).tolist():
             if row in output.errors:
                 continue

@@ -22,7 +22,7 @@ TESTED = frozenset(
     Qwen2ForCausalLM Qwen3ForCausalLM
     """.split()
 )
-"""Class names of tested models: each has a case in tests/families.py and a row in docs/models.md."""
+"""Class names of tested models; each has a case in tests/families.py and a row in docs/models.md."""
 
 
 def is_tested(model: TransformersConfig) -> bool:
