@@ -130,7 +130,7 @@ def size(gpu: SimulatedGPU, *, weights: int, step: Any, config: EngineConfig | N
     free_at_start = check_weights(config, GPU, weights, gpu)
     gpu.engine += weights
     gpu.others += gpu.taken
-    settings = {"graph_reserve": 0, "captured_share": 0.0, "least": 1} | kw
+    settings = {"graph_reserve": 0, "captured_fraction": 0.0, "least": 1} | kw
     return cuda_cache_bytes(
         config,
         GPU,
@@ -535,7 +535,7 @@ def test_sizing_measures_the_step_that_the_scheduler_will_make(monkeypatch, has_
         "weights_bytes": decoder_loading.weights_bytes(MODEL, torch.bfloat16) + 80 * has_states,
         "graph_reserve": graph_reserve((1, 2), 4, MODEL.vocab_size, 2),
         # Of 64 tokens, the largest captured mixed step has all.
-        "captured_share": float(graphs == "auto"),
+        "captured_fraction": float(graphs == "auto"),
         "least": 8 * block_bytes(kv_groups(MODEL, 16), torch.bfloat16),
     }
 

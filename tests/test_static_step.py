@@ -35,7 +35,7 @@ from asyncllm.gpu.graph.cuda_graphs import (
     GraphKey,
     Part,
     StepGraphs,
-    default_sizes,
+    default_batch_sizes,
 )
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.decoder import Decoder
@@ -466,12 +466,12 @@ def test_a_trace_touches_nothing_but_what_stays_where_it_is(decoder: Decoder) ->
 
 
 def test_default_sizes() -> None:
-    assert default_sizes(1) == (1,)
-    assert default_sizes(20) == (1, 2, 4, 8, 16, 20)
-    sizes = default_sizes(512)
+    assert default_batch_sizes(1) == (1,)
+    assert default_batch_sizes(20) == (1, 2, 4, 8, 16, 20)
+    sizes = default_batch_sizes(512)
     assert sizes[:6] == (1, 2, 4, 8, 16, 24)
     assert (256 in sizes, 264 in sizes, 272 in sizes, sizes[-1]) == (True, False, True, 512)
-    assert default_sizes(600)[-2:] == (512, 600)
+    assert default_batch_sizes(600)[-2:] == (512, 600)
 
 
 def test_a_bucket_is_the_smallest_that_fits() -> None:

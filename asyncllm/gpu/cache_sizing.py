@@ -13,7 +13,7 @@ from asyncllm.errors import EngineError
 from asyncllm.gpu.decoder_loading import model_bytes
 from asyncllm.gpu.execution_mode import ExecutionMode, graph_reserve, token_graph_sizes
 from asyncllm.gpu.kv_cache import (
-    CPU_CACHE_LIMIT,
+    MAX_CPU_CACHE_BYTES,
     KVCacheSize,
     KVGroup,
     available_memory,
@@ -36,10 +36,10 @@ SNAPSHOTS_PER_SEQ = 4
 """Snapshots of recurrent states per running request: one each for its shared prefix, its prompt
 and its output, and one for an ended request whose conversation may go on."""
 
-SNAPSHOT_SHARE = 8
+SNAPSHOT_MEMORY_DIVISOR = 8
 """Divisor of the memory left beside the weights: snapshots take at most an eighth of it."""
 
-CPU_SNAPSHOT_LIMIT = CPU_CACHE_LIMIT // 4
+MAX_CPU_SNAPSHOT_BYTES = MAX_CPU_CACHE_BYTES // 4
 
 
 def choose_cache_size(
@@ -92,7 +92,7 @@ def choose_cache_size(
             weights_bytes=model_bytes(model, dtype) + state_bytes,
             profile_run=partial(profile, **largest),
             graph_reserve=graph_reserve(graphs, max_num_seqs, model.vocab_size, dtype.itemsize),
-            captured_share=captured / token_budget,
+            captured_fraction=captured / token_budget,
             least=min_cache_bytes(config, groups, dtype, token_budget),
         )
     size = size_cache(
@@ -194,9 +194,9 @@ def choose_snapshots(
                 f"max_num_seqs={max_num_seqs}: lower it to {left // slot_bytes} at most"
             )
         return asked
-    share = max(0, left - spared - int(config.kv_cache_memory or 0)) // SNAPSHOT_SHARE
+    share = max(0, left - spared - int(config.kv_cache_memory or 0)) // SNAPSHOT_MEMORY_DIVISOR
     if device.type != "cuda":
-        share = min(share, CPU_SNAPSHOT_LIMIT)
+        share = min(share, MAX_CPU_SNAPSHOT_BYTES)
     found = min(SNAPSHOTS_PER_SEQ * max_num_seqs, share // slot_bytes)
     if not found and config.enable_prefix_caching:
         raise EngineError(

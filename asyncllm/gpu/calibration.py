@@ -28,7 +28,7 @@ LOWEST_BUDGET = 64
 HIGHEST_BUDGET = 2048
 """Bounds of the token budget on a CPU; a GPU's upper bound is the device's default."""
 
-MULTIPLE = 32
+BUDGET_MULTIPLE = 32
 
 MAX_AHEAD_SECONDS = 0.01
 """Longest full decode step with which a second step may be in flight: an abort or a first token
@@ -37,7 +37,7 @@ waits for both."""
 MIN_AHEAD_SECONDS = 0.0005
 """Shortest step that is worth starting ahead: right after the previous one, without the host."""
 
-_SIZES = 8, 32
+_FIRST_TOKEN_COUNTS = 8, 32
 """Token counts of the first two timed steps. If the first step takes half of the target or more,
 the budget is LOWEST_BUDGET and the second step is not timed."""
 
@@ -131,14 +131,14 @@ def calibrate_token_budget(
     def time_best(count: int) -> float:
         return min(time_step(count) for _ in range(repeats))
 
-    size, second = _SIZES
+    size, second = _FIRST_TOKEN_COUNTS
     time_step(1)
     seconds = time_best(size)
     while seconds < target / 2 and size * 2 <= highest:
         size = max(second, size * 2)
         seconds = time_best(size)
     tokens = int(size * target / max(seconds, 1e-9))
-    return max(LOWEST_BUDGET, min(highest, tokens // MULTIPLE * MULTIPLE))
+    return max(LOWEST_BUDGET, min(highest, tokens // BUDGET_MULTIPLE * BUDGET_MULTIPLE))
 
 
 def min_tokens_ahead(
@@ -164,7 +164,7 @@ def min_tokens_ahead(
         or a step of one token per sequence takes more than 20 ms the first time or more than 10 ms
         in the best of three runs.
     """
-    few = min(_SIZES[0], max_num_seqs)
+    few = min(_FIRST_TOKEN_COUNTS[0], max_num_seqs)
     if few not in known:
         time_step(1)
     if (known[few] if few in known else time_step(few)) > MAX_AHEAD_SECONDS:

@@ -61,7 +61,7 @@ def load_decoder(
     free_at_start = 0
     if device.type == "cuda":
         free_at_start = check_weights(config, device, weights_bytes(model, dtype))
-    convert = quantisation(config, model, device, ops)
+    convert = resolve_conversion(config, model, device, ops)
     if ops.packs_linear:
         warn_without_huge_pages()
         if model.quantization is None:
@@ -99,7 +99,7 @@ def _load_transformers(
     free_at_start = 0
     if device.type == "cuda":
         free_at_start = check_weights(config, device, model_bytes(model, dtype))
-    convert = quantisation(config, model, device, ops)
+    convert = resolve_conversion(config, model, device, ops)
     load = dummy_modules if config.load_format == "dummy" else load_modules
     modules, owner = load(
         model, dtype, device, attention=ENGINE_NAME, experts=experts_name(device), progress=progress
@@ -163,7 +163,7 @@ def _make_attention(
     return attention, block_size or ATTENTION_FREE_BLOCK_SIZE
 
 
-def quantisation(
+def resolve_conversion(
     config: EngineConfig,
     model: ModelConfig | TransformersConfig,
     device: torch.device,

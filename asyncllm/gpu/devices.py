@@ -17,8 +17,8 @@ logger = get_logger(__name__)
 MIN_CAPABILITY = (8, 0)
 """Lowest supported compute capability: the first with bfloat16, which the kernels need."""
 
-_REMEDY = 'device="cpu" runs everywhere'
-_NO_GPU = ("Found no NVIDIA driver", "No CUDA GPUs are available")
+_CPU_REMEDY = 'device="cpu" runs everywhere'
+_NO_GPU_MESSAGES = ("Found no NVIDIA driver", "No CUDA GPUs are available")
 """Beginnings of torch's error messages for a missing GPU (c10/cuda/CUDAFunctions.cpp)."""
 
 
@@ -85,7 +85,7 @@ def resolve_device(name: str, driver: CudaDriver | None = None) -> torch.device:
         return torch.device("cuda", _usable_index(name, driver or CudaDriver()))
     except _CudaProblemError as problem:
         if name != "auto":
-            raise EngineError(f"device={name!r}: {problem}; {_REMEDY}") from problem.__cause__
+            raise EngineError(f"device={name!r}: {problem}; {_CPU_REMEDY}") from problem.__cause__
         if problem.has_gpu:
             logger.warning('device="auto" is the CPU: %s', problem)
     return torch.device("cpu")
@@ -99,7 +99,7 @@ def _usable_index(name: str, driver: CudaDriver) -> int:
     try:
         driver.start()
     except RuntimeError as error:
-        has_gpu = not str(error).startswith(_NO_GPU)
+        has_gpu = not str(error).startswith(_NO_GPU_MESSAGES)
         raise _CudaProblemError(f"CUDA cannot be used: {error}", has_gpu=has_gpu) from error
     wanted = None if name == "auto" else torch.device(name).index
     index, count = driver.current() if wanted is None else wanted, driver.count()

@@ -13,7 +13,7 @@ from asyncllm.gpu.batch.sampling_inputs import LogitsTables
 from asyncllm.gpu.graph.capturer import CudaGraphCapturer
 from asyncllm.gpu.graph.cuda_graphs import (
     GraphCapturer,
-    default_sizes,
+    default_batch_sizes,
     default_token_sizes,
 )
 from asyncllm.gpu.graph.streams import CudaStream, Stream, SyncStream
@@ -82,17 +82,21 @@ def graph_sizes(config: EngineConfig, mode: ExecutionMode, max_num_seqs: int) ->
         return ()
     if sizes is not None and sizes[-1] > max_num_seqs:
         raise invalid("cudagraph_capture_sizes", sizes, f"sizes up to max_num_seqs={max_num_seqs}")
-    return default_sizes(max_num_seqs) if sizes is None else sizes
+    return default_batch_sizes(max_num_seqs) if sizes is None else sizes
 
 
-def token_graph_sizes(config: EngineConfig, mode: ExecutionMode, most: int) -> tuple[int, ...]:
-    """Token counts, at most ``most``, of mixed steps that get CUDA graphs."""
+def token_graph_sizes(
+    config: EngineConfig, mode: ExecutionMode, max_tokens: int
+) -> tuple[int, ...]:
+    """Token counts, at most ``max_tokens``, of mixed steps that get CUDA graphs."""
     if mode.make_capturer is None or config.cuda_graphs != "auto":
         return ()
-    return default_token_sizes(most)
+    return default_token_sizes(max_tokens)
 
 
-def graph_reserve(sizes: tuple[int, ...], max_num_seqs: int, vocab_size: int, width: int) -> int:
+def graph_reserve(
+    sizes: tuple[int, ...], max_num_seqs: int, vocab_size: int, logit_bytes: int
+) -> int:
     """Bytes to keep, beside the largest step, for CUDA graphs and sampling stages.
 
     The sampling stages need a copy of the logits, grammar masks, the tables of rules and penalties,
@@ -100,9 +104,9 @@ def graph_reserve(sizes: tuple[int, ...], max_num_seqs: int, vocab_size: int, wi
     for mixed steps, whose sampling is not captured.
 
     Args:
-        width: bytes of an element of the logits.
+        logit_bytes: bytes of an element of the logits.
     """
-    received = max_num_seqs * (width * vocab_size + 4 * num_words(vocab_size))
+    received = max_num_seqs * (logit_bytes * vocab_size + 4 * num_words(vocab_size))
     processed = 2 * processing_bytes(max_num_seqs, vocab_size)
     tables = LogitsTables.num_bytes(max_num_seqs, vocab_size)
     return len(sizes) * GRAPH_BYTES + received + processed + tables

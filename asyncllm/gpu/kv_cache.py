@@ -26,8 +26,8 @@ from asyncllm.validation import invalid
 
 logger = get_logger(__name__)
 
-CPU_CACHE_LIMIT = 4 * 2**30
-CPU_CACHE_SHARE = 4
+MAX_CPU_CACHE_BYTES = 4 * 2**30
+CPU_CACHE_DIVISOR = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +105,11 @@ class KVCache:
                 f"a KV cache of {depth * size * dtype.itemsize} bytes cannot be allocated: lower "
                 "kv_cache_memory or num_blocks"
             ) from error
-        self.by_layer = bool(groups[0].layouts)
+        self._layouts_differ = bool(groups[0].layouts)
         if len(groups) > 1 and any(group.layouts for group in groups):
             raise ValueError("layers of different layouts: expected one KV group of all of them")
         views = [group.views(memory, num_blocks) for group in groups]
-        self.tensor = memory if self.by_layer else groups[0].layout.view(memory, num_blocks)
+        self.tensor = memory if self._layouts_differ else groups[0].layout.view(memory, num_blocks)
         parts = {
             layer: part
             for group, view in zip(groups, views, strict=True)
@@ -124,7 +124,7 @@ class KVCache:
         0, and 0 times a NaN that a failed request left there would be NaN.
         """
         index = copy_to_device(block_ids, self.tensor.device)
-        if not self.by_layer:
+        if not self._layouts_differ:
             self.tensor.index_fill_(2, index, 0.0)
             return
         for layer in self.layers:
@@ -220,7 +220,9 @@ def size_cache(
             useful = 2 * max_num_seqs * full
         usable, setting = min(most, useful), "kv_cache_memory"
     if usable < blocks(config.max_model_len or 1):
-        raise _too_small(config.max_model_len, usable, groups, step_tokens, per_block, setting)
+        raise _too_small_error(
+            config.max_model_len, usable, groups, step_tokens, per_block, setting
+        )
     max_model_len = bisect_right(range(1, longest + 1), usable, key=blocks)
     if max_model_len < longest:
         logger.warning(
@@ -230,7 +232,7 @@ def size_cache(
             longest,
             usable,
             _block_sizes(groups),
-            _per_group(groups, longest, step_tokens),
+            _describe_blocks(groups, longest, step_tokens),
             setting,
         )
     return KVCacheSize(usable + 1, max_model_len)
@@ -240,7 +242,7 @@ def _block_sizes(groups: Sequence[KVGroup]) -> str:
     return " or ".join(str(size) for size in sorted({group.spec.block_size for group in groups}))
 
 
-def _per_group(groups: Sequence[KVGroup], num_tokens: int, step_tokens: int) -> str:
+def _describe_blocks(groups: Sequence[KVGroup], num_tokens: int, step_tokens: int) -> str:
     """Describes the number of blocks that a sequence needs, by group if there are several."""
     counts = [group.spec.max_blocks(num_tokens, step_tokens) for group in groups]
     if len(counts) == 1:
@@ -252,7 +254,7 @@ def _per_group(groups: Sequence[KVGroup], num_tokens: int, step_tokens: int) -> 
     return f"{sum(counts)} ({' + '.join(parts)})"
 
 
-def _too_small(
+def _too_small_error(
     max_model_len: int | None,
     usable: int,
     groups: Sequence[KVGroup],
@@ -272,7 +274,7 @@ def _too_small(
         purpose = f"max_model_len={max_model_len} needs {needed} blocks"
         remedy = ", or lower max_model_len"
         if any(group.spec.window is not None for group in groups):
-            purpose += f", {_per_group(groups, max_model_len, step_tokens)}"
+            purpose += f", {_describe_blocks(groups, max_model_len, step_tokens)}"
             remedy += " or max_num_batched_tokens"
     least = needed if setting == "num_blocks" else (needed + 1) * per_block
     return KVCacheTooSmallError(
@@ -288,7 +290,7 @@ def cpu_cache_bytes(reserve: int = 0) -> int:
     Args:
         reserve: bytes to leave free for later allocations.
     """
-    return min(max(0, available_memory() - reserve) // CPU_CACHE_SHARE, CPU_CACHE_LIMIT)
+    return min(max(0, available_memory() - reserve) // CPU_CACHE_DIVISOR, MAX_CPU_CACHE_BYTES)
 
 
 def available_memory() -> int:
@@ -319,11 +321,11 @@ def _available_without_proc() -> int:
     return status[2]
 
 
-def _cgroup_available(otherwise: int) -> int:
+def _cgroup_available(fallback: int) -> int:
     group = Path("/sys/fs/cgroup")
     try:
         limit = (group / "memory.max").read_text(encoding="ascii").strip()
         used = int((group / "memory.current").read_text(encoding="ascii"))
-        return otherwise if limit == "max" else max(0, int(limit) - used)
+        return fallback if limit == "max" else max(0, int(limit) - used)
     except (OSError, ValueError):
-        return otherwise
+        return fallback

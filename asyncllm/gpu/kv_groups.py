@@ -111,7 +111,7 @@ def _group_size(counts: Sequence[int]) -> int:
     return size
 
 
-def with_groups(
+def with_kv_groups(
     kinds: Sequence[AttentionKind], indices: Sequence[int], groups: Sequence[LayerGroup]
 ) -> list[AttentionKind]:
     """Sets the ``kv_group`` of each attention kind.

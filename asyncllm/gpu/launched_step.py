@@ -103,7 +103,7 @@ class LaunchedStep:
         self.failures: dict[int, Exception] = {}
 
     @property
-    def is_whole(self) -> bool:
+    def needs_only_draw(self) -> bool:
         """Whether rows need only the plain draw: no masks, stages, host or prompt logprobs."""
         apart = self.batch.masked_rows or self.stages or self.batch.prompt_logprobs
         return not apart and self.host_rows is None
@@ -131,16 +131,16 @@ class LaunchedStep:
         later = set(self.batch.req_indices).difference(self.batch.released)
         return not later.isdisjoint(step.host_rows.req_indices.tolist())
 
-    def places_of(self, rows: list[int]) -> list[int]:
+    def sampled_indices_of(self, rows: list[int]) -> list[int]:
         """Indices of rows of the batch within the sampled rows."""
         place_of = {row: place for place, row in enumerate(self.rows.tolist())}
         return [place_of[row] for row in rows]
 
-    def masks_by_place(self) -> dict[int, bytes]:
+    def masks_by_sampled_index(self) -> dict[int, bytes]:
         """Grammar masks by their row's index within the sampled rows."""
         if self.masks is None:
             return {}
-        return dict(zip(self.places_of(self.masks.rows), self.masks.masks, strict=True))
+        return dict(zip(self.sampled_indices_of(self.masks.rows), self.masks.masks, strict=True))
 
     def drawn_output(self) -> SampleOutput:
         """Reads tokens, errors and log-probabilities from the buffer.
@@ -153,7 +153,7 @@ class LaunchedStep:
         if self.host_rows is not None:
             failed[self.host_rows.places] = False
         if failed.any():
-            masked = self.masks_by_place()
+            masked = self.masks_by_sampled_index()
             for place in np.flatnonzero(failed).tolist():
                 restricted = self.row_stages[place] & Stages.RULES.value or place in masked
                 none_left = tokens[place] == NO_TOKEN_LEFT and restricted

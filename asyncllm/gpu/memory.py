@@ -34,7 +34,7 @@ RELEASE_SECONDS = 5.0
 """Seconds that ``release`` waits for the device's work, and then again for its turn among the
 process's engines."""
 
-_OUT_OF_MEMORY = (
+_OUT_OF_MEMORY_TEXTS = (
     "out of memory",
     "not enough memory",
     "DefaultCPUAllocator",
@@ -175,7 +175,7 @@ def cuda_cache_bytes(
     weights_bytes: int,
     profile_run: Callable[[], None],
     graph_reserve: int,
-    captured_share: float = 0.0,
+    captured_fraction: float = 0.0,
     least: int,
     probe: MemoryProbe = GPU_MEMORY,
 ) -> int:
@@ -191,9 +191,9 @@ def cuda_cache_bytes(
         free_at_start: bytes that were free before the engine took any.
         weights_bytes: bytes of the weights, which are on the device now.
         profile_run: runs the largest step; weights and RoPE tables are on the device.
-        graph_reserve: bytes to keep for CUDA graphs, without those of ``captured_share``.
-        captured_share: number of tokens of the largest captured mixed step, whose activations the
-            graphs keep, divided by that of the largest step.
+        graph_reserve: bytes to keep for CUDA graphs, without those of ``captured_fraction``.
+        captured_fraction: number of tokens of the largest captured mixed step, whose activations
+            the graphs keep, divided by that of the largest step.
         least: bytes of the smallest usable cache.
 
     Raises:
@@ -207,7 +207,7 @@ def cuda_cache_bytes(
             "has another: set kv_cache_memory or num_blocks"
         )
     probe.empty_cache(device)
-    peak, failure = _measure(profile_run, device, probe)
+    peak, failure = _measure_peak(profile_run, device, probe)
     probe.empty_cache(device)
     free, total = probe.info(device)
     budget = CacheBudget(
@@ -216,7 +216,7 @@ def cuda_cache_bytes(
         utilization=config.gpu_memory_utilization,
         weights=weights_bytes,
         peak=peak,
-        graph_reserve=graph_reserve + math.ceil(captured_share * peak),
+        graph_reserve=graph_reserve + math.ceil(captured_fraction * peak),
         free=free,
     )
     if failure is not None:
@@ -233,7 +233,7 @@ def cuda_cache_bytes(
     return budget.available
 
 
-def _measure(
+def _measure_peak(
     run: Callable[[], None], device: torch.device, probe: MemoryProbe
 ) -> tuple[int, Exception | None]:
     """Returns the peak bytes of ``run``, and its error if it ran out of memory."""
@@ -359,4 +359,4 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     message = explain(error)
-    return isinstance(error, RuntimeError) and any(text in message for text in _OUT_OF_MEMORY)
+    return isinstance(error, RuntimeError) and any(text in message for text in _OUT_OF_MEMORY_TEXTS)

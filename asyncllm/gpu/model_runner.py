@@ -120,11 +120,11 @@ class ModelRunner:
         self.execution = runner.replay.description
         if graphs is None:
             with self._explain_memory_error():
-                self._record()
+                self._record_forward()
 
-    def _record(self) -> None:
+    def _record_forward(self) -> None:
         """Records the forward pass for replay, if every op can be recorded."""
-        runner = self._open()
+        runner = self._open_runner()
         memory = runner.memory
         found = record_step(runner.model, runner.cache, runner.inputs, memory.buffer)
         if isinstance(found, str):
@@ -157,7 +157,7 @@ class ModelRunner:
         Args:
             progress: called with (steps run, steps in all).
         """
-        runner = self._open()
+        runner = self._open_runner()
         if isinstance(runner.replay, GraphReplay):
             with compiling_alone():
                 with torch.inference_mode(), self._stream.context():
@@ -170,7 +170,7 @@ class ModelRunner:
         Args:
             progress: called with (graphs captured, graphs in all).
         """
-        replay = self._open().replay
+        replay = self._open_runner().replay
         if isinstance(replay, GraphReplay):
             with torch.inference_mode(), self._stream.context():
                 replay.capture_all(progress)
@@ -179,17 +179,17 @@ class ModelRunner:
     def report(self) -> ExecutionReport:
         """Makes the ExecutionReport; no step may be in flight."""
         self._enter_thread()
-        runner = self._open()
+        runner = self._open_runner()
         return execution_report(runner.model, runner.cache, self.info, self._num_threads)
 
     def set_token_budget(self, max_num_batched_tokens: int) -> None:
         """Sets the token budget, before the first step."""
         self.info = replace(self.info, max_num_batched_tokens=max_num_batched_tokens)
-        runner = self._open()
+        runner = self._open_runner()
         if isinstance(self._stream, StepQueue):
             with self._explain_memory_error():
                 runner.resize(self.info)
-                self._record()
+                self._record_forward()
 
     @property
     def can_run_ahead(self) -> bool:
@@ -208,12 +208,12 @@ class ModelRunner:
     # --- the executor ------------------------------------------------------------------
 
     def launch(self, batch: StepBatch) -> None:
-        self._open()
+        self._open_runner()
         self._steps.append(LaunchedStep(batch))
         self._begin_steps()
 
     def sample(self, masks: GrammarMask) -> None:
-        runner = self._open()
+        runner = self._open_runner()
         step = next((step for step in self._steps if step.awaits_masks), None)
         if step is None or step.batch.step != masks.step:
             expected = "none" if step is None else f"those of step {step.batch.step}"
@@ -229,7 +229,7 @@ class ModelRunner:
             self._begin_steps()
 
     def collect(self) -> StepResult:
-        self._open()
+        self._open_runner()
         if not self._steps:
             raise RuntimeError("no step is in flight")
         if self._steps[0].awaits_masks and self._steps[0].error is None:
@@ -241,7 +241,7 @@ class ModelRunner:
             raise step.error
         try:
             with torch.inference_mode(), self._stream.context():
-                result = self._finish(step)
+                result = self._finish_step(step)
         except (RuntimeError, MemoryError) as error:
             # The engine keeps the exception, whose traceback's frames refer to the model.
             clear_frames(error)
@@ -272,7 +272,7 @@ class ModelRunner:
         with contextlib.suppress(RuntimeError), self._stream.context():
             release(self.device)
 
-    def _open(self) -> StepRunner:
+    def _open_runner(self) -> StepRunner:
         if self._runner is None:
             raise RuntimeError("the model runner is closed")
         return self._runner
@@ -285,7 +285,7 @@ class ModelRunner:
         self._thread = thread
         if self._num_threads is not None:
             set_thread_count(self._num_threads)
-        self._open().model.ops.enter_thread()
+        self._open_runner().model.ops.enter_thread()
 
     # --- a step ------------------------------------------------------------------------
 
@@ -295,10 +295,10 @@ class ModelRunner:
         A step that failed, or whose tokens need the host, blocks the steps behind it. ``collect``
         raises a step's error when its turn comes, because earlier steps may have succeeded.
         """
-        runner = self._open()
+        runner = self._open_runner()
         for number, step in enumerate(self._steps):
             if not step.started:
-                if not self._stream.takes(step, islice(self._steps, number)):
+                if not self._stream.can_begin(step, islice(self._steps, number)):
                     return
                 step.started = True
                 with self._keep_errors(step):
@@ -315,12 +315,12 @@ class ModelRunner:
         except Exception as error:
             step.error = step.memory_error(error) if is_out_of_memory(error) else error
 
-    def _finish(self, step: LaunchedStep) -> StepResult:
+    def _finish_step(self, step: LaunchedStep) -> StepResult:
         """Waits for the step's tokens and writes them to the batch, for later steps.
 
         A step that did not run ahead runs now.
         """
-        runner = self._open()
+        runner = self._open_runner()
         if not step.started:
             runner.begin(step, ahead=False)
         result = StepResult(step.batch.step, [], [int(one) for one in step.batch.samples])

@@ -30,14 +30,14 @@ def packed_weights(
     scheme = _SCHEMES.get(bits)
     if scheme is None or columns * bits % 8 or any(c.column_groups is not None for c in codes):
         return None
-    zeros = torch.cat([_zeros(part) for part in codes])
+    zeros = torch.cat([_zero_points(part) for part in codes])
     # Signed 8-bit integers that are centred on 0 need no zero points.
     has_zeros = scheme == "int4" or bool(zeros.any())
     form = WeightForm((sum(c.shape[0] for c in codes), columns), scheme, (1, group), has_zeros)
     low, high = (0, 255) if scheme == "int4" else (-128, 127)
     if not takes(form) or not low <= int(zeros.min()) <= int(zeros.max()) <= high:
         return None
-    values = _values(codes, form.shape, scheme)
+    values = _stack_integers(codes, form.shape, scheme)
     return LinearWeights(
         values,
         scheme=scheme,
@@ -47,7 +47,7 @@ def packed_weights(
     )
 
 
-def _values(codes: Sequence[Codes], shape: tuple[int, int], scheme: QuantScheme) -> Tensor:
+def _stack_integers(codes: Sequence[Codes], shape: tuple[int, int], scheme: QuantScheme) -> Tensor:
     """Stacks the integers in the layout of ``LinearWeights``, a few rows at a time."""
     rows, columns = shape
     if scheme == "int4":
@@ -66,7 +66,7 @@ def _values(codes: Sequence[Codes], shape: tuple[int, int], scheme: QuantScheme)
     return values
 
 
-def _zeros(part: Codes) -> Tensor:
+def _zero_points(part: Codes) -> Tensor:
     """Zero points in the layout of ``LinearWeights``, in which 8-bit values are signed."""
     shift = 128 if part.bits == 8 and not part.is_signed else 0
     if part.zeros is None:

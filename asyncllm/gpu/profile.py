@@ -41,8 +41,10 @@ def profile_run(
         for num_decodes, counts in largest_rows(
             max_num_batched_tokens, max_num_seqs, max_model_len
         ):
-            step = _step(groups, num_decodes, counts, max_num_seqs, max_model_len, weight.device)
-            _sample(decoder, few.forward(step, cache).logits)
+            step = _make_step(
+                groups, num_decodes, counts, max_num_seqs, max_model_len, weight.device
+            )
+            _sample_all_rows(decoder, few.forward(step, cache).logits)
 
 
 def recorded_bytes(
@@ -90,7 +92,7 @@ def largest_rows(
     return steps
 
 
-def _step(
+def _make_step(
     groups: Sequence[KVGroup],
     num_decodes: int,
     counts: np.ndarray,
@@ -109,7 +111,7 @@ def _step(
     return replace(step, wanted=wanted, num_logits=len(wanted))
 
 
-def _sample(decoder: LanguageModel, logits: torch.Tensor) -> None:
+def _sample_all_rows(decoder: LanguageModel, logits: torch.Tensor) -> None:
     """Samples every row with top_k and top_p."""
     count = logits.shape[0]
     rows = torch.arange(count, device=logits.device)

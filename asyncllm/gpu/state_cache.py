@@ -95,16 +95,16 @@ class StateCache:
 
         Call it before the step in which the requests continue from the snapshots.
         """
-        self._copy([(slot, self.num_slots + snapshot) for slot, snapshot in loads])
+        self._copy_slots([(slot, self.num_slots + snapshot) for slot, snapshot in loads])
 
     def save(self, saves: Sequence[tuple[int, int]]) -> None:
         """Copies requests' slots to snapshots, for pairs ``(request index, snapshot)``.
 
         Call it after the step that computed the states and before the next one.
         """
-        self._copy([(self.num_slots + snapshot, slot) for slot, snapshot in saves])
+        self._copy_slots([(self.num_slots + snapshot, slot) for slot, snapshot in saves])
 
-    def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+    def _copy_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies slots by pairs ``(target, source)``; no slot is both target and source.
 
         On a GPU one kernel, or a few, copies the states of all layers of a dtype, instead of one

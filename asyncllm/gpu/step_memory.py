@@ -86,17 +86,17 @@ class StepMemory:
         )
         if not self.on_device:
             return
-        self.write_previous(step, host)
+        self.write_previous_tokens(step, host)
         host.set_scalars(self._state)
         changes = [table.take_changes() for table in self._batch.tables]
         step.overflow = host.set_table_changes(changes)
 
-    def write_previous(self, step: LaunchedStep, buffer: StepBuffer) -> None:
+    def write_previous_tokens(self, step: LaunchedStep, buffer: StepBuffer) -> None:
         """Writes the token before each sampled one; -1 if only the device has it so far."""
         tokens = self._batch.token_ids[step.req_indices, step.positions - 1]
         buffer.arrays["previous_tokens"][: len(tokens)] = tokens
 
-    def receive(self, step: LaunchedStep) -> None:
+    def upload(self, step: LaunchedStep) -> None:
         """Queues the copy of a step to the device, and its changes of the batch state there."""
         for update in step.updates:
             update.write(self.tables)
@@ -135,14 +135,14 @@ class StepMemory:
             assert self.logprobs is not None
             host.logprobs.copy_from(self.logprobs, count)
 
-    def derive(self, step: LaunchedStep) -> StepInputs:
+    def derive_inputs(self, step: LaunchedStep) -> StepInputs:
         """Computes the derived sections on the host, and returns the step's inputs."""
         assert step.sizes is not None
         sizes, decodes, host = step.sizes, step.batch.num_decodes, step.buffer
-        host.derive(self._batch, sizes, decodes)
+        host.derive_sections(self._batch, sizes, decodes)
         return self.buffer.inputs(self._batch, sizes, decodes, self.block_tables, host)
 
-    def insert_sampled(self, inputs: StepInputs) -> None:
+    def insert_sampled_tokens(self, inputs: StepInputs) -> None:
         """Queues the insertion of decode rows' input tokens that only the device has."""
         count = inputs.num_decodes
         if self.on_device and count:

@@ -85,7 +85,7 @@ class StepRunner:
         Args:
             ahead: the step begins before ``collect`` waits for it.
         """
-        self._apply(step)
+        self._apply_changes(step)
         if not len(step.batch):
             step.is_drawn = True
             return
@@ -96,22 +96,22 @@ class StepRunner:
         step.buffer = next(self._buffers)
         self.memory.write(step)
         if not self.replay.prepare(step):
-            step.inputs = self.memory.derive(step)
+            step.inputs = self.memory.derive_inputs(step)
         self._prepare_sampling(step)
         if self.memory.on_device:
             # From here on only the device has the tokens at these positions.
             self.inputs.token_ids[step.req_indices, step.positions] = PLACEHOLDER_TOKEN
-        self.stream.run(partial(self._forward, step))
+        self.stream.run(partial(self._run_forward, step))
         if not step.awaits_masks:
             self.sample(step)
 
     def sample(self, step: LaunchedStep) -> None:
         """Queues the sampling of a step that no longer awaits masks."""
         if step.masks is not None:
-            errors = step.buffer.masks.set(step.masks_by_place())
+            errors = step.buffer.masks.set(step.masks_by_sampled_index())
             step.failures |= {int(step.rows[place]): error for place, error in errors.items()}
             step.stages |= Stages.MASKS
-        self.stream.run(partial(self._sample, step))
+        self.stream.run(partial(self._sample_rows, step))
         step.event, step.is_drawn = self.stream.record(), True
 
     def finish(self, step: LaunchedStep) -> SampleOutput:
@@ -119,7 +119,7 @@ class StepRunner:
         self.stream.wait(step)
         if not step.is_drawn:
             if step.batch.prompt_logprobs:
-                self._keep_hidden(step)
+                self._keep_hidden_states(step)
             self._prepare_sampling(step)
             self.sample(step)
         output = step.drawn_output()
@@ -143,7 +143,7 @@ class StepRunner:
 
     # --- parts of a step -----------------------------------------------------------------
 
-    def _apply(self, step: LaunchedStep) -> None:
+    def _apply_changes(self, step: LaunchedStep) -> None:
         """Applies the step's changes to the batch and to the sampling parameters."""
         batch, sampler, state = step.batch, self.sampler, self.sampler.state
         self.inputs.apply(batch)
@@ -155,10 +155,10 @@ class StepRunner:
             update = sampler.assign(self._in_process.with_processors(assignment))
             if update is not None:
                 step.updates.append(update)
-        if self.replay.finds_largest:
+        if self.replay.finds_greedy_tokens:
             needed = state.needs_logits[step.req_indices]
             if batch.masked_rows:
-                needed[step.places_of(batch.masked_rows)] = True
+                needed[step.sampled_indices_of(batch.masked_rows)] = True
             step.order_sampled_rows(needed)
         step.epochs = self.inputs.epochs[step.req_indices]
         step.row_stages = state.stages[step.req_indices]
@@ -182,30 +182,30 @@ class StepRunner:
         if step.stages & Stages.LOGPROBS:
             step.row_logprobs = self.sampler.state.logprobs[step.req_indices]
         if step.stages and not self.memory.on_device:
-            self.memory.write_previous(step, self.memory.buffer)
+            self.memory.write_previous_tokens(step, self.memory.buffer)
 
-    def _forward(self, step: LaunchedStep) -> None:
+    def _run_forward(self, step: LaunchedStep) -> None:
         """Runs the forward pass, between the copies before and after it."""
         states, loads, saves = self.cache.states, step.batch.state_loads, step.batch.state_saves
         if len(step.blocks_to_zero):
             self.cache.clear(step.blocks_to_zero)
         if states is not None and loads:
             states.load(loads)
-        self.memory.receive(step)
+        self.memory.upload(step)
         step.output = self.replay.forward(step)
         if states is not None and saves:
             states.save(saves)
         if step.batch.prompt_logprobs:
-            self._keep_hidden(step)
+            self._keep_hidden_states(step)
 
-    def _keep_hidden(self, step: LaunchedStep) -> None:
+    def _keep_hidden_states(self, step: LaunchedStep) -> None:
         """Keeps the hidden states from which prompt log-probabilities are computed."""
         assert step.output is not None
         hidden = step.output.hidden[len(step.rows) :]
         # On a device the next step overwrites them before they are read.
         step.prompt_hidden = hidden.clone() if self.memory.on_device else hidden
 
-    def _sample(self, step: LaunchedStep) -> None:
+    def _sample_rows(self, step: LaunchedStep) -> None:
         """Draws the step's tokens into its buffer; of host rows it only copies the inputs."""
         assert step.output is not None
         memory, count, (logits, _, largest) = self.memory, step.num_logits, step.output
@@ -256,7 +256,7 @@ class StepRunner:
         """Indices, within the sampled rows, of rows with stages or masks but no host row."""
         staged = step.row_stages[: step.num_logits] != 0
         if step.masks is not None:
-            staged[step.places_of(step.masks.rows)] = True
+            staged[step.sampled_indices_of(step.masks.rows)] = True
         if step.host_rows is not None:
             staged[step.host_rows.places] = False
         return np.flatnonzero(staged)

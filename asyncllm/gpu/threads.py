@@ -51,16 +51,16 @@ def available_cpus(
         lines = membership.read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    limits = [_quota(cgroup), _quota(cgroup / "cpu")]
+    limits = [_cpu_quota(cgroup), _cpu_quota(cgroup / "cpu")]
     for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
         if controllers and "cpu" not in controllers.split(","):
             continue
         mount, group = cgroup / "cpu" if controllers else cgroup, Path(path.lstrip("/"))
-        limits += [_quota(mount / each) for each in (group, *group.parents)]
+        limits += [_cpu_quota(mount / each) for each in (group, *group.parents)]
     return max(1, min([count, *(limit for limit in limits if limit is not None)]))
 
 
-def _quota(folder: Path) -> int | None:
+def _cpu_quota(folder: Path) -> int | None:
     """Whole cores of a control group's CPU quota; None without a limit or without the group."""
     try:
         if (folder / "cpu.max").exists():

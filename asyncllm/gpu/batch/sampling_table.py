@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from asyncllm.gpu.batch.sections import Table
+from asyncllm.gpu.batch.sections import SectionTable
 
 UNCOUNTED = 2**63 - 1
 """Value of ``counted_from`` for a request index without penalties: it counts no token."""
@@ -61,6 +61,6 @@ token that is not in ``LogitsTables.counts`` yet."""
 SCALARS: Mapping[str, Scalar] = MappingProxyType({**DRAW_SCALARS, **RULE_SCALARS})
 
 
-def scalar_sections(table_rows: int) -> Table:
+def scalar_sections(table_rows: int) -> SectionTable:
     """Makes a section of ``table_rows`` elements for each of SCALARS."""
     return {name: (scalar.dtype, table_rows) for name, scalar in SCALARS.items()}

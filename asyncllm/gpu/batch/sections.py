@@ -13,7 +13,7 @@ from asyncllm.gpu.h2d import lazy_zeros
 
 _ALIGNMENT = 16
 
-Table = Mapping[str, tuple[torch.dtype, int]]
+SectionTable = Mapping[str, tuple[torch.dtype, int]]
 """Dtype and number of elements of each section, by name, in their order in memory."""
 
 
@@ -29,7 +29,7 @@ class Sections:
         MemoryError: too little memory on the host.
     """
 
-    def __init__(self, table: Table, device: torch.device, *, pinned: bool = False) -> None:
+    def __init__(self, table: SectionTable, device: torch.device, *, pinned: bool = False) -> None:
         spans: dict[str, tuple[int, int]] = {}
         end = 0
         for name, (dtype, count) in table.items():

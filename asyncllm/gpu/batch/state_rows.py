@@ -34,14 +34,14 @@ class StateRows:
         slots: ``[D]`` int64, slots of the batch's states; None if there is no batch.
         is_fresh: ``[D]`` bool, whether a row is at position 0; None if no row is.
         spans: the other rows, in the order of their tokens, which follow those of the D rows.
-        apart: the D rows as spans, for a recurrence whose states are too large to gather; () on a
-            GPU, where each span would need launches of its own.
+        batch_spans: the D rows as spans, for a recurrence whose states are too large to gather; ()
+            on a GPU, where each span would need launches of its own.
     """
 
     slots: Tensor | None
     is_fresh: Tensor | None
     spans: Sequence[RowSpan]
-    apart: Sequence[RowSpan] = ()
+    batch_spans: Sequence[RowSpan] = ()
 
     @classmethod
     def of(cls, step: StepInputs) -> StateRows:
@@ -59,8 +59,8 @@ class StateRows:
         if not batched:
             return cls(None, None, spans)
         is_fresh = None if starts[:batched].all() else step.positions[:batched] == 0
-        apart = spans[:batched] if step.positions.device.type == "cpu" else ()
-        return cls(step.req_indices[:batched], is_fresh, spans[batched:], apart)
+        batch_spans = spans[:batched] if step.positions.device.type == "cpu" else ()
+        return cls(step.req_indices[:batched], is_fresh, spans[batched:], batch_spans)
 
     def gather(self, state: Tensor) -> Tensor:
         """Copies the batch's states ``[D, *shape]`` from their slots; zeros at position 0."""

@@ -14,7 +14,7 @@ from asyncllm.core.batch import StepBatch
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.sampling_table import scalar_sections
-from asyncllm.gpu.batch.sections import Sections, Table
+from asyncllm.gpu.batch.sections import Sections, SectionTable
 from asyncllm.gpu.batch.step_inputs import GroupInputs, RowArrays, StepInputs
 
 LAST_DECODE_SECTION = "sampled_positions"
@@ -60,7 +60,7 @@ class StepLimits:
         table_rows = rows + 1 if on_device else 0
         return cls(rows, max(rows, tokens), len(info.kv_groups), table_rows, padded_tokens)
 
-    def table(self) -> Table:
+    def table(self) -> SectionTable:
         """Dtypes and sizes of the sections.
 
         A step copies a prefix of the sections: state changes and rows come first, tokens last.
@@ -96,9 +96,9 @@ class StepBuffer(Sections):
     for each sampled row ``sampled_req_indices`` and ``sampled_positions``, the position of the
     token before the sampled one; and ``wanted``, see StepInputs. ``previous_tokens`` has the token
     before the sampled one, -1 if only the device has it. The other sections of StepInputs are
-    *derived*: on the host by ``derive``, or by an op on the device, which has the tokens of the
-    previous step. CUDA graphs and native programs hold the addresses of the device's buffer; on a
-    CPU without run-ahead the host writes directly into that buffer.
+    *derived*: on the host by ``derive_sections``, or by an op on the device, which has the tokens
+    of the previous step. CUDA graphs and native programs hold the addresses of the device's buffer;
+    on a CPU without run-ahead the host writes directly into that buffer.
     """
 
     def __init__(self, limits: StepLimits, device: torch.device, *, pinned: bool = False) -> None:
@@ -137,7 +137,7 @@ class StepBuffer(Sections):
                 arrays["wanted"][sampled:wanted] = spans
         return StepSizes(count, batch.num_tokens, wanted, num_logits, sampled - num_logits)
 
-    def derive(self, inputs: InputBatch, sizes: StepSizes, num_decodes: int) -> None:
+    def derive_sections(self, inputs: InputBatch, sizes: StepSizes, num_decodes: int) -> None:
         """Computes the derived sections from the given ones and the persistent batch."""
         arrays, (rows, tokens, *_) = self.arrays, sizes
         starts, counts = arrays["starts"][:rows], arrays["counts"][:rows]
@@ -237,7 +237,7 @@ def step_inputs(batch: StepBatch, inputs: InputBatch, device: torch.device) -> S
     limits = StepLimits(len(batch), max(len(batch), batch.num_tokens), len(inputs.tables))
     host = StepBuffer(limits, torch.device("cpu"))
     sizes = host.write(batch, req_indices, starts, rows, len(rows))
-    host.derive(inputs, sizes, batch.num_decodes)
+    host.derive_sections(inputs, sizes, batch.num_decodes)
     own = host if device.type == "cpu" else StepBuffer(limits, device)
     if own is not host:
         own.copy_from(host, next(reversed(own.tensors)))

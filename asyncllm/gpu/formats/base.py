@@ -214,15 +214,15 @@ def unpack(words: Tensor, bits: int, dim: int, order: Tensor | None = None) -> T
     return values.transpose(1, 2).flatten(0, 1) if dim == 0 else values.flatten(1)
 
 
-def dequantised(codes: Codes, start: int, stop: int) -> Tensor:
+def dequantise_rows(codes: Codes, start: int, stop: int) -> Tensor:
     """Dequantises rows ``start`` to ``stop - 1`` to float32."""
     part = codes.rows(start, stop).float()
     if codes.zeros is not None:
-        part -= _expanded(codes, codes.zeros, start, stop)
-    return part.mul_(_expanded(codes, codes.scales, start, stop))
+        part -= _expand_grid(codes, codes.zeros, start, stop)
+    return part.mul_(_expand_grid(codes, codes.scales, start, stop))
 
 
-def _expanded(codes: Codes, grid: Tensor, start: int, stop: int) -> Tensor:
+def _expand_grid(codes: Codes, grid: Tensor, start: int, stop: int) -> Tensor:
     if codes.column_groups is not None:
         return grid[start:stop].float()[:, codes.column_groups]
     return expand_blocks(grid, codes.block, start, stop, codes.shape[1])

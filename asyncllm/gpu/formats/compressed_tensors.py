@@ -86,13 +86,13 @@ class CompressedTensors(WeightFormat):
         config.section("sparsity_config").choice("format", ("dense",), "dense")
         groups = config.section("config_groups")
         sections = [groups.section(name) for name in groups.values]
-        schemes = [_scheme(section, default) for section in sections]
+        schemes = [_read_scheme(section, default) for section in sections]
         self.schemes = [scheme for scheme in schemes if scheme is not None]
         if not self.schemes:
             raise config.bad("config_groups", "an object with a group that has 'weights'")
-        sizes = sorted({f"{s.bits} bits {_named(s.block)}" for s in self.schemes})
+        sizes = sorted({f"{s.bits} bits {_describe_block(s.block)}" for s in self.schemes})
         self.label = f"compressed-tensors {default}, " + ", ".join(sizes)
-        ignored = {_activations(section) for section in sections} - {""}
+        ignored = {_describe_activations(section) for section in sections} - {""}
         ignored |= {"KV cache scales"} if config.values.get("kv_cache_scheme") else set()
         self.ignored = ", ".join(sorted(ignored))
 
@@ -151,7 +151,7 @@ class CompressedTensors(WeightFormat):
         return PackedTensor(parts.stem + "weight", shape, parts.names)
 
     def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Codes | Rows:
-        scheme = self._match(tensor.name.removesuffix(".weight"))
+        scheme = self._match_scheme(tensor.name.removesuffix(".weight"))
         assert scheme is not None
         columns, scale = tensor.shape[1], parts["weight_scale"]
         block = scheme.block or tensor.shape
@@ -160,7 +160,7 @@ class CompressedTensors(WeightFormat):
         if scheme.is_float:
             return scaled_rows(parts["weight"], scale, block)
         offset = _zero_points(scheme, parts, scale)
-        order = _groups(tensor, parts, scale.shape[1])
+        order = _column_groups(tensor, parts, scale.shape[1])
 
         def rows(start: int, stop: int) -> Tensor:
             if "weight" in parts:
@@ -172,7 +172,7 @@ class CompressedTensors(WeightFormat):
 
     def _scheme_of(self, parts: TensorParts, suffix: str) -> Scheme:
         name = parts.stem + suffix
-        scheme = self._match(parts.stem.removesuffix("."))
+        scheme = self._match_scheme(parts.stem.removesuffix("."))
         if scheme is None:
             raise ModelLoadError(
                 f"{parts.tensors[name].file}: tensor {name!r} is quantised, and none of "
@@ -181,7 +181,7 @@ class CompressedTensors(WeightFormat):
             )
         return scheme
 
-    def _match(self, module: str) -> Scheme | None:
+    def _match_scheme(self, module: str) -> Scheme | None:
         """The first scheme that names the module, else the first that targets linear layers."""
         for scheme in self.schemes:
             for target in scheme.targets:
@@ -209,7 +209,7 @@ def _zero_points(scheme: Scheme, parts: Mapping[str, Tensor], scale: Tensor) -> 
     return zero.reshape(scale.shape).float() + (half if packed else 0)
 
 
-def _groups(tensor: PackedTensor, parts: Mapping[str, Tensor], count: int) -> Tensor | None:
+def _column_groups(tensor: PackedTensor, parts: Mapping[str, Tensor], count: int) -> Tensor | None:
     """The group of each column; None if groups are in order."""
     groups = parts.get("weight_g_idx")
     # A tensor of -1 stands for groups in order.
@@ -219,7 +219,7 @@ def _groups(tensor: PackedTensor, parts: Mapping[str, Tensor], count: int) -> Te
     return groups.long()
 
 
-def _scheme(group: ConfigFile, default: str) -> Scheme | None:
+def _read_scheme(group: ConfigFile, default: str) -> Scheme | None:
     """Reads the Scheme of one of ``config_groups``; None if it is for activations only."""
     check_fields(group, _KNOWN_GROUP, "targets")
     targets = tuple(group.values.get("targets") or ())
@@ -247,10 +247,10 @@ def _scheme(group: ConfigFile, default: str) -> Scheme | None:
         raise weights.bad("type", f"that of format {form!r}")
     if is_float and not symmetric:
         raise weights.bad("symmetric", "true for floating point numbers")
-    return Scheme(targets, bits, is_float, symmetric, _block(weights))
+    return Scheme(targets, bits, is_float, symmetric, _read_block(weights))
 
 
-def _block(weights: ConfigFile) -> tuple[int, int] | None:
+def _read_block(weights: ConfigFile) -> tuple[int, int] | None:
     group = group_size(weights) if "group_size" in weights else None
     # If the field is missing, infer the strategy as compressed-tensors does.
     implied = "tensor" if "group_size" not in weights else "group" if group else "channel"
@@ -264,7 +264,7 @@ def _block(weights: ConfigFile) -> tuple[int, int] | None:
     return block_size(weights, "block_structure")
 
 
-def _named(block: tuple[int, int] | None) -> str:
+def _describe_block(block: tuple[int, int] | None) -> str:
     if block is None:
         return "per tensor"
     if block == (1, 0):
@@ -272,7 +272,7 @@ def _named(block: tuple[int, int] | None) -> str:
     return f"in groups of {block[1]}" if block[0] == 1 else f"in blocks of {block[0]} x {block[1]}"
 
 
-def _activations(group: ConfigFile) -> str:
+def _describe_activations(group: ConfigFile) -> str:
     found = group.section("input_activations")
     if not found.values:
         return ""

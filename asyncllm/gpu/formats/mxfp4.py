@@ -17,10 +17,10 @@ from asyncllm.gpu.formats.base import (
     check_fields,
 )
 
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of e2m1 codes 0 to 7 (OCP Microscaling Formats 1.0, table 5); 8 to 15 are negative."""
 
-_BIAS = 127
+_EXPONENT_BIAS = 127
 """Bias of the e8m0 exponents."""
 
 
@@ -50,12 +50,12 @@ class Mxfp4(WeightFormat):
 
     def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Rows:
         blocks, scales = parts["_blocks"], parts["_scales"]
-        table = torch.tensor(_VALUES + tuple(-value for value in _VALUES))
+        table = torch.tensor(_E2M1_VALUES + tuple(-value for value in _E2M1_VALUES))
 
         def rows(start: int, stop: int) -> Tensor:
             bytes_ = blocks[start:stop]
             nibbles = torch.stack((bytes_ & 15, bytes_ >> 4), dim=-1).flatten(-2)
-            exponents = scales[start:stop].to(torch.int32) - _BIAS
+            exponents = scales[start:stop].to(torch.int32) - _EXPONENT_BIAS
             values = torch.ldexp(table[nibbles.int()], exponents.unsqueeze(-1))
             return values.flatten(-2).transpose(1, 2)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from asyncllm.checkpoint.reader import CheckpointReader, Codes, TensorInfo
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.formats.base import PackedTensor, Rows, WeightFormat, dequantised
+from asyncllm.gpu.formats.base import PackedTensor, Rows, WeightFormat, dequantise_rows
 
 SLICE_ELEMENTS = 2**20
 """Number of elements dequantised at a time, so that float32 intermediates take a few MB each."""
@@ -56,24 +56,24 @@ class DequantisingReader:
         """Reads a tensor: dequantised, or as a view of the mapped file if it is stored plain."""
         if name not in self._packed:
             return self.source.tensor(name)
-        return joined(self.slices(name), self._packed[name].shape, self.dtype)
+        return join_slices(self.slices(name), self._packed[name].shape, self.dtype)
 
     def slices(self, name: str) -> Iterator[Tensor]:
         packed = self._packed.get(name)
         if packed is None:
             yield from self.source.slices(name)
             return
-        found = self._read(packed)
-        rows = partial(dequantised, found) if isinstance(found, Codes) else found
+        found = self._read_packed(packed)
+        rows = partial(dequantise_rows, found) if isinstance(found, Codes) else found
         for start, stop in row_ranges(packed.shape, packed.step):
             yield rows(start, stop).to(self.dtype).contiguous()
 
     def codes(self, name: str) -> Codes | None:
         packed = self._packed.get(name)
-        found = None if packed is None else self._read(packed)
+        found = None if packed is None else self._read_packed(packed)
         return found if isinstance(found, Codes) else None
 
-    def _read(self, packed: PackedTensor) -> Codes | Rows:
+    def _read_packed(self, packed: PackedTensor) -> Codes | Rows:
         parts = {suffix: self.source.tensor(part) for suffix, part in packed.parts.items()}
         try:
             return self.format.read(packed, parts)
@@ -85,7 +85,7 @@ class DequantisingReader:
         self.source.close()
 
 
-def joined(slices: Iterable[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def join_slices(slices: Iterable[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Joins consecutive slices into a tensor, holding one slice at a time."""
     result, row = torch.empty(shape, dtype=dtype), 0
     for part in slices:

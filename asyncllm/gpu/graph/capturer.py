@@ -69,7 +69,7 @@ class CudaGraphCapturer(GraphCapturer):
             run()
             recording.end()
         except BaseException:
-            if not recording.ends:
+            if not recording.is_ended:
                 # End the capture: the stream must not stay in it. The error is raised below.
                 with contextlib.suppress(RuntimeError):
                     recording.graph.capture_end()
@@ -89,7 +89,7 @@ class CudaGraphCapturer(GraphCapturer):
         # An error means that torch has ended the recording already.
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self.device.index, pool)
-            CAPTURES.keep(graph)
+            CAPTURES.keep_failed(graph)
             torch._C._cuda_releasePool(self.device.index, pool)
 
     def _reset_generator(self) -> None:
@@ -127,7 +127,7 @@ class _Recording:
 
     Attributes:
         graph: the graph being captured.
-        ends: ``capture_end`` has been called for ``graph``.
+        is_ended: ``capture_end`` has been called for ``graph``.
     """
 
     def __init__(self, pool: _POOL_HANDLE) -> None:
@@ -135,11 +135,11 @@ class _Recording:
         self._pieces: list[Callable[[], None]] = []
 
     def begin(self) -> None:
-        self.graph, self.ends = torch.cuda.CUDAGraph(), False
+        self.graph, self.is_ended = torch.cuda.CUDAGraph(), False
         self.graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> None:
-        self.ends = True
+        self.is_ended = True
         self.graph.capture_end()
         self._pieces.append(self.graph.replay)
 

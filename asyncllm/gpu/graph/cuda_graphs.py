@@ -194,17 +194,17 @@ class StepGraphs:
         )
 
 
-def default_token_sizes(most: int) -> tuple[int, ...]:
+def default_token_sizes(max_tokens: int) -> tuple[int, ...]:
     """Default token counts: powers of two from 32 to 2,048, and the numbers half-way between.
 
     Args:
-        most: upper bound of the token counts.
+        max_tokens: upper bound of the token counts.
     """
     sizes = {2**power for power in range(5, 12)} | {3 * 2**power for power in range(5, 10)}
-    return tuple(sorted(size for size in sizes if size <= most))
+    return tuple(sorted(size for size in sizes if size <= max_tokens))
 
 
-def default_sizes(max_num_seqs: int) -> tuple[int, ...]:
+def default_batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """Default batch sizes: 1, 2, 4, multiples of 8 to 256, of 16 to 512, and ``max_num_seqs``."""
     sizes = {1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), max_num_seqs}
     return tuple(sorted(size for size in sizes if size <= max_num_seqs))

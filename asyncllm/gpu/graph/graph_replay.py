@@ -68,7 +68,7 @@ class GraphReplay(Replay):
         self.description = f"graphs of decode steps, mixed steps {mixed}"
         most = memory.info.max_model_len
         # Tests for skewed batches, one per attention that has a balanced form for them.
-        self._skews = [
+        self._skew_tests = [
             partial(attention.is_skewed, max_len=most, window=kind.window)
             for kind, attention in model.attention.items()
             if isinstance(attention, BalancedAttention) and attention.balances(most, kind.window)
@@ -77,7 +77,7 @@ class GraphReplay(Replay):
     @property
     def can_balance(self) -> bool:
         """Whether some batches may run with balanced attention."""
-        return bool(self._skews)
+        return bool(self._skew_tests)
 
     def capture_all(self, progress: Callable[[int, int], None]) -> None:
         """Captures every bucket of whole decode steps and of mixed steps, before the first step.
@@ -113,9 +113,9 @@ class GraphReplay(Replay):
             inputs = step.inputs
             if step.bucket is None or self.segments is None or inputs is None:
                 return super().forward(step)
-            self.memory.insert_sampled(inputs)
+            self.memory.insert_sampled_tokens(inputs)
             return self.segments.forward(inputs, step.bucket)
-        count, part = len(step.rows), Part.STEP if step.is_whole else Part.FORWARD
+        count, part = len(step.rows), Part.STEP if step.needs_only_draw else Part.FORWARD
         # The static logits are allocated when a step first needs them, and never inside a capture.
         logits = self._static_logits() if part is Part.FORWARD else self.memory.sampled[:0]
         self.graphs.run(step.bucket or count, part, balanced=step.balanced)
@@ -124,7 +124,7 @@ class GraphReplay(Replay):
     def sample(self, step: LaunchedStep) -> bool:
         if not step.is_decode:
             return False
-        if not step.is_whole:
+        if not step.needs_only_draw:
             self.graphs.run(step.bucket or len(step.rows), Part.SAMPLE, step.stages)
         return True
 
@@ -164,7 +164,7 @@ class GraphReplay(Replay):
 
     def _is_skewed(self, step: LaunchedStep) -> bool:
         """Whether lengths differ so much that attention needs its balanced form."""
-        if not self._skews:
+        if not self._skew_tests:
             return False
         batch = step.bucket or len(step.rows)
-        return any(is_skewed(batch, step.positions) for is_skewed in self._skews)
+        return any(is_skewed(batch, step.positions) for is_skewed in self._skew_tests)

@@ -63,8 +63,8 @@ class RecordedStep(Replay):
             found = model.forward(_record_inputs(recorder, batch, buffer, model), cache)
             recorder.keep(found.hidden)
             recorder.keep(found.logits)
-            self.finds_largest = model.argmax is not None
-            if self.finds_largest:
+            self.finds_greedy_tokens = model.argmax is not None
+            if self.finds_greedy_tokens:
                 recorder.keep(found.tokens.view(-1, 1))
         self.num_bytes = recorder.layout(self._capacity)[1]
 

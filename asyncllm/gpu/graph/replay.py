@@ -13,14 +13,15 @@ class Replay:
 
     Attributes:
         description: phrase for the log that says how steps run.
-        finds_largest: the model finds the token of a row's largest logit without writing logits.
+        finds_greedy_tokens: the model finds the token of a row's largest logit without writing the
+            logits.
     """
 
     description = "ops called one by one"
 
     def __init__(self, model: LanguageModel, cache: KVCache, memory: StepMemory) -> None:
         self.model, self.cache, self.memory = model, cache, memory
-        self.finds_largest = model.argmax is not None and not memory.on_device
+        self.finds_greedy_tokens = model.argmax is not None and not memory.on_device
 
     def prepare(self, step: LaunchedStep) -> bool:
         """Chooses how the step will run, and sets its ``bucket`` and ``balanced``.
@@ -36,7 +37,7 @@ class Replay:
         The result is valid until the next call.
         """
         assert step.inputs is not None
-        self.memory.insert_sampled(step.inputs)
+        self.memory.insert_sampled_tokens(step.inputs)
         return self.model.forward(step.inputs, self.cache)
 
     def sample(self, step: LaunchedStep) -> bool:

@@ -93,15 +93,15 @@ class Segments:
             if tensor is not None:
                 self._ends[name] = self._copied(name, tensor)
 
-    def mix(self, core: Core, width: int, tensors: Sequence[Tensor]) -> Tensor:
+    def run_core(self, core: Core, width: int, tensors: Sequence[Tensor]) -> Tensor:
         """Cuts the capture at a layer's core; returns the tensor that gets the core's output."""
         count, like = len(tensors[0]), tensors[0]
         given = [self._copied(place, tensor) for place, tensor in enumerate(tensors)]
         out = self._fixed("out", (width,), like)
-        self._cut(partial(self._mix, core, given, out))
+        self._cut(partial(self._run_core, core, given, out))
         return out[:count]
 
-    def _mix(self, core: Core, given: Sequence[Tensor], out: Tensor) -> None:
+    def _run_core(self, core: Core, given: Sequence[Tensor], out: Tensor) -> None:
         """Calls a core on the running step's tokens; does nothing if no step runs."""
         if self._context is None:
             return
@@ -137,6 +137,6 @@ class _SegmentedContext(StepContext):
 
     segments: Segments | None = None
 
-    def mix(self, core: Core, width: int, *tensors: Tensor) -> Tensor:
+    def run_core(self, core: Core, width: int, *tensors: Tensor) -> Tensor:
         assert self.segments is not None
-        return self.segments.mix(core, width, tensors)
+        return self.segments.run_core(core, width, tensors)

@@ -18,7 +18,7 @@ from asyncllm.gpu.step_memory import StepMemory
 from asyncllm.native.context import fail
 from asyncllm.native.interface import STRUCTS
 
-DEPTH = 2
+MAX_STEPS_IN_FLIGHT = 2
 """Maximum number of steps in flight, the running one included."""
 
 
@@ -84,10 +84,12 @@ class StepQueue(SyncStream):
         self.min_tokens: int | None = None
         self._memory, self._sampler = memory, sampler
         num_logprobs = sampler.state.num_logprobs
-        self._jobs = cycle([_Job(recorded, memory, batch, num_logprobs) for _ in range(DEPTH)])
+        self._jobs = cycle(
+            [_Job(recorded, memory, batch, num_logprobs) for _ in range(MAX_STEPS_IN_FLIGHT)]
+        )
         self._last: _Job | None = None
 
-    def takes(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
+    def can_begin(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
         """Whether a step is worth running ahead, and can be applied while others are in flight.
 
         It has to be long enough or to await masks. To rows of the batch that steps in flight read,
@@ -116,7 +118,7 @@ class StepQueue(SyncStream):
             MemoryError: the native thread could not be started.
         """
         job = step.buffer = next(self._jobs)
-        self._memory.receive(step)
+        self._memory.upload(step)
         self._memory.write(step)
         asks = step.batch.masked_rows or step.batch.prompt_logprobs or step.row_stages.any()
         step.is_drawn = not asks and not len(

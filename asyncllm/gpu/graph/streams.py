@@ -34,7 +34,7 @@ class SyncStream:
         """
         return nullcontext()
 
-    def takes(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
+    def can_begin(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
         """Whether a step can begin before it is collected, behind the steps ``before`` it."""
         return False
 
@@ -85,7 +85,7 @@ class CudaStream(SyncStream):
             finally:
                 self._side_stream.synchronize()
 
-    def takes(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
+    def can_begin(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
         return not any(step.awaits_tokens_of(one) for one in before)
 
     def record(self) -> Event | None:

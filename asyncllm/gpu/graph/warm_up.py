@@ -55,7 +55,7 @@ def warm_up(runner: StepRunner, replay: GraphReplay, progress: Callable[[int, in
     prefixes = sorted({0, max(0, info.max_model_len - PROMPT_TOKENS)})
     steps += [partial(_sample_processed, runner)]
     steps += [partial(_run_mixed, runner, prefix) for prefix in prefixes]
-    steps += [partial(_run_mixed, runner, 0, count) for count in _expert_tokens(runner)]
+    steps += [partial(_run_mixed, runner, 0, count) for count in _expert_prefill_sizes(runner)]
     progress(0, len(steps))
     for done, step in enumerate(steps, 1):
         step()
@@ -86,7 +86,7 @@ def _sample_processed(runner: StepRunner) -> None:
     model.ops.top_logprobs(logits, memory.sampled[:1], out)
 
 
-def expert_changes(decoder: LanguageModel) -> tuple[int, ...]:
+def expert_kernel_thresholds(decoder: LanguageModel) -> tuple[int, ...]:
     """Numbers of tokens from which on experts use other kernels than in smaller steps."""
     experts = getattr(decoder.model, "experts", None)
     if experts is None:
@@ -94,11 +94,15 @@ def expert_changes(decoder: LanguageModel) -> tuple[int, ...]:
     return decoder.ops.expert_tokens(experts.routing.num_experts, experts.routing.top_k)
 
 
-def _expert_tokens(runner: StepRunner) -> list[int]:
+def _expert_prefill_sizes(runner: StepRunner) -> list[int]:
     """Numbers of prefill tokens that launch the experts' other kernels, one per kernel."""
     info = runner.info
     most = min(info.max_num_batched_tokens, info.max_num_seqs * info.max_model_len)
-    return [count - 1 for count in expert_changes(runner.model) if PROMPT_TOKENS < count - 1 < most]
+    return [
+        count - 1
+        for count in expert_kernel_thresholds(runner.model)
+        if PROMPT_TOKENS < count - 1 < most
+    ]
 
 
 def _run_mixed(runner: StepRunner, prefix: int, num_tokens: int = PROMPT_TOKENS) -> None:

@@ -18,12 +18,12 @@ from asyncllm.gpu.models.parameter import Parameter
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 
-_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
+_LAYER_PREFIX = re.compile(r"model\.layers\.(\d{1,6})\.")
 
-SMALL_MODEL = 32_000_000
+SMALL_MODEL_PARAMETERS = 32_000_000
 """Number of parameters below which a model is bound by the overhead of ops, not by arithmetic."""
 
-_MTP = re.compile(r"mtp\.")
+_MTP_PREFIX = re.compile(r"mtp\.")
 """Prefix of modules for multi-token prediction, in checkpoints of Qwen3-Next and its successors."""
 _KV_PROJECTION = re.compile(r"model\.layers\.\d+\.self_attn\.[kv]_(proj|norm)\.")
 
@@ -71,9 +71,9 @@ def is_unused(model: ModelConfig, name: str) -> bool:
     another layer's KV.
     """
     tied_head = model.tie_word_embeddings and name == "lm_head.weight"
-    if tied_head or _COMPUTED_BUFFER.match(name) or _MTP.match(name):
+    if tied_head or _COMPUTED_BUFFER.match(name) or _MTP_PREFIX.match(name):
         return True
-    layer = _LAYER.match(name)
+    layer = _LAYER_PREFIX.match(name)
     if layer is None:
         return False
     index, end = int(layer[1]), model.num_layers + model.unused_layers
@@ -111,7 +111,9 @@ def _kinds_of_layers(model: ModelConfig) -> dict[int, int]:
 
 
 def is_small(model: ModelConfig | TransformersConfig) -> bool:
-    """Whether a model has fewer parameters than ``SMALL_MODEL``."""
+    """Whether a model has fewer parameters than ``SMALL_MODEL_PARAMETERS``."""
     if isinstance(model, TransformersConfig):
-        return model.num_parameters < SMALL_MODEL
-    return sum_parameters(model, lambda parameter: math.prod(parameter.shape)) < SMALL_MODEL
+        return model.num_parameters < SMALL_MODEL_PARAMETERS
+    return (
+        sum_parameters(model, lambda parameter: math.prod(parameter.shape)) < SMALL_MODEL_PARAMETERS
+    )

@@ -12,7 +12,7 @@ from asyncllm.gpu.kv_groups import (
     LayerGroup,
     group_layers,
     make_kv_groups,
-    with_groups,
+    with_kv_groups,
 )
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.models.rope import RopeSpec
@@ -63,7 +63,7 @@ def layer_groups(model: ModelConfig) -> tuple[dict[int, AttentionKind], list[Lay
     kinds = {layer: attention_kind(model, layer) for layer in indices}
     caches = [LayerCache.of(kinds[layer]) for layer in _layers_with_kv(model)]
     groups = group_layers(caches, model.max_position_embeddings)
-    grouped = with_groups(list(kinds.values()), list(indices.values()), groups)
+    grouped = with_kv_groups(list(kinds.values()), list(indices.values()), groups)
     return dict(zip(kinds, grouped, strict=True)), groups
 
 

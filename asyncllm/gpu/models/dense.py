@@ -18,7 +18,7 @@ from asyncllm.gpu.models.attention_kinds import (
     rope_specs,
 )
 from asyncllm.gpu.models.decoder import Decoder
-from asyncllm.gpu.models.experts import ExpertsBeside, build_experts, build_experts_beside
+from asyncllm.gpu.models.experts import ParallelExperts, build_experts, build_parallel_experts
 from asyncllm.gpu.models.layer_inputs import build_input_layer, build_layer_inputs
 from asyncllm.gpu.models.layers import (
     AttentionKind,
@@ -285,12 +285,12 @@ class DecoderBuilder:
 
     def mlp(
         self, scope: Scope, index: int
-    ) -> tuple[Callable[[Tensor], Tensor], ExpertsBeside | None]:
+    ) -> tuple[Callable[[Tensor], Tensor], ParallelExperts | None]:
         """Builds a layer's MLP, or its experts, or an MLP and experts in parallel to it."""
         names, experts = self.model.names, self.experts_of(index)
         size = self.model.layer(index).intermediate_size
         if experts is not None and experts.beside_mlp:
-            return build_experts_beside(scope, experts, size)
+            return build_parallel_experts(scope, experts, size)
         if experts is not None:
             mlp = build_experts(scope, experts)
         else:

@@ -42,7 +42,7 @@ class ExpertsMLP:
 
 
 @dataclass(slots=True)
-class ExpertsBeside:
+class ParallelExperts:
     """Experts in parallel to an MLP (Gemma 4); their input is the residual.
 
     Attributes:
@@ -101,9 +101,9 @@ def build_experts(scope: Scope, config: ExpertsConfig) -> ExpertsMLP:
     return mlp
 
 
-def build_experts_beside(
+def build_parallel_experts(
     scope: Scope, config: ExpertsConfig, size: int
-) -> tuple[Normed, ExpertsBeside]:
+) -> tuple[Normed, ParallelExperts]:
     """Builds an MLP of intermediate size ``size``, and the experts in parallel to it."""
     model, names = scope.model, config.names
     experts = build_experts(scope, config)
@@ -115,7 +115,7 @@ def build_experts_beside(
     mlp = scope.child("", f"{model.names.mlp}.").gated_mlp(size)
     assert model.names.mlp_norm is not None
     whole = scope.norm("mlp_norm", model.names.mlp_norm)
-    return Normed(mlp, mlp_norm), ExpertsBeside(router_norm, norm, experts, mixed_norm, whole)
+    return Normed(mlp, mlp_norm), ParallelExperts(router_norm, norm, experts, mixed_norm, whole)
 
 
 def _router_parameter(scope: Scope, config: ExpertsConfig, kind: str, *width: int) -> Parameter:

@@ -54,7 +54,7 @@ class StepContext:
     inputs: Tensor | None = None
     shared_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def mix(self, core: Core, width: int, *tensors: Tensor) -> Tensor:
+    def run_core(self, core: Core, width: int, *tensors: Tensor) -> Tensor:
         """Runs a mixer's core on tensors ``[T, ...]``; returns ``[T, width]``.
 
         Piecewise CUDA graphs are split here and nowhere else.
@@ -159,7 +159,7 @@ class AttentionMixer(_AttentionParts):
             step.shared_kv[self.kv_index] = k, v
         if rows is not None and not len(rows):
             return x[:0]
-        mixed = step.mix(self.attend, q.shape[1] * q.shape[2], q, k, v)
+        mixed = step.run_core(self.attend, q.shape[1] * q.shape[2], q, k, v)
         if gate is not None:
             mixed = gate.multiply(mixed, qkv[:, gate.start :])
         return self.o(mixed if rows is None else mixed[rows])
@@ -180,7 +180,7 @@ class SharedAttentionMixer(_AttentionParts):
         if rows is not None and not len(rows):
             return x[:0]
         q = self.rope(self.q(x), step.rotary[self.rope_index])
-        mixed = step.mix(self.attend, q.shape[1] * q.shape[2], q, k, v)
+        mixed = step.run_core(self.attend, q.shape[1] * q.shape[2], q, k, v)
         return self.o(mixed if rows is None else mixed[rows])
 
 
@@ -212,7 +212,7 @@ class DecoderLayer:
     """Mixer and MLP, each with a residual connection and norms before it, after it, or both.
 
     Attributes:
-        experts_beside: adds the output of experts in parallel to the MLP, given the MLP's output
+        parallel_experts: adds the output of experts in parallel to the MLP, given the MLP's output
             and the residual; None without such experts.
     """
 
@@ -221,7 +221,7 @@ class DecoderLayer:
     mixer: Mixer
     post_norm: RMSNorm
     mlp: Callable[[Tensor], Tensor]
-    experts_beside: Callable[[Tensor, Tensor], Tensor] | None = None
+    parallel_experts: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext
@@ -237,4 +237,6 @@ class DecoderLayer:
                 return x, residual
         normed, residual = self.post_norm.add(x, residual)
         x = self.mlp(normed)
-        return (x if self.experts_beside is None else self.experts_beside(x, residual)), residual
+        return (
+            x if self.parallel_experts is None else self.parallel_experts(x, residual)
+        ), residual

@@ -43,14 +43,16 @@ class GatedDeltaMixer:
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         qkvz, rows = self.qkvz(x), step.rows
         z = qkvz[:, self.conv_size :]
-        mixed = step.mix(self.recur, z.shape[1], qkvz[:, : self.conv_size], self.gates(x))
+        mixed = step.run_core(
+            self.run_recurrence, z.shape[1], qkvz[:, : self.conv_size], self.gates(x)
+        )
         if rows is not None:
             if not len(rows):
                 return x[:0]
             mixed, z = mixed[rows], z[rows]
         return self.out(self.norm(mixed, z))
 
-    def recur(self, step: StepContext, qkv: Tensor, gates: Tensor) -> Tensor:
+    def run_recurrence(self, step: StepContext, qkv: Tensor, gates: Tensor) -> Tensor:
         inputs, state = step.states[self.first_state : self.first_state + 2]
         qkv = self.conv(qkv, inputs, step.state_rows)
         return self.delta(qkv, gates, state, step.state_rows)
@@ -76,7 +78,7 @@ def build_linear_attention(
     else:
         qkvz = {"in_proj_qkv": channels, "in_proj_z": values}
         gates = {"in_proj_b": heads, "in_proj_a": heads}
-    order, gates_order = projection_rows(config) or (None, None)
+    order, gates_order = projection_row_order(config) or (None, None)
     return GatedDeltaMixer(
         qkvz=scope.linear("qkvz", qkvz.items(), hidden, order=order),
         # Gates are never quantised, because the decay is exponential in them.
@@ -94,7 +96,7 @@ def build_linear_attention(
     )
 
 
-def projection_rows(config: LinearAttentionConfig) -> tuple[Tensor, Tensor] | None:
+def projection_row_order(config: LinearAttentionConfig) -> tuple[Tensor, Tensor] | None:
     """Order in which the mixer has a checkpoint's rows of ``qkvz`` and ``gates``, int64.
 
     None if the order is the checkpoint's.
@@ -104,12 +106,12 @@ def projection_rows(config: LinearAttentionConfig) -> tuple[Tensor, Tensor] | No
     group = config.num_value_heads // config.num_key_heads
     wide = group * config.value_dim
     return (
-        _regrouped(config.num_key_heads, (config.key_dim, config.key_dim, wide, wide)),
-        _regrouped(config.num_key_heads, (group, group)),
+        _regrouped_rows(config.num_key_heads, (config.key_dim, config.key_dim, wide, wide)),
+        _regrouped_rows(config.num_key_heads, (group, group)),
     )
 
 
-def _regrouped(count: int, sizes: tuple[int, ...]) -> Tensor:
+def _regrouped_rows(count: int, sizes: tuple[int, ...]) -> Tensor:
     """Row order that puts the first parts of all ``count`` groups before their second parts."""
     rows = torch.arange(count * sum(sizes), device="cpu").view(count, -1)
     return torch.cat([part.flatten() for part in rows.split(sizes, 1)])

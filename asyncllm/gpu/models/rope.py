@@ -61,19 +61,21 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int, max_positions: int = 
         factors = torch.tensor(rope.long_factors if long else rope.short_factors, device="cpu")
         return 1.0 / (factors * rope.theta**exponents)
     kept = (
-        _llama3_kept_share(rope, freqs) if rope.kind == "llama3" else _yarn_kept_share(rope, freqs)
+        _llama3_kept_fraction(rope, freqs)
+        if rope.kind == "llama3"
+        else _yarn_kept_fraction(rope, freqs)
     )
     return (1 - kept) * freqs / rope.factor + kept * freqs
 
 
-def _llama3_kept_share(rope: RopeConfig, freqs: Tensor) -> Tensor:
+def _llama3_kept_fraction(rope: RopeConfig, freqs: Tensor) -> Tensor:
     """Fraction of each frequency that Llama 3's scaling keeps."""
     wavelengths = 2 * math.pi / freqs
     low, high = rope.low_freq_factor, rope.high_freq_factor
     return ((rope.original_max_position / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
 
 
-def _yarn_kept_share(rope: RopeConfig, freqs: Tensor) -> Tensor:
+def _yarn_kept_fraction(rope: RopeConfig, freqs: Tensor) -> Tensor:
     """Fraction of each frequency that YaRN keeps.
 
     It is a ramp from 1 at the pair with ``beta_fast`` rotations in the original context to 0 at the

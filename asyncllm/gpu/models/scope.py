@@ -63,13 +63,13 @@ class Scope:
 
     def tensor(self, name: str, stored: str, rows: int, *width: int, **fields: Any) -> Tensor:
         """Values of a parameter that is one checkpoint tensor; see ``parameter``."""
-        return self.take(self.parameter(name, ((stored, rows),), *width, **fields))
+        return self.plain_values(self.parameter(name, ((stored, rows),), *width, **fields))
 
     def vector(self, name: str, size: int, stored: str | None = None, **fields: Any) -> Tensor:
         """Values of a float32 vector; its name in the checkpoint is ``stored`` or ``name``."""
         return self.tensor(name, stored or name, size, suffix="", dtype="float32", **fields)
 
-    def take(self, parameter: Parameter) -> Tensor:
+    def plain_values(self, parameter: Parameter) -> Tensor:
         """Values of a parameter that is never packed."""
         values = self.source(parameter)
         assert isinstance(values, Tensor)
@@ -93,16 +93,16 @@ class Scope:
         self, weight: Parameter, bias: Parameter | None = None, order: Tensor | None = None
     ) -> LinearWeights:
         """Weights of a linear layer for its op, quantised if configured, with rows in ``order``."""
-        weights = _as_linear(self.source(weight))
+        weights = _as_linear_weights(self.source(weight))
         if bias is not None:
-            weights = replace(weights, bias=self.take(bias))
+            weights = replace(weights, bias=self.plain_values(bias))
         if order is not None:
-            weights = _in_order(weights, order)
+            weights = _reorder_rows(weights, order)
         return self.converted(weights) if weight.linear else weights
 
     def converted(self, weights: Tensor | LinearWeights) -> LinearWeights:
         """Quantises the weights of a linear layer, if that is configured."""
-        weights = _as_linear(weights)
+        weights = _as_linear_weights(weights)
         return weights if self.convert is None else self.convert(weights)
 
     def norm_weight(self, name: str, stored: str, width: int = 0, **fields: Any) -> Tensor:
@@ -146,11 +146,11 @@ def stacked(names: tuple[str, ...], rows: tuple[int, ...]) -> Parts:
     return tuple(zip(names, (sum(rows),) if len(names) == 1 else rows, strict=True))
 
 
-def _as_linear(weights: Tensor | LinearWeights) -> LinearWeights:
+def _as_linear_weights(weights: Tensor | LinearWeights) -> LinearWeights:
     return LinearWeights(weights) if isinstance(weights, Tensor) else weights
 
 
-def _in_order(weights: LinearWeights, rows: Tensor) -> LinearWeights:
+def _reorder_rows(weights: LinearWeights, rows: Tensor) -> LinearWeights:
     """Reorders the rows of weights; scales and zero points have to be per row."""
     parts = {name: getattr(weights, name) for name in ("values", "bias", "scales", "zeros")}
     ordered = {

@@ -14,7 +14,7 @@ from asyncllm.validation import describe
 
 
 @dataclass(slots=True, eq=False)
-class Claim:
+class ClaimedRequest:
     """A request that some of the engine's logits processors apply to, at its request index.
 
     Attributes:
@@ -37,12 +37,13 @@ class HostRules:
     Attributes:
         bad_words: sequences of two tokens or more; the last token must not follow the others.
         processors: the request's own logits processors, in order.
-        claim: the request with the engine's processors that apply to it; None if none applies.
+        claimed_request: the request with the engine's processors that apply to it; None if none
+            applies.
     """
 
     bad_words: tuple[tuple[int, ...], ...] = ()
     processors: tuple[RequestLogitsProcessor, ...] = ()
-    claim: Claim | None = None
+    claimed_request: ClaimedRequest | None = None
 
 
 def mask_bad_words(row: Tensor, rules: HostRules, output: np.ndarray) -> None:

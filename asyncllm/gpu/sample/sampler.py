@@ -57,7 +57,9 @@ class Sampler:
         try:
             update = self.state.assign(assignment)
             if assignment.claimed_by:
-                self.state.rules_of(req_index).claim = self.batched.enter(assignment)
+                self.state.rules_of(req_index).claimed_request = self.batched.add_request(
+                    assignment
+                )
         except Exception as error:
             if is_device_failure(error):
                 raise
@@ -67,9 +69,9 @@ class Sampler:
         return update
 
     def release(self, req_index: int) -> None:
-        rules = self.state.host.get(req_index)
-        if rules is not None and rules.claim is not None:
-            self.batched.leave(rules.claim)
+        rules = self.state.host_rules.get(req_index)
+        if rules is not None and rules.claimed_request is not None:
+            self.batched.remove_request(rules.claimed_request)
         self.state.release(req_index)
         self.failures.pop(req_index, None)
 

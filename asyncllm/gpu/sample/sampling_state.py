@@ -67,9 +67,9 @@ class SamplingState:
         stages: ``[N + 1]`` int64, the bits of Stages that an index needs.
         needs_logits: ``[N + 1]`` bool, False for an index that needs only the token of its largest
             logit.
-        host: HostRules by request index, for requests that have any.
+        host_rules: HostRules by request index, for requests that have any.
         host_logprobs: by request index, a number of log-probabilities above ``num_logprobs``.
-        version: number of assignments so far; a copy of ``sections`` with this version is current.
+        version: number of assignments so far; copies of ``sections`` are refreshed if it changed.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, num_logprobs: int) -> None:
@@ -82,7 +82,7 @@ class SamplingState:
         self.logprobs = np.full(table_rows, -1, dtype=np.int64)
         self.stages = np.zeros(table_rows, dtype=np.int64)
         self.needs_logits = np.ones(table_rows, dtype=np.bool_)
-        self.host: dict[int, HostRules] = {}
+        self.host_rules: dict[int, HostRules] = {}
         self.host_logprobs: dict[int, int] = {}
         self.version = 0
 
@@ -115,7 +115,7 @@ class SamplingState:
         if added or params.repetition_penalty != 1:
             self._assign_penalties(update, assignment)
         self.stages[req_index] = update.stages.value
-        has_host = req_index in self.host or req_index in self.host_logprobs
+        has_host = req_index in self.host_rules or req_index in self.host_logprobs
         drawn = scalars["temperature"][req_index] >= MIN_TEMPERATURE
         self.needs_logits[req_index] = bool(update.stages) or has_host or drawn
         return update if update.stages & (Stages.RULES | Stages.PENALTIES) else None
@@ -141,7 +141,7 @@ class SamplingState:
             update.rows["stop_ids"] = self._token_ids(stop_ids, MAX_STOP_IDS)
             scalars["num_stop_ids"][req_index] = len(stop_ids)
             scalars["min_end"][req_index] = assignment.num_prompt_tokens + params.min_tokens
-        allowed = self._allowed(params.allowed_token_ids, assignment.bad_words)
+        allowed = self._allowed_bits(params.allowed_token_ids, assignment.bad_words)
         if allowed is not None:
             update.rows["allowed"] = allowed
             scalars["restricted"][req_index] = 1
@@ -149,7 +149,7 @@ class SamplingState:
             update.stages |= Stages.RULES
         bad_words = tuple(words for words in assignment.bad_words if len(words) > 1)
         if bad_words or params.logits_processors:
-            self.host[req_index] = HostRules(bad_words, tuple(params.logits_processors))
+            self.host_rules[req_index] = HostRules(bad_words, tuple(params.logits_processors))
 
     def _assign_penalties(self, update: TableUpdate, assignment: RequestAssignment) -> None:
         tokens = np.asarray(assignment.token_ids, dtype=np.int64)
@@ -160,7 +160,9 @@ class SamplingState:
         update.stages |= Stages.PENALTIES
         self._scalars["counted_from"][update.req_index] = len(tokens)
 
-    def _allowed(self, allowed: Any, bad_words: tuple[tuple[int, ...], ...]) -> np.ndarray | None:
+    def _allowed_bits(
+        self, allowed: Any, bad_words: tuple[tuple[int, ...], ...]
+    ) -> np.ndarray | None:
         single = [words[0] for words in bad_words if len(words) == 1]
         if allowed is None and not single:
             return None
@@ -189,13 +191,13 @@ class SamplingState:
         self.logprobs[req_index] = -1
         self.stages[req_index] = 0
         self.needs_logits[req_index] = True
-        self.host.pop(req_index, None)
+        self.host_rules.pop(req_index, None)
         self.host_logprobs.pop(req_index, None)
 
     def rules_of(self, req_index: int) -> HostRules:
         """HostRules of a request index; adds empty ones if it has none."""
         self.needs_logits[req_index] = True
-        return self.host.setdefault(req_index, HostRules())
+        return self.host_rules.setdefault(req_index, HostRules())
 
     def rows_needing_host(self, req_indices: np.ndarray) -> np.ndarray:
         """Indices into ``req_indices`` of the requests whose sampling needs the host.
@@ -203,7 +205,7 @@ class SamplingState:
         These requests have bad words of several tokens, logits processors, or more
         log-probabilities than a step's buffers hold.
         """
-        known = self.host.keys() | self.host_logprobs.keys()
+        known = self.host_rules.keys() | self.host_logprobs.keys()
         if not known:
             return NO_ROWS
         return np.flatnonzero([req_index in known for req_index in req_indices.tolist()])

@@ -70,7 +70,7 @@ class PagedAttention:
         kv_index: index of the KV cache that the module reads.
 
     Attributes:
-        writes: whether the module writes keys and values of its own, and does not reuse another
+        writes_kv: whether the module writes keys and values of its own, and does not reuse another
             module's.
     """
 
@@ -84,7 +84,7 @@ class PagedAttention:
     ) -> None:
         self.step, self.kind = step, kind
         self.attention: Any = attention  # Any: a layer with sinks passes one more argument.
-        self.kv_index, self.writes = kv_index, call.shared is None
+        self.kv_index, self.writes_kv = kv_index, call.shared is None
         size = kind.shape.head_dim
         self.key_padding, self.value_padding = size - call.key_size, size - call.value_size
         self.value_size = call.value_size
@@ -105,9 +105,9 @@ class PagedAttention:
             query, key = F.pad(query, (0, self.key_padding)), F.pad(key, (0, self.key_padding))
         if self.value_padding:
             value = F.pad(value, (0, self.value_padding))
-        if self.writes:
+        if self.writes_kv:
             pair = torch.cat((key, value)).transpose(1, 2)
-            write_pair(cache, step.slot_mappings[kind.kv_group], pair)
+            write_kv(cache, step.slot_mappings[kind.kv_group], pair)
         q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
         plan = step.plans[kind]
         if kind.shape.sinks:
@@ -118,7 +118,7 @@ class PagedAttention:
         return out[..., : self.value_size] if self.value_padding else out
 
 
-def write_pair(cache: Tensor, slot_mapping: Tensor, pair: Tensor) -> None:
+def write_kv(cache: Tensor, slot_mapping: Tensor, pair: Tensor) -> None:
     """Writes keys and values ``pair [2, T, Hk, D]`` to their slots in a ``cache`` of any layout."""
     if cache.is_contiguous():
         cache.view(2, -1, *cache.shape[3:]).index_copy_(1, slot_mapping, pair)

@@ -16,7 +16,7 @@ from asyncllm.gpu.kv_groups import (
     LayerGroup,
     group_layers,
     make_kv_groups,
-    with_groups,
+    with_kv_groups,
 )
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.base import Attention, BlockLayout, Linear
@@ -37,7 +37,7 @@ from asyncllm.gpu.transformers_model.linear import OpEmbedding, OpExperts, OpLin
 from asyncllm.gpu.transformers_model.probe import Probe, linear_kinds, probe
 from asyncllm.gpu.transformers_model.recurrent import RecurrentModule
 from asyncllm.gpu.transformers_model.rules import check_calls, check_modules
-from asyncllm.gpu.transformers_model.weights import Owner, tied_head
+from asyncllm.gpu.transformers_model.weights import Owner, has_tied_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Plan:
         if not kinds:
             return cls(found, kinds, [], states)
         groups = group_layers(_caches(kinds, indices), model.max_position_embeddings)
-        return cls(found, with_groups(kinds, indices, groups), groups, states)
+        return cls(found, with_kv_groups(kinds, indices, groups), groups, states)
 
     def kv_groups(
         self, attention: Mapping[AttentionKind, Attention], block_size: int
@@ -137,12 +137,12 @@ def build_transformers_decoder(
     def make_head(weights: LinearWeights) -> Linear:
         return ops.linear(convert.head(weights) if convert else weights)
 
-    _share_head(modules, found, ops, owner, convert)
+    _replace_tied_head(modules, found, ops, owner, convert)
     for name in found.linears:
         linear = modules.get_submodule(name)
         if type(linear) in linear_kinds():
             own = make_head if linear is head else make
-            _replace(modules, name, _take(linear, own, owner))
+            _replace_module(modules, name, _take_linear(linear, own, owner))
     if experts_name(owner.device) == ENGINE_NAME:
         for name in found.experts:
             module = modules.get_submodule(name)
@@ -155,7 +155,7 @@ def build_transformers_decoder(
     )
 
 
-def _take(linear: Any, make: Callable[[LinearWeights], Linear], owner: Owner) -> OpLinear:
+def _take_linear(linear: Any, make: Callable[[LinearWeights], Linear], owner: Owner) -> OpLinear:
     """Makes a linear layer on the op set, and drops the weights of transformers' layer."""
     bias = None if linear.bias is None else owner.take(linear.bias.detach())
     values = owner.take(linear.weight.detach())
@@ -165,31 +165,35 @@ def _take(linear: Any, make: Callable[[LinearWeights], Linear], owner: Owner) ->
     return OpLinear(make(LinearWeights(values, bias)), *reversed(values.shape))
 
 
-def _share_head(
+def _replace_tied_head(
     modules: Any, found: Probe, ops: TorchOps, owner: Owner, convert: Conversion | None
 ) -> None:
     """Replaces a tied output head, and its embedding too if both can read one table."""
     head, embedding = modules.get_output_embeddings(), modules.get_input_embeddings()
     names = {module: name for name, module in modules.named_modules()}
-    if type(head) is not nn.Linear or names[head] not in found.linears or not tied_head(modules):
+    if (
+        type(head) is not nn.Linear
+        or names[head] not in found.linears
+        or not has_tied_head(modules)
+    ):
         return
     bias = None if head.bias is None else owner.take(head.bias.detach())
     head.weight.data = owner.take(head.weight.data)
     weights = LinearWeights(head.weight.detach(), bias, shared=True)
     dtype = weights.values.dtype
     weights = convert.head(weights) if convert else weights
-    if bias is None and (type(embedding) is nn.Embedding or found.looks_up):
+    if bias is None and (type(embedding) is nn.Embedding or found.processes_lookup):
         table, linear = ops.tied_embedding(weights, dtype)
-        if found.looks_up:
+        if found.processes_lookup:
             look_up_in(embedding, table)
         else:
-            _replace(modules, names[embedding], OpEmbedding(table))
+            _replace_module(modules, names[embedding], OpEmbedding(table))
     else:
         # This embedding computes more than a look-up, so it keeps its own table.
         linear = ops.linear(weights)
-    _replace(modules, names[head], OpLinear(linear, head.in_features, head.out_features))
+    _replace_module(modules, names[head], OpLinear(linear, head.in_features, head.out_features))
 
 
-def _replace(modules: nn.Module, name: str, module: nn.Module) -> None:
+def _replace_module(modules: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, leaf = name.rpartition(".")
     setattr(modules.get_submodule(parent), leaf, module)

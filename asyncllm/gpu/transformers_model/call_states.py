@@ -18,17 +18,17 @@ class CallStates:
     Updates change the states of the call's rows in place.
 
     Attributes:
-        held: states ``[B, *shape]`` of the call's rows.
+        row_states: states ``[B, *shape]`` of the call's rows.
     """
 
-    def __init__(self, held: Mapping[StateKey, Tensor]) -> None:
-        self.held = held
+    def __init__(self, row_states: Mapping[StateKey, Tensor]) -> None:
+        self.row_states = row_states
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
-        return self.held["conv", state_idx]
+        return self.row_states["conv", state_idx]
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
-        return self.held["recurrent", state_idx]
+        return self.row_states["recurrent", state_idx]
 
     def update_conv_state(
         self,
@@ -45,7 +45,7 @@ class CallStates:
         Returns:
             ``[B, C, kernel + n]``.
         """
-        held = self.held["conv", state_idx]
+        held = self.row_states["conv", state_idx]
         whole = torch.cat((held, conv_states), dim=-1)
         held.copy_(whole[..., -held.shape[-1] :])
         return whole
@@ -53,7 +53,7 @@ class CallStates:
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0
     ) -> Tensor:
-        return self.held["recurrent", state_idx].copy_(recurrent_states)
+        return self.row_states["recurrent", state_idx].copy_(recurrent_states)
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False

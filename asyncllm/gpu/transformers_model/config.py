@@ -99,7 +99,7 @@ class TransformersConfig:
             transformers_errors(file.path, "transformers cannot read it"),
             importing_transformers(),
         ):
-            whole = _read(directory, file, trust_remote_code, is_overridden=bool(overrides))
+            whole = _read_config(directory, file, trust_remote_code, is_overridden=bool(overrides))
             generation = read_generation_config(directory, has_defaults)
             config = copy.deepcopy(whole.get_text_config(decoder=True))
             # The text part's field may contradict the whole model's, which decides.
@@ -128,7 +128,7 @@ class TransformersConfig:
                 architecture=model_class.__name__,
                 vocab_size=vocab_size,
                 max_position_embeddings=seen.integer("max_position_embeddings", high=MAX_POSITIONS),
-                dtype=_dtype(file, config, whole),
+                dtype=_checkpoint_dtype(file, config, whole),
                 eos_token_ids=tuple(dict.fromkeys(eos)),
                 quantization=quant_method(file),
                 generation_defaults=generation_defaults(generation),
@@ -230,7 +230,7 @@ def _check_fields(file: ConfigFile) -> None:
             part.choice(name, _DTYPES, _DTYPES[0])
 
 
-def _read(
+def _read_config(
     directory: Path, file: ConfigFile, trust_remote_code: bool, *, is_overridden: bool
 ) -> Any:
     """Reads transformers' configuration of the whole checkpoint."""
@@ -302,7 +302,7 @@ def _model_class(
         ) from error
 
 
-def _dtype(file: ConfigFile, config: Any, whole: Any) -> str:
+def _checkpoint_dtype(file: ConfigFile, config: Any, whole: Any) -> str:
     found = getattr(config, "dtype", None) or getattr(whole, "dtype", None)
     if found is None:
         return "float32"

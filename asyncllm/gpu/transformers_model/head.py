@@ -23,15 +23,17 @@ class _PassThrough(nn.Module):
         """Replaces the base model's own ``decoder``, which some heads call."""
         return self
 
-    def forward(self, *unused: Any, inputs_embeds: Tensor | None = None, **options: Any) -> _Output:
+    def forward(
+        self, *unused: Any, inputs_embeds: Tensor | None = None, **options: Any
+    ) -> _BaseOutput:
         assert inputs_embeds is not None
-        return _Output(inputs_embeds)
+        return _BaseOutput(inputs_embeds)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["base"], name)
 
 
-class _Output:
+class _BaseOutput:
     """Output of a base model; optional fields are None."""
 
     def __init__(self, hidden: Tensor) -> None:

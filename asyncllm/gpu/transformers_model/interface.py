@@ -66,7 +66,7 @@ def probe_mask(**arguments: Any) -> ProbedMask:
     return ProbedMask(arguments["mask_function"])
 
 
-def register() -> None:
+def register_implementations() -> None:
     """Registers the names in transformers' tables, which are global; repeating it is harmless."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS

@@ -17,12 +17,12 @@ class OpLinear(nn.Module):
 
     def __init__(self, linear: Linear, in_features: int, out_features: int) -> None:
         super().__init__()
-        self.call = linear
+        self.op = linear
         self.in_features, self.out_features = in_features, out_features
 
     def forward(self, x: Tensor) -> Tensor:
         shape = x.shape
-        out = self.call(x.reshape(-1, shape[-1]))
+        out = self.op(x.reshape(-1, shape[-1]))
         return out.view(*shape[:-1], self.out_features)
 
 
@@ -31,10 +31,10 @@ class OpEmbedding(nn.Module):
 
     def __init__(self, embedding: Embedding) -> None:
         super().__init__()
-        self.call = embedding
+        self.op = embedding
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        out = self.call(token_ids.reshape(-1))
+        out = self.op(token_ids.reshape(-1))
         return out.view(*token_ids.shape, out.shape[-1])
 
 
@@ -76,8 +76,8 @@ class OpExperts:
         take: Callable[[Tensor], Tensor],
     ) -> None:
         first = "gate_up_proj" if module.has_gate else "up_proj"
-        self.up = _linears(module, first, make, take)
-        self.down = _linears(module, "down_proj", make, take)
+        self.up = _expert_linears(module, first, make, take)
+        self.down = _expert_linears(module, "down_proj", make, take)
 
     def experts(
         self, module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
@@ -107,7 +107,7 @@ class OpExperts:
         return out.to(hidden.dtype)
 
 
-def _linears(
+def _expert_linears(
     module: Any,
     name: str,
     make: Callable[[LinearWeights], Linear],

@@ -15,7 +15,12 @@ from torch import Tensor, nn
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.transformers_model.config import TransformersConfig, build_skeleton
 from asyncllm.gpu.transformers_model.head import logits_of, output_head
-from asyncllm.gpu.transformers_model.interface import ENGINE_NAME, PROBE_NAME, register, set_handler
+from asyncllm.gpu.transformers_model.interface import (
+    ENGINE_NAME,
+    PROBE_NAME,
+    register_implementations,
+    set_handler,
+)
 from asyncllm.gpu.transformers_model.recurrent_probe import (
     CallWatch,
     RecurrentCall,
@@ -69,9 +74,10 @@ class Probe:
         calls: calls of attention, in order.
         linears: names of the linear layers that are called, and whose weight no other code reads.
         experts: names of the modules with experts.
-        looks_up: the embedding's class calls ``nn.Embedding.forward`` and processes the result.
+        processes_lookup: the embedding's class calls ``nn.Embedding.forward`` and processes the
+            result.
         recurrent: calls of modules that keep a state of a sequence, in order.
-        idle: names of modules that take a cache and do not use it.
+        idle_modules: names of modules that take a cache and do not use it.
     """
 
     model: nn.Module
@@ -79,9 +85,9 @@ class Probe:
     calls: list[AttentionCall] = field(default_factory=list)
     linears: set[str] = field(default_factory=set)
     experts: set[str] = field(default_factory=set)
-    looks_up: bool = False
+    processes_lookup: bool = False
     recurrent: list[RecurrentCall] = field(default_factory=list)
-    idle: set[str] = field(default_factory=set)
+    idle_modules: set[str] = field(default_factory=set)
 
 
 _HARMLESS_OPTIONS = frozenset(
@@ -151,7 +157,7 @@ def linear_kinds() -> tuple[type[nn.Module], ...]:
     return nn.Linear, Conv1D
 
 
-class _Watched(nn.Module):
+class _WatchedLinear(nn.Module):
     """Mixin that notes whether a linear layer is called, and whether other code reads its weight.
 
     It comes before the layer's class in the method resolution order.
@@ -186,7 +192,7 @@ def probe(model: TransformersConfig) -> Probe:
     Raises:
         ModelLoadError: the forward pass reads tensors on the host, or fails.
     """
-    register()
+    register_implementations()
     model.config._attn_implementation = PROBE_NAME
     model.config._experts_implementation = ENGINE_NAME
     try:
@@ -200,7 +206,7 @@ def probe(model: TransformersConfig) -> Probe:
     found = Probe(skeleton, _base_name(model, skeleton))
     recorder = _Recorder(found)
     watched = {}
-    classes = {kind: type(kind.__name__, (_Watched, kind), {}) for kind in linear_kinds()}
+    classes = {kind: type(kind.__name__, (_WatchedLinear, kind), {}) for kind in linear_kinds()}
     for name, module in skeleton.named_modules():
         set_handler(module, recorder)
         if type(module) in classes:
@@ -222,14 +228,16 @@ def probe(model: TransformersConfig) -> Probe:
             ).last_hidden_state
             logits_of(output_head(skeleton, found.base), hidden[0])
         callers = [call.module for call in found.calls]
-        found.recurrent, found.idle = probe_recurrent(skeleton, watch, callers)
+        found.recurrent, found.idle_modules = probe_recurrent(skeleton, watch, callers)
     except Exception as error:
         raise ModelLoadError(
             f"{model.path}: {model.architecture}: what its layers need cannot be learned, because "
-            f"one pass of its code without weights fails{_place(error, recorder.names)}: "
+            f"one pass of its code without weights fails{_error_location(error, recorder.names)}: "
             f"{explain(error)}"
         ) from error
-    found.looks_up = isinstance(embedding, _WatchedLookup) and "called" in embedding.__dict__
+    found.processes_lookup = (
+        isinstance(embedding, _WatchedLookup) and "called" in embedding.__dict__
+    )
     found.linears = {
         name
         for name, module in watched.items()
@@ -238,7 +246,7 @@ def probe(model: TransformersConfig) -> Probe:
     return found
 
 
-def _place(error: BaseException, names: Mapping[nn.Module, str]) -> str:
+def _error_location(error: BaseException, names: Mapping[nn.Module, str]) -> str:
     """Phrase that names the innermost module whose code raised ``error``; "" if there is none."""
     found, traceback = "", error.__traceback__
     while traceback is not None:

@@ -17,10 +17,10 @@ from asyncllm.gpu.state_cache import StateSpec
 from asyncllm.gpu.transformers_model.call_states import CallStates, StateKey
 from asyncllm.validation import explain
 
-CACHES = ("cache_params", "past_key_values", "past_key_value", "layer_past", "state")
+CACHE_PARAMETERS = ("cache_params", "past_key_values", "past_key_value", "layer_past", "state")
 """Names that modules use for the parameter of ``forward`` that takes a cache."""
 
-_BATCH = 2
+_BATCH_SIZE = 2
 _PROTOCOL = (
     "transformers' interface of linear attention: get_conv_state, update_conv_state, "
     "get_recurrent_state, update_recurrent_state"
@@ -35,7 +35,7 @@ def cache_parameters(model: nn.Module) -> dict[str, str]:
         kind = type(module)
         if kind not in of_kind:
             parameters = inspect.signature(kind.forward).parameters
-            of_kind[kind] = next((each for each in CACHES if each in parameters), None)
+            of_kind[kind] = next((each for each in CACHE_PARAMETERS if each in parameters), None)
         taken = of_kind[kind]
         if name and taken is not None:
             found[name] = taken
@@ -178,7 +178,7 @@ def probe_recurrent(
     found, idle, taken = [], set(), cache_parameters(model)
     for name, seen in watch.calls.items():
         if not any(f"{caller}.".startswith(f"{name}.") for caller in callers):
-            call = _probe(model.get_submodule(name), name, taken[name], seen)
+            call = _probe_module(model.get_submodule(name), name, taken[name], seen)
             if call is None:
                 idle.add(name)
             else:
@@ -186,7 +186,7 @@ def probe_recurrent(
     return found, idle
 
 
-def _probe(module: nn.Module, name: str, cache: str, seen: SeenCall) -> RecurrentCall | None:
+def _probe_module(module: nn.Module, name: str, cache: str, seen: SeenCall) -> RecurrentCall | None:
     """Probes how a module uses its cache; None if it does not."""
     names = list(inspect.signature(module.forward).parameters)
     call = RecurrentCall(name, type(module).__name__, names[0], cache, {})
@@ -199,7 +199,7 @@ def _probe(module: nn.Module, name: str, cache: str, seen: SeenCall) -> Recurren
                 return None
             options = dict(seen.options)
             hidden = seen.args[0] if seen.args else options.pop(call.hidden, None)
-            call.flaw = _bad_arguments(hidden, seen, call, names) or _bad_calls(
+            call.flaw = _argument_flaw(hidden, seen, call, names) or _call_flaw(
                 module.to(torch.bfloat16), call, hidden.detach().to(torch.bfloat16), options
             )
     except Exception as error:
@@ -209,7 +209,7 @@ def _probe(module: nn.Module, name: str, cache: str, seen: SeenCall) -> Recurren
     return call
 
 
-def _bad_arguments(
+def _argument_flaw(
     hidden: Any, seen: SeenCall, call: RecurrentCall, names: list[str]
 ) -> Flaw | None:
     """The flaw in the arguments that a module was called with, if any."""
@@ -221,7 +221,7 @@ def _bad_arguments(
     return None
 
 
-def _bad_calls(
+def _call_flaw(
     module: nn.Module, call: RecurrentCall, chunk: Tensor, options: dict[str, Any]
 ) -> Flaw | None:
     """The flaw in computing a second chunk or a batch of single tokens, if any.
@@ -234,7 +234,7 @@ def _bad_calls(
     call.states = listener.states
     if not call.states:
         return "updates no state of its cache", _PROTOCOL
-    token = chunk[:, :1].expand(_BATCH, -1, -1)
+    token = chunk[:, :1].expand(_BATCH_SIZE, -1, -1)
     for what, tokens in ((f"a chunk of {chunk.shape[1]} tokens", chunk), ("single tokens", token)):
         leaves = {
             key: torch.empty(
@@ -249,14 +249,14 @@ def _bad_calls(
         out = module(tokens, **options | {call.cache: CallStates(held)})
         if not isinstance(out, Tensor) or out.shape[:-1] != tokens.shape[:-1]:
             return f"returns {type(out).__name__} for {what}", "hidden states [B, n, H]"
-        reached = set(_leaves(out))
+        reached = set(_leaf_ids(out))
         for key, leaf in leaves.items():
             if id(leaf) not in reached:
                 return f"computes {what} without its {key[0]} state", "states that go on"
     return None
 
 
-def _leaves(out: Tensor) -> Iterator[int]:
+def _leaf_ids(out: Tensor) -> Iterator[int]:
     """Yields ``id`` of each leaf tensor from which autograd computed ``out``."""
     seen: set[Any] = set()
     pending = [out.grad_fn]

@@ -29,7 +29,7 @@ class LongRope:
     config: Any
 
     @classmethod
-    def all_of(cls, modules: nn.Module, config: Any) -> list[LongRope]:
+    def find_all(cls, modules: nn.Module, config: Any) -> list[LongRope]:
         """Finds a model's long RoPEs, and turns off transformers' choice in every step."""
         found = []
         for module in modules.modules():
@@ -51,7 +51,7 @@ class LongRope:
                     rope.rope_type = by_type
         return found
 
-    def choose(self, max_positions: int) -> None:
+    def choose_frequencies(self, max_positions: int) -> None:
         """Sets the frequencies for sequences of at most ``max_positions`` tokens."""
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -22,10 +22,10 @@ from asyncllm.gpu.transformers_model.interface import ProbedMask
 from asyncllm.gpu.transformers_model.probe import NUM_TOKENS, AttentionCall, Probe
 from asyncllm.gpu.transformers_model.recurrent_probe import Flaw, cache_parameters
 
-_RECURRENT = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.RNNCellBase)
+_TOKEN_MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.RNNCellBase)
 """torch's modules in which tokens of a sequence see one another."""
 
-_KEYS = "attention to all keys or to a window"
+_ACCEPTED_KEYS = "attention to all keys or to a window"
 
 _MAX_CHECKED_POSITION = 2**22
 """Largest position at which masks are checked."""
@@ -43,7 +43,7 @@ def check_modules(model: TransformersConfig) -> None:
             raise _refusal(
                 model,
                 f"{name} ({kind}) chooses the keys that attention sees, from a cache of its own",
-                _KEYS,
+                _ACCEPTED_KEYS,
             )
     for name, kind in rope_kinds(model.config):
         if "dynamic" in kind:
@@ -133,7 +133,7 @@ def _recurrent_flaws(probe: Probe) -> Iterator[Flaw]:
             found, accepted = call.flaw
             yield f"{call.module} ({call.kind}) {found}", accepted
     for name, module in probe.model.named_modules():
-        if isinstance(module, _RECURRENT) and not f"{name}.".startswith(keepers):
+        if isinstance(module, _TOKEN_MIXERS) and not f"{name}.".startswith(keepers):
             yield (
                 f"{name} ({type(module).__name__}) mixes tokens outside attention and recurrent "
                 "modules",
@@ -141,7 +141,9 @@ def _recurrent_flaws(probe: Probe) -> Iterator[Flaw]:
             )
     known = [*keepers, *(f"{call.module}." for call in probe.calls)]
     for name, taken in cache_parameters(probe.model).items():
-        if name not in probe.idle and not any(each.startswith(f"{name}.") for each in known):
+        if name not in probe.idle_modules and not any(
+            each.startswith(f"{name}.") for each in known
+        ):
             kind = type(probe.model.get_submodule(name)).__name__
             yield (
                 f"{name} ({kind}) takes {taken}: it keeps a cache of its own",
@@ -211,14 +213,14 @@ def _mask_window(model: TransformersConfig, call: AttentionCall, length: int) ->
             seen = torch.as_tensor(call.mask.function(zero, zero, at, keys)).expand(length)
         except Exception as error:
             found = f"the mask of {call.module} depends on more than positions"
-            raise _refusal(model, found, _KEYS) from error
+            raise _refusal(model, found, _ACCEPTED_KEYS) from error
         count = int(seen.sum())
         if query == last and count < length:
             window = count
         first = 0 if window is None else max(query + 1 - window, 0)
         if count != query + 1 - first or not bool(seen[first : query + 1].all()):
             found = f"the mask of {call.module} shows query {query} {count} keys that are neither "
-            raise _refusal(model, f"{found}all before it nor the last of them", _KEYS)
+            raise _refusal(model, f"{found}all before it nor the last of them", _ACCEPTED_KEYS)
     return window
 
 

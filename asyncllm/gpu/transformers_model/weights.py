@@ -23,7 +23,7 @@ from asyncllm.validation import explain
 
 _COMPUTED_BUFFERS = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
-_loading = threading.Lock()
+_LOAD_LOCK = threading.Lock()
 """Lock held while transformers loads a model: it replaces global functions of its own meanwhile. A
 second load at the same time would take the replacements for the originals, and restore those."""
 
@@ -57,8 +57,8 @@ def load_modules(
         for name, info in reader.tensors.items():
             if not _COMPUTED_BUFFERS.match(name):
                 tensors[name] = reader.tensor(name)
-            loading.read(info.num_bytes)
-        modules = _convert(model, tensors, dtype, attention, experts)
+            loading.count_read(info.num_bytes)
+        modules = _load_tensors(model, tensors, dtype, attention, experts)
         log_sizes(model.path, reader, dtype)
         owner = Owner(device, tensors.values(), loading, modules)
         if device.type != "cpu":
@@ -101,14 +101,14 @@ def dummy_modules(
             )
         drawn = torch.empty(parameter.shape, device="cpu")
         tensors[name] = dummy_tensor(name, drawn, generator).to(dtype)
-        loading.read(tensors[name].nbytes)
-    modules = _convert(model, tensors, dtype, attention, experts)
+        loading.count_read(tensors[name].nbytes)
+    modules = _load_tensors(model, tensors, dtype, attention, experts)
     owner = Owner(device, (), loading, modules)
     owner.take_all(modules)
     return modules, owner
 
 
-def _convert(
+def _load_tensors(
     model: TransformersConfig,
     tensors: dict[str, Tensor],
     dtype: torch.dtype,
@@ -116,7 +116,7 @@ def _convert(
     experts: str,
 ) -> nn.Module:
     try:
-        with _loading, _quiet():
+        with _LOAD_LOCK, _quiet_transformers():
             modules, info = model.model_class.from_pretrained(
                 None,
                 config=model.config,
@@ -127,7 +127,7 @@ def _convert(
                 output_loading_info=True,
             )
     except (Exception, SystemExit) as error:
-        why = _misshapen(model, tensors) or explain(error)
+        why = _describe_misshapen(model, tensors) or explain(error)
         raise ModelLoadError(
             f"{model.path}: transformers cannot load {model.architecture}: {why}"
         ) from error
@@ -142,7 +142,7 @@ def _convert(
     return modules.eval().requires_grad_(False)
 
 
-def _misshapen(model: TransformersConfig, tensors: dict[str, Tensor]) -> str | None:
+def _describe_misshapen(model: TransformersConfig, tensors: dict[str, Tensor]) -> str | None:
     """Describes the first tensor whose shape is not the model's; None if all shapes match.
 
     transformers only logs such shapes.
@@ -155,7 +155,7 @@ def _misshapen(model: TransformersConfig, tensors: dict[str, Tensor]) -> str | N
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet_transformers() -> Iterator[None]:
     """Turns off transformers' progress bar and its load report, which errors here replace."""
     from transformers.utils import logging
 
@@ -187,11 +187,11 @@ class _Loading:
         self.total, self.progress, self.num_bytes = total, progress, 0
         self._read = self._taken = 0
 
-    def read(self, num_bytes: int) -> None:
+    def count_read(self, num_bytes: int) -> None:
         self._read += num_bytes
         self._report_progress()
 
-    def take(self, num_bytes: int) -> None:
+    def count_taken(self, num_bytes: int) -> None:
         # Tensors may be taken twice, for example to move them to a device first: cap the sum.
         self._taken = min(self._taken + num_bytes, self.num_bytes)
         self._report_progress()
@@ -231,7 +231,7 @@ class Owner:
 
     def take(self, tensor: Tensor) -> Tensor:
         """Returns the tensor if the engine owns its memory already, else a copy."""
-        self._loading.take(tensor.nbytes)
+        self._loading.count_taken(tensor.nbytes)
         if self.device.type != "cpu":
             return tensor.to(self.device)
         return tensor.clone() if tensor.untyped_storage().data_ptr() in self._mapped else tensor
@@ -248,7 +248,7 @@ class Owner:
         self._loading.finish()
 
 
-def tied_head(modules: Any) -> bool:
+def has_tied_head(modules: Any) -> bool:
     """Whether the output head shares the embedding's weight."""
     head, embedding = modules.get_output_embeddings(), modules.get_input_embeddings()
     return getattr(head, "weight", None) is getattr(embedding, "weight", 0)
