@@ -199,7 +199,7 @@ def _saved_before_the_step(monkeypatch) -> None:
         step.batch.state_saves = []
         forward(self, step)
 
-    monkeypatch.setattr(StepRunner, "_forward", early)
+    monkeypatch.setattr(StepRunner, "_run_forward", early)
 
 
 def _saved_behind_the_next(monkeypatch) -> None:
@@ -213,7 +213,7 @@ def _saved_behind_the_next(monkeypatch) -> None:
         if saves:
             former.append(saves)
 
-    monkeypatch.setattr(StepRunner, "_forward", overtaken)
+    monkeypatch.setattr(StepRunner, "_run_forward", overtaken)
 
 
 @pytest.mark.parametrize(

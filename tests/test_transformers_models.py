@@ -255,8 +255,8 @@ def _no_correction(monkeypatch):
 
 
 def _short_longrope(monkeypatch):
-    choose = LongRope.choose
-    monkeypatch.setattr(LongRope, "choose", lambda self, count: choose(self, 1))
+    choose = LongRope.choose_frequencies
+    monkeypatch.setattr(LongRope, "choose_frequencies", lambda self, count: choose(self, 1))
 
 
 def _config(**fields):
