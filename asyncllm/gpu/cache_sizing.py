@@ -93,7 +93,7 @@ def choose_cache_size(
             profile_run=partial(profile, **largest),
             graph_reserve=graph_reserve(graphs, max_num_seqs, model.vocab_size, dtype.itemsize),
             captured_fraction=captured / token_budget,
-            least=min_cache_bytes(config, groups, dtype, token_budget),
+            min_bytes=min_cache_bytes(config, groups, dtype, token_budget),
         )
     size = size_cache(
         config,

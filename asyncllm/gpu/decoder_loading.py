@@ -71,9 +71,9 @@ def load_decoder(
     if config.load_format == "dummy":
         weights = dummy_weights(model, dtype, device, progress)
     else:
-        takes = ops.takes if ops.schemes != {"plain"} else None
+        accepts_form = ops.takes if ops.schemes != {"plain"} else None
         weights = load_weights(
-            model, dtype, device, progress, takes=takes, transient=ops.packs_linear
+            model, dtype, device, progress, accepts_form=accepts_form, transient=ops.packs_linear
         )
     return build_decoder(model, ops, attention, weights, convert, dtype), groups, free_at_start
 

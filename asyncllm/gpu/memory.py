@@ -176,7 +176,7 @@ def cuda_cache_bytes(
     profile_run: Callable[[], None],
     graph_reserve: int,
     captured_fraction: float = 0.0,
-    least: int,
+    min_bytes: int,
     probe: MemoryProbe = GPU_MEMORY,
 ) -> int:
     """Measures the bytes left for a KV cache whose size is not configured.
@@ -194,10 +194,10 @@ def cuda_cache_bytes(
         graph_reserve: bytes to keep for CUDA graphs, without those of ``captured_fraction``.
         captured_fraction: number of tokens of the largest captured mixed step, whose activations
             the graphs keep, divided by that of the largest step.
-        least: bytes of the smallest usable cache.
+        min_bytes: bytes of the smallest usable cache.
 
     Raises:
-        KVCacheTooSmallError: less than ``least`` is left.
+        KVCacheTooSmallError: less than ``min_bytes`` is left.
         EngineError: the step does not fit beside the weights, or the process uses an allocator
             without pools, in which a step cannot be measured.
     """
@@ -224,10 +224,10 @@ def cuda_cache_bytes(
             f"the largest step does not fit beside the weights ({budget}): lower "
             "max_num_batched_tokens, max_num_seqs or max_model_len"
         ) from failure
-    if budget.available < least:
+    if budget.available < min_bytes:
         raise KVCacheTooSmallError(
             f"{max(budget.available, 0)} bytes are left for the KV cache, the smallest needs "
-            f"{least} ({budget}): {budget.remedy()}"
+            f"{min_bytes} ({budget}): {budget.remedy()}"
         )
     logger.info("%d bytes for the KV cache: %s", budget.available, budget)
     return budget.available

@@ -16,11 +16,11 @@ _SCHEMES: dict[int, QuantScheme] = {4: "int4", 8: "int8"}
 
 
 def packed_weights(
-    parts: Sequence[Codes | None], takes: Callable[[WeightForm], bool]
+    parts: Sequence[Codes | None], accepts_form: Callable[[WeightForm], bool]
 ) -> LinearWeights | None:
     """Stacks quantised parts along the outputs, with their integers and scales unchanged.
 
-    Returns None for parts of different forms, or of a form that ``takes`` refuses.
+    Returns None for parts of different forms, or of a form that ``accepts_form`` refuses.
     """
     codes = [part for part in parts if part is not None]
     forms = {(part.bits, part.shape[1:], min(part.block[1], part.shape[-1])) for part in codes}
@@ -35,7 +35,7 @@ def packed_weights(
     has_zeros = scheme == "int4" or bool(zeros.any())
     form = WeightForm((sum(c.shape[0] for c in codes), columns), scheme, (1, group), has_zeros)
     low, high = (0, 255) if scheme == "int4" else (-128, 127)
-    if not takes(form) or not low <= int(zeros.min()) <= int(zeros.max()) <= high:
+    if not accepts_form(form) or not low <= int(zeros.min()) <= int(zeros.max()) <= high:
         return None
     values = _stack_integers(codes, form.shape, scheme)
     return LinearWeights(

@@ -108,7 +108,7 @@ class StepRunner:
     def sample(self, step: LaunchedStep) -> None:
         """Queues the sampling of a step that no longer awaits masks."""
         if step.masks is not None:
-            errors = step.buffer.masks.set(step.masks_by_sampled_index())
+            errors = step.buffer.masks.set_masks(step.masks_by_sampled_index())
             step.failures |= {int(step.rows[place]): error for place, error in errors.items()}
             step.stages |= Stages.MASKS
         self.stream.run(partial(self._sample_rows, step))

@@ -35,7 +35,7 @@ def load_weights(
     progress: Progress | None = None,
     staging: PinnedUploader | None = None,
     open_reader: Callable[[Path, torch.dtype], CheckpointReader] = open_checkpoint,
-    takes: Callable[[WeightForm], bool] | None = None,
+    accepts_form: Callable[[WeightForm], bool] | None = None,
     *,
     transient: bool = False,
 ) -> Iterator[tuple[str, Tensor | LinearWeights]]:
@@ -51,8 +51,8 @@ def load_weights(
         staging: copies tensors to the device; None copies directly on a CPU, and through pinned
             buffers to a GPU.
         open_reader: opens the files in ``model.path`` as plain tensors.
-        takes: whether linear layers compute with quantised weights of a form. Such weights are
-            yielded as stored, on the CPU; None dequantises all weights.
+        accepts_form: whether linear layers compute with quantised weights of a form. Such weights
+            are yielded as stored, on the CPU; None dequantises all weights.
         transient: yield weights of linear layers that are valid only until the next one is
             requested, for an op set that packs them on a CPU. Such a weight is a view of the mapped
             file, if the file holds it whole and in the model's dtype, else a view of one reused
@@ -72,7 +72,7 @@ def load_weights(
         packed = PackedSizes()
         short_lived = _TransientWeights(wanted, dtype, reader) if transient else None
         for parameter in wanted:
-            bundle = _quantised_weight(reader, parameter, takes)
+            bundle = _quantised_weight(reader, parameter, accepts_form)
             whole = None
             if bundle is not None:
                 packed.add(bundle)
@@ -132,13 +132,13 @@ class _TransientWeights:
 def _quantised_weight(
     reader: CheckpointReader,
     parameter: Parameter,
-    takes: Callable[[WeightForm], bool] | None,
+    accepts_form: Callable[[WeightForm], bool] | None,
 ) -> LinearWeights | None:
     """Quantised weight of a linear layer or tied embedding, as stored; None for any other
     parameter."""
-    if takes is None or not parameter.linear or parameter.layout is not None:
+    if accepts_form is None or not parameter.linear or parameter.layout is not None:
         return None
-    return packed_weights([reader.codes(name) for name, _ in parameter.parts], takes)
+    return packed_weights([reader.codes(name) for name, _ in parameter.parts], accepts_form)
 
 
 def _copy(slices: Iterable[Tensor], target: Tensor, staging: PinnedUploader | None) -> None:

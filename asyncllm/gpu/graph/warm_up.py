@@ -38,10 +38,10 @@ def warm_up(runner: StepRunner, replay: GraphReplay, progress: Callable[[int, in
     - two small mixed steps, one without a prefix and one behind the longest prefix;
     - a mixed step for each number of tokens from which on experts use other kernels.
 
-    These steps run attention both with and without splitting a sequence among programs: decode rows
-    are split in the smallest bucket only, prompts behind the longest prefix only. All other kernels
-    are the same for every bucket. Rows are padding or write the null block, so that no state is
-    left behind.
+    They run attention both with and without splitting a sequence among programs: a decode row is
+    split in the smallest bucket but not in the mixed step without a prefix, and a prompt behind the
+    longest prefix but not without one. All other kernels are the same for every bucket. Rows are
+    padding or write the null block, so that no state is left behind.
 
     Args:
         progress: called with (steps run, steps in all).
