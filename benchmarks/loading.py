@@ -221,7 +221,9 @@ def load(path: Path, dtype: str, threads: int, keep: str) -> dict[str, float]:
     model = ModelConfig.from_directory(path)
     start, cpu = time.perf_counter(), time.thread_time()
     with Peak() as peak:
-        held = list(load_weights(model, getattr(torch, dtype), torch.device("cpu"), takes=takes))
+        held = list(
+            load_weights(model, getattr(torch, dtype), torch.device("cpu"), accepts_form=takes)
+        )
     seconds, cpu = time.perf_counter() - start, time.thread_time() - cpu
     num_bytes = sum(
         each.num_bytes if isinstance(each, LinearWeights) else each.nbytes for _, each in held

@@ -19,7 +19,7 @@ from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.gpu.batch.step_inputs import StepInputs
-from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, default_sizes
+from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, default_batch_sizes
 from asyncllm.gpu.graph.graph_replay import GraphReplay
 from asyncllm.gpu.graph.streams import CudaStream
 from asyncllm.gpu.kv_cache import KVCache, KVGroup
@@ -294,7 +294,7 @@ def make_runner(
     cache = KVCache(groups, num_blocks + 1, dtype, CPU, states)
     graphs = None
     if capturer is not None:
-        sizes = default_sizes(max_num_seqs) if sizes is None else sizes
+        sizes = default_batch_sizes(max_num_seqs) if sizes is None else sizes
         graphs = Graphs(capturer, sizes, token_sizes)
     runner = ModelRunner(
         decoder,
@@ -317,8 +317,8 @@ def run_late(runner: ModelRunner) -> ModelRunner:
 
 
 class LateMemory(StepMemory):
-    def derive(self, step: LaunchedStep) -> StepInputs:
-        inputs = super().derive(step)
+    def derive_inputs(self, step: LaunchedStep) -> StepInputs:
+        inputs = super().derive_inputs(step)
         groups = [replace(g, host_table=g.host_table.copy()) for g in inputs.groups]
         return replace(inputs, groups=groups)
 
@@ -351,7 +351,7 @@ def queue_mixed_step(runner: ModelRunner, batch: StepBatch, stages: Stages = Sta
     step.buffer, step.stages = memory.host_buffers[0], stages
     memory.write(step)
     steps.replay.prepare(step)
-    step.inputs = memory.derive(step)
-    steps._forward(step)
+    step.inputs = memory.derive_inputs(step)
+    steps._run_forward(step)
     assert step.output is not None
     steps.draw(step.output.logits, stages)

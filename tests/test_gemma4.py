@@ -94,17 +94,17 @@ def _other_rows_for_values(runner: ModelRunner) -> None:
 
 def _no_router_norm(runner: ModelRunner) -> None:
     for layer in _layers(runner):
-        layer.experts_beside.router_norm = lambda x: x
+        layer.parallel_experts.router_norm = lambda x: x
 
 
 def _no_expert_scale(runner: ModelRunner) -> None:
     for layer in _layers(runner):
-        layer.experts_beside.experts.routing.expert_scale = None
+        layer.parallel_experts.experts.routing.expert_scale = None
 
 
 def _no_experts(runner: ModelRunner) -> None:
     for layer in _layers(runner):
-        layer.experts_beside.mixed_norm = torch.zeros_like
+        layer.parallel_experts.mixed_norm = torch.zeros_like
 
 
 def _config(**fields: Any) -> Callable[[ModelConfig], ModelConfig]:

@@ -343,7 +343,9 @@ def test_blocks_of_a_scale_and_integers_stay_packed(plain, tmp_path, monkeypatch
     model = ModelConfig.from_directory(path)
     expected = dict(load_weights(model, torch.float32, CPU))
     found = dict(
-        load_weights(model, torch.float32, CPU, takes=lambda form: native_type(form) is not None)
+        load_weights(
+            model, torch.float32, CPU, accepts_form=lambda form: native_type(form) is not None
+        )
     )
     packed = {name: each for name, each in found.items() if isinstance(each, LinearWeights)}
     assert bool(packed) == (kind != "Q4_1")

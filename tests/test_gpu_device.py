@@ -59,7 +59,7 @@ def test_measuring_leaves_the_hosts_peak_statistics():
         weights_bytes=0,
         profile_run=lambda: torch.ones(32 * MIB, dtype=torch.uint8, device=GPU).sum().item(),
         graph_reserve=0,
-        least=1,
+        min_bytes=1,
     )
     assert torch.cuda.max_memory_allocated(GPU) == held
     assert found <= min(int(0.9 * total), free) - 32 * MIB

@@ -130,7 +130,7 @@ def size(gpu: SimulatedGPU, *, weights: int, step: Any, config: EngineConfig | N
     free_at_start = check_weights(config, GPU, weights, gpu)
     gpu.engine += weights
     gpu.others += gpu.taken
-    settings = {"graph_reserve": 0, "captured_share": 0.0, "least": 1} | kw
+    settings = {"graph_reserve": 0, "captured_fraction": 0.0, "min_bytes": 1} | kw
     return cuda_cache_bytes(
         config,
         GPU,
@@ -246,7 +246,9 @@ def test_too_little_for_a_sequence_names_the_numbers_and_the_share():
     gpu = SimulatedGPU()
     config = EngineConfig(gpu_memory_utilization=0.25)
     with pytest.raises(KVCacheTooSmallError) as caught:
-        size(gpu, weights=16 * GIB, step=3 * GIB, config=config, least=2 * GIB, graph_reserve=MIB)
+        size(
+            gpu, weights=16 * GIB, step=3 * GIB, config=config, min_bytes=2 * GIB, graph_reserve=MIB
+        )
     message = str(caught.value)
     numbers = (80 * GIB, 20 * GIB, 16 * GIB, 3 * GIB, MIB, 2 * GIB, GIB - 2 * MIB, 64 * GIB)
     for number in numbers:
@@ -259,7 +261,7 @@ def test_too_little_for_a_sequence_names_the_numbers_and_the_share():
 def test_too_little_on_a_full_gpu_does_not_ask_for_a_larger_share():
     gpu = SimulatedGPU(others=60 * GIB)
     with pytest.raises(KVCacheTooSmallError) as caught:
-        size(gpu, weights=16 * GIB, step=3 * GIB, least=2 * GIB)
+        size(gpu, weights=16 * GIB, step=3 * GIB, min_bytes=2 * GIB)
     assert "free memory on the GPU" in str(caught.value)
     assert "raise gpu_memory_utilization" not in str(caught.value)
     assert f"{20 * GIB} were free at start" in str(caught.value)
@@ -267,9 +269,9 @@ def test_too_little_on_a_full_gpu_does_not_ask_for_a_larger_share():
 
 def test_exactly_enough_is_enough():
     settings = {"weights": 16 * GIB, "step": 3 * GIB}
-    assert size(SimulatedGPU(), **settings, least=53 * GIB) == 53 * GIB
+    assert size(SimulatedGPU(), **settings, min_bytes=53 * GIB) == 53 * GIB
     with pytest.raises(KVCacheTooSmallError):
-        size(SimulatedGPU(), **settings, least=53 * GIB + 1)
+        size(SimulatedGPU(), **settings, min_bytes=53 * GIB + 1)
 
 
 def test_a_step_that_does_not_fit_says_what_to_lower():
@@ -535,8 +537,8 @@ def test_sizing_measures_the_step_that_the_scheduler_will_make(monkeypatch, has_
         "weights_bytes": decoder_loading.weights_bytes(MODEL, torch.bfloat16) + 80 * has_states,
         "graph_reserve": graph_reserve((1, 2), 4, MODEL.vocab_size, 2),
         # Of 64 tokens, the largest captured mixed step has all.
-        "captured_share": float(graphs == "auto"),
-        "least": 8 * block_bytes(kv_groups(MODEL, 16), torch.bfloat16),
+        "captured_fraction": float(graphs == "auto"),
+        "min_bytes": 8 * block_bytes(kv_groups(MODEL, 16), torch.bfloat16),
     }
 
 

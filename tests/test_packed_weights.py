@@ -82,7 +82,7 @@ def test_packed_weights_are_what_is_otherwise_dequantised(plain, tmp_path, monke
     """Stacked out of several tensors, and read in slices of a few rows."""
     monkeypatch.setattr(reader_module, "SLICE_ELEMENTS", 1500)
     model = repacked(plain, tmp_path, CASES[name])
-    expected, found = unpacked(loaded(model)), loaded(model, takes=takes)
+    expected, found = unpacked(loaded(model)), loaded(model, accepts_form=takes)
     assert list(found) == list(expected)
     packed = bundles(found.items())
     if name not in PACKED:
@@ -155,7 +155,7 @@ def test_parts_of_different_forms_are_dequantised(plain, tmp_path):
     stored = [name for name in load_file(plain / "model.safetensors") if "_proj." in name]
     values = {index for index, name in enumerate(stored) if "v_proj" in name}
     model = repacked(plain, tmp_path, Case(config, pack))
-    packed = bundles(loaded(model, takes=takes).items())
+    packed = bundles(loaded(model, accepts_form=takes).items())
     assert layers(packed) == {"o", "gate_up", "down"}
 
 
@@ -190,7 +190,7 @@ def test_what_cannot_stay_packed():
 def test_one_line_says_what_stays_packed(plain, tmp_path, caplog):
     model = repacked(plain, tmp_path, CASES["awq"])
     with caplog.at_level(logging.INFO, logger="asyncllm"):
-        held = loaded(model, takes=takes)
+        held = loaded(model, accepts_form=takes)
     (line,) = [record.getMessage() for record in caplog.records]
     num_bytes = sum(
         each.num_bytes if isinstance(each, LinearWeights) else each.nbytes for each in held.values()
@@ -205,7 +205,7 @@ def test_less_is_held_than_dequantised(plain, tmp_path, monkeypatch):
     monkeypatch.setattr(reader_module, "SLICE_ELEMENTS", 64)
     model = repacked(plain, tmp_path, CASES["awq"])
     with LiveBytes() as live:
-        held = loaded(model, takes=takes)
+        held = loaded(model, accepts_form=takes)
         packed = bundles(held.items())
         whole = sum(t.nbytes for t in held.values() if isinstance(t, Tensor))
         num_bytes = sum(each.num_bytes for each in packed.values())

@@ -305,7 +305,7 @@ def _swapped_kv_heads(monkeypatch):
 
 
 def _wrong_slot(monkeypatch):
-    derive = StepMemory.derive
+    derive = StepMemory.derive_inputs
 
     def wrong(self, step):
         inputs = derive(self, step)
@@ -314,11 +314,11 @@ def _wrong_slot(monkeypatch):
                 group.slot_mapping.add_(1)
         return inputs
 
-    monkeypatch.setattr(StepMemory, "derive", wrong)
+    monkeypatch.setattr(StepMemory, "derive_inputs", wrong)
 
 
 def _late_position(monkeypatch):
-    derive = StepMemory.derive
+    derive = StepMemory.derive_inputs
 
     def late(self, step):
         inputs = derive(self, step)
@@ -326,7 +326,7 @@ def _late_position(monkeypatch):
             inputs.positions.add_(1)
         return inputs
 
-    monkeypatch.setattr(StepMemory, "derive", late)
+    monkeypatch.setattr(StepMemory, "derive_inputs", late)
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ def _neighbours(monkeypatch) -> None:
 
 
 def _saved_before_the_step(monkeypatch) -> None:
-    forward = StepRunner._forward
+    forward = StepRunner._run_forward
 
     def early(self, step):
         if step.batch.state_saves:
@@ -197,11 +197,11 @@ def _saved_before_the_step(monkeypatch) -> None:
         step.batch.state_saves = []
         forward(self, step)
 
-    monkeypatch.setattr(StepRunner, "_forward", early)
+    monkeypatch.setattr(StepRunner, "_run_forward", early)
 
 
 def _saved_behind_the_next(monkeypatch) -> None:
-    forward, former = StepRunner._forward, []
+    forward, former = StepRunner._run_forward, []
 
     def overtaken(self, step):
         saves, step.batch.state_saves = step.batch.state_saves, []
@@ -211,7 +211,7 @@ def _saved_behind_the_next(monkeypatch) -> None:
         if saves:
             former.append(saves)
 
-    monkeypatch.setattr(StepRunner, "_forward", overtaken)
+    monkeypatch.setattr(StepRunner, "_run_forward", overtaken)
 
 
 @pytest.mark.parametrize(
@@ -251,10 +251,10 @@ def test_a_step_that_copies_states_is_not_run_ahead_of_the_host():
     queue.min_tokens = 1
     for copies in (dict(), dict(masked_rows=[0])):
         batch = StepBatch(0, [0], [0], [5], [True], num_tokens=5, **copies)
-        assert queue.takes(LaunchedStep(batch), ()) is True
+        assert queue.can_begin(LaunchedStep(batch), ()) is True
         for name in ("state_loads", "state_saves"):
             setattr(batch, name, [(0, 1)])
-            assert queue.takes(LaunchedStep(batch), ()) is False
+            assert queue.can_begin(LaunchedStep(batch), ()) is False
             setattr(batch, name, [])
 
 
@@ -270,7 +270,7 @@ def test_a_recorded_step_lies_between_its_copies(hybrid, monkeypatch):
         note = partial(lambda name, self, pairs: found.append((name, pairs)), name)
         monkeypatch.setattr(StateCache, name, lambda self, pairs, note=note: note(self, pairs))
     batch = StepBatch(0, state_loads=[(1, 2)], state_saves=[(0, 1)])
-    state._forward(LaunchedStep(batch))
+    state._run_forward(LaunchedStep(batch))
     assert found == [("load", [(1, 2)]), "run", ("save", [(0, 1)])]
 
 

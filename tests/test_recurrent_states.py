@@ -308,7 +308,7 @@ def test_a_decode_that_differs_from_a_chunk(tmp_path, low):
 
 
 def test_another_architecture_is_checked_when_it_is_loaded(lfm2, monkeypatch, caplog):
-    monkeypatch.setattr(families, "TESTED", frozenset())
+    monkeypatch.setattr(families, "TESTED_ARCHITECTURES", frozenset())
     with caplog.at_level(logging.INFO, "asyncllm"):
         lfm2.runner()
     assert "is not among the tested architectures; in chunks and decode steps" in caplog.text

@@ -30,7 +30,7 @@ from asyncllm.gpu.graph.cuda_graphs import (
     GraphKey,
     Part,
     StepGraphs,
-    default_sizes,
+    default_batch_sizes,
 )
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.decoder import Decoder
@@ -438,9 +438,9 @@ def test_a_bucket_is_the_smallest_that_fits() -> None:
     graphs = StepGraphs(lambda key: None, GraphCapturer(), (8, 2, 2, 4))
     assert graphs.buckets == (2, 4, 8)
     assert [graphs.bucket(rows) for rows in (1, 2, 3, 8, 9)] == [2, 2, 4, 8, None]
-    assert default_sizes(20) == (1, 2, 4, 8, 16, 20)
-    assert [size for size in default_sizes(512) if 240 < size < 280] == [248, 256, 272]
-    assert default_sizes(600)[-2:] == (512, 600)
+    assert default_batch_sizes(20) == (1, 2, 4, 8, 16, 20)
+    assert [size for size in default_batch_sizes(512) if 240 < size < 280] == [248, 256, 272]
+    assert default_batch_sizes(600)[-2:] == (512, 600)
 
 
 def test_a_graph_is_recorded_once_per_key() -> None:

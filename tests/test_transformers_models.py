@@ -17,7 +17,7 @@ from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.ops import torch_attention
 from asyncllm.gpu.transformers_model import attention as paged
 from asyncllm.gpu.transformers_model.config import TransformersConfig
-from asyncllm.gpu.transformers_model.families import TESTED, is_tested
+from asyncllm.gpu.transformers_model.families import TESTED_ARCHITECTURES, is_tested
 from asyncllm.gpu.transformers_model.linear import OpExperts
 from asyncllm.gpu.transformers_model.rope import LongRope
 from tests.driver import Driver, state_of
@@ -67,10 +67,10 @@ def test_equals_transformers(load_case, name):
 def test_every_tested_architecture_has_a_case(load_case):
     stems = {name.partition("-")[0] for name in CASES}
     classes = {CASES[stem].get("class", f"{stem}ForCausalLM") for stem in stems}
-    assert classes == TESTED
+    assert classes == TESTED_ARCHITECTURES
     page = (Path(__file__).parent.parent / "docs" / "models.md").read_text(encoding="utf-8")
     table = page.partition("These architectures are compared")[2]
-    assert set(re.findall(r"^\| `(\w+)` \| .", table, re.MULTILINE)) == TESTED
+    assert set(re.findall(r"^\| `(\w+)` \| .", table, re.MULTILINE)) == TESTED_ARCHITECTURES
 
 
 @pytest.mark.slow
@@ -255,8 +255,8 @@ def _no_correction(monkeypatch):
 
 
 def _short_longrope(monkeypatch):
-    choose = LongRope.choose
-    monkeypatch.setattr(LongRope, "choose", lambda self, count: choose(self, 1))
+    choose = LongRope.choose_frequencies
+    monkeypatch.setattr(LongRope, "choose_frequencies", lambda self, count: choose(self, 1))
 
 
 def _config(**fields):

@@ -157,7 +157,7 @@ def test_a_layer_without_attention(tmp_path, monkeypatch, layer_types, kind):
     model = TransformersConfig.from_directory(tmp_path)
     found = probe(model)
     del found.calls[1]
-    found.idle |= {"model.layers.1", "model.layers.1.self_attn"}
+    found.idle_modules |= {"model.layers.1", "model.layers.1.self_attn"}
     model.config.layer_types = layer_types
     if kind == "mlp":
         assert check_calls(model, found) == [None]
@@ -342,7 +342,7 @@ def test_noise_that_would_hide_everything_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["Gemma2", "GptOss", "Qwen3Moe", "DeepseekV3"])
 def test_tested_families_pass_the_check(tmp_path, monkeypatch, name, caplog):
     make(tmp_path, name)
-    monkeypatch.setattr(families, "TESTED", frozenset())
+    monkeypatch.setattr(families, "TESTED_ARCHITECTURES", frozenset())
     with caplog.at_level(logging.INFO, "asyncllm"):
         load(tmp_path)
     assert "is not among the tested architectures; in chunks and decode steps" in caplog.text
@@ -354,7 +354,7 @@ def test_the_check_sees_a_window_off_by_one(tmp_path, monkeypatch):
     from asyncllm.gpu.transformers_model import build
 
     make(tmp_path, "Mistral")
-    monkeypatch.setattr(families, "TESTED", frozenset())
+    monkeypatch.setattr(families, "TESTED_ARCHITECTURES", frozenset())
     kinds = build.attention_kinds
     monkeypatch.setattr(
         build,
@@ -376,7 +376,7 @@ def test_rounded_weights_need_a_tested_architecture(tmp_path, monkeypatch):
     seq = driver.add([3, 4, 5], 8)
     driver.run([seq])
     assert len(seq.outputs) == 8
-    monkeypatch.setattr(families, "TESTED", frozenset())
+    monkeypatch.setattr(families, "TESTED_ARCHITECTURES", frozenset())
     with pytest.raises(InvalidRequestError, match=r"^quantization='int8': .* Gemma2"):
         load(tmp_path, **options)
 

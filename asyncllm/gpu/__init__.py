@@ -1,1 +1,1 @@
-"""The device side: weights, KV memory, kernels and the model runner."""
+"""The part of the engine on the device: weights, KV memory, kernels and the model runner."""

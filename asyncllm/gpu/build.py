@@ -44,19 +44,20 @@ def build_model_runner(
 ) -> ModelRunner:
     """Loads the model and allocates all memory that lasts as long as the engine.
 
-    Call it on the thread that will run the steps: thread counts and CUDA graphs are that
-    thread's.
+    Call it on the thread that will run the steps: op thread counts and CUDA graphs belong to the
+    calling thread.
 
     Args:
-        progress: called with the bytes of weights read and the graphs captured.
+        progress: called with the bytes of weights read, the kernels warmed up and the graphs
+            captured.
         mode: how steps run; None chooses it by the device.
 
     Raises:
         InvalidRequestError: a setting that this device or model cannot honour.
         EngineError: no such device, or too little memory on it for the weights.
         ModelLoadError: the checkpoint cannot be used.
-        KVCacheTooSmallError: memory for the KV cache is short of one sequence of the configured
-            ``max_model_len``, or of one block.
+        KVCacheTooSmallError: the KV cache's memory does not hold one sequence of the configured
+            ``max_model_len``, or not one block.
     """
     if mode is None:
         device = resolve_device(config.device)
@@ -132,7 +133,7 @@ def _create(
     runner.warm_up(partial(tell, stage="kernels"))
     if config.cuda_graphs != "off":
         runner.capture_graphs(partial(tell, stage="graphs"))
-    # After the captures, because calibration steps leave rows in the buffers.
+    # Calibrate after the captures: calibration steps leave rows in the buffers.
     calibrate(runner, config, mode)
     logger.info("steps run as %s", runner.execution)
     return runner
@@ -143,9 +144,9 @@ def resolve_threads(
 ) -> int | None:
     """CPU threads for the engine thread's ops; None leaves torch's own number, one per core.
 
-    A small model runs on one: it gains little from more while the cores are idle, and a
-    single busy neighbour makes each of its hundreds of short parallel regions wait for a
-    time slice of the operating system.
+    A small model runs on one thread: it gains little from more while the cores are idle, and if
+    another process keeps a single core busy, each of its hundreds of short parallel regions waits
+    for a time slice of the operating system.
 
     Raises:
         InvalidRequestError: the device or this build of torch cannot honour ``count``.

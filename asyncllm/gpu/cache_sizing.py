@@ -13,7 +13,7 @@ from asyncllm.errors import EngineError
 from asyncllm.gpu.decoder_loading import model_bytes
 from asyncllm.gpu.execution_mode import ExecutionMode, graph_reserve, token_graph_sizes
 from asyncllm.gpu.kv_cache import (
-    CPU_CACHE_LIMIT,
+    MAX_CPU_CACHE_BYTES,
     KVCacheSize,
     KVGroup,
     available_memory,
@@ -33,13 +33,13 @@ from asyncllm.validation import invalid
 logger = get_logger(__name__)
 
 SNAPSHOTS_PER_SEQ = 4
-"""Snapshots per running request: of its shared prefix, its prompt and its output, and one of an
-ended request whose conversation may go on."""
+"""Snapshots of recurrent states per running request: one each for its shared prefix, its prompt
+and its output, and one for an ended request whose conversation may go on."""
 
-SNAPSHOT_SHARE = 8
-"""Snapshots take at most an eighth of the memory beside the weights."""
+SNAPSHOT_MEMORY_DIVISOR = 8
+"""Divisor of the memory left beside the weights: snapshots take at most an eighth of it."""
 
-CPU_SNAPSHOT_LIMIT = CPU_CACHE_LIMIT // 4
+MAX_CPU_SNAPSHOT_BYTES = MAX_CPU_CACHE_BYTES // 4
 
 
 def choose_cache_size(
@@ -81,7 +81,8 @@ def choose_cache_size(
     else:
         decoder.set_max_positions(longest)
         profile = partial(profile_run, decoder, groups, states=states, max_model_len=longest)
-        # The first call makes libraries allocate memory that they keep: it is no part of a step's.
+        # Run a small step first: libraries then allocate memory that they keep, which is no part
+        # of a step's.
         profile(max_num_batched_tokens=1, max_num_seqs=1)
         captured = max(token_graph_sizes(config, mode, token_budget), default=0)
         available = cuda_cache_bytes(
@@ -91,8 +92,8 @@ def choose_cache_size(
             weights_bytes=model_bytes(model, dtype) + state_bytes,
             profile_run=partial(profile, **largest),
             graph_reserve=graph_reserve(graphs, max_num_seqs, model.vocab_size, dtype.itemsize),
-            captured_share=captured / token_budget,
-            least=min_cache_bytes(config, groups, dtype, token_budget),
+            captured_fraction=captured / token_budget,
+            min_bytes=min_cache_bytes(config, groups, dtype, token_budget),
         )
     size = size_cache(
         config,
@@ -112,9 +113,9 @@ def choose_cache_size(
 def make_states(
     config: EngineConfig, decoder: LanguageModel, max_num_seqs: int
 ) -> StateCache | None:
-    """Allocates the slots of recurrent states; None for a model without any.
+    """Allocates the slots of recurrent states; None for a model without recurrent layers.
 
-    Call it before the KV cache is sized, which gets the memory that is left.
+    Call it before the KV cache is sized: the KV cache gets the memory that is left.
 
     Raises:
         InvalidRequestError: ``num_state_snapshots`` is set, but the model has no recurrent layers
@@ -145,7 +146,7 @@ def largest_token_budget(
     mode: ExecutionMode,
     max_num_seqs: int,
 ) -> int:
-    """Tokens of the largest step, for which memory is kept."""
+    """Number of tokens of the largest step, for which memory is reserved."""
     budget = config.max_num_batched_tokens
     if budget == "auto":
         return mode.token_budget
@@ -161,16 +162,16 @@ def choose_snapshots(
     slot_bytes: int,
     probe: MemoryProbe = GPU_MEMORY,
 ) -> int:
-    """Chooses the number of snapshots of recurrent states; 0 where prefixes are not cached.
+    """Chooses the number of snapshots of recurrent states; 0 if prefixes are not cached.
 
     Args:
         slot_bytes: bytes of one slot. The slots of ``max_num_seqs`` requests and of padded rows
-            are not allocated yet, and fit.
+            are not allocated yet; the caller has checked that they fit.
 
     Raises:
         InvalidRequestError: snapshots are configured, but prefix caching is off.
-        EngineError: they do not fit beside the weights and the requests' states, or prefix caching
-            is on by configuration and there is no room for any.
+        EngineError: the configured number of snapshots does not fit beside the weights and the
+            requests' states, or prefix caching is configured but not one snapshot fits.
     """
     asked = config.num_state_snapshots
     if config.enable_prefix_caching is False:
@@ -193,9 +194,9 @@ def choose_snapshots(
                 f"max_num_seqs={max_num_seqs}: lower it to {left // slot_bytes} at most"
             )
         return asked
-    share = max(0, left - spared - int(config.kv_cache_memory or 0)) // SNAPSHOT_SHARE
+    share = max(0, left - spared - int(config.kv_cache_memory or 0)) // SNAPSHOT_MEMORY_DIVISOR
     if device.type != "cuda":
-        share = min(share, CPU_SNAPSHOT_LIMIT)
+        share = min(share, MAX_CPU_SNAPSHOT_BYTES)
     found = min(SNAPSHOTS_PER_SEQ * max_num_seqs, share // slot_bytes)
     if not found and config.enable_prefix_caching:
         raise EngineError(

@@ -21,24 +21,25 @@ TARGET_SECONDS = 0.2
 """Target duration of a full step on a CPU."""
 
 GPU_TARGET_SECONDS = 0.05
-"""Target duration of a full step on a GPU: the gap that a prompt makes in every running stream."""
+"""Target duration of a full step on a GPU: while a prompt is prefilled, the tokens of every running
+stream are that far apart."""
 
 LOWEST_BUDGET = 64
 HIGHEST_BUDGET = 2048
 """Bounds of the token budget on a CPU; a GPU's upper bound is the device's default."""
 
-MULTIPLE = 32
+BUDGET_MULTIPLE = 32
 
 MAX_AHEAD_SECONDS = 0.01
-"""Longest full decode step that may have a second one in flight, because an abort or a first token
+"""Longest full decode step with which a second step may be in flight: an abort or a first token
 waits for both."""
 
 MIN_AHEAD_SECONDS = 0.0005
-"""Shortest step for which it pays to begin behind the previous one without the host."""
+"""Shortest step that is worth starting ahead: right after the previous one, without the host."""
 
-_SIZES = 8, 32
-"""Tokens of the first timed steps. A model whose first step takes half of the target already gets
-the budget LOWEST_BUDGET, and is spared the second."""
+_FIRST_TOKEN_COUNTS = 8, 32
+"""Token counts of the first two timed steps. If the first step takes half of the target or more,
+the budget is LOWEST_BUDGET and the second step is not timed."""
 
 _NO_TIMINGS: Mapping[int, float] = MappingProxyType({})
 
@@ -46,7 +47,8 @@ _NO_TIMINGS: Mapping[int, float] = MappingProxyType({})
 def calibrate(runner: ModelRunner, config: EngineConfig, mode: ExecutionMode) -> None:
     """Times steps to choose the token budget and, on a CPU, run-ahead.
 
-    It chooses only settings that the configuration leaves open. Compile the kernels first.
+    It chooses only settings that the configuration leaves open. Call it once the kernels are
+    compiled.
     """
     known: dict[int, float] = {}
 
@@ -93,7 +95,7 @@ def time_prefill(runner: ModelRunner, num_tokens: int) -> float:
 
 
 def prefill_step(assignments: list[RequestAssignment]) -> StepBatch:
-    """Makes a first step that computes whole prompts and samples a token after each."""
+    """Makes a batch that prefills whole prompts and samples a token after each."""
     counts = [assignment.num_prompt_tokens for assignment in assignments]
     batch = plain_batch([0] * len(counts), counts)
     batch.req_indices = [assignment.req_index for assignment in assignments]
@@ -108,19 +110,19 @@ def calibrate_token_budget(
     highest: int = HIGHEST_BUDGET,
     repeats: int = 1,
 ) -> int:
-    """Finds the tokens of a prefill step that takes about ``target`` seconds.
+    """Finds the token count of a prefill step that takes about ``target`` seconds.
 
     Attention over a long context makes a full step at most a quarter longer.
 
     Steps of 8 and 32 tokens, and then of doubling size, are timed until one takes half of
-    ``target``. Shorter steps tell little: most of their time goes into reading the weights, which
-    takes no longer in a larger step. A step of one token warms up.
+    ``target``. Shorter steps predict a full step badly: most of their time goes into reading the
+    weights, which takes no longer in a larger step. A step of one token, not timed, warms up.
 
     Args:
         time_step: runs a step of the given number of tokens and returns its seconds.
         highest: largest budget in tokens, at least LOWEST_BUDGET.
-        repeats: times that each size is timed. The shortest counts, because the first step of a
-            size may have to load kernels.
+        repeats: number of steps timed per size. The shortest time counts, because the first step
+            of a size may have to load kernels.
 
     Returns:
         A multiple of 32 from 64 to ``highest``, or ``highest`` itself.
@@ -129,14 +131,14 @@ def calibrate_token_budget(
     def time_best(count: int) -> float:
         return min(time_step(count) for _ in range(repeats))
 
-    size, second = _SIZES
+    size, second = _FIRST_TOKEN_COUNTS
     time_step(1)
     seconds = time_best(size)
     while seconds < target / 2 and size * 2 <= highest:
         size = max(second, size * 2)
         seconds = time_best(size)
     tokens = int(size * target / max(seconds, 1e-9))
-    return max(LOWEST_BUDGET, min(highest, tokens // MULTIPLE * MULTIPLE))
+    return max(LOWEST_BUDGET, min(highest, tokens // BUDGET_MULTIPLE * BUDGET_MULTIPLE))
 
 
 def min_tokens_ahead(
@@ -146,22 +148,23 @@ def min_tokens_ahead(
 ) -> int | None:
     """Finds the smallest step, in tokens, that is worth starting ahead on its own thread.
 
-    That is a step of half a millisecond. A shorter one takes less time than the Python code of the
+    Such a step takes half a millisecond. A shorter one takes less time than the Python code of the
     engine thread and the event loop, and its thread would only wait for the GIL.
 
-    A step of eight tokens is timed first, so that a large, slow model delays the start little; one
-    of a single token warms up.
+    A step of one token warms up. Then a step of eight tokens is timed, so that the start of a
+    large, slow model is delayed little.
 
     Args:
         time_step: runs a step of the given number of tokens and returns its seconds.
-        known: seconds of steps timed before, by their tokens: the step of eight tokens is not run
-            again.
+        known: seconds of steps that were timed before, by token count. If it has the step of eight
+            tokens, that step is not run again.
 
     Returns:
-        None where no second step should be in flight: one token of each sequence takes more than
-        10 ms, the best of three steps, or more than 20 ms in the first.
+        None if no second step should be in flight: a step of eight tokens takes more than 10 ms,
+        or a step of one token per sequence takes more than 20 ms the first time or more than 10 ms
+        in the best of three runs.
     """
-    few = min(_SIZES[0], max_num_seqs)
+    few = min(_FIRST_TOKEN_COUNTS[0], max_num_seqs)
     if few not in known:
         time_step(1)
     if (known[few] if few in known else time_step(few)) > MAX_AHEAD_SECONDS:

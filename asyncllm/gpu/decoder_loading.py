@@ -40,7 +40,7 @@ from asyncllm.validation import invalid
 
 ATTENTION_FREE_BLOCK_SIZE = 256
 """Tokens per block of a model without attention. Its blocks hold no KV: they count tokens, and mark
-where a prefix with a saved state ends."""
+the end of each prefix whose recurrent state is saved."""
 
 
 def load_decoder(
@@ -50,7 +50,7 @@ def load_decoder(
     num_threads: int | None,
     progress: Progress | None,
 ) -> tuple[LanguageModel, list[KVGroup], int]:
-    """Loads the model; returns it, its KV groups, and the bytes that a GPU had free before."""
+    """Loads the model; returns it, its KV groups and the GPU's free bytes before."""
     dtype = resolve_dtype(config.dtype, model, device, config.attention_backend)
     if isinstance(model, TransformersConfig):
         return _load_transformers(config, model, dtype, device, num_threads, progress)
@@ -61,18 +61,19 @@ def load_decoder(
     free_at_start = 0
     if device.type == "cuda":
         free_at_start = check_weights(config, device, weights_bytes(model, dtype))
-    convert = quantisation(config, model, device, ops)
+    convert = resolve_conversion(config, model, device, ops)
     if ops.packs_linear:
         warn_without_huge_pages()
         if model.quantization is None:
-            # The native threads pack; torch's would spin beside them after every copy.
+            # Native threads pack the weights; torch's threads would spin beside them after every
+            # copy.
             set_thread_count(1)
     if config.load_format == "dummy":
         weights = dummy_weights(model, dtype, device, progress)
     else:
-        takes = ops.takes if ops.schemes != {"plain"} else None
+        accepts_form = ops.takes if ops.schemes != {"plain"} else None
         weights = load_weights(
-            model, dtype, device, progress, takes=takes, transient=ops.packs_linear
+            model, dtype, device, progress, accepts_form=accepts_form, transient=ops.packs_linear
         )
     return build_decoder(model, ops, attention, weights, convert, dtype), groups, free_at_start
 
@@ -85,7 +86,7 @@ def _load_transformers(
     num_threads: int | None,
     progress: Progress | None,
 ) -> tuple[TransformersDecoder, list[KVGroup], int]:
-    """``load_decoder`` for transformers' modules."""
+    """``load_decoder`` for a model that runs transformers' own modules."""
     plan = Plan.of(model)
     attention, block_size = _make_attention(config, plan.kinds, dtype, device, num_threads)
     if attention:
@@ -98,7 +99,7 @@ def _load_transformers(
     free_at_start = 0
     if device.type == "cuda":
         free_at_start = check_weights(config, device, model_bytes(model, dtype))
-    convert = quantisation(config, model, device, ops)
+    convert = resolve_conversion(config, model, device, ops)
     load = dummy_modules if config.load_format == "dummy" else load_modules
     modules, owner = load(
         model, dtype, device, attention=ENGINE_NAME, experts=experts_name(device), progress=progress
@@ -121,7 +122,7 @@ def _load_transformers(
 
 
 def _refuse_without_attention(config: EngineConfig, device: torch.device) -> None:
-    """Raises InvalidRequestError for settings that mean nothing to a model without attention."""
+    """Raises InvalidRequestError for settings that have no effect without attention layers."""
     op_sets = ("auto", "torch", "native") if device.type == "cpu" else ("auto", "torch")
     accepted = {"attention_backend": op_sets, "kv_cache_memory": (None,)}
     for name, values in accepted.items():
@@ -143,7 +144,8 @@ def _make_attention(
     block_size = config.block_size
     for kind in dict.fromkeys(kinds):
         if (kind.shape, kind.window) in alike:
-            # The same attention in another KV group: one object serves both, only plans differ.
+            # The same attention in another KV group: one object serves both groups, and only the
+            # plans of a step differ.
             attention[kind] = alike[kind.shape, kind.window]
             continue
         windows = frozenset({kind.window})
@@ -161,17 +163,17 @@ def _make_attention(
     return attention, block_size or ATTENTION_FREE_BLOCK_SIZE
 
 
-def quantisation(
+def resolve_conversion(
     config: EngineConfig,
     model: ModelConfig | TransformersConfig,
     device: torch.device,
     ops: TorchOps,
 ) -> Conversion | None:
-    """Conversion of linear weights that ``config.quantization`` names; None without.
+    """Conversion of linear weights that ``config.quantization`` names; None if it is None.
 
     Raises:
         InvalidRequestError: the checkpoint is quantised already, or the device or its op set does
-            not compute with such weights.
+            not compute with weights of that quantisation.
     """
     name = config.quantization
     if name is None:

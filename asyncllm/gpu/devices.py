@@ -15,18 +15,19 @@ from asyncllm.logger import get_logger
 logger = get_logger(__name__)
 
 MIN_CAPABILITY = (8, 0)
-"""Lowest compute capability that has bfloat16 and for which the kernels are compiled."""
+"""Lowest supported compute capability: the first with bfloat16, which the kernels need."""
 
-_REMEDY = 'device="cpu" runs everywhere'
-_NO_GPU = ("Found no NVIDIA driver", "No CUDA GPUs are available")
-"""Beginnings of torch's error messages where there is no GPU (c10/cuda/CUDAFunctions.cpp)."""
+_CPU_REMEDY = 'device="cpu" runs everywhere'
+_NO_GPU_MESSAGES = ("Found no NVIDIA driver", "No CUDA GPUs are available")
+"""Beginnings of torch's error messages for a missing GPU (c10/cuda/CUDAFunctions.cpp)."""
 
 
 class CudaDriver:
-    """torch's access to CUDA; tests replace it by a simulated machine.
+    """torch's access to CUDA; tests replace it with a simulated machine.
 
-    ``torch.cuda.init()`` raises the reason of a failure. ``torch.cuda.is_available()`` would only
-    return False, with a Python warning if the driver is too old.
+    ``start`` calls ``torch.cuda.init()``, which raises an error with the reason of a failure.
+    ``torch.cuda.is_available()`` would only return False, with a Python warning if the driver is
+    too old.
     """
 
     def built(self) -> bool:
@@ -34,7 +35,7 @@ class CudaDriver:
         return torch.backends.cuda.is_built()
 
     def start(self) -> None:
-        """Initialises CUDA. Raises RuntimeError with torch's reason where it cannot."""
+        """Initialises CUDA. Raises RuntimeError with torch's reason if that fails."""
         try:
             torch.cuda.init()
         except torch.cuda.DeferredCudaCallError as error:
@@ -55,7 +56,7 @@ class CudaDriver:
 
 
 class _CudaProblemError(Exception):
-    """Why CUDA cannot be used; ``has_gpu`` if there is a GPU nevertheless."""
+    """Reason why CUDA cannot be used; ``has_gpu`` is False if there seems to be no GPU."""
 
     def __init__(self, reason: str, *, has_gpu: bool = True) -> None:
         super().__init__(reason)
@@ -66,7 +67,7 @@ def resolve_device(name: str, driver: CudaDriver | None = None) -> torch.device:
     """Resolves ``EngineConfig.device``; a CUDA device always has its index.
 
     "cuda" is the thread's current CUDA device, which on an engine's own thread is the first.
-    "auto" is the same device if it can be used, else the CPU, with a warning where there is a GPU
+    "auto" is the same device if it can be used, else the CPU, with a warning if there is a GPU
     that cannot be used.
 
     Args:
@@ -75,8 +76,8 @@ def resolve_device(name: str, driver: CudaDriver | None = None) -> torch.device:
     Raises:
         EngineError: "cuda" or "cuda:N" cannot be used: torch was built without CUDA, there is
             no driver or GPU, the driver is too old for this torch or fails, there is no device
-            N, or its compute capability is below 8.0. torch's own reason is in the message,
-            and its exception is the cause.
+            N, or the device's compute capability is below 8.0. The message has torch's own
+            reason, and torch's exception is the cause.
     """
     if name == "cpu":
         return torch.device("cpu")
@@ -84,7 +85,7 @@ def resolve_device(name: str, driver: CudaDriver | None = None) -> torch.device:
         return torch.device("cuda", _usable_index(name, driver or CudaDriver()))
     except _CudaProblemError as problem:
         if name != "auto":
-            raise EngineError(f"device={name!r}: {problem}; {_REMEDY}") from problem.__cause__
+            raise EngineError(f"device={name!r}: {problem}; {_CPU_REMEDY}") from problem.__cause__
         if problem.has_gpu:
             logger.warning('device="auto" is the CPU: %s', problem)
     return torch.device("cpu")
@@ -98,7 +99,7 @@ def _usable_index(name: str, driver: CudaDriver) -> int:
     try:
         driver.start()
     except RuntimeError as error:
-        has_gpu = not str(error).startswith(_NO_GPU)
+        has_gpu = not str(error).startswith(_NO_GPU_MESSAGES)
         raise _CudaProblemError(f"CUDA cannot be used: {error}", has_gpu=has_gpu) from error
     wanted = None if name == "auto" else torch.device(name).index
     index, count = driver.current() if wanted is None else wanted, driver.count()
@@ -128,8 +129,8 @@ def resolve_dtype(
     """Resolves the dtype of weights and KV.
 
     On a GPU "auto" is the checkpoint's dtype. On a CPU it is bfloat16 for a 16-bit checkpoint if
-    native ops run or the processor computes in bfloat16, and float32 otherwise. A small model takes
-    float32 too: it would spend its time on conversions.
+    native ops run or the processor computes in bfloat16, and float32 otherwise. A small model is
+    float32 too: in bfloat16 it would spend its time on conversions.
 
     Args:
         backend: the configured attention backend; "native" selects native ops too.
@@ -155,8 +156,8 @@ def resolve_dtype(
 def runs_native(backend: str) -> bool:
     """Whether native ops run on a CPU with this attention backend.
 
-    Their GEMM reads 16-bit weights and multiplies in float32 on any processor that they are
-    compiled for: a memory-bound step takes half the time.
+    The native GEMM reads 16-bit weights and multiplies in float32 on every processor that it is
+    compiled for: a memory-bound step takes half the time that it takes with float32 weights.
     """
     return backend == "native" or (backend == "auto" and choose_native().runs)
 

@@ -13,7 +13,7 @@ from asyncllm.gpu.batch.sampling_inputs import LogitsTables
 from asyncllm.gpu.graph.capturer import CudaGraphCapturer
 from asyncllm.gpu.graph.cuda_graphs import (
     GraphCapturer,
-    default_sizes,
+    default_batch_sizes,
     default_token_sizes,
 )
 from asyncllm.gpu.graph.streams import CudaStream, Stream, SyncStream
@@ -21,8 +21,8 @@ from asyncllm.gpu.ops.logits import processing_bytes
 from asyncllm.validation import invalid
 
 GRAPH_BYTES = 8 * 2**20
-"""Estimated bytes of one graph of a whole step; CaptureStats has measured ones. Graphs of half
-steps and of skewed batches use the same activations in the same pool; the driver's memory for their
+"""Estimated bytes of one graph of a whole step; CaptureStats has the measured bytes. Graphs of half
+steps and of skewed batches reuse the activations in the same pool; the driver's memory for their
 nodes is not reserved."""
 
 STEP_TIMEOUT = 60.0
@@ -36,11 +36,11 @@ class ExecutionMode:
 
     Attributes:
         stream: where the steps' work is queued.
-        make_capturer: makes the capturer of CUDA graphs; None keeps the batch's state on the
-            host.
+        make_capturer: makes the capturer of CUDA graphs; None runs without graphs and keeps the
+            batch's state on the host.
         max_num_seqs, token_budget, pipeline_depth, step_timeout: defaults of settings that the
             configuration leaves open.
-        shares_memory: without a configured size, the KV cache leaves half of its memory to the
+        shares_memory: a KV cache without a configured size leaves half of the free memory to the
             application.
     """
 
@@ -55,7 +55,7 @@ class ExecutionMode:
 
 
 def execution_mode_for(config: EngineConfig, device: torch.device) -> ExecutionMode:
-    """Chooses the mode: synchronous on a CPU, one step of run-ahead on a GPU."""
+    """Chooses the mode: synchronous steps on a CPU, a second step in flight on a GPU."""
     if device.type != "cuda":
         return ExecutionMode(device, SyncStream(), None, 64, 2048, 1)
     make = GraphCapturer if config.cuda_graphs == "off" else lambda: CudaGraphCapturer(device)
@@ -68,7 +68,7 @@ def graph_sizes(config: EngineConfig, mode: ExecutionMode, max_num_seqs: int) ->
     """Batch sizes of decode steps that get a CUDA graph.
 
     Raises:
-        InvalidRequestError: a graph setting without effect here, or a size above
+        InvalidRequestError: a graph setting has no effect on this device, or a size exceeds
             ``max_num_seqs``.
     """
     sizes = config.cudagraph_capture_sizes
@@ -82,27 +82,31 @@ def graph_sizes(config: EngineConfig, mode: ExecutionMode, max_num_seqs: int) ->
         return ()
     if sizes is not None and sizes[-1] > max_num_seqs:
         raise invalid("cudagraph_capture_sizes", sizes, f"sizes up to max_num_seqs={max_num_seqs}")
-    return default_sizes(max_num_seqs) if sizes is None else sizes
+    return default_batch_sizes(max_num_seqs) if sizes is None else sizes
 
 
-def token_graph_sizes(config: EngineConfig, mode: ExecutionMode, most: int) -> tuple[int, ...]:
-    """Token counts, at most ``most``, of mixed steps that get CUDA graphs."""
+def token_graph_sizes(
+    config: EngineConfig, mode: ExecutionMode, max_tokens: int
+) -> tuple[int, ...]:
+    """Token counts, at most ``max_tokens``, of mixed steps that get CUDA graphs."""
     if mode.make_capturer is None or config.cuda_graphs != "auto":
         return ()
-    return default_token_sizes(most)
+    return default_token_sizes(max_tokens)
 
 
-def graph_reserve(sizes: tuple[int, ...], max_num_seqs: int, vocab_size: int, width: int) -> int:
+def graph_reserve(
+    sizes: tuple[int, ...], max_num_seqs: int, vocab_size: int, logit_bytes: int
+) -> int:
     """Bytes to keep, beside the largest step, for CUDA graphs and sampling stages.
 
-    The stages take a copy of the logits, grammar masks, the tables of rules and penalties, and the
-    processed logits twice: in the memory pool of the graphs, and outside it for mixed steps, whose
-    sampling is not captured.
+    The sampling stages need a copy of the logits, grammar masks, the tables of rules and penalties,
+    and two buffers of processed logits: one in the memory pool of the graphs, and one outside it
+    for mixed steps, whose sampling is not captured.
 
     Args:
-        width: bytes of an element of the logits.
+        logit_bytes: bytes of an element of the logits.
     """
-    received = max_num_seqs * (width * vocab_size + 4 * num_words(vocab_size))
+    received = max_num_seqs * (logit_bytes * vocab_size + 4 * num_words(vocab_size))
     processed = 2 * processing_bytes(max_num_seqs, vocab_size)
     tables = LogitsTables.num_bytes(max_num_seqs, vocab_size)
     return len(sizes) * GRAPH_BYTES + received + processed + tables

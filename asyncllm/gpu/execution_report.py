@@ -14,19 +14,19 @@ from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.ops.torch_ops import TorchOps
 
 PROBE_BYTES = 256 * 2**20
-"""Memory to read, larger than the caches of processors."""
-_ROUNDS = 5
+"""Bytes to read for a measurement: more than a processor's caches hold."""
+_NUM_READS = 5
 
 
 def memory_bandwidth(ops: TorchOps) -> float:
-    """Measures memory bandwidth in bytes a second; the median of five reads.
+    """Measures memory bandwidth in bytes per second: the median of five reads.
 
     Call it on the thread that runs the steps, while none runs. It takes some tenths of a second
     and ``PROBE_BYTES`` of memory.
     """
     memory = torch.ones(PROBE_BYTES // 8, dtype=torch.int64, device="cpu")
     rates = []
-    for _ in range(_ROUNDS):
+    for _ in range(_NUM_READS):
         began = time.perf_counter()
         total = ops.read(memory)
         rates.append(memory.nbytes / (time.perf_counter() - began))
@@ -44,7 +44,7 @@ def execution_report(
     a second.
 
     Args:
-        num_threads: threads of torch's ops; native ops have their own.
+        num_threads: number of threads of torch's ops; native ops have a thread pool of their own.
     """
     ops, embedding = decoder.ops, decoder.embedding
     context = getattr(ops, "context", None)

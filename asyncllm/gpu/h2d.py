@@ -1,4 +1,4 @@
-"""copy_to_device, lazy_zeros: tensors made without a wait for the device or for the memory."""
+"""copy_to_device, lazy_zeros: make tensors without waiting for the device or touching pages."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _ALIGNMENT = 64
 def copy_to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """A tensor with the contents of ``array``; on a CPU it shares the memory.
 
-    From pageable memory CUDA would first wait for everything that is queued on the stream.
-    torch keeps the pinned copy until the device has read it.
+    The array is copied to pinned memory first: a copy from pageable memory would wait for all work
+    that is queued on the stream. torch keeps the pinned copy until the device has read it.
     """
     tensor = torch.from_numpy(array)
     if device.type != "cuda":
@@ -24,9 +24,9 @@ def copy_to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU a page takes memory only once it is touched.
+    """Tensor of zeros; on a CPU a page takes memory only once it is touched.
 
-    torch would write the zeros, numpy gets zeroed pages from the operating system.
+    ``torch.zeros`` would write every page; numpy gets zeroed pages from the operating system.
 
     Raises:
         MemoryError, ValueError: too little memory on the host.

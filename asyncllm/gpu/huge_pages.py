@@ -14,7 +14,8 @@ logger = get_logger(__name__)
 def warn_without_huge_pages(setting: Path = SETTING_FILE) -> None:
     """Warns that weights are read more slowly, if transparent huge pages are off.
 
-    With pages of 4 KiB two threads read 28 to 34 GB of weights a second, with huge pages 35 to 65.
+    Two threads read 28 to 34 GB of weights per second with pages of 4 KiB, and 35 to 65 GB with
+    huge pages.
     """
     try:
         choice = setting.read_text(encoding="ascii").partition("[")[2].partition("]")[0]

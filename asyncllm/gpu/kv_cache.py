@@ -26,8 +26,8 @@ from asyncllm.validation import invalid
 
 logger = get_logger(__name__)
 
-CPU_CACHE_LIMIT = 4 * 2**30
-CPU_CACHE_SHARE = 4
+MAX_CPU_CACHE_BYTES = 4 * 2**30
+CPU_CACHE_DIVISOR = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class KVGroup:
     """A KV group: its KVCacheSpec and the block layouts of its layers.
 
     Attributes:
-        layout: block layout of each layer; the largest, where they differ.
-        layouts: one per layer, where they differ; else empty. A block takes the same bytes in
-            every layer, and smaller layouts leave the rest unused.
+        layout: block layout of all layers; the largest one if layers differ.
+        layouts: block layout of each layer if layers differ; else empty. A block takes the same
+            bytes in every layer, and smaller layouts leave the rest unused.
     """
 
     spec: KVCacheSpec
@@ -56,11 +56,11 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSize:
-    """Size of the cache.
+    """Size of the KV cache.
 
     Attributes:
-        num_blocks: blocks, the null block 0 included.
-        max_model_len: longest sequence in tokens.
+        num_blocks: number of blocks, including the null block 0.
+        max_model_len: longest sequence that the cache holds, in tokens.
     """
 
     num_blocks: int
@@ -68,23 +68,23 @@ class KVCacheSize:
 
 
 class KVCache:
-    """One allocation, viewed as a tensor per layer.
+    """Keys and values of all layers: one allocation, viewed as a tensor per layer.
 
-    All groups draw on the same blocks: layer i of each group lies in part i of the allocation,
-    and a block belongs to one group at a time. A group of fewer layers than another leaves the
-    last parts of its blocks unused.
+    All KV groups allocate from the same pool of blocks: layer i of each group lies in part i of the
+    allocation, and a block belongs to one group at a time. A group with fewer layers than another
+    leaves the last parts of its blocks unused.
 
-    Layers come first because torch gathers blocks of one contiguous layer 40 times faster on
-    a CPU than blocks of a strided one.
+    The part is the first dimension because on a CPU torch gathers blocks of a contiguous layer 40
+    times faster than blocks of a strided one.
 
-    On a CPU the operating system zeroes it page by page as it is first touched, so that an
-    unused cache costs no memory.
+    On a CPU the operating system zeroes the allocation page by page as it is first touched, so that
+    an unused cache costs no memory.
 
     Attributes:
         tensor: the whole cache, ``[parts, ...]`` in the layout of the first group; ``[parts,
-            size]`` where layouts differ by layer.
+            size]`` if layouts differ by layer.
         layers: a view per layer, see BlockLayout.
-        states: recurrent states; None for a model without any.
+        states: recurrent states; None for a model without recurrent layers.
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class KVCache:
                 f"a KV cache of {depth * size * dtype.itemsize} bytes cannot be allocated: lower "
                 "kv_cache_memory or num_blocks"
             ) from error
-        self.by_layer = bool(groups[0].layouts)
+        self._layouts_differ = bool(groups[0].layouts)
         if len(groups) > 1 and any(group.layouts for group in groups):
             raise ValueError("layers of different layouts: expected one KV group of all of them")
         views = [group.views(memory, num_blocks) for group in groups]
-        self.tensor = memory if self.by_layer else groups[0].layout.view(memory, num_blocks)
+        self.tensor = memory if self._layouts_differ else groups[0].layout.view(memory, num_blocks)
         parts = {
             layer: part
             for group, view in zip(groups, views, strict=True)
@@ -120,11 +120,11 @@ class KVCache:
     def clear(self, block_ids: np.ndarray) -> None:
         """Zeroes blocks before a new owner writes them.
 
-        Attention in plain torch reads whole blocks and masks positions beyond a sequence with
-        zeros: a NaN that a broken request left there would remain NaN.
+        Attention in plain torch reads whole blocks and gives positions beyond a sequence the weight
+        0, and 0 times a NaN that a failed request left there would be NaN.
         """
         index = copy_to_device(block_ids, self.tensor.device)
-        if not self.by_layer:
+        if not self._layouts_differ:
             self.tensor.index_fill_(2, index, 0.0)
             return
         for layer in self.layers:
@@ -147,15 +147,15 @@ def block_bytes(groups: Sequence[KVGroup], dtype: torch.dtype) -> int:
 
 
 def _layers_per_block(groups: Sequence[KVGroup]) -> int:
-    """Layers for which a block has room."""
+    """Number of layers for which a block has room."""
     return max(len(group.spec.layers) for group in groups)
 
 
 def blocks_per_seq(groups: Sequence[KVGroup], num_tokens: int, step_tokens: int) -> int:
-    """Most blocks that a sequence holds at once, over all groups.
+    """Maximum number of blocks that a sequence holds at once, over all groups.
 
     Args:
-        step_tokens: most tokens of a sequence that one step computes.
+        step_tokens: maximum number of tokens of a sequence in one step.
     """
     return sum(group.spec.max_blocks(num_tokens, step_tokens) for group in groups)
 
@@ -165,8 +165,8 @@ def min_cache_bytes(
 ) -> int:
     """Bytes of the smallest usable cache.
 
-    It has the null block and the blocks of one sequence: of the configured ``max_model_len``, or
-    of one token where that is not set.
+    It has the null block and the blocks of one sequence, whose length is the configured
+    ``max_model_len``, or one token if that is not set.
     """
     blocks = blocks_per_seq(groups, config.max_model_len or 1, step_tokens)
     return (blocks + 1) * block_bytes(groups, dtype)
@@ -185,15 +185,15 @@ def size_cache(
 ) -> KVCacheSize:
     """Chooses the number of blocks and the longest sequence.
 
-    ``num_blocks`` and ``kv_cache_memory`` of the configuration come first, in that order.
-    Without them the cache takes ``available`` bytes, but not more than twice what ``max_num_seqs``
-    sequences of full length need. With ``shares_memory`` it takes half of ``available``, but not
-    more than ``max_num_seqs`` such sequences need, and not less than one needs.
+    The configuration's ``num_blocks`` decides, else its ``kv_cache_memory``. If neither is set, the
+    cache takes ``available`` bytes, but at most twice the bytes that ``max_num_seqs`` sequences of
+    full length need. With ``shares_memory`` it takes half of ``available``, but at most the bytes
+    of ``max_num_seqs`` such sequences, and at least those of one.
 
     Args:
-        step_tokens: most tokens of a sequence that one step computes.
-        available: bytes for the cache where the configuration sets no size.
-        shares_memory: ``available`` is all free memory, which the application shares.
+        step_tokens: maximum number of tokens of a sequence in one step.
+        available: bytes for the cache if the configuration sets no size.
+        shares_memory: ``available`` is all free memory, which the application uses too.
 
     Raises:
         InvalidRequestError: ``max_model_len`` exceeds the model's context.
@@ -220,7 +220,9 @@ def size_cache(
             useful = 2 * max_num_seqs * full
         usable, setting = min(most, useful), "kv_cache_memory"
     if usable < blocks(config.max_model_len or 1):
-        raise _too_small(config.max_model_len, usable, groups, step_tokens, per_block, setting)
+        raise _too_small_error(
+            config.max_model_len, usable, groups, step_tokens, per_block, setting
+        )
     max_model_len = bisect_right(range(1, longest + 1), usable, key=blocks)
     if max_model_len < longest:
         logger.warning(
@@ -230,7 +232,7 @@ def size_cache(
             longest,
             usable,
             _block_sizes(groups),
-            _per_group(groups, longest, step_tokens),
+            _describe_blocks(groups, longest, step_tokens),
             setting,
         )
     return KVCacheSize(usable + 1, max_model_len)
@@ -240,8 +242,8 @@ def _block_sizes(groups: Sequence[KVGroup]) -> str:
     return " or ".join(str(size) for size in sorted({group.spec.block_size for group in groups}))
 
 
-def _per_group(groups: Sequence[KVGroup], num_tokens: int, step_tokens: int) -> str:
-    """Describes the blocks that a sequence needs, by group if there are several."""
+def _describe_blocks(groups: Sequence[KVGroup], num_tokens: int, step_tokens: int) -> str:
+    """Describes the number of blocks that a sequence needs, by group if there are several."""
     counts = [group.spec.max_blocks(num_tokens, step_tokens) for group in groups]
     if len(counts) == 1:
         return str(counts[0])
@@ -252,7 +254,7 @@ def _per_group(groups: Sequence[KVGroup], num_tokens: int, step_tokens: int) -> 
     return f"{sum(counts)} ({' + '.join(parts)})"
 
 
-def _too_small(
+def _too_small_error(
     max_model_len: int | None,
     usable: int,
     groups: Sequence[KVGroup],
@@ -262,7 +264,7 @@ def _too_small(
 ) -> KVCacheTooSmallError:
     """Makes the error for a cache with too few usable blocks.
 
-    Its remedy in bytes includes the null block.
+    A remedy in bytes includes the null block; one in blocks does not.
     """
     needed = blocks_per_seq(groups, max_model_len or 1, step_tokens)
     if max_model_len is None:
@@ -272,7 +274,7 @@ def _too_small(
         purpose = f"max_model_len={max_model_len} needs {needed} blocks"
         remedy = ", or lower max_model_len"
         if any(group.spec.window is not None for group in groups):
-            purpose += f", {_per_group(groups, max_model_len, step_tokens)}"
+            purpose += f", {_describe_blocks(groups, max_model_len, step_tokens)}"
             remedy += " or max_num_batched_tokens"
     least = needed if setting == "num_blocks" else (needed + 1) * per_block
     return KVCacheTooSmallError(
@@ -283,12 +285,12 @@ def _too_small(
 
 
 def cpu_cache_bytes(reserve: int = 0) -> int:
-    """A quarter of the memory that is available now, at most 4 GiB.
+    """Bytes for a KV cache on a CPU: a quarter of the available memory, at most 4 GiB.
 
     Args:
-        reserve: bytes to leave free for memory that is not allocated yet.
+        reserve: bytes to leave free for later allocations.
     """
-    return min(max(0, available_memory() - reserve) // CPU_CACHE_SHARE, CPU_CACHE_LIMIT)
+    return min(max(0, available_memory() - reserve) // CPU_CACHE_DIVISOR, MAX_CPU_CACHE_BYTES)
 
 
 def available_memory() -> int:
@@ -309,8 +311,8 @@ def _meminfo_available() -> int:
 def _available_without_proc() -> int:
     """Half of the physical memory on a Unix; on Windows the available memory.
 
-    That is the fourth field of MEMORYSTATUSEX: two fields of 32 bits, the first its length, then
-    seven of 64.
+    On Windows the structure MEMORYSTATUSEX has it in the fourth field. The first two fields have 32
+    bits, of which the first is the structure's length; the other seven have 64.
     """
     if hasattr(os, "sysconf"):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
@@ -319,11 +321,11 @@ def _available_without_proc() -> int:
     return status[2]
 
 
-def _cgroup_available(otherwise: int) -> int:
+def _cgroup_available(fallback: int) -> int:
     group = Path("/sys/fs/cgroup")
     try:
         limit = (group / "memory.max").read_text(encoding="ascii").strip()
         used = int((group / "memory.current").read_text(encoding="ascii"))
-        return otherwise if limit == "max" else max(0, int(limit) - used)
+        return fallback if limit == "max" else max(0, int(limit) - used)
     except (OSError, ValueError):
-        return otherwise
+        return fallback

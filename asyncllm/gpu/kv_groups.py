@@ -15,14 +15,14 @@ from asyncllm.logger import get_logger
 logger = get_logger(__name__)
 
 MAX_GROUPS = 16
-"""Limit of KV groups: each step prepares KV slots and plans attention for every group."""
+"""Maximum number of KV groups: each step prepares KV slots and plans attention for every group."""
 
 
 class LayerCache(NamedTuple):
-    """The properties of a layer's KV that decide its group.
+    """Properties of a layer's KV that decide its KV group.
 
     Attributes:
-        elements: numbers per token, of K and V together.
+        elements: number of elements per token, K and V together.
         window: keys that a query sees, its own included; None is all.
     """
 
@@ -40,9 +40,9 @@ class LayerGroup:
 
     Attributes:
         layers: indices of the layers' caches.
-        window: keys that a query sees, its own included; older ones are not kept. None keeps all.
-        scale: tokens of a block, divided by those of the group with the fewest: blocks have equal
-            bytes.
+        window: keys that a query sees, its own included; older keys are not kept. None keeps all.
+        scale: tokens per block, as a multiple of the fewest tokens per block of any group; blocks
+            of all groups have equal bytes.
     """
 
     layers: tuple[int, ...]
@@ -50,7 +50,7 @@ class LayerGroup:
     scale: int = 1
 
     def spec(self, block_size: int) -> KVCacheSpec:
-        """The group's KVCacheSpec; ``block_size`` is that of the group with the fewest tokens."""
+        """Makes the KVCacheSpec; ``block_size`` is the fewest tokens per block of any group."""
         kind = "full_attention" if self.window is None else "sliding_window"
         return KVCacheSpec(self.layers, block_size * self.scale, kind, self.window)
 
@@ -58,16 +58,16 @@ class LayerGroup:
 def group_layers(caches: Sequence[LayerCache], context: int) -> list[LayerGroup]:
     """Groups layers by window and KV size, those without a window first.
 
-    All groups draw blocks of equal bytes from one pool, so they have equally many layers: as many
-    as the rarest kind of layer has (the rule of vLLM's hybrid KV cache manager). A kind whose
-    number of layers is no multiple of that leaves part of its blocks unused: 22 + 4 layers
+    All groups allocate blocks of equal bytes from one pool, so they have equally many layers: as
+    many as the rarest kind of layer has (the rule of vLLM's hybrid KV cache manager). If a kind's
+    number of layers is not a multiple of that, part of its blocks stays unused: 22 + 4 layers
     (Gemma 3 1B) become one group of 4 and six of 3 or 4, and take 28/26 of the memory.
 
-    All layers form one group, which keeps the KV of all tokens, where none has a window, or where
-    blocks of different layers cannot have equal bytes.
+    If no layer has a window, or if blocks of different layers cannot have equal bytes, all layers
+    form one group, which keeps the KV of all tokens.
 
     Args:
-        context: tokens of the longest sequence; a window of at least that counts as none.
+        context: tokens of the longest sequence; a window of at least that size counts as none.
     """
     alike: dict[LayerCache, list[int]] = {}
     for layer, cache in enumerate(caches):
@@ -103,7 +103,7 @@ def group_layers(caches: Sequence[LayerCache], context: int) -> list[LayerGroup]
 
 
 def _group_size(counts: Sequence[int]) -> int:
-    """Layers of a group, from the number of layers of each kind."""
+    """Number of layers per group, given the number of layers of each kind."""
     fewest, most = min(counts), max(counts)
     size = most if most < 1.25 * fewest else fewest
     while sum(-(-count // size) for count in counts) > max(MAX_GROUPS, len(counts)):
@@ -111,7 +111,7 @@ def _group_size(counts: Sequence[int]) -> int:
     return size
 
 
-def with_groups(
+def with_kv_groups(
     kinds: Sequence[AttentionKind], indices: Sequence[int], groups: Sequence[LayerGroup]
 ) -> list[AttentionKind]:
     """Sets the ``kv_group`` of each attention kind.
@@ -131,7 +131,7 @@ def make_kv_groups(
     attention: Mapping[AttentionKind, Attention],
     block_size: int,
 ) -> list[KVGroup]:
-    """Makes the KV groups, in the block layouts that their attention chooses.
+    """Makes the KV groups, in the block layouts that the attention backends choose.
 
     Args:
         kinds: attention kind of the layer that writes each cache.

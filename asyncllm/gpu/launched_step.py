@@ -27,7 +27,7 @@ class Event(Protocol):
     """A point in a stream's work."""
 
     def synchronize(self) -> None:
-        """Waits until the work before it is done."""
+        """Waits until all work queued before the event is done."""
         ...
 
 
@@ -39,31 +39,33 @@ class LaunchedStep:
         row_indices, starts: ``[R]`` int64, request index and first position of each row.
         rows: ``[S]``, the sampled rows of the batch, in the order of sampling.
         req_indices, positions: ``[S]``, request index of each sampled row, and the position of its
-            token.
-        num_logits: sampled rows that need their logits; they come first. Each of the others takes
-            the token of its largest logit.
+            new token.
+        num_logits: number of sampled rows that need their logits. They come first; every other row
+            takes the token of its largest logit.
         epochs: ``[S]``, epoch of each request index.
-        row_stages: ``[S]``, sampling Stages of each row.
-        row_logprobs: ``[S]``, number of log-probabilities of each row, -1 for none; set with
-            LOGPROBS.
-        stages: sampling stages of all rows that are drawn on the device.
-        bucket: rows of the graph of a decode step, or tokens of that of a mixed step, padding
-            included; None without a graph.
-        balanced: attention shares keys by the rows' lengths, which differ much.
+        row_stages: ``[S]``, sampling Stages of each sampled row.
+        row_logprobs: ``[S]``, number of log-probabilities of each sampled row, -1 for none; empty
+            unless ``stages`` has LOGPROBS.
+        stages: union of the sampling stages of all rows that are drawn on the device.
+        bucket: size of the CUDA graph, padding included: rows of a decode step, tokens of a mixed
+            step; None without a graph.
+        balanced: attention splits the keys in proportion to the rows' lengths, because these
+            differ much.
         blocks_to_zero: KV blocks to clear before the step runs.
         updates: rows of the LogitsTables to write before the step runs.
-        overflow: block table changes that found no room in the buffer.
-        masks: grammar masks of the masked rows, once they have come.
+        overflow: block table changes that do not fit into the buffer.
+        masks: grammar masks of the masked rows; None until ``sample`` brings them.
         started: the step's changes have been applied to the batch, and its work has begun.
-        is_drawn: its tokens need no more work of the host, so that later steps may begin.
-        buffer, sizes: host memory of its sections, and their sizes; set when it begins.
-        inputs: the model's inputs, where the host derives them.
-        output: the model's output, once that is queued.
+        is_drawn: drawing the tokens needs no more work of the host, so that later steps may begin.
+        buffer, sizes: host buffer of the step's sections, and the sections' sizes; set when the
+            step begins.
+        inputs: the model's inputs; None if the device derives them.
+        output: the model's output; None until the forward pass is queued.
         prompt_hidden: hidden states ``[E, H]`` at the positions of prompt log-probabilities.
         prompt_tokens: by row, the prompt tokens of its PromptSpan.
         host_rows: rows whose sampling needs the host.
-        event: the end of its work, once that is queued.
-        error: an error of its work, which ``collect`` raises.
+        event: end of the step's work; None until all of it is queued.
+        error: error of the step's work, which ``collect`` raises.
         failures: by row, errors of requests that could not be assigned or sampled.
     """
 
@@ -101,8 +103,8 @@ class LaunchedStep:
         self.failures: dict[int, Exception] = {}
 
     @property
-    def is_whole(self) -> bool:
-        """Whether its rows need the plain draw only: no masks, stages, host or prompt logprobs."""
+    def needs_only_draw(self) -> bool:
+        """Whether rows need only the plain draw: no masks, stages, host or prompt logprobs."""
         apart = self.batch.masked_rows or self.stages or self.batch.prompt_logprobs
         return not apart and self.host_rows is None
 
@@ -114,7 +116,7 @@ class LaunchedStep:
         """Orders the sampled rows: those whose logits are needed come first.
 
         Args:
-            needed: ``[S]`` bool.
+            needed: ``[S]`` bool, whether a row's logits are needed.
         """
         self.num_logits = int(np.count_nonzero(needed))
         if self.num_logits not in (0, len(needed)):
@@ -129,21 +131,21 @@ class LaunchedStep:
         later = set(self.batch.req_indices).difference(self.batch.released)
         return not later.isdisjoint(step.host_rows.req_indices.tolist())
 
-    def places_of(self, rows: list[int]) -> list[int]:
-        """Places of rows of the batch among the sampled rows."""
+    def sampled_indices_of(self, rows: list[int]) -> list[int]:
+        """Indices of rows of the batch within the sampled rows."""
         place_of = {row: place for place, row in enumerate(self.rows.tolist())}
         return [place_of[row] for row in rows]
 
-    def masks_by_place(self) -> dict[int, bytes]:
-        """Grammar masks by the place of their row among the sampled rows."""
+    def masks_by_sampled_index(self) -> dict[int, bytes]:
+        """Grammar masks by their row's index within the sampled rows."""
         if self.masks is None:
             return {}
-        return dict(zip(self.places_of(self.masks.rows), self.masks.masks, strict=True))
+        return dict(zip(self.sampled_indices_of(self.masks.rows), self.masks.masks, strict=True))
 
     def drawn_output(self) -> SampleOutput:
         """Reads tokens, errors and log-probabilities from the buffer.
 
-        Those of host rows are void.
+        The values of host rows are void.
         """
         tokens = self.buffer.tokens.numpy()[: len(self.rows)].copy()
         output = SampleOutput(tokens)
@@ -151,7 +153,7 @@ class LaunchedStep:
         if self.host_rows is not None:
             failed[self.host_rows.places] = False
         if failed.any():
-            masked = self.masks_by_place()
+            masked = self.masks_by_sampled_index()
             for place in np.flatnonzero(failed).tolist():
                 restricted = self.row_stages[place] & Stages.RULES.value or place in masked
                 none_left = tokens[place] == NO_TOKEN_LEFT and restricted
@@ -171,7 +173,7 @@ class LaunchedStep:
         return output
 
     def memory_error(self, error: Exception) -> StepOutOfMemoryError:
-        """Makes the core's error for running out of memory in this step."""
+        """Makes the error that reports to the core that this step ran out of memory."""
         told = StepOutOfMemoryError(
             f"step {self.batch.step}, {self.batch.num_tokens} tokens: {explain(error)}"
         )

@@ -1,8 +1,8 @@
-"""Device memory: the budget of the KV cache, and the release of everything at the end.
+"""Device memory: the budget of the KV cache, and the release of memory when an engine closes.
 
-On a GPU the weights are loaded first, then one largest step is run to measure its memory
-beside them, and the KV cache gets the rest of the engine's share. Steps, weights and cache
-live in torch's own caching allocator, with the host application's tensors.
+On a GPU the weights are loaded first. Then one step of the largest size is run to measure its
+memory beside the weights, and the KV cache gets the rest of the engine's share. Steps, weights and
+cache live in torch's own caching allocator, with the host application's tensors.
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ from asyncllm.validation import explain
 logger = get_logger(__name__)
 
 SEGMENT_BYTES = 2 * 2**20
-"""torch takes large allocations from the device in multiples of this."""
+"""Granularity in which torch takes large allocations from the device."""
 
 RELEASE_SECONDS = 5.0
-"""How long ``release`` waits for the device's work, and then for its turn among the process's
-engines."""
+"""Seconds that ``release`` waits for the device's work, and then again for its turn among the
+process's engines."""
 
-_OUT_OF_MEMORY = (
+_OUT_OF_MEMORY_TEXTS = (
     "out of memory",
     "not enough memory",
     "DefaultCPUAllocator",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
-"""Parts of error messages: torch's ("CUDA out of memory", "CUDA error: out of memory"), Triton's
-("Triton Error [CUDA]: out of memory"), those of CPU allocators and of NVIDIA's libraries."""
+"""Substrings of error messages for exhausted memory: torch's ("CUDA out of memory", "CUDA error:
+out of memory"), Triton's ("Triton Error [CUDA]: out of memory"), and those of CPU allocators and
+NVIDIA's libraries."""
 
 
 class MemoryProbe:
-    """Memory of NVIDIA GPUs, through torch; tests replace it by a simulated device."""
+    """torch's view of an NVIDIA GPU's memory; tests replace it with a simulated device."""
 
     def info(self, device: torch.device) -> tuple[int, int]:
         """Free and total bytes of the device."""
@@ -61,14 +62,15 @@ class MemoryProbe:
         """Sends the calling thread's allocations to a memory pool of their own.
 
         Yields a function that returns the bytes that the pool has taken from the device; the pool
-        never shrinks within the context. Meanwhile no other engine captures or gives memory back.
+        never shrinks within the context. Until the context ends, no other engine captures a graph
+        or empties torch's cache.
 
         The pool has no owner once the context ends, so that ``empty_cache`` may empty it. It is not
-        a ``torch.cuda.MemPool``, whose C++ destructor empties it and ends the process if that
-        fails: up to torch 2.12 it fails while any thread is inside ``use_mem_pool``, in later
-        versions while any thread captures a CUDA graph.
+        a ``torch.cuda.MemPool``, because that one's C++ destructor empties the pool and aborts the
+        process if this fails: up to torch 2.12 it fails while any thread is inside
+        ``use_mem_pool``, in later versions while any thread captures a CUDA graph.
         """
-        # The one attribute of a MemPool that ``use_mem_pool`` reads.
+        # ``use_mem_pool`` reads only the ``id`` of a MemPool.
         handle: Any = SimpleNamespace(id=torch.cuda.graph_pool_handle())
         with CAPTURES.turn(), torch.cuda.use_mem_pool(handle, device):
             yield partial(pool_bytes, handle.id, device)
@@ -92,10 +94,10 @@ class MemoryProbe:
         """Returns torch's cached and unused blocks to the device.
 
         Args:
-            seconds: longest wait for other engines of the process; -1 is without limit.
+            seconds: longest wait for other engines of the process; -1 waits without limit.
 
         Raises:
-            TimeoutError: another engine captures for longer.
+            TimeoutError: another engine's capture takes longer than ``seconds``.
         """
         with CAPTURES.turn(seconds):
             torch.cuda.empty_cache()
@@ -115,13 +117,13 @@ class CacheBudget:
     """Division of a GPU's memory, in bytes.
 
     Attributes:
-        total: of the device.
-        free_at_start: before the engine took anything.
-        utilization: share of ``total`` that the engine may use.
-        weights: of the model.
-        peak: of the largest step, beside weights and cache.
-        graph_reserve: kept for CUDA graphs.
-        free: now, with the weights on the device and no step running.
+        total: memory of the device.
+        free_at_start: free memory before the engine took any.
+        utilization: fraction of ``total`` that the engine may use.
+        weights: memory of the model's weights.
+        peak: memory of the largest step, beside weights and cache.
+        graph_reserve: memory to keep for CUDA graphs.
+        free: free memory now, with the weights on the device and no step running.
     """
 
     total: int
@@ -139,11 +141,11 @@ class CacheBudget:
 
     @property
     def available(self) -> int:
-        """Bytes for the KV cache; negative if there is not even room for the rest.
+        """Bytes for the KV cache; negative if weights, step and graphs alone exceed the share.
 
-        The engine's share is counted from the memory that was free when it began: memory of the
-        host application or another process is taken from the device, not from the share.
-        Memory taken since then, by others or by the driver, is subtracted.
+        Memory that the host application or another process held when the engine began reduces the
+        share only if less than the share was free. Memory taken since then, by others or by the
+        driver, is subtracted.
         """
         share = min(self.allowed, self.free_at_start) - self.graph_reserve
         left = min(share - self.weights, self.free - self.graph_reserve) - self.peak
@@ -158,7 +160,7 @@ class CacheBudget:
         )
 
     def remedy(self) -> str:
-        """Settings to change for a larger cache, as a phrase."""
+        """Phrase for an error message: the settings to change for a larger cache."""
         smaller = "lower max_num_batched_tokens, max_num_seqs or max_model_len"
         if self.allowed < self.free_at_start:
             return f"raise gpu_memory_utilization, or {smaller}"
@@ -173,30 +175,31 @@ def cuda_cache_bytes(
     weights_bytes: int,
     profile_run: Callable[[], None],
     graph_reserve: int,
-    captured_share: float = 0.0,
-    least: int,
+    captured_fraction: float = 0.0,
+    min_bytes: int,
     probe: MemoryProbe = GPU_MEMORY,
 ) -> int:
     """Measures the bytes left for a KV cache whose size is not configured.
 
-    Runs the largest step once, in a memory pool of its own, whose size is the measure:
-    torch's peak statistics belong to the application, and are neither read nor reset.
-    torch's cache, with the application's blocks, is emptied before, because a pool cannot do
-    that when the device is full, and after, so that the pool's memory can go to the KV cache.
+    Runs the largest step once in a memory pool of its own, and takes the pool's size as the step's
+    peak: torch's peak statistics belong to the application, and are neither read nor reset. torch's
+    cache, including the application's cached blocks, is emptied before the step, because an
+    allocation in a pool does not empty it when the device is full. It is emptied again after the
+    step, so that the pool's memory can go to the KV cache.
 
     Args:
         free_at_start: bytes that were free before the engine took any.
-        weights_bytes: weights that are on the device now.
+        weights_bytes: bytes of the weights, which are on the device now.
         profile_run: runs the largest step; weights and RoPE tables are on the device.
-        graph_reserve: bytes to keep for CUDA graphs.
-        captured_share: tokens of the largest captured mixed step, whose activations the graphs
-            keep, divided by those of the largest step.
-        least: bytes of the smallest usable cache.
+        graph_reserve: bytes to keep for CUDA graphs, without those of ``captured_fraction``.
+        captured_fraction: number of tokens of the largest captured mixed step, whose activations
+            the graphs keep, divided by that of the largest step.
+        min_bytes: bytes of the smallest usable cache.
 
     Raises:
-        KVCacheTooSmallError: less than ``least`` is left.
-        EngineError: the step does not fit beside the weights, or the process has an
-            allocator without pools, in which it cannot be measured.
+        KVCacheTooSmallError: less than ``min_bytes`` is left.
+        EngineError: the step does not fit beside the weights, or the process uses an allocator
+            without pools, in which a step cannot be measured.
     """
     if not probe.has_pools():
         raise EngineError(
@@ -204,7 +207,7 @@ def cuda_cache_bytes(
             "has another: set kv_cache_memory or num_blocks"
         )
     probe.empty_cache(device)
-    peak, failure = _measure(profile_run, device, probe)
+    peak, failure = _measure_peak(profile_run, device, probe)
     probe.empty_cache(device)
     free, total = probe.info(device)
     budget = CacheBudget(
@@ -213,7 +216,7 @@ def cuda_cache_bytes(
         utilization=config.gpu_memory_utilization,
         weights=weights_bytes,
         peak=peak,
-        graph_reserve=graph_reserve + math.ceil(captured_share * peak),
+        graph_reserve=graph_reserve + math.ceil(captured_fraction * peak),
         free=free,
     )
     if failure is not None:
@@ -221,26 +224,26 @@ def cuda_cache_bytes(
             f"the largest step does not fit beside the weights ({budget}): lower "
             "max_num_batched_tokens, max_num_seqs or max_model_len"
         ) from failure
-    if budget.available < least:
+    if budget.available < min_bytes:
         raise KVCacheTooSmallError(
             f"{max(budget.available, 0)} bytes are left for the KV cache, the smallest needs "
-            f"{least} ({budget}): {budget.remedy()}"
+            f"{min_bytes} ({budget}): {budget.remedy()}"
         )
     logger.info("%d bytes for the KV cache: %s", budget.available, budget)
     return budget.available
 
 
-def _measure(
+def _measure_peak(
     run: Callable[[], None], device: torch.device, probe: MemoryProbe
 ) -> tuple[int, Exception | None]:
-    """Bytes that ``run`` takes, and its error if it ran out of memory."""
+    """Returns the peak bytes of ``run``, and its error if it ran out of memory."""
     with probe.pool(device) as reserved:
         try:
             run()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            # The traceback's frames hold the step's tensors, which would count as in use.
+            # The traceback's frames hold the step's tensors, which would still count as in use.
             return reserved(), error.with_traceback(None)
         return reserved(), None
 
@@ -320,15 +323,15 @@ def check_cache(
 def release(device: torch.device, probe: MemoryProbe = GPU_MEMORY) -> None:
     """Returns the memory of freed tensors to the device.
 
-    Call it last, on the thread and stream that ran the steps. It neither raises nor waits for
-    more than twice ``RELEASE_SECONDS``: a device that has failed, or hangs, is left as it is, with
-    a warning.
+    Call it last, on the thread and stream that ran the steps. It never raises, and waits for at
+    most twice ``RELEASE_SECONDS``. If the device has failed or hangs, it only logs a warning.
 
     It empties torch's whole cache, the application's cached blocks included, which torch allocates
-    again when they are needed. A private pool for the engine would spare them, but in a pool torch
-    cannot answer a full device by emptying its cache and trying again. The CUDA context and
-    cuBLAS's workspaces, one per handle and stream, stay with the process: the next engine uses
-    them again, and a CUDA graph of the application may hold addresses in one.
+    again when they are needed. A private pool for the engine would spare the application's blocks,
+    but when the device is full, torch does not empty its cache and retry for an allocation in a
+    pool. The CUDA context and cuBLAS's workspaces, one per handle and stream, stay with the
+    process: the next engine uses them again, and a CUDA graph of the application may hold addresses
+    in a workspace.
     """
     if device.type != "cuda":
         return
@@ -347,7 +350,7 @@ def release(device: torch.device, probe: MemoryProbe = GPU_MEMORY) -> None:
 
 
 def is_device_failure(error: BaseException) -> bool:
-    """Whether an error concerns the device, and so every request on it."""
+    """Whether an error concerns the whole device, and so every request on it."""
     return is_out_of_memory(error) or isinstance(error, torch.AcceleratorError)
 
 
@@ -356,4 +359,4 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     message = explain(error)
-    return isinstance(error, RuntimeError) and any(text in message for text in _OUT_OF_MEMORY)
+    return isinstance(error, RuntimeError) and any(text in message for text in _OUT_OF_MEMORY_TEXTS)

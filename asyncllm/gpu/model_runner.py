@@ -41,9 +41,9 @@ class Graphs:
     """The CUDA graphs to capture.
 
     Attributes:
-        capturer: captures them.
+        capturer: captures the graphs.
         sizes: batch sizes of decode steps that get a graph.
-        token_sizes: token counts of mixed steps that get one.
+        token_sizes: token counts of mixed steps that get graphs.
     """
 
     capturer: GraphCapturer
@@ -55,21 +55,22 @@ class ModelRunner:
     """Executor of one model. Steps run in the order in which they were launched.
 
     **On a synchronous stream** (the CPU) ``launch`` only queues; ``collect`` runs the oldest step.
-    With a pipeline depth of 2, recorded steps run ahead on a thread of the native library: whole,
-    or up to their logits if rows need more than the draw or await masks. While masks are made, the
-    forward pass of their step runs, at pipeline depth 1 too.
+    With a pipeline depth of 2, recorded steps run ahead on a thread of the native library. Such a
+    step runs to its end, or only up to its logits if rows await masks or need more than the plain
+    draw. A step that awaits masks runs up to its logits at pipeline depth 1 too, while the masks
+    are made.
 
-    **On an asynchronous stream** ``launch`` queues the step's work on the device, behind the step
-    before it, whose sampled tokens it reads there. If a step awaits masks, only its forward pass is
-    queued; ``sample`` queues the rest, and the steps behind it. Rows that need the host (logits
-    processors, bad words of several tokens) are sampled by ``collect``, from copies of their
-    inputs. The scheduler makes no step that continues such a row before that.
+    **On an asynchronous stream** ``launch`` queues the step's work on the device, behind the
+    previous step, whose sampled tokens it reads there. If a step awaits masks, only its forward
+    pass is queued; ``sample`` queues the rest, and then the steps behind it. Rows that need the
+    host (logits processors, bad words of several tokens) are sampled by ``collect``, from copies of
+    their inputs. Until then the scheduler makes no step that continues such a row.
 
-    A result is written back only if the request index still has the step's epoch, so that a late
-    token of a finished request cannot reach the next request at that index.
+    A sampled token is written back only if the request index still has the step's epoch, so that a
+    late token of a finished request cannot reach the next request at that index.
 
     Args:
-        stream: where work is queued; None is synchronous.
+        stream: stream on which work is queued; None is synchronous.
         graphs: CUDA graphs of steps, which keep the batch's state on the device; None keeps it on
             the host. An asynchronous stream needs graphs.
         num_logprobs: log-probabilities per token for which a step has buffers.
@@ -77,8 +78,8 @@ class ModelRunner:
 
     Attributes:
         info: limits for the scheduler.
-        dtype, device: of weights and KV.
-        execution: how the model's part of a step runs, as a phrase for the log.
+        dtype, device: dtype and device of weights and KV.
+        execution: phrase for the log that says how the forward pass runs.
     """
 
     def __init__(
@@ -119,11 +120,11 @@ class ModelRunner:
         self.execution = runner.replay.description
         if graphs is None:
             with self._explain_memory_error():
-                self._record()
+                self._record_forward()
 
-    def _record(self) -> None:
-        """Records the step for replay, if every op can be recorded; else steps run eagerly."""
-        runner = self._open()
+    def _record_forward(self) -> None:
+        """Records the forward pass for replay, if every op can be recorded."""
+        runner = self._open_runner()
         memory = runner.memory
         found = record_step(runner.model, runner.cache, runner.inputs, memory.buffer)
         if isinstance(found, str):
@@ -135,7 +136,7 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def _explain_memory_error(self) -> Iterator[None]:
-        """Turns a MemoryError of allocating the largest step into an EngineError."""
+        """Turns a MemoryError while the largest step is allocated into an EngineError."""
         try:
             yield
         except MemoryError as error:
@@ -146,7 +147,7 @@ class ModelRunner:
 
     @property
     def graphs(self) -> StepGraphs | None:
-        """The graphs of decode steps; None without graphs and after ``close``."""
+        """CUDA graphs of decode steps; None if there are none, and after ``close``."""
         replay = None if self._runner is None else self._runner.replay
         return replay.graphs if isinstance(replay, GraphReplay) else None
 
@@ -156,7 +157,7 @@ class ModelRunner:
         Args:
             progress: called with (steps run, steps in all).
         """
-        runner = self._open()
+        runner = self._open_runner()
         if isinstance(runner.replay, GraphReplay):
             with compiling_alone():
                 with torch.inference_mode(), self._stream.context():
@@ -169,7 +170,7 @@ class ModelRunner:
         Args:
             progress: called with (graphs captured, graphs in all).
         """
-        replay = self._open().replay
+        replay = self._open_runner().replay
         if isinstance(replay, GraphReplay):
             with torch.inference_mode(), self._stream.context():
                 replay.capture_all(progress)
@@ -178,17 +179,17 @@ class ModelRunner:
     def report(self) -> ExecutionReport:
         """Makes the ExecutionReport; no step may be in flight."""
         self._enter_thread()
-        runner = self._open()
+        runner = self._open_runner()
         return execution_report(runner.model, runner.cache, self.info, self._num_threads)
 
     def set_token_budget(self, max_num_batched_tokens: int) -> None:
         """Sets the token budget, before the first step."""
         self.info = replace(self.info, max_num_batched_tokens=max_num_batched_tokens)
-        runner = self._open()
+        runner = self._open_runner()
         if isinstance(self._stream, StepQueue):
             with self._explain_memory_error():
                 runner.resize(self.info)
-                self._record()
+                self._record_forward()
 
     @property
     def can_run_ahead(self) -> bool:
@@ -207,12 +208,12 @@ class ModelRunner:
     # --- the executor ------------------------------------------------------------------
 
     def launch(self, batch: StepBatch) -> None:
-        self._open()
+        self._open_runner()
         self._steps.append(LaunchedStep(batch))
         self._begin_steps()
 
     def sample(self, masks: GrammarMask) -> None:
-        runner = self._open()
+        runner = self._open_runner()
         step = next((step for step in self._steps if step.awaits_masks), None)
         if step is None or step.batch.step != masks.step:
             expected = "none" if step is None else f"those of step {step.batch.step}"
@@ -228,7 +229,7 @@ class ModelRunner:
             self._begin_steps()
 
     def collect(self) -> StepResult:
-        self._open()
+        self._open_runner()
         if not self._steps:
             raise RuntimeError("no step is in flight")
         if self._steps[0].awaits_masks and self._steps[0].error is None:
@@ -240,7 +241,7 @@ class ModelRunner:
             raise step.error
         try:
             with torch.inference_mode(), self._stream.context():
-                result = self._finish(step)
+                result = self._finish_step(step)
         except (RuntimeError, MemoryError) as error:
             # The engine keeps the exception, whose traceback's frames refer to the model.
             clear_frames(error)
@@ -258,46 +259,46 @@ class ModelRunner:
     def close(self) -> None:
         if self._runner is None:
             return
-        # Not waited for on a GPU: a device that hangs would never finish.
+        # Do not wait for a GPU: a device that hangs would never finish.
         if not self._stream.is_async:
             self._stream.synchronize()
         self._steps.clear()
         replay, self._runner = self._runner.replay, None
         if not self._stream.is_async:
-            # The step queue refers to the model.
+            # Drop the step queue, which refers to the model.
             self._stream = SyncStream()
         if isinstance(replay, GraphReplay):
             replay.close()
         with contextlib.suppress(RuntimeError), self._stream.context():
             release(self.device)
 
-    def _open(self) -> StepRunner:
+    def _open_runner(self) -> StepRunner:
         if self._runner is None:
             raise RuntimeError("the model runner is closed")
         return self._runner
 
     def _enter_thread(self) -> None:
-        """Sets the calling thread's number of op threads and time slice, before its first step."""
+        """Sets the calling thread's op thread count and time slice, before its first step."""
         thread = get_ident()
         if thread == self._thread:
             return
         self._thread = thread
         if self._num_threads is not None:
             set_thread_count(self._num_threads)
-        self._open().model.ops.enter_thread()
+        self._open_runner().model.ops.enter_thread()
 
     # --- a step ------------------------------------------------------------------------
 
     def _begin_steps(self) -> None:
         """Begins the steps that the stream can run before they are collected.
 
-        A step that failed, or whose tokens need the host, holds up those behind it. ``collect``
-        raises a step's error when its turn comes, because the steps before it may have gone well.
+        A step that failed, or whose tokens need the host, blocks the steps behind it. ``collect``
+        raises a step's error when its turn comes, because earlier steps may have succeeded.
         """
-        runner = self._open()
+        runner = self._open_runner()
         for number, step in enumerate(self._steps):
             if not step.started:
-                if not self._stream.takes(step, islice(self._steps, number)):
+                if not self._stream.can_begin(step, islice(self._steps, number)):
                     return
                 step.started = True
                 with self._keep_errors(step):
@@ -314,12 +315,12 @@ class ModelRunner:
         except Exception as error:
             step.error = step.memory_error(error) if is_out_of_memory(error) else error
 
-    def _finish(self, step: LaunchedStep) -> StepResult:
+    def _finish_step(self, step: LaunchedStep) -> StepResult:
         """Waits for the step's tokens and writes them to the batch, for later steps.
 
         A step that did not run ahead runs now.
         """
-        runner = self._open()
+        runner = self._open_runner()
         if not step.started:
             runner.begin(step, ahead=False)
         result = StepResult(step.batch.step, [], [int(one) for one in step.batch.samples])

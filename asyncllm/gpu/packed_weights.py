@@ -1,4 +1,4 @@
-"""packed_weights: a linear layer's quantised weights, for op sets that compute with them."""
+"""packed_weights: quantised weights of a linear layer, for op sets that compute with them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from asyncllm.gpu.formats.reader import row_ranges
 from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme, WeightForm
 
 _SCHEMES: dict[int, QuantScheme] = {4: "int4", 8: "int8"}
-"""Quantisation scheme by bits of a code."""
+"""Quantisation scheme by the number of bits of an integer."""
 
 
 def packed_weights(
-    parts: Sequence[QuantisedTensor | None], takes: Callable[[WeightForm], bool]
+    parts: Sequence[QuantisedTensor | None], accepts_form: Callable[[WeightForm], bool]
 ) -> LinearWeights | None:
     """Stacks quantised parts along the outputs, with their integers and scales unchanged.
 
-    Returns None for parts of different forms, or of a form that ``takes`` refuses.
+    Returns None for parts of different forms, or of a form that ``accepts_form`` refuses.
     """
     codes = [part for part in parts if part is not None]
     forms = {(part.bits, part.shape[1:], min(part.block[1], part.shape[-1])) for part in codes}
@@ -30,14 +30,14 @@ def packed_weights(
     scheme = _SCHEMES.get(bits)
     if scheme is None or columns * bits % 8 or any(c.column_groups is not None for c in codes):
         return None
-    zeros = torch.cat([_zeros(part) for part in codes])
+    zeros = torch.cat([_zero_points(part) for part in codes])
     # Signed 8-bit integers that are centred on 0 need no zero points.
     has_zeros = scheme == "int4" or bool(zeros.any())
     form = WeightForm((sum(c.shape[0] for c in codes), columns), scheme, (1, group), has_zeros)
     low, high = (0, 255) if scheme == "int4" else (-128, 127)
-    if not takes(form) or not low <= int(zeros.min()) <= int(zeros.max()) <= high:
+    if not accepts_form(form) or not low <= int(zeros.min()) <= int(zeros.max()) <= high:
         return None
-    values = _values(codes, form.shape, scheme)
+    values = _stack_integers(codes, form.shape, scheme)
     return LinearWeights(
         values,
         scheme=scheme,
@@ -47,10 +47,10 @@ def packed_weights(
     )
 
 
-def _values(
+def _stack_integers(
     codes: Sequence[QuantisedTensor], shape: tuple[int, int], scheme: QuantScheme
 ) -> Tensor:
-    """The integers in the layout of ``LinearWeights``, made a few rows at a time."""
+    """Stacks the integers in the layout of ``LinearWeights``, a few rows at a time."""
     rows, columns = shape
     if scheme == "int4":
         values = torch.empty(rows, columns // 2, dtype=torch.uint8)
@@ -68,8 +68,8 @@ def _values(
     return values
 
 
-def _zeros(part: QuantisedTensor) -> Tensor:
-    """Zero points for the layout of ``LinearWeights``, in which 8-bit values are signed."""
+def _zero_points(part: QuantisedTensor) -> Tensor:
+    """Zero points in the layout of ``LinearWeights``, in which 8-bit values are signed."""
     shift = 128 if part.bits == 8 and not part.is_signed else 0
     if part.zeros is None:
         zeros = torch.zeros(part.scales.shape, dtype=torch.int16)

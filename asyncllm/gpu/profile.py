@@ -31,9 +31,9 @@ def profile_run(
 ) -> None:
     """Runs the largest prefill, mixed and decode steps, and samples from their logits.
 
-    Rows stand at the end of the longest sequences. All write and read one KV block, and the slots
-    of ``states``, whose contents are void until a request starts in them. Call
-    ``decoder.set_max_positions`` first.
+    Every row ends a sequence of ``max_model_len`` tokens. All rows write and read the same KV
+    block. They also write the slots of ``states``, which a request clears before it uses them.
+    Call ``decoder.set_max_positions`` first.
     """
     few, weight = decoder.with_few_layers(), decoder.embedding
     cache = KVCache(groups, 1, weight.dtype, weight.device, states)
@@ -41,8 +41,10 @@ def profile_run(
         for num_decodes, counts in largest_rows(
             max_num_batched_tokens, max_num_seqs, max_model_len
         ):
-            step = _step(groups, num_decodes, counts, max_num_seqs, max_model_len, weight.device)
-            _sample(decoder, few.forward(step, cache).logits)
+            step = _make_step(
+                groups, num_decodes, counts, max_num_seqs, max_model_len, weight.device
+            )
+            _sample_all_rows(decoder, few.forward(step, cache).logits)
 
 
 def recorded_bytes(
@@ -55,7 +57,7 @@ def recorded_bytes(
 ) -> int:
     """Bytes of the activations of the largest recorded step.
 
-    0 where steps are not recorded, and torch allocates the activations.
+    It is 0 if steps are not recorded, because torch then allocates the activations.
     """
     decoder.set_max_positions(1)
     specs, weight = [group.spec for group in groups], decoder.embedding
@@ -71,9 +73,12 @@ def largest_rows(
 ) -> list[tuple[int, np.ndarray]]:
     """Number of decode rows and tokens per row ``[R]`` of the largest steps.
 
-    The steps are: the token budget in prefill rows of at most ``max_model_len`` tokens; as many
-    decodes as possible beside as many prefill rows; and as many decodes as possible. Decodes come
-    first.
+    Decode rows come first. The steps are:
+
+    - no decodes, and as few prefill rows of at most ``max_model_len`` tokens as use the token
+      budget;
+    - the same number of prefill rows, and as many decodes as possible;
+    - decodes alone, as many as possible.
     """
     most_rows = min(max_num_seqs, max_num_batched_tokens)
     prefill_rows = min(-(-max_num_batched_tokens // max_model_len), most_rows)
@@ -87,7 +92,7 @@ def largest_rows(
     return steps
 
 
-def _step(
+def _make_step(
     groups: Sequence[KVGroup],
     num_decodes: int,
     counts: np.ndarray,
@@ -95,7 +100,7 @@ def _step(
     max_model_len: int,
     device: torch.device,
 ) -> StepInputs:
-    """Makes a step's inputs, with logits for as many tokens as sequences can be sampled."""
+    """Makes a step's inputs, with logits for ``max_num_seqs`` tokens, or all if fewer."""
     rows, starts = len(counts), (max_model_len - counts).tolist()
     batch = plain_batch(starts, counts.tolist(), num_decodes=num_decodes)
     persistent = InputBatch(rows, max_model_len, [group.spec for group in groups])
@@ -106,7 +111,7 @@ def _step(
     return replace(step, wanted=wanted, num_logits=len(wanted))
 
 
-def _sample(decoder: LanguageModel, logits: torch.Tensor) -> None:
+def _sample_all_rows(decoder: LanguageModel, logits: torch.Tensor) -> None:
     """Samples every row with top_k and top_p."""
     count = logits.shape[0]
     rows = torch.arange(count, device=logits.device)

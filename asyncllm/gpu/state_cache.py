@@ -21,14 +21,14 @@ class StateSpec:
 
     Attributes:
         shape: shape of one sequence's state.
-        dtype: dtype in which it is kept; None is the model's.
+        dtype: dtype of the stored state; None is the model's.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
 
     def num_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of a slot, in a model of ``dtype``."""
+        """Bytes of one sequence's state, in a model of ``dtype``."""
         return math.prod(self.shape) * (self.dtype or dtype).itemsize
 
 
@@ -40,8 +40,8 @@ def slot_bytes(specs: Sequence[StateSpec], dtype: torch.dtype) -> int:
 class StateCache:
     """Recurrent states of running requests, and snapshots of cached prefixes, in slots.
 
-    Slot i belongs to request index i. Padded rows write slot ``num_slots``, and nothing reads their
-    results. Slot ``num_slots + i`` is snapshot i.
+    Slot i belongs to request index i. Padded rows write slot ``num_slots``, which nothing else
+    reads. Slot ``num_slots + i`` is snapshot i, counted from 1.
 
     A state summarises all tokens before a position. A row that starts at position 0 clears the
     state that another request left in its slot; a row that continues a cached prefix finds a copy
@@ -51,10 +51,10 @@ class StateCache:
 
     Args:
         num_slots: slots of running requests.
-        num_snapshots: snapshots of prefixes, counted from 1.
+        num_snapshots: slots of snapshots.
 
     Attributes:
-        tensors: per spec ``[num_slots + 1 + num_snapshots, *shape]``.
+        tensors: one per spec, ``[num_slots + 1 + num_snapshots, *shape]``.
 
     Raises:
         EngineError: too little memory for the states.
@@ -93,21 +93,22 @@ class StateCache:
     def load(self, loads: Sequence[tuple[int, int]]) -> None:
         """Copies snapshots to requests' slots, for pairs ``(request index, snapshot)``.
 
-        Call it before the step in which the requests continue from there.
+        Call it before the step in which the requests continue from the snapshots.
         """
-        self._copy([(slot, self.num_slots + snapshot) for slot, snapshot in loads])
+        self._copy_slots([(slot, self.num_slots + snapshot) for slot, snapshot in loads])
 
     def save(self, saves: Sequence[tuple[int, int]]) -> None:
         """Copies requests' slots to snapshots, for pairs ``(request index, snapshot)``.
 
         Call it after the step that computed the states and before the next one.
         """
-        self._copy([(self.num_slots + snapshot, slot) for slot, snapshot in saves])
+        self._copy_slots([(self.num_slots + snapshot, slot) for slot, snapshot in saves])
 
-    def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies slots by pairs ``(to, source)``; no slot is on both sides.
+    def _copy_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies slots by pairs ``(target, source)``; no slot is both target and source.
 
-        All layers' states of a dtype are one kernel on a GPU, or a few, instead of one per layer.
+        On a GPU one kernel, or a few, copies the states of all layers of a dtype, instead of one
+        kernel per layer.
         """
         copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
         for tensors in self._by_dtype:

@@ -22,20 +22,21 @@ from asyncllm.gpu.sample.sampling_state import SamplingState
 
 
 class StepMemory:
-    """The running step's sections, and the batch state that it reads.
+    """Input sections of the running step, and the batch state that the step reads.
 
-    With ``on_device`` the batch's state lies on the device and is changed there, in the order of
-    the steps; without, steps read the host's own arrays in place, and nothing is copied.
+    If ``on_device``, the batch's state lies on the device and is changed there, in the order of
+    the steps. Otherwise steps read the host's own arrays in place, and nothing is copied.
 
     Attributes:
-        buffer: sections of the running step; without ``on_device`` the host writes them in place.
+        buffer: sections of the running step; unless ``on_device``, the host writes them in place.
         block_tables: ``[N, W]`` int32 per KV group, by request index; ``[N + 1, W]`` with a dummy
             last row if ``on_device``.
         last_sampled_tokens: ``[N + 1]`` int64, by request index.
         scalars: sampling parameters by request index, ``[N + 1]`` each.
         tables: rules and penalties by request index.
         sampled: ``[N]`` int64, the tokens of the last step, by sampled row.
-        masks, logprobs: of the step being sampled, by row; None before the first step that has any.
+        masks, logprobs: grammar masks and top log-probabilities of the step being sampled, by
+            sampled row; None until a step needs them.
     """
 
     def __init__(
@@ -69,34 +70,34 @@ class StepMemory:
         self.scalars = self.buffer.tensors
         self.scalars["top_p"].fill_(1.0)
         self.sampled = torch.full((rows,), -1, dtype=torch.int64, device=device)
-        # One more than steps in flight: a queued copy reads the host's memory late.
+        # One buffer more than steps in flight: a queued copy reads the host's memory late.
         self.host_buffers = [
             HostBuffer(limits, info.vocab_size, state.num_logprobs, padding, pinned=pinned)
             for _ in range(info.pipeline_depth + 1)
         ]
 
-    # --- a step on its way to the device -----------------------------------------------
+    # --- copies of a step to the device and back ---------------------------------------
 
     def write(self, step: LaunchedStep) -> None:
-        """Writes a step to its host buffer; the batch already has the step's changes."""
+        """Writes a step to its host buffer, once its changes have been applied to the batch."""
         host = step.buffer
         step.sizes = host.write(
             step.batch, step.row_indices, step.starts, step.rows, step.num_logits
         )
         if not self.on_device:
             return
-        self.write_previous(step, host)
+        self.write_previous_tokens(step, host)
         host.set_scalars(self._state)
         changes = [table.take_changes() for table in self._batch.tables]
         step.overflow = host.set_table_changes(changes)
 
-    def write_previous(self, step: LaunchedStep, buffer: StepBuffer) -> None:
-        """Writes the token before each sampled one; -1 where the host does not have it yet."""
+    def write_previous_tokens(self, step: LaunchedStep, buffer: StepBuffer) -> None:
+        """Writes the token before each sampled one; -1 if only the device has it so far."""
         tokens = self._batch.token_ids[step.req_indices, step.positions - 1]
         buffer.arrays["previous_tokens"][: len(tokens)] = tokens
 
-    def receive(self, step: LaunchedStep) -> None:
-        """Queues the step's copy to the device, and its changes to the state there."""
+    def upload(self, step: LaunchedStep) -> None:
+        """Queues the copy of a step to the device, and its changes of the batch state there."""
         for update in step.updates:
             update.write(self.tables)
         if not self.on_device:
@@ -134,27 +135,27 @@ class StepMemory:
             assert self.logprobs is not None
             host.logprobs.copy_from(self.logprobs, count)
 
-    def derive(self, step: LaunchedStep) -> StepInputs:
+    def derive_inputs(self, step: LaunchedStep) -> StepInputs:
         """Computes the derived sections on the host, and returns the step's inputs."""
         assert step.sizes is not None
         sizes, decodes, host = step.sizes, step.batch.num_decodes, step.buffer
-        host.derive(self._batch, sizes, decodes)
+        host.derive_sections(self._batch, sizes, decodes)
         return self.buffer.inputs(self._batch, sizes, decodes, self.block_tables, host)
 
-    def insert_sampled(self, inputs: StepInputs) -> None:
-        """Queues the insertion of decode rows' tokens that only the device knows."""
+    def insert_sampled_tokens(self, inputs: StepInputs) -> None:
+        """Queues the insertion of decode rows' input tokens that only the device has."""
         count = inputs.num_decodes
         if self.on_device and count:
             tokens = inputs.token_ids[:count]
             sampled = self.last_sampled_tokens[inputs.req_indices[:count]]
             torch.where(tokens < 0, sampled, tokens, out=tokens)
 
-    # --- fixed addresses, for a capture ------------------------------------------------
+    # --- inputs at fixed addresses, for a capture --------------------------------------
 
     def decode_inputs(self, num_rows: int, *, balanced: bool = False) -> StepInputs:
         """Inputs of ``num_rows`` decode rows, padding included.
 
-        Only the device knows their values, which ``derive_decodes`` computes.
+        Their values exist on the device alone, where ``derive_decodes`` computes them.
         """
         tensors = self.buffer.tensors
         rows, none = slice(num_rows), tensors["prefill_start_loc"][:0]
@@ -179,7 +180,7 @@ class StepMemory:
         )
 
     def padded_inputs(self, num_tokens: int) -> StepInputs:
-        """Inputs of a mixed step's first tokens, padding included, without its rows."""
+        """Per-token inputs of a mixed step's first tokens, padding included; no inputs per row."""
         tensors, tokens = self.buffer.tensors, slice(num_tokens)
         return replace(
             self.decode_inputs(0),

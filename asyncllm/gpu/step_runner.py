@@ -26,21 +26,22 @@ from asyncllm.gpu.step_memory import StepMemory
 
 
 class StepRunner:
-    """Runs steps, and owns all state that holds memory, so that closing drops it whole.
+    """Runs steps, and owns all large memory, so that dropping the runner frees all of it.
 
-    A step is applied to the persistent batch and written to a buffer; its copy, forward pass and
-    sampling are queued on the stream; then its tokens are waited for. Devices differ in three
-    parts: the stream, the memory that steps share, and the replay of the forward pass.
+    A step goes through three stages. Its changes are applied to the persistent batch and its inputs
+    written to a buffer. Then its copy, forward pass and sampling are queued on the stream. Finally
+    the host waits for its tokens. Devices differ in the stream, the memory that steps share, and
+    the replay of the forward pass.
 
     Args:
         on_device: the batch's state lies on the device, see StepMemory.
-        in_process: has the logits processors.
+        in_process: holds the logits processors.
         num_logprobs: log-probabilities per token for which a step has buffers.
-        padded_tokens: tokens to which shorter mixed steps are padded.
+        padded_tokens: largest number of tokens to which mixed steps are padded.
 
     Attributes:
-        stream: where work is queued; once steps are recorded, a StepQueue.
-        replay: runs the forward pass, op by op or as it was captured.
+        stream: stream on which work is queued; a StepQueue once the forward pass is recorded.
+        replay: runs the forward pass, op by op or as it was captured or recorded.
         memory: the memory that steps share.
     """
 
@@ -65,7 +66,7 @@ class StepRunner:
         self.resize(info)
 
     def resize(self, info: ExecutorInfo) -> None:
-        """Allocates the steps' memory anew, for the limits of ``info``, before the first step."""
+        """Reallocates the steps' memory for the limits of ``info``, before the first step."""
         self.info = info
         self.memory = StepMemory(
             info, self.inputs, self.sampler.state, self.model.ops, self.device,
@@ -79,12 +80,12 @@ class StepRunner:
     def begin(self, step: LaunchedStep, *, ahead: bool) -> None:
         """Applies the step's changes and begins its work.
 
-        Without its masks, if it awaits any, the work ends with the logits.
+        If the step awaits masks, its work ends with the logits until ``sample``.
 
         Args:
             ahead: the step begins before ``collect`` waits for it.
         """
-        self._apply(step)
+        self._apply_changes(step)
         if not len(step.batch):
             step.is_drawn = True
             return
@@ -95,22 +96,22 @@ class StepRunner:
         step.buffer = next(self._buffers)
         self.memory.write(step)
         if not self.replay.prepare(step):
-            step.inputs = self.memory.derive(step)
+            step.inputs = self.memory.derive_inputs(step)
         self._prepare_sampling(step)
         if self.memory.on_device:
-            # From here on only the device knows these tokens.
+            # From here on only the device has the tokens at these positions.
             self.inputs.token_ids[step.req_indices, step.positions] = PLACEHOLDER_TOKEN
-        self.stream.run(partial(self._forward, step))
+        self.stream.run(partial(self._run_forward, step))
         if not step.awaits_masks:
             self.sample(step)
 
     def sample(self, step: LaunchedStep) -> None:
         """Queues the sampling of a step that no longer awaits masks."""
         if step.masks is not None:
-            errors = step.buffer.masks.set(step.masks_by_place())
+            errors = step.buffer.masks.set_masks(step.masks_by_sampled_index())
             step.failures |= {int(step.rows[place]): error for place, error in errors.items()}
             step.stages |= Stages.MASKS
-        self.stream.run(partial(self._sample, step))
+        self.stream.run(partial(self._sample_rows, step))
         step.event, step.is_drawn = self.stream.record(), True
 
     def finish(self, step: LaunchedStep) -> SampleOutput:
@@ -118,7 +119,7 @@ class StepRunner:
         self.stream.wait(step)
         if not step.is_drawn:
             if step.batch.prompt_logprobs:
-                self._keep_hidden(step)
+                self._keep_hidden_states(step)
             self._prepare_sampling(step)
             self.sample(step)
         output = step.drawn_output()
@@ -131,17 +132,18 @@ class StepRunner:
         return output
 
     def write_back(self, step: LaunchedStep, tokens: np.ndarray) -> None:
-        """Writes tokens to the batch, where the request index still has the step's epoch.
+        """Writes tokens to the batch, for rows whose request index still has the step's epoch.
 
-        A failed row's token becomes 0, which the embedding has: results computed from it are void.
+        A failed row's token becomes 0, so that the embedding's index is valid; results computed
+        from it are void.
         """
         same = self.inputs.epochs[step.req_indices] == step.epochs
         at = step.req_indices[same], step.positions[same]
         self.inputs.token_ids[at] = np.maximum(tokens[same], 0)
 
-    # --- its parts -----------------------------------------------------------------------
+    # --- parts of a step -----------------------------------------------------------------
 
-    def _apply(self, step: LaunchedStep) -> None:
+    def _apply_changes(self, step: LaunchedStep) -> None:
         """Applies the step's changes to the batch and to the sampling parameters."""
         batch, sampler, state = step.batch, self.sampler, self.sampler.state
         self.inputs.apply(batch)
@@ -153,15 +155,16 @@ class StepRunner:
             update = sampler.assign(self._in_process.with_processors(assignment))
             if update is not None:
                 step.updates.append(update)
-        if self.replay.finds_largest:
+        if self.replay.finds_greedy_tokens:
             needed = state.needs_logits[step.req_indices]
             if batch.masked_rows:
-                needed[step.places_of(batch.masked_rows)] = True
+                needed[step.sampled_indices_of(batch.masked_rows)] = True
             step.order_sampled_rows(needed)
         step.epochs = self.inputs.epochs[step.req_indices]
         step.row_stages = state.stages[step.req_indices]
         if failures := sampler.failures:
-            # Kept with the step: when it is collected, its request indices may have other requests.
+            # Copy the failures to the step: when it is collected, its request indices may belong to
+            # other requests.
             step.failures = {
                 row: failures[req_index]
                 for row, req_index in enumerate(batch.req_indices)
@@ -169,7 +172,7 @@ class StepRunner:
             }
 
     def _prepare_sampling(self, step: LaunchedStep) -> None:
-        """Sets the step's stages, and its rows that need the host."""
+        """Sets the step's sampling stages, and its rows whose sampling needs the host."""
         places = self.sampler.state.rows_needing_host(step.req_indices)
         if len(places):
             at = step.req_indices[places], step.positions[places]
@@ -179,31 +182,31 @@ class StepRunner:
         if step.stages & Stages.LOGPROBS:
             step.row_logprobs = self.sampler.state.logprobs[step.req_indices]
         if step.stages and not self.memory.on_device:
-            self.memory.write_previous(step, self.memory.buffer)
+            self.memory.write_previous_tokens(step, self.memory.buffer)
 
-    def _forward(self, step: LaunchedStep) -> None:
+    def _run_forward(self, step: LaunchedStep) -> None:
         """Runs the forward pass, between the copies before and after it."""
         states, loads, saves = self.cache.states, step.batch.state_loads, step.batch.state_saves
         if len(step.blocks_to_zero):
             self.cache.clear(step.blocks_to_zero)
         if states is not None and loads:
             states.load(loads)
-        self.memory.receive(step)
+        self.memory.upload(step)
         step.output = self.replay.forward(step)
         if states is not None and saves:
             states.save(saves)
         if step.batch.prompt_logprobs:
-            self._keep_hidden(step)
+            self._keep_hidden_states(step)
 
-    def _keep_hidden(self, step: LaunchedStep) -> None:
+    def _keep_hidden_states(self, step: LaunchedStep) -> None:
         """Keeps the hidden states from which prompt log-probabilities are computed."""
         assert step.output is not None
         hidden = step.output.hidden[len(step.rows) :]
-        # The next step overwrites them before they are read.
+        # On a device the next step overwrites them before they are read.
         step.prompt_hidden = hidden.clone() if self.memory.on_device else hidden
 
-    def _sample(self, step: LaunchedStep) -> None:
-        """Samples logits to tokens in the step's buffer; host rows copy their inputs instead."""
+    def _sample_rows(self, step: LaunchedStep) -> None:
+        """Draws the step's tokens into its buffer; of host rows it only copies the inputs."""
         assert step.output is not None
         memory, count, (logits, _, largest) = self.memory, step.num_logits, step.output
         if step.stages:
@@ -225,14 +228,14 @@ class StepRunner:
             memory.return_tokens(step)
 
     def draw(self, logits: Tensor, stages: Stages) -> None:
-        """Draws the tokens of the first sampled rows of the step received last."""
+        """Draws one token per row of ``logits``, the first sampled rows of the latest step."""
         memory, count = self.memory, len(logits)
         top = memory.logprobs if stages & Stages.LOGPROBS else None
         tokens, rows = memory.sampled[:count], memory.sampling_rows(count)
         self.sampler.sample(logits, rows, memory.scalars, stages, tokens, top)
 
     def _draw_by_stages(self, step: LaunchedStep, logits: Tensor) -> None:
-        """Draws rows with stages separately: on a CPU the stages of all rows would take longer."""
+        """Draws rows with stages apart: on a CPU, stages for all rows would take longer."""
         memory, count, some = self.memory, step.num_logits, self._rows_with_stages(step)
         if len(some) in (0, count):
             self.draw(logits, step.stages)
@@ -250,10 +253,10 @@ class StepRunner:
             memory.logprobs.values[index], memory.logprobs.ids[index] = top.values, top.ids
 
     def _rows_with_stages(self, step: LaunchedStep) -> np.ndarray:
-        """Places of sampled rows with stages or masks, without host rows."""
+        """Indices, within the sampled rows, of rows with stages or masks but no host row."""
         staged = step.row_stages[: step.num_logits] != 0
         if step.masks is not None:
-            staged[step.places_of(step.masks.rows)] = True
+            staged[step.sampled_indices_of(step.masks.rows)] = True
         if step.host_rows is not None:
             staged[step.host_rows.places] = False
         return np.flatnonzero(staged)

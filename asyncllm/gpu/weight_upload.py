@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 16 * 2**20
-"""Size of a buffer: its copy takes hundreds of microseconds on PCIe, far more than its launch."""
+"""Size of a buffer: its copy over PCIe takes hundreds of microseconds, far more than the launch."""
 
 _NUM_BUFFERS = 2
 
@@ -17,15 +17,15 @@ _NUM_BUFFERS = 2
 class CopyEngine:
     """Asynchronous copies on the thread's current stream, in the order of the calls.
 
-    Tests replace it by one that copies late.
+    Tests replace it with an engine that copies late.
     """
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Queues a copy, which may convert. ``source`` must not change until it is done."""
+        """Queues a copy, which may convert the dtype; ``source`` must not change until its end."""
         target.copy_(source, non_blocking=True)
 
     def mark(self) -> torch.cuda.Event:
-        """An event that is complete when all copies queued before it are."""
+        """Records an event that completes when all copies queued before it are done."""
         event = torch.cuda.Event()
         event.record()
         return event
@@ -40,7 +40,7 @@ class _Buffer:
 
     Attributes:
         host: uint8, pinned for asynchronous copies.
-        device: uint8, the chunk on the device before its conversion; None until one is converted.
+        device: uint8, the chunk on the device before its conversion; None until a conversion.
         mark: event of the last copy out of the buffer.
     """
 
@@ -54,14 +54,14 @@ class PinnedUploader:
 
     While one chunk is being copied, the next is read from the file into the other buffer.
 
-    It takes two chunks of memory on the host. Dtypes are converted on the device, which takes two
-    chunks there.
+    The uploader takes two chunks of memory on the host. Dtypes are converted on the device, which
+    takes two chunks of memory there.
 
     Args:
         device: device of the targets.
         chunk_bytes: size of a buffer.
-        pin: page-lock the buffers; a GPU's copies are asynchronous only then.
-        transfers: queues the copies; None is a CopyEngine.
+        pin: page-lock the buffers; without it, copies to a GPU are synchronous.
+        transfers: engine that queues the copies; None makes a CopyEngine.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class PinnedUploader:
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Queues the copy of ``source`` on the host to ``target`` on the device.
 
-        They have the same shape, any dtypes, and are contiguous. ``source`` is not needed after
-        the call.
+        Both are contiguous and of the same shape; dtypes may differ. ``source`` may change or be
+        freed after the call.
         """
         source, target = source.view(-1), target.view(-1)
         step = self.chunk_bytes // source.dtype.itemsize
@@ -93,7 +93,7 @@ class PinnedUploader:
             self._copy_chunk(source[start : start + step], target[start : start + step])
 
     def finish(self) -> None:
-        """Waits until everything has arrived."""
+        """Waits until all queued copies are done."""
         for buffer in self._buffers:
             self._wait(buffer)
 

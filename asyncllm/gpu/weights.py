@@ -35,28 +35,28 @@ def load_weights(
     progress: Progress | None = None,
     staging: PinnedUploader | None = None,
     open_reader: Callable[[Path, torch.dtype], CheckpointReader] = open_checkpoint,
-    takes: Callable[[WeightForm], bool] | None = None,
+    accepts_form: Callable[[WeightForm], bool] | None = None,
     *,
     transient: bool = False,
 ) -> Iterator[tuple[str, Tensor | LinearWeights]]:
     """Yields the decoder's parameters from a checkpoint, in the order of ``parameters``.
 
     Each parameter is allocated once, and its checkpoint tensors are copied and converted into
-    their slices of it. Everything is checked before the first parameter is made. To a GPU the
-    copies go through ``PinnedUploader``, so that neither side holds a tensor twice; a
-    parameter that was yielded is complete for work on the thread's current stream.
+    their slices of it. All names, shapes and dtypes are checked before the first parameter is made.
+    Copies to a GPU go through ``PinnedUploader``, so that neither host nor device holds a tensor
+    twice. A yielded parameter is complete for work on the thread's current stream.
 
     Args:
         dtype: the model's dtype; a parameter may have its own.
         staging: copies tensors to the device; None copies directly on a CPU, and through pinned
             buffers to a GPU.
         open_reader: opens the files in ``model.path`` as plain tensors.
-        takes: tells whether linear layers compute with quantised weights of a form. Such weights
-            are yielded as stored, on the CPU; None dequantises all.
-        transient: for an op set that packs linear layers on a CPU, yield weights that are valid
-            until the next one is requested. A weight is the mapped file itself, if that holds it
-            whole and in the model's dtype, else part of one buffer: this saves a copy, and fresh
-            memory for each.
+        accepts_form: whether linear layers compute with quantised weights of a form. Such weights
+            are yielded as stored, on the CPU; None dequantises all weights.
+        transient: yield weights of linear layers that are valid only until the next one is
+            requested, for an op set that packs them on a CPU. Such a weight is a view of the mapped
+            file, if the file holds it whole and in the model's dtype, else a view of one reused
+            buffer. This saves a copy and an allocation per weight.
 
     Raises:
         ModelLoadError: naming the file, the tensor, and the expected and the found shape.
@@ -72,7 +72,7 @@ def load_weights(
         packed = PackedSizes()
         short_lived = _TransientWeights(wanted, dtype, reader) if transient else None
         for parameter in wanted:
-            bundle = _quantised_weight(reader, parameter, takes)
+            bundle = _quantised_weight(reader, parameter, accepts_form)
             whole = None
             if bundle is not None:
                 packed.add(bundle)
@@ -109,8 +109,8 @@ class _TransientWeights:
         self._buffer = torch.empty(largest, dtype=dtype, device="cpu")
 
     def covers(self, parameter: Parameter) -> bool:
-        """Whether a weight can be transient. Those of experts cannot: they are held until a layer
-        has all."""
+        """Whether a weight can be transient. Expert weights cannot: they are held until all
+        experts of a layer are read."""
         held = ".experts." in parameter.name
         return parameter.linear and parameter.dtype is None and not held
 
@@ -132,13 +132,15 @@ class _TransientWeights:
 def _quantised_weight(
     reader: CheckpointReader,
     parameter: Parameter,
-    takes: Callable[[WeightForm], bool] | None,
+    accepts_form: Callable[[WeightForm], bool] | None,
 ) -> LinearWeights | None:
     """Quantised weight of a linear layer or tied embedding, as stored; None for any other
     parameter."""
-    if takes is None or not parameter.linear or parameter.layout is not None:
+    if accepts_form is None or not parameter.linear or parameter.layout is not None:
         return None
-    return packed_weights([reader.quantised_tensor(name) for name, _ in parameter.parts], takes)
+    return packed_weights(
+        [reader.quantised_tensor(name) for name, _ in parameter.parts], accepts_form
+    )
 
 
 def _copy(slices: Iterable[Tensor], target: Tensor, staging: PinnedUploader | None) -> None:
@@ -156,8 +158,11 @@ def _copy(slices: Iterable[Tensor], target: Tensor, staging: PinnedUploader | No
 def dummy_weights(
     model: ModelConfig, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields random parameters, the same in every run. Norms are 1, biases 0, and matrices normal
-    with variance ``1 / columns``, which keeps activations of order 1."""
+    """Yields random parameters, the same in every run.
+
+    Norm weights are 1, biases 0, and matrices normal with variance ``1 / columns``, which keeps
+    activations of order 1.
+    """
     generator = torch.Generator(device=device).manual_seed(DUMMY_SEED)
     done, num_bytes = 0, weights_bytes(model, dtype)
     for parameter in parameters(model):
@@ -192,7 +197,9 @@ def weights_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
 
 def _check_tied_head(reader: CheckpointReader, model: ModelConfig) -> None:
     """Raises ModelLoadError for a tied output head that differs from the stored embedding.
-    transformers would compute with the head."""
+
+    transformers would compute with the stored head.
+    """
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if not model.tie_word_embeddings or head not in reader.tensors:
         return

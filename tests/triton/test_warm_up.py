@@ -20,7 +20,7 @@ from asyncllm.core.batch import StepBatch
 from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS
 from asyncllm.gpu.graph.captures import compiling_alone
-from asyncllm.gpu.graph.cuda_graphs import GraphKey, Part, default_sizes
+from asyncllm.gpu.graph.cuda_graphs import GraphKey, Part, default_batch_sizes
 from asyncllm.gpu.graph.warm_up import warm_up
 from asyncllm.gpu.model_runner import ModelRunner
 from tests.static_runner import queue_mixed_step, replay_of, steps_of
@@ -104,7 +104,7 @@ def warm(runner: ModelRunner, progress: Callable[[int, int], None] = lambda *_: 
 @pytest.mark.parametrize(
     ("name", "max_len", "sizes", "dtype"),
     [
-        ("window", 4096, default_sizes(ROWS), torch.bfloat16),
+        ("window", 4096, default_batch_sizes(ROWS), torch.bfloat16),
         ("window", 4080, (), torch.float16),
         ("window", 200, (2, 4), torch.bfloat16),
         ("window", 1024, (8,), torch.float32),

@@ -1,1 +1,1 @@
-"""The persistent batch, and the inputs of a step on the host and on the device."""
+"""The persistent batch, and a step's inputs on the host and on the device."""

@@ -10,14 +10,15 @@ NO_BLOCKS = np.zeros(0, dtype=np.int64)
 
 
 class BlockTable:
-    """Block ids, in one row per request index that is as wide as the longest sequence.
+    """Block ids, one row per request index, as wide as the longest sequence.
 
     Args:
-        tracks_changes: keep changes for ``take_changes``, which updates a copy on the device.
+        tracks_changes: record changes for ``take_changes``, with which a copy on the device is
+            updated.
 
     Attributes:
         table: ``[max_num_seqs, blocks per sequence]`` int32.
-        num_blocks: ``[max_num_seqs]``, entries of each row in use.
+        num_blocks: ``[max_num_seqs]``, number of entries in use in each row.
     """
 
     def __init__(
@@ -52,8 +53,7 @@ class BlockTable:
             self._changes.append(np.arange(line + first, line + end))
 
     def unfilled_blocks(self, req_index: int, first: int, length: int) -> np.ndarray:
-        """Ids of the blocks, from entry ``first`` on, that a sequence of ``length`` tokens does not
-        fill."""
+        """Ids of the blocks, from entry ``first`` on, that ``length`` tokens do not fill."""
         first = max(first, length // self.block_size)
         return self.table[req_index, first : int(self.num_blocks[req_index])]
 
@@ -73,7 +73,7 @@ class BlockTable:
     def slot_mapping(self, req_indices: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """KV slots ``[T]`` int64 of tokens.
 
-        A token at position p of request r has
+        A token at position p of request r has the slot
         ``table[r][p // block_size] * block_size + p % block_size``.
         """
         blocks, offsets = np.divmod(positions, self.block_size)

@@ -14,12 +14,12 @@ _WORD_BITS = 32
 
 
 def num_words(vocab_size: int) -> int:
-    """32-bit words of a mask."""
+    """Number of 32-bit words of a mask."""
     return -(-vocab_size // _WORD_BITS)
 
 
 class GrammarMasks:
-    """Masks of a step's rows, stored without gaps, so that a step sends no more than it has.
+    """Masks of a step's rows, stored without gaps, so that only masks in use are copied.
 
     Attributes:
         slots: ``[N]`` int64, by row, the index of its mask in ``words``; NO_MASK for none.
@@ -36,11 +36,11 @@ class GrammarMasks:
         )
         self.words = torch.zeros(shape, dtype=torch.int32, device=device, pin_memory=pinned)
 
-    def set(self, masks: Mapping[int, bytes]) -> dict[int, Exception]:
-        """Writes a step's masks, in host memory.
+    def set_masks(self, masks: Mapping[int, bytes]) -> dict[int, Exception]:
+        """Writes a step's masks; this object has to be in host memory.
 
         Args:
-            masks: packed mask by row.
+            masks: packed mask by sampled row.
 
         Returns:
             By row, the error of a mask whose length is wrong; the row gets no mask.
@@ -60,7 +60,7 @@ class GrammarMasks:
         return errors
 
     def copy_from(self, host: GrammarMasks) -> None:
-        """Queues the copy of a step's masks."""
+        """Queues the copy of a step's masks from the host."""
         self.slots.copy_(host.slots, non_blocking=True)
         count = int(host.slots.max()) + 1
         self.words[:count].copy_(host.words[:count], non_blocking=True)

@@ -1,4 +1,4 @@
-"""HostBuffer: a step in host memory, from its launch to its end."""
+"""HostBuffer: a step's inputs and results in host memory, from its launch to its end."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class HostBuffer(StepBuffer):
     """A step's sections and its results in host memory.
 
     Args:
-        num_logprobs: log-probabilities per token, in a step that has any.
+        num_logprobs: number of log-probabilities per token for which ``logprobs`` has room.
         padding_indices: per KV group, index of an entry of the flat block table that is never read;
-            () where steps read the host's tables.
+            () if steps read the host's tables.
 
     Attributes:
         tokens: ``[N]`` int64, the sampled tokens.
@@ -60,7 +60,7 @@ class HostBuffer(StepBuffer):
         """Writes the changes of each group's block table.
 
         Returns:
-            The changes of groups that have too many for the buffer.
+            The changes of groups that have more changes than fit into the buffer.
         """
         overflow: list[TableChange] = []
         for group, (indices, values) in enumerate(changes):
@@ -74,7 +74,7 @@ class HostBuffer(StepBuffer):
         return overflow
 
     def set_scalars(self, state: SamplingState) -> None:
-        """Writes the sampling scalars of all request indices, unless this buffer has them."""
+        """Writes the sampling scalars of all request indices, unless the buffer's are current."""
         if state.version == self._scalars_version:
             return
         self._scalars_version = state.version

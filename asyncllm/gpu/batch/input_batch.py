@@ -14,22 +14,22 @@ PLACEHOLDER_TOKEN = -1
 
 
 class InputBatch:
-    """The persistent batch: arrays with one row per request index, updated by changes.
+    """The persistent batch: arrays with one row per request index, to which steps apply changes.
 
     The arrays are as wide as the longest sequence. They are numpy zeros, which the operating
     system backs with memory only where they are touched, so that indices and positions that are
     never used cost nothing.
 
     Args:
-        tracks_tables: keep changes of the block tables, see BlockTable.
+        tracks_tables: record changes of the block tables, see BlockTable.
 
     Attributes:
         token_ids: ``[max_num_seqs, max_model_len + 1]`` int32, prompt and output. The runner
             writes sampled tokens here, so that the next step finds them whether the core has seen
             them or not; a token that an asynchronous device has not returned yet is
             PLACEHOLDER_TOKEN.
-        epochs: ``[max_num_seqs]``, raised whenever an index gets or loses a request: a token that
-            was sampled in an earlier epoch is void.
+        epochs: ``[max_num_seqs]``, incremented whenever an index gets or loses a request: a token
+            that was sampled in an earlier epoch is void.
         tables: a block table per KV group.
         num_prompt_tokens: ``[max_num_seqs]``.
     """
@@ -70,16 +70,17 @@ class InputBatch:
                 table.append(req_index, block_ids)
 
     def unfilled_blocks(self, batch: StepBatch) -> np.ndarray:
-        """Blocks, int64, that got an owner with this step and that it does not fill.
+        """Ids, int64, of blocks that get an owner with this step but are not filled by it.
 
-        Attention that reads whole blocks would read their stale contents.
+        Attention that reads whole blocks would read the stale contents of such blocks.
         """
         row_of = dict(zip(batch.req_indices, range(len(batch)), strict=True))
         found = [NO_BLOCKS]
         for assignment in batch.assignments:
             start, end = _span(batch, row_of.get(assignment.req_index))
             for table in self.tables:
-                # Blocks before ``start`` came from the prefix cache: they have other readers.
+                # Skip blocks before ``start``: they are from the prefix cache and may have other
+                # readers.
                 shared = -(-start // table.block_size)
                 found.append(table.unfilled_blocks(assignment.req_index, shared, end))
         for req_index, new_blocks in batch.new_blocks:

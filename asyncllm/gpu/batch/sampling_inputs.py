@@ -1,4 +1,4 @@
-"""SamplingRows: inputs of a step's sampling, beside the parameters of the draw."""
+"""SamplingRows: inputs of a step's sampling, except the parameters of the draw."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ LOGITS_STAGES = Stages.MASKS | Stages.RULES | Stages.PENALTIES
 class LogitsTables:
     """Tables of rules and penalties, with a row per request index.
 
-    They are allocated when a request first needs them, and then keep their addresses. A row is
-    stale unless a scalar of RULE_SCALARS refers to it.
+    Tables are allocated when a request first needs them, and then keep their addresses. A row is
+    stale unless the scalars of RULE_SCALARS refer to it.
 
     Attributes:
-        allowed: ``[N + 1, W]`` int32, a bit per token.
-        bias_ids, bias_values: ``[N + 1, MAX_BIAS]`` int32 and float32.
-        stop_ids: ``[N + 1, MAX_STOP_IDS]`` int32.
-        counts: ``[N + 1, vocab_size]`` int32, how often the output holds each token.
-        in_prompt: ``[N + 1, W]`` int32, a bit per token.
+        allowed: ``[N + 1, W]`` int32, a bit per token that may be sampled.
+        bias_ids, bias_values: ``[N + 1, MAX_BIAS]`` int32 and float32, entries of ``logit_bias``.
+        stop_ids: ``[N + 1, MAX_STOP_IDS]`` int32, token ids that ``min_tokens`` forbids at first.
+        counts: ``[N + 1, vocab_size]`` int32, how often the output has each token.
+        in_prompt: ``[N + 1, W]`` int32, a bit per token that the prompt has.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
@@ -75,9 +75,10 @@ class SamplingRows:
     """Inputs of S sampled rows, with N request indices.
 
     Attributes:
-        req_indices: ``[S]`` int64; -1 for a row to leave out.
+        req_indices: ``[S]`` int64; -1 for a row to skip.
         positions: ``[S]`` int64, position of the token before the sampled one.
-        host_token_ids: ``[S]`` int64, that token; -1 where it is in ``last_sampled_tokens``.
+        host_token_ids: ``[S]`` int64, token at ``positions``; -1 if only ``last_sampled_tokens``
+            has it.
         last_sampled_tokens: ``[N + 1]`` int64, by request index.
         rules: the scalars of RULE_SCALARS, ``[N + 1]`` each.
         tables: rules and penalties by request index.
@@ -94,13 +95,13 @@ class SamplingRows:
     mask_words: Tensor | None = None
 
     def table_rows(self) -> Tensor:
-        """``[S]`` int64: each row's request index, N for a row to leave out."""
+        """``[S]`` int64: each row's request index, N for a row to skip."""
         return torch.where(
             self.req_indices < 0, len(self.last_sampled_tokens) - 1, self.req_indices
         )
 
     def at(self, index: Tensor | slice) -> SamplingRows:
-        """Selects some of the rows: as views for a slice, else as copies."""
+        """Selects some of the rows: views for a slice, else copies."""
         return replace(
             self,
             req_indices=self.req_indices[index],
@@ -114,8 +115,9 @@ class TopLogprobs:
     """Log-probabilities of the rows of a step, on the device or in host memory.
 
     Attributes:
-        values: ``[N, K + 1]`` float32, of the K likeliest tokens, and last of the sampled token.
-        ids: ``[N, K + 1]`` int64, the K likeliest tokens, and last the sampled token's rank.
+        values: ``[N, K + 1]`` float32, log-probabilities of the K likeliest tokens, then that of
+            the sampled token.
+        ids: ``[N, K + 1]`` int64, the K likeliest tokens, then the sampled token's rank.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Scalars of sampling by name: dtype, neutral value and sampling parameter."""
+"""SCALARS: the numbers that sampling keeps per request index, with dtype and neutral value."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from asyncllm.gpu.batch.sections import Table
+from asyncllm.gpu.batch.sections import SectionTable
 
 UNCOUNTED = 2**63 - 1
-"""Value of ``counted_from`` for a request index without penalties."""
+"""Value of ``counted_from`` for a request index without penalties: it counts no token."""
 
 
 class Scalar(NamedTuple):
@@ -51,14 +51,16 @@ RULE_SCALARS: Mapping[str, Scalar] = MappingProxyType(
         "presence": Scalar(torch.float32, 0.0, "presence_penalty"),
     }
 )
-"""Scalars of the stages before the draw. ``restricted`` is 1 if the row of ``LogitsTables.allowed``
-counts for the request index; ``num_bias`` and ``num_stop_ids`` count the entries of its rows there;
-``min_end`` is the position from which on stop ids may be sampled; ``counted_from`` is the position
-of the first token that is not in ``LogitsTables.counts`` yet."""
+"""Scalars of the stages before the draw.
+
+``restricted`` is 1 if the request index's row of ``LogitsTables.allowed`` is in force. ``num_bias``
+and ``num_stop_ids`` count the entries of its rows of ``bias_ids`` and ``stop_ids``. ``min_end`` is
+the position from which on stop ids may be sampled. ``counted_from`` is the position of the first
+token that is not in ``LogitsTables.counts`` yet."""
 
 SCALARS: Mapping[str, Scalar] = MappingProxyType({**DRAW_SCALARS, **RULE_SCALARS})
 
 
-def scalar_sections(table_rows: int) -> Table:
+def scalar_sections(table_rows: int) -> SectionTable:
     """Makes a section of ``table_rows`` elements for each of SCALARS."""
     return {name: (scalar.dtype, table_rows) for name, scalar in SCALARS.items()}

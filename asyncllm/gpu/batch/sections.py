@@ -13,7 +13,7 @@ from asyncllm.gpu.h2d import lazy_zeros
 
 _ALIGNMENT = 16
 
-Table = Mapping[str, tuple[torch.dtype, int]]
+SectionTable = Mapping[str, tuple[torch.dtype, int]]
 """Dtype and number of elements of each section, by name, in their order in memory."""
 
 
@@ -23,13 +23,13 @@ class Sections:
     Attributes:
         memory: the allocation, uint8.
         tensors: the sections by name.
-        ends: by name, the first byte after the section.
+        ends: by name, offset of the first byte after the section.
 
     Raises:
         MemoryError: too little memory on the host.
     """
 
-    def __init__(self, table: Table, device: torch.device, *, pinned: bool = False) -> None:
+    def __init__(self, table: SectionTable, device: torch.device, *, pinned: bool = False) -> None:
         spans: dict[str, tuple[int, int]] = {}
         end = 0
         for name, (dtype, count) in table.items():
@@ -48,7 +48,7 @@ class Sections:
 
     @cached_property
     def arrays(self) -> dict[str, np.ndarray]:
-        """The sections as numpy views; for an allocation on the host."""
+        """The sections as numpy views; the allocation has to be on the host."""
         return {name: tensor.numpy() for name, tensor in self.tensors.items()}
 
     def copy_from(self, source: Sections, last: str) -> None:

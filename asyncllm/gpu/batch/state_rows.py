@@ -1,4 +1,4 @@
-"""StateRows: a step's rows, as recurrent layers compute them."""
+"""StateRows: a step's rows, divided as recurrent layers compute them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class RowSpan:
     """The tokens of a row that is computed on its own.
 
     Attributes:
-        start, end: range of its tokens in the step.
-        slot: slot of its states.
-        is_fresh: it starts at position 0, without a state.
+        start, end: range of the row's tokens in the step.
+        slot: slot of the row's states.
+        is_fresh: the row starts at position 0, without a state.
     """
 
     start: int
@@ -32,22 +32,22 @@ class StateRows:
 
     Attributes:
         slots: ``[D]`` int64, slots of the batch's states; None if there is no batch.
-        is_fresh: ``[D]`` bool, rows at position 0; None if there are none.
-        spans: the other rows, in the order of their tokens, after the D.
-        apart: the D rows as spans, for a recurrence whose states are too large to gather; () on a
-            GPU, where each span would need launches of its own.
+        is_fresh: ``[D]`` bool, whether a row is at position 0; None if no row is.
+        spans: the other rows, in the order of their tokens, which follow those of the D rows.
+        batch_spans: the D rows as spans, for a recurrence whose states are too large to gather; ()
+            on a GPU, where each span would need launches of its own.
     """
 
     slots: Tensor | None
     is_fresh: Tensor | None
     spans: Sequence[RowSpan]
-    apart: Sequence[RowSpan] = ()
+    batch_spans: Sequence[RowSpan] = ()
 
     @classmethod
     def of(cls, step: StepInputs) -> StateRows:
         if step.host is None:
             return cls(step.table_rows(), step.positions == 0, ())
-        # A single row needs no gathering.
+        # A single row runs as a span: its state need not be gathered.
         batched = step.num_decodes if step.num_decodes > 1 else 0
         ends, starts, slots = (
             step.host.query_start_loc, step.host.starts, step.host.req_indices,
@@ -59,20 +59,20 @@ class StateRows:
         if not batched:
             return cls(None, None, spans)
         is_fresh = None if starts[:batched].all() else step.positions[:batched] == 0
-        apart = spans[:batched] if step.positions.device.type == "cpu" else ()
-        return cls(step.req_indices[:batched], is_fresh, spans[batched:], apart)
+        batch_spans = spans[:batched] if step.positions.device.type == "cpu" else ()
+        return cls(step.req_indices[:batched], is_fresh, spans[batched:], batch_spans)
 
     def gather(self, state: Tensor) -> Tensor:
-        """Copies the states ``[D, *shape]`` of the batch from all slots; zeros at position 0."""
+        """Copies the batch's states ``[D, *shape]`` from their slots; zeros at position 0."""
         assert self.slots is not None
         held = state.index_select(0, self.slots)
         if self.is_fresh is not None:
-            # A product with 0 would keep NaN.
+            # Fill with 0: a product with 0 would keep NaN.
             held.masked_fill_(self.is_fresh.view(-1, *[1] * (held.dim() - 1)), 0)
         return held
 
 
 def span_state(state: Tensor, span: RowSpan) -> Tensor:
-    """View ``[1, *shape]`` of a span's state among all slots; zeroed first at position 0."""
+    """View ``[1, *shape]`` of a span's state in its slot; zeroed first at position 0."""
     held = state[span.slot : span.slot + 1]
     return held.zero_() if span.is_fresh else held

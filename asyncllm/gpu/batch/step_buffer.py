@@ -14,21 +14,21 @@ from asyncllm.core.batch import StepBatch
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.sampling_table import scalar_sections
-from asyncllm.gpu.batch.sections import Sections, Table
+from asyncllm.gpu.batch.sections import Sections, SectionTable
 from asyncllm.gpu.batch.step_inputs import GroupInputs, RowArrays, StepInputs
 
 LAST_DECODE_SECTION = "sampled_positions"
-"""The last section that a decode step on a device needs."""
+"""Name of the last section that a decode step on a device needs."""
 
 
 class StepSizes(NamedTuple):
     """Sizes of a step, in the order of ``Size`` in ``native/src/interface.h``.
 
     Attributes:
-        wanted: tokens whose hidden states are returned: first the last token of each sampled row,
-            then the tokens of prompt log-probabilities.
-        logits: sampled rows whose logits are computed; they come first.
-        greedy: sampled rows after these, which only need the token of the largest logit.
+        wanted: number of tokens whose hidden states are returned: first the last token of each
+            sampled row, then the tokens of prompt log-probabilities.
+        logits: number of sampled rows whose logits are computed; they come first.
+        greedy: number of the other sampled rows, which only need the token of the largest logit.
     """
 
     rows: int
@@ -44,8 +44,8 @@ class StepLimits:
 
     Attributes:
         table_rows: elements of each sampling scalar, one per request index and one for padding; 0
-            where steps read scalars and block tables from the host's memory.
-        padded_tokens: number of tokens to which shorter steps are padded.
+            if steps read scalars and block tables in the host's memory.
+        padded_tokens: number of tokens to which shorter mixed steps are padded.
     """
 
     rows: int
@@ -60,10 +60,10 @@ class StepLimits:
         table_rows = rows + 1 if on_device else 0
         return cls(rows, max(rows, tokens), len(info.kv_groups), table_rows, padded_tokens)
 
-    def table(self) -> Table:
+    def table(self) -> SectionTable:
         """Dtypes and sizes of the sections.
 
-        The copy of a step moves a prefix of them: state changes and rows come first, tokens last.
+        A step copies a prefix of the sections: state changes and rows come first, tokens last.
         """
         table: dict[str, tuple[torch.dtype, int]] = {}
         rows, tokens = self.rows, self.tokens
@@ -95,10 +95,10 @@ class StepBuffer(Sections):
     ``write`` writes the *given* sections: for each row ``req_indices``, ``starts`` and ``counts``;
     for each sampled row ``sampled_req_indices`` and ``sampled_positions``, the position of the
     token before the sampled one; and ``wanted``, see StepInputs. ``previous_tokens`` has the token
-    before the sampled one, -1 where only the device knows it. The other sections of StepInputs are
-    *derived*: on the host by ``derive``, or by an op on the device, which has the tokens of the
-    previous step. CUDA graphs and native programs hold the addresses of the device's buffer; on a
-    CPU without run-ahead the host writes directly into it.
+    before the sampled one, -1 if only the device has it. The other sections of StepInputs are
+    *derived*: on the host by ``derive_sections``, or by an op on the device, which has the tokens
+    of the previous step. CUDA graphs and native programs hold the addresses of the device's buffer;
+    on a CPU without run-ahead the host writes directly into that buffer.
     """
 
     def __init__(self, limits: StepLimits, device: torch.device, *, pinned: bool = False) -> None:
@@ -111,10 +111,10 @@ class StepBuffer(Sections):
         self, batch: StepBatch, req_indices: np.ndarray, starts: np.ndarray, rows: np.ndarray,
         num_logits: int,
     ) -> StepSizes:  # fmt: skip
-        """Writes the given sections; for a device, with padded rows of request index -1.
+        """Writes the given sections; for a device, also padded rows with request index -1.
 
         Args:
-            req_indices, starts: ``[R]`` int64, as the batch has them.
+            req_indices, starts: ``[R]`` int64, those of ``batch`` as arrays.
             rows: ``[S]``, the sampled rows, those that need logits first.
         """
         arrays, count, sampled = self.arrays, len(batch), len(rows)
@@ -137,7 +137,7 @@ class StepBuffer(Sections):
                 arrays["wanted"][sampled:wanted] = spans
         return StepSizes(count, batch.num_tokens, wanted, num_logits, sampled - num_logits)
 
-    def derive(self, inputs: InputBatch, sizes: StepSizes, num_decodes: int) -> None:
+    def derive_sections(self, inputs: InputBatch, sizes: StepSizes, num_decodes: int) -> None:
         """Computes the derived sections from the given ones and the persistent batch."""
         arrays, (rows, tokens, *_) = self.arrays, sizes
         starts, counts = arrays["starts"][:rows], arrays["counts"][:rows]
@@ -172,7 +172,7 @@ class StepBuffer(Sections):
     def groups(
         self, batch: InputBatch, tables: Sequence[Tensor], num_tokens: int
     ) -> list[GroupInputs]:
-        """The first tokens' inputs of each KV group, with its block table on the device."""
+        """Inputs of each KV group for the first tokens, with its block table on the device."""
         return [
             GroupInputs(
                 self.tensors[f"slots_{group}"][:num_tokens], on_device, own.table, own.block_size
@@ -188,11 +188,11 @@ class StepBuffer(Sections):
 
         Args:
             tables: per KV group, the block tables on the device.
-            host: the same step's sections on the host.
+            host: buffer with the same step's sections on the host.
         """
         rows, tokens, wanted, num_logits, num_greedy = sizes
         tensors, own = self.tensors, host.rows(rows)
-        # Decode rows in their own order are the tokens: no selection is needed.
+        # If all rows are decodes, and not reordered, every token is wanted: no selection is needed.
         every = num_decodes == rows and 0 in (num_logits, num_greedy)
         return StepInputs(
             num_decodes=num_decodes,
@@ -213,7 +213,7 @@ class StepBuffer(Sections):
 
 
 def plain_batch(starts: Sequence[int], counts: Sequence[int], *, num_decodes: int = 0) -> StepBatch:
-    """Makes a step of the request indices from 0 on, in which every row is sampled."""
+    """Makes a step with request indices from 0 on, in which every row is sampled."""
     rows = len(counts)
     return StepBatch(
         step=0,
@@ -229,15 +229,15 @@ def plain_batch(starts: Sequence[int], counts: Sequence[int], *, num_decodes: in
 def step_inputs(batch: StepBatch, inputs: InputBatch, device: torch.device) -> StepInputs:
     """Makes a step's inputs on ``device`` without a runner.
 
-    They are in sections of their own, with copies of the persistent batch's block tables, and ask
-    for the logits of every sampled row.
+    They lie in a new buffer, with copies of the persistent batch's block tables. Logits are
+    computed for every sampled row.
     """
     rows, starts = np.flatnonzero(batch.samples), np.array(batch.starts, dtype=np.int64)
     req_indices = np.array(batch.req_indices, dtype=np.int64)
     limits = StepLimits(len(batch), max(len(batch), batch.num_tokens), len(inputs.tables))
     host = StepBuffer(limits, torch.device("cpu"))
     sizes = host.write(batch, req_indices, starts, rows, len(rows))
-    host.derive(inputs, sizes, batch.num_decodes)
+    host.derive_sections(inputs, sizes, batch.num_decodes)
     own = host if device.type == "cpu" else StepBuffer(limits, device)
     if own is not host:
         own.copy_from(host, next(reversed(own.tensors)))
@@ -246,7 +246,7 @@ def step_inputs(batch: StepBatch, inputs: InputBatch, device: torch.device) -> S
 
 
 def _span_indices(batch: StepBatch, first_tokens: np.ndarray) -> list[np.ndarray]:
-    """Indices among the step's tokens of the spans of prompt log-probabilities."""
+    """Indices, within the step's tokens, of each span of prompt log-probabilities."""
     return [
         np.arange(span.first, span.end) + (first_tokens[row] - batch.starts[row])
         for row, span in batch.prompt_logprobs.items()

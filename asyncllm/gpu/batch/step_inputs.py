@@ -1,4 +1,4 @@
-"""StepInputs: the rows of a step as the model and attention read them."""
+"""StepInputs: a step's rows and tokens, as the model and attention read them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class RowArrays:
     Attributes:
         req_indices: ``[R]`` int64, request index of each row.
         starts: ``[R]`` int64, position of each row's first token.
-        query_start_loc: ``[R + 1]`` int64, first token of each row, T last.
-        seq_lens: ``[R]`` int32, tokens of each sequence up to this step's last.
+        query_start_loc: ``[R + 1]`` int64, index of each row's first token, and T at the end.
+        seq_lens: ``[R]`` int32, length of each sequence, this step's tokens included.
     """
 
     req_indices: np.ndarray
@@ -35,11 +35,11 @@ class GroupInputs:
         slot_mapping: ``[T]`` int64, KV slot of each token; slot 0, in the null block, for padding.
         block_table: ``[N, W]`` int32 by request index, on the step's device. Entries beyond a
             sequence are undefined, entries before the group's window are the null block.
-        host_table: the same on the host.
+        host_table: the same block table on the host.
         block_size: tokens per KV block.
         table_changes: ``[C]`` int64, indices into the flat table, and ``[C]`` int32, their new
             values, which ``decode_inputs`` writes. An index that occurs twice has the same value
-            both times; padding is an index of the dummy row. None where the host writes the table.
+            both times; padding is an index of the dummy row. None if the host writes the table.
     """
 
     slot_mapping: Tensor
@@ -53,9 +53,9 @@ class GroupInputs:
 class StepInputs:
     """A step's rows, flattened to T tokens; R rows, decodes first; N request indices.
 
-    In a captured step only the device knows the values: ``host`` is None, and ``max_len`` bounds
-    the lengths. Request index N is a dummy for padded rows, which may write its row of a table; no
-    other row reads it.
+    In a captured step only the device has the values: ``host`` is None, and ``max_len`` is an upper
+    bound of the lengths. Request index N is a dummy for padded rows, which may write the dummy's
+    row of a table; no other row reads it.
 
     Attributes:
         num_decodes: leading rows of one token each, padded ones included.
@@ -64,19 +64,20 @@ class StepInputs:
         req_indices: ``[R]`` int64; -1 for a padded row.
         seq_lens: ``[R]`` int32, as in RowArrays; 0 in a padded row.
         query_start_loc: ``[R + 1]`` int64, as in RowArrays.
-        prefill_start_loc: ``[R - num_decodes + 1]`` int32, first token of each row after the
-            decodes, counted from the first of these tokens.
+        prefill_start_loc: ``[R - num_decodes + 1]`` int32, like ``query_start_loc`` for the rows
+            after the decodes, counted from their first token.
         groups: one per KV group.
         max_num_seqs: N.
         max_len: the largest of ``seq_lens``; in a captured step an upper bound.
-        num_logits: how many of ``wanted``, from the first on, need their logits.
-        num_greedy: how many of ``wanted`` after these need the token of the largest logit only.
+        num_logits: number of leading entries of ``wanted`` that need their logits.
+        num_greedy: number of entries of ``wanted`` after these that need only the token of the
+            largest logit.
         wanted: ``[E]`` int64, indices of the tokens whose hidden states are returned (vLLM's
             ``logits_indices``, and tokens of prompt log-probabilities); None for all.
-        host: the rows on the host.
-        balanced: decode attention divides the keys among programs by the rows' lengths, because
-            these differ much.
-        previous_tokens: ``[R]`` int64, the input token of each decode row; -1 where only
+        host: the rows on the host; None in a captured step.
+        balanced: decode attention splits the keys among programs in proportion to the rows'
+            lengths, because these differ much.
+        previous_tokens: ``[R]`` int64, the input token of each decode row; -1 if only
             ``last_sampled_tokens`` has it.
         last_sampled_tokens: ``[N + 1]`` int64, by request index.
     """

@@ -1,1 +1,1 @@
-"""Weight formats: the tensors of quantised checkpoints as plain ones."""
+"""Weight formats: read the tensors of quantised checkpoints as plain tensors."""

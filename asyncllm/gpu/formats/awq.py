@@ -20,8 +20,8 @@ from asyncllm.gpu.formats.base import (
 )
 
 _NIBBLE_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Nibble of each of a word's 8 outputs (AutoAWQ, ``WQLinear_GEMM``): the order in which a CUDA
-kernel unpacks them in pairs."""
+"""Index of the nibble that holds each of a word's 8 outputs (AutoAWQ, ``WQLinear_GEMM``). A CUDA
+kernel unpacks nibbles in pairs in this order."""
 
 _KNOWN_FIELDS = (
     "quant_method bits group_size zero_point version format backend modules_to_not_convert "

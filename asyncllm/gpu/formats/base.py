@@ -24,9 +24,9 @@ class PackedTensor:
     """A tensor of the model, and the tensors of the checkpoint that store it.
 
     Attributes:
-        name, shape: as in an unquantised checkpoint.
+        name, shape: name and shape of the tensor in an unquantised checkpoint.
         parts: names of the stored tensors by their suffix, such as "qweight", "weight_scale".
-        step: rows that are stored together; slices begin at multiples of it.
+        step: number of rows that are stored together; slices begin at multiples of it.
     """
 
     name: str
@@ -39,11 +39,11 @@ class WeightFormat(Protocol):
     """A quantisation method of a checkpoint's ``quantization_config``.
 
     Attributes:
-        label: name and numbers of the method, for the log.
-        ignored: settings for activations or the KV cache, which stay in the model's dtype, in
-            words for the log; empty for none.
-        ignored_suffixes: ends of the names of tensors that are for activations or the KV cache
-            only.
+        label: phrase for the log: the method's name, bits and group sizes.
+        ignored: phrase for the log: settings for activations or the KV cache, which the engine
+            ignores because both stay in the model's dtype; "" if there are none.
+        ignored_suffixes: ends of the names of tensors that concern only activations or the KV
+            cache.
     """
 
     label: str
@@ -60,7 +60,7 @@ class WeightFormat(Protocol):
         ...
 
     def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> QuantisedTensor | Rows:
-        """Reads a tensor: QuantisedTensor if stored as integers, dequantised Rows if as floats.
+        """Reads a tensor: as a QuantisedTensor if stored as integers, as dequantised Rows if as floats.
 
         Raises:
             ModelLoadError: values of the parts contradict their shapes.
@@ -83,8 +83,11 @@ class TensorParts:
     def all_with(
         cls, reader: CheckpointReader, suffix: str, dtypes: Collection[str] = ()
     ) -> Iterator[TensorParts]:
-        """Yields the parts of each packed tensor that has a part ``suffix``, of one of ``dtypes``
-        if there are any."""
+        """Yields the TensorParts of each packed tensor that has a part ``suffix``.
+
+        Args:
+            dtypes: accepted dtypes of that part; () accepts all.
+        """
         for name, info in reader.tensors.items():
             if name.endswith(suffix) and (not dtypes or info.dtype in dtypes):
                 yield cls(reader.tensors, name.removesuffix(suffix))
@@ -96,7 +99,7 @@ class TensorParts:
         shape: tuple[int, ...] | None = None,
         dims: int | None = None,
     ) -> TensorInfo:
-        """Returns the part, of one of ``dtypes``, and of ``shape`` or with ``dims`` dimensions.
+        """Returns the part ``suffix``, checked for dtype and for shape or number of dimensions.
 
         Raises:
             ModelLoadError: the part is missing, or has another dtype or shape.
@@ -120,7 +123,7 @@ class TensorParts:
         return info
 
     def find(self, suffix: str) -> TensorInfo | None:
-        """Returns the part unchecked; None where the checkpoint has no such tensor."""
+        """Returns the part ``suffix`` unchecked; None if the checkpoint has no such tensor."""
         info = self.tensors.get(self.stem + suffix)
         if info is not None:
             self.names[suffix] = self.stem + suffix
@@ -135,12 +138,14 @@ class TensorParts:
 
 
 def check_fields(config: ConfigFile, known: Iterable[str], *module_lists: str) -> None:
-    """Checks the fields' names, and the form of ``module_lists``. Which modules are quantised, the
-    tensors themselves say.
+    """Checks the names of the fields, and the types of the fields ``module_lists``.
+
+    The contents of such lists are not used: the tensors themselves show which modules are
+    quantised.
 
     Raises:
-        ModelLoadError: for an unknown field, which may change what the weights mean, and for a
-            list of modules that is no list of strings.
+        ModelLoadError: a field is unknown, and may change the meaning of the weights; or a list of
+            modules is no list of strings.
     """
     for name in config.values:
         if name in config and name not in known:
@@ -153,10 +158,10 @@ def check_fields(config: ConfigFile, known: Iterable[str], *module_lists: str) -
 
 
 def group_size(config: ConfigFile) -> int | None:
-    """Reads ``group_size``, the inputs that share a scale; None, for -1, is a whole row.
+    """Reads ``group_size``, the number of inputs that share a scale; None (-1) is a whole row.
 
     Raises:
-        ModelLoadError: no positive integer, and not -1.
+        ModelLoadError: the value is neither a positive integer nor -1.
     """
     if config.values.get("group_size") == -1:
         return None
@@ -164,10 +169,10 @@ def group_size(config: ConfigFile) -> int | None:
 
 
 def block_size(config: ConfigFile, name: str) -> tuple[int, int]:
-    """Reads the rows and columns of a block.
+    """Reads the field ``name``: rows and columns of a block that shares a scale.
 
     Raises:
-        ModelLoadError: no list of two integers from 1 to 65536.
+        ModelLoadError: the value is no list of two integers from 1 to 65536.
     """
     accepted = "two integers from 1 to 65536, rows and columns"
     rows, columns = config.entries(
@@ -177,8 +182,11 @@ def block_size(config: ConfigFile, name: str) -> tuple[int, int]:
 
 
 def check_groups(name: str, groups: Tensor, count: int) -> None:
-    """Raises ModelLoadError unless the values of tensor ``name``, the group of each input, are
-    below ``count``."""
+    """Checks the group index of each input, stored in tensor ``name``.
+
+    Raises:
+        ModelLoadError: an index is negative, or not below ``count``.
+    """
     low, high = int(groups.min()), int(groups.max())
     if low < 0 or high >= count:
         raise ModelLoadError(
@@ -192,9 +200,9 @@ def unpack(words: Tensor, bits: int, dim: int, order: Tensor | None = None) -> T
 
     Args:
         words: int32 of two dimensions.
-        bits: 2, 4 or 8. No value crosses a byte, so that bytes are unpacked.
+        bits: 2, 4 or 8, so that no value crosses a byte.
         dim: dimension along which the values of a word are adjacent.
-        order: ``[32 / bits]``, the place in the word of each value; its own index by default.
+        order: ``[32 / bits]``, the position of each value in its word; ascending by default.
 
     Returns:
         uint8, ``32 / bits`` times as long in ``dim``.
@@ -208,15 +216,15 @@ def unpack(words: Tensor, bits: int, dim: int, order: Tensor | None = None) -> T
     return values.transpose(1, 2).flatten(0, 1) if dim == 0 else values.flatten(1)
 
 
-def dequantised(codes: QuantisedTensor, start: int, stop: int) -> Tensor:
+def dequantise_rows(codes: QuantisedTensor, start: int, stop: int) -> Tensor:
     """Dequantises rows ``start`` to ``stop - 1`` to float32."""
     part = codes.read_rows(start, stop).float()
     if codes.zeros is not None:
-        part -= _expanded(codes, codes.zeros, start, stop)
-    return part.mul_(_expanded(codes, codes.scales, start, stop))
+        part -= _expand_grid(codes, codes.zeros, start, stop)
+    return part.mul_(_expand_grid(codes, codes.scales, start, stop))
 
 
-def _expanded(codes: QuantisedTensor, grid: Tensor, start: int, stop: int) -> Tensor:
+def _expand_grid(codes: QuantisedTensor, grid: Tensor, start: int, stop: int) -> Tensor:
     if codes.column_groups is not None:
         return grid[start:stop].float()[:, codes.column_groups]
     return expand_blocks(grid, codes.block, start, stop, codes.shape[1])
@@ -225,10 +233,11 @@ def _expanded(codes: QuantisedTensor, grid: Tensor, start: int, stop: int) -> Te
 def expand_blocks(
     grid: Tensor, block: tuple[int, int], start: int, stop: int, columns: int
 ) -> Tensor:
-    """Expands ``grid``, with one entry per block of rows and columns, to single elements.
+    """Expands rows of ``grid``, which has one entry per block, to one entry per element.
 
     Args:
         grid: ``[ceil(rows / block[0]), ceil(columns / block[1])]``.
+        start, stop: range of rows of the expanded tensor.
 
     Returns:
         float32 ``[stop - start, columns]``, or a shape that broadcasts to it.

@@ -44,10 +44,10 @@ class Scheme:
     """One of ``config_groups``: its modules, and how their weights are stored.
 
     Attributes:
-        targets: module names, "re:" and a regular expression, or the class of the modules.
-        bits: bits of an integer; 8 for e4m3.
-        block: rows and columns that share a scale; 0 columns are a whole row. None is the whole
-            tensor.
+        targets: each is a module's name, "re:" and a regular expression, or a class of modules.
+        bits: bits of a stored integer; 8 for e4m3.
+        block: number of rows and columns that share a scale; 0 columns stand for a whole row, None
+            for the whole tensor.
     """
 
     targets: tuple[str, ...]
@@ -62,9 +62,9 @@ class CompressedTensors(WeightFormat):
 
     Format "pack-quantized" (4 and 8 bits) has ``weight_packed [out, in * bits / 32]`` and
     ``weight_shape``. Formats "int-quantized", "float-quantized" and "naive-quantized" (8 bits) have
-    ``weight [out, in]`` of int8 or e4m3. All have ``weight_scale``; ``weight_zero_point`` unless
-    symmetric; and ``weight_g_idx [in]``, the group of each input, where groups are not in order. An
-    element is ``(value - zero) * scale``.
+    ``weight [out, in]`` of int8 or e4m3. All have ``weight_scale``. Asymmetric schemes have
+    ``weight_zero_point`` too, and groups that are not in order ``weight_g_idx [in]``, the group of
+    each input. An element is ``(value - zero) * scale``.
 
     Raises:
         ModelLoadError: an unknown field, or an unsupported value.
@@ -86,13 +86,13 @@ class CompressedTensors(WeightFormat):
         config.section("sparsity_config").choice("format", ("dense",), "dense")
         groups = config.section("config_groups")
         sections = [groups.section(name) for name in groups.values]
-        schemes = [_scheme(section, default) for section in sections]
+        schemes = [_read_scheme(section, default) for section in sections]
         self.schemes = [scheme for scheme in schemes if scheme is not None]
         if not self.schemes:
             raise config.invalid_field("config_groups", "an object with a group that has 'weights'")
-        sizes = sorted({f"{s.bits} bits {_named(s.block)}" for s in self.schemes})
+        sizes = sorted({f"{s.bits} bits {_describe_block(s.block)}" for s in self.schemes})
         self.label = f"compressed-tensors {default}, " + ", ".join(sizes)
-        ignored = {_activations(section) for section in sections} - {""}
+        ignored = {_describe_activations(section) for section in sections} - {""}
         ignored |= {"KV cache scales"} if config.values.get("kv_cache_scheme") else set()
         self.ignored = ", ".join(sorted(ignored))
 
@@ -143,7 +143,7 @@ class CompressedTensors(WeightFormat):
             else:
                 parts.require("weight_zero_point", ["I8"], scale.shape)
         else:
-            parts.find("weight_zero_point")  # all zeros, where it is stored
+            parts.find("weight_zero_point")  # If it is stored, ``read`` checks that it is all 0.
         if parts.find("weight_g_idx") is not None:
             if block is None or block[0] != 1 or not block[1]:
                 raise parts.bad("weight_g_idx", "none where the strategy is not 'group'")
@@ -151,7 +151,7 @@ class CompressedTensors(WeightFormat):
         return PackedTensor(parts.stem + "weight", shape, parts.names)
 
     def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> QuantisedTensor | Rows:
-        scheme = self._match(tensor.name.removesuffix(".weight"))
+        scheme = self._match_scheme(tensor.name.removesuffix(".weight"))
         assert scheme is not None
         columns, scale = tensor.shape[1], parts["weight_scale"]
         block = scheme.block or tensor.shape
@@ -160,7 +160,7 @@ class CompressedTensors(WeightFormat):
         if scheme.is_float:
             return scaled_rows(parts["weight"], scale, block)
         offset = _zero_points(scheme, parts, scale)
-        order = _groups(tensor, parts, scale.shape[1])
+        order = _column_groups(tensor, parts, scale.shape[1])
 
         def rows(start: int, stop: int) -> Tensor:
             if "weight" in parts:
@@ -172,7 +172,7 @@ class CompressedTensors(WeightFormat):
 
     def _scheme_of(self, parts: TensorParts, suffix: str) -> Scheme:
         name = parts.stem + suffix
-        scheme = self._match(parts.stem.removesuffix("."))
+        scheme = self._match_scheme(parts.stem.removesuffix("."))
         if scheme is None:
             raise ModelLoadError(
                 f"{parts.tensors[name].file}: tensor {name!r} is quantised, and none of "
@@ -181,7 +181,7 @@ class CompressedTensors(WeightFormat):
             )
         return scheme
 
-    def _match(self, module: str) -> Scheme | None:
+    def _match_scheme(self, module: str) -> Scheme | None:
         """The first scheme that names the module, else the first that targets linear layers."""
         for scheme in self.schemes:
             for target in scheme.targets:
@@ -193,9 +193,10 @@ class CompressedTensors(WeightFormat):
 
 
 def _zero_points(scheme: Scheme, parts: Mapping[str, Tensor], scale: Tensor) -> Tensor | None:
-    """Zero points of the stored values, in the shape of the scales; None for none.
+    """Zero points of the stored values, in the shape of the scales; None if there are none.
 
-    Packed values are ``2 ** (bits - 1)`` above the signed ones, and so are their zero points.
+    Packed values are unsigned: the signed values plus ``2 ** (bits - 1)``. The same is added to
+    their zero points.
     """
     packed, half = "weight_packed" in parts, 1 << (scheme.bits - 1)
     if scheme.symmetric:
@@ -208,18 +209,18 @@ def _zero_points(scheme: Scheme, parts: Mapping[str, Tensor], scale: Tensor) -> 
     return zero.reshape(scale.shape).float() + (half if packed else 0)
 
 
-def _groups(tensor: PackedTensor, parts: Mapping[str, Tensor], count: int) -> Tensor | None:
-    """The group of each column; None where groups are in order."""
+def _column_groups(tensor: PackedTensor, parts: Mapping[str, Tensor], count: int) -> Tensor | None:
+    """The group of each column; None if groups are in order."""
     groups = parts.get("weight_g_idx")
-    # All -1 stands for groups in order.
+    # A tensor of -1 stands for groups in order.
     if groups is None or bool((groups == -1).all()):
         return None
     check_groups(tensor.parts["weight_g_idx"], groups, count)
     return groups.long()
 
 
-def _scheme(group: ConfigFile, default: str) -> Scheme | None:
-    """Reads one of ``config_groups``; None if it is for activations only."""
+def _read_scheme(group: ConfigFile, default: str) -> Scheme | None:
+    """Reads the Scheme of one of ``config_groups``; None if it is for activations only."""
     check_fields(group, _KNOWN_GROUP, "targets")
     targets = tuple(group.values.get("targets") or ())
     for target in targets:
@@ -250,12 +251,12 @@ def _scheme(group: ConfigFile, default: str) -> Scheme | None:
         raise weights.invalid_field("type", f"that of format {form!r}")
     if is_float and not symmetric:
         raise weights.invalid_field("symmetric", "true for floating point numbers")
-    return Scheme(targets, bits, is_float, symmetric, _block(weights))
+    return Scheme(targets, bits, is_float, symmetric, _read_block(weights))
 
 
-def _block(weights: ConfigFile) -> tuple[int, int] | None:
+def _read_block(weights: ConfigFile) -> tuple[int, int] | None:
     group = group_size(weights) if "group_size" in weights else None
-    # The strategy that compressed-tensors infers if the field is missing.
+    # If the field is missing, infer the strategy as compressed-tensors does.
     implied = "tensor" if "group_size" not in weights else "group" if group else "channel"
     strategy = weights.choice("strategy", ("tensor", "channel", "group", "block"), implied)
     if strategy == "tensor":
@@ -267,7 +268,7 @@ def _block(weights: ConfigFile) -> tuple[int, int] | None:
     return block_size(weights, "block_structure")
 
 
-def _named(block: tuple[int, int] | None) -> str:
+def _describe_block(block: tuple[int, int] | None) -> str:
     if block is None:
         return "per tensor"
     if block == (1, 0):
@@ -275,7 +276,7 @@ def _named(block: tuple[int, int] | None) -> str:
     return f"in groups of {block[1]}" if block[0] == 1 else f"in blocks of {block[0]} x {block[1]}"
 
 
-def _activations(group: ConfigFile) -> str:
+def _describe_activations(group: ConfigFile) -> str:
     found = group.section("input_activations")
     if not found.values:
         return ""

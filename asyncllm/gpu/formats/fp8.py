@@ -20,8 +20,8 @@ from asyncllm.gpu.formats.base import (
     expand_blocks,
 )
 
-_SCALES = ("weight_scale_inv", "weight_scale")
-"""Names of scales; both multiply the weight, although the first is called an inverse."""
+_SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale")
+"""Suffixes of scales. Both multiply the weight, although the first is called an inverse."""
 
 _KNOWN_FIELDS = (
     "quant_method activation_scheme weight_block_size dequantize modules_to_not_convert "
@@ -65,7 +65,9 @@ class Fp8(WeightFormat):
 
     def _packed(self, parts: TensorParts) -> PackedTensor:
         shape = parts.require("weight", ["F8_E4M3"], dims=2).shape
-        suffix = next((s for s in _SCALES if parts.find(s)), _SCALES[self.block is None])
+        suffix = next(
+            (s for s in _SCALE_SUFFIXES if parts.find(s)), _SCALE_SUFFIXES[self.block is None]
+        )
         scale = parts.require(suffix, (*SCALE_DTYPES, "F8_E8M0"))
         accepted = [(), (1,), (shape[0],), (shape[0], 1)]
         if self.block is not None:
@@ -76,7 +78,7 @@ class Fp8(WeightFormat):
 
     def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Rows:
         weight = parts["weight"]
-        scale = next(parts[suffix] for suffix in _SCALES if suffix in parts)
+        scale = next(parts[suffix] for suffix in _SCALE_SUFFIXES if suffix in parts)
         return scaled_rows(weight, scale, self.block)
 
 
@@ -85,7 +87,7 @@ def scaled_rows(weight: Tensor, scale: Tensor, block: tuple[int, int] | None) ->
 
     Args:
         weight: ``[out, in]``.
-        scale: one for the whole weight, one per row, or one per ``block``.
+        scale: one scale for the whole weight, one per row, or one per ``block``.
     """
     columns = weight.shape[1]
     if block is None:

@@ -15,9 +15,9 @@ from asyncllm.checkpoint.gguf_config import gguf_config, is_quantised
 from asyncllm.checkpoint.gguf_file import GGML_TYPES, PLAIN_TYPES, GGUFFile, GGUFTensor
 from asyncllm.checkpoint.reader import QuantisedTensor, TensorInfo
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.formats.reader import DTYPE_NAMES, joined, row_ranges
+from asyncllm.gpu.formats.reader import DTYPE_NAMES, join_slices, row_ranges
 
-_NAMES = {
+_MODULE_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
@@ -33,15 +33,15 @@ _NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
-_ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.(weight|bias)")
+_TENSOR_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+_ROTATED_NAME = re.compile(r"blk\.\d+\.attn_([qk])\.(weight|bias)")
 
-_TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-PLAIN = {kind for kind, (name, _, _) in GGML_TYPES.items() if name in PLAIN_TYPES}
+_PLAIN_TYPE_IDS = {kind for kind, (name, _, _) in GGML_TYPES.items() if name in PLAIN_TYPES}
 
-COMPUTED = ("rope_freqs.weight",)
-"""Tensors that only the configuration uses."""
+_CONFIG_TENSORS = ("rope_freqs.weight",)
+"""Names of tensors that only ``gguf_config`` reads."""
 
 
 class GGUFReader:
@@ -51,11 +51,11 @@ class GGUFReader:
         label: quantisation for the log; empty for a file without quantised tensors.
 
     Args:
-        dtype: dtype to which quantised tensors are dequantised; others are as stored.
+        dtype: dtype to which quantised tensors are dequantised; others keep their own.
 
     Raises:
-        ModelLoadError: the file is damaged or not supported, or has types for which gguf-py is
-            needed and not installed.
+        ModelLoadError: the file is damaged or not supported, or has types of tensors that need
+            gguf-py, which is not installed.
     """
 
     ignored = ""
@@ -72,47 +72,47 @@ class GGUFReader:
         heads = {"q": config.integer("num_attention_heads")}
         heads["k"] = config.integer("num_key_value_heads", heads["q"])
         for stored_name, stored in file.tensors.items():
-            if stored_name in COMPUTED:
+            if stored_name in _CONFIG_TENSORS:
                 continue
-            name, label = _name(stored_name), GGML_TYPES[stored.type][0]
+            name, label = _transformers_name(stored_name), GGML_TYPES[stored.type][0]
             dtype_name = label if label in PLAIN_TYPES else DTYPE_NAMES[dtype]
             if name in self.tensors:
                 raise ModelLoadError(f"{path}: tensor {stored_name!r} is there twice, as {name!r}")
             self.tensors[name] = TensorInfo(path, stored.shape, dtype_name, stored.num_bytes)
             self._stored[name] = stored
-            rotated = _ROTATED.fullmatch(stored_name)
+            rotated = _ROTATED_NAME.fullmatch(stored_name)
             if rotated and permuted:
                 self._heads[name] = heads[rotated[1]]
         self.types = sorted({GGML_TYPES[t.type][0] for t in self._stored.values()})
         self.label = f"gguf, {', '.join(self.types)}" if is_quantised(file) else ""
-        packed = {t.type for t in self._stored.values()} - PLAIN
+        packed = {t.type for t in self._stored.values()} - _PLAIN_TYPE_IDS
         self._dequantise = _dequantiser(path, sorted(packed))
         self._version.check()
-        # Copy-on-write pages, because torch does not take a read-only array.
+        # Map copy-on-write, because torch does not accept a read-only array.
         self._data: np.memmap[Any, Any] | None = np.memmap(path, np.uint8, mode="c")
 
     def tensor(self, name: str) -> Tensor:
-        plain = _TORCH.get(GGML_TYPES[self._stored[name].type][0], self.dtype)
-        return joined(self.slices(name), self.tensors[name].shape, plain)
+        plain = _TORCH_DTYPES.get(GGML_TYPES[self._stored[name].type][0], self.dtype)
+        return join_slices(self.slices(name), self.tensors[name].shape, plain)
 
     def slices(self, name: str) -> Iterator[Tensor]:
         stored = self._stored[name]
-        # A row of a matrix is whole blocks; a vector is read at once, because it may end within a
-        # block.
+        # A matrix is read by rows, each of which is whole blocks. A quantised vector is read at
+        # once, because a slice of it may end within a block.
         plain = GGML_TYPES[stored.type][0] in PLAIN_TYPES
         rows = stored.shape[0] if plain or len(stored.shape) > 1 else 1
-        read = self._rows(name, rows)
+        read = self._row_bytes(name, rows)
         for start, stop in row_ranges((rows, *stored.shape[1:])):
-            yield self._values(read(start, stop), stored).view(-1, *stored.shape[1:])
+            yield self._dequantise_bytes(read(start, stop), stored).view(-1, *stored.shape[1:])
 
     def quantised_tensor(self, name: str) -> QuantisedTensor | None:
-        """Codes of a Q4_0 or Q8_0 matrix, whose blocks are a scale and integers; else None."""
+        """Codes of a Q4_0 or Q8_0 matrix, whose blocks have a scale and integers; else None."""
         stored = self._stored[name]
         label, shape = GGML_TYPES[stored.type][0], stored.shape
         if label not in ("Q4_0", "Q8_0") or len(shape) != 2:
             return None
-        read = self._rows(name, shape[0])
-        unpacked = _nibbles if label == "Q4_0" else _signed
+        read = self._row_bytes(name, shape[0])
+        unpacked = _unpack_q4_0 if label == "Q4_0" else _unpack_q8_0
 
         def blocks(start: int, stop: int) -> Tensor:
             _, _, size = GGML_TYPES[stored.type]
@@ -129,8 +129,11 @@ class GGUFReader:
         bits, signed = (4, False) if label == "Q4_0" else (8, True)
         return QuantisedTensor(bits, shape, rows, scales, (1, 32), zeros, is_signed=signed)
 
-    def _rows(self, name: str, rows: int) -> Callable[[int, int], np.ndarray]:
-        """Makes a function of ``(start, stop)`` for these rows' bytes, in transformers' order."""
+    def _row_bytes(self, name: str, rows: int) -> Callable[[int, int], np.ndarray]:
+        """Makes a function of ``(start, stop)`` that returns the bytes of these rows.
+
+        Rows are in transformers' order.
+        """
         stored, data = self._stored[name], self._data
         assert data is not None
         self._version.check()
@@ -140,11 +143,11 @@ class GGUFReader:
             return lambda start, stop: raw[start:stop]
         return lambda start, stop: raw[order[start:stop]]
 
-    def _values(self, raw: np.ndarray, stored: GGUFTensor) -> Tensor:
+    def _dequantise_bytes(self, raw: np.ndarray, stored: GGUFTensor) -> Tensor:
         label = GGML_TYPES[stored.type][0]
         if label in PLAIN_TYPES:
-            # Copied, because the file's alignment may be smaller than that of the elements.
-            return torch.from_numpy(np.array(raw)).view(_TORCH[label])
+            # Copy, because the file's alignment may be smaller than that of the elements.
+            return torch.from_numpy(np.array(raw)).view(_TORCH_DTYPES[label])
         size = GGML_TYPES[stored.type][2]
         values = self._dequantise(np.ascontiguousarray(raw).reshape(-1, size), stored.type)
         return values.to(self.dtype)
@@ -153,29 +156,29 @@ class GGUFReader:
         self._data = None
 
 
-def _nibbles(blocks: Tensor) -> Tensor:
+def _unpack_q4_0(blocks: Tensor) -> Tensor:
     """Integers ``[rows, blocks, 32]`` of Q4_0: the lower halves of its bytes, then the upper."""
     return torch.cat((blocks & 15, blocks >> 4), dim=2)
 
 
-def _signed(blocks: Tensor) -> Tensor:
+def _unpack_q8_0(blocks: Tensor) -> Tensor:
     return blocks.contiguous().view(torch.int8)
 
 
-def _name(stored: str) -> str:
-    """transformers' name of a tensor; a tensor without one keeps its name."""
-    match = _NAME.fullmatch(stored)
-    if match is None or match[2] not in _NAMES:
+def _transformers_name(stored: str) -> str:
+    """transformers' name of a stored tensor; a tensor that has none there keeps its own."""
+    match = _TENSOR_NAME.fullmatch(stored)
+    if match is None or match[2] not in _MODULE_NAMES:
         return stored
     layer = f"model.layers.{match[1]}." if match[1] is not None else ""
-    return f"{layer}{_NAMES[match[2]]}.{match[3]}"
+    return f"{layer}{_MODULE_NAMES[match[2]]}.{match[3]}"
 
 
 def _row_order(path: Path, name: str, rows: int, heads: int | None) -> np.ndarray | None:
-    """The stored row of each row of a tensor; None where the order is the same.
+    """Index of the stored row of each row of a tensor; None if the order is the same.
 
-    llama.cpp rotates adjacent pairs, transformers the halves of a head. The converter has put the
-    rows of q and k in llama.cpp's order (``LlamaModel.permute``).
+    In RoPE llama.cpp rotates adjacent pairs, transformers the two halves of a head. The converter
+    to GGUF has put the rows of q and k in llama.cpp's order (``LlamaModel.permute``).
     """
     if heads is None:
         return None
@@ -188,13 +191,14 @@ def _row_order(path: Path, name: str, rows: int, heads: int | None) -> np.ndarra
 
 
 def _dequantiser(path: Path, kinds: Collection[int]) -> Callable[[np.ndarray, int], Tensor]:
-    """Chooses functions that dequantise blocks to float32.
+    """Makes a function that dequantises blocks of the types ``kinds`` to float32.
 
-    transformers has the usual types and is several times as fast as gguf-py, which has all.
+    transformers is several times as fast as gguf-py, but supports only the usual types; gguf-py
+    supports all.
     """
     try:
         from transformers.integrations.gguf.dequant import GGML_BLOCK, dequantize
-    except ImportError:  # an older version, which reads GGUF with gguf-py only
+    except ImportError:  # An older version of transformers reads GGUF with gguf-py only.
         GGML_BLOCK, dequantize = {}, None
     missing = [GGML_TYPES[kind][0] for kind in kinds if kind not in GGML_BLOCK]
     by_package: Any = None

@@ -1,4 +1,4 @@
-"""Gptq: weights of 2, 4 or 8 bits in groups of inputs, which may be in any order."""
+"""Gptq: weights of 2, 4 or 8 bits; groups of inputs may be in any order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from asyncllm.gpu.formats.base import (
 _KNOWN_FIELDS = (
     "quant_method method bits group_size desc_act sym checkpoint_format format pack_dtype "
     "is_marlin_format dynamic lm_head modules_to_not_convert rotation adapter activation "
-    # Fields about the quantiser and the intended kernels:
+    # Fields that describe the quantiser's run or the intended kernels:
     "meta damp_percent damp_auto_increment static_groups true_sequential act_group_aware hyb_act "
     "mse dataset tokenizer batch_size backend model_seqlen model_name_or_path "
     "model_file_base_name block_name_to_quantize module_name_preceding_first_block pad_token_id "
@@ -55,8 +55,8 @@ class Gptq(WeightFormat):
             raise config.invalid_field("is_marlin_format", "false")
         name = "checkpoint_format" if "checkpoint_format" in config else "format"
         version = config.choice(name, ("gptq", "gptq_v2"), "gptq")
-        # A word with a 1 in every field. The quantiser subtracted it from whole words, so adding it
-        # to whole words restores the zero points, borrows included.
+        # ``fields`` is a word with a 1 in every field. The quantiser subtracted it from whole
+        # words, so adding it to whole words restores the zero points, borrows included.
         fields = sum(1 << place for place in range(0, 32, self.bits))
         offset = fields if version == "gptq" else 0
         self.zero_offset = torch.tensor(offset, dtype=torch.int64).to(torch.int32)

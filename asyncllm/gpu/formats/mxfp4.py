@@ -17,19 +17,19 @@ from asyncllm.gpu.formats.base import (
     check_fields,
 )
 
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of e2m1 codes 0 to 7 (OCP Microscaling Formats 1.0, table 5); 8 to 15 are negative."""
 
-_BIAS = 127
+_EXPONENT_BIAS = 127
 """Bias of the e8m0 exponents."""
 
 
 class Mxfp4(WeightFormat):
     """WeightFormat of ``quant_method`` "mxfp4".
 
-    Its tensors are ``*_blocks [experts, out, in / 32, 16]`` uint8, the even input in the low half,
-    and ``*_scales [experts, out, in / 32]`` e8m0. The dequantised tensor is ``[experts, in, out]``,
-    the layout of gpt-oss.
+    Its tensors are ``*_blocks [experts, out, in / 32, 16]`` uint8, with even inputs in the low half
+    of each byte, and ``*_scales [experts, out, in / 32]`` e8m0. The dequantised tensor is
+    ``[experts, in, out]``, the layout of gpt-oss.
 
     Raises:
         ModelLoadError: an unknown field, or an unsupported value.
@@ -50,12 +50,12 @@ class Mxfp4(WeightFormat):
 
     def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Rows:
         blocks, scales = parts["_blocks"], parts["_scales"]
-        table = torch.tensor(_VALUES + tuple(-value for value in _VALUES))
+        table = torch.tensor(_E2M1_VALUES + tuple(-value for value in _E2M1_VALUES))
 
         def rows(start: int, stop: int) -> Tensor:
             bytes_ = blocks[start:stop]
             nibbles = torch.stack((bytes_ & 15, bytes_ >> 4), dim=-1).flatten(-2)
-            exponents = scales[start:stop].to(torch.int32) - _BIAS
+            exponents = scales[start:stop].to(torch.int32) - _EXPONENT_BIAS
             values = torch.ldexp(table[nibbles.int()], exponents.unsqueeze(-1))
             return values.flatten(-2).transpose(1, 2)
 

@@ -32,14 +32,19 @@ FORMATS: dict[str, Callable[[ConfigFile], WeightFormat]] = {
     "gptq": Gptq,
     "mxfp4": Mxfp4,
 }
-"""Formats by ``quant_method``."""
+"""WeightFormat of each supported ``quant_method``."""
 
 logger = get_logger(__name__)
 
 
 @dataclass(slots=True)
 class PackedSizes:
-    """The weights that stay quantised: their forms in words, their bytes and elements."""
+    """Sizes of the weights that stay quantised, for the log.
+
+    Attributes:
+        forms: phrases that describe their quantisation.
+        num_bytes, elements: bytes and number of elements of all such weights.
+    """
 
     forms: set[str] = field(default_factory=set)
     num_bytes: int = 0
@@ -64,7 +69,7 @@ def open_checkpoint(path: Path, dtype: torch.dtype) -> CheckpointReader:
         dtype: dtype of dequantised tensors.
 
     Raises:
-        ModelLoadError: files are missing or damaged, the quantisation is not supported, or
+        ModelLoadError: files are missing or damaged, the quantisation is not supported, or the
             tensors contradict it.
     """
     if path.suffix == GGUF_SUFFIX:
@@ -84,7 +89,7 @@ def open_checkpoint(path: Path, dtype: torch.dtype) -> CheckpointReader:
 def log_sizes(
     path: Path, reader: CheckpointReader, dtype: torch.dtype, packed: PackedSizes | None = None
 ) -> None:
-    """Logs how a quantised checkpoint's weights are held, and their size.
+    """Logs in which form a quantised checkpoint's weights are held, and their size.
 
     Args:
         packed: sizes of the weights that stay quantised.

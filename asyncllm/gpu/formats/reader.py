@@ -11,10 +11,10 @@ from torch import Tensor
 
 from asyncllm.checkpoint.reader import CheckpointReader, QuantisedTensor, TensorInfo
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.formats.base import PackedTensor, Rows, WeightFormat, dequantised
+from asyncllm.gpu.formats.base import PackedTensor, Rows, WeightFormat, dequantise_rows
 
 SLICE_ELEMENTS = 2**20
-"""Elements dequantised at a time, so that float32 intermediates are a few MB each."""
+"""Number of elements dequantised at a time, so that float32 intermediates take a few MB each."""
 
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
@@ -24,7 +24,7 @@ class DequantisingReader:
 
     Args:
         source: reads the files; closed with this reader.
-        dtype: dtype of dequantised tensors; others are as stored.
+        dtype: dtype of dequantised tensors; others keep their own.
 
     Raises:
         ModelLoadError: the tensors contradict the format.
@@ -53,27 +53,27 @@ class DequantisingReader:
             )
 
     def tensor(self, name: str) -> Tensor:
-        """Reads a tensor: dequantised, or as a view of the mapped file."""
+        """Reads a tensor: dequantised, or as a view of the mapped file if it is stored plain."""
         if name not in self._packed:
             return self.source.tensor(name)
-        return joined(self.slices(name), self._packed[name].shape, self.dtype)
+        return join_slices(self.slices(name), self._packed[name].shape, self.dtype)
 
     def slices(self, name: str) -> Iterator[Tensor]:
         packed = self._packed.get(name)
         if packed is None:
             yield from self.source.slices(name)
             return
-        found = self._read(packed)
-        rows = partial(dequantised, found) if isinstance(found, QuantisedTensor) else found
+        found = self._read_packed(packed)
+        rows = partial(dequantise_rows, found) if isinstance(found, QuantisedTensor) else found
         for start, stop in row_ranges(packed.shape, packed.step):
             yield rows(start, stop).to(self.dtype).contiguous()
 
     def quantised_tensor(self, name: str) -> QuantisedTensor | None:
         packed = self._packed.get(name)
-        found = None if packed is None else self._read(packed)
+        found = None if packed is None else self._read_packed(packed)
         return found if isinstance(found, QuantisedTensor) else None
 
-    def _read(self, packed: PackedTensor) -> QuantisedTensor | Rows:
+    def _read_packed(self, packed: PackedTensor) -> QuantisedTensor | Rows:
         parts = {suffix: self.source.tensor(part) for suffix, part in packed.parts.items()}
         try:
             return self.format.read(packed, parts)
@@ -85,8 +85,8 @@ class DequantisingReader:
         self.source.close()
 
 
-def joined(slices: Iterable[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Joins consecutive slices to a tensor, holding one slice at a time."""
+def join_slices(slices: Iterable[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Joins consecutive slices into a tensor, holding one slice at a time."""
     result, row = torch.empty(shape, dtype=dtype), 0
     for part in slices:
         result[row : row + len(part)] = part
@@ -95,7 +95,7 @@ def joined(slices: Iterable[Tensor], shape: tuple[int, ...], dtype: torch.dtype)
 
 
 def row_ranges(shape: tuple[int, ...], step: int = 1) -> Iterator[tuple[int, int]]:
-    """Ranges of rows of about ``SLICE_ELEMENTS``, which begin at multiples of ``step``."""
+    """Yields ranges of rows with about ``SLICE_ELEMENTS`` each, from multiples of ``step``."""
     count = max(1, SLICE_ELEMENTS // max(1, math.prod(shape[1:])) // step) * step
     for start in range(0, shape[0], count):
         yield start, min(start + count, shape[0])

@@ -1,1 +1,1 @@
-"""Device streams, CUDA graphs, and the decode step that graphs hold."""
+"""Device streams, CUDA graphs, and recorded steps of the native library."""

@@ -22,16 +22,16 @@ logger = get_logger("asyncllm")
 
 
 class CudaGraphCapturer(GraphCapturer):
-    """Captures on the current stream, all graphs into one memory pool.
+    """Captures CUDA graphs on the current stream, all in one memory pool.
 
     ``torch.cuda.graph`` would synchronise the device, collect garbage and empty the caching
-    allocator of the whole process, so the graph's own methods are called. The capture is
+    allocator of the whole process, so this class calls the graph's own methods. The capture mode is
     "thread_local": other threads of the application may launch and allocate meanwhile. docs/gpu.md
     says what they may not do, and what happens if they do.
 
-    A failed capture costs its batch size the graph and nothing else: its step has run already.
-    Each reason is logged once. Python's garbage collection is off during a capture: a finaliser of
-    the application that frees device memory on this thread would invalidate it.
+    A failed capture leaves its key without a graph and has no other effect, because the step has
+    run before. Each reason is logged once. Python's garbage collection is off during a capture: a
+    finaliser of the application that frees device memory on this thread would invalidate it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,7 +41,8 @@ class CudaGraphCapturer(GraphCapturer):
         self._recording: _Recording | None = None
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
-        # The first run compiles kernels and makes libraries' workspaces, which a capture forbids.
+        # Run eagerly first: that compiles kernels and allocates libraries' workspaces, which a
+        # capture forbids.
         run()
         with CAPTURES.turn(), _no_garbage_collection():
             try:
@@ -68,8 +69,8 @@ class CudaGraphCapturer(GraphCapturer):
             run()
             recording.end()
         except BaseException:
-            if not recording.ends:
-                # The stream must not stay in capture; the error is raised below.
+            if not recording.is_ended:
+                # End the capture: the stream must not stay in it. The error is raised below.
                 with contextlib.suppress(RuntimeError):
                     recording.graph.capture_end()
             self._end_pool_recording(recording.graph, pool)
@@ -81,24 +82,24 @@ class CudaGraphCapturer(GraphCapturer):
     def _end_pool_recording(self, graph: torch.cuda.CUDAGraph, pool: _POOL_HANDLE) -> None:
         """Ends the allocator's recording into the pool, after an invalidated capture.
 
-        ``capture_begin`` starts it, and ``capture_end`` raises for such a capture before it would
-        end it (CUDAGraph.cpp).
+        ``capture_begin`` starts the recording. After an invalidated capture ``capture_end`` raises
+        before it reaches the call that ends the recording (CUDAGraph.cpp).
         """
         self._pool = torch.cuda.graph_pool_handle()
-        # An error says that torch has ended it already.
+        # An error means that torch has ended the recording already.
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self.device.index, pool)
-            CAPTURES.keep(graph)
+            CAPTURES.keep_failed(graph)
             torch._C._cuda_releasePool(self.device.index, pool)
 
     def _reset_generator(self) -> None:
         """Captures a trivial graph, to take torch's default generator out of capture mode.
 
-        Only the end of a successful capture does that (torch 2.11); otherwise the application's
-        next random number on the device would be an error.
+        Only the end of a successful capture takes it out (torch 2.11). Otherwise the application's
+        next random number on the device would raise an error.
 
-        The graph has a pool of its own, because it is dropped at once, and torch never captures
-        again into the pool of a dropped graph.
+        The trivial graph has a pool of its own, because it is dropped at once, and torch never
+        captures again into the pool of a dropped graph.
         """
         with contextlib.suppress(Exception):
             scratch = torch.zeros(1, device=self.device)
@@ -122,11 +123,11 @@ class CudaGraphCapturer(GraphCapturer):
 
 
 class _Recording:
-    """A capture that may be cut into graphs, with work between them that is not captured.
+    """A capture that may be cut into several graphs, with eager work between them.
 
     Attributes:
         graph: the graph being captured.
-        ends: ``capture_end`` has been called for it.
+        is_ended: ``capture_end`` has been called for ``graph``.
     """
 
     def __init__(self, pool: _POOL_HANDLE) -> None:
@@ -134,11 +135,11 @@ class _Recording:
         self._pieces: list[Callable[[], None]] = []
 
     def begin(self) -> None:
-        self.graph, self.ends = torch.cuda.CUDAGraph(), False
+        self.graph, self.is_ended = torch.cuda.CUDAGraph(), False
         self.graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> None:
-        self.ends = True
+        self.is_ended = True
         self.graph.capture_end()
         self._pieces.append(self.graph.replay)
 
@@ -154,7 +155,7 @@ class _Recording:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Turns garbage collection off; call it under ``CAPTURES.turn``, for its state is global."""
+    """Turns garbage collection off, for the whole process; hold ``CAPTURES.turn`` meanwhile."""
     enabled = gc.isenabled()
     gc.disable()
     try:

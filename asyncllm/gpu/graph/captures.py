@@ -1,4 +1,4 @@
-"""CAPTURES, compiling_alone: turns of a process's engines to capture and to compile."""
+"""CAPTURES, compiling_alone: locks with which a process's engines capture and compile in turn."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class ProcessCaptures:
     """The lock ("turn") for captures, and the graphs whose capture failed.
 
     There is one per process, because a capture changes torch's allocators, its default generator
-    and Python's garbage collection, of which a process has one. While any thread captures, or sends
-    its allocations to a pool of its own, torch fails if another calls ``torch.cuda.empty_cache``:
-    whoever does one of the three takes the turn.
+    and Python's garbage collection, which a process has once. While any thread captures, or sends
+    its allocations to a pool of its own, torch fails if another thread calls
+    ``torch.cuda.empty_cache``. So a thread holds the turn for each of these three.
 
-    A failed graph stays until the process ends: torch's allocator of pinned memory keeps a pointer
-    to it, uses it at each allocation under a later capture of any engine, and cannot be made to
-    forget it from Python.
+    A failed graph is kept until the process ends: torch's allocator of pinned memory keeps a
+    pointer to the graph, uses it at each allocation during a later capture of any engine, and has
+    no Python function that removes it.
     """
 
     def __init__(self) -> None:
@@ -31,10 +31,10 @@ class ProcessCaptures:
         """Waits for the turn, and holds it within the context.
 
         Args:
-            seconds: longest wait; -1 is without limit.
+            seconds: longest wait; -1 waits without limit.
 
         Raises:
-            TimeoutError: another engine holds it for longer.
+            TimeoutError: another engine holds the turn for longer than ``seconds``.
         """
         if not self._lock.acquire(timeout=seconds):
             raise TimeoutError(f"another engine captured CUDA graphs for more than {seconds:g} s")
@@ -43,26 +43,27 @@ class ProcessCaptures:
         finally:
             self._lock.release()
 
-    def keep(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Keeps a failed graph, to which torch still has a pointer; call it under the turn."""
+    def keep_failed(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Keeps a failed graph, to which torch still has a pointer; hold the turn meanwhile."""
         self._failed.append(graph)
 
 
 CAPTURES = ProcessCaptures()
 
 COMPILE_SECONDS = 120.0
-"""How long an engine waits for another that compiles."""
+"""Maximum number of seconds that an engine waits for another engine's compilation."""
 
 _COMPILING = threading.Lock()
-"""One per process, like Triton's tables of compiled kernels, which have no lock."""
+"""Lock for compilations, one per process: so are Triton's tables of compiled kernels, which have no
+lock of their own."""
 
 
 @contextmanager
 def compiling_alone() -> Iterator[None]:
-    """Context of an engine's first steps, which compile kernels.
+    """Context manager for an engine's first steps, which compile kernels.
 
     Engines that start at the same time take turns, so that the second finds the kernels of the
-    first. An engine that hangs here holds up the others for ``COMPILE_SECONDS`` at most; then they
+    first. An engine that hangs here blocks the others for at most ``COMPILE_SECONDS``; then they
     compile the same kernels again.
     """
     held = _COMPILING.acquire(timeout=COMPILE_SECONDS)

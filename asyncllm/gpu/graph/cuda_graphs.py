@@ -15,14 +15,16 @@ from asyncllm.logger import get_logger
 logger = get_logger("asyncllm")
 
 RETRY_STEPS = 3
-"""After n failed captures of a key, it is captured again at its RETRY_STEPS**n-th step."""
+"""Base of the retry interval: after n failed captures of a key, its RETRY_STEPS**n-th step is
+captured again."""
 
 
 class Part(enum.Enum):
     """The part of a step that a graph holds.
 
-    STEP is a whole decode step. If sampling does more than the draw, or waits for masks, FORWARD
-    and SAMPLE are its halves. BODY is the layers of a mixed step but the last.
+    STEP is a whole decode step. If sampling does more than the plain draw, or waits for masks,
+    FORWARD and SAMPLE are the two halves of a decode step. BODY is all layers but the last of a
+    mixed step.
     """
 
     STEP = enum.auto()
@@ -39,10 +41,10 @@ class GraphKey:
     chooses for (bucket, longest sequence) are fixed while the engine lives.
 
     Attributes:
-        bucket: rows of a decode step, or tokens of a body, padding included.
-        part: part of the step; a forward pass ends with the logits.
-        stages: stages of sampling.
-        balanced: see StepInputs; of a forward pass.
+        bucket: rows of a decode step, or tokens of a BODY, padding included.
+        part: part of the step that the graph holds.
+        stages: stages of sampling in the graph.
+        balanced: see StepInputs; False for a part without attention.
     """
 
     bucket: int
@@ -53,7 +55,7 @@ class GraphKey:
 
 @dataclass(frozen=True, slots=True)
 class CaptureStats:
-    """Cost of a graph: seconds of its capture, and bytes by which the shared pool grew."""
+    """Cost of a graph: seconds that its capture took, and bytes by which the shared pool grew."""
 
     key: GraphKey
     seconds: float
@@ -64,15 +66,15 @@ class GraphCapturer:
     """Captures a function over static tensors; this base runs every step eagerly."""
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
-        """Runs ``run`` once, and returns a function that repeats it.
+        """Calls ``run`` once, and returns a function that repeats its work.
 
-        Returns None if the capture failed; the step has run all the same.
+        Returns None if the capture failed; ``run`` has been called all the same.
         """
         run()
         return run
 
     def cut(self, work: Callable[[], None]) -> None:
-        """Calls ``work``, within ``run``, and cuts a capture in two there.
+        """Cuts a running capture in two and calls ``work`` in between; called from within ``run``.
 
         ``work`` is not captured: each replay calls it between the two graphs.
         """
@@ -85,28 +87,28 @@ class GraphCapturer:
 
 @dataclass(slots=True)
 class _FailedCaptures:
-    """Failed captures of a key, and its steps since the last one."""
+    """Number of failed captures of a key, and of its steps since the last failure."""
 
     captures: int = 0
     steps: int = 0
 
 
 class StepGraphs:
-    """One graph per key, captured at start or when a batch first needs it.
+    """CUDA graphs, one per key, captured at start or when a batch first needs it.
 
-    Of graphs that differ in the bucket alone the largest is captured first, so that the others fit
+    Of graphs that differ in the bucket alone, the largest is captured first, so that the others fit
     into its memory.
 
     A capture can fail because of another thread of the application, and its error does not tell
-    whether the step is at fault. So a key without a graph runs eagerly, and is captured again at
-    its third next step, after another failure at the ninth next, and so on: a step that can never
-    be captured costs ever less, and no graph is given up for good.
+    whether the step is at fault. So steps of a key without a graph run eagerly, and the third step
+    after a failure is captured again, after another failure the ninth, and so on. A step that can
+    never be captured thus costs ever less, and no graph is given up for good.
 
-    Not thread-safe: captured and replayed on the engine thread.
+    Not thread-safe: graphs are captured and replayed on the engine thread.
 
     Args:
         run: runs the part of a step that a key names, on tensors at fixed addresses.
-        sizes: buckets to capture: batch sizes, or numbers of tokens.
+        sizes: the buckets: batch sizes, or numbers of tokens.
 
     Attributes:
         buckets: ``sizes`` in ascending order.
@@ -124,7 +126,7 @@ class StepGraphs:
         self._failed: dict[GraphKey, _FailedCaptures] = {}
 
     def bucket(self, num_rows: int) -> int | None:
-        """The smallest bucket that holds ``num_rows``, or None."""
+        """The smallest bucket that holds ``num_rows``; None if all are too small."""
         index = bisect_left(self.buckets, num_rows)
         return self.buckets[index] if index < len(self.buckets) else None
 
@@ -136,7 +138,7 @@ class StepGraphs:
         *,
         balanced: bool = False,
     ) -> None:
-        """Runs a step of ``num_rows`` or a part of it: by graph, or eagerly above all buckets."""
+        """Runs a part of a step of ``num_rows``, by graph or, above all buckets, eagerly."""
         bucket = self.bucket(num_rows)
         if bucket is None:
             self._run(GraphKey(num_rows, part, stages, balanced))
@@ -157,8 +159,8 @@ class StepGraphs:
     def capture_all(self, part: Part = Part.STEP) -> Iterator[None]:
         """Captures every bucket, the largest first, one at each step of the iterator.
 
-        Each capture runs the part on the rows in its buffers, which all have to be padding. Graphs
-        of half steps and of balanced attention are captured when a batch needs them.
+        Each capture runs the part on the rows in the step's buffers, which all have to be padding.
+        Graphs of half steps and of balanced attention are captured later, when a batch needs them.
         """
         for bucket in reversed(self.buckets):
             self._capture(GraphKey(bucket, part))
@@ -170,7 +172,7 @@ class StepGraphs:
         del self._run
 
     def _retry_is_due(self, key: GraphKey) -> bool:
-        """Counts a step of a key without a graph, and returns whether to capture it."""
+        """Counts a step of a key without a graph, and returns whether to capture that step."""
         failed = self._failed.get(key)
         if failed is None:
             return True
@@ -192,13 +194,17 @@ class StepGraphs:
         )
 
 
-def default_token_sizes(most: int) -> tuple[int, ...]:
-    """Powers of two from 32 to 2,048 and the numbers half-way between, up to ``most``."""
+def default_token_sizes(max_tokens: int) -> tuple[int, ...]:
+    """Default token counts: powers of two from 32 to 2,048, and the numbers half-way between.
+
+    Args:
+        max_tokens: upper bound of the token counts.
+    """
     sizes = {2**power for power in range(5, 12)} | {3 * 2**power for power in range(5, 10)}
-    return tuple(sorted(size for size in sizes if size <= most))
+    return tuple(sorted(size for size in sizes if size <= max_tokens))
 
 
-def default_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """1, 2, 4, steps of 8 to 256, of 16 to 512, and ``max_num_seqs``."""
+def default_batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Default batch sizes: 1, 2, 4, multiples of 8 to 256, of 16 to 512, and ``max_num_seqs``."""
     sizes = {1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), max_num_seqs}
     return tuple(sorted(size for size in sizes if size <= max_num_seqs))

@@ -30,20 +30,21 @@ Draw = Callable[[Tensor, Stages], None]
 class GraphReplay(Replay):
     """Runs steps from CUDA graphs.
 
-    A decode step is one graph, or two where sampling does more than the draw or waits for masks.
-    A mixed step, which has a prefill, is graphs of segments, or runs op by op on the same memory.
+    A decode step is one graph, or two if sampling does more than the plain draw or waits for masks.
+    A mixed step, which has a prefill, runs in piecewise graphs (Segments), or op by op on the same
+    memory.
 
-    Nothing here waits for the device; the work is queued on the current stream.
+    No method waits for the device; all work is queued on the current stream.
 
     Args:
         capturer: captures the graphs.
         sizes: batch sizes of decode steps that get a graph.
-        token_sizes: token counts of mixed steps that get one.
-        draw: samples a step's logits.
+        token_sizes: token counts of mixed steps that get graphs.
+        draw: draws tokens from a step's logits.
 
     Attributes:
         graphs: graphs of decode steps.
-        segments: graphs of mixed steps; None where these run op by op.
+        segments: graphs of mixed steps; None if these run op by op.
     """
 
     def __init__(
@@ -66,8 +67,8 @@ class GraphReplay(Replay):
         mixed = "op by op" if self.segments is None else "in segments"
         self.description = f"graphs of decode steps, mixed steps {mixed}"
         most = memory.info.max_model_len
-        # The attention that has a balanced form, for skewed batches.
-        self._skews = [
+        # Tests for skewed batches, one per attention that has a balanced form for them.
+        self._skew_tests = [
             partial(attention.is_skewed, max_len=most, window=kind.window)
             for kind, attention in model.attention.items()
             if isinstance(attention, BalancedAttention) and attention.balances(most, kind.window)
@@ -75,8 +76,8 @@ class GraphReplay(Replay):
 
     @property
     def can_balance(self) -> bool:
-        """Whether some batches may take balanced attention."""
-        return bool(self._skews)
+        """Whether some batches may run with balanced attention."""
+        return bool(self._skew_tests)
 
     def capture_all(self, progress: Callable[[int, int], None]) -> None:
         """Captures every bucket of whole decode steps and of mixed steps, before the first step.
@@ -112,10 +113,10 @@ class GraphReplay(Replay):
             inputs = step.inputs
             if step.bucket is None or self.segments is None or inputs is None:
                 return super().forward(step)
-            self.memory.insert_sampled(inputs)
+            self.memory.insert_sampled_tokens(inputs)
             return self.segments.forward(inputs, step.bucket)
-        count, part = len(step.rows), Part.STEP if step.is_whole else Part.FORWARD
-        # Allocated when a step first needs them, and never inside a capture.
+        count, part = len(step.rows), Part.STEP if step.needs_only_draw else Part.FORWARD
+        # The static logits are allocated when a step first needs them, and never inside a capture.
         logits = self._static_logits() if part is Part.FORWARD else self.memory.sampled[:0]
         self.graphs.run(step.bucket or count, part, balanced=step.balanced)
         return StepOutput(logits[:count], logits[:0])
@@ -123,7 +124,7 @@ class GraphReplay(Replay):
     def sample(self, step: LaunchedStep) -> bool:
         if not step.is_decode:
             return False
-        if not step.is_whole:
+        if not step.needs_only_draw:
             self.graphs.run(step.bucket or len(step.rows), Part.SAMPLE, step.stages)
         return True
 
@@ -162,8 +163,8 @@ class GraphReplay(Replay):
         return self._logits
 
     def _is_skewed(self, step: LaunchedStep) -> bool:
-        """Whether lengths differ so much that attention would wait for the longest sequence."""
-        if not self._skews:
+        """Whether lengths differ so much that attention needs its balanced form."""
+        if not self._skew_tests:
             return False
         batch = step.bucket or len(step.rows)
-        return any(is_skewed(batch, step.positions) for is_skewed in self._skews)
+        return any(is_skewed(batch, step.positions) for is_skewed in self._skew_tests)

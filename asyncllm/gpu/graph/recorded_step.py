@@ -20,20 +20,20 @@ from asyncllm.native.interface import ARGS
 
 
 class RecordedStep(Replay):
-    """One native program for decode and mixed steps of any size.
+    """Runs the forward pass of decode and mixed steps of any size as one native program.
 
     Not thread-safe: the output of a run is valid until the next run.
 
     Args:
         recorder: recorder of the model's op set.
         batch: the persistent batch, whose tables the program reads in place.
-        buffer: its given sections are read, and its derived sections written, by the program.
+        buffer: the step's sections: the program reads the given ones and writes the derived ones.
 
     Attributes:
         num_bytes: bytes of the activations.
-        program: the program; it and the outputs exist once ``load`` has allocated activations.
-        logits, hidden: outputs, as large as the largest step's.
-        greedy: ``[max_rows]`` int64, tokens with the largest logit; None where the model's head
+        program: the native program. Like the outputs, it is set by ``load``.
+        logits, hidden: outputs, with room for the largest step.
+        greedy: ``[max_rows]`` int64, tokens with the largest logit; None if the model's head
             does not find them.
 
     Raises:
@@ -63,8 +63,8 @@ class RecordedStep(Replay):
             found = model.forward(_record_inputs(recorder, batch, buffer, model), cache)
             recorder.keep(found.hidden)
             recorder.keep(found.logits)
-            self.finds_largest = model.argmax is not None
-            if self.finds_largest:
+            self.finds_greedy_tokens = model.argmax is not None
+            if self.finds_greedy_tokens:
                 recorder.keep(found.tokens.view(-1, 1))
         self.num_bytes = recorder.layout(self._capacity)[1]
 
@@ -98,7 +98,7 @@ class RecordedStep(Replay):
 def record_step(
     model: LanguageModel, cache: KVCache, batch: InputBatch, buffer: StepBuffer
 ) -> RecordedStep | str:
-    """Records the step of a model; returns the reason, if that is impossible."""
+    """Records a model's forward pass; returns the reason if it cannot be recorded."""
     recorder = model.ops.recorder()
     if recorder is None:
         return f"the op set {model.ops.name!r} has no programs"
@@ -114,7 +114,7 @@ def _record_inputs(
     """Records the ops that derive the inputs of a step from its given sections.
 
     Returns:
-        The inputs, as fake tensors of sections of ``buffer``, which the program reads.
+        The inputs: fake tensors that stand for sections of ``buffer``.
     """
     arrays, host = buffer.arrays, buffer.rows(buffer.limits.rows)
     rows = {

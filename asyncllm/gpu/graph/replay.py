@@ -1,4 +1,4 @@
-"""Replay: runs a step's forward pass, op by op; base of the other ways to run it."""
+"""Replay: runs a step's forward pass op by op; base class of faster ways to run it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from asyncllm.gpu.step_memory import StepMemory
 
 
 class Replay:
-    """Calls the ops of a step one by one.
+    """Runs a step's forward pass by calling its ops one by one.
 
     Attributes:
-        description: how steps run, for the log.
-        finds_largest: it finds the token of a row's largest logit without writing the logits.
+        description: phrase for the log that says how steps run.
+        finds_greedy_tokens: the model finds the token of a row's largest logit without writing the
+            logits.
     """
 
     description = "ops called one by one"
 
     def __init__(self, model: LanguageModel, cache: KVCache, memory: StepMemory) -> None:
         self.model, self.cache, self.memory = model, cache, memory
-        self.finds_largest = model.argmax is not None and not memory.on_device
+        self.finds_greedy_tokens = model.argmax is not None and not memory.on_device
 
     def prepare(self, step: LaunchedStep) -> bool:
-        """Chooses how the step will run, and sets that in it: its bucket and its attention.
+        """Chooses how the step will run, and sets its ``bucket`` and ``balanced``.
 
         Returns:
             Whether ``forward`` also computes the derived sections of the step's inputs.
@@ -31,14 +32,14 @@ class Replay:
         return False
 
     def forward(self, step: LaunchedStep) -> StepOutput:
-        """Runs the model on the step received last; with its sampling, if captured in one graph.
+        """Runs the model on the latest step; samples too, if one graph holds both.
 
         The result is valid until the next call.
         """
         assert step.inputs is not None
-        self.memory.insert_sampled(step.inputs)
+        self.memory.insert_sampled_tokens(step.inputs)
         return self.model.forward(step.inputs, self.cache)
 
     def sample(self, step: LaunchedStep) -> bool:
-        """Runs the sampling of the step if it is captured; else returns False."""
+        """Samples the step if a graph holds its sampling; else returns False."""
         return False

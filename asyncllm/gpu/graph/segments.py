@@ -19,15 +19,15 @@ from asyncllm.gpu.step_memory import StepMemory
 
 
 class Segments:
-    """Mixed steps of a decoder: graph, eager core, graph, and an eager last layer.
+    """Runs mixed steps as graphs with eager attention between them, and an eager last layer.
 
-    The method of vLLM's breakable graphs: the layers run once under capture on as many tokens as a
-    bucket holds; at each layer's *core* (attention or a recurrence) the capture ends and the next
-    one begins. So a segment depends on the number of tokens alone. Each replay calls the cores with
-    the step's own plan and number of tokens. The segment before a core copies the core's inputs to
-    tensors that all layers and buckets share; the core writes its output to another such tensor, in
-    which padded tokens are zeros. The last layer is not captured: after its core only the tokens
-    that ``StepInputs.wanted`` names are computed.
+    The method is that of vLLM's breakable graphs. The layers run once under capture, on as many
+    tokens as a bucket holds. At each layer's *core* (attention or a recurrence) the capture ends
+    and the next one begins, so that a captured segment depends on the number of tokens alone. Each
+    replay calls the cores with the step's own plan and number of tokens. The segment before a core
+    copies the core's inputs to tensors that all layers and buckets share. The core writes its
+    output to another such tensor, in which padded tokens are zeros. The last layer is not captured:
+    after its core only the tokens in ``StepInputs.wanted`` are computed.
 
     Args:
         capturer: captures and cuts graphs.
@@ -56,8 +56,10 @@ class Segments:
         self._num_tokens = 0
 
     def forward(self, step: StepInputs, bucket: int) -> StepOutput:
-        """Runs a step in the graphs of ``bucket`` tokens. Its sections are padded to the largest
-        bucket."""
+        """Runs a step in the graphs of ``bucket`` tokens.
+
+        The step's sections have to be padded to the largest bucket.
+        """
         count = self._num_tokens = step.num_tokens
         context = self._context = self.model.context(step, self.cache)
         try:
@@ -76,7 +78,7 @@ class Segments:
         self._ends.clear()
 
     def _run(self, key: GraphKey) -> None:
-        """Runs all layers but the last, on as many tokens as the key's bucket."""
+        """Runs all layers but the last, on as many tokens as the key's bucket holds."""
         step = self.memory.padded_inputs(key.bucket)
         inputs = self.model.token_inputs(step, self.cache)
         context = _SegmentedContext(plans=(), segments=self, **inputs)
@@ -91,27 +93,27 @@ class Segments:
             if tensor is not None:
                 self._ends[name] = self._copied(name, tensor)
 
-    def mix(self, core: Core, width: int, tensors: Sequence[Tensor]) -> Tensor:
-        """Breaks the capture at a layer's core; returns the core's output."""
+    def run_core(self, core: Core, width: int, tensors: Sequence[Tensor]) -> Tensor:
+        """Cuts the capture at a layer's core; returns the tensor that gets the core's output."""
         count, like = len(tensors[0]), tensors[0]
         given = [self._copied(place, tensor) for place, tensor in enumerate(tensors)]
         out = self._fixed("out", (width,), like)
-        self._cut(partial(self._mix, core, given, out))
+        self._cut(partial(self._run_core, core, given, out))
         return out[:count]
 
-    def _mix(self, core: Core, given: Sequence[Tensor], out: Tensor) -> None:
+    def _run_core(self, core: Core, given: Sequence[Tensor], out: Tensor) -> None:
         """Calls a core on the running step's tokens; does nothing if no step runs."""
         if self._context is None:
             return
         count, key = self._num_tokens, (out.shape[1], out.dtype)
         out[:count] = core(self._context, *(tensor[:count] for tensor in given))
-        # An earlier, longer step has left values in the padding.
+        # Zero the values that an earlier, longer step has left in the padding.
         if (filled := self._filled.get(key, 0)) > count:
             out[count:filled].zero_()
         self._filled[key] = count
 
     def _copied(self, place: object, tensor: Tensor) -> Tensor:
-        """Copies ``tensor`` to the first rows of a tensor at a fixed address; returns that."""
+        """Copies ``tensor`` into a tensor at a fixed address, which it returns."""
         fixed = self._fixed(place, tuple(tensor.shape[1:]), tensor)
         fixed[: len(tensor)].copy_(tensor)
         return fixed
@@ -119,8 +121,8 @@ class Segments:
     def _fixed(self, place: object, sizes: tuple[int, ...], like: Tensor) -> Tensor:
         """A tensor ``[T, *sizes]`` of the largest bucket, allocated as zeros on first use.
 
-        The first use is outside a capture: the largest bucket comes first, and runs eagerly before
-        it is captured.
+        The first use is outside a capture: the largest bucket is captured first, and runs eagerly
+        before its capture.
         """
         key = place, sizes, like.dtype
         if key not in self._tensors:
@@ -131,10 +133,10 @@ class Segments:
 
 @dataclass(slots=True)
 class _SegmentedContext(StepContext):
-    """The context of captured layers, which leaves cores to the replay."""
+    """StepContext of captured layers, which leaves cores to the replay."""
 
     segments: Segments | None = None
 
-    def mix(self, core: Core, width: int, *tensors: Tensor) -> Tensor:
+    def run_core(self, core: Core, width: int, *tensors: Tensor) -> Tensor:
         assert self.segments is not None
-        return self.segments.mix(core, width, tensors)
+        return self.segments.run_core(core, width, tensors)

@@ -18,8 +18,8 @@ from asyncllm.gpu.step_memory import StepMemory
 from asyncllm.native.context import fail
 from asyncllm.native.interface import STRUCTS
 
-DEPTH = 2
-"""Most steps in flight, the running one included."""
+MAX_STEPS_IN_FLIGHT = 2
+"""Maximum number of steps in flight, the running one included."""
 
 
 class _Job(HostBuffer):
@@ -37,7 +37,7 @@ class _Job(HostBuffer):
         super().__init__(own.limits, memory.info.vocab_size, num_logprobs)
         given, tokens = own.tensors, self.tokens
         indices, positions = given["sampled_req_indices"], given[LAST_DECODE_SECTION]
-        # If the head does not find the largest logit, no row is greedy, and this is never read.
+        # If the head does not find the largest logit, no row is greedy, and the tensor is not read.
         greedy = tokens if recorded.greedy is None else recorded.greedy
         lines, width = batch.token_ids.shape
         self.args = STRUCTS["Job"](
@@ -53,7 +53,7 @@ class _Job(HostBuffer):
         )  # fmt: skip
 
     def set_sizes(self, step: LaunchedStep) -> None:
-        """Sets the sizes of the step in this buffer, and whether its tokens are drawn."""
+        """Sets the arguments that depend on the step's sizes and on whether it draws tokens."""
         args, sizes = self.args, step.sizes
         assert sizes is not None
         args.sizes[:] = sizes
@@ -66,14 +66,14 @@ class _Job(HostBuffer):
 class StepQueue(SyncStream):
     """Runs recorded steps one after the other, without the host in between.
 
-    A step finds its input tokens in the persistent batch, where the step before has written them.
+    A step finds its input tokens in the persistent batch, where the previous step has written them.
     The batch is not copied: a step that reassigns a request index, or frees blocks before a
     window, has to wait for steps in flight that have a row of that request index.
 
-    While anything is queued, no other op may run on the context.
+    While a step is queued, no other op may run on the native context.
 
     Attributes:
-        min_tokens: smallest step, in tokens, that begins before it is collected; None where only
+        min_tokens: smallest step, in tokens, that begins before it is collected; None if only
             steps that await masks do.
     """
 
@@ -84,17 +84,19 @@ class StepQueue(SyncStream):
         self.min_tokens: int | None = None
         self._memory, self._sampler = memory, sampler
         num_logprobs = sampler.state.num_logprobs
-        self._jobs = cycle([_Job(recorded, memory, batch, num_logprobs) for _ in range(DEPTH)])
+        self._jobs = cycle(
+            [_Job(recorded, memory, batch, num_logprobs) for _ in range(MAX_STEPS_IN_FLIGHT)]
+        )
         self._last: _Job | None = None
 
-    def takes(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
+    def can_begin(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
         """Whether a step is worth running ahead, and can be applied while others are in flight.
 
-        It has to be long enough or await masks, and may only append to the rows of the batch that
-        the steps in flight read.
+        It has to be long enough or to await masks. To rows of the batch that steps in flight read,
+        it may only append.
         """
         batch, least = step.batch, self.min_tokens
-        # The host copies recurrent states before and after the step.
+        # Such a step does not run ahead: the host copies recurrent states before and after it.
         if not len(batch) or batch.state_loads or batch.state_saves:
             return False
         if not batch.masked_rows and (least is None or batch.num_tokens < least):
@@ -108,15 +110,15 @@ class StepQueue(SyncStream):
     def submit(self, step: LaunchedStep) -> bool:
         """Queues a step that has been applied to the batch.
 
-        It runs whole if its rows need the plain draw only, else up to its logits. Nothing may be
-        submitted behind the latter until it has been sampled.
+        If the step's rows need only the plain draw, it runs to its end, else up to its logits. No
+        step may be submitted behind one of the second kind until that one has been sampled.
 
         Raises:
-            RuntimeError: in a forked child.
-            MemoryError: the thread could not be started.
+            RuntimeError: the process is a forked child.
+            MemoryError: the native thread could not be started.
         """
         job = step.buffer = next(self._jobs)
-        self._memory.receive(step)
+        self._memory.upload(step)
         self._memory.write(step)
         asks = step.batch.masked_rows or step.batch.prompt_logprobs or step.row_stages.any()
         step.is_drawn = not asks and not len(
@@ -146,7 +148,7 @@ class StepQueue(SyncStream):
         step.output = recorded.output(job.args.sizes)
 
     def synchronize(self) -> None:
-        """Waits for the last submitted step; its error is dropped."""
+        """Waits for the last submitted step, and ignores an error of it."""
         if self._last is not None:
             context = self.recorded.program.context
             context.functions.wait(context.handle, self._last.args)

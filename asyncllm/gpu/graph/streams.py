@@ -1,4 +1,4 @@
-"""Stream: the order of a device's work, synchronous on a CPU, a CUDA stream on a GPU."""
+"""Stream: a queue of a device's work, synchronous on a CPU, a CUDA stream on a GPU."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from asyncllm.gpu.launched_step import Event, LaunchedStep
 
 HIGH_PRIORITY = -1
-"""CUDA stream priority; 0 is the default, and torch takes any lower number for its high one."""
+"""Priority of a CUDA stream; 0 is the default, and torch treats any lower number as high."""
 
 
 class SyncStream:
-    """The stream of a CPU, on which work is done once it is queued; base of other streams.
+    """The stream of a CPU, which does work at once; base class of other streams.
 
     Attributes:
         is_async: queueing returns before the work is done, so that a second step can be queued
@@ -28,18 +28,18 @@ class SyncStream:
         return nullcontext()
 
     def side_context(self) -> AbstractContextManager[object]:
-        """Context for work on finished results, which does not wait for this stream's queue.
+        """Context for work on results of finished steps, which does not wait for this stream.
 
-        On exit it waits for that work, so that the caller may release the tensors.
+        The exit waits for that work, so that the caller may release the tensors.
         """
         return nullcontext()
 
-    def takes(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
-        """Whether a step can begin before it is collected, behind those in flight."""
+    def can_begin(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
+        """Whether a step can begin before it is collected, behind the steps ``before`` it."""
         return False
 
     def submit(self, step: LaunchedStep) -> bool:
-        """Queues a whole step that has been applied; False if work is queued piece by piece."""
+        """Queues a whole step; False if the stream wants work piece by piece, by ``run``."""
         return False
 
     def run(self, work: Callable[[], None]) -> None:
@@ -47,23 +47,23 @@ class SyncStream:
         work()
 
     def record(self) -> Event | None:
-        """Records an event behind everything queued so far; None if it is done."""
+        """Records an event behind all work queued so far; None if that work is done."""
         return None
 
     def wait(self, step: LaunchedStep) -> None:
         """Waits for the queued work of a step."""
 
     def synchronize(self) -> None:
-        """Waits, without the GIL, for everything queued so far."""
+        """Waits, without the GIL, for all work queued so far."""
 
 
 class CudaStream(SyncStream):
     """A CUDA stream beside the application's own, so that neither waits for the other.
 
-    It has high priority, because torch hands out 32 streams per priority in turn, hardly any
-    application asks for priorities, and work that the application queued on the same stream during
-    a capture would become a part of the graph. The small kernels of a decode step also go ahead of
-    the application's where both are ready to run.
+    It has high priority for two reasons. torch hands out 32 streams per priority in turn, so an
+    application can get the engine's stream, and work that it queued there during a capture would
+    become a part of the graph; hardly any application asks for high priority. And the small kernels
+    of a decode step run before the application's if both are ready.
     """
 
     is_async = True
@@ -85,11 +85,11 @@ class CudaStream(SyncStream):
             finally:
                 self._side_stream.synchronize()
 
-    def takes(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
+    def can_begin(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
         return not any(step.awaits_tokens_of(one) for one in before)
 
     def record(self) -> Event | None:
-        # torch.Event ignores ``blocking`` and would spin.
+        # Not torch.Event, which ignores ``blocking``: waiting for it would spin.
         event = torch.cuda.Event(blocking=True)
         event.record(self._stream)
         return event

@@ -29,15 +29,19 @@ PROMPT_TOKENS = 2
 def warm_up(runner: StepRunner, replay: GraphReplay, progress: Callable[[int, int], None]) -> None:
     """Runs steps that launch every kernel in every form.
 
-    Triton compiles a kernel at its first launch with arguments of a kind, for seconds in which a
-    running stream would wait. The steps are: a decode step of the smallest and one of the largest
-    bucket; one for a skewed batch, if there can be any; sampling with all stages; two small mixed
-    steps; and a mixed step of each number of tokens from which on experts have other kernels.
+    Triton compiles a kernel at its first launch with a new kind of arguments, which takes seconds
+    that running requests would wait. The steps are:
 
-    Attention splits a sequence among programs in the smallest bucket, but not in the mixed step
-    without a prefix; it splits a prompt behind the longest prefix, but not one without a prefix.
-    In all else kernels are the same for every bucket. Rows are padding or write the null block, so
-    that nothing is left behind.
+    - a decode step of the smallest and one of the largest bucket;
+    - a decode step with balanced attention, if batches can be skewed;
+    - sampling with all stages;
+    - two small mixed steps, one without a prefix and one behind the longest prefix;
+    - a mixed step for each number of tokens from which on experts use other kernels.
+
+    They run attention both with and without splitting a sequence among programs: a decode row is
+    split in the smallest bucket but not in the mixed step without a prefix, and a prompt behind the
+    longest prefix but not without one. All other kernels are the same for every bucket. Rows are
+    padding or write the null block, so that no state is left behind.
 
     Args:
         progress: called with (steps run, steps in all).
@@ -51,7 +55,7 @@ def warm_up(runner: StepRunner, replay: GraphReplay, progress: Callable[[int, in
     prefixes = sorted({0, max(0, info.max_model_len - PROMPT_TOKENS)})
     steps += [partial(_sample_processed, runner)]
     steps += [partial(_run_mixed, runner, prefix) for prefix in prefixes]
-    steps += [partial(_run_mixed, runner, 0, count) for count in _expert_tokens(runner)]
+    steps += [partial(_run_mixed, runner, 0, count) for count in _expert_prefill_sizes(runner)]
     progress(0, len(steps))
     for done, step in enumerate(steps, 1):
         step()
@@ -61,7 +65,7 @@ def warm_up(runner: StepRunner, replay: GraphReplay, progress: Callable[[int, in
 def _sample_processed(runner: StepRunner) -> None:
     """Runs all stages of sampling on a padded row, with separate tables.
 
-    CUDA loads torch's kernels at their first launch. The stages leave float32 logits, for which
+    CUDA loads torch's kernels at their first launch. The stages return float32 logits, for which
     the draw has a kernel of its own.
     """
     model, vocab, device = runner.model, runner.info.vocab_size, runner.device
@@ -82,25 +86,29 @@ def _sample_processed(runner: StepRunner) -> None:
     model.ops.top_logprobs(logits, memory.sampled[:1], out)
 
 
-def expert_changes(decoder: LanguageModel) -> tuple[int, ...]:
-    """Numbers of tokens from which on experts use other kernels than smaller steps."""
+def expert_kernel_thresholds(decoder: LanguageModel) -> tuple[int, ...]:
+    """Numbers of tokens from which on experts use other kernels than in smaller steps."""
     experts = getattr(decoder.model, "experts", None)
     if experts is None:
         return ()
     return decoder.ops.expert_tokens(experts.routing.num_experts, experts.routing.top_k)
 
 
-def _expert_tokens(runner: StepRunner) -> list[int]:
-    """Tokens of the prefills that launch the experts' other kernels."""
+def _expert_prefill_sizes(runner: StepRunner) -> list[int]:
+    """Numbers of prefill tokens that launch the experts' other kernels, one per kernel."""
     info = runner.info
     most = min(info.max_num_batched_tokens, info.max_num_seqs * info.max_model_len)
-    return [count - 1 for count in expert_changes(runner.model) if PROMPT_TOKENS < count - 1 < most]
+    return [
+        count - 1
+        for count in expert_kernel_thresholds(runner.model)
+        if PROMPT_TOKENS < count - 1 < most
+    ]
 
 
 def _run_mixed(runner: StepRunner, prefix: int, num_tokens: int = PROMPT_TOKENS) -> None:
     """Runs a decode row and prefills of ``num_tokens`` in all, the first behind a prefix.
 
-    All KV is in the null block.
+    All rows write and read the null block.
     """
     info = runner.info
     full, rest = divmod(num_tokens, info.max_model_len)
@@ -110,5 +118,5 @@ def _run_mixed(runner: StepRunner, prefix: int, num_tokens: int = PROMPT_TOKENS)
     batch.samples[2:] = [False] * (len(counts) - 2)
     rows = InputBatch(len(counts), info.max_model_len, info.kv_groups)
     output = runner.model.forward(step_inputs(batch, rows, runner.device), runner.cache)
-    # The memory's rows are padding, so that the draw writes nothing.
+    # The rows in the step memory are padding, so that the draw writes no token.
     runner.draw(output.logits[: info.max_num_seqs], Stages.NONE)

@@ -1,4 +1,4 @@
-"""The decoder's parameters from its sizes alone, and the checkpoint tensors that it ignores."""
+"""A decoder's parameters, derived from its configuration alone, and tensors that it ignores."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from asyncllm.gpu.models.parameter import Parameter
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 
-_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
+_LAYER_PREFIX = re.compile(r"model\.layers\.(\d{1,6})\.")
 
-SMALL_MODEL = 32_000_000
-"""Models with fewer parameters are bound by the overhead of ops, not by their arithmetic."""
+SMALL_MODEL_PARAMETERS = 32_000_000
+"""Number of parameters below which a model is bound by the overhead of ops, not by arithmetic."""
 
-_MTP = re.compile(r"mtp\.")
-"""Modules for multi-token prediction, in checkpoints of Qwen3-Next and its successors."""
+_MTP_PREFIX = re.compile(r"mtp\.")
+"""Prefix of modules for multi-token prediction, in checkpoints of Qwen3-Next and its successors."""
 _KV_PROJECTION = re.compile(r"model\.layers\.\d+\.self_attn\.[kv]_(proj|norm)\.")
 
 _COMPUTED_BUFFER = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
@@ -47,8 +47,10 @@ class _ParameterRecorder:
         return torch.empty(parameter.shape, dtype=torch.float32, device="meta")
 
     def builder(self, model: ModelConfig, layers: Iterable[int]) -> DecoderBuilder:
-        """Makes a builder of ``layers`` in plain torch that takes its weights here. Its layers have
-        no attention."""
+        """Makes a builder of ``layers`` in plain torch that requests its weights from this source.
+
+        Its layers have no attention.
+        """
         nothing: Any = None
         attention = dict.fromkeys(layers, LayerAttention(nothing, nothing, 0, 0, 0))
         return DecoderBuilder(model, TorchOps(), attention, self)
@@ -65,12 +67,13 @@ def is_unused(model: ModelConfig, name: str) -> bool:
     """Whether the decoder ignores a checkpoint's tensor.
 
     It ignores a second copy of a tied output head, RoPE tables that older versions of transformers
-    saved, layers for multi-token prediction, and keys and values of a layer that shares another's.
+    saved, layers for multi-token prediction, and key and value projections of a layer that reuses
+    another layer's KV.
     """
     tied_head = model.tie_word_embeddings and name == "lm_head.weight"
-    if tied_head or _COMPUTED_BUFFER.match(name) or _MTP.match(name):
+    if tied_head or _COMPUTED_BUFFER.match(name) or _MTP_PREFIX.match(name):
         return True
-    layer = _LAYER.match(name)
+    layer = _LAYER_PREFIX.match(name)
     if layer is None:
         return False
     index, end = int(layer[1]), model.num_layers + model.unused_layers
@@ -80,8 +83,11 @@ def is_unused(model: ModelConfig, name: str) -> bool:
 
 
 def sum_parameters(model: ModelConfig, size: Callable[[Parameter], int]) -> int:
-    """Sums ``size`` over all parameters. Layers differ only in mixer, experts and sizes, so one
-    layer of each kind is listed, and counted for all."""
+    """Sums ``size`` over all parameters.
+
+    Layers differ only in mixer, experts and sizes, so only one layer of each kind is built, and its
+    sum is multiplied by the number of such layers.
+    """
     kinds, recorder = _kinds_of_layers(model), _ParameterRecorder()
     builder = recorder.builder(model, kinds)
     builder.decoder((), {}, ())
@@ -105,7 +111,9 @@ def _kinds_of_layers(model: ModelConfig) -> dict[int, int]:
 
 
 def is_small(model: ModelConfig | TransformersConfig) -> bool:
-    """Whether a model has fewer parameters than ``SMALL_MODEL``."""
+    """Whether a model has fewer parameters than ``SMALL_MODEL_PARAMETERS``."""
     if isinstance(model, TransformersConfig):
-        return model.num_parameters < SMALL_MODEL
-    return sum_parameters(model, lambda parameter: math.prod(parameter.shape)) < SMALL_MODEL
+        return model.num_parameters < SMALL_MODEL_PARAMETERS
+    return (
+        sum_parameters(model, lambda parameter: math.prod(parameter.shape)) < SMALL_MODEL_PARAMETERS
+    )

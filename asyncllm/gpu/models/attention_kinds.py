@@ -12,7 +12,7 @@ from asyncllm.gpu.kv_groups import (
     LayerGroup,
     group_layers,
     make_kv_groups,
-    with_groups,
+    with_kv_groups,
 )
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.models.rope import RopeSpec
@@ -46,8 +46,10 @@ def attention_layers(model: ModelConfig) -> list[int]:
 
 
 def kv_indices(model: ModelConfig) -> dict[int, int]:
-    """Index of the KV cache that each attention layer reads. A layer that shares another's keys and
-    values has no cache of its own."""
+    """Index of the KV cache that each attention layer reads.
+
+    A layer that reuses an earlier layer's keys and values reads that layer's cache.
+    """
     indices: dict[int, int] = {}
     for layer in attention_layers(model):
         source = model.layer(layer).kv_layer
@@ -56,12 +58,12 @@ def kv_indices(model: ModelConfig) -> dict[int, int]:
 
 
 def layer_groups(model: ModelConfig) -> tuple[dict[int, AttentionKind], list[LayerGroup]]:
-    """Attention kind of each attention layer, and the KV groups of the caches."""
+    """Attention kind of each attention layer, and the model's KV groups."""
     indices = kv_indices(model)
     kinds = {layer: attention_kind(model, layer) for layer in indices}
     caches = [LayerCache.of(kinds[layer]) for layer in _layers_with_kv(model)]
     groups = group_layers(caches, model.max_position_embeddings)
-    grouped = with_groups(list(kinds.values()), list(indices.values()), groups)
+    grouped = with_kv_groups(list(kinds.values()), list(indices.values()), groups)
     return dict(zip(kinds, grouped, strict=True)), groups
 
 
@@ -78,7 +80,7 @@ def attention_kinds(model: ModelConfig) -> tuple[AttentionKind, ...]:
 def kv_groups(
     model: ModelConfig, attention: Mapping[AttentionKind, Attention], block_size: int
 ) -> list[KVGroup]:
-    """The KV groups, in the block layout that their attention chooses."""
+    """The KV groups, in the block layouts that the attention backends choose."""
     kinds, groups = layer_groups(model)
     layers = [kinds[layer] for layer in _layers_with_kv(model)]
     return make_kv_groups(groups, layers, attention, block_size)
@@ -92,8 +94,7 @@ def rope_specs(model: ModelConfig) -> tuple[RopeSpec, ...]:
 
 
 class LayerAttention(NamedTuple):
-    """The attention of a layer, and the indices by which its mixer reads a StepContext; see
-    AttentionMixer."""
+    """Attention of a layer, and its mixer's indices into a StepContext; see AttentionMixer."""
 
     kind: AttentionKind
     attention: Attention
@@ -105,8 +106,7 @@ class LayerAttention(NamedTuple):
 def attention_by_layer(
     model: ModelConfig, attention: Mapping[AttentionKind, Attention]
 ) -> dict[int, LayerAttention]:
-    """LayerAttention of each attention layer; ``attention`` has one for each of
-    ``attention_kinds``."""
+    """LayerAttention of each attention layer; ``attention`` covers all ``attention_kinds``."""
     specs, indices, order = rope_specs(model), kv_indices(model), list(attention)
     ropes, layers = list(dict.fromkeys(specs)), {}
     for layer, kind in layer_groups(model)[0].items():

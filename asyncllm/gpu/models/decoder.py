@@ -29,8 +29,8 @@ class Decoder:
         attention: the Attention of each kind, in the order of the kinds' indices.
         ropes: content of each RoPE table, by index.
         embedding: has the model's dtype and device.
-        states: recurrent states of a sequence; () without any.
-        layer_inputs: per-layer embeddings; None without.
+        states: recurrent states of a sequence; () for a model without recurrent layers.
+        layer_inputs: per-layer embeddings; None for a model without them.
         rope_tables: see ``set_max_positions``.
     """
 
@@ -58,9 +58,11 @@ class Decoder:
         self.rope_tables = [rope_table(*rope, count, dtype, device) for rope in self.ropes]
 
     def with_few_layers(self) -> Decoder:
-        """A copy with few layers, whose steps take as much memory in a fraction of the time. Layers
-        of a kind have the same shapes and run one after the other, so the first of each kind, the
-        second and the last reach the same peak."""
+        """A copy with few layers, whose steps have the same peak memory in a fraction of the time.
+
+        Layers of a kind have the same shapes and run one after the other. So the first layer of
+        each kind, the second layer and the last one together reach the peak of all layers.
+        """
         layers = self.layers
         kinds = [layer.kind for layer in layers]
         kept = {kinds.index(kind) for kind in kinds} | {min(1, len(layers) - 1)}
@@ -74,8 +76,11 @@ class Decoder:
         return self.finish(*self.body(step, context), step, context)
 
     def body(self, step: StepInputs, context: StepContext) -> tuple[Tensor, Tensor | None]:
-        """Runs all layers but the last; returns output and residual, as a Layer does. Except for
-        the mixers' cores, the results depend on the step's tokens alone."""
+        """Runs all layers but the last; returns output and residual, as a Layer does.
+
+        All computations outside the mixers' cores depend on the step's tokens alone, and not on how
+        these form rows.
+        """
         x, residual = self.embedding(step.token_ids), None
         if self.layer_inputs is not None:
             context.inputs = self.layer_inputs(step.token_ids, x)
@@ -86,8 +91,10 @@ class Decoder:
     def finish(
         self, x: Tensor, residual: Tensor | None, step: StepInputs, context: StepContext
     ) -> StepOutput:
-        """Runs the last layer and the head; after its mixer only for the tokens in
-        ``step.wanted``."""
+        """Runs the last layer and the output head.
+
+        After the last layer's mixer, only the tokens in ``step.wanted`` are computed.
+        """
         context.rows = step.wanted
         x, residual = self.layers[-1](x, residual, context)
         hidden, first = self.norm.add(x, residual)[0], step.num_logits
@@ -105,14 +112,16 @@ class Decoder:
 
     @property
     def argmax(self) -> Callable[[Tensor], Tensor] | None:
-        """The head's ``argmax``, see ``LanguageModel``; None where logits are capped, because the
-        cap rounds different logits to equal ones."""
+        """The head's ``argmax``, see ``LanguageModel``; None if the head has none.
+
+        It is None too if logits are capped, because the cap rounds different logits to equal ones.
+        """
         if self.logits_softcap is not None or not isinstance(self.lm_head, ArgmaxLinear):
             return None
         return self.lm_head.argmax
 
     def context(self, step: StepInputs, cache: KVCache) -> StepContext:
-        """Makes the inputs of the layers in a step."""
+        """Makes the StepContext that all layers read in a step."""
         states = cache.states.tensors if cache.states is not None and self.states else ()
         return StepContext(
             plans=[

@@ -18,7 +18,7 @@ from asyncllm.gpu.models.attention_kinds import (
     rope_specs,
 )
 from asyncllm.gpu.models.decoder import Decoder
-from asyncllm.gpu.models.experts import ExpertsBeside, build_experts, build_experts_beside
+from asyncllm.gpu.models.experts import ParallelExperts, build_experts, build_parallel_experts
 from asyncllm.gpu.models.layer_inputs import build_input_layer, build_layer_inputs
 from asyncllm.gpu.models.layers import (
     AttentionKind,
@@ -53,12 +53,14 @@ def build_decoder(
 
     Args:
         attention: the Attention of each of ``attention_kinds``.
-        weights: ``(name, tensor)`` in the order of ``architectures.parameters``, or a linear
-            layer's weights in a form that ``ops`` takes. Each is taken over as it comes, so that
-            a packing backend never holds two copies of more than one of them.
+        weights: ``(name, weights)`` in the order of ``architectures.parameters``; the weights of a
+            linear layer are a tensor or LinearWeights in a form that ``ops`` accepts. Each is
+            handed to its op as it arrives, so that a packing op set holds at most one of them
+            twice.
         convert: quantisation of every linear layer's weights, the output head included, before
-            ``ops`` takes them; None without.
-        dtype: the model's; needed if the embedding is packed, and so has none.
+            they are handed to ``ops``; None for no quantisation.
+        dtype: the model's dtype; needed only if the embedding arrives as LinearWeights, which do
+            not name it.
     """
     source, by_layer = _OrderedSource(iter(weights)), attention_by_layer(model, attention)
     builder = DecoderBuilder(model, ops, by_layer, source, convert, dtype)
@@ -90,8 +92,8 @@ class DecoderBuilder:
     """Builds a decoder part by part, in the order of its weights.
 
     Args:
-        attention_by_layer: the attention layers' LayerAttention.
-        source: returns the weights of the next part.
+        attention_by_layer: LayerAttention of each attention layer, by layer index.
+        source: returns the weights of a parameter, requested in order.
         convert, dtype: see ``build_decoder``.
 
     Attributes:
@@ -138,7 +140,7 @@ class DecoderBuilder:
         )  # fmt: skip
 
     def embedding(self) -> tuple[Embedding, Linear | None]:
-        """Builds the embedding, and the output head if it is tied to it."""
+        """Builds the embedding, and the output head if the two are tied."""
         model, ops, head, dtype = self.model, self.ops, self.head_scope, self.dtype
         rows, tied = (("model.embed_tokens", model.vocab_size),), model.tie_word_embeddings
         weights = head.source(head.parameter("embed", rows, model.hidden_size, linear=tied))
@@ -197,7 +199,8 @@ class DecoderBuilder:
         queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         names, gates = model.names.qkv, queries if model.gated_attention else 0
         if model.layer(index).value_is_key:
-            # A second projection with the key's rows costs less than a branch in every kernel.
+            # The value is the key: projecting the key's rows a second time costs less than a branch
+            # in every kernel.
             names = (*names[:2], names[1])
         rows = stacked(names, (queries + gates, keys, keys))
         order = self.qkv_order(shape)
@@ -230,8 +233,11 @@ class DecoderBuilder:
         return SharedAttentionMixer(q=q, rope=rope, **rest)
 
     def common_attention_parts(self, scope: Scope, index: int, width: int) -> dict[str, Any]:
-        """Builds the parts that both attention mixers have; ``width`` is attention's output
-        size."""
+        """Builds the parts that both attention mixers have.
+
+        Args:
+            width: size of attention's output, over all heads.
+        """
         model, own = self.model, self.attention_by_layer[index]
         return {
             "attention": own.attention,
@@ -243,9 +249,11 @@ class DecoderBuilder:
         }
 
     def qkv_order(self, shape: AttentionShape) -> Tensor | None:
-        """Order of the rows of q, k and v that the ops take; None for a file's own. Within heads of
-        q and k it is ``rotary_order``. Output gates, which a file has after each head of q, come
-        last."""
+        """Order in which the ops expect the rows of q, k and v; None if it is the checkpoint's.
+
+        Within heads of q and k it is ``rotary_order``. Output gates, which a checkpoint stores
+        after each head of q, come last.
+        """
         dim, heads, kv_heads = shape.head_dim, shape.num_heads, shape.num_kv_heads
         gated = self.model.gated_attention
         if self.order is None and not gated:
@@ -261,7 +269,7 @@ class DecoderBuilder:
     def qk_norm_weight(
         self, scope: Scope, name: str, shape: AttentionShape, width: int
     ) -> Tensor | None:
-        """Weight of a query or key norm, in rotary order; None if the model has none.
+        """Weight of a query or key norm, in rotary order; None for a model without such norms.
 
         Args:
             width: size of all heads together.
@@ -277,12 +285,12 @@ class DecoderBuilder:
 
     def mlp(
         self, scope: Scope, index: int
-    ) -> tuple[Callable[[Tensor], Tensor], ExpertsBeside | None]:
-        """Builds a layer's MLP or the experts in its place, and experts beside it."""
+    ) -> tuple[Callable[[Tensor], Tensor], ParallelExperts | None]:
+        """Builds a layer's MLP, or its experts, or an MLP and experts in parallel to it."""
         names, experts = self.model.names, self.experts_of(index)
         size = self.model.layer(index).intermediate_size
         if experts is not None and experts.beside_mlp:
-            return build_experts_beside(scope, experts, size)
+            return build_parallel_experts(scope, experts, size)
         if experts is not None:
             mlp = build_experts(scope, experts)
         else:

@@ -20,10 +20,12 @@ from asyncllm.gpu.ops.routing import RouterWeights, Routing
 
 @dataclass(slots=True)
 class ExpertsMLP:
-    """Mixture of experts (Shazeer et al., 2017), with or without a shared MLP.
+    """Mixture of experts (Shazeer et al., 2017), with or without a shared expert.
 
     Attributes:
-        gate: logit whose sigmoid multiplies the output of ``shared``; None without.
+        shared: the shared expert; None for a model without.
+        gate: layer that computes a logit, whose sigmoid multiplies the output of ``shared``; None
+            if that is not gated.
     """
 
     routing: Routing
@@ -40,12 +42,13 @@ class ExpertsMLP:
 
 
 @dataclass(slots=True)
-class ExpertsBeside:
-    """Experts of the residual beside an MLP (Gemma 4), and the norm of the sum of both.
+class ParallelExperts:
+    """Experts in parallel to an MLP (Gemma 4); their input is the residual.
 
     Attributes:
         router_norm, input_norm: norms of the residual before the router and before the experts.
-        mixed_norm: norm after the experts.
+        mixed_norm: norm of the experts' output.
+        norm: norm of the sum of both outputs.
     """
 
     router_norm: RMSNorm
@@ -55,15 +58,17 @@ class ExpertsBeside:
     norm: RMSNorm
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Adds the experts of ``residual`` to the MLP's output ``x``, and norms the sum;
-        ``[T, H]``."""
+        """Adds the experts' output for ``residual`` to the MLP's output ``x``; norms the sum.
+
+        Shapes are ``[T, H]``.
+        """
         ids, weights = self.experts.routing(self.router_norm(residual))
         mixed = self.experts.experts(self.input_norm(residual), ids, weights)
         return self.norm.add(self.mixed_norm(mixed), x)[0]
 
 
 def build_experts(scope: Scope, config: ExpertsConfig) -> ExpertsMLP:
-    """Builds a layer's experts, and the shared MLP if it has one."""
+    """Builds a layer's experts, and its shared expert if it has one."""
     ops, names, routing = scope.ops, config.names, config.routing
     hidden, count, inner = scope.model.hidden_size, routing.num_experts, config.intermediate_size
     rows = scope.linear_weights(
@@ -96,10 +101,10 @@ def build_experts(scope: Scope, config: ExpertsConfig) -> ExpertsMLP:
     return mlp
 
 
-def build_experts_beside(
+def build_parallel_experts(
     scope: Scope, config: ExpertsConfig, size: int
-) -> tuple[Normed, ExpertsBeside]:
-    """Builds an MLP of intermediate size ``size``, and the experts beside it."""
+) -> tuple[Normed, ParallelExperts]:
+    """Builds an MLP of intermediate size ``size``, and the experts in parallel to it."""
     model, names = scope.model, config.names
     experts = build_experts(scope, config)
     router = scope.norm_weight("router.norm", names.router_norm, suffix="")
@@ -110,11 +115,11 @@ def build_experts_beside(
     mlp = scope.child("", f"{model.names.mlp}.").gated_mlp(size)
     assert model.names.mlp_norm is not None
     whole = scope.norm("mlp_norm", model.names.mlp_norm)
-    return Normed(mlp, mlp_norm), ExpertsBeside(router_norm, norm, experts, mixed_norm, whole)
+    return Normed(mlp, mlp_norm), ParallelExperts(router_norm, norm, experts, mixed_norm, whole)
 
 
 def _router_parameter(scope: Scope, config: ExpertsConfig, kind: str, *width: int) -> Parameter:
-    """The router's weight or bias, never quantised: rounding would choose other experts."""
+    """The router's weight or bias, never quantised: rounding would change the routing."""
     names, routing = config.names, config.routing
     fields: dict[str, Any] = {"suffix": f".{kind}", "dtype": "float32" if routing.float32 else None}
     own, fused = (
@@ -127,7 +132,7 @@ def _router_parameter(scope: Scope, config: ExpertsConfig, kind: str, *width: in
 def _stacked_experts(
     scope: Scope, config: ExpertsConfig, name: str, parts: tuple[tuple[str, int], ...], width: int
 ) -> LinearWeights:
-    """Stacked weights of a linear layer of all experts, from separate tensors or a fused one."""
+    """Weights of one linear layer of all experts, stored separately or in a fused tensor."""
     names, count, found = config.names, config.routing.num_experts, []
     layout = StackLayout(count, names.transposed, names.transposed and name == "gate_up")
     each = [(f"{names.experts}.{i}.{part}", rows) for i in range(count) for part, rows in parts]

@@ -18,7 +18,7 @@ NO_TOKENS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class StepOutput(NamedTuple):
-    """Output of the model's part of a step.
+    """Output of a step's forward pass.
 
     Attributes:
         logits: ``[num_logits, vocab_size]`` in the model's dtype.
@@ -64,13 +64,15 @@ class LanguageModel(Protocol):
 
     @property
     def states(self) -> Sequence[StateSpec]:
-        """Recurrent states of a sequence, as in ``KVCache.states``; () without."""
+        """Recurrent states of a sequence, see ``KVCache.states``; () without recurrent layers."""
         ...
 
     @property
     def argmax(self) -> Callable[[Tensor], Tensor] | None:
-        """``[S, H] -> [S]`` int64: tokens of the largest logits, without writing the logits; see
-        ``ArgmaxLinear``. None if the logits are needed for it."""
+        """``[S, H] -> [S]`` int64: tokens of the largest logits, without writing the logits.
+
+        See ``ArgmaxLinear``. None if the model has to write the logits to find them.
+        """
         ...
 
     @property
@@ -79,7 +81,7 @@ class LanguageModel(Protocol):
         ...
 
     def set_max_positions(self, count: int) -> None:
-        """Prepares for positions 0 to ``count - 1``; called before the first step."""
+        """Prepares the model for positions 0 to ``count - 1``; called before the first step."""
         ...
 
     def with_few_layers(self) -> LanguageModel:
@@ -87,8 +89,10 @@ class LanguageModel(Protocol):
         ...
 
     def forward(self, step: StepInputs, cache: KVCache) -> StepOutput:
-        """Runs a step, and writes its KV. Padded rows of the result are undefined. While a CUDA
-        graph is captured, or a Recorder is active, it reads nothing on the host.
+        """Runs a step, and writes its KV.
+
+        Padded rows of the result are undefined. While a CUDA graph is captured, or a Recorder is
+        active, the method reads no tensor's values on the host.
 
         Raises:
             Unrecordable: while a Recorder is active, for an op that is not native.

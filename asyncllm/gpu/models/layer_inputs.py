@@ -15,8 +15,9 @@ from asyncllm.gpu.ops.base import Embedding, Linear, RMSNorm
 
 @dataclass(slots=True)
 class LayerInputs:
-    """Per-layer embeddings of all layers: a table's entry for the token, plus a projection. The
-    projection is of the first layer's input. A layer gets P elements per token.
+    """Per-layer embeddings: a table entry per token, plus a projection of the first layer's input.
+
+    Each layer gets P elements per token.
 
     Attributes:
         table: ``[T] -> [T, layers * P]``.
@@ -44,11 +45,11 @@ class LayerInputs:
 
 @dataclass(slots=True)
 class InputLayer:
-    """A layer, followed by a residual block that its per-layer embedding gates.
+    """A layer, followed by a residual block with its per-layer embedding as a factor.
 
     Attributes:
         add: adds the layer's output to the residual.
-        activation: activation of the gate, times the layer's embedding.
+        activation: activation of the gate, multiplied by the layer's embedding.
         index: index of the layer.
     """
 
@@ -76,11 +77,11 @@ class InputLayer:
 
 
 def build_layer_inputs(scope: Scope) -> LayerInputs | None:
-    """Builds the per-layer embeddings; None for a model without.
+    """Builds the per-layer embeddings; None for a model without them.
 
-    As in Gemma 4, the table has the factor ``size ** 0.5``, the projection ``hidden_size ** -0.5``,
-    and their sum ``0.5 ** 0.5``. The projection's factor is in the norm's epsilon: the norm of c *
-    x with eps is the norm of x with eps / c ** 2.
+    As in Gemma 4, the table is multiplied by ``size ** 0.5``, the projection by ``hidden_size **
+    -0.5``, and their sum by ``0.5 ** 0.5``. The projection's factor is folded into the norm's
+    epsilon: the norm of c * x with eps is the norm of x with eps / c ** 2.
     """
     model, ops, config = scope.model, scope.ops, scope.model.layer_input
     if config is None:

@@ -13,7 +13,7 @@ from asyncllm.gpu.ops.base import Attention, AttentionShape, Linear, RMSNorm, Ro
 
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
-    """Attention parameters that several layers share, with one Attention and one plan per step.
+    """Attention parameters of the layers that share one Attention and one plan per step.
 
     Attributes:
         window: keys that a query sees, itself included; None is all.
@@ -32,15 +32,15 @@ class StepContext:
     Attributes:
         positions: ``[T]`` int64, position of each token in its sequence.
         slot_mappings: per attention kind ``[T]`` int64, KV slot of each token.
-        plans: per attention kind, the plan that its Attention made.
+        plans: per attention kind, the step's plan, made by its Attention.
         rotary: per RoPE table, the result of ``TorchOps.rotary``.
         kv: KV cache of each layer that has one.
         states: tensors of the StateCache; () for a model without recurrent layers.
         state_rows: result of ``TorchOps.state_rows``; None without recurrent layers.
         rows: ``[S]`` int64, tokens to compute after the running layer's mixer:
             ``StepInputs.wanted`` in the last layer; None is all.
-        inputs: ``[T, layers, P]``, per-layer embeddings; None without.
-        shared_kv: the step's own k and v of layers that share them with later ones, by KV index.
+        inputs: ``[T, layers, P]``, per-layer embeddings; None for a model without them.
+        shared_kv: by KV index, k and v of this step's tokens, for later layers that reuse them.
     """
 
     positions: Tensor
@@ -54,27 +54,35 @@ class StepContext:
     inputs: Tensor | None = None
     shared_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def mix(self, core: Core, width: int, *tensors: Tensor) -> Tensor:
-        """Runs a mixer's core on tensors ``[T, ...]``; returns ``[T, width]``. Piecewise CUDA
-        graphs are cut here and nowhere else."""
+    def run_core(self, core: Core, width: int, *tensors: Tensor) -> Tensor:
+        """Runs a mixer's core on tensors ``[T, ...]``; returns ``[T, width]``.
+
+        Piecewise CUDA graphs are split here and nowhere else.
+        """
         return core(self, *tensors)
 
 
 Core = Callable[..., Tensor]
-"""The part of a mixer in which tokens of a sequence see one another. Takes the StepContext and
-tensors ``[T, ...]``, returns ``[T, N]``. Only a core reads the step's rows, plans and states."""
+"""The part of a mixer in which tokens of a sequence see one another.
+
+It is called with the StepContext and tensors ``[T, ...]``, and returns ``[T, N]``. Only a core
+reads the step's plans, states and state rows."""
 
 Mixer = Callable[[Tensor, StepContext], Tensor]
-"""The sublayer in which tokens of a sequence see one another, attention or a recurrence:
-``[T, H] -> [T, H]``, or ``[S, H]`` at ``step.rows``. It writes the KV or state of all T tokens."""
+"""The sublayer in which tokens of a sequence see one another: attention or a recurrence.
+
+It maps ``[T, H]`` to ``[T, H]``, or to ``[S, H]`` for the tokens in ``step.rows``. It writes the KV
+or state of all T tokens."""
 
 
 class Layer(Protocol):
-    """One decoder layer. The next norm adds the residual, as one fused op, so a layer takes and
-    returns its input and the residual separately.
+    """One decoder layer.
+
+    The next norm adds the residual, as one fused op, so a layer takes and returns its input and the
+    residual separately.
 
     Attributes:
-        kind: equal for layers whose ops have the same shapes.
+        kind: key that is equal for layers whose ops have the same shapes.
     """
 
     @property
@@ -83,10 +91,10 @@ class Layer(Protocol):
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext
     ) -> tuple[Tensor, Tensor]:
-        """Returns output and residual, ``[T, H]`` each, or ``[S, H]`` at ``step.rows``.
+        """Returns output and residual, ``[T, H]`` each, or ``[S, H]`` for ``step.rows``.
 
         Args:
-            x: ``[T, H]``, the output of the layer before.
+            x: ``[T, H]``, the output of the previous layer.
             residual: ``[T, H]``, may be overwritten; None before the first layer.
         """
         ...
@@ -110,9 +118,9 @@ class _AttentionParts:
     """Parts of both attention mixers.
 
     Attributes:
-        attention_index: index of its attention kind in StepContext.
-        rope_index: index of its RoPE table in StepContext.
-        kv_index: index in StepContext of the KV cache that it reads.
+        attention_index: index of the mixer's attention kind in StepContext.
+        rope_index: index of the mixer's RoPE table in StepContext.
+        kv_index: index in StepContext of the KV cache that the mixer reads.
         sinks: the last argument of attention, ``[Hq]`` float32; () without sinks.
     """
 
@@ -133,8 +141,8 @@ class AttentionMixer(_AttentionParts):
     """Attention with its projections.
 
     Attributes:
-        gate: gate on the output; None without.
-        shares_kv: later layers attend to its keys and values.
+        gate: gate on attention's output; None for no gate.
+        shares_kv: later layers attend to this layer's keys and values.
     """
 
     qkv: Linear
@@ -151,7 +159,7 @@ class AttentionMixer(_AttentionParts):
             step.shared_kv[self.kv_index] = k, v
         if rows is not None and not len(rows):
             return x[:0]
-        mixed = step.mix(self.attend, q.shape[1] * q.shape[2], q, k, v)
+        mixed = step.run_core(self.attend, q.shape[1] * q.shape[2], q, k, v)
         if gate is not None:
             mixed = gate.multiply(mixed, qkv[:, gate.start :])
         return self.o(mixed if rows is None else mixed[rows])
@@ -159,8 +167,10 @@ class AttentionMixer(_AttentionParts):
 
 @dataclass(slots=True, kw_only=True)
 class SharedAttentionMixer(_AttentionParts):
-    """Attention to the keys and values of an earlier layer (KV sharing). It computes queries alone,
-    and writes no KV."""
+    """Attention to the keys and values of an earlier layer (KV sharing).
+
+    It computes queries alone, and writes no KV.
+    """
 
     q: Linear
     rope: Rope
@@ -170,7 +180,7 @@ class SharedAttentionMixer(_AttentionParts):
         if rows is not None and not len(rows):
             return x[:0]
         q = self.rope(self.q(x), step.rotary[self.rope_index])
-        mixed = step.mix(self.attend, q.shape[1] * q.shape[2], q, k, v)
+        mixed = step.run_core(self.attend, q.shape[1] * q.shape[2], q, k, v)
         return self.o(mixed if rows is None else mixed[rows])
 
 
@@ -202,7 +212,8 @@ class DecoderLayer:
     """Mixer and MLP, each with a residual connection and norms before it, after it, or both.
 
     Attributes:
-        experts_beside: adds the experts beside the MLP, from its output and the residual.
+        parallel_experts: adds the output of experts in parallel to the MLP, given the MLP's output
+            and the residual; None without such experts.
     """
 
     kind: Hashable
@@ -210,7 +221,7 @@ class DecoderLayer:
     mixer: Mixer
     post_norm: RMSNorm
     mlp: Callable[[Tensor], Tensor]
-    experts_beside: Callable[[Tensor, Tensor], Tensor] | None = None
+    parallel_experts: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext
@@ -226,4 +237,6 @@ class DecoderLayer:
                 return x, residual
         normed, residual = self.post_norm.add(x, residual)
         x = self.mlp(normed)
-        return (x if self.experts_beside is None else self.experts_beside(x, residual)), residual
+        return (
+            x if self.parallel_experts is None else self.parallel_experts(x, residual)
+        ), residual

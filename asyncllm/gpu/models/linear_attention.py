@@ -19,14 +19,16 @@ from asyncllm.gpu.state_cache import StateSpec
 
 @dataclass(slots=True)
 class GatedDeltaMixer:
-    """Gated DeltaNet (Yang et al., 2025). It consists of projections, a short convolution over q, k
-    and v, the gated delta rule, and a norm gated by z.
+    """Gated DeltaNet (Yang et al., 2025).
+
+    It consists of projections, a short convolution over q, k and v, the gated delta rule, and a
+    norm gated by z.
 
     Attributes:
-        qkvz: projection to q, k and v, ``conv_size`` in all, then z.
-        gates: projection to each value head's logit of beta, then of the decay.
-        first_state: index in ``StepContext.states`` of the convolution's state; the delta rule's is
-            the next.
+        qkvz: projection to q, k and v, ``conv_size`` columns together, then z.
+        gates: projection to the logits of beta, one per value head, then those of the decay.
+        first_state: index in ``StepContext.states`` of the convolution's state; the delta rule's
+            state is the next.
     """
 
     qkvz: Linear
@@ -41,14 +43,16 @@ class GatedDeltaMixer:
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         qkvz, rows = self.qkvz(x), step.rows
         z = qkvz[:, self.conv_size :]
-        mixed = step.mix(self.recur, z.shape[1], qkvz[:, : self.conv_size], self.gates(x))
+        mixed = step.run_core(
+            self.run_recurrence, z.shape[1], qkvz[:, : self.conv_size], self.gates(x)
+        )
         if rows is not None:
             if not len(rows):
                 return x[:0]
             mixed, z = mixed[rows], z[rows]
         return self.out(self.norm(mixed, z))
 
-    def recur(self, step: StepContext, qkv: Tensor, gates: Tensor) -> Tensor:
+    def run_recurrence(self, step: StepContext, qkv: Tensor, gates: Tensor) -> Tensor:
         inputs, state = step.states[self.first_state : self.first_state + 2]
         qkv = self.conv(qkv, inputs, step.state_rows)
         return self.delta(qkv, gates, state, step.state_rows)
@@ -66,7 +70,7 @@ def linear_attention_states(config: LinearAttentionConfig) -> list[StateSpec]:
 def build_linear_attention(
     scope: Scope, config: LinearAttentionConfig, first_state: int
 ) -> GatedDeltaMixer:
-    """Builds a layer's mixer, whose states begin at index ``first_state``."""
+    """Builds a layer's mixer, whose recurrent states begin at index ``first_state``."""
     ops, hidden, eps = scope.ops, scope.model.hidden_size, scope.model.rms_norm_eps
     heads, values, channels = config.num_value_heads, config.value_size, config.conv_size
     if config.grouped_by_key_head:
@@ -74,10 +78,10 @@ def build_linear_attention(
     else:
         qkvz = {"in_proj_qkv": channels, "in_proj_z": values}
         gates = {"in_proj_b": heads, "in_proj_a": heads}
-    order, gates_order = projection_rows(config) or (None, None)
+    order, gates_order = projection_row_order(config) or (None, None)
     return GatedDeltaMixer(
         qkvz=scope.linear("qkvz", qkvz.items(), hidden, order=order),
-        # Not quantised, because the decay is exponential in them.
+        # Gates are never quantised, because the decay is exponential in them.
         gates=scope.linear("gates", gates.items(), hidden, order=gates_order, exact=True),
         conv=ops.causal_conv(
             scope.tensor("conv", "conv1d", channels, 1, config.conv_width).squeeze(1)
@@ -92,19 +96,22 @@ def build_linear_attention(
     )
 
 
-def projection_rows(config: LinearAttentionConfig) -> tuple[Tensor, Tensor] | None:
-    """Order of a file's rows of ``qkvz`` and ``gates`` in the mixer, int64; None if unchanged."""
+def projection_row_order(config: LinearAttentionConfig) -> tuple[Tensor, Tensor] | None:
+    """Order in which the mixer has a checkpoint's rows of ``qkvz`` and ``gates``, int64.
+
+    None if the order is the checkpoint's.
+    """
     if not config.grouped_by_key_head:
         return None
     group = config.num_value_heads // config.num_key_heads
     wide = group * config.value_dim
     return (
-        _regrouped(config.num_key_heads, (config.key_dim, config.key_dim, wide, wide)),
-        _regrouped(config.num_key_heads, (group, group)),
+        _regrouped_rows(config.num_key_heads, (config.key_dim, config.key_dim, wide, wide)),
+        _regrouped_rows(config.num_key_heads, (group, group)),
     )
 
 
-def _regrouped(count: int, sizes: tuple[int, ...]) -> Tensor:
+def _regrouped_rows(count: int, sizes: tuple[int, ...]) -> Tensor:
     """Row order that puts the first parts of all ``count`` groups before their second parts."""
     rows = torch.arange(count * sum(sizes), device="cpu").view(count, -1)
     return torch.cat([part.flatten() for part in rows.split(sizes, 1)])

@@ -10,12 +10,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class StackLayout:
-    """Layout of a fused checkpoint tensor that holds ``count`` stacked matrices. Its shape is
-    ``[count, rows, columns]``, or ``[count, rows]`` for vectors.
+    """Layout of a fused checkpoint tensor that holds ``count`` stacked matrices.
+
+    Its shape is ``[count, rows, columns]``, or ``[count, rows]`` for vectors.
 
     Attributes:
         transposed: the shape is ``[count, columns, rows]``.
-        interleaved: rows of the first and the second half of each matrix alternate.
+        interleaved: in the checkpoint, rows of each matrix's first and second half alternate.
     """
 
     count: int
@@ -45,11 +46,11 @@ class Parameter:
         name: the decoder's own name, e.g. "layers.3.qkv.weight".
         shape: shape of all ``parts``, stacked along the first dimension.
         parts: ``(tensor name, rows)`` in order.
-        dtype: torch's name of the dtype it is kept in, e.g. "float32"; None is the model's.
+        dtype: torch's name of the parameter's dtype, e.g. "float32"; None is the model's.
         layout: layout of a single fused part; None if the parts are plain rows.
-        linear: it is the weight of a linear layer, and may be packed or quantised. Weights of
+        linear: it is the weight of a linear layer that may be packed or quantised, which those of
             routers and gates may not.
-        alternative: the same parameter as other checkpoints store it; None without.
+        alternative: the same parameter as other checkpoints store it; None if all store it alike.
     """
 
     name: str
@@ -72,7 +73,7 @@ class Parameter:
         return alternative
 
     def stored_shape(self, rows: int) -> tuple[int, ...]:
-        """The shape of a part of ``rows`` in the checkpoint."""
+        """Shape in the checkpoint of a part that has ``rows`` rows."""
         shape = (rows, *self.shape[1:])
         return shape if self.layout is None else self.layout.stored_shape(shape)
 

@@ -1,8 +1,8 @@
 """Rotary position embedding (Su et al., 2021) as a table indexed by position.
 
 The ops rotate whole heads, element i together with element i + head_dim / 2. RoPE on a part of a
-head, or on neighbouring elements, is the same rotation with the elements in another order:
-``rotary_order``. q and k of a layer have the same order, so their dot products do not change.
+head, or on neighbouring elements, is the same rotation once the elements are permuted by
+``rotary_order``. q and k of a layer are permuted alike, so their dot products do not change.
 """
 
 from __future__ import annotations
@@ -31,14 +31,19 @@ class RopeSpec(NamedTuple):
 def inverse_frequencies(rope: RopeConfig, rotary_dim: int, max_positions: int = 0) -> Tensor:
     """Rotation of each pair per position, in radians, ``[rotary_dim / 2]`` float32.
 
-    "linear" divides all of them by ``factor``. "llama3" divides those whose wavelength exceeds
-    ``original_max_position / low_freq_factor``, leaves those below
-    ``original_max_position / high_freq_factor``, and interpolates between (Llama 3.1). "yarn"
-    interpolates between two numbers of rotations (Peng et al., 2023, section 3.2). "longrope"
-    divides each by its own factor, a long one if ``max_positions`` exceeds
-    ``original_max_position`` (Ding et al., 2024): the same for all sequences, so that none depends
-    on another's length. "proportional" is 0 after the first ``share`` of all pairs (Gemma 4).
-    "none" is 0.
+    Kinds of RoPE change the default frequencies:
+
+    - "linear" divides all frequencies by ``factor``.
+    - "llama3" (Llama 3.1) divides frequencies whose wavelength exceeds ``original_max_position /
+      low_freq_factor``, keeps those below ``original_max_position / high_freq_factor``, and
+      interpolates in between.
+    - "yarn" interpolates between two numbers of rotations (Peng et al., 2023, section 3.2).
+    - "longrope" (Ding et al., 2024) divides each frequency by its own factor, from the long factors
+      if ``max_positions`` exceeds ``original_max_position``, else from the short ones. The choice
+      is the same for all sequences, so that none depends on another's length.
+    - "proportional" (Gemma 4) divides by ``factor`` too, and sets the frequencies after the first
+      ``share`` of all pairs to 0.
+    - "none" sets all to 0.
     """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
     freqs = 1.0 / (rope.theta**exponents)
@@ -56,21 +61,26 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int, max_positions: int = 
         factors = torch.tensor(rope.long_factors if long else rope.short_factors, device="cpu")
         return 1.0 / (factors * rope.theta**exponents)
     kept = (
-        _llama3_kept_share(rope, freqs) if rope.kind == "llama3" else _yarn_kept_share(rope, freqs)
+        _llama3_kept_fraction(rope, freqs)
+        if rope.kind == "llama3"
+        else _yarn_kept_fraction(rope, freqs)
     )
     return (1 - kept) * freqs / rope.factor + kept * freqs
 
 
-def _llama3_kept_share(rope: RopeConfig, freqs: Tensor) -> Tensor:
-    """Share of each frequency that Llama 3's scaling keeps."""
+def _llama3_kept_fraction(rope: RopeConfig, freqs: Tensor) -> Tensor:
+    """Fraction of each frequency that Llama 3's scaling keeps."""
     wavelengths = 2 * math.pi / freqs
     low, high = rope.low_freq_factor, rope.high_freq_factor
     return ((rope.original_max_position / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
 
 
-def _yarn_kept_share(rope: RopeConfig, freqs: Tensor) -> Tensor:
-    """Share of each frequency that YaRN keeps: a ramp from the pair with ``beta_fast`` rotations in
-    the original context to the pair with ``beta_slow``."""
+def _yarn_kept_fraction(rope: RopeConfig, freqs: Tensor) -> Tensor:
+    """Fraction of each frequency that YaRN keeps.
+
+    It is a ramp from 1 at the pair with ``beta_fast`` rotations in the original context to 0 at the
+    pair with ``beta_slow`` rotations.
+    """
     dim = 2 * len(freqs)
 
     def pair(rotations: float) -> float:
@@ -82,7 +92,7 @@ def _yarn_kept_share(rope: RopeConfig, freqs: Tensor) -> Tensor:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
     if first == last:
-        last += 0.001  # as in transformers: a step, and no division by 0
+        last += 0.001  # As in transformers: the ramp becomes a step, without a division by 0.
     ramp = (torch.arange(len(freqs), dtype=torch.float32, device="cpu") - first) / (last - first)
     return 1 - ramp.clamp(0.0, 1.0)
 
@@ -98,8 +108,8 @@ def rope_table(
     """Cosines and sines of positions below ``max_positions``; 1 and 0 for pairs not rotated.
 
     Returns:
-        ``[max_positions, head_dim]``: cosines in the first half, sines in the second. Where queries
-            are scaled, ``[max_positions, 2, head_dim]``: for queries, then for keys.
+        ``[max_positions, head_dim]``: cosines in the first half, sines in the second. If the model
+            scales queries, ``[max_positions, 2, head_dim]``: for queries, then for keys.
     """
     positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
     frequencies = inverse_frequencies(rope, rotary_dim or head_dim, max_positions)
@@ -113,13 +123,13 @@ def rope_table(
 
 
 def _query_scale(rope: RopeConfig, positions: Tensor) -> Tensor:
-    """Factor on queries by position, ``[max_positions, 1]`` (Llama 4's temperature tuning)."""
+    """Factor by which queries are scaled, ``[max_positions, 1]`` (Llama 4's temperature tuning)."""
     contexts = torch.floor(positions / rope.original_max_position)
     return (1 + rope.query_scale_beta * torch.log(1 + contexts)).unsqueeze(1)
 
 
 def rotary_order(head_dim: int, rotary_dim: int, *, interleaved: bool) -> Tensor | None:
-    """Order in which the ops take a head's rows, ``[head_dim]`` int64; None if unchanged.
+    """Order in which the ops expect a head's rows, ``[head_dim]`` int64; None if unchanged.
 
     Args:
         rotary_dim: leading rows of the head, which are rotated.

@@ -17,11 +17,11 @@ from asyncllm.gpu.ops.quantise import Convert
 from asyncllm.gpu.ops.torch_ops import TorchOps
 
 Source = Callable[[Parameter], Tensor | LinearWeights]
-"""Function from a parameter to its values; for a ``linear`` one in any form that the op set
-takes."""
+"""Function that returns a parameter's values; those of a ``linear`` parameter may have any form
+that the op set accepts."""
 
 Parts = Collection[tuple[str, int]]
-"""Checkpoint modules whose rows are stacked, with the number of rows of each."""
+"""Names of checkpoint modules whose rows are stacked, each with its number of rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Scope:
 
     Attributes:
         source: returns the values of a parameter; called once for each.
-        convert: quantisation of the weights of linear layers; None without.
+        convert: quantisation of linear layers' weights; None for no quantisation.
         prefix, stored_prefix: prefixes of names in the decoder and in the checkpoint, e.g.
             "layers.3." and "model.layers.3.".
     """
@@ -43,7 +43,7 @@ class Scope:
     stored_prefix: str = ""
 
     def child(self, prefix: str, stored_prefix: str) -> Scope:
-        """Scope of a part within this one, whose prefixes it extends."""
+        """Scope of a part within this one; extends both prefixes."""
         return replace(
             self, prefix=self.prefix + prefix, stored_prefix=self.stored_prefix + stored_prefix
         )
@@ -63,14 +63,13 @@ class Scope:
 
     def tensor(self, name: str, stored: str, rows: int, *width: int, **fields: Any) -> Tensor:
         """Values of a parameter that is one checkpoint tensor; see ``parameter``."""
-        return self.take(self.parameter(name, ((stored, rows),), *width, **fields))
+        return self.plain_values(self.parameter(name, ((stored, rows),), *width, **fields))
 
     def vector(self, name: str, size: int, stored: str | None = None, **fields: Any) -> Tensor:
-        """Values of a float32 vector; ``stored`` is its name in the checkpoint, by default
-        ``name``."""
+        """Values of a float32 vector; its name in the checkpoint is ``stored`` or ``name``."""
         return self.tensor(name, stored or name, size, suffix="", dtype="float32", **fields)
 
-    def take(self, parameter: Parameter) -> Tensor:
+    def plain_values(self, parameter: Parameter) -> Tensor:
         """Values of a parameter that is never packed."""
         values = self.source(parameter)
         assert isinstance(values, Tensor)
@@ -83,8 +82,8 @@ class Scope:
         """Makes a linear layer that stacks ``parts``, with ``width`` columns.
 
         Args:
-            order: order of the rows; None leaves the checkpoint's.
-            exact: never packed or quantised.
+            order: order of the rows; None keeps the checkpoint's.
+            exact: the weight is never packed or quantised.
         """
         weight = self.parameter(name, parts, width, linear=not exact)
         own_bias = self.parameter(name, parts, suffix=".bias") if bias else None
@@ -94,16 +93,16 @@ class Scope:
         self, weight: Parameter, bias: Parameter | None = None, order: Tensor | None = None
     ) -> LinearWeights:
         """Weights of a linear layer for its op, quantised if configured, with rows in ``order``."""
-        weights = _as_linear(self.source(weight))
+        weights = _as_linear_weights(self.source(weight))
         if bias is not None:
-            weights = replace(weights, bias=self.take(bias))
+            weights = replace(weights, bias=self.plain_values(bias))
         if order is not None:
-            weights = _in_order(weights, order)
+            weights = _reorder_rows(weights, order)
         return self.converted(weights) if weight.linear else weights
 
     def converted(self, weights: Tensor | LinearWeights) -> LinearWeights:
         """Quantises the weights of a linear layer, if that is configured."""
-        weights = _as_linear(weights)
+        weights = _as_linear_weights(weights)
         return weights if self.convert is None else self.convert(weights)
 
     def norm_weight(self, name: str, stored: str, width: int = 0, **fields: Any) -> Tensor:
@@ -118,8 +117,10 @@ class Scope:
         return self.ops.rms_norm(self.norm_weight(name, stored), self.model.rms_norm_eps)
 
     def residual_norm(self, name: str, stored: str | None, scale: float = 1.0) -> RMSNorm:
-        """Makes the norm before a block, which first adds its input to the residual. Without
-        ``stored`` it only adds."""
+        """Makes the norm before a block, which first adds its input to the residual.
+
+        If ``stored`` is None, the op only adds.
+        """
         eps, multiplier = self.model.rms_norm_eps, self.model.residual_multiplier
         if stored is None:
             return self.ops.residual_add(multiplier, scale)
@@ -136,21 +137,21 @@ class Scope:
 
     @property
     def activation(self) -> Callable[..., Tensor]:
-        """The MLPs' gated activation, ``activation(gate) * up``."""
+        """Gated activation of the MLPs: ``activation(gate) * up``."""
         return self.ops.gelu_mul if self.model.activation == "gelu_tanh" else self.ops.silu_mul
 
 
 def stacked(names: tuple[str, ...], rows: tuple[int, ...]) -> Parts:
-    """Pairs modules with their numbers of rows; a single module has the rows of all."""
+    """Pairs modules with their numbers of rows; a single fused module has all rows."""
     return tuple(zip(names, (sum(rows),) if len(names) == 1 else rows, strict=True))
 
 
-def _as_linear(weights: Tensor | LinearWeights) -> LinearWeights:
+def _as_linear_weights(weights: Tensor | LinearWeights) -> LinearWeights:
     return LinearWeights(weights) if isinstance(weights, Tensor) else weights
 
 
-def _in_order(weights: LinearWeights, rows: Tensor) -> LinearWeights:
-    """Reorders the rows of weights. Scales and zeros have to be per row."""
+def _reorder_rows(weights: LinearWeights, rows: Tensor) -> LinearWeights:
+    """Reorders the rows of weights; scales and zero points have to be per row."""
     parts = {name: getattr(weights, name) for name in ("values", "bias", "scales", "zeros")}
     ordered = {
         name: part.index_select(0, rows.to(part.device))

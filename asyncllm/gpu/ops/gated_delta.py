@@ -100,11 +100,11 @@ class TorchGatedDelta:
     def __call__(self, qkv: Tensor, gates: Tensor, state: Tensor, rows: StateRows) -> Tensor:
         shape, inputs = self.shape, _Inputs(self.shape, self.biases, qkv, gates)
         out = inputs.v.new_empty((len(qkv), shape.num_value_heads, shape.value_dim))
-        if rows.slots is not None and not rows.apart:
+        if rows.slots is not None and not rows.batch_spans:
             count, held = len(rows.slots), rows.gather(state)
             out[:count] = _one_token(held, *inputs.tokens(0, count))
             state.index_copy_(0, rows.slots, held)
-        for span in (*rows.apart, *rows.spans):
+        for span in (*rows.batch_spans, *rows.spans):
             held = span_state(state, span)
             for start in range(span.start, span.end, CHUNK_TOKENS):
                 end = min(start + CHUNK_TOKENS, span.end)

@@ -16,68 +16,72 @@ from asyncllm.config import EngineConfig
 from asyncllm.core.batch import RequestAssignment
 from asyncllm.errors import EngineError
 from asyncllm.gpu.h2d import copy_to_device
-from asyncllm.gpu.sample.host_rules import Claim, check_storage, type_and_shape
+from asyncllm.gpu.sample.host_rules import ClaimedRequest, check_storage, type_and_shape
 from asyncllm.logits_processor import ENTRY_POINTS, BatchUpdate, LogitsProcessor
 from asyncllm.validation import explain
 
 
 class BatchedProcessors:
-    """The engine's LogitsProcessors.
+    """The engine's LogitsProcessors, and the batch updates that they have yet to receive.
 
-    Each is told about its own requests only, in the order in which steps are sampled. Changes are
-    numbered for that: a request may leave its index before its last step is sampled.
+    Each processor is notified of its own requests only. A request may leave its index before its
+    last step is sampled, so batch updates are numbered: a processor receives those that came before
+    the step being sampled.
 
     Attributes:
-        num_changes: requests that entered or left so far.
+        num_batch_updates: number of batch updates so far: requests that entered or left.
     """
 
     def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
-        self.num_changes = 0
+        self.num_batch_updates = 0
         self._members = [_ProcessorRequests(processor) for processor in processors]
 
-    def enter(self, assignment: RequestAssignment) -> Claim:
+    def add_request(self, assignment: RequestAssignment) -> ClaimedRequest:
         prompt = assignment.num_prompt_tokens
-        claim = Claim(assignment.claimed_by, assignment, list(assignment.token_ids[prompt:]))
-        self._change(claim, claim)
-        return claim
+        request = ClaimedRequest(
+            assignment.claimed_by, assignment, list(assignment.token_ids[prompt:])
+        )
+        self._add_update(request, request)
+        return request
 
-    def leave(self, claim: Claim) -> None:
-        self._change(claim, None)
+    def remove_request(self, request: ClaimedRequest) -> None:
+        self._add_update(request, None)
 
-    def _change(self, claim: Claim, to: Claim | None) -> None:
-        self.num_changes += 1
-        change = self.num_changes, claim.assignment.req_index, to
-        for number in claim.processors:
-            self._members[number].changes.append(change)
+    def _add_update(self, request: ClaimedRequest, to: ClaimedRequest | None) -> None:
+        self.num_batch_updates += 1
+        update = self.num_batch_updates, request.assignment.req_index, to
+        for number in request.processors:
+            self._members[number].pending_updates.append(update)
 
     def apply(
         self,
         processed: Tensor,
-        claims: Mapping[int, Claim],
-        num_changes: int,
+        requests: Mapping[int, ClaimedRequest],
+        num_batch_updates: int,
         errors: dict[int, Exception],
     ) -> None:
-        """Applies the processors in place to the rows of their requests.
+        """Applies each processor, in place, to the rows of the requests that it has claimed.
 
         Args:
             processed: logits ``[S, vocab_size]``.
-            claims: by row, with outputs up to date.
-            num_changes: number of changes before this step.
-            errors: by row. Rows that have one are skipped; rows of a processor that fails are
+            requests: by row, the request with the processors that apply to it; its output is up to
+                date.
+            num_batch_updates: number of batch updates before this step.
+            errors: errors by row. Rows in it are skipped; the rows of a processor that fails are
                 added.
         """
         for number, members in enumerate(self._members):
-            rows = [row for row, claim in claims.items() if number in claim.processors]
+            rows = [row for row, request in requests.items() if number in request.processors]
             if not rows:
                 continue
-            members.update(num_changes)
-            lost = {row: error for row in rows if (error := claims[row].error) is not None}
+            members.notify(num_batch_updates)
+            lost = {row: error for row in rows if (error := requests[row].error) is not None}
             errors |= {row: error for row, error in lost.items() if row not in errors}
             rows = [row for row in rows if row not in errors]
             if not rows:
                 continue
             index = copy_to_device(np.array(rows, dtype=np.int64), processed.device)
-            indices = [claims[row].assignment.req_index for row in rows]
+            indices = [requests[row].assignment.req_index for row in rows]
             try:
                 processed[index] = members.apply(processed[index], indices)
             except Exception as error:
@@ -85,21 +89,24 @@ class BatchedProcessors:
 
 
 class _ProcessorRequests:
-    """A processor and the requests that it knows.
+    """A processor and the requests that it has been notified of.
 
     Attributes:
-        changes: changes that it has not been told: number, request index, and the claim that
-            enters, or None if a request leaves.
+        pending_updates: batch updates that the processor has not received: number, request index,
+            and the request that enters, or None if one leaves.
     """
 
     def __init__(self, processor: LogitsProcessor) -> None:
         self.processor = processor
-        self.changes: deque[tuple[int, int, Claim | None]] = deque()
-        self._claims: dict[int, Claim] = {}
+        self.pending_updates: deque[tuple[int, int, ClaimedRequest | None]] = deque()
+        self._requests: dict[int, ClaimedRequest] = {}
 
     def _failure(self, error: BaseException) -> RuntimeError:
-        """Error that names the processor. SystemExit and KeyboardInterrupt come from it too: no
-        signal is delivered on this thread."""
+        """Makes the error that names the processor.
+
+        ``error`` may be a SystemExit or KeyboardInterrupt of the processor: no signal is delivered
+        on this thread.
+        """
         name = type(self.processor).__name__
         return RuntimeError(f"logits processor {name} failed: {explain(error)}")
 
@@ -117,35 +124,35 @@ class _ProcessorRequests:
         except BaseException as error:
             raise self._failure(error) from error
 
-    def update(self, num_changes: int) -> None:
-        """Tells the processor about changes up to number ``num_changes``.
+    def notify(self, num_batch_updates: int) -> None:
+        """Notifies the processor of batch updates up to number ``num_batch_updates``.
 
-        If it raises, its state is unknown and all its requests fail: it hears no more of them, not
-        even that they left, and goes on with requests that enter later.
+        If the processor raises, its state is unknown and all its requests fail. It is not notified
+        of these again, not even when they leave; requests that enter later are processed.
         """
-        after: dict[int, Claim | None] = {}
-        while self.changes and self.changes[0][0] <= num_changes:
-            _, req_index, claim = self.changes.popleft()
-            after[req_index] = claim
-        before = self._claims
-        removed = [i for i, claim in after.items() if i in before and before[i] is not claim]
-        entered = {i: claim for i, claim in after.items() if claim is not None}
-        self._claims = {i: claim for i, claim in before.items() if i not in after} | entered
+        after: dict[int, ClaimedRequest | None] = {}
+        while self.pending_updates and self.pending_updates[0][0] <= num_batch_updates:
+            _, req_index, request = self.pending_updates.popleft()
+            after[req_index] = request
+        before = self._requests
+        removed = [i for i, request in after.items() if i in before and before[i] is not request]
+        entered = {i: request for i, request in after.items() if request is not None}
+        self._requests = {i: request for i, request in before.items() if i not in after} | entered
         update = None
         if removed or entered:
             added = [
                 (i, one.assignment.sampling, _prompt(one.assignment), one.output)
                 for i, one in entered.items()
             ]
-            update = BatchUpdate(len(self._claims), removed, added)
+            update = BatchUpdate(len(self._requests), removed, added)
         try:
             self.processor.update_state(update)
         except BaseException as error:
             failure = self._failure(error)
             failure.__cause__ = error
-            for claim in self._claims.values():
-                claim.error = claim.error or failure
-            self._claims = {}
+            for request in self._requests.values():
+                request.error = request.error or failure
+            self._requests = {}
 
 
 def _prompt(assignment: RequestAssignment) -> list[int]:
@@ -153,7 +160,7 @@ def _prompt(assignment: RequestAssignment) -> list[int]:
 
 
 def make_processors(config: EngineConfig, device: torch.device) -> tuple[LogitsProcessor, ...]:
-    """Makes the processors of the configuration, then those of installed distributions.
+    """Makes the processors in the configuration, then those of installed distributions.
 
     Raises:
         EngineError: a processor cannot be loaded or made, or is no LogitsProcessor.

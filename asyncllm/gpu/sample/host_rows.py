@@ -12,21 +12,21 @@ from asyncllm.gpu.batch.sampling_inputs import LOGITS_STAGES, SamplingRows, Stag
 from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
-from asyncllm.gpu.sample.host_rules import Claim, apply_processors, mask_bad_words
+from asyncllm.gpu.sample.host_rules import ClaimedRequest, apply_processors, mask_bad_words
 from asyncllm.gpu.sample.logprobs import logprobs_of_row, token_logprobs
 from asyncllm.gpu.sample.sample_output import NO_TOKEN_MESSAGE, NOT_FINITE_MESSAGE, SampleOutput
 from asyncllm.gpu.sample.sampler import Sampler
 
 
 class HostRows:
-    """K rows of a step whose sampling needs the host, in two halves.
+    """K rows of a step that are sampled on the host, in two calls.
 
-    ``copy_inputs`` is queued after the forward pass and copies the inputs of sampling, because the
-    next step may run first, with other requests at these indices. ``sample`` applies ``bad_words``
-    and the logits processors, and draws; wait for the step's end before it.
+    ``copy_inputs`` queues copies of the inputs of sampling behind the forward pass, because the
+    next step may run before ``sample``, with other requests at these indices. ``sample`` applies
+    ``bad_words`` and the logits processors, and draws; call it after the step's end.
 
     Args:
-        places: ``[K]``, places of the rows among the step's sampled rows.
+        places: ``[K]``, indices of the rows within the step's sampled rows.
         req_indices, positions: ``[K]``, request index and position of each sampled token; all
             tokens before it are known.
     """
@@ -40,13 +40,15 @@ class HostRows:
         self._stages, self._num_logprobs = state.stages[req_indices], state.logprobs[req_indices]
         self._host_logprobs = [state.host_logprobs.get(index) for index in indices]
         self._rules = {
-            row: state.host[index] for row, index in enumerate(indices) if index in state.host
+            row: state.host_rules[index]
+            for row, index in enumerate(indices)
+            if index in state.host_rules
         }
         self._outputs = {
             row: sampler.inputs.output_token_ids(indices[row], at[row]).copy()
             for row in self._rules
         }
-        self._num_changes = sampler.batched.num_changes
+        self._num_batch_updates = sampler.batched.num_batch_updates
         self._logits = self._processed = self._positions = torch.empty(0)
         self._scalars: dict[str, Tensor] = {}
 
@@ -56,9 +58,10 @@ class HostRows:
         """Queues the copies of the inputs; reads nothing on the host.
 
         Args:
-            logits, rows: ``[S, vocab_size]`` and inputs of all sampled rows of the step.
+            logits: ``[S, vocab_size]``, of all sampled rows of the step.
+            rows: sampling inputs of all sampled rows of the step.
             scalars: the scalars of DRAW_SCALARS, by request index.
-            stages: stages of the whole step.
+            stages: sampling stages of the whole step.
 
         Returns:
             ``places`` on the device.
@@ -93,16 +96,16 @@ class HostRows:
         return output
 
     def _apply_processors(self, errors: dict[int, Exception]) -> None:
-        """Applies bad words and logits processors, in place."""
-        processed, claims = self._processed, dict[int, Claim]()
+        """Applies bad words and logits processors in place; adds failed rows to ``errors``."""
+        processed, requests = self._processed, dict[int, ClaimedRequest]()
         for row, rules in self._rules.items():
             output = self._outputs[row]
             mask_bad_words(processed[row], rules, output)
-            if (claim := rules.claim) is not None:
-                claim.output += output[len(claim.output) :].tolist()
-                claims[row] = claim
-        if claims:
-            self._sampler.batched.apply(processed, claims, self._num_changes, errors)
+            if (request := rules.claimed_request) is not None:
+                request.output += output[len(request.output) :].tolist()
+                requests[row] = request
+        if requests:
+            self._sampler.batched.apply(processed, requests, self._num_batch_updates, errors)
         for row, rules in self._rules.items():
             if rules.processors and row not in errors:
                 try:
@@ -111,7 +114,7 @@ class HostRows:
                     errors[row] = error
 
     def _add_errors(self, output: SampleOutput) -> None:
-        """Adds the errors of rows without a token."""
+        """Adds an error for each row without a token that has none yet."""
         for row in np.flatnonzero(output.token_ids < 0).tolist():
             if row in output.errors:
                 continue

@@ -14,11 +14,11 @@ from asyncllm.validation import describe
 
 
 @dataclass(slots=True, eq=False)
-class Claim:
-    """A request that processors have claimed, while it has its request index.
+class ClaimedRequest:
+    """A request that some of the engine's logits processors apply to, at its request index.
 
     Attributes:
-        processors: indices of the processors.
+        processors: indices of the processors that apply, which "claimed" the request.
         assignment: the request's assignment.
         output: output tokens so far; the processors hold the same list and see it grow.
         error: error of a processor that failed and no longer knows the request's state.
@@ -35,21 +35,22 @@ class HostRules:
     """Sampling parameters of a request that need the host.
 
     Attributes:
-        bad_words: sequences of two tokens or more; the last must not follow the others.
+        bad_words: sequences of two tokens or more; the last token must not follow the others.
         processors: the request's own logits processors, in order.
-        claim: its claim by the engine's processors; None without.
+        claimed_request: the request with the engine's processors that apply to it; None if none
+            applies.
     """
 
     bad_words: tuple[tuple[int, ...], ...] = ()
     processors: tuple[RequestLogitsProcessor, ...] = ()
-    claim: Claim | None = None
+    claimed_request: ClaimedRequest | None = None
 
 
 def mask_bad_words(row: Tensor, rules: HostRules, output: np.ndarray) -> None:
     """Masks the last token of each bad word whose other tokens end the output.
 
     Args:
-        output: ``[n]``, the output so far.
+        output: ``[n]``, the output tokens so far.
     """
     if not rules.bad_words:
         return
@@ -61,8 +62,13 @@ def mask_bad_words(row: Tensor, rules: HostRules, output: np.ndarray) -> None:
 
 
 def apply_processors(row: Tensor, rules: HostRules, output: np.ndarray) -> None:
-    """Applies the request's own logits processors to its row, in place. Raises an Exception: a
-    processor's error, or TypeError for a result that is not ``[vocab_size]``."""
+    """Applies the request's own logits processors to its row, in place.
+
+    Raises:
+        TypeError: a processor returned something else than a tensor ``[vocab_size]``.
+        RuntimeError: a processor raised a BaseException that is no Exception.
+        Exception: the error that a processor raised.
+    """
     value: object = row.clone()
     tokens = output.tolist()
     try:
@@ -79,14 +85,16 @@ def apply_processors(row: Tensor, rules: HostRules, output: np.ndarray) -> None:
     except Exception:
         raise
     except BaseException as error:
-        # No signal is delivered on this thread: an exit or an interrupt is the
-        # processor's own, and ends neither the thread nor the process.
+        # No signal is delivered on this thread, so the processor itself raised the SystemExit or
+        # KeyboardInterrupt, which must end neither the thread nor the process.
         raise RuntimeError(f"a logits processor raised {describe(error)}") from error
 
 
 def check_storage(value: Tensor) -> None:
-    """Raises ValueError for a tensor that extends beyond its storage. A processor may have resized
-    the storage; torch would read past its end."""
+    """Raises ValueError for a tensor that extends beyond its storage.
+
+    A processor may have resized the storage, and torch would read past the end.
+    """
     spans = zip(value.shape, value.stride(), strict=True)
     last = value.storage_offset() + sum((count - 1) * stride for count, stride in spans)
     if value.untyped_storage().nbytes() < (last + 1) * value.itemsize:

@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled and of most likely tokens, as outputs."""
+"""token_logprobs, logprobs_of_row: make output objects for log-probabilities."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ from torch import Tensor
 from asyncllm.outputs import Logprob, TokenLogprobs
 
 MAX_BUFFERED_LOGPROBS = 64
-"""Most log-probabilities per token that a step's buffers hold; more are computed by the host."""
+"""Maximum number of log-probabilities per token in a step's buffers; the host computes more."""
 
 
 DEFAULT_BUFFERED_LOGPROBS = 20
-"""Log-probabilities per token in a step's buffers, if the configuration sets no limit."""
+"""Number of log-probabilities per token in a step's buffers if the configuration has no limit."""
 
 
 def token_logprobs(
     values: np.ndarray, ids: np.ndarray, tokens: np.ndarray, counts: np.ndarray
 ) -> list[TokenLogprobs]:
-    """Makes TokenLogprobs of the rows of a TopLogprobs.
+    """Makes a TokenLogprobs from each row of a TopLogprobs.
 
     Args:
-        counts: number of likeliest tokens of each row.
+        values, ids: arrays of the TopLogprobs.
+        tokens: ``[S]``, the sampled tokens.
+        counts: ``[S]``, number of likeliest tokens to return for each row.
     """
     found = []
     rows = zip(values.tolist(), ids.tolist(), tokens.tolist(), counts.tolist(), strict=True)
     for row, row_ids, token, count in rows:
         best = zip(row_ids[:count], row[:count], range(1, count + 1), strict=True)
-        # Logprob's own constructor takes twice as long, and a prompt makes very many.
+        # Logprob's own constructor takes twice as long, and a prompt needs very many of them.
         top = tuple(map(tuple.__new__, repeat(Logprob), best))
         found.append(TokenLogprobs(Logprob(token, row[-1], row_ids[-1]), top))
     return found

@@ -18,12 +18,12 @@ from asyncllm.gpu.sample.sample_output import NOT_FINITE_MESSAGE
 from asyncllm.outputs import TokenLogprobs
 
 SLICE_ELEMENTS = 1 << 24
-"""Most logits in memory at a time, 64 MiB in float32: those of a chunk of 8192 tokens would be
-5 GB with a vocabulary of 152k."""
+"""Maximum number of logits in memory at a time, 64 MiB in float32: the logits of a chunk of 8192
+tokens would be 5 GB with a vocabulary of 152k."""
 
 
 def prompt_tokens(batch: StepBatch, inputs: InputBatch) -> dict[int, np.ndarray]:
-    """Copies, by row, the token after each position of the row's span."""
+    """Copies the token after each position of each row's PromptSpan, by row."""
     return {
         row: inputs.token_ids[batch.req_indices[row], span.first + 1 : span.end + 1].copy()
         for row, span in batch.prompt_logprobs.items()
@@ -36,10 +36,10 @@ def gather_prompt_logprobs(
     hidden: Tensor,
     decoder: LanguageModel,
 ) -> tuple[dict[int, list[TokenLogprobs]], dict[int, Exception]]:
-    """Computes the log-probabilities of ``spans``, and the errors of failed ones, by row.
+    """Computes the log-probabilities of ``spans``; returns them and errors of spans, by row.
 
     Args:
-        tokens: see ``prompt_tokens``.
+        tokens: result of ``prompt_tokens``.
         hidden: hidden states ``[E, H]`` at the positions of the spans, in their order.
     """
     found: dict[int, list[TokenLogprobs]] = {}
@@ -59,7 +59,7 @@ def gather_prompt_logprobs(
 def _span_logprobs(
     hidden: Tensor, tokens: np.ndarray, num_top: int, decoder: LanguageModel
 ) -> list[TokenLogprobs] | None:
-    """Log-probabilities of one row, in slices; None if its logits are not finite numbers."""
+    """Computes the log-probabilities of one row in slices; None if logits are not finite."""
     size = max(1, SLICE_ELEMENTS // decoder.model.vocab_size)
     found: list[TokenLogprobs] = []
     for begin in range(0, len(tokens), size):

@@ -17,11 +17,11 @@ NO_TOKEN_MESSAGE = (
 
 @dataclass(slots=True)
 class SampleOutput:
-    """Sampled tokens, by place among the sampled rows.
+    """Tokens of a step's sampled rows, with log-probabilities and errors.
 
     Attributes:
-        token_ids: ``[S]`` int64, -1 where the row is in ``errors``.
-        logprobs, errors: by place.
+        token_ids: ``[S]`` int64, -1 for a row in ``errors``.
+        logprobs, errors: by index within the sampled rows.
         prompt_logprobs: by row of the step.
     """
 
@@ -31,7 +31,7 @@ class SampleOutput:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
     def merge(self, places: np.ndarray, other: SampleOutput) -> None:
-        """Takes over the rows of ``other``, which belong at ``places``."""
+        """Copies the rows of ``other`` to the indices ``places``."""
         self.token_ids[places] = other.token_ids
         self.logprobs |= {int(places[row]): found for row, found in other.logprobs.items()}
         self.errors |= {int(places[row]): error for row, error in other.errors.items()}

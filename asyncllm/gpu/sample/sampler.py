@@ -1,4 +1,4 @@
-"""Sampler: logits to tokens by the parameters of the requests."""
+"""Sampler: draws tokens from logits, with the sampling parameters of each request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Sampler:
 
     Attributes:
         ops: the op set, which processes logits and draws tokens.
-        failures: by request index, the error because of which it cannot be sampled.
+        failures: by request index, the error because of which its request cannot be sampled.
     """
 
     def __init__(
@@ -43,21 +43,23 @@ class Sampler:
         self.failures: dict[int, Exception] = {}
 
     def assign(self, assignment: RequestAssignment) -> TableUpdate | None:
-        """Takes over a request's parameters. Its tokens are in the input batch already.
+        """Takes over a request's parameters; its tokens have to be in the input batch already.
 
-        An error fails this request alone and goes to ``failures``. The index gets neutral
-        parameters, because steps may compute it until the core knows of the error.
+        An error fails this request alone and goes to ``failures``. Its index then gets neutral
+        parameters, because steps may compute its rows until the core knows of the error.
 
         Returns:
-            The request's rows of the LogitsTables, to be written before the next step; None if it
-            needs none.
+            The request's rows of the LogitsTables, to be written before the next step; None if the
+            request needs no such rows.
         """
         req_index = assignment.req_index
         self.release(req_index)
         try:
             update = self.state.assign(assignment)
             if assignment.claimed_by:
-                self.state.rules_of(req_index).claim = self.batched.enter(assignment)
+                self.state.rules_of(req_index).claimed_request = self.batched.add_request(
+                    assignment
+                )
         except Exception as error:
             if is_device_failure(error):
                 raise
@@ -67,9 +69,9 @@ class Sampler:
         return update
 
     def release(self, req_index: int) -> None:
-        rules = self.state.host.get(req_index)
-        if rules is not None and rules.claim is not None:
-            self.batched.leave(rules.claim)
+        rules = self.state.host_rules.get(req_index)
+        if rules is not None and rules.claimed_request is not None:
+            self.batched.remove_request(rules.claimed_request)
         self.state.release(req_index)
         self.failures.pop(req_index, None)
 
@@ -84,12 +86,13 @@ class Sampler:
     ) -> None:
         """Draws a token for each row, by its request index and position.
 
-        A step may call it for some of its rows at a time; a request is in each call at most once.
+        A step may call it several times, each for some of its rows. A request has at most one row
+        per call.
 
         Args:
             logits: ``[S, vocab_size]``, not changed.
             scalars: the scalars of DRAW_SCALARS, by request index.
-            stages: stages that any of the rows needs.
+            stages: union of the stages that the rows need.
             tokens: ``[S]`` int64, written: see ``TorchOps.sample``.
             top: log-probabilities of the model's unprocessed logits; written with LOGPROBS.
         """

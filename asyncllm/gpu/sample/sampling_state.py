@@ -33,7 +33,8 @@ class TableUpdate:
 
     Attributes:
         rows: by name of the table, the first elements of its row.
-        counts: token ids of the output so far, and how often each occurs; None without penalties.
+        counts: token ids of the output so far, and how often each occurs; None if the request has
+            no penalties.
     """
 
     req_index: int
@@ -56,18 +57,19 @@ class TableUpdate:
 class SamplingState:
     """Sampling parameters by request index, set when a request enters.
 
-    They have the dtypes that steps compute with, so that a value that does not fit raises when its
-    request enters, and not in a step.
+    The arrays have the dtypes that steps compute with, so that a value that does not fit raises
+    when its request enters, and not in a step.
 
     Attributes:
         sections: the scalars of SCALARS, ``[N + 1]`` each, with an element for padding.
-        logprobs: ``[N + 1]`` int64, -1 for none; at most ``num_logprobs``.
+        logprobs: ``[N + 1]`` int64, number of log-probabilities per token, at most
+            ``num_logprobs``; -1 for none.
         stages: ``[N + 1]`` int64, the bits of Stages that an index needs.
         needs_logits: ``[N + 1]`` bool, False for an index that needs only the token of its largest
             logit.
-        host: rules for the host, by request index, where there are any.
-        host_logprobs: by request index, numbers of log-probabilities above ``num_logprobs``.
-        version: number of changes so far, by which a copy knows whether it is current.
+        host_rules: HostRules by request index, for requests that have any.
+        host_logprobs: by request index, a number of log-probabilities above ``num_logprobs``.
+        version: number of assignments so far; copies of ``sections`` are refreshed if it changed.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, num_logprobs: int) -> None:
@@ -80,17 +82,17 @@ class SamplingState:
         self.logprobs = np.full(table_rows, -1, dtype=np.int64)
         self.stages = np.zeros(table_rows, dtype=np.int64)
         self.needs_logits = np.ones(table_rows, dtype=np.bool_)
-        self.host: dict[int, HostRules] = {}
+        self.host_rules: dict[int, HostRules] = {}
         self.host_logprobs: dict[int, int] = {}
         self.version = 0
 
     def assign(self, assignment: RequestAssignment) -> TableUpdate | None:
         """Sets the parameters of a request.
 
-        It raises for a value that does not fit its array; the index has to be released then.
+        A value that does not fit its array raises; the caller then has to release the index.
 
         Returns:
-            The request's rows of LogitsTables; None if it needs none.
+            The request's rows of LogitsTables; None if the request needs no such rows.
         """
         req_index = assignment.req_index
         self.version += 1
@@ -113,7 +115,7 @@ class SamplingState:
         if added or params.repetition_penalty != 1:
             self._assign_penalties(update, assignment)
         self.stages[req_index] = update.stages.value
-        has_host = req_index in self.host or req_index in self.host_logprobs
+        has_host = req_index in self.host_rules or req_index in self.host_logprobs
         drawn = scalars["temperature"][req_index] >= MIN_TEMPERATURE
         self.needs_logits[req_index] = bool(update.stages) or has_host or drawn
         return update if update.stages & (Stages.RULES | Stages.PENALTIES) else None
@@ -139,7 +141,7 @@ class SamplingState:
             update.rows["stop_ids"] = self._token_ids(stop_ids, MAX_STOP_IDS)
             scalars["num_stop_ids"][req_index] = len(stop_ids)
             scalars["min_end"][req_index] = assignment.num_prompt_tokens + params.min_tokens
-        allowed = self._allowed(params.allowed_token_ids, assignment.bad_words)
+        allowed = self._allowed_bits(params.allowed_token_ids, assignment.bad_words)
         if allowed is not None:
             update.rows["allowed"] = allowed
             scalars["restricted"][req_index] = 1
@@ -147,7 +149,7 @@ class SamplingState:
             update.stages |= Stages.RULES
         bad_words = tuple(words for words in assignment.bad_words if len(words) > 1)
         if bad_words or params.logits_processors:
-            self.host[req_index] = HostRules(bad_words, tuple(params.logits_processors))
+            self.host_rules[req_index] = HostRules(bad_words, tuple(params.logits_processors))
 
     def _assign_penalties(self, update: TableUpdate, assignment: RequestAssignment) -> None:
         tokens = np.asarray(assignment.token_ids, dtype=np.int64)
@@ -158,7 +160,9 @@ class SamplingState:
         update.stages |= Stages.PENALTIES
         self._scalars["counted_from"][update.req_index] = len(tokens)
 
-    def _allowed(self, allowed: Any, bad_words: tuple[tuple[int, ...], ...]) -> np.ndarray | None:
+    def _allowed_bits(
+        self, allowed: Any, bad_words: tuple[tuple[int, ...], ...]
+    ) -> np.ndarray | None:
         single = [words[0] for words in bad_words if len(words) == 1]
         if allowed is None and not single:
             return None
@@ -181,36 +185,36 @@ class SamplingState:
         return np.packbits(bits, bitorder="little").view("<i4")
 
     def release(self, req_index: int) -> None:
-        """Sets neutral values, with which a row needs the draw only."""
+        """Sets neutral values, with which a row needs only the plain draw."""
         for name, scalar in SCALARS.items():
             self._scalars[name][req_index] = scalar.neutral
         self.logprobs[req_index] = -1
         self.stages[req_index] = 0
         self.needs_logits[req_index] = True
-        self.host.pop(req_index, None)
+        self.host_rules.pop(req_index, None)
         self.host_logprobs.pop(req_index, None)
 
     def rules_of(self, req_index: int) -> HostRules:
-        """The host's rules of a request index; made empty if it has none."""
+        """HostRules of a request index; adds empty ones if it has none."""
         self.needs_logits[req_index] = True
-        return self.host.setdefault(req_index, HostRules())
+        return self.host_rules.setdefault(req_index, HostRules())
 
     def rows_needing_host(self, req_indices: np.ndarray) -> np.ndarray:
-        """Places in ``req_indices`` whose sampling needs the host.
+        """Indices into ``req_indices`` of the requests whose sampling needs the host.
 
-        These have bad words of several tokens, logits processors, or more log-probabilities than a
-        step's buffers hold.
+        These requests have bad words of several tokens, logits processors, or more
+        log-probabilities than a step's buffers hold.
         """
-        known = self.host.keys() | self.host_logprobs.keys()
+        known = self.host_rules.keys() | self.host_logprobs.keys()
         if not known:
             return NO_ROWS
         return np.flatnonzero([req_index in known for req_index in req_indices.tolist()])
 
 
 def mix_seed(seed: int) -> int:
-    """Mixes a seed of up to 64 bits, so that neighbouring seeds share no sequence.
+    """Mixes a seed of up to 64 bits, so that neighbouring seeds give unrelated random numbers.
 
-    This is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
+    The function is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
     """
     z = (seed + _GOLDEN) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK

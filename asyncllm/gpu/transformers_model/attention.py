@@ -24,11 +24,11 @@ class Step:
     """The running step's inputs for the layers of a model; empty between steps.
 
     Attributes:
-        slot_mappings: per KV group ``[T]`` int64.
-        plans: attention plan per attention kind.
-        kv: the cache of each layer that has one.
+        slot_mappings: per KV group ``[T]`` int64, KV slot of each token.
+        plans: the step's attention plan per attention kind.
+        kv: KV cache of each layer that has one.
         states: tensors of the StateCache.
-        rows: the step's rows for recurrent modules; None without any.
+        rows: the step's rows for recurrent modules; None for a model without them.
     """
 
     slot_mappings: Sequence[Tensor] = ()
@@ -43,7 +43,7 @@ class Step:
 
 
 def attention_kinds(probe: Probe, windows: Sequence[int | None]) -> list[AttentionKind]:
-    """The attention kind of each probed call, without its KV group."""
+    """Attention kind of each probed call; the KV group is not set yet."""
     kinds = []
     for call, window in zip(probe.calls, windows, strict=True):
         assert call.scale is not None
@@ -54,7 +54,7 @@ def attention_kinds(probe: Probe, windows: Sequence[int | None]) -> list[Attenti
 
 
 def kv_indices(probe: Probe) -> list[int]:
-    """Index of each call's KV cache; a layer that attends to another's keys shares its cache."""
+    """Index of each call's KV cache; a call that reuses an earlier call's keys has its index."""
     indices: list[int] = []
     for call in probe.calls:
         indices.append(
@@ -64,13 +64,14 @@ def kv_indices(probe: Probe) -> list[int]:
 
 
 class PagedAttention:
-    """Handler of a module's calls of attention.
+    """Handler of one module's attention calls, on the engine's KV cache.
 
     Args:
-        kv_index: index of its KV cache.
+        kv_index: index of the KV cache that the module reads.
 
     Attributes:
-        writes: it writes its own keys, and does not share another layer's.
+        writes_kv: whether the module writes keys and values of its own, and does not reuse another
+            module's.
     """
 
     def __init__(
@@ -82,8 +83,8 @@ class PagedAttention:
         kv_index: int,
     ) -> None:
         self.step, self.kind = step, kind
-        self.attention: Any = attention  # with a further argument where there are sinks
-        self.kv_index, self.writes = kv_index, call.shared is None
+        self.attention: Any = attention  # Any: a layer with sinks passes one more argument.
+        self.kv_index, self.writes_kv = kv_index, call.shared is None
         size = kind.shape.head_dim
         self.key_padding, self.value_padding = size - call.key_size, size - call.value_size
         self.value_size = call.value_size
@@ -104,9 +105,9 @@ class PagedAttention:
             query, key = F.pad(query, (0, self.key_padding)), F.pad(key, (0, self.key_padding))
         if self.value_padding:
             value = F.pad(value, (0, self.value_padding))
-        if self.writes:
+        if self.writes_kv:
             pair = torch.cat((key, value)).transpose(1, 2)
-            write_pair(cache, step.slot_mappings[kind.kv_group], pair)
+            write_kv(cache, step.slot_mappings[kind.kv_group], pair)
         q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
         plan = step.plans[kind]
         if kind.shape.sinks:
@@ -117,8 +118,8 @@ class PagedAttention:
         return out[..., : self.value_size] if self.value_padding else out
 
 
-def write_pair(cache: Tensor, slot_mapping: Tensor, pair: Tensor) -> None:
-    """Writes ``pair [2, T, Hk, D]``, keys and values, to its slots in ``cache`` of any layout."""
+def write_kv(cache: Tensor, slot_mapping: Tensor, pair: Tensor) -> None:
+    """Writes keys and values ``pair [2, T, Hk, D]`` to their slots in a ``cache`` of any layout."""
     if cache.is_contiguous():
         cache.view(2, -1, *cache.shape[3:]).index_copy_(1, slot_mapping, pair)
         return

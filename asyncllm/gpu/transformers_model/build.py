@@ -16,7 +16,7 @@ from asyncllm.gpu.kv_groups import (
     LayerGroup,
     group_layers,
     make_kv_groups,
-    with_groups,
+    with_kv_groups,
 )
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.base import Attention, BlockLayout, Linear
@@ -37,12 +37,12 @@ from asyncllm.gpu.transformers_model.linear import OpEmbedding, OpExperts, OpLin
 from asyncllm.gpu.transformers_model.probe import Probe, linear_kinds, probe
 from asyncllm.gpu.transformers_model.recurrent import RecurrentModule
 from asyncllm.gpu.transformers_model.rules import check_calls, check_modules
-from asyncllm.gpu.transformers_model.weights import Owner, tied_head
+from asyncllm.gpu.transformers_model.weights import Owner, has_tied_head
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Requirements of a model's layers, before its weights are loaded.
+    """Attention, KV groups and states of a model, known before its weights are loaded.
 
     Attributes:
         kinds: kind of each call of attention, in the order of the calls.
@@ -57,7 +57,7 @@ class Plan:
 
     @classmethod
     def of(cls, model: TransformersConfig) -> Plan:
-        """Probes a model; ModelLoadError if it would not be computed correctly."""
+        """Probes a model; ModelLoadError if the engine would not compute it correctly."""
         check_modules(model)
         found = probe(model)
         kinds, indices = attention_kinds(found, check_calls(model, found)), kv_indices(found)
@@ -65,14 +65,14 @@ class Plan:
         if not kinds:
             return cls(found, kinds, [], states)
         groups = group_layers(_caches(kinds, indices), model.max_position_embeddings)
-        return cls(found, with_groups(kinds, indices, groups), groups, states)
+        return cls(found, with_kv_groups(kinds, indices, groups), groups, states)
 
     def kv_groups(
         self, attention: Mapping[AttentionKind, Attention], block_size: int
     ) -> list[KVGroup]:
         """Makes the KV groups of the layers that have a cache.
 
-        A model without attention gets blocks of one element, which only count its tokens.
+        A model without attention gets blocks of one element, which only count tokens.
         """
         if not self.kinds:
             return [KVGroup(KVCacheSpec((0,), block_size), BlockLayout((1,)))]
@@ -82,7 +82,7 @@ class Plan:
 
 
 def _caches(kinds: Sequence[AttentionKind], indices: Sequence[int]) -> list[LayerCache]:
-    """The properties of each KV cache, with the widest window of the layers that share it."""
+    """LayerCache of each KV cache, with the widest window of the layers that read it."""
     caches: dict[int, LayerCache] = {}
     for kind, index in zip(kinds, indices, strict=True):
         cache = LayerCache.of(kind)
@@ -93,10 +93,10 @@ def _caches(kinds: Sequence[AttentionKind], indices: Sequence[int]) -> list[Laye
 
 
 def experts_name(device: torch.device) -> str:
-    """Name of the implementation of experts.
+    """Name of the experts implementation that transformers' modules shall call.
 
-    On a CPU it is the op set's, elsewhere transformers' grouped product, which reads nothing on the
-    host.
+    On a CPU it is the op set's, elsewhere transformers' grouped matrix product, which reads no
+    values on the host.
     """
     return ENGINE_NAME if device.type == "cpu" else "grouped_mm"
 
@@ -111,12 +111,12 @@ def build_transformers_decoder(
     dtype: torch.dtype,
     convert: Conversion | None = None,
 ) -> TransformersDecoder:
-    """Replaces parts of transformers' modules by the engine's.
+    """Replaces parts of transformers' modules with the engine's.
 
     Args:
         modules: the model with its weights. Its linear layers are replaced one by one, so that
-            only one of them is held twice at a time.
-        convert: quantisation of the weights of every linear layer.
+            the weight of only one of them is held twice at a time.
+        convert: quantisation of the weights of every linear layer; None for no quantisation.
     """
     step, found = Step(), plan.probe
     indices = kv_indices(found)
@@ -137,12 +137,12 @@ def build_transformers_decoder(
     def make_head(weights: LinearWeights) -> Linear:
         return ops.linear(convert.head(weights) if convert else weights)
 
-    _share_head(modules, found, ops, owner, convert)
+    _replace_tied_head(modules, found, ops, owner, convert)
     for name in found.linears:
         linear = modules.get_submodule(name)
         if type(linear) in linear_kinds():
             own = make_head if linear is head else make
-            _replace(modules, name, _take(linear, own, owner))
+            _replace_module(modules, name, _take_linear(linear, own, owner))
     if experts_name(owner.device) == ENGINE_NAME:
         for name in found.experts:
             module = modules.get_submodule(name)
@@ -155,8 +155,8 @@ def build_transformers_decoder(
     )
 
 
-def _take(linear: Any, make: Callable[[LinearWeights], Linear], owner: Owner) -> OpLinear:
-    """Makes a linear layer on the op set, and drops the layer's own weights."""
+def _take_linear(linear: Any, make: Callable[[LinearWeights], Linear], owner: Owner) -> OpLinear:
+    """Makes a linear layer on the op set, and drops the weights of transformers' layer."""
     bias = None if linear.bias is None else owner.take(linear.bias.detach())
     values = owner.take(linear.weight.detach())
     if type(linear) is not nn.Linear:
@@ -165,31 +165,35 @@ def _take(linear: Any, make: Callable[[LinearWeights], Linear], owner: Owner) ->
     return OpLinear(make(LinearWeights(values, bias)), *reversed(values.shape))
 
 
-def _share_head(
+def _replace_tied_head(
     modules: Any, found: Probe, ops: TorchOps, owner: Owner, convert: Conversion | None
 ) -> None:
-    """Lets a tied output head share the embedding's table, as far as the op set can."""
+    """Replaces a tied output head, and its embedding too if both can read one table."""
     head, embedding = modules.get_output_embeddings(), modules.get_input_embeddings()
     names = {module: name for name, module in modules.named_modules()}
-    if type(head) is not nn.Linear or names[head] not in found.linears or not tied_head(modules):
+    if (
+        type(head) is not nn.Linear
+        or names[head] not in found.linears
+        or not has_tied_head(modules)
+    ):
         return
     bias = None if head.bias is None else owner.take(head.bias.detach())
     head.weight.data = owner.take(head.weight.data)
     weights = LinearWeights(head.weight.detach(), bias, shared=True)
     dtype = weights.values.dtype
     weights = convert.head(weights) if convert else weights
-    if bias is None and (type(embedding) is nn.Embedding or found.looks_up):
+    if bias is None and (type(embedding) is nn.Embedding or found.processes_lookup):
         table, linear = ops.tied_embedding(weights, dtype)
-        if found.looks_up:
+        if found.processes_lookup:
             look_up_in(embedding, table)
         else:
-            _replace(modules, names[embedding], OpEmbedding(table))
+            _replace_module(modules, names[embedding], OpEmbedding(table))
     else:
-        # This embedding computes more than a look-up, and keeps its table.
+        # This embedding computes more than a look-up, so it keeps its own table.
         linear = ops.linear(weights)
-    _replace(modules, names[head], OpLinear(linear, head.in_features, head.out_features))
+    _replace_module(modules, names[head], OpLinear(linear, head.in_features, head.out_features))
 
 
-def _replace(modules: nn.Module, name: str, module: nn.Module) -> None:
+def _replace_module(modules: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, leaf = name.rpartition(".")
     setattr(modules.get_submodule(parent), leaf, module)

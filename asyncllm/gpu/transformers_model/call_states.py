@@ -1,4 +1,4 @@
-"""CallStates: the cache argument of one call of a recurrent module."""
+"""CallStates: the cache that one call of a recurrent module gets."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import torch
 from torch import Tensor
 
 StateKey = tuple[Literal["conv", "recurrent"], int]
-"""Key of a module's state: its kind, and transformers' ``state_idx``."""
+"""Key of one state of a module: its kind, and transformers' ``state_idx``."""
 
 
 class CallStates:
-    """The cache argument of one call, with transformers' interface of linear attention.
+    """The cache of one call, with the interface of transformers' caches for linear attention.
 
-    It changes the states of the call's rows in place.
+    Updates change the states of the call's rows in place.
 
     Attributes:
-        held: states ``[B, *shape]`` of the call's rows.
+        row_states: states ``[B, *shape]`` of the call's rows.
     """
 
-    def __init__(self, held: Mapping[StateKey, Tensor]) -> None:
-        self.held = held
+    def __init__(self, row_states: Mapping[StateKey, Tensor]) -> None:
+        self.row_states = row_states
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
-        return self.held["conv", state_idx]
+        return self.row_states["conv", state_idx]
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
-        return self.held["recurrent", state_idx]
+        return self.row_states["recurrent", state_idx]
 
     def update_conv_state(
         self,
@@ -37,8 +37,15 @@ class CallStates:
         state_idx: int = 0,
         conv_kernel_size: int | None = None,
     ) -> Tensor:
-        """Returns the kept inputs and the new ones, ``[B, C, kernel + n]``; keeps the last."""
-        held = self.held["conv", state_idx]
+        """Returns the last inputs followed by the new ones; keeps the new last inputs.
+
+        Args:
+            conv_states: ``[B, C, n]``, the new inputs.
+
+        Returns:
+            ``[B, C, kernel + n]``.
+        """
+        held = self.row_states["conv", state_idx]
         whole = torch.cat((held, conv_states), dim=-1)
         held.copy_(whole[..., -held.shape[-1] :])
         return whole
@@ -46,7 +53,7 @@ class CallStates:
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0
     ) -> Tensor:
-        return self.held["recurrent", state_idx].copy_(recurrent_states)
+        return self.row_states["recurrent", state_idx].copy_(recurrent_states)
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False

@@ -25,16 +25,16 @@ from asyncllm.sampling_params import SamplingParams
 logger = get_logger(__name__)
 
 LENGTHS = (48, 31)
-"""Tokens of two sequences, which are computed in one batch."""
+"""Numbers of tokens of the two random sequences, which are computed in one batch."""
 
 STEPS = ((17, 9), (28, 19), (1, 1), (1, 1), (1, 1))
-"""Tokens of each sequence by step: two odd chunks, and three decodes."""
+"""Tokens of both sequences in each step: two chunks of uneven size, then three decodes."""
 
 TOLERANCE = 4.0
-"""Multiple of the noise by which results may differ."""
+"""Largest accepted difference, as a multiple of the reference's noise."""
 
 ROUNDINGS = 16
-"""Lower bound of the noise, in float32 roundings of the largest logit."""
+"""Lower bound of the noise, in float32 rounding errors of the largest logit."""
 
 MAX_NOISE = 1.0
 """Noise beyond which a comparison is meaningless."""
@@ -47,10 +47,11 @@ class Reference:
     """Log-probabilities of random tokens, as transformers computes them.
 
     Attributes:
-        sequences: token ids ``[n]`` int64 of each.
-        expected: ``[n, vocab_size]`` float32 of each, with transformers' eager attention.
-        noise: the largest difference to ``expected`` of three variations: half a sequence,
-            transformers' SDPA, and rounding a logit ROUNDINGS times in float32.
+        sequences: token ids ``[n]`` int64 of each sequence.
+        expected: log-probabilities ``[n, vocab_size]`` float32 of each sequence, with
+            transformers' eager attention.
+        noise: the largest difference from ``expected`` that one of three variations makes: half a
+            sequence, transformers' SDPA, or ROUNDINGS rounding errors of a logit in float32.
     """
 
     sequences: list[Tensor]
@@ -61,7 +62,7 @@ class Reference:
     def of(
         cls, modules: Any, model: TransformersConfig, dtype: torch.dtype, device: torch.device
     ) -> Reference:
-        """Runs the modules, before any part of them is replaced."""
+        """Computes the reference with the modules, before any part of them is replaced."""
         if model.max_position_embeddings < max(LENGTHS):
             raise ModelLoadError(
                 f"{model.path}: max_position_embeddings is {model.max_position_embeddings}, "
@@ -101,14 +102,14 @@ class Reference:
     def _sdpa_noise(
         modules: Any, sequences: list[Tensor], expected: list[Tensor], device: torch.device
     ) -> float:
-        """Difference that SDPA makes to log-probabilities; 0 where it does not cover the model."""
+        """Largest difference that SDPA makes to a log-probability; 0 if it cannot run."""
         modules.config._attn_implementation = "sdpa"
         noise = 0.0
         for tokens, each in zip(sequences, expected, strict=True):
             try:
                 other = _logits(modules, tokens, device).log_softmax(-1)
             except ValueError:
-                # SDPA has no soft caps.
+                # SDPA does not support soft caps.
                 return 0.0
             noise = max(noise, float((other - each).abs().max()))
         return noise
@@ -117,7 +118,7 @@ class Reference:
         """Compares the engine's steps with the reference.
 
         Raises:
-            ModelLoadError: they differ by more than ``TOLERANCE`` times the noise.
+            ModelLoadError: log-probabilities differ by more than ``TOLERANCE`` times the noise.
         """
         model, wrong = decoder.model, self.difference(decoder, groups)
         limit = TOLERANCE * self.noise
@@ -136,7 +137,7 @@ class Reference:
 
     @torch.inference_mode()
     def difference(self, decoder: TransformersDecoder, groups: Sequence[KVGroup]) -> float:
-        """The largest difference of a log-probability; NaN if any is NaN."""
+        """Largest difference of a log-probability from the reference; NaN if any is NaN."""
         device, specs = decoder.embedding.device, [group.spec for group in groups]
         free = count(1)
         blocks = [

@@ -29,35 +29,35 @@ if TYPE_CHECKING:
     from torch import nn
 
 UNLIMITED_CONTEXT = 131_072
-"""Context in tokens of a model without attention and positions, which has no limit of its own;
-buffers are allocated for it."""
+"""Context in tokens assumed for a model without attention or positions, which has no limit of its
+own: buffers need one."""
 
 _COUNT_FIELDS = (
     "num_hidden_layers n_layer n_layers num_layers decoder_layers num_experts num_local_experts "
     "n_routed_experts"
 ).split()
-"""Fields that count modules or list entries, which transformers makes in a loop."""
+"""Fields of config.json that count modules or list entries, which transformers makes in a loop."""
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
 class TransformersConfig:
-    """A decoder described by transformers' configuration; also a multimodal checkpoint's text part.
+    """A decoder with transformers' configuration, perhaps a multimodal checkpoint's text part.
 
     Attributes:
         path: local directory of the files.
         architecture: name of the model's class, e.g. "Gemma3ForCausalLM".
-        vocab_size: logits of a token.
+        vocab_size: number of logits per token.
         max_position_embeddings: the model's context in tokens.
         dtype: the checkpoint's dtype: "float32", "bfloat16" or "float16"; "float32" if the files
             name none.
-        eos_token_ids: ids that end an output, those of ``generation_config`` first.
+        eos_token_ids: token ids that end an output, those of ``generation_config`` first.
         quantization, generation_defaults: as in ModelConfig.
         config: transformers' configuration of the text model.
         model_class: the class of the model.
-        is_text_part: the checkpoint has other towers as well.
-        skeleton: the model without memory, on the meta device.
+        is_text_part: the checkpoint has other parts too, such as a vision tower.
+        skeleton: the model's modules on the meta device, without memory.
     """
 
     path: Path
@@ -85,7 +85,7 @@ class TransformersConfig:
         """Reads a checkpoint's configuration and builds its skeleton.
 
         Args:
-            trust_remote_code: run Python code of the checkpoint.
+            trust_remote_code: run Python code that comes with the checkpoint.
             overrides: ``EngineConfig.hf_overrides``.
             has_defaults: read ``generation_defaults``; False leaves them empty.
 
@@ -99,13 +99,13 @@ class TransformersConfig:
             transformers_errors(file.path, "transformers cannot read it"),
             importing_transformers(),
         ):
-            whole = _read(directory, file, trust_remote_code, is_overridden=bool(overrides))
+            whole = _read_config(directory, file, trust_remote_code, is_overridden=bool(overrides))
             generation = read_generation_config(directory, has_defaults)
             config = copy.deepcopy(whole.get_text_config(decoder=True))
-            # A part's field may contradict that of the whole model, which counts.
+            # The text part's field may contradict the whole model's, which decides.
             if type(config) is not type(whole):
                 config.tie_word_embeddings = whole.tie_word_embeddings
-            # The reader returns plain weights: transformers must not unpack them again.
+            # The checkpoint reader dequantises weights: transformers must not unpack them again.
             vars(config).pop("quantization_config", None)
             model_class = _model_class(directory, file, whole, config, trust_remote_code)
             skeleton = build_skeleton(file.path, model_class, config)
@@ -113,7 +113,7 @@ class TransformersConfig:
             vocab_size = getattr(head, "out_features", None) or config.vocab_size
             seen = ConfigFile(file.path, config.to_dict())
             if seen.values.get("max_position_embeddings") is None:
-                # GPT-2's n_positions and the like, under the usual name.
+                # The configuration object maps names such as GPT-2's n_positions to the usual name.
                 context = getattr(config, "max_position_embeddings", None)
                 if context is None and set(getattr(config, "layer_types", ())) == {
                     "linear_attention"
@@ -128,7 +128,7 @@ class TransformersConfig:
                 architecture=model_class.__name__,
                 vocab_size=vocab_size,
                 max_position_embeddings=seen.integer("max_position_embeddings", high=MAX_POSITIONS),
-                dtype=_dtype(file, config, whole),
+                dtype=_checkpoint_dtype(file, config, whole),
                 eos_token_ids=tuple(dict.fromkeys(eos)),
                 quantization=quant_method(file),
                 generation_defaults=generation_defaults(generation),
@@ -140,7 +140,7 @@ class TransformersConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters, shared ones counted once."""
+        """Number of elements of all parameters; shared parameters count once."""
         return sum(each.numel() for each in self.skeleton.parameters())
 
 
@@ -185,10 +185,10 @@ def read_config(
 
 @contextmanager
 def transformers_errors(path: Path, what: str) -> Iterator[None]:
-    """Turns errors of transformers' or the checkpoint's code into ModelLoadError.
+    """Raises ModelLoadError for any error that transformers or a checkpoint's code raises.
 
-    Its message begins with ``path`` and ``what``. A SystemExit comes from such code too: no signal
-    is delivered on the thread that loads a model.
+    The message begins with ``path`` and ``what``. SystemExit counts as such an error: no signal is
+    delivered on the thread that loads a model, so only called code can have raised it.
     """
     try:
         yield
@@ -217,8 +217,8 @@ def _check_fields(file: ConfigFile) -> None:
     """Checks counts and data types in the file and its sections, before transformers reads them.
 
     Raises:
-        ModelLoadError: more layers or experts than any model has, for which transformers would
-            loop, or an unknown data type, whose field transformers would not name.
+        ModelLoadError: a count exceeds that of any model, and transformers would loop that often;
+            or a data type is unknown, and transformers' own error would not name the field.
     """
     parts = [file.section(name) for name, value in file.values.items() if isinstance(value, dict)]
     for part in (file, *parts):
@@ -230,10 +230,10 @@ def _check_fields(file: ConfigFile) -> None:
             part.choice(name, _DTYPES, _DTYPES[0])
 
 
-def _read(
+def _read_config(
     directory: Path, file: ConfigFile, trust_remote_code: bool, *, is_overridden: bool
 ) -> Any:
-    """transformers' configuration of a file."""
+    """Reads transformers' configuration of the whole checkpoint."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -264,7 +264,7 @@ def _read(
 
 
 def _own_class(directory: Path, file: ConfigFile, name: str, trust_remote_code: bool) -> Any:
-    """The checkpoint's own class for an auto class of transformers, if its code is trusted."""
+    """The checkpoint's own class for transformers' auto class ``name``, if its code is trusted."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     own = file.section("auto_map").values.get(name)
@@ -276,10 +276,10 @@ def _own_class(directory: Path, file: ConfigFile, name: str, trust_remote_code: 
 def _model_class(
     directory: Path, file: ConfigFile, whole: Any, config: Any, trust_remote_code: bool
 ) -> Any:
-    """Finds the class that generates text.
+    """Finds the model class that generates text.
 
-    In this order: the checkpoint's own, if its code is trusted; the one that ``architectures``
-    names; transformers' class for the type of the text configuration.
+    It is the first of these that exists: the checkpoint's own class, if its code is trusted; the
+    class that ``architectures`` names; transformers' class for the type of the text configuration.
     """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -302,7 +302,7 @@ def _model_class(
         ) from error
 
 
-def _dtype(file: ConfigFile, config: Any, whole: Any) -> str:
+def _checkpoint_dtype(file: ConfigFile, config: Any, whole: Any) -> str:
     found = getattr(config, "dtype", None) or getattr(whole, "dtype", None)
     if found is None:
         return "float32"

@@ -22,22 +22,23 @@ from asyncllm.gpu.transformers_model.rope import LongRope
 
 
 class TransformersDecoder:
-    """Token ids to hidden states to logits, through transformers' modules.
+    """LanguageModel that runs transformers' modules on the engine's flattened batch.
 
     All T tokens of a step are one sequence to the modules, ``[1, T]``. Tokens see one another only
     in attention and recurrent modules, which the engine replaces.
 
     Args:
-        modules: the model, whose attention modules have PagedAttention of ``step``.
+        modules: the model, whose attention modules have PagedAttention handlers that read ``step``.
         base: name of the part that ends with the last norm.
 
     Attributes:
-        embedding: an empty tensor with the dtype and device of the model.
-        states: states of a sequence in its recurrent modules; () without any.
+        embedding: empty tensor from which the runner reads the model's dtype and device; the real
+            embedding is a part of ``base``.
+        states: recurrent states of a sequence; () for a model without recurrent modules.
     """
 
     argmax = None
-    """None: the output head is the model's own code."""
+    """None: the output head is the model's own code, which writes all logits."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class TransformersDecoder:
         self.embedding = embedding
         self.base = getattr(modules, base)
         self.head = output_head(modules, base)
-        self.long_ropes = LongRope.all_of(modules, model.config)
+        self.long_ropes = LongRope.find_all(modules, model.config)
 
     @property
     def needs_zeroed_blocks(self) -> bool:
@@ -65,7 +66,7 @@ class TransformersDecoder:
     def set_max_positions(self, count: int) -> None:
         """Chooses the RoPE frequencies for sequences of at most ``count`` tokens."""
         for rope in self.long_ropes:
-            rope.choose(count)
+            rope.choose_frequencies(count)
 
     def with_few_layers(self) -> TransformersDecoder:
         """Returns itself: the modules always run all of their layers."""
@@ -73,7 +74,7 @@ class TransformersDecoder:
 
     def forward(self, step: StepInputs, cache: KVCache) -> StepOutput:
         """See ``LanguageModel.forward``."""
-        hidden = self._hidden(step, cache)
+        hidden = self._run_base(step, cache)
         if step.wanted is not None:
             hidden = hidden[step.wanted]
         return StepOutput(self.logits(hidden[: step.num_logits]), hidden)
@@ -82,7 +83,7 @@ class TransformersDecoder:
         """``[S, H] -> [S, vocab_size]`` in the model's dtype."""
         return logits_of(self.head, hidden)
 
-    def _hidden(self, inputs: StepInputs, cache: KVCache) -> Tensor:
+    def _run_base(self, inputs: StepInputs, cache: KVCache) -> Tensor:
         step = self.step
         step.slot_mappings = [group.slot_mapping for group in inputs.groups]
         step.plans = {

@@ -1,10 +1,10 @@
-"""TESTED: the architectures that the tests compare with transformers."""
+"""TESTED_ARCHITECTURES: the architectures that the tests compare with transformers."""
 
 from __future__ import annotations
 
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 
-TESTED = frozenset(
+TESTED_ARCHITECTURES = frozenset(
     """
     ApertusForCausalLM ArceeForCausalLM BambaForCausalLM CohereForCausalLM Cohere2ForCausalLM
     DeepseekV3ForCausalLM Dots1ForCausalLM Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM
@@ -22,10 +22,10 @@ TESTED = frozenset(
     Qwen2ForCausalLM Qwen3ForCausalLM
     """.split()
 )
-"""Names of their classes; each has a case in tests/families.py and a row in docs/models.md."""
+"""Names of model classes. Each has a case in tests/families.py and a row in docs/models.md."""
 
 
 def is_tested(model: TransformersConfig) -> bool:
-    """Whether a model is one of TESTED, in transformers' own code."""
+    """Whether a model's class is transformers' own and one of TESTED_ARCHITECTURES."""
     own = model.model_class.__module__.startswith("transformers.models.")
-    return own and model.architecture in TESTED
+    return own and model.architecture in TESTED_ARCHITECTURES

@@ -1,4 +1,4 @@
-"""output_head: a model's own code from hidden states to logits."""
+"""output_head: the part of a model's own code that turns hidden states into logits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class _PassThrough(nn.Module):
-    """Replaces the base model: returns the hidden states that are passed to the whole model.
+    """Replaces the base model: returns the hidden states that are passed as input embeddings.
 
     Attributes that the head reads from it, such as a multiplier, are those of the base model.
     """
@@ -20,18 +20,20 @@ class _PassThrough(nn.Module):
 
     @property
     def decoder(self) -> _PassThrough:
-        """Replaces a part of the base model that some heads call."""
+        """Replaces the base model's own ``decoder``, which some heads call."""
         return self
 
-    def forward(self, *unused: Any, inputs_embeds: Tensor | None = None, **options: Any) -> _Output:
+    def forward(
+        self, *unused: Any, inputs_embeds: Tensor | None = None, **options: Any
+    ) -> _BaseOutput:
         assert inputs_embeds is not None
-        return _Output(inputs_embeds)
+        return _BaseOutput(inputs_embeds)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["base"], name)
 
 
-class _Output:
+class _BaseOutput:
     """Output of a base model; optional fields are None."""
 
     def __init__(self, hidden: Tensor) -> None:
@@ -45,7 +47,9 @@ class _Output:
 
 
 def output_head(modules: Any, base: str) -> Any:
-    """The whole model without its layers, with its own code for soft caps and scales of logits.
+    """A shallow copy of the model whose base model passes hidden states through.
+
+    The model's own code for soft caps and scales of logits thus applies.
 
     Args:
         base: name of the part that ends with the last norm.

@@ -1,7 +1,7 @@
 """Functions that transformers' modules call instead of their own attention, masks and experts.
 
-Each passes its call on to a handler, an attribute of the calling module, so that the functions
-depend on no engine.
+Each function passes its call on to the handler in an attribute of the calling module, so that it
+depends on no engine.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 
 ENGINE_NAME = "asyncllm"
-"""Name of the engine's attention and experts in transformers' tables; the attention gets no
-masks."""
+"""Name of the engine's attention and experts in transformers' tables. No mask function has this
+name, so the attention gets no masks."""
 
 PROBE_NAME = "asyncllm_probe"
-"""Name of the attention under which calls and masks are probed."""
+"""Name, in transformers' tables, of the attention and mask functions that probe a model."""
 
 HANDLER_ATTRIBUTE = "asyncllm_handler"
 """Attribute of a module that holds its handler."""
@@ -30,7 +30,7 @@ def attend(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a module, ``[1, heads, T, size]`` to ``[1, T, heads, size]``."""
+    """Computes a module's attention: ``[1, heads, T, size]`` to ``[1, T, heads, size]``."""
     handler = module.__dict__[HANDLER_ATTRIBUTE]
     return handler.attend(module, query, key, value, attention_mask, scaling, options), None
 
@@ -38,19 +38,21 @@ def attend(
 def run_experts(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Experts of a module, ``[T, H] -> [T, H]``."""
+    """Computes a module's experts, ``[T, H] -> [T, H]``."""
     return module.__dict__[HANDLER_ATTRIBUTE].experts(
         module, hidden_states, top_k_index, top_k_weights
     )
 
 
 class ProbedMask:
-    """The mask that a layer gets under PROBE_NAME, which wraps transformers' mask function.
+    """The mask that a layer gets while it is probed; wraps transformers' mask function.
 
-    A slice of it is the mask itself: only the numbers of queries and keys are checked.
+    Slicing it returns the mask itself: the probe checks the numbers of queries and keys on the
+    attention call instead.
 
     Attributes:
-        function: mask by batch, head, query and key.
+        function: takes indices of batch, head, query and key; returns whether the query sees the
+            key.
     """
 
     def __init__(self, function: Any) -> None:
@@ -64,7 +66,7 @@ def probe_mask(**arguments: Any) -> ProbedMask:
     return ProbedMask(arguments["mask_function"])
 
 
-def register() -> None:
+def register_implementations() -> None:
     """Registers the names in transformers' tables, which are global; repeating it is harmless."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS

@@ -13,33 +13,33 @@ from asyncllm.gpu.ops.linear_weights import LinearWeights
 
 
 class OpLinear(nn.Module):
-    """Replaces ``nn.Linear`` in a module; the op set computes it and owns its weight."""
+    """Replaces ``nn.Linear``: the op set computes the layer and owns its weight."""
 
     def __init__(self, linear: Linear, in_features: int, out_features: int) -> None:
         super().__init__()
-        self.call = linear
+        self.op = linear
         self.in_features, self.out_features = in_features, out_features
 
     def forward(self, x: Tensor) -> Tensor:
         shape = x.shape
-        out = self.call(x.reshape(-1, shape[-1]))
+        out = self.op(x.reshape(-1, shape[-1]))
         return out.view(*shape[:-1], self.out_features)
 
 
 class OpEmbedding(nn.Module):
-    """Replaces ``nn.Embedding``; shares its table with the output head's packed weight."""
+    """Replaces ``nn.Embedding``: looks up in the table that the output head shares."""
 
     def __init__(self, embedding: Embedding) -> None:
         super().__init__()
-        self.call = embedding
+        self.op = embedding
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        out = self.call(token_ids.reshape(-1))
+        out = self.op(token_ids.reshape(-1))
         return out.view(*token_ids.shape, out.shape[-1])
 
 
 class _TableLookup(nn.Embedding):
-    """Base class with another table's look-up, for an embedding class that processes its result."""
+    """Base class that looks up in another table, for a class that processes the result."""
 
     def forward(self, input: Tensor) -> Tensor:
         out = self.__dict__["table"](input.reshape(-1))
@@ -49,8 +49,8 @@ class _TableLookup(nn.Embedding):
 def look_up_in(embedding: nn.Embedding, table: Embedding) -> None:
     """Lets an instance of a subclass of ``nn.Embedding`` read another table than its weight.
 
-    Its ``forward`` has to look up through its base class. The weight becomes empty, and keeps only
-    its dtype.
+    The subclass's ``forward`` has to call that of ``nn.Embedding``. The weight becomes empty, and
+    keeps only its dtype.
     """
     kind: Any = type(embedding)
     embedding.__class__ = type(kind.__name__, (kind, _TableLookup), {})
@@ -59,13 +59,13 @@ def look_up_in(embedding: nn.Embedding, table: Embedding) -> None:
 
 
 class OpExperts:
-    """Handler of a module of experts, on the op set's linear layers.
+    """Handler that computes a module's experts with the op set's linear layers.
 
-    Experts that some token has are computed one after the other. On a CPU that is faster than a
-    grouped product at every number of tokens.
+    Experts with at least one token are computed one after the other. On a CPU that is faster than a
+    grouped matrix product at every number of tokens.
 
     Args:
-        make: makes a linear layer of weights ``[out, in]`` and a bias, which it takes over.
+        make: makes a linear layer from weights ``[out, in]`` and a bias, and takes them over.
         take: makes a tensor the engine's own, see ``Owner.take``.
     """
 
@@ -76,16 +76,16 @@ class OpExperts:
         take: Callable[[Tensor], Tensor],
     ) -> None:
         first = "gate_up_proj" if module.has_gate else "up_proj"
-        self.up = _linears(module, first, make, take)
-        self.down = _linears(module, "down_proj", make, take)
+        self.up = _expert_linears(module, first, make, take)
+        self.down = _expert_linears(module, "down_proj", make, take)
 
     def experts(
         self, module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
-        """``[T, H] -> [T, H]``, summed in float32.
+        """Computes ``[T, H] -> [T, H]``, summed in float32.
 
-        Each token's experts are summed in ascending order, so that its result does not depend on
-        other tokens of the step.
+        Each token's experts are summed in ascending order, so that the token's result does not
+        depend on other tokens of the step.
         """
         out = torch.zeros_like(hidden, dtype=torch.float32)
         order = top_k_index.reshape(-1).argsort(stable=True)
@@ -107,7 +107,7 @@ class OpExperts:
         return out.to(hidden.dtype)
 
 
-def _linears(
+def _expert_linears(
     module: Any,
     name: str,
     make: Callable[[LinearWeights], Linear],

@@ -1,6 +1,6 @@
 """probe: learns a model's attention calls from one forward pass on the meta device.
 
-There is no list of model names.
+Nothing depends on the model's name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ from torch import Tensor, nn
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.transformers_model.config import TransformersConfig, build_skeleton
 from asyncllm.gpu.transformers_model.head import logits_of, output_head
-from asyncllm.gpu.transformers_model.interface import ENGINE_NAME, PROBE_NAME, register, set_handler
+from asyncllm.gpu.transformers_model.interface import (
+    ENGINE_NAME,
+    PROBE_NAME,
+    register_implementations,
+    set_handler,
+)
 from asyncllm.gpu.transformers_model.recurrent_probe import (
     CallWatch,
     RecurrentCall,
@@ -24,7 +29,7 @@ from asyncllm.gpu.transformers_model.recurrent_probe import (
 from asyncllm.validation import explain
 
 NUM_TOKENS = 3
-"""Tokens of the pass: more than one, and other than the usual sizes of dimensions."""
+"""Tokens of the forward pass: more than one, and no usual size of another dimension."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,15 +37,15 @@ class AttentionCall:
     """One call of attention.
 
     Attributes:
-        module: name of the module that calls.
+        module: name of the calling module.
         heads, key_heads, key_size, value_size: query heads, key heads and head sizes of k and v.
         num_queries, num_keys: tokens of q and of k.
-        scale: factor on ``q @ k``; None where the module passes none.
+        scale: factor on ``q @ k``; None if the module passes none.
         mask: transformers' mask, which tells which keys a query sees; None without a mask.
-        window, softcap: arguments of the module; None for none.
-        sinks: the module passes a logit per head.
-        shared: index of the earlier call whose keys it reuses; None for its own.
-        options: other arguments that are set.
+        window, softcap: sliding window and soft cap that the module passes; None if it passes none.
+        sinks: the module passes attention sinks, a logit per head.
+        shared: index of the earlier call whose keys this call reuses; None if it has its own.
+        options: other arguments of the call that are set.
     """
 
     module: str
@@ -61,16 +66,18 @@ class AttentionCall:
 
 @dataclass(slots=True, eq=False)
 class Probe:
-    """A model's calls in the order of its forward pass, and the modules in it.
+    """Record of a model's forward pass: its calls, and the modules that take part.
 
     Attributes:
         model: the probed skeleton.
-        base: name of its part that ends with the last norm.
+        base: name of the skeleton's part that ends with the last norm.
+        calls: calls of attention, in order.
         linears: names of the linear layers that are called, and whose weight no other code reads.
         experts: names of the modules with experts.
-        looks_up: the embedding's class processes the result of a look-up by ``nn.Embedding``.
-        recurrent: calls of modules that keep a state of a sequence, in their order.
-        idle: names of modules that get a cache and do not use it.
+        processes_lookup: the embedding's class calls ``nn.Embedding.forward`` and processes the
+            result.
+        recurrent: calls of modules that keep a state of a sequence, in order.
+        idle_modules: names of modules that take a cache and do not use it.
     """
 
     model: nn.Module
@@ -78,16 +85,16 @@ class Probe:
     calls: list[AttentionCall] = field(default_factory=list)
     linears: set[str] = field(default_factory=set)
     experts: set[str] = field(default_factory=set)
-    looks_up: bool = False
+    processes_lookup: bool = False
     recurrent: list[RecurrentCall] = field(default_factory=list)
-    idle: set[str] = field(default_factory=set)
+    idle_modules: set[str] = field(default_factory=set)
 
 
 _HARMLESS_OPTIONS = frozenset(
     "dropout is_causal use_cache cache_position position_ids output_attentions "
     "output_hidden_states output_router_logits return_dict logits_to_keep".split()
 )
-"""Options of attention without effect here: there is no dropout, every mask is checked to be
+"""Options of attention that have no effect here: there is no dropout, every mask is checked to be
 causal, and RoPE is applied before attention."""
 
 
@@ -150,10 +157,10 @@ def linear_kinds() -> tuple[type[nn.Module], ...]:
     return nn.Linear, Conv1D
 
 
-class _Watched(nn.Module):
-    """Mixin for a linear layer that notes whether it is called, and whether others read its weight.
+class _WatchedLinear(nn.Module):
+    """Mixin that notes whether a linear layer is called, and whether other code reads its weight.
 
-    It comes before the layer's class.
+    It comes before the layer's class in the method resolution order.
     """
 
     def forward(self, *args: Any) -> Tensor:
@@ -170,7 +177,7 @@ class _Watched(nn.Module):
 
 
 class _WatchedLookup(nn.Embedding):
-    """Base class that notes whether a subclass of ``nn.Embedding`` calls its ``forward``."""
+    """Base class that notes whether a subclass calls ``nn.Embedding.forward``."""
 
     def forward(self, input: Tensor) -> Tensor:
         self.__dict__["called"] = True
@@ -180,17 +187,17 @@ class _WatchedLookup(nn.Embedding):
 def probe(model: TransformersConfig) -> Probe:
     """Runs a skeleton once, and records its calls.
 
-    It sets the names of the implementations in ``model.config``.
+    It sets the attention and experts implementations in ``model.config``.
 
     Raises:
         ModelLoadError: the forward pass reads tensors on the host, or fails.
     """
-    register()
+    register_implementations()
     model.config._attn_implementation = PROBE_NAME
     model.config._experts_implementation = ENGINE_NAME
     try:
         skeleton: Any = build_skeleton(model.path, model.model_class, model.config)
-    except ModelLoadError as error:  # with its own attention it could be built
+    except ModelLoadError as error:  # The skeleton could be built with the model's own attention.
         raise ModelLoadError(
             f"{model.path}: {model.architecture}: its code takes none but its own attention "
             f"({explain(error.__cause__ or error)}), expected a class that calls transformers' "
@@ -199,7 +206,7 @@ def probe(model: TransformersConfig) -> Probe:
     found = Probe(skeleton, _base_name(model, skeleton))
     recorder = _Recorder(found)
     watched = {}
-    classes = {kind: type(kind.__name__, (_Watched, kind), {}) for kind in linear_kinds()}
+    classes = {kind: type(kind.__name__, (_WatchedLinear, kind), {}) for kind in linear_kinds()}
     for name, module in skeleton.named_modules():
         set_handler(module, recorder)
         if type(module) in classes:
@@ -214,21 +221,23 @@ def probe(model: TransformersConfig) -> Probe:
             hidden = base(
                 input_ids=torch.zeros((1, NUM_TOKENS), dtype=torch.int64, device="meta"),
                 position_ids=torch.arange(NUM_TOKENS, device="meta").unsqueeze(0),
-                # It says that no token is padding: without it transformers reads the positions to
-                # find packed sequences. Recurrent layers read it on the host.
+                # The mask says that no token is padding: without it transformers reads the
+                # positions to find packed sequences. Recurrent layers read it on the host.
                 attention_mask=torch.ones((1, NUM_TOKENS), dtype=torch.int64, device="cpu"),
                 use_cache=False,
             ).last_hidden_state
             logits_of(output_head(skeleton, found.base), hidden[0])
         callers = [call.module for call in found.calls]
-        found.recurrent, found.idle = probe_recurrent(skeleton, watch, callers)
+        found.recurrent, found.idle_modules = probe_recurrent(skeleton, watch, callers)
     except Exception as error:
         raise ModelLoadError(
             f"{model.path}: {model.architecture}: what its layers need cannot be learned, because "
-            f"one pass of its code without weights fails{_place(error, recorder.names)}: "
+            f"one pass of its code without weights fails{_error_location(error, recorder.names)}: "
             f"{explain(error)}"
         ) from error
-    found.looks_up = isinstance(embedding, _WatchedLookup) and "called" in embedding.__dict__
+    found.processes_lookup = (
+        isinstance(embedding, _WatchedLookup) and "called" in embedding.__dict__
+    )
     found.linears = {
         name
         for name, module in watched.items()
@@ -237,8 +246,8 @@ def probe(model: TransformersConfig) -> Probe:
     return found
 
 
-def _place(error: BaseException, names: Mapping[nn.Module, str]) -> str:
-    """Words for the innermost module whose code raised ``error``; empty for none."""
+def _error_location(error: BaseException, names: Mapping[nn.Module, str]) -> str:
+    """Phrase that names the innermost module whose code raised ``error``; "" if there is none."""
     found, traceback = "", error.__traceback__
     while traceback is not None:
         module = traceback.tb_frame.f_locals.get("self")

@@ -21,7 +21,7 @@ class RecurrentModule:
 
     Args:
         forward: the module's own ``forward``.
-        places: index of each of its states in a StateCache.
+        places: index in StateCache.tensors of each of the module's states.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class RecurrentModule:
     def install(
         cls, step: Step, module: nn.Module, call: RecurrentCall, places: Mapping[StateKey, int]
     ) -> None:
-        """Replaces the module's ``forward``."""
+        """Replaces the ``forward`` of ``module``."""
         module.__dict__["forward"] = cls(step, module.forward, call, places)
 
     def __call__(self, *args: Any, **options: Any) -> Tensor:
         hidden = args[0] if args else options.pop(self.hidden)
-        # Tensors per token, such as positions, are dropped: the probe refuses modules that use any.
+        # Drop tensors per token, such as positions: the probe refuses modules that use any.
         options = {name: value for name, value in options.items() if not isinstance(value, Tensor)}
         rows, results = self.step.rows, []
         assert rows is not None
@@ -54,7 +54,7 @@ class RecurrentModule:
         return (results[0] if len(results) == 1 else torch.cat(results)).unsqueeze(0)
 
     def _compute_batch(self, hidden: Tensor, rows: StateRows, options: dict[str, Any]) -> Tensor:
-        """Computes rows of one token, ``[D, H] -> [D, H]``."""
+        """Computes all rows of one token in one call, ``[D, H] -> [D, H]``."""
         slots, states = rows.slots, self.step.states
         assert slots is not None
         held = {key: rows.gather(states[place]) for key, place in self.places.items()}
@@ -64,7 +64,7 @@ class RecurrentModule:
         return out.squeeze(1)
 
     def _compute_row(self, hidden: Tensor, span: RowSpan, options: dict[str, Any]) -> Tensor:
-        """Computes a row on its own slot, ``[1, n, H] -> [n, H]``."""
+        """Computes one row in place on its state slot, ``[1, n, H] -> [n, H]``."""
         states = self.step.states
         held = {key: span_state(states[place], span) for key, place in self.places.items()}
         return self.forward(hidden, **options | {self.cache: CallStates(held)})[0]

@@ -1,6 +1,6 @@
 """probe_recurrent: learns the states of recurrent modules from calls on the meta device.
 
-There is no list of model names.
+Nothing depends on the model's name.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from asyncllm.gpu.state_cache import StateSpec
 from asyncllm.gpu.transformers_model.call_states import CallStates, StateKey
 from asyncllm.validation import explain
 
-CACHES = ("cache_params", "past_key_values", "past_key_value", "layer_past", "state")
-"""Names of ``forward``'s parameter that takes a module's cache."""
+CACHE_PARAMETERS = ("cache_params", "past_key_values", "past_key_value", "layer_past", "state")
+"""Names that modules use for the parameter of ``forward`` that takes a cache."""
 
-_BATCH = 2
+_BATCH_SIZE = 2
 _PROTOCOL = (
     "transformers' interface of linear attention: get_conv_state, update_conv_state, "
     "get_recurrent_state, update_recurrent_state"
@@ -28,14 +28,14 @@ _PROTOCOL = (
 
 
 def cache_parameters(model: nn.Module) -> dict[str, str]:
-    """Modules of a model that take a cache: name of the parameter by name of the module."""
+    """Name of the cache parameter of each module that takes a cache, by name of the module."""
     of_kind: dict[type, str | None] = {}
     found = {}
     for name, module in model.named_modules():
         kind = type(module)
         if kind not in of_kind:
             parameters = inspect.signature(kind.forward).parameters
-            of_kind[kind] = next((each for each in CACHES if each in parameters), None)
+            of_kind[kind] = next((each for each in CACHE_PARAMETERS if each in parameters), None)
         taken = of_kind[kind]
         if name and taken is not None:
             found[name] = taken
@@ -43,7 +43,7 @@ def cache_parameters(model: nn.Module) -> dict[str, str]:
 
 
 def cache_takers(model: nn.Module) -> list[str]:
-    """Names of the innermost modules that take a cache: attention and recurrent ones."""
+    """Names of the innermost modules that take a cache, which are attention or recurrent."""
     names = list(cache_parameters(model))
     outer = {name[:dot] for name in names for dot in range(len(name)) if name[dot] == "."}
     return [name for name in names if name not in outer]
@@ -60,9 +60,11 @@ class RecurrentCall:
     Attributes:
         module: name of the module.
         kind: name of its class.
-        hidden, cache: names of its parameters that take hidden states ``[B, n, H]`` and the cache.
-        states: states that it keeps of a sequence.
-        flaw: why it cannot be computed in chunks and batches, and what is expected; None if it can.
+        hidden, cache: names of the parameters of ``forward`` that take hidden states ``[B, n, H]``
+            and the cache.
+        states: states that the module keeps of a sequence.
+        flaw: why the module cannot be computed in chunks and batches, and what is expected; None if
+            it can.
     """
 
     module: str
@@ -82,7 +84,7 @@ class SeenCall(NamedTuple):
 
 @dataclass(slots=True)
 class CallWatch:
-    """Context that records the calls of modules that take a cache."""
+    """Context manager that records the calls of modules that take a cache."""
 
     model: nn.Module
     calls: dict[str, SeenCall] = field(default_factory=dict)
@@ -103,8 +105,8 @@ class CallWatch:
 
     def _hook(self, name: str) -> Any:
         def keep(module: nn.Module, args: Any, options: Any) -> tuple[Any, Any]:
-            # A padding mask comes from the host. On the meta device the module's code gets as far
-            # as its cache, so that a refusal can name the module.
+            # Move a padding mask from the host to the meta device: the module's code then gets as
+            # far as its cache, so that an error can name the module.
             options = {key: _on_meta(value) for key, value in options.items()}
             self.calls[name] = SeenCall(args, options)
             return args, options
@@ -117,7 +119,7 @@ def _on_meta(value: Any) -> Any:
 
 
 class _StateRecorder(CallStates):
-    """A cache without states that records which states a module keeps."""
+    """An empty cache that records which states a module writes to it."""
 
     def __init__(self) -> None:
         super().__init__({})
@@ -164,19 +166,19 @@ class _StateRecorder(CallStates):
 def probe_recurrent(
     model: nn.Module, watch: CallWatch, callers: list[str]
 ) -> tuple[list[RecurrentCall], set[str]]:
-    """Finds modules that keep a state, in the order of their calls, and idle ones.
+    """Finds the calls of modules that keep a state, in order, and the names of idle modules.
 
-    Idle modules, returned by name, get a cache and do not use it.
+    Idle modules take a cache and do not use it.
 
     Args:
-        model: on the meta device. Modules with a state are cast to bfloat16, which tells a state in
-            the model's dtype from one that is always in float32.
+        model: skeleton on the meta device. Modules with a state are cast to bfloat16, so that a
+            state in the model's dtype differs from one that is always in float32.
         callers: names of the modules that call attention.
     """
     found, idle, taken = [], set(), cache_parameters(model)
     for name, seen in watch.calls.items():
         if not any(f"{caller}.".startswith(f"{name}.") for caller in callers):
-            call = _probe(model.get_submodule(name), name, taken[name], seen)
+            call = _probe_module(model.get_submodule(name), name, taken[name], seen)
             if call is None:
                 idle.add(name)
             else:
@@ -184,8 +186,8 @@ def probe_recurrent(
     return found, idle
 
 
-def _probe(module: nn.Module, name: str, cache: str, seen: SeenCall) -> RecurrentCall | None:
-    """Probes a module's use of its cache; None if it does not use it."""
+def _probe_module(module: nn.Module, name: str, cache: str, seen: SeenCall) -> RecurrentCall | None:
+    """Probes how a module uses its cache; None if it does not."""
     names = list(inspect.signature(module.forward).parameters)
     call = RecurrentCall(name, type(module).__name__, names[0], cache, {})
     listener = _StateRecorder()
@@ -197,7 +199,7 @@ def _probe(module: nn.Module, name: str, cache: str, seen: SeenCall) -> Recurren
                 return None
             options = dict(seen.options)
             hidden = seen.args[0] if seen.args else options.pop(call.hidden, None)
-            call.flaw = _bad_arguments(hidden, seen, call, names) or _bad_calls(
+            call.flaw = _argument_flaw(hidden, seen, call, names) or _call_flaw(
                 module.to(torch.bfloat16), call, hidden.detach().to(torch.bfloat16), options
             )
     except Exception as error:
@@ -207,10 +209,10 @@ def _probe(module: nn.Module, name: str, cache: str, seen: SeenCall) -> Recurren
     return call
 
 
-def _bad_arguments(
+def _argument_flaw(
     hidden: Any, seen: SeenCall, call: RecurrentCall, names: list[str]
 ) -> Flaw | None:
-    """The flaw in the arguments that a module gets, if any."""
+    """The flaw in the arguments that a module was called with, if any."""
     if len(seen.args) > 1 or not isinstance(hidden, Tensor) or hidden.dim() != 3:
         return "takes more than hidden states [B, n, H] by position", "those alone"
     for name in names[1:]:
@@ -219,12 +221,12 @@ def _bad_arguments(
     return None
 
 
-def _bad_calls(
+def _call_flaw(
     module: nn.Module, call: RecurrentCall, chunk: Tensor, options: dict[str, Any]
 ) -> Flaw | None:
-    """The flaw in a second chunk or in a batch of single tokens, if any.
+    """The flaw in computing a second chunk or a batch of single tokens, if any.
 
-    Their results have to depend on the states with which they start.
+    The results of both have to depend on the states with which they start.
     """
     listener = _StateRecorder()
     options = {name: value for name, value in options.items() if not isinstance(value, Tensor)}
@@ -232,7 +234,7 @@ def _bad_calls(
     call.states = listener.states
     if not call.states:
         return "updates no state of its cache", _PROTOCOL
-    token = chunk[:, :1].expand(_BATCH, -1, -1)
+    token = chunk[:, :1].expand(_BATCH_SIZE, -1, -1)
     for what, tokens in ((f"a chunk of {chunk.shape[1]} tokens", chunk), ("single tokens", token)):
         leaves = {
             key: torch.empty(
@@ -247,15 +249,15 @@ def _bad_calls(
         out = module(tokens, **options | {call.cache: CallStates(held)})
         if not isinstance(out, Tensor) or out.shape[:-1] != tokens.shape[:-1]:
             return f"returns {type(out).__name__} for {what}", "hidden states [B, n, H]"
-        reached = set(_leaves(out))
+        reached = set(_leaf_ids(out))
         for key, leaf in leaves.items():
             if id(leaf) not in reached:
                 return f"computes {what} without its {key[0]} state", "states that go on"
     return None
 
 
-def _leaves(out: Tensor) -> Iterator[int]:
-    """Ids of the leaf tensors from which a result was computed."""
+def _leaf_ids(out: Tensor) -> Iterator[int]:
+    """Yields ``id`` of each leaf tensor from which autograd computed ``out``."""
     seen: set[Any] = set()
     pending = [out.grad_fn]
     while pending:

@@ -1,4 +1,4 @@
-"""LongRope: a fixed choice between a model's two sets of RoPE frequencies."""
+"""LongRope: chooses once between a model's short and long RoPE frequencies."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class LongRope:
     """Rotary embedding with short and long factors (LongRoPE, Ding et al., 2024).
 
     transformers takes the long factors in every step whose longest sequence exceeds the original
-    context, so that results would depend on other sequences, and change within a sequence. Here the
-    engine's ``max_model_len`` decides, once.
+    context. Results would then depend on other sequences, and change within a sequence. Here the
+    engine's ``max_model_len`` decides, once for all steps.
 
     Attributes:
         module: transformers' rotary embedding.
-        layer_type: type of layers with parameters of their own; None for all layers.
-        original_context: original context in tokens, before the extension to long sequences.
+        layer_type: type of the layers that use it; None for all layers.
+        original_context: context in tokens before its extension to long sequences.
     """
 
     module: Any
@@ -29,8 +29,8 @@ class LongRope:
     config: Any
 
     @classmethod
-    def all_of(cls, modules: nn.Module, config: Any) -> list[LongRope]:
-        """Finds a model's long RoPEs, and turns off their own choice in every step."""
+    def find_all(cls, modules: nn.Module, config: Any) -> list[LongRope]:
+        """Finds a model's long RoPEs, and turns off transformers' choice in every step."""
         found = []
         for module in modules.modules():
             rope: Any = module
@@ -51,7 +51,7 @@ class LongRope:
                     rope.rope_type = by_type
         return found
 
-    def choose(self, max_positions: int) -> None:
+    def choose_frequencies(self, max_positions: int) -> None:
         """Sets the frequencies for sequences of at most ``max_positions`` tokens."""
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

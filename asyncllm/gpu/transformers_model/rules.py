@@ -1,8 +1,8 @@
 """check_modules, check_calls: refuse models that paged, flattened steps would compute wrongly.
 
-They judge by a model's modules and their calls. A pattern that is only in the mask, a state that a
-module keeps, or a dependence on the longest sequence of a batch would change results silently, and
-show in no short comparison.
+They check a model's modules and their calls. A pattern of attention that only the mask has, a state
+that a module keeps, or a dependence on the longest sequence of a batch would change results
+silently, and a comparison on short sequences would not show it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from asyncllm.gpu.transformers_model.interface import ProbedMask
 from asyncllm.gpu.transformers_model.probe import NUM_TOKENS, AttentionCall, Probe
 from asyncllm.gpu.transformers_model.recurrent_probe import Flaw, cache_parameters
 
-_RECURRENT = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.RNNCellBase)
-"""Modules in which tokens of a sequence see one another."""
+_TOKEN_MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.RNNCellBase)
+"""torch's modules in which tokens of a sequence see one another."""
 
-_KEYS = "attention to all keys or to a window"
+_ACCEPTED_KEYS = "attention to all keys or to a window"
 
 _MAX_CHECKED_POSITION = 2**22
 """Largest position at which masks are checked."""
@@ -43,7 +43,7 @@ def check_modules(model: TransformersConfig) -> None:
             raise _refusal(
                 model,
                 f"{name} ({kind}) chooses the keys that attention sees, from a cache of its own",
-                _KEYS,
+                _ACCEPTED_KEYS,
             )
     for name, kind in rope_kinds(model.config):
         if "dynamic" in kind:
@@ -55,7 +55,7 @@ def check_modules(model: TransformersConfig) -> None:
 
 
 def rope_kinds(config: Any) -> Iterator[tuple[str, str]]:
-    """Field and kind of each set of RoPE parameters: one in all, or one per type of layer."""
+    """Yields field and kind of each set of RoPE parameters: one set, or one per type of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     sets = {"rope_parameters": parameters}
     if any(isinstance(value, dict) for value in parameters.values()):
@@ -69,7 +69,7 @@ def check_calls(model: TransformersConfig, probe: Probe) -> list[int | None]:
     """Refuses a model by its layers' calls of attention and recurrent modules.
 
     Returns:
-        The window of each call; None for all keys.
+        The attention window of each call, in keys; None for all keys.
 
     Raises:
         ModelLoadError: a call is not supported; the message names the calling module.
@@ -81,9 +81,10 @@ def check_calls(model: TransformersConfig, probe: Probe) -> list[int | None]:
 
 
 def _layer_flaws(probe: Probe, config: Any) -> Iterator[Flaw]:
-    """Layers that neither attend once nor keep a state, and calls outside layers.
+    """Yields the flaws of layers: each has to call attention once or to keep a state.
 
-    A layer may have neither if the configuration says so.
+    A layer needs neither if the configuration says that it has an MLP or experts only. Calls
+    outside of layers are flaws too.
     """
     count = config.num_hidden_layers
     lists = [
@@ -116,7 +117,7 @@ def _layer_flaws(probe: Probe, config: Any) -> Iterator[Flaw]:
 
 
 def _plain_layers(config: Any) -> set[int]:
-    """Indices of layers that, by the configuration, have an MLP or experts only."""
+    """Indices of layers that have an MLP or experts only, according to the configuration."""
     for name in ("layer_types", "layers_block_type"):
         kinds = getattr(config, name, None)
         if isinstance(kinds, (list, tuple)):
@@ -125,14 +126,14 @@ def _plain_layers(config: Any) -> set[int]:
 
 
 def _recurrent_flaws(probe: Probe) -> Iterator[Flaw]:
-    """Recurrent modules with a flaw, and other modules that mix tokens or take a cache."""
+    """Yields flaws of recurrent modules, and of others that mix tokens or take a cache."""
     keepers = tuple(f"{call.module}." for call in probe.recurrent)
     for call in probe.recurrent:
         if call.flaw is not None:
             found, accepted = call.flaw
             yield f"{call.module} ({call.kind}) {found}", accepted
     for name, module in probe.model.named_modules():
-        if isinstance(module, _RECURRENT) and not f"{name}.".startswith(keepers):
+        if isinstance(module, _TOKEN_MIXERS) and not f"{name}.".startswith(keepers):
             yield (
                 f"{name} ({type(module).__name__}) mixes tokens outside attention and recurrent "
                 "modules",
@@ -140,7 +141,9 @@ def _recurrent_flaws(probe: Probe) -> Iterator[Flaw]:
             )
     known = [*keepers, *(f"{call.module}." for call in probe.calls)]
     for name, taken in cache_parameters(probe.model).items():
-        if name not in probe.idle and not any(each.startswith(f"{name}.") for each in known):
+        if name not in probe.idle_modules and not any(
+            each.startswith(f"{name}.") for each in known
+        ):
             kind = type(probe.model.get_submodule(name)).__name__
             yield (
                 f"{name} ({kind}) takes {taken}: it keeps a cache of its own",
@@ -149,7 +152,7 @@ def _recurrent_flaws(probe: Probe) -> Iterator[Flaw]:
 
 
 def _call_flaws(probe: Probe) -> Iterator[Flaw]:
-    """Arguments of attention that the engine's attention does not take."""
+    """Yields the arguments of attention calls that the engine's attention does not support."""
     for call in probe.calls:
         queries, keys, heads = call.num_queries, call.num_keys, call.key_heads
         if (queries, keys) != (NUM_TOKENS, NUM_TOKENS):
@@ -172,12 +175,16 @@ def _describe(value: Any) -> str:
 
 
 def kv_shape(call: AttentionCall) -> tuple[int, int]:
-    """Heads, and size of keys and values in the cache, which pads the smaller of the two."""
+    """KV heads and head size in the cache, where the smaller of key and value is padded."""
     return call.key_heads, max(call.key_size, call.value_size)
 
 
 def _window(model: TransformersConfig, call: AttentionCall) -> int | None:
-    """The window of the call's mask, in keys, the query's own included."""
+    """The window of an attention call, in keys, the query's own included; None for all keys.
+
+    Raises:
+        ModelLoadError: the window that the module passes is not the one in its mask.
+    """
     if not isinstance(call.mask, ProbedMask):
         found = f"{call.module} passes the mask {_describe(call.mask)}"
         raise _refusal(model, found, "one that transformers' mask functions make")
@@ -193,12 +200,12 @@ def _window(model: TransformersConfig, call: AttentionCall) -> int | None:
 
 
 def _mask_window(model: TransformersConfig, call: AttentionCall, length: int) -> int | None:
-    """The window that the mask shows in a sequence of ``length`` tokens; None for all keys."""
+    """The window in the call's mask for ``length`` tokens; None if queries see all keys."""
     keys = torch.arange(length, device="cpu")
     zero = torch.zeros((), dtype=torch.int64, device="cpu")
     window = None
     last = length - 1
-    # The last queries first, because the first ones see all keys in any window.
+    # Check the last queries first: the first queries see all keys in any window.
     for query in sorted({last, last - 1, last * 2 // 3, last // 2, last // 3, 1, 0}, reverse=True):
         query = max(query, 0)
         at = torch.tensor(query, device="cpu")
@@ -206,14 +213,14 @@ def _mask_window(model: TransformersConfig, call: AttentionCall, length: int) ->
             seen = torch.as_tensor(call.mask.function(zero, zero, at, keys)).expand(length)
         except Exception as error:
             found = f"the mask of {call.module} depends on more than positions"
-            raise _refusal(model, found, _KEYS) from error
+            raise _refusal(model, found, _ACCEPTED_KEYS) from error
         count = int(seen.sum())
         if query == last and count < length:
             window = count
         first = 0 if window is None else max(query + 1 - window, 0)
         if count != query + 1 - first or not bool(seen[first : query + 1].all()):
             found = f"the mask of {call.module} shows query {query} {count} keys that are neither "
-            raise _refusal(model, f"{found}all before it nor the last of them", _KEYS)
+            raise _refusal(model, f"{found}all before it nor the last of them", _ACCEPTED_KEYS)
     return window
 
 

@@ -23,8 +23,8 @@ from asyncllm.validation import explain
 
 _COMPUTED_BUFFERS = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
-_loading = threading.Lock()
-"""Lock for loads: while transformers loads a model, it replaces global functions of its own. A
+_LOAD_LOCK = threading.Lock()
+"""Lock held while transformers loads a model: it replaces global functions of its own meanwhile. A
 second load at the same time would take the replacements for the originals, and restore those."""
 
 
@@ -43,11 +43,11 @@ def load_modules(
     On a CPU, weights of the model's dtype stay in the mapped files until their Owner takes them.
 
     Args:
-        attention, experts: names of the implementations.
+        attention, experts: names of the implementations in transformers' tables.
         open_reader: opens the files in ``model.path`` as plain tensors.
 
     Raises:
-        ModelLoadError: a tensor is missing, surplus or misshapen; the message names it.
+        ModelLoadError: a tensor is missing, unexpected or of a wrong shape; the message names it.
     """
     reader = open_reader(model.path, dtype)
     with closing(TextPart(reader, model.architecture) if model.is_text_part else reader) as reader:
@@ -57,8 +57,8 @@ def load_modules(
         for name, info in reader.tensors.items():
             if not _COMPUTED_BUFFERS.match(name):
                 tensors[name] = reader.tensor(name)
-            loading.read(info.num_bytes)
-        modules = _convert(model, tensors, dtype, attention, experts)
+            loading.count_read(info.num_bytes)
+        modules = _load_tensors(model, tensors, dtype, attention, experts)
         log_sizes(model.path, reader, dtype)
         owner = Owner(device, tensors.values(), loading, modules)
         if device.type != "cpu":
@@ -67,9 +67,10 @@ def load_modules(
 
 
 def _check_dtypes(reader: CheckpointReader, model: TransformersConfig) -> None:
-    """Raises ModelLoadError for a weight that is not of floating point.
+    """Raises ModelLoadError for a stored weight that is not of floating point.
 
-    transformers would cast it silently, such as a quantised weight whose scales are missing.
+    It would be a quantised weight whose scales are missing, for example, and transformers would
+    cast it silently.
     """
     floats = {name for name, t in model.skeleton.state_dict().items() if t.is_floating_point()}
     for name, info in reader.tensors.items():
@@ -100,14 +101,14 @@ def dummy_modules(
             )
         drawn = torch.empty(parameter.shape, device="cpu")
         tensors[name] = dummy_tensor(name, drawn, generator).to(dtype)
-        loading.read(tensors[name].nbytes)
-    modules = _convert(model, tensors, dtype, attention, experts)
+        loading.count_read(tensors[name].nbytes)
+    modules = _load_tensors(model, tensors, dtype, attention, experts)
     owner = Owner(device, (), loading, modules)
     owner.take_all(modules)
     return modules, owner
 
 
-def _convert(
+def _load_tensors(
     model: TransformersConfig,
     tensors: dict[str, Tensor],
     dtype: torch.dtype,
@@ -115,7 +116,7 @@ def _convert(
     experts: str,
 ) -> nn.Module:
     try:
-        with _loading, _quiet():
+        with _LOAD_LOCK, _quiet_transformers():
             modules, info = model.model_class.from_pretrained(
                 None,
                 config=model.config,
@@ -126,7 +127,7 @@ def _convert(
                 output_loading_info=True,
             )
     except (Exception, SystemExit) as error:
-        why = _misshapen(model, tensors) or explain(error)
+        why = _describe_misshapen(model, tensors) or explain(error)
         raise ModelLoadError(
             f"{model.path}: transformers cannot load {model.architecture}: {why}"
         ) from error
@@ -141,10 +142,10 @@ def _convert(
     return modules.eval().requires_grad_(False)
 
 
-def _misshapen(model: TransformersConfig, tensors: dict[str, Tensor]) -> str | None:
-    """Describes a tensor whose shape is not the model's, which transformers only logs.
+def _describe_misshapen(model: TransformersConfig, tensors: dict[str, Tensor]) -> str | None:
+    """Describes the first tensor whose shape is not the model's; None if all shapes match.
 
-    None if no tensor with a name of the model has another shape.
+    transformers only logs such shapes.
     """
     for name, expected in model.skeleton.state_dict().items():
         if name in tensors and tensors[name].shape != expected.shape:
@@ -154,8 +155,8 @@ def _misshapen(model: TransformersConfig, tensors: dict[str, Tensor]) -> str | N
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Turns off transformers' progress bar and its report, whose problems are raised as errors."""
+def _quiet_transformers() -> Iterator[None]:
+    """Turns off transformers' progress bar and its load report, which errors here replace."""
     from transformers.utils import logging
 
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -170,10 +171,10 @@ def _quiet() -> Iterator[None]:
 
 
 class _Loading:
-    """Progress of loading, in bytes of the files.
+    """Progress of loading a model, in bytes of the files.
 
-    Half of a tensor's bytes count when it is read, which dequantises it, and half when it becomes
-    the engine's own, which copies or packs it.
+    Half of a tensor's bytes count when the tensor is read (and dequantised), and half when it
+    becomes the engine's own (and is copied or packed).
 
     Args:
         total: bytes of the files.
@@ -186,12 +187,12 @@ class _Loading:
         self.total, self.progress, self.num_bytes = total, progress, 0
         self._read = self._taken = 0
 
-    def read(self, num_bytes: int) -> None:
+    def count_read(self, num_bytes: int) -> None:
         self._read += num_bytes
         self._report_progress()
 
-    def take(self, num_bytes: int) -> None:
-        # A tensor that is taken twice, such as one that goes to a device first, counts once.
+    def count_taken(self, num_bytes: int) -> None:
+        # Tensors may be taken twice, for example to move them to a device first: cap the sum.
         self._taken = min(self._taken + num_bytes, self.num_bytes)
         self._report_progress()
 
@@ -206,15 +207,15 @@ class _Loading:
 
 
 class Owner:
-    """Makes tensors the engine's own.
+    """Takes over a model's tensors, so that the engine owns their memory.
 
-    It copies tensors of mapped files, which must not be read once the model runs, and moves all
-    tensors to the device.
+    On a CPU it copies tensors that are views of mapped files, which must not be read once the model
+    runs. Otherwise it moves tensors to the device.
 
     Args:
-        mapped: tensors of mapped files.
+        mapped: tensors that are views of mapped files.
         loading: progress, updated with every tensor.
-        modules: the model whose tensors are taken.
+        modules: the model whose tensors are taken over.
     """
 
     def __init__(
@@ -229,25 +230,25 @@ class Owner:
         self._mapped = {tensor.untyped_storage().data_ptr() for tensor in mapped}
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Returns the tensor, or a copy that is the engine's own."""
-        self._loading.take(tensor.nbytes)
+        """Returns the tensor if the engine owns its memory already, else a copy."""
+        self._loading.count_taken(tensor.nbytes)
         if self.device.type != "cpu":
             return tensor.to(self.device)
         return tensor.clone() if tensor.untyped_storage().data_ptr() in self._mapped else tensor
 
     def take_all(self, modules: nn.Module) -> None:
-        """Takes all parameters and buffers; shared ones stay shared."""
+        """Takes over all parameters and buffers, in place; shared ones stay shared."""
         for module in modules.modules():
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None:
                     tensor.data = self.take(tensor.data)
 
     def finish(self) -> None:
-        """Reports that all tensors have been taken."""
+        """Reports that all tensors have been taken over."""
         self._loading.finish()
 
 
-def tied_head(modules: Any) -> bool:
+def has_tied_head(modules: Any) -> bool:
     """Whether the output head shares the embedding's weight."""
     head, embedding = modules.get_output_embeddings(), modules.get_input_embeddings()
     return getattr(head, "weight", None) is getattr(embedding, "weight", 0)
