@@ -70,7 +70,7 @@ def load_decoder(
     if config.load_format == "dummy":
         weights = dummy_weights(model, dtype, device, progress)
     else:
-        takes = ops.takes if ops.schemes != {"plain"} else None
+        takes = ops.accepts_form if ops.schemes != {"plain"} else None
         weights = load_weights(
             model, dtype, device, progress, takes=takes, transient=ops.packs_linear
         )

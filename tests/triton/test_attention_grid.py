@@ -16,7 +16,7 @@ from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton import decode_attention, merge_attention, prefill_attention
 from asyncllm.gpu.ops.triton.attention import TritonAttention, TritonPlan
-from asyncllm.gpu.ops.triton.tuning import cdiv, num_extra_shares, wave_utilisation
+from asyncllm.gpu.ops.triton.tuning import cdiv, num_extra_splits, wave_utilisation
 from tests.static_runner import replay_of
 from tests.step_inputs import captured, planned
 from tests.triton.launches import Launch, recording
@@ -94,11 +94,11 @@ def skewed(rows: int, longest: int = 32_768, others: int = 500) -> np.ndarray:
 
 def longest_program(lengths: np.ndarray, plan: TritonPlan) -> int:
     """Keys of the longest program, as the kernels count them out."""
-    if not plan.extra_shares:
+    if not plan.extra_splits:
         return cdiv(cdiv(int(lengths.max()), 64), plan.splits) * 64
-    share = max(cdiv(cdiv(int(lengths.sum()), plan.extra_shares), 64) * 64, 256)
+    share = max(cdiv(cdiv(int(lengths.sum()), plan.extra_splits), 64) * 64, 256)
     shares = -(-lengths // share)
-    assert shares.sum() <= len(lengths) + plan.extra_shares
+    assert shares.sum() <= len(lengths) + plan.extra_splits
     return min(share, int(lengths.max()))
 
 
@@ -111,18 +111,18 @@ def test_a_long_row_is_not_waited_for() -> None:
         plan = ATTENTION.plan(step(lengths, np.ones(rows, dtype=np.int64)), None, 0)
         fair = int(lengths.sum()) * KV_HEADS // PLACES
         assert longest_program(lengths, plan) <= 3 * fair + 1024, rows
-        balanced += bool(plan.extra_shares)
-        if plan.extra_shares:
+        balanced += bool(plan.extra_splits)
+        if plan.extra_splits:
             assert plan.workspace is not None
-            assert plan.workspace.numel() == (rows + plan.extra_shares) * 32 * 130
+            assert plan.workspace.numel() == (rows + plan.extra_splits) * 32 * 130
     assert balanced > 400
     lengths = skewed(72)
     plan = ATTENTION.plan(step(lengths, np.ones(72, dtype=np.int64)), None, 0)
-    extra = num_extra_shares(KV_HEADS, SMS)
-    assert plan.extra_shares == extra == 132
+    extra = num_extra_splits(KV_HEADS, SMS)
+    assert plan.extra_splits == extra == 132
     found = launches_of(plan, 72)
     assert found["decode_kernel"].grid == (72 + extra, KV_HEADS, 1)
-    assert found["decode_kernel"].arguments["LINES"] == 1024
+    assert found["decode_kernel"].arguments["MAX_ROWS"] == 1024
     assert found["merge_kernel"].grid == (72, 32, 1)
 
 
@@ -148,7 +148,7 @@ def test_heads_of_512_have_fewer_places() -> None:
     assert WIDE.plan(step(np.array([32_768]), np.array([1])), None, 0).splits == 60
     lengths = skewed(72)
     plan = WIDE.plan(step(lengths, np.ones(72, dtype=np.int64)), None, 0)
-    assert plan.extra_shares == 2 * 2 * SMS // 4 == 132
+    assert plan.extra_splits == 2 * 2 * SMS // 4 == 132
     found = launches_of(plan, 72, WIDE)
     assert found["decode_kernel"].grid == (72 + 132, 4, 1)
     assert found["merge_kernel"].grid == (72, 32, 1)
@@ -160,7 +160,7 @@ def test_rows_of_like_length_keep_their_splits(length: int) -> None:
         lengths = np.linspace(0.7 * length, length, rows).astype(np.int64)
         assert not ATTENTION.is_skewed(rows, lengths, MAX_LEN, None), rows
         assert (
-            ATTENTION.plan(step(lengths, np.ones(rows, dtype=np.int64)), None, 0).extra_shares == 0
+            ATTENTION.plan(step(lengths, np.ones(rows, dtype=np.int64)), None, 0).extra_splits == 0
         )
 
 
@@ -176,9 +176,9 @@ def test_a_graph_has_either_form() -> None:
     nothing = torch.zeros(72, dtype=torch.int64)
     rows = captured(TABLE, nothing, nothing, nothing.int(), 16, max_len=MAX_LEN, balanced=True)
     plan = ATTENTION.plan(rows, None, 0)
-    assert (plan.splits, plan.extra_shares) == (1, 132)
+    assert (plan.splits, plan.extra_splits) == (1, 132)
     plan = ATTENTION.plan(rows, 4096, 0)
-    assert (plan.splits, plan.extra_shares) == (5, 0)
+    assert (plan.splits, plan.extra_splits) == (5, 0)
 
 
 def test_the_host_chooses_the_graph_by_the_lengths_of_a_step() -> None:

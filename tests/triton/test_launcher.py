@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from asyncllm.gpu.ops.triton import launcher
-from asyncllm.gpu.ops.triton.launcher import BoundKernel, CompiledLaunch, Launcher, launched
+from asyncllm.gpu.ops.triton.launcher import BoundKernel, CompiledLaunch, Launcher, with_launcher
 from tests.hypothesis_settings import examples
 from tests.triton.small_steps import MODELS, make_step, mixed_step
 
@@ -133,7 +133,7 @@ def driver() -> Iterator[Driver]:
         yield made
 
 
-@launched
+@with_launcher
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["y"])
 def toy_kernel(x, y, count, stride, scale, WIDTH: tl.constexpr):
     pass

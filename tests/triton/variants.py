@@ -351,7 +351,7 @@ def variants() -> list[Variant]:
         add(f"decode-head{dim}", "decode_kernel", decode(8, dim), 80, 90)
         add(f"prefill-head{dim}", "prefill_kernel", prefill(8, dim), 80, 90)
     add("decode-one-split", "decode_kernel", decode(2, 128, splits=1), 89, 90)
-    shared: dict[str, Any] = {"splits": 1, "extra_shares": 132}
+    shared: dict[str, Any] = {"splits": 1, "extra_splits": 132}
     add("decode-shares", "decode_kernel", decode(4, 128, **shared), 80, 89, 90)
     add("merge-shares", "merge_kernel", decode(4, 128, **shared), 80, 89, 90)
     add("prefill-splits-head128", "prefill_kernel", prefill(4, 128, splits=8), 80, 89, 90)

@@ -127,7 +127,7 @@ def attended(place: Place) -> list[Tensor]:
     table = place(torch.arange(ROWS * 2, dtype=torch.int32).view(ROWS, 2) + 1)
     lengths = torch.tensor([3, 20, 17, 32], dtype=torch.int32)
     rows: dict[str, Any] = {"table_rows": LINES, "seq_lens": lengths, "scale": 1.0}
-    shared: list[dict[str, Any]] = [{}, {"splits": 2}, {"extra_shares": 3}]
+    shared: list[dict[str, Any]] = [{}, {"splits": 2}, {"extra_splits": 3}]
     tiles = tuning.decode_tiles(90, 16, 4)
     for sharing in shared:
         out = heads(torch.zeros(ROWS, 32))
