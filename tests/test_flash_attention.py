@@ -313,7 +313,7 @@ def test_a_wrong_option_is_noticed(version, block_size, option, value):
 
 
 def test_a_window_that_leaves_out_the_own_key_is_noticed(monkeypatch):
-    monkeypatch.setattr(flash_attention, "_span", lambda window: (window, 0))
+    monkeypatch.setattr(flash_attention, "_window_size", lambda window: (window, 0))
     with pytest.raises(AssertionError):
         check_decode(FlashAttention3(SHAPE), 16, 40)
 

@@ -87,7 +87,8 @@ def test_row_buckets_are_few_and_near():
     sizes = [bucket_size(count) for count in counts]
     assert sizes[:17] == list(range(17))
     assert all(
-        count <= size <= bucket_size(size) == size for count, size in zip(counts, sizes, strict=True)
+        count <= size <= bucket_size(size) == size
+        for count, size in zip(counts, sizes, strict=True)
     )
     assert all(size < count * 1.125 for count, size in zip(counts[1:], sizes[1:], strict=True))
     assert all(size < count * 1.0625 for count, size in zip(counts[129:], sizes[129:], strict=True))

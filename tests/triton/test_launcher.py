@@ -278,7 +278,7 @@ def test_a_compiled_launch_passes_the_launchers_arguments(
     assert not run.handed, "it was launched"
     assert (launch.launch is run.launch) == is_direct
     others = (10**9 + 16, 8, 0.25, None)
-    launch.launch(9, 8, 1, 17, *launch.rest(others))
+    launch.launch(9, 8, 1, 17, *launch.launch_args(others))
     run(9, 8, 1, 17, 5, (4, 1, 0), None, None, None, *others)
     assert run.handed[0] == run.handed[1]
 

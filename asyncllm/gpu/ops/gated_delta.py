@@ -135,7 +135,7 @@ def _compute_chunk(
 ) -> Tensor:
     """Computes n tokens of one sequence, and updates its state.
 
-    ``state`` is ``[1, heads, key_dim, value_dim]``, the others are ``[n, heads, ...]``. Each token's
+    ``state`` is ``[1, heads, key_dim, value_dim]``, the others are ``[n, heads, ...]``. A token's
     change of the state depends on the changes of the tokens before it in the chunk, so that the
     changes solve a triangular system (the WY form of Yang et al., 2025, section 3.3).
     """
