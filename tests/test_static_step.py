@@ -863,13 +863,13 @@ def _rows_stay_behind_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _lengths_baked_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = TorchAttention._fixed
+    plan = TorchAttention._plan_fixed
 
     def baked(self: TorchAttention, *step: Any) -> FixedPlan:
         found = plan(self, *step)
         return replace(found, hidden=torch.tensor(found.hidden.tolist()))
 
-    monkeypatch.setattr(TorchAttention, "_fixed", baked)
+    monkeypatch.setattr(TorchAttention, "_plan_fixed", baked)
 
 
 def _blocks_of_the_last_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
