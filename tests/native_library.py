@@ -12,7 +12,7 @@ import pytest
 
 from asyncllm.gpu.ops.cpu_ops import CpuOps
 from asyncllm.gpu.ops.native_ops import NativeOps
-from asyncllm.native.build import UNITS, BuildError, build, find_compiler
+from asyncllm.native.build import ISA_FLAGS, BuildError, build, find_compiler
 from asyncllm.native.context import Context
 from asyncllm.native.shared_library import Library, NativeUnavailableError
 
@@ -23,13 +23,13 @@ EMULATION = Path(__file__).parent / "native" / "avx512_emulation.h"
 
 def build_emulated(output: Path, flags: Sequence[str] = ()) -> None:
     """Builds the kernels of AVX-512 in halves of AVX2, for a processor that lacks them."""
-    units = dict(UNITS["x86_64"])
-    UNITS["x86_64"]["avx512"] = [*units["avx2"], "-include", str(EMULATION)]
+    units = dict(ISA_FLAGS["x86_64"])
+    ISA_FLAGS["x86_64"]["avx512"] = [*units["avx2"], "-include", str(EMULATION)]
     try:
         # The library asks the processor.
         build(output, flags=["-D__builtin_cpu_supports(name)=1", *flags])
     finally:
-        UNITS["x86_64"] = units
+        ISA_FLAGS["x86_64"] = units
 
 
 @functools.cache

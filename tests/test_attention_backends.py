@@ -28,7 +28,7 @@ from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.native_attention import NativeAttention
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.registry import (
-    BUILTIN,
+    BUILTIN_BACKENDS,
     ENTRY_POINT_GROUP,
     NativeChoice,
     make_attention,
@@ -101,9 +101,9 @@ def test_auto_is_native_where_its_vectors_are(monkeypatch, isa, amx, head_dim, e
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": amx})
     monkeypatch.setattr(registry, "Library", lambda: SimpleNamespace(best_isa=lambda: isa))
     shape = replace(SHAPE, head_dim=head_dim)
-    assert registry.resolve("auto", replace(CPU, shape=shape)) == expected
-    assert registry.resolve("auto", GPU) == "triton"
-    assert registry.resolve("torch", CPU) == "torch"
+    assert registry.resolve_backend_name("auto", replace(CPU, shape=shape)) == expected
+    assert registry.resolve_backend_name("auto", GPU) == "triton"
+    assert registry.resolve_backend_name("torch", CPU) == "torch"
 
 
 def test_without_native_ops_a_cpu_has_plain_torch_and_says_why(monkeypatch, caplog):
@@ -201,13 +201,13 @@ def test_each_kind_of_layer_has_its_own_attention(monkeypatch):
 
 def test_one_kind_of_layer_that_a_backend_lacks_is_enough(monkeypatch):
     model = replace(MODEL, sliding_window=24, sliding_layers=(False, True))
-    monkeypatch.setattr(BUILTIN["torch"], "constraints", Constraints(window=False))
+    monkeypatch.setattr(BUILTIN_BACKENDS["torch"], "constraints", Constraints(window=False))
     with pytest.raises(InvalidRequestError, match="no sliding window, and this is 24"):
         made_runner(model)
 
 
 def test_the_runner_takes_the_backends_own_block_size(monkeypatch):
-    monkeypatch.setattr(BUILTIN["torch"], "default_block_size", lambda device: 48)
+    monkeypatch.setattr(BUILTIN_BACKENDS["torch"], "default_block_size", lambda device: 48)
     assert made_runner(MODEL).info.block_size == 48
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncllm.gpu.ops.buffer_layout import Lifetime, lay_out
+from asyncllm.gpu.ops.buffer_layout import Lifetime, lay_out_buffers
 from tests.hypothesis_settings import examples
 
 LIFETIMES = st.builds(
@@ -17,7 +17,7 @@ LIFETIMES = st.builds(
 @given(st.lists(LIFETIMES, max_size=14), st.sampled_from([1, 64]))
 @examples(100)
 def test_buffers_in_use_at_once_do_not_overlap(buffers: list[Lifetime], alignment: int) -> None:
-    starts, total = lay_out(buffers, alignment)
+    starts, total = lay_out_buffers(buffers, alignment)
     assert all(start % alignment == 0 for start in starts)
     ends = [start + each.num_bytes for start, each in zip(starts, buffers, strict=True)]
     assert max(ends, default=0) <= total

@@ -11,7 +11,7 @@ import torch
 
 from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.ops.experts import ExpertsWeights, split
+from asyncllm.gpu.ops.experts import ExpertsWeights, split_experts
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.quantise import quantise_int4, quantise_int8
 from asyncllm.gpu.ops.routing import RouterWeights
@@ -38,8 +38,8 @@ def ops(request: pytest.FixtureRequest) -> TorchOps:
 
 def routed(config: RoutingConfig, weights: RouterWeights, x: list[float]) -> dict[int, float]:
     """The weight of each expert of one token, by the definition."""
-    rows = weights.rows.values.tolist()
-    biases = [0.0] * len(rows) if weights.rows.bias is None else weights.rows.bias.tolist()
+    rows = weights.linear.values.tolist()
+    biases = [0.0] * len(rows) if weights.linear.bias is None else weights.linear.bias.tolist()
     logits = [
         sum(a * b for a, b in zip(row, x, strict=True)) + bias
         for row, bias in zip(rows, biases, strict=True)
@@ -181,7 +181,7 @@ def test_rounded_experts_are_what_linear_layers_make_of_them(backend, convert):
     x, ids, factors = case(9, torch.float32)
     found = ops.experts(weights, SILU, 2)(x, ids, factors)
     layers = [
-        [ops.linear(part) for part in split(layer, COUNT)]
+        [ops.linear(part) for part in split_experts(layer, COUNT)]
         for layer in (weights.gate_up, weights.down)
     ]
     for row in range(len(x)):

@@ -303,8 +303,8 @@ def test_a_wrong_plan_is_noticed(version, block_size, mutate: Callable[[FlashPla
 @pytest.mark.parametrize(("version", "block_size"), VERSIONS[:2])
 def test_a_wrong_option_is_noticed(version, block_size, option, value):
     class Broken(version):
-        def options(self, window):
-            wrong = super().options(window) | {option: value}
+        def call_options(self, window):
+            wrong = super().call_options(window) | {option: value}
             # Either alone hides the keys after a query.
             return wrong | ({"window_size": (39, -1)} if option == "causal" else {})
 
@@ -313,7 +313,7 @@ def test_a_wrong_option_is_noticed(version, block_size, option, value):
 
 
 def test_a_window_that_leaves_out_the_own_key_is_noticed(monkeypatch):
-    monkeypatch.setattr(flash_attention, "_span", lambda window: (window, 0))
+    monkeypatch.setattr(flash_attention, "_window_size", lambda window: (window, 0))
     with pytest.raises(AssertionError):
         check_decode(FlashAttention3(SHAPE), 16, 40)
 

@@ -191,7 +191,7 @@ def test_forms_that_the_kernels_lack_are_refused():
         (WeightForm((6, 64), "e4m3", (1, 64)), False),
         (WeightForm((6, 64), "e2m1", (1, 32)), False),
     ):
-        assert ops.takes(form) == taken, form
+        assert ops.accepts_form(form) == taken, form
     weights = bundle(6, 64, 16, 4, zeros=True, scales=torch.float32, seed=7)
     with pytest.raises(ModelLoadError, match=r"'int4' with scale_block=\(1, 16\).*multiple of 32"):
         ops.linear(weights)

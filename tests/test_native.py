@@ -27,7 +27,15 @@ from asyncllm.gpu.ops.native_attention import NativeAttention
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.quantise import quantise_int4, quantise_int8
 from asyncllm.gpu.threads import available_cpus
-from asyncllm.native.build import FLAGS, LIBRARY, SOURCES, UNITS, BuildError, build, find_compiler
+from asyncllm.native.build import (
+    FLAGS,
+    ISA_FLAGS,
+    LIBRARY,
+    SOURCES,
+    BuildError,
+    build,
+    find_compiler,
+)
 from asyncllm.native.shared_library import Library, NativeUnavailableError
 from tests.native_library import (
     OTHER_LIBRARY,
@@ -223,7 +231,7 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on():
     x = torch.randn(50, 600)
     linear(x)
     # The child's threads are the parent's: there is nothing to end.
-    check_forked_child(lambda: linear(x), ops.context._end)
+    check_forked_child(lambda: linear(x), ops.context._finalizer)
     assert torch.equal(linear(x), x)
 
 
@@ -366,7 +374,7 @@ def test_units_leave_nothing_for_the_linker_to_mix(tmp_path):
     if os.uname().machine != "x86_64":
         pytest.skip("a unit of x86_64")
     name, target = "avx2", tmp_path / "unit.o"
-    flags = [flag for flag in FLAGS if flag != "-O2"] + ["-O0", *UNITS["x86_64"][name]]
+    flags = [flag for flag in FLAGS if flag != "-O2"] + ["-O0", *ISA_FLAGS["x86_64"][name]]
     subprocess.run(
         [*compiler(), *flags, "-c", str(SOURCES / f"kernels_{name}.cpp"), "-o", str(target)],
         check=True,
@@ -533,11 +541,11 @@ def test_memory_is_read_whole(isa):
     generator = torch.Generator().manual_seed(0)
     for count in (0, 8, 40_000, 3 * 2**15 + 8):
         memory = torch.randint(-(2**62), 2**62, (count,), generator=generator)
-        assert ops.read(memory) == int(memory.sum())
+        assert ops.sum_words(memory) == int(memory.sum())
     memory = torch.ones(65, dtype=torch.int64)
     for wrong in (memory[:7], memory[:63]):  # no multiple of 64 bytes
         with pytest.raises(RuntimeError, match="native read: shapes, strides"):
-            ops.read(wrong)
+            ops.sum_words(wrong)
 
 
 def test_what_a_step_reads():

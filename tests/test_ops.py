@@ -23,14 +23,14 @@ from asyncllm.gpu.models.attention_kinds import attention_kinds
 from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops import onednn_ops
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.gumbel import chunk_exponentials, exponentials, gumbel_keys
+from asyncllm.gpu.ops.gumbel import chunk_exponentials, gumbel_keys, vocab_exponentials
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.onednn_ops import (
     PLAIN_PRODUCT,
     BucketedLinear,
     OneDNNOps,
     SmallLinear,
-    bucket,
+    bucket_size,
     onednn_works,
 )
 from asyncllm.gpu.ops.registry import make_ops
@@ -84,11 +84,11 @@ def test_linear(ops, dtype, shape, biased):
 
 
 def test_row_buckets_are_few_and_near():
-    sizes = [bucket(count) for count in range(8193)]
+    sizes = [bucket_size(count) for count in range(8193)]
     assert sizes[:17] == list(range(17))
     assert len(set(sizes)) == 137
     for count, size in enumerate(sizes[1:], 1):
-        assert count <= size == bucket(size)
+        assert count <= size == bucket_size(size)
         assert size < count * (1.0625 if count > 128 else 1.125)
 
 
@@ -99,7 +99,7 @@ def test_what_has_a_cache_of_shapes_sees_buckets_alone(dtype, monkeypatch):
     seen: set[int] = set()
 
     class Packed(TorchLinear):
-        def __init__(self, weights, *, packs=True):
+        def __init__(self, weights, *, pack_weight=True):
             super().__init__(weights)
 
         def __call__(self, x):
@@ -128,7 +128,7 @@ def test_what_has_a_cache_of_shapes_sees_buckets_alone(dtype, monkeypatch):
             torch.testing.assert_close(
                 layer(x[:rows]), expected[:rows], rtol=tolerance, atol=tolerance
             )
-    assert seen == {bucket(rows) for rows in seen}
+    assert seen == {bucket_size(rows) for rows in seen}
     assert max(seen) > 256
 
 
@@ -343,7 +343,7 @@ def test_the_winner_of_the_race(ops, dtype):
     keys = gumbel_keys(lines * 7, lines * 2 + 1)
     scaled = logits.double() / temperature.clamp(min=1e-9).double().unsqueeze(1)
     order = scaled.sort(dim=-1, descending=True, stable=True).indices
-    score = scaled - exponentials(keys, vocab_size).double().log()
+    score = scaled - vocab_exponentials(keys, vocab_size).double().log()
     noise = chunk_exponentials(keys, 6).double().log()
     chunks = F.pad(scaled, (0, 36), value=-torch.inf).view(rows, 6, 256)
     won = (chunks.logsumexp(-1) - noise).argmax(-1)

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from asyncllm.native.build import LIBRARY, UNITS, BuildError
+from asyncllm.native.build import ISA_FLAGS, LIBRARY, BuildError
 
 ROOT = Path(__file__).parent.parent
 
@@ -65,7 +65,7 @@ def test_a_wheel_holds_the_native_ops_where_they_could_be_compiled(monkeypatch) 
     module.build = fails
     assert run() == {"artifacts": [], "pure_python": True}
     assert said == ["asyncllm is built without native ops: no C++ compiler"]
-    assert hooks["_load"](LIBRARY.parent / "build.py").UNITS == UNITS
+    assert hooks["_load"](LIBRARY.parent / "build.py").ISA_FLAGS == ISA_FLAGS
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert "custom" in project["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]
 

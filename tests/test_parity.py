@@ -282,7 +282,7 @@ def _no_rope(monkeypatch):
 
 
 def _shifted_mask(monkeypatch):
-    mask = torch_attention._mask
+    mask = torch_attention._make_mask
 
     def shifted(*rows):
         result = np.roll(mask(*rows), -1, -1)
@@ -290,7 +290,7 @@ def _shifted_mask(monkeypatch):
         result[..., 0] = 0.0
         return result
 
-    monkeypatch.setattr(torch_attention, "_mask", shifted)
+    monkeypatch.setattr(torch_attention, "_make_mask", shifted)
 
 
 def _swapped_kv_heads(monkeypatch):

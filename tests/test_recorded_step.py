@@ -337,7 +337,7 @@ def test_no_two_values_in_use_share_memory(model):
     buffer = StepBuffer(StepLimits(6, 50, len(state.inputs.tables)), torch.device("cpu"))
     found = record_step(decoder, state.cache, state.inputs, buffer)
     assert isinstance(found, RecordedStep)
-    places, total = found._recorder.layout(found._capacity)
+    places, total = found._recorder.place_activations(found._capacity)
     last = len(found._recorder._ops)
     kept = [buffer for buffer, *_ in found._recorder._results]
     own = [buffer for buffer in found._recorder._buffers if buffer.array is None]

@@ -437,7 +437,7 @@ def test_a_trace_touches_nothing_but_what_stays_where_it_is(decoder: Decoder) ->
 def test_a_bucket_is_the_smallest_that_fits() -> None:
     graphs = StepGraphs(lambda key: None, GraphCapturer(), (8, 2, 2, 4))
     assert graphs.buckets == (2, 4, 8)
-    assert [graphs.bucket(rows) for rows in (1, 2, 3, 8, 9)] == [2, 2, 4, 8, None]
+    assert [graphs.bucket_size(rows) for rows in (1, 2, 3, 8, 9)] == [2, 2, 4, 8, None]
     assert default_batch_sizes(20) == (1, 2, 4, 8, 16, 20)
     assert [size for size in default_batch_sizes(512) if 240 < size < 280] == [248, 256, 272]
     assert default_batch_sizes(600)[-2:] == (512, 600)
@@ -706,7 +706,7 @@ async def test_aborts_and_preemptions_under_the_scheduler(
 # --- the tests bite ----------------------------------------------------------------------
 
 
-WRITE, PLAN, CHANGES = StepBuffer.write, TorchAttention._fixed, BlockTable.take_changes
+WRITE, PLAN, CHANGES = StepBuffer.write, TorchAttention._plan_fixed, BlockTable.take_changes
 
 
 def unpadded(self: StepBuffer, batch: StepBatch, *rows: Any) -> StepSizes:
@@ -726,7 +726,7 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "one host block": (step_runner, "cycle", lambda buffers: repeat(buffers[0])),
     "token 0 for one that is not known": (step_runner, "PLACEHOLDER_TOKEN", 0),
     "rows stay behind the batch": (StepBuffer, "write", unpadded),
-    "lengths baked in": (TorchAttention, "_fixed", baked),
+    "lengths baked in": (TorchAttention, "_plan_fixed", baked),
     "blocks of the last tenant": (
         BlockTable, "take_changes", lambda self: tuple(each[1:] for each in CHANGES(self)),
     ),

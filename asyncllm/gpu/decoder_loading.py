@@ -71,7 +71,7 @@ def load_decoder(
     if config.load_format == "dummy":
         weights = dummy_weights(model, dtype, device, progress)
     else:
-        accepts_form = ops.takes if ops.schemes != {"plain"} else None
+        accepts_form = ops.accepts_form if ops.schemes != {"plain"} else None
         weights = load_weights(
             model, dtype, device, progress, accepts_form=accepts_form, transient=ops.packs_linear
         )

@@ -1,5 +1,5 @@
-"""Native ops for CPUs: a small C++ library behind a plain C interface (``src/interface.h``).
+"""Native ops for CPUs: a C++ library with a plain C interface (``src/interface.h``).
 
-It is called through ctypes, without the GIL, with addresses and strides. It links against neither
-Python nor torch, so that one build serves every version of both.
+ctypes calls the library without the GIL, with addresses and strides as arguments. The library links
+against neither Python nor torch, so that one build works with every version of both.
 """

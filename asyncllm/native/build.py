@@ -1,7 +1,7 @@
 """Compiles the library of native ops: ``python -m asyncllm.native.build``.
 
-The distribution's build hook loads this file by its path, so it may import nothing but the standard
-library.
+This file may import nothing but the standard library, because the distribution's build hook loads
+it by its path.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from pathlib import Path
 SOURCES = Path(__file__).parent / "src"
 LIBRARY = Path(__file__).parent / "libasyncllm_ops.so"
 
-BASELINE = (
+BASELINE_UNITS = (
     "library weights sequences memory routing experts recurrent sampler logits program pool queue "
     "kernels_baseline"
 ).split()
-"""Translation units that run on every processor of the machine's kind."""
+"""Translation units that every processor of the architecture can run."""
 
 FLAGS = (
     "-std=c++17 -O2 -fPIC -ffp-contract=off -fno-math-errno -fno-strict-aliasing "
     "-fno-exceptions -fno-rtti -fvisibility=hidden -pthread -Wall -Wextra"
 ).split()
-LINK = "-shared -pthread -static-libstdc++ -static-libgcc -Wl,-z,defs -Wl,-s".split()
-UNITS: dict[str, dict[str, Sequence[str]]] = {
+LINK_FLAGS = "-shared -pthread -static-libstdc++ -static-libgcc -Wl,-z,defs -Wl,-s".split()
+ISA_FLAGS: dict[str, dict[str, Sequence[str]]] = {
     "x86_64": {
         "avx2": ["-mavx2", "-mfma", "-mf16c"],
         # -Wmaybe-uninitialized warns about GCC's own _mm512_undefined_ps.
@@ -43,11 +43,11 @@ UNITS: dict[str, dict[str, Sequence[str]]] = {
     },
     "aarch64": {"neon": []},
 }
-"""Instruction sets beyond the baseline, with the flags of their translation units."""
+"""By architecture: instruction sets beyond the baseline, and compiler flags of their units."""
 
 
 def fingerprint() -> str:
-    """A digest of the sources, which tells whether a library was built from them."""
+    """Digest of the sources; a library contains that of the sources from which it was built."""
     digest = hashlib.sha256()
     for source in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
         digest.update(f"{source.name}\0".encode() + source.read_bytes())
@@ -55,7 +55,7 @@ def fingerprint() -> str:
 
 
 class BuildError(Exception):
-    """The compiler is missing or failed; the message has its output."""
+    """The compiler is missing or failed; the message includes its output."""
 
 
 def find_compiler() -> list[str]:
@@ -78,13 +78,14 @@ def build(
     """Compiles and links the library, and moves it into place atomically.
 
     Args:
-        compiler: command; None is ``find_compiler``'s.
-        machine: target in the words of ``platform.machine()``; None is this machine.
+        compiler: command of the compiler; None is the result of ``find_compiler``.
+        machine: target architecture, as ``platform.machine()`` names it; None is this machine's.
         only: instruction sets to compile beside the baseline; None is all.
-        flags: additional flags for every unit and the link.
+        flags: additional flags for compiling every unit and for linking.
 
     Returns:
-        The compiled instruction sets; those whose flags the compiler lacks are left out.
+        The compiled instruction sets. An instruction set is left out if the compiler does not know
+        its flags.
 
     Raises:
         BuildError: the compiler is missing or fails, or the system is not Linux.
@@ -92,12 +93,12 @@ def build(
     if sys.platform != "linux":
         raise BuildError(f"native ops are for Linux, and this is {sys.platform}")
     command = list(compiler or find_compiler())
-    units = UNITS.get(machine or platform.machine(), {})
+    units = ISA_FLAGS.get(machine or platform.machine(), {})
     wanted = units if only is None else [name for name in units if name in only]
-    sets = [name for name in wanted if _takes(command, units[name])]
+    sets = [name for name in wanted if _compiler_accepts(command, units[name])]
     defines = [f'-DASYNCLLM_SOURCES="{fingerprint()}"']
     defines += [f"-DASYNCLLM_{name.upper()}" for name in sets]
-    sources: dict[str, Sequence[str]] = dict.fromkeys(BASELINE, ())
+    sources: dict[str, Sequence[str]] = dict.fromkeys(BASELINE_UNITS, ())
     sources["library"] = defines
     sources |= {f"kernels_{name}": units[name] for name in sets}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as threads:
@@ -106,25 +107,25 @@ def build(
             name, own = item
             target = f"{folder}/{name}.o"
             source = str(SOURCES / f"{name}.cpp")
-            _run([*command, *FLAGS, *own, *flags, "-c", source, "-o", target])
+            _run_compiler([*command, *FLAGS, *own, *flags, "-c", source, "-o", target])
             return target
 
         objects = list(threads.map(compile_unit, sorted(sources.items())))
         linked = output.with_name(f".{output.name}.{os.getpid()}")
         try:
-            _run([*command, *objects, *LINK, *flags, "-o", str(linked)])
+            _run_compiler([*command, *objects, *LINK_FLAGS, *flags, "-o", str(linked)])
             os.replace(linked, output)
         finally:
             linked.unlink(missing_ok=True)
     return [*sets, "baseline"]
 
 
-def _takes(command: list[str], flags: Sequence[str]) -> bool:
+def _compiler_accepts(command: list[str], flags: Sequence[str]) -> bool:
     probe = [*command, *flags, "-x", "c++", "-fsyntax-only", os.devnull]
     return subprocess.run(probe, capture_output=True, check=False).returncode == 0
 
 
-def _run(command: list[str]) -> None:
+def _run_compiler(command: list[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:

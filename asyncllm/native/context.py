@@ -1,4 +1,4 @@
-"""Context: an engine's threads in the native library, and the weights packed for its kernels."""
+"""Context, PackedWeights: an engine's objects in the native library."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from asyncllm.native.shared_library import Library, NativeUnavailableError
 
-_STATUS = {
+_STATUS_TEXTS = {
     1: "shapes, strides or an alignment that no kernel takes",
     2: "out of memory for scratch space",
     3: "it is closed, or this is a forked child of the process that made it",
@@ -18,15 +18,15 @@ _STATUS = {
 class Context:
     """Threads and scratch memory of one engine, and the kernels of one instruction set.
 
-    One thread at a time calls ops with it. The threads end when the last reference is gone,
-    so that none works on freed memory.
+    Only one thread at a time may call ops with a context. Its threads end when the last reference
+    to the context is gone, and not while an op still uses them.
 
     Args:
-        num_threads: threads, the caller's included.
-        isa: instruction set; None is the best that the processor has.
+        num_threads: number of threads that compute, the calling thread included.
+        isa: name of the instruction set; None is the best one of the processor.
 
     Attributes:
-        recorder: the Recorder of ops while a step is recorded, else None.
+        recorder: the Recorder that records ops, while a step is recorded; else None.
 
     Raises:
         NativeUnavailableError: this processor or build does not have ``isa``, or the threads
@@ -43,14 +43,15 @@ class Context:
             what = isa or library.best_isa().decode()
             raise NativeUnavailableError(f"{what} with {num_threads} threads cannot be started")
         self.isa = library.isa(self._handle).decode()
-        self._end = weakref.finalize(self, library.close, self._handle)
-        self._end.atexit = False
+        self._finalizer = weakref.finalize(self, library.close, self._handle)
+        self._finalizer.atexit = False
 
     @property
     def handle(self) -> int:
-        """The library's handle, for an op that is called now.
+        """The context's handle in the library, for a direct call of an op.
 
-        While a step is recorded it raises: the recorded program would lack the op.
+        Raises:
+            Unrecordable: a step is being recorded, and the program would lack the op.
         """
         if self.recorder is not None:
             self.recorder.refuse_call()
@@ -58,13 +59,13 @@ class Context:
 
 
 class PackedWeights:
-    """Weights in the layout of a context's kernels.
+    """Weights of a linear layer, packed in the layout of a context's kernels.
 
     Args:
-        handle: result of ``pack`` or ``pack_grouped`` of the context's library, 0 if it failed.
+        handle: result of the library's ``pack`` or ``pack_grouped``; 0 or None if it failed.
 
     Raises:
-        MemoryError: too little memory for the packed weights.
+        MemoryError: the packed weights cannot be allocated.
     """
 
     def __init__(self, context: Context, handle: int | None, n: int, k: int) -> None:
@@ -79,11 +80,11 @@ class PackedWeights:
         cls, context: Context, values: int, dtype: int, n: int, k: int, stride: int,
         scales: int | None, bias: int | None,
     ) -> PackedWeights:  # fmt: skip
-        """Packs floating point elements, or 8-bit integers with a scale per output.
+        """Packs floating point weights, or 8-bit weights with a scale per output channel.
 
         Args:
             values: address of ``[n, k]``, rows ``stride`` elements apart.
-            dtype: ``DType`` of the interface.
+            dtype: value of ``enum DType`` in ``src/interface.h``.
             scales: address of ``[n]`` float32, for 8-bit weights; else None.
             bias: address of ``[n]`` float32, or None.
         """
@@ -92,12 +93,12 @@ class PackedWeights:
 
     @classmethod
     def grouped(cls, context: Context, args: Any) -> PackedWeights:
-        """Packs integers with a scale per output and group of inputs."""
+        """Packs 4-bit or 8-bit weights with a scale per output channel and group of inputs."""
         return cls(context, context.functions.pack_grouped(context.handle, args), args.n, args.k)
 
 
-def fail(op: str, status: int) -> NoReturn:
-    """Raises the error of a status other than 0: MemoryError or RuntimeError."""
+def raise_status(op: str, status: int) -> NoReturn:
+    """Raises MemoryError or RuntimeError for a status of the library other than 0."""
     if status == 2:
-        raise MemoryError(f"native {op}: {_STATUS[status]}")
-    raise RuntimeError(f"native {op}: {_STATUS[status]}")
+        raise MemoryError(f"native {op}: {_STATUS_TEXTS[status]}")
+    raise RuntimeError(f"native {op}: {_STATUS_TEXTS[status]}")

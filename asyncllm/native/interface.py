@@ -19,13 +19,13 @@ _SCALARS: Mapping[str, Any] = {
 }
 
 OP_KINDS = tuple(name.lower() for name in re.findall(r"\bOP_(\w+) = ", _HEADER))
-"""Names of ops, in the order of ``OpKind`` and of the members of ``Op.args``."""
+"""Names of ops, in the order of ``enum OpKind``, which is that of the members of ``Op.args``."""
 
 NUM_SIZES = int(re.findall(r"\bNUM_SIZES = (\d+)", _HEADER)[0])
 
 
-def _type_of(declaration: str, structs: Mapping[str, type[Structure]]) -> Any:
-    """The ctypes type of a field, parameter or result; pointers to data are addresses."""
+def _ctypes_type(declaration: str, structs: Mapping[str, type[Structure]]) -> Any:
+    """The ctypes type of a field, parameter or result; a pointer to data is ``c_void_p``."""
     kind = re.findall(r"\w+", declaration.removeprefix("const "))[0]
     if "*" not in declaration:
         return structs.get(kind) or _SCALARS[kind]
@@ -34,17 +34,17 @@ def _type_of(declaration: str, structs: Mapping[str, type[Structure]]) -> Any:
     return POINTER(structs[kind]) if kind in structs else ctypes.c_void_p
 
 
-def _fields(body: str, structs: Mapping[str, type[Structure]]) -> list[tuple[str, Any]]:
-    """The fields of a structure. Members of the union of ops' arguments get the ops' names."""
+def _read_fields(body: str, structs: Mapping[str, type[Structure]]) -> list[tuple[str, Any]]:
+    """Fields of a structure. The members of the union ``Op.args`` are named after the ops."""
     fields: list[tuple[str, Any]] = []
     statements = r"\s*(?:union {(.*?)} (\w+);|([^;]+);)"
     for members, union, declaration in re.findall(statements, body, re.S):
         if union:
-            kinds = (kind for _, kind in _fields(members, structs))
+            kinds = (kind for _, kind in _read_fields(members, structs))
             own = {"_fields_": list(zip(OP_KINDS, kinds, strict=True))}
             fields.append((union, type(union, (Union,), own)))
             continue
-        kind = _type_of(declaration, structs)
+        kind = _ctypes_type(declaration, structs)
         if declaration.endswith("[NUM_SIZES]"):
             kind *= NUM_SIZES
         names = re.findall(r"(\w+)(?:\[NUM_SIZES\])?(?:,|$)", declaration)
@@ -55,27 +55,30 @@ def _fields(body: str, structs: Mapping[str, type[Structure]]) -> list[tuple[str
 def _read_structs() -> dict[str, type[Structure]]:
     structs: dict[str, type[Structure]] = {}
     for name, body in re.findall(r"typedef struct (\w+) {(.*?)\n}", _HEADER, re.S):
-        structs[name] = type(name, (Structure,), {"_fields_": _fields(body, structs)})
+        structs[name] = type(name, (Structure,), {"_fields_": _read_fields(body, structs)})
     return structs
 
 
 STRUCTS: Mapping[str, type[Structure]] = _read_structs()
-"""Structures by name."""
+"""ctypes structures by their names in the interface."""
 
 Op: Any = STRUCTS["Op"]
 
 ARGS: Mapping[str, type[Structure]] = dict(dict(Op._fields_)["args"]._fields_)
-"""Argument structures of a program's ops, by the ops' names."""
+"""ctypes structures of the ops' arguments, by the ops' names."""
 
 
 def _read_signatures() -> dict[str, tuple[Any, list[Any]]]:
     signatures: dict[str, tuple[Any, list[Any]]] = {}
     prototype = r"^(\w[\w* ]+[ *])asyncllm_(\w+)\(([^)]*)\);"
     for result, name, parameters in re.findall(prototype, _HEADER, re.M):
-        types = [_type_of(each.strip(), STRUCTS) for each in parameters.split(",")]
-        signatures[name] = _type_of(result, STRUCTS), [kind for kind in types if kind is not None]
+        types = [_ctypes_type(each.strip(), STRUCTS) for each in parameters.split(",")]
+        signatures[name] = (
+            _ctypes_type(result, STRUCTS),
+            [kind for kind in types if kind is not None],
+        )
     return signatures
 
 
 SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = _read_signatures()
-"""Result and argument types of the library's functions, by name without the prefix."""
+"""Result and argument types of functions, by name without the prefix ``asyncllm_``."""

@@ -1,4 +1,4 @@
-"""Library: loads the compiled ops and checks them against the sources."""
+"""Library: loads the compiled native library, and checks that it fits the sources."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from asyncllm.native.interface import SIGNATURES
 
 
 class NativeUnavailableError(Exception):
-    """No native library works here; the message says why."""
+    """The native library is missing or does not work here; the message says why."""
 
 
 class Library:
-    """The library's functions, as attributes by name without the prefix.
+    """The native library; its functions are attributes, without the prefix ``asyncllm_``.
 
     Raises:
-        NativeUnavailableError: the library has not been built, or was built for another machine
-            or from other sources than those beside it.
+        NativeUnavailableError: the library has not been built, or was built for another machine or
+            from other sources than those in this package.
     """
 
     def __init__(self, path: Path = LIBRARY) -> None:
@@ -26,15 +26,15 @@ class Library:
             raise NativeUnavailableError("the native ops have not been compiled")
         try:
             self._library = ctypes.CDLL(str(path))
-            self._take("sources")
+            self._declare_function("sources")
         except (OSError, AttributeError) as error:
             raise NativeUnavailableError(f"the native ops cannot be loaded: {error}") from error
         if self.sources().decode() != fingerprint():
             raise NativeUnavailableError(f"{path} was compiled from other sources")
         for name in SIGNATURES:
-            self._take(name)
+            self._declare_function(name)
 
-    def _take(self, name: str) -> None:
+    def _declare_function(self, name: str) -> None:
         function = getattr(self._library, f"asyncllm_{name}")
         function.restype, function.argtypes = SIGNATURES[name]
         setattr(self, name, function)

@@ -25,9 +25,9 @@ DECODE = [
     AttentionCase("sinks", 4, 64, (1, 0, 65), sinks=True),
     AttentionCase("sinks-splits", 5, 64, (300, 0, 1, 64), sinks=True, splits=3, window=200),
     AttentionCase("more-splits-than-tiles", 2, 64, (1, 130, 0), splits=19),
-    AttentionCase("shares", 4, 64, (900, 0, 3, 300, 64), extra_shares=3),
+    AttentionCase("shares", 4, 64, (900, 0, 3, 300, 64), extra_splits=3),
     AttentionCase(
-        "shares-rare", 20, 64, (270, 0, 600), kv_heads=1, extra_shares=5, sinks=True, softcap=2.0
+        "shares-rare", 20, 64, (270, 0, 600), kv_heads=1, extra_splits=5, sinks=True, softcap=2.0
     ),
     AttentionCase("float32", 4, 64, (70, 0, 16), dtype=FULL, splits=2),
     AttentionCase("head512-splits", 8, 512, (300, 0, 65), kv_heads=1, splits=3),
@@ -70,7 +70,7 @@ PREFILL = [
 
 WIDE_DECODE = [
     AttentionCase("head512-one-split", 16, 512, (1, 0, 130, 64), dtype=HALF),
-    AttentionCase("head512-shares", 8, 512, (600, 0, 3, 300), kv_heads=1, extra_shares=3),
+    AttentionCase("head512-shares", 8, 512, (600, 0, 3, 300), kv_heads=1, extra_splits=3),
     AttentionCase("head512-group5-rare", 5, 512, (97, 200), splits=3, window=70, softcap=2.0),
     AttentionCase("head512-group32-sinks", 32, 512, (70, 1), kv_heads=1, sinks=True, splits=2),
     AttentionCase("head512-float32", 4, 512, (40, 0), kv_heads=1, dtype=FULL, splits=2),
@@ -95,7 +95,7 @@ WIDE_PREFILL = [
 
 LONG_DECODE = [
     AttentionCase("32k", 4, 128, (32768, 20000, 1), splits=66, kv_heads=1),
-    AttentionCase("skewed", 4, 128, (32768, *range(0, 720, 10)), extra_shares=132, kv_heads=8),
+    AttentionCase("skewed", 4, 128, (32768, *range(0, 720, 10)), extra_splits=132, kv_heads=8),
     AttentionCase("batch256", 2, 128, tuple(range(0, 1024, 4)), kv_heads=8),
 ]
 

@@ -14,7 +14,7 @@ from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
 from asyncllm.gpu.batch.step_inputs import GroupInputs, StepInputs
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.experts import ExpertsWeights, add_shared
-from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT, exponentials, gumbel_keys, gumbel_sample
+from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT, gumbel_keys, gumbel_sample, vocab_exponentials
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.routing import RouterWeights, TorchRouting
 from asyncllm.gpu.ops.triton import tuning
@@ -39,7 +39,7 @@ def check_decode(module: ModuleType, case: AttentionCase, device: str, capabilit
     out = torch.full(batch.q.shape, torch.nan, dtype=case.dtype, device=device)
     tiles = tuning.decode_tiles(capability, case.head_dim, case.dtype.itemsize)
     kwargs: dict[str, Any] = options_of(case, batch) | {"tiles": tiles}
-    kwargs["extra_shares"] = case.extra_shares
+    kwargs["extra_splits"] = case.extra_splits
     given = module, batch.q, batch.cache
     lines = torch.arange(len(batch.block_table), device=device)
     attend_decodes(*given, batch.block_table, lines, batch.seq_lens, out=out, **kwargs)
@@ -239,7 +239,7 @@ def check_routing(ops: Any, config: RoutingConfig, device: str) -> None:
     x = torch.randn(19, 40, generator=torch.Generator().manual_seed(4))
     expected = TorchRouting(config, weights)(x)
     there = RouterWeights(
-        _to(weights.rows, device),
+        _to(weights.linear, device),
         *(None if w is None else w.to(device) for w in (weights.correction, weights.expert_scale)),
     )
     found = ops.routing(config, there)(x.to(device))
@@ -490,7 +490,7 @@ def check_top_k(sample: Callable[..., None], device: str) -> None:
 def _explain(row: int, found: int, expected: int, arguments: tuple[Tensor, ...]) -> None:
     """A difference is excused where rounding decides: the scores of both tokens tie."""
     logits, states, positions, temperature = (value[row : row + 1] for value in arguments[:4])
-    noise = exponentials(gumbel_keys(states, positions), logits.shape[1])
+    noise = vocab_exponentials(gumbel_keys(states, positions), logits.shape[1])
     scores = logits.double() / temperature.double().unsqueeze(1) - noise.double().log()
     gap = float(scores[0, expected] - scores[0, found])
     assert abs(gap) < 1e-4, f"row {row}: token {found} instead of {expected}, gap {gap:.3g}"

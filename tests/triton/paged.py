@@ -21,7 +21,7 @@ class AttentionCase:
     """Rows of ``counts`` queries each, the last of ``lengths`` tokens.
 
     Attributes:
-        splits, extra_shares: programs, see ``DecodeAttention`` and ``PrefillAttention``.
+        splits, extra_splits: programs, see ``DecodeAttention`` and ``PrefillAttention``.
         layout: order of the cache's dimensions in memory.
         padded_tokens: tokens past the last row.
     """
@@ -35,7 +35,7 @@ class AttentionCase:
     block_size: int = 16
     dtype: torch.dtype = torch.bfloat16
     splits: int = 1
-    extra_shares: int = 0
+    extra_splits: int = 0
     softcap: float | None = None
     window: int | None = None
     layout: str = "layers"
@@ -168,15 +168,15 @@ def attend(
 def attend_decodes(
     module: ModuleType, q: Tensor, cache: Tensor, block_table: Tensor, table_rows: Tensor,
     seq_lens: Tensor, *, scale: float, softcap: float | None = None, sinks: Tensor | None = None,
-    out: Tensor | None = None, splits: int = 1, extra_shares: int = 0, window: int | None = None,
+    out: Tensor | None = None, splits: int = 1, extra_splits: int = 0, window: int | None = None,
     **options: Any,
 ) -> Tensor:  # fmt: skip
     """``DecodeAttention`` of a module, on one token per row."""
     shape = AttentionShape(*q.shape[1:2], *cache.shape[3:], scale, softcap, sinks is not None)
-    count = len(seq_lens) + extra_shares if extra_shares else len(seq_lens) * splits
+    count = len(seq_lens) + extra_splits if extra_splits else len(seq_lens) * splits
     attention = module.DecodeAttention(
         shape, cache.shape[2], block_table, table_rows, seq_lens, splits=splits, window=window,
-        extra_shares=extra_shares, workspace=_workspace(q, count), **options,
+        extra_splits=extra_splits, workspace=_workspace(q, count), **options,
     )  # fmt: skip
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     attention(q, cache, out, sinks)

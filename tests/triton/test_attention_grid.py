@@ -106,11 +106,11 @@ def skewed(rows: int, longest: int = 32_768, others: int = 500) -> np.ndarray:
 
 def longest_program(lengths: np.ndarray, plan: TritonPlan) -> int:
     """Keys of the longest program, as the kernels count them out."""
-    if not plan.extra_shares:
+    if not plan.extra_splits:
         return cdiv(cdiv(int(lengths.max()), 64), plan.splits) * 64
-    share = max(cdiv(cdiv(int(lengths.sum()), plan.extra_shares), 64) * 64, 256)
+    share = max(cdiv(cdiv(int(lengths.sum()), plan.extra_splits), 64) * 64, 256)
     shares = -(-lengths // share)
-    assert shares.sum() <= len(lengths) + plan.extra_shares
+    assert shares.sum() <= len(lengths) + plan.extra_splits
     return min(share, int(lengths.max()))
 
 
@@ -123,16 +123,16 @@ def test_a_long_row_is_not_waited_for() -> None:
         plan = plan_of(lengths)
         fair = int(lengths.sum()) * KV_HEADS // PLACES
         assert longest_program(lengths, plan) <= 3 * fair + 1024, rows
-        balanced += bool(plan.extra_shares)
-        if plan.extra_shares:
-            check_workspace(plan, rows + plan.extra_shares, 128)
+        balanced += bool(plan.extra_splits)
+        if plan.extra_splits:
+            check_workspace(plan, rows + plan.extra_splits, 128)
     assert balanced > 400
 
 
 @pytest.mark.parametrize("attention", [ATTENTION, WIDE], ids=["heads of 128", "heads of 512"])
 def test_a_long_row_is_shared_out(attention: TritonAttention) -> None:
     plan = plan_of(skewed(72), attention=attention)
-    assert plan.extra_shares == 132
+    assert plan.extra_splits == 132
     decode = (72 + 132, attention.shape.num_kv_heads, 1)
     assert grids_of(plan, 72, attention) == {"decode": decode, "merge": (72, 32, 1)}
 
@@ -155,7 +155,7 @@ def test_rows_of_like_length_keep_their_splits(length: int) -> None:
     for rows in range(1, 513):
         lengths = np.linspace(0.7 * length, length, rows).astype(np.int64)
         assert not ATTENTION.is_skewed(rows, lengths, MAX_LEN, None), rows
-        assert plan_of(lengths).extra_shares == 0
+        assert plan_of(lengths).extra_splits == 0
 
 
 def test_a_window_or_short_rows_are_never_skewed() -> None:
@@ -170,9 +170,9 @@ def test_a_graph_has_either_form() -> None:
     nothing = torch.zeros(72, dtype=torch.int64)
     rows = captured(TABLE, nothing, nothing, nothing.int(), 16, max_len=MAX_LEN, balanced=True)
     plan = ATTENTION.plan(rows, None, 0)
-    assert (plan.splits, plan.extra_shares) == (1, 132)
+    assert (plan.splits, plan.extra_splits) == (1, 132)
     plan = ATTENTION.plan(rows, 4096, 0)
-    assert (plan.splits, plan.extra_shares) == (5, 0)
+    assert (plan.splits, plan.extra_splits) == (5, 0)
 
 
 def test_the_host_chooses_the_graph_by_the_lengths_of_a_step() -> None:

@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from asyncllm.gpu.ops.triton import launcher
-from asyncllm.gpu.ops.triton.launcher import BoundKernel, CompiledLaunch, Launcher, launched
+from asyncllm.gpu.ops.triton.launcher import BoundKernel, CompiledLaunch, Launcher, with_launcher
 from tests.hypothesis_settings import examples
 from tests.triton.small_steps import MODELS, make_step, mixed_step
 
@@ -140,7 +140,7 @@ def driver() -> Iterator[Driver]:
         yield made
 
 
-@launched
+@with_launcher
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["y"])
 def toy_kernel(x, y, count, stride, scale, WIDTH: tl.constexpr):
     pass
@@ -294,7 +294,7 @@ def test_a_compiled_launch_passes_the_launchers_arguments(
     assert not run.handed, "it was launched"
     assert (launch.launch is run.launch) == is_direct
     others = (10**9 + 16, 8, 0.25, None)
-    launch.launch(9, 8, 1, 17, *launch.rest(others))
+    launch.launch(9, 8, 1, 17, *launch.launch_args(others))
     run(9, 8, 1, 17, 5, (4, 1, 0), None, None, None, *others)
     assert run.handed[0] == run.handed[1]
 

@@ -82,9 +82,9 @@ def test_shares_of_more_rows_than_lines_of_the_table() -> None:
     with recording() as launches:
         attend_decodes(
             decode_attention, torch.zeros(9, 4, 16), torch.zeros(2, 4, 16, 2, 16), table, *rows,
-            scale=1.0, extra_shares=2, tiles=decode_tiles(90, 16, 4),
+            scale=1.0, extra_splits=2, tiles=decode_tiles(90, 16, 4),
         )  # fmt: skip
-    assert [each.arguments["LINES"] for each in launches] == [16, 16]
+    assert [each.arguments["MAX_ROWS"] for each in launches] == [16, 16]
 
 
 def sample(logits: Tensor) -> None:

@@ -220,7 +220,7 @@ def variants() -> list[Variant]:
     for dim in (80, 96):
         both(f"head{dim}", 8, dim, 80, 90)
     add("decode-one-split", "decode", decode(2, 128, splits=1), 89, 90)
-    shared: dict[str, Any] = {"splits": 1, "extra_shares": 132}
+    shared: dict[str, Any] = {"splits": 1, "extra_splits": 132}
     add("decode-shares", "decode", decode(4, 128, **shared), 80, 89, 90)
     add("merge-shares", "merge", decode(4, 128, **shared), 80, 89, 90)
     add("prefill-splits-head128", "prefill", prefill(4, 128, splits=8), 80, 89, 90)

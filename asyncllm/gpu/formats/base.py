@@ -60,7 +60,7 @@ class WeightFormat(Protocol):
         ...
 
     def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> QuantisedTensor | Rows:
-        """Reads a tensor: as a QuantisedTensor if stored as integers, as dequantised Rows if as floats.
+        """Reads a tensor: a QuantisedTensor if stored as integers, dequantised Rows if as floats.
 
         Raises:
             ModelLoadError: values of the parts contradict their shapes.

@@ -15,7 +15,7 @@ from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.models.language_model import NO_TOKENS, LanguageModel, StepOutput
 from asyncllm.gpu.ops.program import Program
-from asyncllm.gpu.ops.recorder import FAKE_SIZES, Recorder, Size, Unrecordable
+from asyncllm.gpu.ops.recorder import FAKE_ROWS, Recorder, Size, Unrecordable
 from asyncllm.native.interface import ARGS
 
 
@@ -61,12 +61,12 @@ class RecordedStep(Replay):
         self._capacity = (rows, tokens, tokens, rows, rows)
         with torch.no_grad(), recorder:
             found = model.forward(_record_inputs(recorder, batch, buffer, model), cache)
-            recorder.keep(found.hidden)
-            recorder.keep(found.logits)
+            recorder.keep_result(found.hidden)
+            recorder.keep_result(found.logits)
             self.finds_greedy_tokens = model.argmax is not None
             if self.finds_greedy_tokens:
-                recorder.keep(found.tokens.view(-1, 1))
-        self.num_bytes = recorder.layout(self._capacity)[1]
+                recorder.keep_result(found.tokens.view(-1, 1))
+        self.num_bytes = recorder.place_activations(self._capacity)[1]
 
     def load(self) -> None:
         """Allocates the activations, and makes the program.
@@ -74,7 +74,7 @@ class RecordedStep(Replay):
         Raises:
             MemoryError: too little memory for the activations.
         """
-        self.program = self._recorder.finish(self._capacity)
+        self.program = self._recorder.make_program(self._capacity)
         del self._recorder
         self.hidden, self.logits, *greedy = self.program.results
         self.greedy = greedy[0].view(-1) if greedy else None
@@ -122,23 +122,25 @@ def _record_inputs(
         "starts": host.starts.ctypes.data,
         "counts": arrays["counts"].ctypes.data,
     }
-    made = {name: recorder.given(arrays[name], Size.TOKENS) for name in ("token_ids", "positions")}
+    made = {
+        name: recorder.add_input(arrays[name], Size.TOKENS) for name in ("token_ids", "positions")
+    }
     lines, width = batch.token_ids.shape
     args = ARGS["tokens"](
         **rows,
         table=batch.token_ids.ctypes.data, table_lines=lines, table_width=width,
         query_start=host.query_start_loc.ctypes.data, seq_lens=host.seq_lens.ctypes.data,
     )  # fmt: skip
-    recorder.add("tokens", Size.TOKENS, args, made, [buffer, batch.token_ids])
+    recorder.add_op("tokens", Size.TOKENS, args, made, [buffer, batch.token_ids])
     groups = []
     for group, table in enumerate(batch.tables):
-        slots = recorder.given(arrays[f"slots_{group}"], Size.TOKENS)
+        slots = recorder.add_input(arrays[f"slots_{group}"], Size.TOKENS)
         lines, width = table.table.shape
         args = ARGS["slots"](
             **rows, table=table.table.ctypes.data, table_lines=lines, table_width=width,
             block_size=table.block_size,
         )  # fmt: skip
-        recorder.add("slots", Size.TOKENS, args, {"slots": slots}, [table.table])
+        recorder.add_op("slots", Size.TOKENS, args, {"slots": slots}, [table.table])
         blocks = torch.from_numpy(table.table)
         groups.append(GroupInputs(slots, blocks, table.table, table.block_size))
     tensors = buffer.tensors
@@ -153,8 +155,8 @@ def _record_inputs(
         groups=groups,
         max_num_seqs=buffer.limits.rows,
         max_len=batch.token_ids.shape[1],
-        num_logits=FAKE_SIZES[Size.SAMPLED],
-        num_greedy=FAKE_SIZES[Size.GREEDY] if model.argmax is not None else 0,
-        wanted=recorder.given(arrays["wanted"], Size.WANTED),
+        num_logits=FAKE_ROWS[Size.SAMPLED],
+        num_greedy=FAKE_ROWS[Size.GREEDY] if model.argmax is not None else 0,
+        wanted=recorder.add_input(arrays["wanted"], Size.WANTED),
         host=host,
     )

@@ -15,7 +15,7 @@ from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.ops.native_sampling import sample_args
 from asyncllm.gpu.sample.sampler import Sampler
 from asyncllm.gpu.step_memory import StepMemory
-from asyncllm.native.context import fail
+from asyncllm.native.context import raise_status
 from asyncllm.native.interface import STRUCTS
 
 MAX_STEPS_IN_FLIGHT = 2
@@ -128,7 +128,7 @@ class StepQueue(SyncStream):
         context = self.recorded.program.context
         status = context.functions.submit(context.handle, job.args)
         if status:
-            fail("submit", status)
+            raise_status("submit", status)
         self._last = job
         return True
 
@@ -144,7 +144,9 @@ class StepQueue(SyncStream):
         context = recorded.program.context
         status = context.functions.wait(context.handle, job.args)
         if status:
-            fail(recorded.program.failure(status, job.args.failed, job.args.sizes), status)
+            raise_status(
+                recorded.program.describe_failure(status, job.args.failed, job.args.sizes), status
+            )
         step.output = recorded.output(job.args.sizes)
 
     def synchronize(self) -> None:

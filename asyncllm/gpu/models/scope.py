@@ -13,7 +13,7 @@ from asyncllm.gpu.models.layers import GatedMLP
 from asyncllm.gpu.models.parameter import Parameter
 from asyncllm.gpu.ops.base import Linear, RMSNorm
 from asyncllm.gpu.ops.linear_weights import LinearWeights
-from asyncllm.gpu.ops.quantise import Convert
+from asyncllm.gpu.ops.quantise import ConvertWeights
 from asyncllm.gpu.ops.torch_ops import TorchOps
 
 Source = Callable[[Parameter], Tensor | LinearWeights]
@@ -38,7 +38,7 @@ class Scope:
     model: ModelConfig
     ops: TorchOps
     source: Source
-    convert: Convert | None = None
+    convert: ConvertWeights | None = None
     prefix: str = ""
     stored_prefix: str = ""
 

@@ -1,1 +1,1 @@
-"""The op set of the decoder: its protocols, and the backends that implement them."""
+"""Op sets of the decoder and attention backends, with their protocols."""

@@ -1,4 +1,4 @@
-"""check_attention: compares an attention backend on this device with plain torch."""
+"""check_attention: compares an attention backend with plain torch on the engine's device."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.validation import explain
 
 UNOWNED_VALUE = 64.0
-"""Value in KV slots that no sequence owns, so large that a key seen by mistake dominates its
-row."""
+"""Value in KV slots that no sequence owns: so large that a row that sees such a key by mistake is
+far off."""
 
 NUM_PADDED_ROWS = 2
 """Number of padded rows in a decode step."""
@@ -28,26 +28,26 @@ def check_attention(attention: Attention, request: AttentionRequest) -> None:
     """Compares an attention backend with ``TorchAttention`` in float64 on the same device.
 
     It runs small steps of decode rows, of prefill rows and of both, on random tensors, with each
-    kind of window that the model has.
+    window of the model's layers.
 
     Args:
-        request: has a shape without sinks and a ``block_size``.
+        request: its shape has no sinks, and its ``block_size`` is set.
 
     Raises:
-        EngineError: a row differs by more than the rounding of its dtype allows, or a step fails.
+        EngineError: a row differs by more than the rounding of its dtype explains, or a step fails.
     """
     size = request.block_size
     assert size is not None
     which = f"attention_backend={attention.name!r}"
     remedy = 'install another build of its library, or choose attention_backend="auto"'
     bound = 2 * torch.finfo(request.dtype).eps
-    # Sequences are longer than this window, so that it hides some of their keys.
+    # Windows are cut to less than the sequences' lengths, so that they hide some keys.
     windows = {None if one is None else min(one, size + 3) for one in request.windows}
     with torch.inference_mode():
-        for step, window in ((step, one) for step in _steps(request, size) for one in windows):
+        for step, window in ((step, one) for step in _make_steps(request, size) for one in windows):
             where = f"{step.name} rows, {'no window' if window is None else f'window {window}'}"
             try:
-                error = step.error(attention, window)
+                error = step.max_error(attention, window)
             except Exception as failure:
                 raise EngineError(
                     f"{which} fails its check at start ({where}): {explain(failure)}; {remedy}"
@@ -77,11 +77,11 @@ class _Step:
     slots: Tensor
     inputs: StepInputs
 
-    def error(self, attention: Attention, window: int | None) -> float:
-        """The largest error of a row's head, relative to its norm.
+    def max_error(self, attention: Attention, window: int | None) -> float:
+        """Largest error of any row's head, relative to the norm of its exact output.
 
-        It is infinite if any output is not finite. That includes padded rows, whose output later
-        layers write to the null block.
+        It is infinite if any output is not finite. Outputs of padded rows count as well, because
+        later layers write their keys and values to the null block.
         """
         found = self._run(attention, self.q, self.cache, window).double()
         if not bool(found.isfinite().all()):
@@ -100,7 +100,7 @@ class _Step:
         return attention(q, k, v, cache, plan)
 
 
-def _steps(request: AttentionRequest, size: int) -> Iterator[_Step]:
+def _make_steps(request: AttentionRequest, size: int) -> Iterator[_Step]:
     decodes = [(2 * size + 5, 1), (0, 1), (size - 1, 1), (size, 1)]
     prefills = [(0, size + 3), (size + 7, 20), (3, 2), (2 * size, 7)]
     for name, rows in (
@@ -117,8 +117,8 @@ def _make_step(name: str, rows: _Rows, request: AttentionRequest) -> _Step:
         own = rows.slots(row, 0)
         cache.flatten(1, 2)[:, own] = torch.randn(2, len(own), *pair, generator=random)
     slots = np.concatenate([rows.slots(row, int(at)) for row, at in enumerate(rows.starts)])
-    inputs = rows.captured(device) if name == "decode" else rows.planned(device)
-    # Queries are a slice of a wider projection, as they are in the model.
+    inputs = rows.captured_inputs(device) if name == "decode" else rows.planned_inputs(device)
+    # In the model, too, queries are a slice of the projection of q, k and v.
     heads = shape.num_heads + 2 * shape.num_kv_heads
     count = len(slots) + (NUM_PADDED_ROWS if name == "decode" else 0)
     merged = torch.randn(count, heads, shape.head_dim, generator=random)
@@ -128,10 +128,10 @@ def _make_step(name: str, rows: _Rows, request: AttentionRequest) -> _Step:
 
 
 class _Rows:
-    """Rows of a step, decodes first, given as pairs (tokens in the cache, tokens of the step).
+    """Rows of a step, decode rows first, from pairs (cached tokens, tokens of the step).
 
-    Each row has blocks of its own, in random order, and a request index other than its number;
-    block 0 is the null block.
+    Each row has its own blocks, in random order, and a request index other than its row number.
+    Block 0 is the null block.
     """
 
     def __init__(self, rows: list[tuple[int, int]], size: int) -> None:
@@ -146,16 +146,16 @@ class _Rows:
         self.table[self.req_indices] = self.blocks
 
     def slots(self, row: int, first: int) -> np.ndarray:
-        """KV slots of a row's tokens from ``first`` on."""
+        """KV slots of a row's tokens from position ``first`` on."""
         positions = np.arange(first, int(self.lengths[row]))
         return self.blocks[row, positions // self.size] * self.size + positions % self.size
 
-    def planned(self, device: torch.device) -> StepInputs:
-        """The step with its lengths on the host."""
+    def planned_inputs(self, device: torch.device) -> StepInputs:
+        """Inputs of an eager step, whose lengths the host knows."""
         return self._inputs(device, 0)
 
-    def captured(self, device: torch.device) -> StepInputs:
-        """The same rows with padded rows after them, as in a captured step."""
+    def captured_inputs(self, device: torch.device) -> StepInputs:
+        """Inputs of a captured step: the same rows, then padded rows; no lengths on the host."""
         return replace(
             self._inputs(device, NUM_PADDED_ROWS),
             max_len=self.table.shape[1] * self.size,

@@ -1,4 +1,4 @@
-"""AttentionBackend: protocol of attention backends, their constraints and construction."""
+"""AttentionBackend: the protocol of attention backends, with their constraints."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ class AttentionRequest:
     Attributes:
         dtype: dtype of queries and KV.
         block_size: tokens per KV block; None until it is chosen.
-        windows: the sliding windows of the model's layers, in keys that a query sees; None
-            among them for a layer that sees all.
-        num_threads: CPU threads for a backend that starts its own.
-        peer: the attention of another kind of layer of the model, whose resources may be shared.
+        windows: sliding windows of the model's layers, as numbers of keys that a query sees;
+            contains None if a layer has no window.
+        num_threads: number of CPU threads, for a backend that starts its own.
+        peer: attention that was made for another kind of layer of the same model. The backend may
+            reuse its resources.
     """
 
     shape: AttentionShape
@@ -41,9 +42,9 @@ class Unmet:
     """A constraint that a request breaks.
 
     Attributes:
-        field: the request's field; only "block_size" is also a setting.
+        field: name of the request's field. Only "block_size" is also a setting of the engine.
         found: the request's value.
-        expected: the limit, with the field: "head size at most 256".
+        expected: the field and its limit, such as "head size at most 256".
     """
 
     field: str
@@ -53,19 +54,19 @@ class Unmet:
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """Limits of a backend; None is no limit.
+    """Limits of a backend; None means no limit.
 
     Attributes:
         device_types: accepted values of ``torch.device.type``.
         min_capability, max_capability: CUDA compute capability as (major, minor), both
             inclusive; not checked on other devices.
         dtypes: dtypes of queries and KV.
-        max_head_dim: elements of a head.
-        head_dim_multiple: divisor of a head's elements.
-        block_multiple: divisor of the tokens of a KV block.
-        window: sliding windows are supported.
-        softcap: a soft cap on the scores is supported.
-        sinks: attention sinks are supported.
+        max_head_dim: largest head size.
+        head_dim_multiple: the head size has to be a multiple of it.
+        block_multiple: the tokens per KV block have to be a multiple of it.
+        window: whether sliding windows are supported.
+        softcap: whether a soft cap on the scores is supported.
+        sinks: whether attention sinks are supported.
     """
 
     device_types: frozenset[str] | None = None
@@ -82,7 +83,7 @@ class Constraints:
     def unmet(
         self, request: AttentionRequest, capability: tuple[int, int] | None = None
     ) -> Iterator[Unmet]:
-        """The constraints that ``request`` breaks.
+        """Yields the constraints that ``request`` breaks.
 
         Args:
             capability: compute capability of the request's device, if it is a CUDA device.
@@ -90,8 +91,8 @@ class Constraints:
         yield from self._unmet_by_device(request.device, capability)
         shape = request.shape
         if self.dtypes is not None and request.dtype not in self.dtypes:
-            names = " or ".join(sorted(_name(dtype) for dtype in self.dtypes))
-            yield Unmet("dtype", _name(request.dtype), f"dtype {names}")
+            names = " or ".join(sorted(_dtype_name(dtype) for dtype in self.dtypes))
+            yield Unmet("dtype", _dtype_name(request.dtype), f"dtype {names}")
         if self.max_head_dim is not None and shape.head_dim > self.max_head_dim:
             expected = f"head size at most {self.max_head_dim}"
             yield Unmet("head size", str(shape.head_dim), expected)
@@ -129,38 +130,39 @@ class Constraints:
 
 @runtime_checkable
 class AttentionBackend(Protocol):
-    """A backend that ``attention_backend`` names: built in, or from another distribution.
+    """Backend that the setting ``attention_backend`` selects by name.
 
-    Built-in backends are the Attention classes themselves, whose ``make`` is a class method. A
-    distribution registers such a class, another class without arguments, or an object, under the
-    entry point group ``asyncllm.attention_backends``; the entry point's name is the backend's.
+    Built-in backends are the Attention classes themselves, whose ``make`` is a class method.
+    Another distribution registers a backend under the entry point group
+    ``asyncllm.attention_backends``; the entry point's name is the backend's name. The entry point
+    is such a class, a class whose constructor takes no arguments, or an instance.
 
     Attributes:
-        constraints: checked before ``make``, which gets no request that breaks one.
+        constraints: limits that are checked before ``make`` is called.
     """
 
     @property
     def constraints(self) -> Constraints: ...
 
     def default_block_size(self, device: torch.device) -> int:
-        """Tokens per KV block where none are configured."""
+        """Tokens per KV block, where ``block_size`` is not configured."""
         ...
 
     def make(self, request: AttentionRequest) -> Attention:
-        """Makes the attention of one kind of layer, once per engine.
+        """Makes the attention of one kind of layer; called once per engine and kind.
 
-        ``request.block_size`` is set.
+        ``request.block_size`` is never None.
 
         Raises:
-            EngineError: a library that the backend needs is not installed, or does not work here.
+            EngineError: a library that the backend needs is missing or does not work here.
         """
         ...
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def capability_text(capability: tuple[int, int]) -> str:
-    """A compute capability in the usual notation, such as "8.0"."""
+    """Formats a compute capability in the usual notation, such as "8.0"."""
     return f"{capability[0]}.{capability[1]}"

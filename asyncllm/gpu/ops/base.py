@@ -1,8 +1,8 @@
 """Linear, RMSNorm, Rope, RopeAndCache, Attention: the protocols of the decoder's ops.
 
-Ops are made once, when the model is built, by an op set (``TorchOps`` and its subclasses) and
-an attention backend; a step only calls them. The shapes below use T tokens of a step, Hq query
-heads, Hk key/value heads and D, the size of a head.
+An op set (``TorchOps`` and its subclasses) and an attention backend make the ops once, when the
+model is built; a step only calls them. In shapes, T is the number of tokens of a step, Hq of query
+heads and Hk of key/value heads; D is the size of a head.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class AttentionShape:
     Attributes:
         scale: factor on ``q @ k`` (``head_dim ** -0.5``).
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
-        sinks: the softmax has an extra logit per query head, without a value; each call gets it.
+        sinks: whether the softmax has an extra logit per query head, without a value. Each call
+            gets these logits as an argument.
     """
 
     num_heads: int
@@ -37,18 +38,19 @@ class AttentionShape:
 
     @property
     def group_size(self) -> int:
-        """Query heads that share a key/value head."""
+        """Number of query heads per key/value head."""
         return self.num_heads // self.num_kv_heads
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Layout of one layer's part of a KV block, which the layer's attention chooses.
+    """Layout of one layer's part of a KV block; the layer's attention chooses it.
 
     Attributes:
-        shape: shape of the part; a layer's cache is ``[shape[0], num_blocks, *shape[1:]]``.
-        order: the cache's dimensions in their order in memory, outermost first; () for the order
-            of the shape.
+        shape: shape of the layer's part of one block. The layer's cache is
+            ``[shape[0], num_blocks, *shape[1:]]``.
+        order: dimensions of the cache in the order of memory, outermost first. () is the order of
+            the shape.
     """
 
     shape: tuple[int, ...]
@@ -59,7 +61,7 @@ class BlockLayout:
         return math.prod(self.shape)
 
     def view(self, memory: Tensor, num_blocks: int) -> Tensor:
-        """Views ``memory [layers, num_blocks * num_elements]`` as the caches of layers."""
+        """Views ``memory [layers, num_blocks * num_elements]`` as one cache per layer."""
         shape = (self.shape[0], num_blocks, *self.shape[1:])
         order = self.order or tuple(range(len(shape)))
         stored = memory.view(len(memory), *(shape[dim] for dim in order))
@@ -67,28 +69,29 @@ class BlockLayout:
 
 
 class Linear(Protocol):
-    """``x [T, in] -> [T, out]``; owns its weight, in the backend's own layout."""
+    """Linear layer, ``x [T, in] -> [T, out]``; owns its weight, in the op set's own layout."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
 @runtime_checkable
 class ArgmaxLinear(Linear, Protocol):
-    """An output head that finds the index of its largest output without writing the outputs."""
+    """Output head that can find the index of the largest logit without writing the logits."""
 
     def argmax(self, x: Tensor) -> Tensor:
         """``x [T, in] -> [T]`` int64: index of each row's largest output, the first of equal ones.
 
-        -1 for a row with NaN or infinity, NO_TOKEN_LEFT if all outputs are minus infinity.
+        The index is -1 for a row whose outputs include NaN or infinity, and NO_TOKEN_LEFT for a row
+        whose outputs are all minus infinity.
         """
         ...
 
 
 class Embedding(Protocol):
-    """Token ids ``[T] -> [T, H]``; owns its table, or shares it with the head.
+    """Embedding, token ids ``[T] -> [T, H]``; owns its table, or shares it with the output head.
 
     Attributes:
-        dtype, device: dtype and device of the model.
+        dtype, device: dtype and device of the result.
         shape: ``(vocab_size, H)``.
     """
 
@@ -102,15 +105,15 @@ class Embedding(Protocol):
 
 
 class RMSNorm(Protocol):
-    """Root mean square norm over the last dimension (Zhang and Sennrich, 2019), or its substitute.
+    """Root mean square norm over the last dimension (Zhang and Sennrich, 2019).
 
-    A substitute is for blocks without a norm, see ``TorchOps.residual_add``.
+    In blocks without a norm a substitute takes its place, see ``TorchOps.residual_add``.
     """
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the norm of ``(multiplier * x + residual) * scale``, and that sum.
+        """Returns ``norm(sum)`` and ``sum = (multiplier * x + residual) * scale``.
 
         ``residual`` may be overwritten.
         """
@@ -118,7 +121,7 @@ class RMSNorm(Protocol):
 
 
 class Rope(Protocol):
-    """RoPE of queries alone, after their norm where the model has one."""
+    """Per-head norm, where the model has one, and RoPE of queries alone."""
 
     def __call__(self, q: Tensor, rotary: Any) -> Tensor:
         """``[T, Hq * D] -> [T, Hq, D]``; q may be overwritten. ``rotary`` as in RopeAndCache."""
@@ -126,7 +129,7 @@ class Rope(Protocol):
 
 
 class RopeAndCache(Protocol):
-    """Norms of q, k and v where the model has them, RoPE, and the write of k and v to the cache."""
+    """Norms of q, k and v, where the model has them, RoPE, and the write of k and v to cache."""
 
     def __call__(
         self, qkv: Tensor, rotary: Any, cache: Tensor, slot_mapping: Tensor
@@ -136,7 +139,7 @@ class RopeAndCache(Protocol):
         Args:
             qkv: ``[T, (Hq + 2 * Hk) * D]``; may be overwritten.
             rotary: result of ``TorchOps.rotary`` for the step's positions.
-            cache: ``[2, num_blocks, block_size, Hk, D]``, strided.
+            cache: ``[2, num_blocks, block_size, Hk, D]`` with any strides.
             slot_mapping: ``[T]`` int64, ``block * block_size + offset``.
         """
         ...
@@ -146,31 +149,35 @@ class RopeAndCache(Protocol):
 class Attention(Protocol):
     """Paged attention of one step's rows over the KV cache.
 
-    An optional method ``block_layout(block_size) -> BlockLayout`` chooses a layout of KV blocks
-    other than ``[2, num_blocks, block_size, Hk, D]`` in that order. Plain torch ops write K and V
-    in that order only; the Triton ops take any.
+    An attention may have these members as well:
 
-    An optional attribute ``is_recordable`` says that a Recorder can record its calls, and that its
-    plan only refers to the step's arrays, which are read when the program runs.
+    - ``block_layout(block_size) -> BlockLayout`` chooses a layout of KV blocks other than
+      ``[2, num_blocks, block_size, Hk, D]`` in that order. Plain torch ops write K and V in that
+      order only; the Triton ops write to any layout.
+    - ``is_recordable``: if true, a Recorder can record the attention's calls. Its plan then holds
+      only the addresses of the step's arrays, whose contents are read when the program runs.
 
     Attributes:
-        needs_zeroed_blocks: it reads beyond the end of a sequence in its last block and masks
-            that part, so that blocks have to be cleared for a new owner.
+        needs_zeroed_blocks: whether blocks have to be zeroed before another sequence uses them,
+            because the attention reads a sequence's last block whole and only masks its unused
+            slots.
     """
 
     name: str
     needs_zeroed_blocks: bool
 
     def plan(self, step: StepInputs, window: int | None, group: int) -> Any:
-        """Makes the plan that all layers with this window in a KV group share in a step.
+        """Makes the plan of a step for all layers of a KV group that have this window.
 
-        It is made once per step, or once per graph while a CUDA graph is captured. In the latter
-        case ``step.host`` is None, all rows are decodes, and no tensor may be read on the host;
-        work on the device becomes part of the graph, and a choice that depends on lengths has to
-        be made for ``step.max_len``.
+        It is called once per step. While a CUDA graph is captured it is called once per graph, and
+        then
+
+        - ``step.host`` is None, all rows are decode rows, and no tensor may be read on the host;
+        - work on the device becomes part of the graph;
+        - a choice that depends on lengths has to be made for ``step.max_len``.
 
         Args:
-            window: keys that a query sees, itself included; None is all.
+            window: number of keys that a query sees, its own included; None is all.
             group: index of the KV group in ``step.groups``.
         """
         ...
@@ -178,35 +185,35 @@ class Attention(Protocol):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: Any) -> Tensor:
         """Returns ``[T, Hq * D]``. The step's own k and v are in ``cache`` already.
 
-        A shape with sinks adds a last argument, the layer's sinks ``[Hq]``.
+        If the shape has sinks, the layer's sinks ``[Hq]`` are passed as a last argument.
         """
         ...
 
 
 @runtime_checkable
 class BalancedAttention(Protocol):
-    """Attention with a second, balanced form for captured decode rows of very different lengths.
+    """Attention with a second, balanced plan for captured decode rows of very different lengths.
 
-    ``plan`` chooses that form where ``StepInputs.balanced`` is set.
+    ``plan`` makes the balanced plan where ``StepInputs.balanced`` is set.
     """
 
     def balances(self, max_len: int, window: int | None) -> bool:
-        """Whether sequences of at most ``max_len`` tokens may need the balanced form."""
+        """Whether sequences of at most ``max_len`` tokens may need the balanced plan."""
         ...
 
     def is_skewed(self, batch: int, lengths: np.ndarray, max_len: int, window: int | None) -> bool:
-        """Whether decode rows take the balanced form; asked before every decode step.
+        """Whether decode rows need the balanced plan; called before every decode step.
 
         Args:
-            batch: rows of the launch, padding included.
+            batch: number of rows of the launch, padding included.
             lengths: ``[B]``, tokens of each sequence.
-            max_len: longest sequence for which the captured plan is made.
+            max_len: length of the longest sequence for which the captured plan is made.
         """
         ...
 
 
 def block_layout(attention: Attention, shape: AttentionShape, block_size: int) -> BlockLayout:
-    """The layout of the attention's KV blocks."""
+    """Layout of the attention's KV blocks."""
     choose = getattr(attention, "block_layout", None)
     if choose is not None:
         return choose(block_size)

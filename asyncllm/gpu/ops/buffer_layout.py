@@ -1,4 +1,4 @@
-"""lay_out: places buffers in one allocation, whose memory buffers share over time."""
+"""lay_out_buffers: places buffers in one allocation; those never in use together may overlap."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import NamedTuple
 
 
 class Lifetime(NamedTuple):
-    """A buffer's size, and the first and last op that use it, both inclusive."""
+    """A buffer's size, and the indices of the first and the last op that use it."""
 
     num_bytes: int
     first: int
     last: int
 
 
-def lay_out(buffers: Sequence[Lifetime], alignment: int) -> tuple[list[int], int]:
-    """Returns the first byte of each buffer, and the bytes of the allocation.
+def lay_out_buffers(buffers: Sequence[Lifetime], alignment: int) -> tuple[list[int], int]:
+    """Returns the offset of each buffer, and the size of the allocation, in bytes.
 
-    In the order of their first use, each buffer takes the lowest place that is free while it is in
-    use.
+    Buffers are placed in the order of their first use. Each gets the lowest offset at which it
+    overlaps no buffer that is in use at the same time.
     """
     starts, total = [0] * len(buffers), 0
-    taken: list[tuple[int, int, int]] = []  # first and end byte, last op
+    taken: list[tuple[int, int, int]] = []  # first byte, end byte, last op of a placed buffer
     for index in sorted(range(len(buffers)), key=lambda each: buffers[each].first):
         num_bytes, first, last = buffers[index]
         need = -(-num_bytes // alignment) * alignment

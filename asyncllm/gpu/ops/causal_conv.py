@@ -12,24 +12,24 @@ from asyncllm.gpu.batch.state_rows import StateRows, span_state
 
 
 class CausalConv(Protocol):
-    """``x [T, C] -> [T, C]``: SiLU of the sum of each channel's last W inputs times its weights.
+    """Causal depthwise convolution of width W, followed by SiLU, ``x [T, C] -> [T, C]``.
 
-    A row's result depends on its own inputs and its state alone.
+    A row's result depends on its own inputs and its own state alone.
     """
 
     def __call__(self, x: Tensor, state: Tensor, rows: Any) -> Tensor:
-        """Convolves a step's rows, and updates their states.
+        """Convolves a step's rows, and updates their states in place.
 
         Args:
-            state: ``[num_slots, W - 1, C]``, the last inputs of each sequence, the oldest first;
-                written. A row at position 0 starts from zeros.
+            state: ``[num_slots, W - 1, C]``, the last inputs of each sequence, the oldest first. A
+                row at position 0 starts from zeros instead.
             rows: result of ``TorchOps.state_rows``, shared by all layers of a step.
         """
         ...
 
 
 class TorchCausalConv:
-    """The convolution in plain torch: summed in float32, the oldest input first.
+    """``CausalConv`` in plain torch, which sums in float32 from the oldest input on.
 
     Args:
         weight: ``[C, W]``, the oldest input's weight first.
@@ -53,7 +53,7 @@ class TorchCausalConv:
         return out
 
     def _convolve(self, inputs: Tensor) -> Tensor:
-        """``[B, n + W - 1, C] -> [B, n, C]``."""
+        """Convolves ``inputs [B, n + W - 1, C] -> [B, n, C]``."""
         count = inputs.shape[1] + 1 - len(self.weight)
         total = inputs[:, :count].float() * self.weight[0]
         for place, weight in enumerate(self.weight[1:], 1):

@@ -1,4 +1,4 @@
-"""CpuOps: the op set in plain torch, with ops that are faster on a CPU."""
+"""CpuOps: the op set in plain torch, with sampling and experts for CPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asyncllm.gpu.ops.torch_ops import TorchOps
 
 
 class CpuOps(TorchOps):
-    """Plain torch with sampling and experts for a CPU; these read tensors on the host."""
+    """Plain torch, with sampling and experts whose control flow reads tensors on the host."""
 
     name = "cpu"
     sample = staticmethod(sample)

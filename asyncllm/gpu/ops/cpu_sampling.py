@@ -1,9 +1,9 @@
-"""sample: the exponential race on a CPU, without a sort of the vocabulary.
+"""sample: Gumbel-max sampling on a CPU, without a sort of the vocabulary.
 
-It computes ``gumbel.gumbel_sample``, a few rows at a time, so that these stay in the cache. The
-tokens that survive truncation are searched among the spans, of 32 tokens each, with the largest
-maxima: their logits above the largest maximum of the other spans are the largest of all. If the cut
-is not among these, more spans are taken.
+It computes ``gumbel.gumbel_sample`` for a few rows at a time, whose logits stay in the CPU's cache.
+A row's logits are divided into spans of 32 tokens. To find the tokens that survive truncation, only
+the spans with the largest maxima are sorted. Among their tokens, those above the maximum of every
+other span are the largest of the row. If truncation may keep further tokens, more spans are sorted.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from asyncllm.gpu.ops.gumbel import (
     MIN_TEMPERATURE,
     NO_TOKEN_LEFT,
     chunk_exponentials,
-    exponentials_of,
     gumbel_keys,
     kept_tokens,
     race_in_chunk,
     temperature_factors,
-    truncates,
+    token_exponentials,
+    truncated_rows,
 )
 
 BLOCK_LOGITS = 2**20
-"""Logits to sample at a time, in whole rows."""
+"""Number of logits to process at a time, rounded to whole rows."""
 
 SPAN_TOKENS = 32
-"""Tokens of a span. They lie a stride apart, because a maximum over a stride takes a fraction of
-the time of one over neighbours."""
+"""Tokens per span. They lie a stride apart: torch computes maxima over a strided dimension in a
+fraction of the time that it takes over adjacent elements."""
 
 SPAN_COUNTS = (64, 512)
-"""Numbers of spans to search in turn, before searching all."""
+"""Numbers of spans to sort, one after the other, before all are sorted."""
 
 
 def sample(
@@ -45,21 +45,24 @@ def sample(
     last_sampled_tokens: Tensor,
     out: Tensor,
 ) -> None:
-    """Samples one token per row, see ``TorchOps.sample``; depends on that row alone."""
+    """Samples one token per row, see ``TorchOps.sample``.
+
+    A row's token depends on that row alone.
+    """
     out.fill_(-1)
     width = -(-logits.shape[1] // CHUNK) * CHUNK
     for rows in torch.nonzero(req_indices >= 0).flatten().split(max(1, BLOCK_LOGITS // width)):
-        lines = req_indices[rows]
-        temperature = sampling["temperature"][lines]
+        requests = req_indices[rows]
+        temperature = sampling["temperature"][requests]
         scaled = logits.new_full((len(rows), width), -torch.inf, dtype=torch.float32)
         factors = temperature_factors(temperature).unsqueeze(1)
         torch.mul(logits[rows].float(), factors, out=scaled[:, : logits.shape[1]])
-        keys = gumbel_keys(sampling["states"][lines], positions[rows] + 1)
-        top_k, top_p, min_p = (sampling[name][lines] for name in ("top_k", "top_p", "min_p"))
+        keys = gumbel_keys(sampling["states"][requests], positions[rows] + 1)
+        top_k, top_p, min_p = (sampling[name][requests] for name in ("top_k", "top_p", "min_p"))
         limits = top_k, top_p, min_p
         tokens = _sample_rows(scaled, keys, temperature, limits, logits.shape[1])
         out[rows] = tokens
-        last_sampled_tokens[lines] = tokens.clamp(min=0)
+        last_sampled_tokens[requests] = tokens.clamp(min=0)
 
 
 def _sample_rows(
@@ -74,12 +77,12 @@ def _sample_rows(
     finite = torch.isfinite(largest)
     tokens = torch.where(largest == -torch.inf, NO_TOKEN_LEFT, -1)
     greedy = temperature < MIN_TEMPERATURE
-    truncated = truncates(*limits, vocab_size)
+    truncated = truncated_rows(*limits, vocab_size)
     if len(rows := torch.nonzero(finite & greedy).flatten()):
         tokens[rows] = scaled[rows].argmax(-1)
     drawn = finite & ~greedy
     if len(rows := torch.nonzero(drawn & ~truncated).flatten()):
-        tokens[rows] = _race_whole(scaled[rows], largest[rows], keys[rows])
+        tokens[rows] = _race_untruncated(scaled[rows], largest[rows], keys[rows])
     if len(rows := torch.nonzero(drawn & truncated).flatten()):
         chosen = limits[0][rows], limits[1][rows], limits[2][rows]
         tokens[rows] = _race_truncated(
@@ -89,11 +92,11 @@ def _sample_rows(
 
 
 def _chunk_mass(scaled: Tensor, largest: Tensor) -> Tensor:
-    """Probability mass of each chunk, ``[R, chunks]``; the largest token has mass 1."""
+    """Probability mass of each chunk, ``[R, chunks]``, relative to the largest token's mass."""
     return (scaled - largest.unsqueeze(1)).exp_().view(len(scaled), -1, CHUNK).sum(-1)
 
 
-def _race_whole(scaled: Tensor, largest: Tensor, keys: Tensor) -> Tensor:
+def _race_untruncated(scaled: Tensor, largest: Tensor, keys: Tensor) -> Tensor:
     mass = _chunk_mass(scaled, largest)
     score = mass.log() - chunk_exponentials(keys, mass.shape[1]).log()
     return race_in_chunk(scaled.view(len(scaled), -1, CHUNK), score.argmax(-1), keys)
@@ -107,9 +110,9 @@ def _race_truncated(
     vocab_size: int,
     width: int,
 ) -> Tensor:
-    """Samples truncated rows from ``width`` spans; again from more, where these do not suffice."""
+    """Samples truncated rows from ``width`` spans, and from more where these do not suffice."""
     top_k, top_p, min_p = limits
-    values, ids, bound = _candidates(scaled, maxima, width)
+    values, ids, bound = _find_candidates(scaled, maxima, width)
     largest = values[:, 0]
     known = values > bound.unsqueeze(1)
     limited = (top_k > 0) & (top_k < vocab_size)
@@ -117,7 +120,7 @@ def _race_truncated(
     complete |= largest + min_p.log() > bound
     total = torch.full_like(largest, torch.inf, dtype=torch.float64)
     if len(rows := torch.nonzero(~limited & (min_p == 0.0)).flatten()):
-        # Only top_p over all tokens needs the mass of tokens that are no candidates.
+        # top_p without top_k and min_p is a share of the mass of all tokens, not of candidates.
         total[rows] = _chunk_mass(scaled[rows], largest[rows]).sum(-1, dtype=torch.float64)
     values = values.masked_fill(~known, -torch.inf)
     mass = (values.double() - largest.unsqueeze(1)).exp().sum(-1)
@@ -125,7 +128,7 @@ def _race_truncated(
     kept = kept_tokens(values, top_k, top_p, min_p, total)
     most = int(kept.sum(-1).max())
     kept, ids = kept[:, :most], ids[:, :most]
-    score = values[:, :most] - exponentials_of(keys, ids).log()
+    score = values[:, :most] - token_exponentials(keys, ids).log()
     winner = torch.where(kept, score, -torch.inf).argmax(-1, keepdim=True)
     tokens = ids.gather(1, winner).squeeze(1)
     if len(rows := torch.nonzero(~complete & (bound > -torch.inf)).flatten()):
@@ -137,12 +140,12 @@ def _race_truncated(
     return tokens
 
 
-def _candidates(scaled: Tensor, maxima: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens of the ``width`` spans with the largest maxima.
+def _find_candidates(scaled: Tensor, maxima: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sorts the tokens of the ``width`` spans with the largest maxima.
 
     Returns:
-        Their logits ``[R, C]``, descending, equal ones in order of their ids; the ids; and ``[R]``
-        the largest logit of the other spans.
+        The tokens' logits ``[R, C]``, descending, equal ones in the order of their ids; the ids
+        ``[R, C]``; and the largest logit of the other spans ``[R]``.
     """
     count = maxima.shape[1]
     ids = torch.arange(scaled.shape[1], device=scaled.device).expand(len(scaled), -1)

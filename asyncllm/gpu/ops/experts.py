@@ -1,4 +1,4 @@
-"""Experts: the gated MLPs of a mixture-of-experts layer and their weighted sum."""
+"""Experts: the gated MLPs of a mixture-of-experts layer, and their weighted sum."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class ExpertsWeights:
     """The weights of a layer's experts, stacked along the rows.
 
     Attributes:
-        gate_up: ``[num_experts * 2 * inner, H]``, an expert's gates before its ups.
+        gate_up: ``[num_experts * 2 * inner, H]``; an expert's gate rows precede its up rows.
         down: ``[num_experts * H, inner]``.
 
     Raises:
-        ModelLoadError: the rows are not divisible among the experts, or shapes do not fit.
+        ModelLoadError: the shapes of ``gate_up`` and ``down`` do not fit ``num_experts``.
     """
 
     num_experts: int
@@ -48,12 +48,16 @@ class ExpertsWeights:
 
     @property
     def inner(self) -> int:
-        """The intermediate size."""
+        """The intermediate size of an expert."""
         return self.down.shape[1]
 
 
-def split(weights: LinearWeights, count: int) -> list[LinearWeights]:
-    """Splits stacked weights into one view per expert."""
+def split_experts(weights: LinearWeights, count: int) -> list[LinearWeights]:
+    """Splits stacked weights into one view per expert.
+
+    Raises:
+        ModelLoadError: a block of scales spans two experts.
+    """
     rows = weights.shape[0] // count
     block = weights.scale_block
 
@@ -78,7 +82,7 @@ def split(weights: LinearWeights, count: int) -> list[LinearWeights]:
 
 
 class Experts(Protocol):
-    """``[T, H] -> [T, H]``: the weighted sum of each token's experts, in float32."""
+    """Op that computes the float32 weighted sum of each token's experts, ``[T, H] -> [T, H]``."""
 
     def __call__(
         self,
@@ -93,23 +97,23 @@ class Experts(Protocol):
         Args:
             ids: ``[T, top_k]`` int32, each token's experts, all different.
             weights: ``[T, top_k]`` float32.
-            shared: ``[T, H]``, output of shared experts, added to the sum.
-            gate: ``[T, 1]``, a logit; its sigmoid is a factor on ``shared``.
+            shared: ``[T, H]``, output of the shared experts, which is added to the sum.
+            gate: ``[T, 1]``, logits whose sigmoid is a factor on ``shared``.
         """
         ...
 
 
 def clamped_swiglu(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
-    """The activation of gpt-oss, ``[T, 2 * I] -> [T, I]``."""
+    """Clamped SwiGLU of gpt-oss, ``[T, 2 * I] -> [T, I]``."""
     gate, up = gate_up.float().chunk(2, -1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(gate_up.dtype)
 
 
-def activation(
+def make_activation(
     config: ActivationConfig, gated_mul: Callable[[Tensor], Tensor]
 ) -> Callable[[Tensor], Tensor]:
-    """The activation ``[T, 2 * I] -> [T, I]``: ``gated_mul``, unless the model clamps it."""
+    """Returns the activation ``[T, 2 * I] -> [T, I]``: ``clamped_swiglu`` or ``gated_mul``."""
     limit = config.limit
     if limit is None:
         return gated_mul
@@ -117,14 +121,14 @@ def activation(
 
 
 def add_shared(out: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
-    """Adds the output of shared experts, times the sigmoid of their gate where they have one."""
+    """Returns ``out + sigmoid(gate) * shared``; no gate is a factor of 1, no shared is 0."""
     if shared is None:
         return out
     return out + (shared if gate is None else gate.sigmoid() * shared)
 
 
 class GroupedExperts:
-    """Experts by a grouped matrix product, in fixed shapes, without a read on the host."""
+    """Experts by grouped matrix products; CUDA graphs can capture it: no reads on the host."""
 
     def __init__(
         self,
@@ -133,7 +137,7 @@ class GroupedExperts:
         gated_mul: Callable[[Tensor], Tensor],
     ) -> None:
         count, self.width = weights.num_experts, weights.width
-        self.num_experts, self.activation = count, activation(config, gated_mul)
+        self.num_experts, self.activation = count, make_activation(config, gated_mul)
         self.gate_up = weights.gate_up.values.view(count, -1, self.width)
         self.down = weights.down.values.view(count, self.width, -1)
         self.biases = [
@@ -161,19 +165,19 @@ class GroupedExperts:
         return add_shared(summed.to(x.dtype), shared, gate)
 
     def _linear(
-        self, x: Tensor, stack: Tensor, which: int, experts: Tensor, ends: Tensor
+        self, x: Tensor, stack: Tensor, layer_index: int, experts: Tensor, ends: Tensor
     ) -> Tensor:
-        bias = self.biases[which]
+        bias = self.biases[layer_index]
         out = F.grouped_mm(x, stack.transpose(1, 2), offs=ends)
         return out if bias is None else out + bias[experts]
 
 
 class LoopedExperts:
-    """Experts one after the other, on linear layers of the op set.
+    """Experts in a loop, each with its own linear layers of the op set.
 
-    Only experts that some token has are computed. On a CPU this is faster than a grouped product
-    at any number of tokens. A token's experts are summed in ascending order, so that its result
-    does not depend on other tokens of the step.
+    Only experts that a token of the step was routed to are computed. On a CPU this is faster than
+    a grouped product at any number of tokens. A token's experts are summed in the order of their
+    ids, so that its result does not depend on the other tokens of the step.
     """
 
     def __init__(
@@ -181,11 +185,11 @@ class LoopedExperts:
         weights: ExpertsWeights,
         config: ActivationConfig,
         gated_mul: Callable[[Tensor], Tensor],
-        make: Callable[[LinearWeights], Linear],
+        make_linear: Callable[[LinearWeights], Linear],
     ) -> None:
-        self.activation = activation(config, gated_mul)
+        self.activation = make_activation(config, gated_mul)
         self.gate_up, self.down = (
-            [make(part) for part in split(layer, weights.num_experts)]
+            [make_linear(part) for part in split_experts(layer, weights.num_experts)]
             for layer in (weights.gate_up, weights.down)
         )
 

@@ -1,8 +1,8 @@
-"""FlashAttention: base of the backends on Dao's FlashAttention libraries.
+"""FlashAttention: base class of the backends on Dao's FlashAttention libraries.
 
-The step's keys and values are in the paged cache already, so both libraries only read it: for
-decode rows through ``flash_attn_with_kvcache`` with one query each, for other rows as causal
-sequences of different lengths.
+The step's keys and values are in the paged cache already, so that both libraries only read it.
+Decode rows go through ``flash_attn_with_kvcache`` with one query each. Other rows are passed as
+causal sequences of different lengths.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from asyncllm.gpu.ops.backend import CUDA, HALF, AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 
 AttentionFunction = Callable[..., Tensor]
-"""A function of one of the libraries, which declare no types."""
+"""A function of a FlashAttention library; the libraries declare no types."""
 
 
 @dataclass(slots=True)
 class PrefillRows:
-    """P rows of several query tokens each, on the device.
+    """The P prefill rows of a step, with metadata on the device.
 
     Attributes:
         seq_lens: ``[P]`` int32, tokens of each sequence up to its last query.
         block_table: ``[P, W]`` int32.
-        query_starts: ``[P + 1]`` int32, the first query of each row, from 0 on.
+        query_starts: ``[P + 1]`` int32, cumulative sums of the rows' query tokens, from 0 on.
         key_starts: ``[P + 1]`` int32, cumulative sums of ``seq_lens``, from 0 on.
-        max_queries, max_keys: of the longest row.
+        max_queries, max_keys: largest numbers of query tokens and of keys of a row.
     """
 
     seq_lens: Tensor
@@ -48,14 +48,14 @@ class PrefillRows:
 
 @dataclass(slots=True)
 class FlashPlan:
-    """A step's rows in the form that the libraries take; decode rows come first.
+    """The plan of a step; decode rows come first.
 
     Attributes:
-        num_decodes: leading rows of one token each, padded ones included.
+        num_decodes: number of leading rows of one token each, padded rows included.
         seq_lens: ``[num_decodes]`` int32, 0 for a padded row.
         block_table: ``[num_decodes, W]`` int32.
-        prefill: the other rows, or None.
-        window: how many keys before and after it a query sees; -1 is all.
+        prefill: the prefill rows, or None if the step has none.
+        window: numbers of keys before and after its own that a query sees; -1 is all.
     """
 
     num_decodes: int
@@ -66,10 +66,11 @@ class FlashPlan:
 
 
 class FlashAttention(ABC):
-    """Plans a step, and calls the library for decode rows and for the others in turn.
+    """Attention that calls the library once for decode rows and once for prefill rows.
 
-    With ``num_splits=0`` the libraries choose how many programs share a row, from the number of
-    rows and the width of the block table. Both are fixed in a captured decode step.
+    With ``num_splits=0`` the library chooses how many programs a row's keys are split among. It
+    does so by the number of rows and the width of the block table, both of which are fixed in a
+    captured decode step.
     """
 
     name: str
@@ -89,7 +90,8 @@ class FlashAttention(ABC):
     def make(cls, request: AttentionRequest) -> Self:
         """Makes the attention, and compares it with plain torch on small steps.
 
-        The libraries have many builds, and some of their versions are wrong for paged rows.
+        The check is needed because some versions of the libraries give wrong results for rows in a
+        paged cache.
 
         Raises:
             EngineError: the library is missing, too old, or gives wrong results.
@@ -105,8 +107,8 @@ class FlashAttention(ABC):
     def plan(self, step: StepInputs, window: int | None, group: int) -> FlashPlan:
         """Plans a step, with block tables gathered on the device.
 
-        They are cut to the step's longest row, because the libraries take the width of the tables
-        as the longest sequence.
+        ``StepInputs.tables`` cuts the tables to the longest row of an eager step: the libraries
+        take the width of a table for the length of the longest sequence.
         """
         decodes, blocks = step.num_decodes, step.tables(group)
         prefill = None
@@ -121,7 +123,9 @@ class FlashAttention(ABC):
                 max_queries=int(np.diff(step.host.query_start_loc[decodes:]).max()),
                 max_keys=int(step.host.seq_lens[decodes:].max()),
             )
-        return FlashPlan(decodes, step.seq_lens[:decodes], blocks[:decodes], prefill, _span(window))
+        return FlashPlan(
+            decodes, step.seq_lens[:decodes], blocks[:decodes], prefill, _window_size(window)
+        )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: FlashPlan) -> Tensor:
         """Attention of ``q [T, Hq, D]``; ``k`` and ``v`` are read from the cache."""
@@ -136,7 +140,7 @@ class FlashAttention(ABC):
         return out.view(q.shape[0], -1)
 
     def decode(self, q: Tensor, cache: Tensor, plan: FlashPlan) -> Tensor:
-        """Attention of decode rows, ``[num_decodes, Hq, D]`` to the same shape.
+        """Attention of the decode rows of ``q [num_decodes, Hq, D]``; returns the same shape.
 
         The result of a padded row is finite.
         """
@@ -147,7 +151,7 @@ class FlashAttention(ABC):
             cache_seqlens=plan.seq_lens,
             num_splits=0,
             **{self.table_argument: plan.block_table},
-            **self.options(plan.window),
+            **self.call_options(plan.window),
         )
         return out.squeeze(1)
 
@@ -155,10 +159,10 @@ class FlashAttention(ABC):
     def prefill(
         self, q: Tensor, cache: Tensor, rows: PrefillRows, window: tuple[int, int]
     ) -> Tensor:
-        """Attention of prefill rows, ``[tokens of the rows, Hq, D]`` to the same shape."""
+        """Attention of the prefill rows of ``q [tokens, Hq, D]``; returns the same shape."""
 
-    def options(self, window: tuple[int, int]) -> dict[str, Any]:
-        """Arguments of every call of either library."""
+    def call_options(self, window: tuple[int, int]) -> dict[str, Any]:
+        """Keyword arguments that every call of both libraries takes."""
         return {
             "softmax_scale": self.shape.scale,
             "causal": True,
@@ -167,6 +171,6 @@ class FlashAttention(ABC):
         }
 
 
-def _span(window: int | None) -> tuple[int, int]:
-    """``window_size`` of the libraries: keys before and after a query, its own excluded."""
+def _window_size(window: int | None) -> tuple[int, int]:
+    """The libraries' ``window_size``: keys before and after a query, its own excluded."""
     return (-1, -1) if window is None else (window - 1, 0)

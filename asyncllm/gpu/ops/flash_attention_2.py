@@ -1,4 +1,4 @@
-"""FlashAttention2: the attention backend on the package flash_attn (Dao, 2023)."""
+"""FlashAttention2: attention backend on the package flash_attn (Dao, 2023)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ MIN_VERSION = (2, 7)
 class FlashAttention2(FlashAttention):
     """Attention by FlashAttention 2.
 
-    By its source it masks keys beyond a sequence, and replaces values beyond it by zeros as they
-    are loaded, so that blocks need no clearing.
+    Blocks need not be zeroed for a new owner: according to its source, the library masks keys
+    beyond the end of a sequence, and loads zeros instead of the values there.
 
     Raises:
         EngineError: flash_attn is missing or too old.
@@ -36,10 +36,10 @@ class FlashAttention2(FlashAttention):
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)
-        library = _import()
+        library = _import_library()
         self._with_cache = library.flash_attn_with_kvcache
         self._varlen: AttentionFunction = library.flash_attn_varlen_func
-        # By default some versions split the keys, and then compute paged rows wrongly.
+        # By default some versions split the keys, which gives wrong results with a paged cache.
         splits = "num_splits" in inspect.signature(self._varlen).parameters
         self._varlen_options = {"num_splits": 1} if splits else {}
 
@@ -56,11 +56,11 @@ class FlashAttention2(FlashAttention):
             max_seqlen_k=rows.max_keys,
             block_table=rows.block_table,
             **self._varlen_options,
-            **self.options(window),
+            **self.call_options(window),
         )
 
 
-def _import() -> ModuleType:
+def _import_library() -> ModuleType:
     try:
         library = importlib.import_module("flash_attn")
     except (ImportError, OSError) as error:

@@ -1,4 +1,4 @@
-"""FlashAttention3: the attention backend on the module flash_attn_interface (Shah et al., 2024)."""
+"""FlashAttention3: attention backend on the module flash_attn_interface (Shah et al., 2024)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from asyncllm.errors import EngineError
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.flash_attention import AttentionFunction, FlashAttention, PrefillRows
 
-ARGUMENTS = frozenset(
+REQUIRED_ARGUMENTS = frozenset(
     "cache_seqlens page_table cu_seqlens_q max_seqlen_q softmax_scale causal window_size softcap "
     "num_splits".split()
 )
-"""Required arguments of ``flash_attn_with_kvcache``. The module has no version number; its early
-betas lack some of them."""
+"""Arguments that ``flash_attn_with_kvcache`` has to accept. They stand for a minimum version: the
+module has no version number, and its early betas lack some of them."""
 
-WHEELS = (
+INSTALL_REMEDY = (
     "install flash-attn-3 from PyTorch's own index, not PyPI (docs/attention_backends.md), or "
     "build it from the folder hopper of Dao-AILab/flash-attention"
 )
@@ -29,9 +29,10 @@ WHEELS = (
 class FlashAttention3(FlashAttention):
     """Attention by FlashAttention 3, for Hopper.
 
-    By reports on its repository the library may load a last block whole: values beyond the
-    sequence are multiplied by a weight of zero, and so must not be NaN. In the same way it may
-    load the null block, which stands in tables before a window.
+    Blocks have to be zeroed for a new owner. According to reports on its repository, the library
+    may load the last block of a sequence whole, and multiply values beyond the sequence by a weight
+    of zero, so that NaN there would become the result. It may load the null block, which fills
+    the block table before a window, in the same way.
 
     Raises:
         EngineError: flash_attn_interface is missing or too old.
@@ -47,7 +48,7 @@ class FlashAttention3(FlashAttention):
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)
-        self._with_cache = _import()
+        self._with_cache = _import_function()
 
     def prefill(
         self, q: Tensor, cache: Tensor, rows: PrefillRows, window: tuple[int, int]
@@ -61,21 +62,21 @@ class FlashAttention3(FlashAttention):
             cu_seqlens_q=rows.query_starts,
             max_seqlen_q=rows.max_queries,
             num_splits=0,
-            **self.options(window),
+            **self.call_options(window),
         )
 
 
-def _import() -> AttentionFunction:
+def _import_function() -> AttentionFunction:
     try:
         library = importlib.import_module("flash_attn_interface")
     except (ImportError, OSError) as error:
         raise EngineError(
             'attention_backend="flash_attn_3": flash_attn_interface cannot be imported '
-            f"({error}): {WHEELS}, or choose "
+            f"({error}): {INSTALL_REMEDY}, or choose "
             'attention_backend="auto"'
         ) from error
     function = getattr(library, "flash_attn_with_kvcache", None)
-    lacking = set(ARGUMENTS)
+    lacking = set(REQUIRED_ARGUMENTS)
     if function is not None:
         lacking -= set(inspect.signature(function).parameters)
     if function is None or lacking:

@@ -1,4 +1,4 @@
-"""GatedNorm: the norm of each head after a gated delta rule, times its gate."""
+"""GatedNorm: the gated norm that follows a gated delta rule."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from asyncllm.gpu.ops.base import RMSNorm
 
 
 class GatedNorm(Protocol):
-    """Root mean square norm of each head, times SiLU of the gate.
+    """Per-head root mean square norm, times SiLU of a gate.
 
-    The norm is rounded to the dtype of x before its weight; SiLU of the gate is not rounded.
+    The normed values are rounded to the dtype of x before they are multiplied by the weight. SiLU
+    of the gate is not rounded.
     """
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
         """``[T, heads * D] -> [T, heads * D]``, where D is the size of the norm's weight.
 
         Args:
-            gate: has the shape of x.
+            gate: of the same shape as x.
         """
         ...
 
 
 class TorchGatedNorm:
-    """The norm in plain torch.
+    """``GatedNorm`` in plain torch.
 
     Args:
-        norm: norm of one head.
-        size: elements of a head.
+        norm: norm over the elements of a head.
+        size: size of a head.
     """
 
     def __init__(self, norm: RMSNorm, size: int) -> None:

@@ -1,13 +1,15 @@
 """gumbel_sample: Gumbel-max sampling in plain torch, the reference of every op set's sampler.
 
-Each token i of a row draws an exponential number ``E_i``, and the kept token with the least
-``E_i / p_i`` wins: the exponential race, or Gumbel-max trick (Gumbel, 1954; Maddison et al.,
-2014). A row without truncation is raced in two rounds, which has the same distribution and draws a
-hundredth of the numbers: chunks of 256 tokens by their mass, then the tokens of the chunk that won.
-``E_i`` depends on (seed, position, token or chunk) alone: a row's token depends on no other row,
-and a change of the logits in the last bits changes it only where two tokens almost tie.
-The random bits are Philox4x32-10 (Salmon et al., 2011), keyed by output number ``position`` of
-SplitMix64 (Steele, Lea and Flood, 2014).
+Each token i of a row draws an exponential number ``E_i``. Of the tokens that survive truncation the
+one with the least ``E_i / p_i`` wins: the exponential race, or Gumbel-max trick (Gumbel, 1954;
+Maddison et al., 2014). A row without truncation is raced in two rounds, first the chunks of 256
+tokens by their mass, then the tokens of the winning chunk. The distribution is the same, for a
+hundredth of the random numbers.
+
+``E_i`` depends only on the seed, the position and the token or chunk. So a row's token depends on
+no other row, and a difference in the last bits of logits matters only where two tokens almost tie.
+The random bits are Philox4x32-10 (Salmon et al., 2011). Its key is output number ``position`` of
+SplitMix64 (Steele, Lea and Flood, 2014), whose state is the seed.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MIN_TEMPERATURE = 1e-5
-"""Temperature below which a row is greedy, as in vLLM: dividing by less would overflow."""
+"""Temperature below which a row is greedy, as in vLLM: division by a smaller one may overflow."""
 
 CHUNK = 256
-"""Adjacent tokens that take the same word of Philox's output, and race as one in the first
-round."""
+"""Tokens per chunk. A chunk's tokens use the same word of Philox's output, and race as one in the
+first round."""
 
 NO_TOKEN_LEFT = -2
-"""Returned instead of a token where every logit is minus infinity."""
+"""Result for a row whose logits are all minus infinity, instead of a token."""
 
 _LOWEST = -3.4028234663852886e38
 _LOW32 = 0xFFFFFFFF
@@ -41,17 +43,20 @@ def gumbel_sample(
 ) -> Tensor:
     """Samples one token per row.
 
-    Tokens are ordered by logit, then by id. min_p keeps tokens within ``log(min_p)`` of the
-    largest, top_k the first k of these, and top_p those of the remaining tokens whose predecessors
-    have less than ``top_p`` of the remaining mass.
+    Tokens are sorted by logit, descending, then by id. Truncation then keeps
+
+    - by min_p, the tokens with at least ``min_p`` times the probability of the first;
+    - by top_k, the first k of these;
+    - by top_p, those of the remaining tokens whose predecessors have less than ``top_p`` of the
+      remaining tokens' mass.
 
     Args:
         logits: ``[S, V]`` of any floating dtype.
         states: ``[S]`` int64, the bits of the seeds' 64-bit states.
         positions: ``[S]``, position of the sampled token in its sequence.
         temperature: ``[S]`` float32; below MIN_TEMPERATURE the first token wins.
-        top_k: ``[S]``, 0 or less for all.
-        top_p, min_p: ``[S]`` float32; 1 and 0 for all.
+        top_k: ``[S]``; 0 or less keeps all tokens.
+        top_p, min_p: ``[S]`` float32; 1 and 0 keep all tokens.
 
     Returns:
         ``[S]`` int64; -1 for a row with NaN or infinity, NO_TOKEN_LEFT for a row whose logits are
@@ -65,11 +70,11 @@ def gumbel_sample(
     values, ids = order.values, order.indices
     largest = values[:, :1]
     kept = kept_tokens(values, top_k, top_p, min_p)
-    score = values - exponentials(keys, vocab_size).gather(1, ids).log()
+    score = values - vocab_exponentials(keys, vocab_size).gather(1, ids).log()
     winner = torch.where(kept, score, -torch.inf).argmax(-1, keepdim=True)
     winner = torch.where(greedy.unsqueeze(1), 0, winner)
     tokens = ids.gather(1, winner).squeeze(1)
-    raced = ~greedy & ~truncates(top_k, top_p, min_p, vocab_size)
+    raced = ~greedy & ~truncated_rows(top_k, top_p, min_p, vocab_size)
     tokens = torch.where(raced, race_in_rounds(scaled, keys), tokens)
     # The sum is NaN if a logit is NaN or infinity; a logit of minus infinity has mass 0.
     total = (scaled.double() - largest).exp().sum(-1)
@@ -78,25 +83,25 @@ def gumbel_sample(
 
 
 def temperature_factors(temperature: Tensor) -> Tensor:
-    """``[S]``: factors on the logits; 1 for greedy rows."""
+    """Factors on the logits ``[S]``: 1 / temperature, and 1 for greedy rows."""
     greedy = temperature < MIN_TEMPERATURE
     return torch.where(greedy, 1.0, 1.0 / torch.where(greedy, 1.0, temperature))
 
 
-def truncates(top_k: Tensor, top_p: Tensor, min_p: Tensor, vocab_size: int) -> Tensor:
-    """``[S]`` bool: rows whose top_k, top_p or min_p may exclude a token."""
+def truncated_rows(top_k: Tensor, top_p: Tensor, min_p: Tensor, vocab_size: int) -> Tensor:
+    """Returns ``[S]`` bool: rows whose top_k, top_p or min_p may exclude a token."""
     return ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0) | (min_p > 0.0)
 
 
 def kept_tokens(
     values: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, total: Tensor | None = None
 ) -> Tensor:
-    """``[S, C]`` bool: which of the first tokens in order survive truncation.
+    """Returns ``[S, C]`` bool: which of the C most likely tokens survive truncation.
 
     Args:
         values: ``[S, C]``, the largest logits divided by the temperature, descending.
-        total: ``[S]`` float64, mass of all tokens, where the first has mass 1; infinite in rows
-            whose ``values`` hold all tokens that min_p and top_k keep.
+        total: ``[S]`` float64, mass of all tokens of the row, in units of the first token's mass;
+            infinity in rows whose ``values`` include every token that min_p and top_k keep.
     """
     largest, count = values[:, :1], values.shape[1]
     kept = values >= (largest + min_p.unsqueeze(1).log()).clamp(min=_LOWEST)
@@ -112,7 +117,7 @@ def kept_tokens(
 
 
 def race_in_rounds(scaled: Tensor, keys: Tensor) -> Tensor:
-    """``[S]`` int64: winning tokens of rows without truncation.
+    """Returns ``[S]`` int64: winning tokens of rows without truncation.
 
     Args:
         scaled: ``[S, V]`` float32, logits divided by the temperature.
@@ -125,32 +130,37 @@ def race_in_rounds(scaled: Tensor, keys: Tensor) -> Tensor:
 
 
 def race_in_chunk(chunks: Tensor, chunk: Tensor, keys: Tensor) -> Tensor:
-    """``[S]`` int64: the winning token of ``chunk [S]`` among ``chunks [S, C, CHUNK]``."""
+    """Returns ``[S]`` int64: the winning token of each row's ``chunk [S]``.
+
+    Args:
+        chunks: ``[S, C, CHUNK]`` float32, logits divided by the temperature.
+    """
     inside = chunks[torch.arange(len(chunks), device=chunks.device), chunk]
     lanes = torch.arange(CHUNK, device=chunks.device)
-    noise = exponentials_of(keys, chunk.unsqueeze(1) * CHUNK + lanes)
+    noise = token_exponentials(keys, chunk.unsqueeze(1) * CHUNK + lanes)
     return chunk * CHUNK + (inside - noise.log()).argmax(-1)
 
 
 def gumbel_keys(states: Tensor, positions: Tensor) -> Tensor:
-    """``[S]`` int64: the bits of output number ``position`` of SplitMix64 at each state."""
-    z = states + (positions.long() + 1) * _signed(0x9E3779B97F4A7C15)
-    z = (z ^ _logical_right_shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _logical_right_shift(z, 27)) * _signed(0x94D049BB133111EB)
+    """Returns ``[S]`` int64: output number ``position`` of SplitMix64, from each row's state."""
+    z = states + (positions.long() + 1) * _as_signed(0x9E3779B97F4A7C15)
+    z = (z ^ _logical_right_shift(z, 30)) * _as_signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _logical_right_shift(z, 27)) * _as_signed(0x94D049BB133111EB)
     return z ^ _logical_right_shift(z, 31)
 
 
-def exponentials(keys: Tensor, vocab_size: int) -> Tensor:
-    """Exponential noise of mean 1 of all tokens, ``[S, vocab_size]`` float32."""
+def vocab_exponentials(keys: Tensor, vocab_size: int) -> Tensor:
+    """Exponential noise of mean 1 for all tokens, ``[S, vocab_size]`` float32."""
     tokens = torch.arange(vocab_size, device=keys.device)
-    return exponentials_of(keys, tokens.expand(len(keys), -1))
+    return token_exponentials(keys, tokens.expand(len(keys), -1))
 
 
-def exponentials_of(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Exponential noise of ``tokens [S, T]``, ``[S, T]`` float32.
+def token_exponentials(keys: Tensor, tokens: Tensor) -> Tensor:
+    """Exponential noise of mean 1 for ``tokens [S, T]``, ``[S, T]`` float32.
 
-    Token t takes word ``t // CHUNK % 4`` of counter ``t // (4 * CHUNK) * CHUNK + t % CHUNK``,
-    so that four chunks in a row share their counters.
+    Token t uses word ``t // CHUNK % 4`` of Philox's output for counter
+    ``t // (4 * CHUNK) * CHUNK + t % CHUNK``: each of the four words of an output belongs to another
+    of four adjacent chunks.
     """
     counters = tokens // (4 * CHUNK) * CHUNK + tokens % CHUNK
     words = torch.stack(_philox(counters, keys.unsqueeze(1), 0))
@@ -158,9 +168,9 @@ def exponentials_of(keys: Tensor, tokens: Tensor) -> Tensor:
 
 
 def chunk_exponentials(keys: Tensor, count: int) -> Tensor:
-    """Exponential noise of chunks, ``[S, count]`` float32.
+    """Exponential noise of mean 1 for chunks, ``[S, count]`` float32.
 
-    Chunk c takes word 0 of counter (c, 1).
+    Chunk c uses word 0 of Philox's output for counter (c, 1).
     """
     chunks = torch.arange(count, device=keys.device).expand(len(keys), -1)
     return _exponential(_philox(chunks, keys.unsqueeze(1), 1)[0])
@@ -168,13 +178,13 @@ def chunk_exponentials(keys: Tensor, count: int) -> Tensor:
 
 def _exponential(word: Tensor) -> Tensor:
     u = ((word.float() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)
-    # Near 0, where the winners are, 1 - u would lose the bits of u.
+    # For u near 0, as the winners have it, 1 - u would round away the bits of u.
     series = 1.0 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6)))))
     return torch.where(u < 0.0625, u * series, -(1.0 - u).log())
 
 
 def _philox(counters: Tensor, keys: Tensor, domain: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four words of Philox4x32-10 as int64 in [0, 2**32), of the counter (counters, domain)."""
+    """Four words of Philox4x32-10 for (counters, domain), as int64 in [0, 2**32)."""
     key0, key1 = torch.broadcast_tensors(keys & _LOW32, _logical_right_shift(keys, 32))[:2]
     zero = torch.zeros_like(counters + keys)
     c0, c1, c2, c3 = counters + zero, zero + domain, zero, zero
@@ -188,9 +198,9 @@ def _philox(counters: Tensor, keys: Tensor, domain: int) -> tuple[Tensor, Tensor
 
 
 def _logical_right_shift(z: Tensor, count: int) -> Tensor:
-    """Logical shift to the right of the bits of int64."""
+    """Shifts the bits of int64 to the right, filling with zeros."""
     return (z >> count) & ((1 << (64 - count)) - 1)
 
 
-def _signed(value: int) -> int:
+def _as_signed(value: int) -> int:
     return value - (1 << 64)

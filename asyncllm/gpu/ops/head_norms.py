@@ -1,4 +1,4 @@
-"""Checks of the weights of query, key and value norms, by head or over all heads."""
+"""Checks of the weights of query, key and value norms: per head, or over all heads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asyncllm.gpu.ops.base import AttentionShape
 
 
 def check_head_norm(shape: AttentionShape, norm: Tensor, dtype: torch.dtype | None = None) -> None:
-    """Raises ValueError unless ``norm`` is the weight of one head, ``[D]``, of ``dtype``."""
+    """Raises ValueError unless ``norm`` is a per-head weight ``[D]`` of ``dtype``."""
     if norm.shape != (shape.head_dim,) or norm.dtype != (dtype or norm.dtype):
         expected = f"[{shape.head_dim}]" + (f" of {dtype}" if dtype else "")
         raise ValueError(
@@ -18,10 +18,10 @@ def check_head_norm(shape: AttentionShape, norm: Tensor, dtype: torch.dtype | No
 
 
 def norms_whole_projections(shape: AttentionShape, q_norm: Tensor, k_norm: Tensor) -> bool:
-    """Whether the norms' weights span all heads together, and not one head.
+    """Whether q and k are normed over all heads together, instead of per head.
 
     Raises:
-        ValueError: weights of neither shape, or of two dtypes.
+        ValueError: the weights have neither of the two shapes, or different dtypes.
     """
     dim = shape.head_dim
     found = tuple(q_norm.shape), tuple(k_norm.shape)

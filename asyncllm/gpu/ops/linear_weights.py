@@ -1,7 +1,4 @@
-"""LinearWeights: the weight of a linear layer, between checkpoint formats and op sets.
-
-Every checkpoint format is read into it, and every op set packs from it.
-"""
+"""LinearWeights: a linear layer's weight, as checkpoint formats produce and op sets take it."""
 
 from __future__ import annotations
 
@@ -22,14 +19,15 @@ _STORAGE: dict[QuantScheme, tuple[list[torch.dtype], int]] = {
     "int4": ([torch.uint8], 2),
     "e2m1": ([torch.uint8], 2),
 }
-"""By scheme, accepted dtypes of ``values``, and weights per stored value."""
+"""By scheme: the dtypes that ``values`` may have, and the number of weights per stored value."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightForm:
     """The layout of a linear layer's weights, without their values.
 
-    By it an op set says whether it can compute with the weights unchanged.
+    ``TorchOps.accepts_form`` decides by it whether an op set can compute with the weights as they
+    are.
 
     Attributes:
         shape: ``(out, in)``.
@@ -48,22 +46,24 @@ class WeightForm:
 class LinearWeights:
     """Weight ``[out, in]`` and bias of a linear layer.
 
-    With a scheme other than "plain", an element is ``(value - zero) * scale``, where ``scale``
-    and ``zero`` are those of its block of ``scale_block`` rows and columns: ``(1, in)`` is one
-    per output channel, ``(1, 128)`` one per group of columns, ``(128, 128)`` one per tile.
+    With a scheme other than "plain", an element is ``(value - zero) * scale``. A block of
+    ``scale_block`` rows and columns has one ``scale`` and one ``zero``: ``(1, in)`` is a block per
+    output channel, ``(1, 128)`` a block per 128 columns of a row, ``(128, 128)`` a block per tile.
 
     Attributes:
-        values: ``[out, in]``; for 4 bits ``[out, in / 2]`` uint8, even columns in the low half.
+        values: ``[out, in]``; for 4-bit schemes ``[out, in / 2]`` uint8, with even columns in the
+            low bits.
         bias: ``[out]``.
         scheme: element type of ``values``; "plain" is a floating point type of torch.
-        scales: ``[ceil(out / rows), ceil(in / columns)]`` by ``scale_block``.
-        zeros: as ``scales``; None is 0.
-        column_order: ``[in]``, the input that each column multiplies; None is its own index.
-        shared: a tied embedding reads ``values`` as well, so that a packed copy would not replace
-            them.
+        scales: ``[ceil(out / rows), ceil(in / columns)]`` for a ``scale_block`` of (rows, columns).
+        zeros: of the shape of ``scales``; None means 0.
+        column_order: ``[in]``, index of the input that each column multiplies; None means the
+            column's own index.
+        shared: whether a tied embedding reads ``values`` as well. The values then stay in memory
+            beside a packed copy.
 
     Raises:
-        ModelLoadError: dtypes or shapes that contradict the scheme.
+        ModelLoadError: a dtype or shape contradicts the scheme.
     """
 
     values: Tensor

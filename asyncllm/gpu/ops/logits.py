@@ -1,6 +1,6 @@
-"""process_logits, top_logprobs: sampling's work on logits beside the draw, in plain torch.
+"""process_logits, top_logprobs: logits processing and log-probabilities in plain torch.
 
-They read nothing on the host, so that a CUDA graph may contain them.
+These functions read nothing on the host, so that CUDA graphs can capture them.
 """
 
 from __future__ import annotations
@@ -15,119 +15,120 @@ from asyncllm.gpu.batch.sampling_inputs import SamplingRows, Stages, TopLogprobs
 from asyncllm.sampling_params import MAX_BIAS, MAX_STOP_IDS
 
 CHUNK_ELEMENTS = 1 << 22
-"""Logits that the stages process at a time, so that their temporary memory does not grow with the
-batch."""
+"""Number of logits to process at a time, so that temporary memory does not grow with the batch."""
 
 _BYTES_PER_LOGIT = 20
-"""Most temporary bytes per logit of a chunk, for counts and both penalised values."""
+"""Maximum temporary bytes per logit of a chunk of rows, reached in the penalties."""
 
 _BYTES_PER_BIAS = 64
-"""Most temporary bytes per entry of a row's ``logit_bias``."""
+"""Maximum temporary bytes per entry of a row's ``logit_bias``."""
 
 
 def process_logits(logits: Tensor, rows: SamplingRows, stages: Stages) -> Tensor:
-    """Applies the stages that come before temperature, and returns the processed logits.
+    """Applies grammar masks, rules and penalties, as ``stages`` selects, to a copy of the logits.
 
     The order is vLLM's: grammar masks, ``logit_bias``, ``allowed_token_ids`` and ``bad_words``,
     ``min_tokens``, then repetition, frequency and presence penalties. Rows are processed in chunks.
 
-    With PENALTIES the token before the sampled one is counted first, so that a request's counts are
-    right on every path that samples it.
+    With PENALTIES, each request's last token is added to its token counts first. So the counts are
+    up to date no matter where that token was sampled.
 
     Args:
         logits: ``[S, vocab_size]``, not changed.
 
     Returns:
-        ``[S, vocab_size]`` float32; undefined in rows that are left out.
+        ``[S, vocab_size]`` float32; undefined in rows whose request index is -1.
     """
     processed = logits.to(torch.float32, copy=True)
     if stages & Stages.PENALTIES:
-        _count(rows.table_rows(), rows)
-    for part in _chunks(*processed.shape):
-        _process(processed[part], rows.at(part), stages)
+        _count_last_tokens(rows.table_rows(), rows)
+    for part in _row_chunks(*processed.shape):
+        _process_chunk(processed[part], rows.at(part), stages)
     return processed
 
 
 def processing_bytes(num_rows: int, vocab_size: int) -> int:
-    """Most bytes that ``process_logits`` allocates for ``num_rows``, its result included."""
-    chunk = min(num_rows, _chunk_rows(vocab_size))
+    """Maximum bytes that ``process_logits`` allocates for ``num_rows``, its result included."""
+    chunk = min(num_rows, _rows_per_chunk(vocab_size))
     result = 4 * num_rows * vocab_size
     return result + chunk * (_BYTES_PER_LOGIT * vocab_size + _BYTES_PER_BIAS * MAX_BIAS)
 
 
-def _chunk_rows(vocab_size: int) -> int:
+def _rows_per_chunk(vocab_size: int) -> int:
     return max(1, CHUNK_ELEMENTS // vocab_size)
 
 
-def _chunks(num_rows: int, vocab_size: int) -> Iterator[slice]:
-    step = _chunk_rows(vocab_size)
+def _row_chunks(num_rows: int, vocab_size: int) -> Iterator[slice]:
+    step = _rows_per_chunk(vocab_size)
     return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
 
-def _process(logits: Tensor, rows: SamplingRows, stages: Stages) -> None:
-    """Applies the stages to a chunk of rows, in place."""
-    lines = rows.table_rows()
+def _process_chunk(logits: Tensor, rows: SamplingRows, stages: Stages) -> None:
+    """Applies the stages to the logits of a chunk of rows, in place."""
+    table_rows = rows.table_rows()
     if stages & Stages.MASKS:
         assert rows.mask_slots is not None
         assert rows.mask_words is not None
         mask_logits(logits, rows.mask_slots, rows.mask_words)
     if stages & Stages.RULES:
-        _apply_rules(logits, lines, rows)
+        _apply_rules(logits, table_rows, rows)
     if stages & Stages.PENALTIES:
-        _penalise(logits, lines, rows)
+        _apply_penalties(logits, table_rows, rows)
 
 
-def _apply_rules(logits: Tensor, lines: Tensor, rows: SamplingRows) -> None:
+def _apply_rules(logits: Tensor, table_rows: Tensor, rows: SamplingRows) -> None:
     rules, tables = rows.rules, rows.tables
     entry = torch.arange(MAX_BIAS, device=logits.device)
-    active = entry < rules["num_bias"][lines].unsqueeze(1)
-    ids = torch.where(active, tables.bias_ids[lines], 0).long()
-    logits.scatter_add_(1, ids, torch.where(active, tables.bias_values[lines], 0.0))
-    allowed = unpack_bits(tables.allowed[lines], logits.shape[1])
-    allowed |= (rules["restricted"][lines] == 0).unsqueeze(1)
+    active = entry < rules["num_bias"][table_rows].unsqueeze(1)
+    ids = torch.where(active, tables.bias_ids[table_rows], 0).long()
+    logits.scatter_add_(1, ids, torch.where(active, tables.bias_values[table_rows], 0.0))
+    allowed = unpack_bits(tables.allowed[table_rows], logits.shape[1])
+    allowed |= (rules["restricted"][table_rows] == 0).unsqueeze(1)
     logits.masked_fill_(allowed.logical_not_(), -torch.inf)
-    early = rows.positions + 1 < rules["min_end"][lines]
-    active = entry[:MAX_STOP_IDS] < rules["num_stop_ids"][lines].unsqueeze(1)
+    early = rows.positions + 1 < rules["min_end"][table_rows]
+    active = entry[:MAX_STOP_IDS] < rules["num_stop_ids"][table_rows].unsqueeze(1)
     active &= early.unsqueeze(1)
-    ids = torch.where(active, tables.stop_ids[lines], 0).long()
-    # The minimum with infinity leaves a logit as it is: inactive entries have no effect.
+    ids = torch.where(active, tables.stop_ids[table_rows], 0).long()
+    # Inactive entries take the minimum with infinity, which leaves the logit as it is.
     floor = torch.where(active, -torch.inf, torch.inf).to(logits.dtype)
     logits.scatter_reduce_(1, ids, floor, "amin")
 
 
-def _count(lines: Tensor, rows: SamplingRows) -> None:
+def _count_last_tokens(table_rows: Tensor, rows: SamplingRows) -> None:
     counts = rows.tables.counts
     last = torch.where(
-        rows.host_token_ids < 0, rows.last_sampled_tokens[lines], rows.host_token_ids
+        rows.host_token_ids < 0, rows.last_sampled_tokens[table_rows], rows.host_token_ids
     )
-    new = (rows.positions >= rows.rules["counted_from"][lines]) & (rows.req_indices >= 0)
-    counts.view(-1).index_add_(0, lines * counts.shape[1] + last.clamp(min=0), new.to(counts.dtype))
+    new = (rows.positions >= rows.rules["counted_from"][table_rows]) & (rows.req_indices >= 0)
+    counts.view(-1).index_add_(
+        0, table_rows * counts.shape[1] + last.clamp(min=0), new.to(counts.dtype)
+    )
 
 
-def _penalise(logits: Tensor, lines: Tensor, rows: SamplingRows) -> None:
-    rules, counts = rows.rules, rows.tables.counts[lines]
+def _apply_penalties(logits: Tensor, table_rows: Tensor, rows: SamplingRows) -> None:
+    rules, counts = rows.rules, rows.tables.counts[table_rows]
     used = counts > 0
-    seen = unpack_bits(rows.tables.in_prompt[lines], logits.shape[1])
+    seen = unpack_bits(rows.tables.in_prompt[table_rows], logits.shape[1])
     seen |= used
-    repetition = rules["repetition"][lines].unsqueeze(1)
+    repetition = rules["repetition"][table_rows].unsqueeze(1)
     scaled = logits * repetition
     torch.where(logits > 0, logits / repetition, scaled, out=scaled)
     torch.where(seen, scaled, logits, out=logits)
     del scaled, seen
-    logits -= rules["frequency"][lines].unsqueeze(1) * counts
-    logits -= rules["presence"][lines].unsqueeze(1) * used
+    logits -= rules["frequency"][table_rows].unsqueeze(1) * counts
+    logits -= rules["presence"][table_rows].unsqueeze(1) * used
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, out: TopLogprobs) -> None:
-    """Writes log-probabilities of the model's own distribution, and the sampled tokens' ranks.
+    """Writes the top log-probabilities, and those and the ranks of the sampled tokens.
 
-    A rank is one more than the number of more likely tokens.
+    A token's rank is one more than the number of tokens that are more likely.
 
     Args:
         logits: ``[S, vocab_size]``, the model's unprocessed output.
-        tokens: ``[S]`` int64; the output for a negative one is undefined.
+        tokens: ``[S]`` int64, the sampled tokens; the output for a negative one is undefined.
     """
-    for part in _chunks(*logits.shape):
+    for part in _row_chunks(*logits.shape):
         wide, chosen = logits[part].float(), tokens[part]
         total = wide.logsumexp(-1, keepdim=True)
         values, ids = wide.topk(out.values.shape[1] - 1)

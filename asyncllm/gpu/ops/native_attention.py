@@ -1,4 +1,4 @@
-"""NativeAttention: paged attention in compiled code, which reads the KV cache in place."""
+"""NativeAttention: paged attention in C++, which reads the KV cache in place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.ops.backend import AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.native_op import NativeOp
-from asyncllm.gpu.ops.native_rope import set_cache
+from asyncllm.gpu.ops.native_rope import set_cache_args
 from asyncllm.gpu.ops.program import DTYPES
 from asyncllm.native.context import Context
 from asyncllm.native.shared_library import Library, NativeUnavailableError
@@ -24,7 +24,7 @@ REMEDY = "`python -m asyncllm.native.build` compiles them, with a C++ compiler"
 
 @dataclass(slots=True)
 class StepRows:
-    """The plan of a step: the op, with the arguments that all layers share."""
+    """The plan of a step: an op whose arguments are set, except those that differ by layer."""
 
     op: NativeOp
     num_rows: int
@@ -32,10 +32,10 @@ class StepRows:
 
 
 def native_context(num_threads: int) -> Context:
-    """Makes the context of an engine's native ops, with its threads.
+    """Makes the context of an engine's native ops, and starts its threads.
 
     Raises:
-        EngineError: the library is missing or does not work here.
+        EngineError: the native library is missing or does not work here.
     """
     try:
         return Context(Library(), num_threads)
@@ -44,10 +44,10 @@ def native_context(num_threads: int) -> Context:
 
 
 class NativeAttention:
-    """Attention of decode rows and chunks of prompts alike.
+    """Attention of decode rows and prefill rows, by the same kernel.
 
-    A query's result depends on its sequence alone, to the last bit: neither on other rows of the
-    step nor on how its prompt was cut into chunks.
+    A query's result depends on its sequence alone, to the last bit. It depends neither on other
+    rows of the step nor on how the prompt was divided into chunks.
     """
 
     name = "native"
@@ -63,7 +63,11 @@ class NativeAttention:
 
     @classmethod
     def make(cls, request: AttentionRequest) -> Self:
-        """Makes the attention; EngineError if the library is missing or does not work here."""
+        """Makes the attention; reuses the context of ``request.peer``.
+
+        Raises:
+            EngineError: the native library is missing or does not work here.
+        """
         peer = request.peer
         if isinstance(peer, NativeAttention):
             return cls(peer.context, request.shape, request.dtype)
@@ -73,7 +77,7 @@ class NativeAttention:
         self.context, self.shape, self.dtype = context, shape, dtype
 
     def plan(self, step: StepInputs, window: int | None, group: int) -> StepRows:
-        """Plans a step or a recording of one; its arrays are read in place when the op runs."""
+        """Plans a step or a recorded step, whose arrays are read in place when the op runs."""
         rows, table = step.host, step.groups[group].host_table
         if rows is None:
             raise NotImplementedError("native attention reads lengths on the host: no CUDA graphs")
@@ -83,7 +87,7 @@ class NativeAttention:
             np.ascontiguousarray(rows.seq_lens, np.int32),
             np.ascontiguousarray(rows.req_indices, np.int64),
         )
-        blocks, starts, lengths, lines = held
+        blocks, starts, lengths, req_indices = held
         shape = self.shape
         op = NativeOp(
             self.context,
@@ -94,7 +98,7 @@ class NativeAttention:
             table_width=blocks.shape[1],
             query_start=starts.ctypes.data,
             seq_lens=lengths.ctypes.data,
-            lines=lines.ctypes.data,
+            lines=req_indices.ctypes.data,
             table_lines=len(blocks),
             heads=shape.num_heads,
             kv_heads=shape.num_kv_heads,
@@ -104,7 +108,7 @@ class NativeAttention:
             softcap=shape.softcap or 0.0,
             dtype=DTYPES[self.dtype],
         )
-        return StepRows(op, len(lines), step.num_tokens)
+        return StepRows(op, len(req_indices), step.num_tokens)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: StepRows,
@@ -125,7 +129,7 @@ class NativeAttention:
             )
         if q.stride(2) != 1:
             q = q.contiguous()
-        set_cache(args, cache, shape, self.dtype)
+        set_cache_args(args, cache, shape, self.dtype)
         args.q_token_stride, args.q_head_stride = q.stride(0), q.stride(1)
         out = op.empty(q, shape.num_heads * shape.head_dim)
         op(q, {"q": q, "out": out}, [cache, sinks], plan.num_rows)

@@ -1,4 +1,4 @@
-"""NativeTable, NativeEmbedding: embeddings from a plain table, or from a tied head's weights."""
+"""NativeTable, NativeEmbedding: embeddings from a plain table or from a tied output head."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from torch import Tensor
 
 from asyncllm.gpu.ops.native_linear import NativeLinear
 from asyncllm.gpu.ops.native_op import NativeOp
-from asyncllm.gpu.ops.program import DTYPES, rows_of
+from asyncllm.gpu.ops.program import DTYPES, contiguous_rows
 from asyncllm.native.context import Context
 
 
 class NativeEmbedding:
-    """An embedding tied to the head: it gathers rows from the head's packed weights.
+    """Embedding that gathers rows from a tied output head's packed weights.
 
-    So the weights are held once.
+    So the weights are in memory once.
 
     Attributes:
-        dtype, device, shape: those that a plain table ``[vocab_size, H]`` would have.
+        dtype, device, shape: dtype, device and shape of an equal plain table ``[vocab_size, H]``.
     """
 
     def __init__(self, head: NativeLinear, dtype: torch.dtype, multiplier: float = 1.0) -> None:
@@ -40,10 +40,10 @@ class NativeEmbedding:
 
 
 class NativeTable(NativeEmbedding):
-    """An embedding with a table of plain values ``[vocab_size, H]``."""
+    """Embedding with a table of plain values ``[vocab_size, H]``."""
 
     def __init__(self, context: Context, values: Tensor, multiplier: float = 1.0) -> None:
-        self.values = rows_of(values, values.dtype)
+        self.values = contiguous_rows(values, values.dtype)
         self.dtype, self.device, self.shape = values.dtype, values.device, tuple(values.shape)
         rows, width = self.shape
         self._op = NativeOp(

@@ -1,4 +1,4 @@
-"""NativeRouting, NativeExperts: routing and experts in compiled code."""
+"""NativeRouting, NativeExperts: routing and experts in C++."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.ops.experts import ExpertsWeights, split
+from asyncllm.gpu.ops.experts import ExpertsWeights, split_experts
 from asyncllm.gpu.ops.native_linear import NativeLinear
 from asyncllm.gpu.ops.native_op import NativeOp
 from asyncllm.gpu.ops.native_pointwise import GELU_TANH, SILU
 from asyncllm.gpu.ops.native_weights import native_type
-from asyncllm.gpu.ops.program import DTYPES, rows_of
+from asyncllm.gpu.ops.program import DTYPES, contiguous_rows
 from asyncllm.gpu.ops.routing import RouterWeights
 from asyncllm.native.context import Context
 
 
 class NativeRouting:
-    """A router's logits, from packed weights, and the choice of experts by them."""
+    """``Routing`` in C++, on packed weights of the router."""
 
     def __init__(self, context: Context, config: RoutingConfig, weights: RouterWeights) -> None:
-        self.top_k, self.router = config.top_k, NativeLinear(context, weights.rows)
+        self.top_k, self.router = config.top_k, NativeLinear(context, weights.linear)
         correction = _per_expert("correction bias", weights.correction, config)
         expert_scale = _per_expert("scale of experts", weights.expert_scale, config)
         self._op = NativeOp(
@@ -41,11 +41,11 @@ class NativeRouting:
             sigmoid=config.scoring == "sigmoid",
             renormalise=config.renormalise,
             expert_scale=None if expert_scale is None else expert_scale.data_ptr(),
-            dtype=DTYPES[weights.rows.values.dtype],
+            dtype=DTYPES[weights.linear.values.dtype],
         )
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x, op, router = rows_of(x, x.dtype), self._op, self.router
+        x, op, router = contiguous_rows(x, x.dtype), self._op, self.router
         if x.shape[1] != router.k:
             raise ValueError(f"native routing: x has {x.shape[1]} columns, expected {router.k}")
         logits = router.project(x, router.dtype or x.dtype)
@@ -67,12 +67,12 @@ def _per_expert(name: str, values: Tensor | None, config: RoutingConfig) -> Tens
 
 
 class NativeExperts:
-    """Experts on packed weights, which replace the plain ones.
+    """``Experts`` in C++, on packed copies of the weights.
 
     A token's result does not depend on other tokens, to the last bit.
 
     Raises:
-        ModelLoadError: quantised weights of a form that has no native type.
+        ModelLoadError: the weights are quantised in a form that ``native_type`` does not cover.
     """
 
     def __init__(self, context: Context, weights: ExpertsWeights, config: ActivationConfig) -> None:
@@ -84,7 +84,7 @@ class NativeExperts:
                     "op set 'native' has no layout for them"
                 )
         self.layers = [
-            [NativeLinear(context, part) for part in split(layer, weights.num_experts)]
+            [NativeLinear(context, part) for part in split_experts(layer, weights.num_experts)]
             for layer in layers
         ]
         self.dtypes = {part[0].dtype for part in self.layers} - {None}
@@ -114,15 +114,15 @@ class NativeExperts:
         shared: Tensor | None = None,
         gate: Tensor | None = None,
     ) -> Tensor:
-        x, op = rows_of(x, x.dtype), self._op
+        x, op = contiguous_rows(x, x.dtype), self._op
         top_k = self._check(x, ids, weights, shared, gate)
         args, out = op.args, op.empty(x, self.width)
         args.x_stride, args.top_k, args.dtype = x.stride(0), top_k, DTYPES[x.dtype]
         tensors = {"x": x, "ids": ids, "weights": weights, "out": out}
-        # Without this an argument that is left out would keep the last call's pointer.
+        # Reset the optional pointers, which the last call may have set.
         args.shared, args.gate = None, None
         if shared is not None:
-            shared = rows_of(shared, x.dtype)
+            shared = contiguous_rows(shared, x.dtype)
             args.shared_stride, tensors["shared"] = shared.stride(0), shared
         if gate is not None:
             args.gate_stride, tensors["gate"] = gate.stride(0), gate

@@ -1,4 +1,4 @@
-"""Native norms, fused with the residual addition, and their substitute in blocks without one."""
+"""NativeRMSNorm, NativeResidualAdd: norms in C++, fused with the residual addition."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from asyncllm.gpu.ops.native_op import NativeOp
-from asyncllm.gpu.ops.program import DTYPES, parameter, rows_of
+from asyncllm.gpu.ops.program import DTYPES, checked_parameter, contiguous_rows
 from asyncllm.native.context import Context
 
 
 class NativeResidualAdd:
-    """Replaces the norm of a block that has none: ``add`` only adds to the residual."""
+    """Substitute for the norm in blocks without one: ``add`` only adds to the residual."""
 
     def __init__(self, context: Context, multiplier: float = 1.0, scale: float = 1.0) -> None:
         self._op = NativeOp(context, "add", multiplier=multiplier, scale=scale)
@@ -20,7 +20,7 @@ class NativeResidualAdd:
         return x
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        x, residual = rows_of(x, x.dtype), rows_of(residual, x.dtype)
+        x, residual = contiguous_rows(x, x.dtype), contiguous_rows(residual, x.dtype)
         if x.shape != residual.shape:
             raise ValueError(f"native add: x is {tuple(x.shape)}, expected {tuple(residual.shape)}")
         args = self._op.args
@@ -31,16 +31,17 @@ class NativeResidualAdd:
 
 
 class NativeRMSNorm:
-    """Root mean square norm in float32.
+    """Root mean square norm, computed in float32.
 
-    It is rounded to the dtype of ``x`` before a weight of that dtype, but after a float32 weight.
+    The result is rounded to the dtype of ``x``: before the multiplication by a weight of that
+    dtype, but after the multiplication by a float32 weight.
     """
 
     def __init__(
         self, context: Context, weight: Tensor, eps: float, multiplier: float = 1.0,
         scale: float = 1.0,
     ) -> None:  # fmt: skip
-        self.weight, self.width = parameter(weight), weight.shape[0]
+        self.weight, self.width = checked_parameter(weight), weight.shape[0]
         self._op = NativeOp(
             context, "rms_norm", [self.weight],
             weight=self.weight.data_ptr(), weight_dtype=DTYPES[weight.dtype], width=self.width,
@@ -59,12 +60,12 @@ class NativeRMSNorm:
         return self._norm(x.view(len(x), -1), None, x.shape[1]).view(x.shape)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        residual = rows_of(residual, x.dtype)
+        residual = contiguous_rows(residual, x.dtype)
         return self._norm(x, residual), residual
 
     def _norm(self, x: Tensor, residual: Tensor | None, parts: int = 1) -> Tensor:
         weight, op = self.weight, self._op
-        x = rows_of(x, x.dtype if weight.dtype == torch.float32 else weight.dtype)
+        x = contiguous_rows(x, x.dtype if weight.dtype == torch.float32 else weight.dtype)
         if x.shape[1] != parts * self.width or (residual is not None and residual.shape != x.shape):
             raise ValueError(
                 f"native rms_norm: x is {tuple(x.shape)}, expected {parts} x {self.width} columns "

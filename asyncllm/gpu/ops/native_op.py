@@ -1,4 +1,4 @@
-"""NativeOp: one op of the native library, which runs at once or is recorded."""
+"""NativeOp: one op of the native library, which a call runs or records."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.gpu.ops.recorder import Size
-from asyncllm.native.context import Context, fail
+from asyncllm.native.context import Context, raise_status
 from asyncllm.native.interface import NUM_SIZES, OP_KINDS, STRUCTS, Op
 
 UNBOUNDED = 2**63 - 1
@@ -19,23 +19,23 @@ _ROWS, _TOKENS = Size.ROWS.value, Size.TOKENS.value
 
 
 class NativeOp:
-    """A call of one op, with its arguments in a program of its own.
+    """An op of the native library, with its arguments in memory as a program of one op.
 
-    Like its context, it serves one thread at a time.
+    Only one thread at a time may use it, as with its context.
 
     Args:
         name: the op's name in OP_KINDS.
-        holds: objects behind the pointers in ``constants``.
-        constants: arguments that are the same in each call.
+        keep_alive: objects that own the memory behind the pointers in ``constants``.
+        constants: the arguments that are the same in each call.
 
     Attributes:
-        args: the arguments in memory. Calls set the pointers to their tensors.
+        args: ctypes structure of the op's arguments. A call sets the pointers to its tensors.
     """
 
     def __init__(
-        self, context: Context, name: str, holds: Sequence[object] = (), **constants: Any
+        self, context: Context, name: str, keep_alive: Sequence[object] = (), **constants: Any
     ) -> None:
-        self.context, self.name, self._holds = context, name, (*holds,)
+        self.context, self.name, self._keep_alive = context, name, (*keep_alive,)
         ops = (Op * 1)()
         ops[0].kind, ops[0].size, ops[0].x_size = OP_KINDS.index(name), Size.TOKENS, -1
         self.args = getattr(ops[0].args, name)
@@ -51,7 +51,7 @@ class NativeOp:
         self._sizes, self._failed = (ctypes.c_int64 * NUM_SIZES)(), (ctypes.c_int64 * 1)()
 
     def empty(self, like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Makes an output ``[T, width]`` for ``like [T, ...]``, by default of its dtype."""
+        """Allocates an output ``[T, width]`` for ``like [T, ...]``, by default of its dtype."""
         if (recorder := self.context.recorder) is not None:
             return recorder.empty(like, width, dtype)
         return like.new_empty((like.shape[0], width), dtype=dtype)
@@ -60,23 +60,24 @@ class NativeOp:
         self,
         like: Tensor,
         tensors: Mapping[str, Tensor],
-        holds: Sequence[object] = (),
+        keep_alive: Sequence[object] = (),
         num_rows: int = 0,
     ) -> None:
         """Runs the op for the T rows of ``like``, or records it.
 
         Args:
-            tensors: the step's tensors that it reads and writes, by the names of their pointers.
-            holds: objects behind other pointers of this call.
-            num_rows: sequences of the step, for an op that computes by sequence.
+            tensors: the step's tensors that the op reads and writes, by the names of the arguments
+                that point to them.
+            keep_alive: objects that own the memory behind other pointers of this call.
+            num_rows: number of sequences in the step, for an op that works sequence by sequence.
 
         Raises:
-            RuntimeError: shapes, strides or indices that the library does not take.
+            RuntimeError: shapes, strides or indices that the library does not accept.
             MemoryError: scratch memory could not be allocated.
         """
         context, args = self.context, self.args
         if (recorder := context.recorder) is not None:
-            recorder.add(self.name, like, args, tensors, [*self._holds, *holds])
+            recorder.add_op(self.name, like, args, tensors, [*self._keep_alive, *keep_alive])
             return
         for pointer, tensor in tensors.items():
             setattr(args, pointer, tensor.data_ptr())
@@ -84,4 +85,4 @@ class NativeOp:
         sizes[_ROWS], sizes[_TOKENS] = num_rows, like.shape[0]
         status = context.functions.run(context.handle, self._program, sizes, self._failed)
         if status:
-            fail(self.name, status)
+            raise_status(self.name, status)

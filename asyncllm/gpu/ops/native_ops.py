@@ -1,4 +1,4 @@
-"""NativeOps: the op set for CPUs in compiled code, on threads of its own."""
+"""NativeOps: the op set for CPUs in C++, on threads of its own."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from asyncllm.gpu.ops.native_sampling import process_logits, sample, top_logprob
 from asyncllm.gpu.ops.native_weights import SPAN, conversions, native_type
 from asyncllm.gpu.ops.recorder import Recorder
 from asyncllm.gpu.ops.routing import RouterWeights, Routing
-from asyncllm.native.context import Context, fail
+from asyncllm.native.context import Context, raise_status
 
 
 class NativeOps(CpuOps):
-    """Compiled ops on the threads of a context."""
+    """Op set of the native library, on the threads of a context."""
 
     name = "native"
     schemes: ClassVar[frozenset[QuantScheme]] = frozenset({"plain", "int8", "int4"})
@@ -70,10 +70,10 @@ class NativeOps(CpuOps):
         self.top_logprobs = partial(top_logprobs, context)
 
     def enter_thread(self) -> None:
-        # This thread computes along with the context's own, which have long time slices too.
+        # The calling thread computes beside the context's threads, whose time slices are as long.
         self.context.functions.lengthen_slice()
 
-    def takes(self, form: WeightForm) -> bool:
+    def accepts_form(self, form: WeightForm) -> bool:
         return form.scheme == "plain" or native_type(form) is not None
 
     def make_linear(self, weights: LinearWeights) -> NativeLinear:
@@ -98,13 +98,13 @@ class NativeOps(CpuOps):
         assert isinstance(head, NativeLinear)
         return NativeEmbedding(head, dtype, multiplier), head
 
-    def read(self, memory: Tensor) -> int:
+    def sum_words(self, memory: Tensor) -> int:
         total, context = ctypes.c_uint64(), self.context
         status = context.functions.read(
             context.handle, memory.data_ptr(), memory.nbytes, ctypes.byref(total)
         )
         if status:
-            fail("read", status)
+            raise_status("read", status)
         return ctypes.c_int64(total.value).value
 
     def rotary(self, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,35 +1,35 @@
-"""Native pointwise ops: gated activations, gates of attention, the soft cap of logits."""
+"""Pointwise ops in C++: gated activations, the gate of attention, the soft cap of logits."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from asyncllm.gpu.ops.native_op import NativeOp
-from asyncllm.gpu.ops.program import DTYPES, rows_of
+from asyncllm.gpu.ops.program import DTYPES, contiguous_rows
 from asyncllm.native.context import Context
 
 SILU, GELU_TANH = 0, 1
-"""``Activation`` of the interface."""
+"""Values of ``enum Activation`` in ``native/src/interface.h``."""
 
 
 class NativeGatedMul:
-    """Activation of a row's first half times its second half, or of a row times ``up``.
+    """``TorchOps.silu_mul`` or ``TorchOps.gelu_mul`` in C++.
 
     Args:
-        activation: ``Activation`` of the interface.
+        activation: SILU or GELU_TANH.
     """
 
     def __init__(self, context: Context, activation: int) -> None:
         self._op = NativeOp(context, "gated_mul", activation=activation)
 
     def __call__(self, gate_up: Tensor, up: Tensor | None = None) -> Tensor:
-        gate, op = rows_of(gate_up, gate_up.dtype), self._op
+        gate, op = contiguous_rows(gate_up, gate_up.dtype), self._op
         width = gate.shape[1]
         if up is None:
             width //= 2
             up = gate[:, width:]
         else:
-            up = rows_of(up, gate.dtype)
+            up = contiguous_rows(up, gate.dtype)
             if up.shape != gate.shape:
                 raise ValueError(
                     f"native gated_mul: up is {tuple(up.shape)}, expected {tuple(gate.shape)}"
@@ -42,13 +42,13 @@ class NativeGatedMul:
 
 
 class NativeSigmoidMul:
-    """``TorchOps.sigmoid_mul`` in compiled code."""
+    """``TorchOps.sigmoid_mul`` in C++."""
 
     def __init__(self, context: Context) -> None:
         self._op = NativeOp(context, "sigmoid_mul")
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
-        x, gate, op = rows_of(x, x.dtype), rows_of(gate, x.dtype), self._op
+        x, gate, op = contiguous_rows(x, x.dtype), contiguous_rows(gate, x.dtype), self._op
         if x.shape != gate.shape:
             raise ValueError(
                 f"native sigmoid_mul: x is {tuple(x.shape)} and its gate {tuple(gate.shape)}"
@@ -62,7 +62,7 @@ class NativeSigmoidMul:
 
 
 class NativeSoftcap:
-    """``cap * tanh(x / cap)``, in place."""
+    """``TorchOps.softcap`` in C++: ``cap * tanh(x / cap)``, in place."""
 
     def __init__(self, context: Context) -> None:
         self._op = NativeOp(context, "softcap")

@@ -1,4 +1,4 @@
-"""The ops of recurrent layers in compiled code."""
+"""The ops of recurrent layers in C++."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.ops.gated_delta import DeltaBiases
 from asyncllm.gpu.ops.native_op import NativeOp
-from asyncllm.gpu.ops.program import DTYPES, rows_of
+from asyncllm.gpu.ops.program import DTYPES, contiguous_rows
 from asyncllm.native.context import Context
 
 
 class NativeStateRows:
-    """A step's rows as arrays at fixed addresses; a recorded step reads them when it runs."""
+    """A step's rows, in arrays at fixed addresses that a recorded step reads when it runs."""
 
     def __init__(self, step: StepInputs) -> None:
         rows = step.host
@@ -26,8 +26,8 @@ class NativeStateRows:
         self.arrays = [np.ascontiguousarray(array, np.int64) for array in arrays]
         self.count, self.num_tokens = len(rows.starts), step.num_tokens
 
-    def set(self, args: Any, state: Tensor) -> None:
-        """Sets the arguments of an op on ``state [num_slots, ...]``."""
+    def set_args(self, args: Any, state: Tensor) -> None:
+        """Sets an op's ``StateRows`` arguments, for ``state [num_slots, ...]``."""
         args.lines, args.starts, args.query_start = (each.ctypes.data for each in self.arrays)
         args.num_slots = len(state)
 
@@ -38,7 +38,7 @@ def _check(op: NativeOp, x: Tensor, width: int) -> None:
 
 
 def _check_state(op: NativeOp, state: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Raises ValueError for states that cannot be written in place."""
+    """Raises ValueError unless the op can write ``state [num_slots, *shape]`` in place."""
     if state.shape[1:] != shape or state.dtype != dtype or not state.is_contiguous():
         raise ValueError(
             f"native {op.name}: states {tuple(state.shape)} of {state.dtype}, expected "
@@ -47,7 +47,7 @@ def _check_state(op: NativeOp, state: Tensor, shape: tuple[int, ...], dtype: tor
 
 
 class NativeCausalConv:
-    """The convolution of ``TorchCausalConv`` in compiled code."""
+    """``CausalConv`` in C++."""
 
     def __init__(self, context: Context, weight: Tensor) -> None:
         weight = weight.float().T.contiguous()
@@ -58,18 +58,18 @@ class NativeCausalConv:
         )  # fmt: skip
 
     def __call__(self, x: Tensor, state: Tensor, rows: NativeStateRows) -> Tensor:
-        x, op = rows_of(x, x.dtype), self._op
+        x, op = contiguous_rows(x, x.dtype), self._op
         _check(op, x, self.channels)
         _check_state(op, state, (self.width - 1, self.channels), x.dtype)
         args, out = op.args, op.empty(x, self.channels)
-        rows.set(args.rows, state)
+        rows.set_args(args.rows, state)
         args.x_stride, args.state, args.dtype = x.stride(0), state.data_ptr(), DTYPES[x.dtype]
         op(x, {"x": x, "out": out}, [state, rows], rows.count)
         return out
 
 
 class NativeGatedDelta:
-    """The gated delta rule, token by token, so that chunks of any size give the same bits."""
+    """``GatedDelta`` in C++, token by token: chunks of any size give the same bits."""
 
     def __init__(self, context: Context, shape: LinearAttentionConfig, biases: DeltaBiases) -> None:
         self.shape = shape
@@ -85,13 +85,13 @@ class NativeGatedDelta:
 
     def __call__(self, qkv: Tensor, gates: Tensor, state: Tensor, rows: NativeStateRows) -> Tensor:
         shape, op = self.shape, self._op
-        qkv, gates = rows_of(qkv, qkv.dtype), rows_of(gates, qkv.dtype)
+        qkv, gates = contiguous_rows(qkv, qkv.dtype), contiguous_rows(gates, qkv.dtype)
         _check(op, qkv, shape.conv_size)
         _check(op, gates, 2 * shape.num_value_heads)
         matrix = (shape.num_value_heads, shape.key_dim, shape.value_dim)
         _check_state(op, state, matrix, torch.float32)
         args, out = op.args, op.empty(qkv, shape.value_size)
-        rows.set(args.rows, state)
+        rows.set_args(args.rows, state)
         args.qkv_stride, args.gates_stride = qkv.stride(0), gates.stride(0)
         args.state, args.dtype = state.data_ptr(), DTYPES[qkv.dtype]
         op(qkv, {"qkv": qkv, "gates": gates, "out": out}, [state, rows], rows.count)
@@ -99,10 +99,10 @@ class NativeGatedDelta:
 
 
 class NativeGatedNorm:
-    """The norm of ``TorchGatedNorm`` in compiled code.
+    """``GatedNorm`` in C++.
 
     Args:
-        weight: ``[D]``, the weight of one head.
+        weight: ``[D]``, applied to each head.
     """
 
     def __init__(self, context: Context, weight: Tensor, eps: float) -> None:
@@ -115,7 +115,7 @@ class NativeGatedNorm:
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
         weight, size, op = self.weight, len(self.weight), self._op
-        x, gate = rows_of(x, weight.dtype), rows_of(gate, weight.dtype)
+        x, gate = contiguous_rows(x, weight.dtype), contiguous_rows(gate, weight.dtype)
         if x.shape != gate.shape or x.shape[1] % size:
             raise ValueError(
                 f"native gated_norm: x is {tuple(x.shape)} and its gate {tuple(gate.shape)}, "

@@ -1,4 +1,4 @@
-"""NativeRopeAndCache, NativeRope: norms of heads, RoPE and the KV write in one op."""
+"""NativeRopeAndCache, NativeRope: QK-norm, RoPE and the KV write in one C++ op."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.head_norms import check_head_norm, norms_whole_projections
 from asyncllm.gpu.ops.native_op import NativeOp
-from asyncllm.gpu.ops.program import DTYPES, parameter, rows_of
+from asyncllm.gpu.ops.program import DTYPES, checked_parameter, contiguous_rows
 from asyncllm.native.context import Context
 
 
 class _Rotation:
-    """Norms and rotates heads in place.
+    """Base of the ops that norm and rotate heads in place.
 
     Args:
-        kv_heads: key/value heads beside the shape's query heads.
-        norms: weights of norms, by the names of the op's arguments.
+        kv_heads: number of key/value heads in the input, beside the shape's query heads.
+        norms: weights of the norms, by the names of the op's arguments.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class _Rotation:
         **norms: Tensor | None,
     ) -> None:  # fmt: skip
         self.shape, self._num_heads = shape, shape.num_heads + 2 * kv_heads
-        held = {name: parameter(norm) for name, norm in norms.items() if norm is not None}
+        held = {name: checked_parameter(norm) for name, norm in norms.items() if norm is not None}
         self._norm_dtypes = {norm.dtype for norm in held.values()} - {torch.float32}
         self._op = NativeOp(
             context, "rope_and_cache", [*held.values()],
@@ -39,11 +39,11 @@ class _Rotation:
 
     def _rotate(
         self, qkv: Tensor, rotary: tuple[Tensor, Tensor], slots: dict[str, Tensor],
-        holds: list[Tensor],
+        keep_alive: list[Tensor],
     ) -> Tensor:  # fmt: skip
-        """Rotates in place; returns ``[T, heads, D]``."""
+        """Norms and rotates ``qkv`` in place; returns it as ``[T, heads, D]``."""
         (table, positions), args = rotary, self._op.args
-        qkv = rows_of(qkv, table.dtype)
+        qkv = contiguous_rows(qkv, table.dtype)
         count = qkv.shape[0]
         heads = qkv.view(count, self._num_heads, self.shape.head_dim)
         if self._norm_dtypes - {table.dtype}:
@@ -55,12 +55,12 @@ class _Rotation:
         args.token_stride, args.dtype = qkv.stride(0), DTYPES[qkv.dtype]
         args.table, args.table_rows = table.data_ptr(), table.shape[0]
         args.table_width = table.stride(0)
-        self._op(qkv, {"qkv": qkv} | indices, [table, *holds])
+        self._op(qkv, {"qkv": qkv} | indices, [table, *keep_alive])
         return heads
 
 
 class NativeRope(_Rotation):
-    """Norms and rotates the heads of q in place."""
+    """``Rope`` in C++: norms and rotates q in place."""
 
     def __init__(
         self, context: Context, shape: AttentionShape, norm: Tensor | None, eps: float
@@ -75,7 +75,7 @@ class NativeRope(_Rotation):
 
 
 class NativeRopeAndCache(_Rotation):
-    """Norms and rotates q and k in place in ``qkv``, and writes k and v to the KV cache."""
+    """``RopeAndCache`` in C++, which norms and rotates q and k in place in ``qkv``."""
 
     def __init__(
         self,
@@ -102,17 +102,17 @@ class NativeRopeAndCache(_Rotation):
         self, qkv: Tensor, rotary: tuple[Tensor, Tensor], cache: Tensor, slot_mapping: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``RopeAndCache``; ``rotary`` is the RoPE table and the positions."""
-        set_cache(self._op.args, cache, self.shape, rotary[0].dtype)
+        set_cache_args(self._op.args, cache, self.shape, rotary[0].dtype)
         heads = self._rotate(qkv, rotary, {"slots": slot_mapping}, [cache])
         num_q, num_k = self.shape.num_heads, self.shape.num_kv_heads
         return heads[:, :num_q], heads[:, num_q : num_q + num_k], heads[:, num_q + num_k :]
 
 
-def set_cache(args: Any, cache: Tensor, shape: AttentionShape, dtype: torch.dtype) -> None:
-    """Sets an op's arguments that describe a layer's KV cache.
+def set_cache_args(args: Any, cache: Tensor, shape: AttentionShape, dtype: torch.dtype) -> None:
+    """Sets those arguments of an op that describe a layer's KV cache.
 
     Raises:
-        ValueError: another shape, dtype, device or last stride: the cache is written in place.
+        ValueError: the op cannot write a cache of this shape, dtype, device or last stride.
     """
     expected = (2, shape.num_kv_heads, shape.head_dim)
     found = (cache.shape[0], *cache.shape[3:])

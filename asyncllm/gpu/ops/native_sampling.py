@@ -1,4 +1,4 @@
-"""sample, process_logits, top_logprobs: sampling in compiled code."""
+"""sample, process_logits, top_logprobs: sampling in C++."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from asyncllm.gpu.batch.grammar_masks import num_words
 from asyncllm.gpu.batch.sampling_inputs import SamplingRows, Stages, TopLogprobs
 from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS, RULE_SCALARS
 from asyncllm.gpu.ops.program import DTYPES
-from asyncllm.native.context import Context, fail
+from asyncllm.native.context import Context, raise_status
 from asyncllm.native.interface import STRUCTS
 
 
-def address(name: str, tensor: Tensor, dtype: torch.dtype, count: int, *width: int) -> int:
-    """The address of a tensor ``[count or more, *width]`` of ``dtype``.
+def checked_address(name: str, tensor: Tensor, dtype: torch.dtype, count: int, *width: int) -> int:
+    """Returns the address of a tensor ``[count or more, *width]``, after checks.
 
     Raises:
-        ValueError: another shape, dtype or device, or a tensor that is not contiguous.
+        ValueError: the tensor has another shape, dtype or device, or is not contiguous.
     """
     found = tensor.dtype, tensor.device.type, tensor.is_contiguous(), tensor.shape[1:]
     if found != (dtype, "cpu", True, width) or len(tensor) < count:
@@ -31,11 +31,11 @@ def address(name: str, tensor: Tensor, dtype: torch.dtype, count: int, *width: i
     return tensor.data_ptr()
 
 
-def logits_rows(logits: Tensor) -> Tensor:
-    """Returns ``logits [S, vocab_size]`` with contiguous rows, copied where they are not.
+def contiguous_logits(logits: Tensor) -> Tensor:
+    """Returns ``logits [S, vocab_size]``, or a copy if its rows are not contiguous.
 
     Raises:
-        ValueError: another device, dtype or shape.
+        ValueError: the logits are not a floating point matrix on the CPU.
     """
     if logits.dtype not in DTYPES or logits.device.type != "cpu" or logits.dim() != 2:
         raise ValueError(
@@ -53,9 +53,9 @@ def sample_args(
     last_sampled_tokens: Tensor,
     out: Tensor,
 ) -> Any:
-    """Makes the library's arguments of ``TorchOps.sample``, for all rows of ``logits``.
+    """Converts the arguments of ``TorchOps.sample`` to the native library's ``SampleArgs``.
 
-    The caller keeps the tensors alive.
+    The result holds addresses: the caller has to keep the tensors alive.
     """
     rows = len(logits)
     lines = min(len(sampling["states"]), len(last_sampled_tokens))
@@ -64,15 +64,17 @@ def sample_args(
         row_stride=logits.stride(0),
         rows=rows,
         vocab_size=logits.shape[1],
-        req_indices=address("req_indices", req_indices, torch.int64, rows),
-        positions=address("positions", positions, torch.int64, rows),
+        req_indices=checked_address("req_indices", req_indices, torch.int64, rows),
+        positions=checked_address("positions", positions, torch.int64, rows),
         **{
-            name: address(name, sampling[name], each.dtype, lines)
+            name: checked_address(name, sampling[name], each.dtype, lines)
             for name, each in DRAW_SCALARS.items()
         },
         lines=lines,
-        last_sampled=address("last_sampled_tokens", last_sampled_tokens, torch.int64, lines),
-        out=address("out", out, torch.int64, rows),
+        last_sampled=checked_address(
+            "last_sampled_tokens", last_sampled_tokens, torch.int64, lines
+        ),
+        out=checked_address("out", out, torch.int64, rows),
         dtype=DTYPES[logits.dtype],
     )
 
@@ -88,19 +90,19 @@ def sample(
 ) -> None:
     """Samples one token per row, see ``TorchOps.sample``.
 
-    The noise has the bits of ``gumbel``; logarithms and sums of exponentials differ from torch's
-    in their last bits, which changes the token where two tokens almost tie.
+    The random bits are those of ``gumbel``. Logarithms and sums of exponentials differ from torch's
+    in their last bits, so that another token may be sampled where two tokens almost tie.
     """
-    logits = logits_rows(logits)
+    logits = contiguous_logits(logits)
     args = sample_args(logits, sampling, req_indices, positions, last_sampled_tokens, out)
     status = context.functions.sample(context.handle, args)
     if status:
-        fail("sample", status)
+        raise_status("sample", status)
 
 
 def process_logits(context: Context, logits: Tensor, rows: SamplingRows, stages: Stages) -> Tensor:
-    """``logits.process_logits`` in compiled code, with the same bits."""
-    logits = logits_rows(logits)
+    """``logits.process_logits`` in C++, with the same bits."""
+    logits = contiguous_logits(logits)
     count, vocab_size = logits.shape
     out = torch.empty((count, vocab_size), dtype=torch.float32, device="cpu")
     last = rows.last_sampled_tokens
@@ -111,10 +113,10 @@ def process_logits(context: Context, logits: Tensor, rows: SamplingRows, stages:
         rows=count,
         vocab_size=vocab_size,
         out=out.data_ptr(),
-        req_indices=address("req_indices", rows.req_indices, torch.int64, count),
-        positions=address("positions", rows.positions, torch.int64, count),
-        host_token_ids=address("host_token_ids", rows.host_token_ids, torch.int64, count),
-        last_sampled=address("last_sampled_tokens", last, torch.int64, lines),
+        req_indices=checked_address("req_indices", rows.req_indices, torch.int64, count),
+        positions=checked_address("positions", rows.positions, torch.int64, count),
+        host_token_ids=checked_address("host_token_ids", rows.host_token_ids, torch.int64, count),
+        last_sampled=checked_address("last_sampled_tokens", last, torch.int64, lines),
         lines=lines,
         words=num_words(vocab_size),
         dtype=DTYPES[logits.dtype],
@@ -127,16 +129,16 @@ def process_logits(context: Context, logits: Tensor, rows: SamplingRows, stages:
         _set_penalties(args, rows)
     status = context.functions.process_logits(context.handle, args)
     if status:
-        fail("process_logits", status)
+        raise_status("process_logits", status)
     return out
 
 
 def _set_masks(args: Any, rows: SamplingRows) -> None:
     assert rows.mask_slots is not None
     assert rows.mask_words is not None
-    args.mask_slots = address("mask_slots", rows.mask_slots, torch.int64, args.rows)
+    args.mask_slots = checked_address("mask_slots", rows.mask_slots, torch.int64, args.rows)
     args.num_masks = len(rows.mask_words)
-    args.mask_words = address("mask_words", rows.mask_words, torch.int32, 0, args.words)
+    args.mask_words = checked_address("mask_words", rows.mask_words, torch.int32, 0, args.words)
 
 
 def _set_rules(args: Any, rows: SamplingRows) -> None:
@@ -144,38 +146,44 @@ def _set_rules(args: Any, rows: SamplingRows) -> None:
     args.rules = 1
     _set_scalars(args, rows, "restricted", "num_bias", "num_stop_ids", "min_end")
     args.max_bias, args.max_stop_ids = tables.bias_ids.shape[1], tables.stop_ids.shape[1]
-    args.allowed = address("allowed", tables.allowed, torch.int32, lines, args.words)
-    args.bias_ids = address("bias_ids", tables.bias_ids, torch.int32, lines, args.max_bias)
-    args.bias_values = address(
+    args.allowed = checked_address("allowed", tables.allowed, torch.int32, lines, args.words)
+    args.bias_ids = checked_address("bias_ids", tables.bias_ids, torch.int32, lines, args.max_bias)
+    args.bias_values = checked_address(
         "bias_values", tables.bias_values, torch.float32, lines, args.max_bias
     )
-    args.stop_ids = address("stop_ids", tables.stop_ids, torch.int32, lines, args.max_stop_ids)
+    args.stop_ids = checked_address(
+        "stop_ids", tables.stop_ids, torch.int32, lines, args.max_stop_ids
+    )
 
 
 def _set_penalties(args: Any, rows: SamplingRows) -> None:
     tables, lines = rows.tables, args.lines
     args.penalties = 1
     _set_scalars(args, rows, "counted_from", "repetition", "frequency", "presence")
-    args.counts = address("counts", tables.counts, torch.int32, lines, args.vocab_size)
-    args.in_prompt = address("in_prompt", tables.in_prompt, torch.int32, lines, args.words)
+    args.counts = checked_address("counts", tables.counts, torch.int32, lines, args.vocab_size)
+    args.in_prompt = checked_address("in_prompt", tables.in_prompt, torch.int32, lines, args.words)
 
 
 def _set_scalars(args: Any, rows: SamplingRows, *names: str) -> None:
     for name in names:
-        setattr(args, name, address(name, rows.rules[name], RULE_SCALARS[name].dtype, args.lines))
+        setattr(
+            args,
+            name,
+            checked_address(name, rows.rules[name], RULE_SCALARS[name].dtype, args.lines),
+        )
 
 
 def top_logprobs(context: Context, logits: Tensor, tokens: Tensor, out: TopLogprobs) -> None:
-    """``logits.top_logprobs`` in compiled code; equal logits are in order of their token ids."""
-    logits = logits_rows(logits)
+    """``logits.top_logprobs`` in C++; tokens with equal logits are in the order of their ids."""
+    logits = contiguous_logits(logits)
     count, width = len(tokens), out.values.shape[1]
     if len(logits) < count:
         raise ValueError(f"native sampling: {len(logits)} rows of logits, {count} tokens")
     status = context.functions.top_logprobs(
         context.handle, logits.data_ptr(), logits.stride(0), count, logits.shape[1],
-        DTYPES[logits.dtype], address("tokens", tokens, torch.int64, count), width - 1,
-        address("values", out.values, torch.float32, count, width),
-        address("ids", out.ids, torch.int64, count, width),
+        DTYPES[logits.dtype], checked_address("tokens", tokens, torch.int64, count), width - 1,
+        checked_address("values", out.values, torch.float32, count, width),
+        checked_address("ids", out.ids, torch.int64, count, width),
     )  # fmt: skip
     if status:
-        fail("top_logprobs", status)
+        raise_status("top_logprobs", status)

@@ -12,18 +12,20 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.ops.linear_weights import LinearWeights, WeightForm
 from asyncllm.gpu.ops.program import DTYPES
 from asyncllm.gpu.ops.quantise import GROUP, Conversion, check_even_inputs
-from asyncllm.native.context import Context, PackedWeights, fail
+from asyncllm.native.context import Context, PackedWeights, raise_status
 from asyncllm.native.interface import STRUCTS
 
 INT8, UINT4, UINT8 = 3, 4, 5
-"""The library's types of quantised weights: INT8 has a scale per output, the others have groups."""
+"""The library's types of quantised weights. INT8 has a scale per output channel; the others have a
+scale per output channel and group of inputs."""
 
 SPAN = 32
-"""Inputs that share a scale when the kernels quantise them; a group of weights is a multiple."""
+"""Inputs per scale when the kernels quantise the inputs. The size of a group of weights has to be a
+multiple of it."""
 
 
 def native_type(form: WeightForm) -> int | None:
-    """The type that packs quantised weights without rounding them again; None if none does."""
+    """The library's type for quantised weights of this form; None if it stores them in none."""
     block_rows, group = form.scale_block or (0, 0)
     columns = form.shape[1]
     if form.has_order or block_rows != 1:
@@ -36,21 +38,21 @@ def native_type(form: WeightForm) -> int | None:
 
 
 def round_int8(context: Context, weights: LinearWeights) -> LinearWeights:
-    """``quantise_int8`` on the context's threads, with the same bits."""
+    """``quantise.quantise_int8`` in C++, with the same bits."""
     rows, columns = weights.shape
     values = torch.empty(rows, columns, dtype=torch.int8, device="cpu")
     scales = torch.empty(rows, 1, dtype=torch.float32, device="cpu")
-    _round(context, weights.values, values, scales, None, 8)
+    _round_values(context, weights.values, values, scales, None, 8)
     return LinearWeights(
         values, bias=weights.bias, scheme="int8", scales=scales, scale_block=(1, columns)
     )
 
 
 def round_int4(context: Context, weights: LinearWeights) -> LinearWeights:
-    """``quantise_int4`` on the context's threads, with the same bits.
+    """``quantise.quantise_int4`` in C++, with the same bits.
 
     Raises:
-        ModelLoadError: an odd number of inputs.
+        ModelLoadError: the number of inputs is odd.
     """
     rows, columns = weights.shape
     check_even_inputs(rows, columns)
@@ -58,13 +60,13 @@ def round_int4(context: Context, weights: LinearWeights) -> LinearWeights:
     values = torch.empty(rows, columns // 2, dtype=torch.uint8, device="cpu")
     scales = torch.empty(rows, groups, dtype=torch.bfloat16, device="cpu")
     zeros = torch.empty(rows, groups, dtype=torch.uint8, device="cpu")
-    _round(context, weights.values, values, scales, zeros, 4)
+    _round_values(context, weights.values, values, scales, zeros, 4)
     return LinearWeights(
         values, bias=weights.bias, scheme="int4", scales=scales, scale_block=(1, GROUP), zeros=zeros
     )
 
 
-def _round(
+def _round_values(
     context: Context, values: Tensor, out: Tensor, scales: Tensor, zeros: Tensor | None, bits: int
 ) -> None:
     values = values if values.stride(1) == 1 else values.contiguous()
@@ -75,24 +77,24 @@ def _round(
     )  # fmt: skip
     status = context.functions.round(context.handle, args)
     if status:
-        fail("round", status)
+        raise_status("round", status)
 
 
 def conversions(context: Context) -> Mapping[str, Conversion]:
-    """``quantise.CONVERSIONS`` on the context's threads."""
+    """``quantise.CONVERSIONS`` in C++, on the context's threads."""
     int8, int4 = partial(round_int8, context), partial(round_int4, context)
     return {"int8": Conversion(int8, int8), "int4": Conversion(int4, int8)}
 
 
-def pack(context: Context, weights: LinearWeights) -> PackedWeights:
-    """Copies weights into the kernels' panels, so that the caller may drop its own.
+def pack_weights(context: Context, weights: LinearWeights) -> PackedWeights:
+    """Copies weights into the layout of the kernels.
 
     Args:
-        weights: plain, or of a form for which ``native_type`` has a type.
+        weights: plain weights, or quantised ones of a form that ``native_type`` covers.
 
     Raises:
-        ModelLoadError: zeros that are not integers.
-        MemoryError: too little memory for the panels.
+        ModelLoadError: a zero point is not an integer.
+        MemoryError: the packed weights cannot be allocated.
     """
     bias = None if weights.bias is None else weights.bias.float().contiguous()
     if weights.scheme != "plain":
@@ -115,13 +117,13 @@ def _pack_grouped(
     (n, k), scales, block = weights.shape, weights.scales, weights.scale_block
     assert scales is not None
     assert block is not None
-    # The kernels' codes are unsigned: those of 8 bits are the values plus 128.
+    # The kernels take unsigned integers: an 8-bit value is stored plus 128.
     offset = 128 if stored == UINT8 else 0
     values = weights.values.contiguous()
     if offset:
         values = values.view(torch.uint8) ^ 128
     scales = scales if scales.dtype in DTYPES else scales.float()
-    scales, zeros = scales.contiguous(), _zeros(weights.zeros, offset, scales)
+    scales, zeros = scales.contiguous(), _pack_zeros(weights.zeros, offset, scales)
     args = STRUCTS["GroupedArgs"](
         values=values.data_ptr(), n=n, k=k, row_bytes=values.stride(0),
         group=-(-min(block[1], k) // SPAN) * SPAN, scales=scales.data_ptr(), zeros=_address(zeros),
@@ -130,22 +132,22 @@ def _pack_grouped(
     return PackedWeights.grouped(context, args)
 
 
-def _zeros(zeros: Tensor | None, offset: int, scales: Tensor) -> Tensor | None:
-    """Zero points of codes as bytes; None where all are the middle of the codes' range.
+def _pack_zeros(zeros: Tensor | None, offset: int, scales: Tensor) -> Tensor | None:
+    """Zero points as bytes; None if all are the default, the middle of the unsigned range.
 
     Raises:
-        ModelLoadError: a zero point is no integer, or does not fit a byte.
+        ModelLoadError: a zero point is not an integer, or does not fit a byte.
     """
     if zeros is None:
         return None if offset else torch.zeros(scales.shape, dtype=torch.uint8)
-    codes = zeros.float() + offset
-    if not bool(((codes >= 0) & (codes <= 255) & (codes == codes.round())).all()):
+    stored = zeros.float() + offset
+    if not bool(((stored >= 0) & (stored <= 255) & (stored == stored.round())).all()):
         raise ModelLoadError(
             f"zeros: expected integers from {-offset} to {255 - offset}, found "
             f"{float(zeros.min())} to {float(zeros.max())}"
         )
     middle = offset or 8
-    return None if bool((codes == middle).all()) else codes.to(torch.uint8).contiguous()
+    return None if bool((stored == middle).all()) else stored.to(torch.uint8).contiguous()
 
 
 def _address(tensor: Tensor | None) -> int | None:

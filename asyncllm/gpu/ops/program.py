@@ -1,4 +1,4 @@
-"""Program: a step's native ops, which one call runs without the GIL."""
+"""Program: the native ops of a step, which one call runs without the GIL."""
 
 from __future__ import annotations
 
@@ -9,55 +9,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncllm.native.context import Context, fail
+from asyncllm.native.context import Context, raise_status
 from asyncllm.native.interface import STRUCTS, Op
 
-INVALID = 1
-"""``STATUS_INVALID`` of the interface."""
+STATUS_INVALID = 1
+"""Value of ``STATUS_INVALID`` in ``native/src/interface.h``."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Values of ``enum DType`` in ``native/src/interface.h``."""
 
 
-def rows_of(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns ``x [T, N]`` with contiguous rows, copied where they are not.
+def contiguous_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns ``x [T, N]``, or a copy if its rows are not contiguous.
 
     Raises:
-        ValueError: another dtype than ``dtype``, or a device other than the CPU.
+        ValueError: ``x`` is not of ``dtype``, or not on the CPU.
     """
     if x.dtype != dtype or x.device.type != "cpu":
         raise ValueError(f"native ops: {x.dtype} on {x.device}, expected {dtype} on cpu")
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
-def parameter(x: Tensor) -> Tensor:
-    """Returns a layer's parameter as contiguous memory, whose address ops may hold.
+def checked_parameter(x: Tensor) -> Tensor:
+    """Returns a layer's parameter in contiguous memory, whose address ops may keep.
 
     Raises:
-        ValueError: another device, or a dtype that no op reads.
+        ValueError: the parameter is not on the CPU, or of a dtype that no op reads.
     """
     if x.dtype not in DTYPES or x.device.type != "cpu":
         raise ValueError(f"native ops: a parameter of {x.dtype} on {x.device}")
     return x.contiguous()
 
 
-def _writes(name: str, op: Any) -> bool:
-    """Whether an op is the last of its layer to write the KV cache or recurrent states.
+def _writes_state(name: str, op: Any) -> bool:
+    """Whether this op writes the KV cache or is its layer's last to write recurrent states.
 
-    An op that only rotates queries has no cache.
+    A "rope_and_cache" op that only rotates queries has a null cache.
     """
     return name == "gated_delta" or (name == "rope_and_cache" and op.args.rope_and_cache.cache)
 
 
 class Program:
-    """Ops, with the addresses of their operands and the memory behind these.
+    """Ops with the addresses of their operands, and the memory at these addresses.
 
     Args:
         ops: array of ``Op``.
         names: names of the ops.
-        capacity: rows of the buffers of each Size.
+        capacity: number of rows that the buffers of each Size have.
         num_bytes: bytes of the activations.
-        results: tensors that a run leaves behind, with room for the largest step.
-        held: objects whose memory the ops point at.
+        results: tensors that contain the results after a run, with rows for the largest step.
+        held: objects that own the memory to which the ops point.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Program:
         self.context, self.names, self.num_bytes = context, tuple(names), num_bytes
         self.results = tuple(results)
         self._held = (ops, *held)
-        writes = [index for index, name in enumerate(names) if _writes(name, ops[index])]
+        writes = [index for index, name in enumerate(names) if _writes_state(name, ops[index])]
         sizes = ctypes.c_int64 * len(capacity)
         self.args = STRUCTS["Program"](
             ops=ops,
@@ -80,24 +81,23 @@ class Program:
         self._sizes, self._failed = sizes(), (ctypes.c_int64 * 1)()
 
     def run(self, *sizes: int) -> None:
-        """Runs a step of these sizes, in the order of Size, on the context's threads.
+        """Runs a step on the context's threads; ``sizes`` are in the order of Size.
 
         Raises:
-            RuntimeError: sizes or indices beyond the buffers; the message names the op.
+            RuntimeError: a size or an index is beyond the buffers; the message names the op.
             MemoryError: scratch memory could not be allocated.
         """
         self._sizes[:] = sizes
         context = self.context
         status = context.functions.run(context.handle, self.args, self._sizes, self._failed)
         if status:
-            fail(self.failure(status, self._failed[0], self._sizes), status)
+            raise_status(self.describe_failure(status, self._failed[0], self._sizes), status)
 
-    def failure(self, status: int, at: int, sizes: Iterable[int]) -> str:
-        """Describes the failed part of a run: the op at index ``at``, the step's sizes, or the
-        call."""
+    def describe_failure(self, status: int, at: int, sizes: Iterable[int]) -> str:
+        """Describes which part of a run failed: the op at index ``at``, or the step's sizes."""
         if at >= 0:
             return f"step, op {at}, {self.names[at]}"
-        if status != INVALID:
+        if status != STATUS_INVALID:
             return "step"
         found, room = list(sizes), list(self.args.capacity)
         return (

@@ -1,9 +1,9 @@
-"""Recorder: a trace of the model's step, from one run of its layers on fake tensors.
+"""Recorder: traces the model's step into a program, by a run of its layers on fake tensors.
 
-Fake tensors have a few rows. While its context has a recorder, a native op adds itself to that
-instead of computing; of torch's ops only views and the selection of rows by an index are allowed.
-The result is a ``Program``: the ops with their addresses, over buffers that have room for the
-largest step and share memory where they are not needed at the same time.
+Fake tensors are small CPU tensors of a few rows. While the native context has a recorder, a native
+op records itself there instead of computing. Of torch's own ops only views and the selection of
+rows by an index are allowed. The result is a ``Program``: the ops, with addresses in buffers that
+are as large as the largest step needs. Buffers that are not in use at the same time may overlap.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncllm.gpu.ops.buffer_layout import Lifetime, lay_out
+from asyncllm.gpu.ops.buffer_layout import Lifetime, lay_out_buffers
 from asyncllm.gpu.ops.program import DTYPES, Program
 from asyncllm.native.context import Context
 from asyncllm.native.interface import ARGS, OP_KINDS, Op
@@ -29,11 +29,15 @@ ALIGNMENT = 64
 
 
 class Unrecordable(Exception):
-    """A step contains work without a native op, which the message names."""
+    """The step calls something that is not a native op; the message names it."""
 
 
 class Size(IntEnum):
-    """First dimensions of tensors whose size varies by step; ``Size`` of the interface."""
+    """First dimensions of tensors that vary by step; ``enum Size`` in ``native/src/interface.h``.
+
+    WANTED counts the tokens whose hidden states are returned. SAMPLED and GREEDY ones are among
+    them: the former get logits, the latter only the index of the largest logit.
+    """
 
     ROWS = 0
     TOKENS = 1
@@ -42,9 +46,8 @@ class Size(IntEnum):
     GREEDY = 4
 
 
-FAKE_SIZES = {Size.ROWS: 2, Size.TOKENS: 11, Size.WANTED: 8, Size.SAMPLED: 3, Size.GREEDY: 4}
-"""Rows of a fake tensor, by which its Size is recognised. The WANTED tokens are those whose hidden
-states are returned; sampled and greedy ones are among them."""
+FAKE_ROWS = {Size.ROWS: 2, Size.TOKENS: 11, Size.WANTED: 8, Size.SAMPLED: 3, Size.GREEDY: 4}
+"""Number of rows of a fake tensor by Size; all differ, so that the number identifies the Size."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,10 +56,11 @@ class _Buffer:
 
     Attributes:
         row_bytes: bytes of a row.
-        memory: memory of the fake tensor, held so that no two have one address.
+        memory: memory of the fake tensor, held so that no other fake tensor gets its address.
         address: address of ``memory``.
-        array: the real memory of an input; None for an activation, which ``layout`` places.
-        first, last: first and last op that use it.
+        array: the program's memory of an input; None for an activation, for which
+            ``place_activations`` finds memory.
+        first, last: indices of the first and the last op that use the buffer.
     """
 
     size: Size
@@ -77,7 +81,7 @@ def _address(buffer: _Buffer) -> int:
 
 @dataclass(slots=True)
 class _RecordedOp:
-    """A recorded op; its pointers are buffers and byte offsets into their first row."""
+    """A recorded op, with pointers as pairs of a buffer and a byte offset in its first row."""
 
     name: str
     size: Size
@@ -87,10 +91,11 @@ class _RecordedOp:
 
 
 class Recorder(TorchDispatchMode):
-    """Records the ops that run while it is active.
+    """Dispatch mode that records the native ops that are called while it is active.
 
     Raises:
-        Unrecordable: a layer calls an op of torch, or uses a tensor that no native op made.
+        Unrecordable: a layer calls another op of torch, or uses a tensor that is neither an input
+            nor the result of a recorded op.
     """
 
     def __init__(self, context: Context) -> None:
@@ -103,9 +108,9 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Keeps torch from wrapping this mode for torch.compile, which never sees it.
+        """Keeps torch from wrapping this mode for torch.compile, which is not used here.
 
-        The wrapper would import the compiler at its first call, some two seconds of every start.
+        The wrapper would import the compiler at its first call, which takes some two seconds.
         """
         return False
 
@@ -129,62 +134,64 @@ class Recorder(TorchDispatchMode):
 
     # --- called while recording --------------------------------------------------------
 
-    def given(self, array: np.ndarray, size: Size) -> Tensor:
-        """Makes the fake tensor of ``array``, into which a step's inputs are written."""
-        fake = np.zeros(FAKE_SIZES[size], dtype=array.dtype)
+    def add_input(self, array: np.ndarray, size: Size) -> Tensor:
+        """Makes ``array`` an input of the program; returns its fake tensor."""
+        fake = np.zeros(FAKE_ROWS[size], dtype=array.dtype)
         insort(self._buffers, _Buffer(size, array.itemsize, fake, array), key=_address)
         self._held.append(array)
         return torch.from_numpy(fake)
 
     def empty(self, like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Makes a fake output ``[T, width]`` of the Size, and by default the dtype, of ``like``."""
+        """Makes a fake output ``[T, width]`` of the Size and, by default, the dtype of ``like``."""
         size, dtype = self._size_of(like), dtype or like.dtype
         row_bytes = width * dtype.itemsize
-        memory = np.zeros(FAKE_SIZES[size] * row_bytes, dtype=np.uint8)
+        memory = np.zeros(FAKE_ROWS[size] * row_bytes, dtype=np.uint8)
         at = len(self._ops)
         insort(self._buffers, _Buffer(size, row_bytes, memory, None, at, at), key=_address)
         return torch.from_numpy(memory).view(dtype).view(-1, width)
 
-    def add(
+    def add_op(
         self,
         name: str,
         like: Tensor | Size,
         args: ctypes.Structure,
         tensors: Mapping[str, Tensor],
-        holds: Sequence[object] = (),
+        keep_alive: Sequence[object] = (),
         x_size: int = -1,
     ) -> None:
         """Records an op.
 
         Args:
             like: the Size of the op's output, or a tensor of that Size.
-            args: the op's arguments, all set but the pointers to ``tensors``; a copy is kept.
-            tensors: the step's tensors that it reads and writes, by the names of their pointers.
-            holds: objects behind the other pointers, to be kept alive.
-            x_size: the Size of input ``x``, for an op that selects rows of it.
+            args: the op's arguments, of which a copy is kept. Only the pointers to ``tensors`` need
+                not be set.
+            tensors: the step's tensors that the op reads and writes, by the names of the arguments
+                that point to them.
+            keep_alive: objects that own the memory behind the other pointers.
+            x_size: the Size of the input ``x``, for an op that selects rows of ``x``.
         """
         size = like if isinstance(like, Size) else self._size_of(like)
         own = type(args).from_buffer_copy(args)
         op = _RecordedOp(name, size, x_size, own)
         for pointer, tensor in tensors.items():
-            # The library skips the rows with logits, whose number varies by step, when it runs.
-            skipped = FAKE_SIZES[Size.SAMPLED] if (name, pointer) == ("argmax", "x") else 0
+            # At run time the library skips the SAMPLED rows of x, whose number varies by step.
+            skipped = FAKE_ROWS[Size.SAMPLED] if (name, pointer) == ("argmax", "x") else 0
             place = op.pointers[pointer] = self._find_buffer(name, tensor, skipped)
             place[0].last = len(self._ops)
         self._ops.append(op)
-        self._held += holds
+        self._held += keep_alive
 
-    def keep(self, tensor: Tensor) -> None:
-        """Makes a tensor a result of the program, which is kept after a run."""
+    def keep_result(self, tensor: Tensor) -> None:
+        """Makes a tensor a result of the program, whose memory no other buffer reuses."""
         buffer, _ = self._find_buffer("result", tensor)
         self._results.append((buffer, tensor.dtype, tensor.shape[1]))
 
     def refuse_call(self) -> NoReturn:
-        """Raises Unrecordable; called for a native op that cannot be recorded."""
+        """Raises Unrecordable; the context calls it for native ops that cannot be recorded."""
         raise Unrecordable("a native op cannot be recorded")
 
     def _record_selection(self, x: Tensor, index: Tensor) -> Tensor:
-        """Records the selection of rows of ``x`` by a step's index."""
+        """Records ``x[index]``, the selection of rows of ``x``, as the native op "select"."""
         if index.dtype != torch.int64 or x.dim() != 2 or x.stride(1) != 1:
             raise Unrecordable("an index other than one of rows has no native kernel")
         out = self.empty(index, x.shape[1], x.dtype)
@@ -192,23 +199,27 @@ class Recorder(TorchDispatchMode):
             x_stride=x.stride(0), width=x.shape[1], scale=1.0, dtype=DTYPES[x.dtype]
         )
         tensors = {"x": x, "ids": index, "out": out}
-        self.add("select", index, args, tensors, x_size=self._size_of(x))
+        self.add_op("select", index, args, tensors, x_size=self._size_of(x))
         return out
 
     def _size_of(self, tensor: Tensor) -> Size:
-        for size, rows in FAKE_SIZES.items():
+        for size, rows in FAKE_ROWS.items():
             if tensor.dim() and tensor.shape[0] == rows:
                 return size
         raise Unrecordable(f"a tensor {tuple(tensor.shape)} does not have the step's tokens")
 
     def _find_buffer(self, name: str, tensor: Tensor, skipped: int = 0) -> tuple[_Buffer, int]:
-        """The buffer that a tensor views, and its offset in bytes after ``skipped`` rows."""
+        """The buffer that contains a tensor, and its byte offset there less ``skipped`` rows.
+
+        Raises:
+            Unrecordable: no buffer contains it, or it does not start in the row after ``skipped``.
+        """
         at = tensor.data_ptr()
         index = bisect_right(self._buffers, at, key=_address) - 1
         buffer = self._buffers[index] if index >= 0 else None
         if buffer is None or at >= buffer.address + buffer.memory.nbytes:
             raise Unrecordable(f"{name} reads a tensor that no native op made")
-        offset, rows = at - buffer.address, FAKE_SIZES[buffer.size]
+        offset, rows = at - buffer.address, FAKE_ROWS[buffer.size]
         offset -= skipped * buffer.row_bytes
         adjacent = tensor.stride(0) * tensor.itemsize == buffer.row_bytes
         if not 0 <= offset < buffer.row_bytes or tensor.shape[0] > rows or not adjacent:
@@ -217,8 +228,8 @@ class Recorder(TorchDispatchMode):
 
     # --- the program -------------------------------------------------------------------
 
-    def layout(self, capacity: Sequence[int]) -> tuple[dict[int, int], int]:
-        """Places the activations: first byte by the buffer's id, and the bytes of all."""
+    def place_activations(self, capacity: Sequence[int]) -> tuple[dict[int, int], int]:
+        """Offsets of activations in one allocation by ``id(buffer)``, and its size, in bytes."""
         kept = {id(buffer) for buffer, *_ in self._results}
         own = [buffer for buffer in self._buffers if buffer.array is None]
         lifetimes = [
@@ -229,17 +240,17 @@ class Recorder(TorchDispatchMode):
             )
             for buffer in own
         ]
-        starts, total = lay_out(lifetimes, ALIGNMENT)
+        starts, total = lay_out_buffers(lifetimes, ALIGNMENT)
         return dict(zip(map(id, own), starts, strict=True)), total
 
-    def finish(self, capacity: Sequence[int]) -> Program:
-        """Makes the program, over buffers of ``capacity`` rows of each Size.
+    def make_program(self, capacity: Sequence[int]) -> Program:
+        """Makes the program, with buffers of ``capacity`` rows of each Size.
 
         Raises:
             MemoryError: the activations cannot be allocated.
         """
-        places, total = self.layout(capacity)
-        # The operating system backs zeros with memory only where they are touched.
+        places, total = self.place_activations(capacity)
+        # The operating system commits memory to a page of zeros only when it is first written.
         memory = np.zeros(total + ALIGNMENT, dtype=np.uint8)
         base = -memory.ctypes.data % ALIGNMENT
 

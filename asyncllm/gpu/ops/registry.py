@@ -1,4 +1,4 @@
-"""The registry of attention backends, and the choice of the op set."""
+"""make_attention, make_ops: the choice of the attention backend and of the op set."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from asyncllm.native.shared_library import Library, NativeUnavailableError
 logger = get_logger(__name__)
 
 ENTRY_POINT_GROUP = "asyncllm.attention_backends"
-"""The entry point group of backends from other distributions."""
+"""Entry point group under which other distributions register backends."""
 
-BUILTIN: dict[str, AttentionBackend] = {
+BUILTIN_BACKENDS: dict[str, AttentionBackend] = {
     backend.name: backend
     for backend in (
         TorchAttention,
@@ -38,22 +38,27 @@ BUILTIN: dict[str, AttentionBackend] = {
         FlashAttention3,
     )
 }
-"""Backends by name. Their libraries are imported when an attention is made."""
+"""Built-in backends by name. A backend's library is imported when it makes an attention."""
 
 
 def make_attention(name: str, request: AttentionRequest) -> tuple[Attention, int]:
     """Makes the attention for a device and a model; returns it and the tokens per KV block.
 
-    "auto" is "triton" on CUDA, on a CPU "native" where that is known to be faster, and "torch"
-    elsewhere; other backends are chosen by name only. A backend that cannot be used is an error,
-    and never replaced by another.
+    The name "auto" selects
+
+    - on CUDA "triton";
+    - on a CPU "native" where native ops are faster than torch's (``choose_native``);
+    - "torch" elsewhere.
+
+    Other backends are selected by name only. A backend that cannot be used is an error; no other
+    backend replaces it.
 
     Raises:
-        InvalidRequestError: no such backend, or it does not cover the request.
-        EngineError: the backend's library is missing, too old or does not work here, or the
-            distribution that registered it is at fault.
+        InvalidRequestError: there is no such backend, or the request breaks its constraints.
+        EngineError: the backend's library is missing, too old or does not work here, or the entry
+            point that registers the backend is faulty.
     """
-    chosen = resolve(name, request)
+    chosen = resolve_backend_name(name, request)
     backend = find_backend(chosen)
     block_size = request.block_size or backend.default_block_size(request.device)
     request = dataclasses.replace(request, block_size=block_size)
@@ -61,7 +66,7 @@ def make_attention(name: str, request: AttentionRequest) -> tuple[Attention, int
     if request.device.type == "cuda":
         capability = torch.cuda.get_device_capability(request.device)
     for unmet in backend.constraints.unmet(request, capability):
-        raise _refusal(name, chosen, unmet, request)
+        raise _constraint_error(name, chosen, unmet, request)
     attention = backend.make(request)
     if not isinstance(attention, Attention):
         raise EngineError(
@@ -71,8 +76,8 @@ def make_attention(name: str, request: AttentionRequest) -> tuple[Attention, int
     return attention, block_size
 
 
-def resolve(name: str, request: AttentionRequest) -> str:
-    """Resolves the name of a backend: "auto" becomes the device's default."""
+def resolve_backend_name(name: str, request: AttentionRequest) -> str:
+    """Replaces "auto" by the name of the default backend for the request."""
     if name != "auto":
         return name
     if request.device.type == "cuda":
@@ -83,7 +88,7 @@ def resolve(name: str, request: AttentionRequest) -> str:
 
 
 def _runs_native() -> bool:
-    """Whether ``choose_native`` runs native ops; warns if only a build is missing."""
+    """Whether ``choose_native`` chooses native ops; warns if they only have to be compiled."""
     choice = choose_native()
     if choice.can_be_built:
         logger.warning("%s", choice.reason)
@@ -92,10 +97,10 @@ def _runs_native() -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NativeChoice:
-    """Whether a CPU runs native ops for attention backend "auto", and why.
+    """Whether attention backend "auto" runs native ops on this CPU, and why.
 
     Attributes:
-        can_be_built: only the compiled library is missing; ``reason`` has the remedy.
+        can_be_built: whether only the compiled library is missing; ``reason`` names the remedy.
     """
 
     runs: bool
@@ -104,13 +109,14 @@ class NativeChoice:
 
 
 def choose_native() -> NativeChoice:
+    """Chooses native ops, unless torch's are faster on this processor or no library works here."""
     if getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16"):
         reason = "oneDNN uses this processor's AMX tiles, and native ops do not"
         return NativeChoice(False, reason)
     try:
         isa = Library().best_isa().decode()
     except NativeUnavailableError as error:
-        # Only the text is logged: a handler may keep the record, and with an exception its frames.
+        # Log the text and not the exception: a log handler may keep it, and with it all its frames.
         reason = f"{error}: the CPU runs torch's, which are slower; {REMEDY}"
         return NativeChoice(False, reason, can_be_built=True)
     if isa == "baseline":
@@ -119,37 +125,41 @@ def choose_native() -> NativeChoice:
 
 
 def find_backend(name: str) -> AttentionBackend:
-    """Finds a backend by name, built in or of another distribution.
+    """Finds a backend by name, built in or registered by another distribution.
 
     Raises:
-        InvalidRequestError: no such backend.
-        EngineError: several have this name, or it cannot be loaded.
+        InvalidRequestError: there is no such backend.
+        EngineError: several backends have this name, or the backend cannot be loaded.
     """
     found = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
-    owners = [_distribution(entry) for entry in found]
-    if name in BUILTIN:
+    owners = [_distribution_name(entry) for entry in found]
+    if name in BUILTIN_BACKENDS:
         owners.append("asyncllm")
     if len(owners) > 1:
         raise EngineError(
             f"attention_backend={name!r}: registered by {', '.join(sorted(owners))}; expected "
             "one of them to be installed, or another name"
         )
-    if name in BUILTIN:
-        return BUILTIN[name]
+    if name in BUILTIN_BACKENDS:
+        return BUILTIN_BACKENDS[name]
     if found:
-        return _load(found[0])
-    others = sorted({entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)} - set(BUILTIN))
+        return _load_backend(found[0])
+    others = sorted(
+        {entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)} - set(BUILTIN_BACKENDS)
+    )
     raise InvalidRequestError(
-        f"attention_backend={name!r}: expected one of {', '.join(('auto', *BUILTIN, *others))}",
+        f"attention_backend={name!r}: expected one of "
+        f"{', '.join(('auto', *BUILTIN_BACKENDS, *others))}",
         param="attention_backend",
     )
 
 
 def make_ops(device: torch.device, attention: Attention | None) -> TorchOps:
-    """Makes the op set for everything but attention.
+    """Makes the op set that goes with an attention.
 
-    On CUDA these are Triton kernels, unless attention is plain torch, which needs no compiler.
-    Native ops go with native attention, and share its threads.
+    On CUDA it is the Triton op set, unless the attention is plain torch: then nothing needs a
+    compiler. On a CPU it is the native op set, on the same threads, if the attention is native;
+    else oneDNN's or plain torch's.
 
     Raises:
         EngineError: Triton cannot compile kernels here.
@@ -157,7 +167,7 @@ def make_ops(device: torch.device, attention: Attention | None) -> TorchOps:
     if device.type == "cuda" and attention is not None and attention.name != "torch":
         from asyncllm.gpu.ops.triton.toolchain import check_triton
 
-        # Before the import of the kernels, which is an ImportError without Triton.
+        # Check first: without Triton the import of the kernels would raise an ImportError.
         check_triton()
         from asyncllm.gpu.ops.triton.op_set import TritonOps
 
@@ -175,22 +185,22 @@ def make_ops(device: torch.device, attention: Attention | None) -> TorchOps:
 def ops_without_attention(name: str, device: torch.device, num_threads: int) -> TorchOps:
     """Makes the op set of a model without attention.
 
-    On a CPU it is the one that goes with attention backend ``name``, elsewhere torch's.
+    On a CPU it is the op set that goes with the attention backend ``name``, elsewhere torch's.
 
     Args:
         name: "auto", "torch" or, on a CPU, "native".
 
     Raises:
-        EngineError: "native" is configured, but the library is missing or does not work here.
+        EngineError: ``name`` is "native", but the library is missing or does not work here.
     """
     if device.type == "cpu" and (name == "native" or (name == "auto" and _runs_native())):
         return NativeOps(native_context(num_threads))
     return make_ops(device, None)
 
 
-def _load(entry: EntryPoint) -> AttentionBackend:
-    """Loads a distribution's backend; errors name the distribution."""
-    what = f"attention_backend={entry.name!r}: {entry.value!r} of {_distribution(entry)}"
+def _load_backend(entry: EntryPoint) -> AttentionBackend:
+    """Loads the backend that an entry point registers; errors name its distribution."""
+    what = f"attention_backend={entry.name!r}: {entry.value!r} of {_distribution_name(entry)}"
     try:
         found = entry.load()
         makes_itself = inspect.ismethod(getattr(found, "make", None))
@@ -205,14 +215,14 @@ def _load(entry: EntryPoint) -> AttentionBackend:
     return backend
 
 
-def _distribution(entry: EntryPoint) -> str:
+def _distribution_name(entry: EntryPoint) -> str:
     return entry.dist.name if entry.dist is not None else "an unknown distribution"
 
 
-def _refusal(
+def _constraint_error(
     name: str, chosen: str, unmet: Unmet, request: AttentionRequest
 ) -> InvalidRequestError:
-    """Makes the error for a broken constraint: the setting, the reason, and an alternative."""
+    """Makes the error for a broken constraint, with the setting, the limit and an alternative."""
     which = f"attention_backend={name!r}"
     if name == "auto":
         which += f" is {chosen!r} on device {request.device}, which"

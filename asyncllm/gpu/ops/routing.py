@@ -1,4 +1,4 @@
-"""Routing: chooses the experts of each token and their weights, from the router's logits."""
+"""Routing: chooses each token's experts and their weights by the router's logits."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ class RouterWeights:
     """The weights of a router.
 
     Attributes:
-        rows: linear layer of plain values ``[num_experts, H]``, float32 where logits are computed
-            in float32, else of the model's dtype.
-        correction: ``[num_experts]`` float32, added to the scores for the choice of experts, but
-            not in their weights.
+        linear: plain weight ``[num_experts, H]`` of the router. Its dtype, float32 or the
+            model's, is that of the logits.
+        correction: ``[num_experts]`` float32, added to the scores when experts are chosen. The
+            experts' weights come from the scores without it.
         expert_scale: ``[num_experts]`` float32, a factor on each expert's weight.
     """
 
-    rows: LinearWeights
+    linear: LinearWeights
     correction: Tensor | None = None
     expert_scale: Tensor | None = None
 
 
 class Routing(Protocol):
-    """Maps ``x [T, H]`` to the experts of each token and their weights.
+    """Op that maps ``x [T, H]`` to the ids of each token's experts and their weights.
 
-    Experts are int32 ``[T, top_k]``, all different in a row, weights float32 ``[T, top_k]``.
+    Ids are ``[T, top_k]`` int32, all different in a row; weights are ``[T, top_k]`` float32.
     """
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 class TorchRouting:
-    """Routing in plain torch, in fixed shapes, without a read on the host."""
+    """``Routing`` in plain torch; CUDA graphs can capture it, as it reads nothing on the host."""
 
     def __init__(self, config: RoutingConfig, weights: RouterWeights) -> None:
         self.config = config
-        self.weight, self.bias = weights.rows.values, weights.rows.bias
+        self.weight, self.bias = weights.linear.values, weights.linear.bias
         self.correction = None if weights.correction is None else weights.correction.float()
         self.expert_scale = weights.expert_scale
 

@@ -1,8 +1,9 @@
 """TorchAttention: paged attention in plain torch.
 
-The rows of a step are put into groups of similar shape. Each group is gathered from the cache into
-one padded batch for scaled_dot_product_attention. So a batch of mixed lengths is not padded to its
-longest row, and not every row costs a handful of torch calls in every layer.
+The rows of a step are put into groups of similar shape. The keys and values of each group are
+gathered from the cache into one padded batch for scaled_dot_product_attention. One batch for all
+rows would be padded to the longest row; one batch per row would cost a handful of torch calls per
+row and layer.
 """
 
 from __future__ import annotations
@@ -22,27 +23,28 @@ from asyncllm.gpu.ops.backend import AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 
 GROUP_COST = 256
-"""Cost of one more group in every layer, as a number of gathered tokens."""
+"""Cost of one more group in every layer, in gathered tokens that take the same time."""
 
 GROUP_BYTES = 8 * 2**20
-"""Most bytes of gathered K and V of a group with more than one row."""
+"""Maximum bytes of gathered K and V in a group of more than one row."""
 
 PADDED_SCORES = 1 << 16
-"""Query-key pairs per head up to which prefill rows may share a padded group."""
+"""Maximum number of query-key pairs per head in a group of several prefill rows."""
 
 
 @dataclass(slots=True)
 class AttentionGroup:
-    """Rows of a step that are computed together.
+    """Rows of a step that are computed in one padded batch.
 
     Attributes:
-        num_rows, num_queries: sizes of the padded batch.
-        tokens: the step's tokens in the group, as a slice or as an index with padding.
-        blocks: flat ids of the blocks to gather, equally many per row; None if keys and values
-            are the step's own tokens, with a causal mask.
-        length: keys per row.
+        num_rows, num_queries: number of rows, and of queries per row, padding included.
+        tokens: the step's tokens in the group, as a slice, or as an index that includes padding.
+        blocks: ids of the blocks to gather, as many for each row; None if the step's own keys and
+            values are all that the queries see, so that a causal mask suffices.
+        length: number of keys per row, padding included.
         mask: added to the scores, ``[num_rows, 1, num_queries, length]``, or None.
-        outputs: for an index with padding, its real entries, and the tokens of these.
+        outputs: if ``tokens`` includes padding, the positions of its real entries, and the tokens
+            at these positions; else None.
     """
 
     num_rows: int
@@ -59,8 +61,8 @@ class FixedPlan:
     """Plan of decode rows whose lengths only the device knows.
 
     Attributes:
-        blocks: ``[B, W]`` int64, every row's whole block table.
-        hidden: ``[B, W * block_size]``, keys that a row does not see.
+        blocks: ``[B, W]`` int64, the rows' whole block tables.
+        hidden: ``[B, W * block_size]`` bool, True for keys that a row does not see.
     """
 
     blocks: Tensor
@@ -68,7 +70,7 @@ class FixedPlan:
 
 
 class TorchAttention:
-    """Attention on any device of torch; other backends are tested against it."""
+    """Attention on any of torch's devices, the reference of the other backends."""
 
     name = "torch"
     needs_zeroed_blocks = True
@@ -92,21 +94,23 @@ class TorchAttention:
         self, step: StepInputs, window: int | None, group: int
     ) -> list[AttentionGroup] | FixedPlan:
         if step.host is None:
-            return self._fixed(step, window, group)
+            return self._plan_fixed(step, window, group)
         rows, block_size = step.host, step.groups[group].block_size
         first_keys = np.zeros_like(rows.starts)
         if window is not None:
             first_keys = np.maximum(rows.starts - window + 1, 0) // block_size * block_size
         lengths = rows.seq_lens - first_keys
         return [
-            self._group(_Rows(step, rows, group, some), first_keys[some], lengths[some], window)
-            for some in self._split(step, rows, lengths, block_size)
+            self._plan_group(
+                _Rows(step, rows, group, some), first_keys[some], lengths[some], window
+            )
+            for some in self._group_rows(step, rows, lengths, block_size)
         ]
 
-    def _fixed(self, step: StepInputs, window: int | None, group: int) -> FixedPlan:
-        """Plans decode rows of unknown length: each gathers its whole block table.
+    def _plan_fixed(self, step: StepInputs, window: int | None, group: int) -> FixedPlan:
+        """Plans decode rows of unknown length, each of which gathers its whole block table.
 
-        Each costs as much as the longest possible sequence.
+        So each row costs as much as the longest possible sequence.
         """
         blocks = step.tables(group).long()
         keys = torch.arange(blocks.shape[1] * step.groups[group].block_size, device=blocks.device)
@@ -146,14 +150,14 @@ class TorchAttention:
     ) -> Tensor:
         """Attention of decode rows over their whole block tables.
 
-        Hidden keys and values may be NaN, so they are replaced and not only weighted with zero.
+        Hidden keys and values may be NaN, and NaN times a weight of zero is NaN: they are replaced.
         """
         shape, rows = self.shape, plan.blocks.shape[0]
         gathered = cache.index_select(1, plan.blocks.view(-1))
         gathered = gathered.view(2, rows, -1, shape.num_kv_heads, shape.head_dim)
         gathered = gathered.masked_fill(plan.hidden[None, :, :, None, None], 0.0)
         k, v = gathered.transpose(2, 3)
-        # A padded row sees no key, and a softmax over none would be NaN.
+        # A padded row sees no key: let it see all, because a softmax over no key is NaN.
         seen = ~plan.hidden
         seen = seen | (seen.sum(-1, keepdim=True) == 0)
         if self._is_plain:
@@ -171,10 +175,10 @@ class TorchAttention:
         """Whether torch's scaled_dot_product_attention covers the shape."""
         return self.shape.softcap is None and not self.shape.sinks
 
-    def _split(
+    def _group_rows(
         self, step: StepInputs, host: RowArrays, lengths: np.ndarray, block: int
     ) -> list[np.ndarray]:
-        """Splits the rows into groups; row indices of each, in ascending order."""
+        """Divides the rows into groups; returns the row indices of each group, ascending."""
         decodes, rows = step.num_decodes, len(host.starts)
         counts = np.diff(host.query_start_loc)
         groups = []
@@ -189,7 +193,7 @@ class TorchAttention:
                 joined.append([row])
         return groups + [np.array(sorted(each)) for each in joined]
 
-    def _group(
+    def _plan_group(
         self, rows: _Rows, first_keys: np.ndarray, lengths: np.ndarray, window: int | None
     ) -> AttentionGroup:
         first_tokens, counts, starts = rows.first_tokens, rows.counts, rows.starts
@@ -201,7 +205,7 @@ class TorchAttention:
         blocks = rows.block_index(first_keys, lengths)
         mask = None
         if num_rows > 1 or num_queries > 1 or window is not None:
-            mask = _mask(starts - first_keys, lengths, num_queries, window)
+            mask = _make_mask(starts - first_keys, lengths, num_queries, window)
             mask = copy_to_device(mask, rows.device).unsqueeze(1).to(self.dtype)
         return AttentionGroup(num_rows, num_queries, tokens, blocks, length, mask, outputs)
 
@@ -214,7 +218,7 @@ class TorchAttention:
         group: AttentionGroup,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Attention of one padded group, ``[tokens of the group, Hq, D]``."""
+        """Attention of one group; returns ``[tokens of the group, Hq, D]``, padding included."""
         shape = self.shape
         rows, queries, heads = group.num_rows, group.num_queries, shape.num_heads
         if group.blocks is None:
@@ -227,7 +231,7 @@ class TorchAttention:
             )
             return out.squeeze(0).transpose(0, 1)
         q = q[group.tokens]
-        gathered = self._gather(cache, group.blocks)
+        gathered = self._gather_blocks(cache, group.blocks)
         gathered = gathered.view(2, rows, -1, shape.num_kv_heads, shape.head_dim)
         k, v = gathered[:, :, : group.length].transpose(2, 3)
         if not self._is_plain:
@@ -244,10 +248,11 @@ class TorchAttention:
         )
         return out.transpose(1, 2).reshape(rows * queries, heads, shape.head_dim)
 
-    def _gather(self, cache: Tensor, blocks: Tensor) -> Tensor:
-        """Gathers blocks of ``cache`` into a buffer that all layers and steps share.
+    def _gather_blocks(self, cache: Tensor, blocks: Tensor) -> Tensor:
+        """Gathers blocks of ``cache`` into a buffer that all layers and steps reuse.
 
-        Fresh memory of this size would be mapped and faulted in again for every layer.
+        The operating system would map newly allocated memory of this size, page by page, in every
+        layer.
         """
         shape = (2, len(blocks), *cache.shape[2:])
         size = math.prod(shape)
@@ -265,7 +270,7 @@ def scored_attention(
     shape: AttentionShape,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention with a soft cap on the scores or sinks in the softmax, in float32.
+    """Attention with a soft cap on the scores or with sinks; scores and softmax are in float32.
 
     Args:
         q: ``[rows, Hq, queries, D]``.
@@ -292,13 +297,13 @@ def scored_attention(
 
 
 def split_by_length(lengths: np.ndarray, max_tokens: int) -> list[np.ndarray]:
-    """Splits rows into groups that are padded to their longest member.
+    """Divides rows into groups that are padded to their longest member.
 
-    Longest first, a row joins while the padding that it adds costs less than a group of its
-    own and the padded group stays within ``max_tokens``.
+    Rows are taken from the longest on. A row joins the current group while the group's padding
+    costs no more than another group would, and the padded group has at most ``max_tokens``.
 
     Args:
-        lengths: ``[R]``, tokens to gather per row.
+        lengths: ``[R]``, number of tokens to gather per row.
 
     Returns:
         Row indices of each group, ascending.
@@ -322,7 +327,7 @@ def split_by_length(lengths: np.ndarray, max_tokens: int) -> list[np.ndarray]:
 
 
 def _may_join(counts: np.ndarray, lengths: np.ndarray, pending: list[int], row: int) -> bool:
-    """Whether a prefill row may be padded together with ``pending``."""
+    """Whether a prefill row may join the group of the rows ``pending``."""
     members = [*pending, row]
     padded = len(members) * int(counts[members].max()) * int(lengths[members].max())
     exact = int((counts[members] * lengths[members]).sum())
@@ -332,9 +337,9 @@ def _may_join(counts: np.ndarray, lengths: np.ndarray, pending: list[int], row: 
 def _token_index(
     first_tokens: np.ndarray, counts: np.ndarray, device: torch.device
 ) -> tuple[slice | Tensor, tuple[Tensor, Tensor] | None]:
-    """``tokens`` and ``outputs`` of an AttentionGroup.
+    """Computes ``tokens`` and ``outputs`` of an AttentionGroup.
 
-    Tokens are a slice where they are adjacent and equally many per row.
+    ``tokens`` is a slice where the tokens are adjacent and every row has equally many.
     """
     longest = int(counts.max())
     even = int(counts.min()) == longest
@@ -349,16 +354,16 @@ def _token_index(
     return tokens, (copy_to_device(valid, device), copy_to_device(index[valid], device))
 
 
-def _mask(
+def _make_mask(
     offsets: np.ndarray, lengths: np.ndarray, num_queries: int, window: int | None
 ) -> np.ndarray:
-    """Mask ``[rows, num_queries, keys]``: 0 where a query sees a key, else minus infinity.
+    """Makes a mask ``[rows, num_queries, keys]``: 0 for visible keys, else minus infinity.
 
     Args:
         offsets: ``[rows]``, position of each row's first query, counted from its first key.
     """
     queries = offsets[:, None] + np.arange(num_queries)
-    # Padding queries repeat the last one, so that no row of the softmax is empty.
+    # Padding queries see what the last real query sees: a softmax over no key is NaN.
     queries = np.minimum(queries, (lengths - 1)[:, None])[:, :, None]
     keys = np.arange(int(lengths.max()))
     hidden = keys > queries
@@ -368,20 +373,20 @@ def _mask(
 
 
 class _Rows:
-    """Some rows of a step in one KV group."""
+    """The rows of one AttentionGroup, with their block tables in one KV group."""
 
     def __init__(self, step: StepInputs, host: RowArrays, group: int, rows: np.ndarray) -> None:
         self.device = step.token_ids.device
         self.first_tokens = host.query_start_loc[rows]
         self.counts = host.query_start_loc[rows + 1] - self.first_tokens
         self.starts = host.starts[rows]
-        self._lines, self._inputs = host.req_indices[rows], step.groups[group]
+        self._req_indices, self._inputs = host.req_indices[rows], step.groups[group]
 
     def block_index(self, first_keys: np.ndarray, lengths: np.ndarray) -> Tensor:
-        """Blocks of each row from its first key on, padded with the null block."""
+        """Ids of each row's blocks from its first key on, padded with the null block."""
         block, table = self._inputs.block_size, self._inputs.host_table
         columns = np.arange(-(-int(lengths.max()) // block))
         used = columns < -(-lengths[:, None] // block)
         columns = np.minimum(columns + (first_keys // block)[:, None], table.shape[1] - 1)
-        blocks = np.where(used, table[self._lines[:, None], columns], 0)
+        blocks = np.where(used, table[self._req_indices[:, None], columns], 0)
         return copy_to_device(blocks.reshape(-1).astype(np.int64), self.device)

@@ -1,7 +1,7 @@
-"""TorchOps: the op set in plain torch, base and reference of the others.
+"""TorchOps: the op set in plain torch, base class and reference of the others.
 
-Tiny models are bound by the number of ops, not by arithmetic, so each op here is written
-with as few torch calls as it takes.
+Tiny models are bound by the overhead of torch calls, not by arithmetic, so that each op is written
+with as few torch calls as possible.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from asyncllm.gpu.ops.torch_rope import TorchRope, TorchRopeAndCache
 
 
 class TorchLinear:
-    """A linear layer on plain values ``[out, in]``."""
+    """Linear layer on plain values ``[out, in]``."""
 
     def __init__(self, weights: LinearWeights) -> None:
         self.weight = weights.values
@@ -55,7 +55,7 @@ class TorchLinear:
 
 
 class TorchEmbedding:
-    """An embedding with a table of plain values ``[vocab_size, H]``, times ``multiplier``."""
+    """Embedding with a table of plain values ``[vocab_size, H]``, times ``multiplier``."""
 
     def __init__(self, values: Tensor, multiplier: float) -> None:
         self.values, self.multiplier = values, multiplier
@@ -67,72 +67,76 @@ class TorchEmbedding:
 
 
 class TorchOps:
-    """Ops of the decoder in plain torch, on any device.
+    """The op set of the decoder in plain torch, on any device.
 
-    A subclass replaces ops for which its device has better ones. Attention comes from an
-    attention backend.
+    A subclass replaces the ops for which it has faster ones. Attention is no part of an op set: an
+    attention backend makes it.
     """
 
     name = "torch"
     schemes: ClassVar[frozenset[QuantScheme]] = frozenset({"plain"})
-    """Schemes of which linear layers take weights, in some form."""
+    """Quantisation schemes whose weights, in some form, the linear layers accept."""
     conversions: Mapping[str, Conversion] = MappingProxyType({})
-    """Conversions of plain weights to those schemes, by ``EngineConfig.quantization``."""
+    """Conversions of plain weights, by the value of ``EngineConfig.quantization``."""
     accepted_weights: ClassVar[str] = "'plain' only"
-    """The forms that ``takes`` accepts, in words for an error."""
+    """Description, for error messages, of the forms that ``accepts_form`` accepts."""
     packs_linear = False
-    """Whether linear layers copy all of their weights and keep no reference to the originals."""
+    """Whether linear layers copy their weights and keep no reference to the originals."""
     linear_bytes = 0
-    """Bytes of linear weights, of all layers made so far, that a step of one token reads."""
+    """Bytes of linear weights that a step of one token reads, for all layers made so far."""
 
     def enter_thread(self) -> None:
-        """Prepares the calling thread, which is going to run steps."""
+        """Prepares the calling thread for running steps."""
 
     def recorder(self) -> Recorder | None:
-        """Makes a Recorder of steps; None for an op set without programs."""
+        """Makes a Recorder of steps; None if the op set's ops cannot be recorded."""
         return None
 
     def linear(self, weights: LinearWeights) -> Linear:
-        """Makes a linear layer that takes over ``weights``.
+        """Makes a linear layer.
 
-        Unless they are shared, the caller drops its references, so that a packed copy replaces
-        them.
+        The caller drops its references to weights that are not shared, so that a packed copy takes
+        their place in memory.
 
         Raises:
-            ModelLoadError: the op set cannot compute with this form of weights.
+            ModelLoadError: the op set cannot compute with weights of this form.
         """
         self._check_and_count(weights)
         return self.make_linear(weights)
 
     def _check_and_count(self, weights: LinearWeights) -> None:
-        """Checks the form of weights, and adds their bytes to ``linear_bytes``."""
-        if not self.takes(weights.form):
+        """Checks the form of the weights, and adds their bytes to ``linear_bytes``.
+
+        Raises:
+            ModelLoadError: the op set cannot compute with weights of this form.
+        """
+        if not self.accepts_form(weights.form):
             raise ModelLoadError(
                 f"weights of scheme {weights.scheme!r} with scale_block={weights.scale_block}: the "
                 f"op set {self.name!r} takes {self.accepted_weights}"
             )
         self.linear_bytes += weights.num_bytes
 
-    def takes(self, form: WeightForm) -> bool:
+    def accepts_form(self, form: WeightForm) -> bool:
         """Whether ``linear`` accepts weights of this form."""
         return form.scheme == "plain"
 
     def make_linear(self, weights: LinearWeights) -> Linear:
-        """Makes the layer, of weights whose form ``takes`` accepts."""
+        """Makes a linear layer from weights of a form that ``accepts_form`` accepts."""
         return TorchLinear(weights)
 
     def routing(self, config: RoutingConfig, weights: RouterWeights) -> Routing:
-        """Makes the op that chooses each token's experts, from weights of scheme "plain"."""
+        """Makes the op that chooses each token's experts; the weights are of scheme "plain"."""
         return TorchRouting(config, weights)
 
     def experts(self, weights: ExpertsWeights, config: ActivationConfig, top_k: int) -> Experts:
-        """Makes the experts of a layer, which take over ``weights`` as linear layers do.
+        """Makes the experts of a layer; the caller drops its references to ``weights``.
 
         Args:
-            top_k: experts of a token.
+            top_k: number of experts per token.
 
         Raises:
-            ModelLoadError: the op set cannot compute with this form of weights.
+            ModelLoadError: the op set cannot compute with weights of this form.
         """
         before = self.linear_bytes
         for layer in (weights.gate_up, weights.down):
@@ -142,13 +146,13 @@ class TorchOps:
         return self.make_experts(weights, config)
 
     def make_experts(self, weights: ExpertsWeights, config: ActivationConfig) -> Experts:
-        """Makes the experts, of weights whose form ``takes`` accepts."""
+        """Makes the experts from weights of a form that ``accepts_form`` accepts."""
         return GroupedExperts(weights, config, self.gelu_mul if config.gelu else self.silu_mul)
 
     def expert_tokens(self, num_experts: int, top_k: int) -> tuple[int, ...]:
-        """Numbers of tokens in a step from which on experts use other kernels.
+        """Numbers of tokens per step from which on the experts launch other kernels.
 
-        ``warm_up`` runs such steps, because kernels are compiled at their first launch.
+        Warm-up runs a step of each number, because a kernel is compiled at its first launch.
         """
         return ()
 
@@ -159,7 +163,7 @@ class TorchOps:
     def tied_embedding(
         self, weights: LinearWeights, dtype: torch.dtype, multiplier: float = 1.0
     ) -> tuple[Embedding, Linear]:
-        """Makes an embedding and an output head that share ``weights``, held once.
+        """Makes an embedding and an output head on the same ``weights``.
 
         Args:
             dtype: dtype of the embedding.
@@ -168,18 +172,18 @@ class TorchOps:
         shared = replace(weights, shared=True)
         return self.embedding(weights.values, multiplier), self.linear(shared)
 
-    def read(self, memory: Tensor) -> int:
-        """Sums ``memory [n]`` int64 modulo 2**64, as fast as linear layers can read weights."""
+    def sum_words(self, memory: Tensor) -> int:
+        """Sums ``memory [n]`` int64 modulo 2**64, to measure the rate at which ops read memory."""
         return int(memory.sum())
 
     @staticmethod
     def rms_norm(
         weight: Tensor, eps: float, multiplier: float = 1.0, scale: float = 1.0
     ) -> RMSNorm:
-        """Makes a norm; called with ``[T, parts, H]`` it norms each part.
+        """Makes a norm; called with ``[T, parts, H]``, it norms each part.
 
-        The result is rounded to the model's dtype before a weight of that dtype, but after a
-        float32 weight.
+        The result is rounded to the model's dtype: before the multiplication by a weight of that
+        dtype, but after the multiplication by a float32 weight.
 
         Args:
             multiplier: factor on ``x`` in ``add``.
@@ -189,7 +193,7 @@ class TorchOps:
 
     @staticmethod
     def residual_add(multiplier: float = 1.0, scale: float = 1.0) -> RMSNorm:
-        """Makes the substitute of a norm for a block without one: ``add`` returns the sum."""
+        """Makes the substitute for a norm in blocks without one; ``add`` returns the sum twice."""
         return TorchResidualAdd(multiplier, scale)
 
     @staticmethod
@@ -197,7 +201,7 @@ class TorchOps:
         """Makes the op ``Rope``.
 
         Args:
-            norm: ``[D]``, the weight of a norm by head.
+            norm: ``[D]``, weight of a per-head norm of q; None for no norm.
         """
         return TorchRope(shape, norm, eps)
 
@@ -212,18 +216,18 @@ class TorchOps:
         """Makes the op ``RopeAndCache``.
 
         Args:
-            q_norm, k_norm: ``[D]``, weights of norms by head; or ``[Hq * D]`` and ``[Hk * D]``, of
-                norms over all heads. They round like ``rms_norm``.
-            v_norm: ``[D]``, the weight of a norm by head.
+            q_norm, k_norm: weights of per-head norms, ``[D]``, or of norms over all heads,
+                ``[Hq * D]`` and ``[Hk * D]``; None for no norm. They round like ``rms_norm``.
+            v_norm: ``[D]``, weight of a per-head norm of v; None for no norm.
         """
         return TorchRopeAndCache(shape, q_norm, k_norm, eps, v_norm)
 
     def rotary(self, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Makes the argument ``rotary`` of RoPE, shared by all layers with this RoPE table.
+        """Makes the argument ``rotary`` of ``Rope``, once per step for all layers with this table.
 
         Args:
-            table: ``[max_positions, D]``: cosines, then sines, of half a head each; or
-                ``[max_positions, 2, D]``, first for queries, then for keys.
+            table: ``[max_positions, D]``, the cosines and then the sines of D / 2 angles; or
+                ``[max_positions, 2, D]``, such a row for queries and one for keys.
             positions: ``[T]`` int64.
         """
         rows = table[positions]
@@ -232,12 +236,12 @@ class TorchOps:
 
     @staticmethod
     def state_rows(step: StepInputs) -> Any:
-        """Makes a step's rows for ``causal_conv`` and ``gated_delta``, shared by all layers."""
+        """Makes the argument ``rows`` of recurrent ops, once per step for all layers."""
         return StateRows.of(step)
 
     @staticmethod
     def causal_conv(weight: Tensor) -> CausalConv:
-        """Makes a depthwise convolution of weight ``[C, W]``, the oldest input's first."""
+        """Makes a causal convolution; ``weight [C, W]`` has the oldest input's weight first."""
         return TorchCausalConv(weight)
 
     @staticmethod
@@ -247,26 +251,26 @@ class TorchOps:
 
     @staticmethod
     def gated_norm(weight: Tensor, eps: float) -> GatedNorm:
-        """Makes the gated norm after a gated delta rule; ``weight [D]`` is that of a head."""
+        """Makes the per-head gated norm after a gated delta rule; ``weight`` is ``[D]``."""
         return TorchGatedNorm(torch_norm(weight, eps), len(weight))
 
     @staticmethod
     def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
-        """``x [T, N]`` times the rounded sigmoid of ``gate [T, N]``."""
+        """Multiplies ``x [T, N]`` by the sigmoid of ``gate [T, N]``, rounded to its dtype."""
         return gate.sigmoid().mul_(x)
 
     @staticmethod
     def silu_mul(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
-        """``[T, 2 * I] -> [T, I]``: SiLU of the first half times the second.
+        """``[T, 2 * I] -> [T, I]``: SiLU of the first half times the second half.
 
-        With ``up [T, I]``, SiLU of the whole ``[T, I]`` times that.
+        With ``up [T, I]``, ``gate_up`` is the gate ``[T, I]`` alone: SiLU of it times ``up``.
         """
         gate, up = gate_up.chunk(2, -1) if up is None else (gate_up, up)
         return F.silu(gate).mul_(up)
 
     @staticmethod
     def gelu_mul(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
-        """``silu_mul`` with GELU, by its tanh approximation, in place of SiLU."""
+        """``silu_mul`` with GELU (tanh approximation) in place of SiLU."""
         gate, up = gate_up.chunk(2, -1) if up is None else (gate_up, up)
         return F.gelu(gate, approximate="tanh").mul_(up)
 
@@ -277,10 +281,11 @@ class TorchOps:
 
     @staticmethod
     def decode_inputs(step: StepInputs, group: GroupInputs) -> None:
-        """Derives the inputs of decode rows on the device.
+        """Computes the inputs of decode rows on the device.
 
-        It applies ``table_changes`` to the group's block table, and fills ``token_ids``,
-        ``seq_lens`` and the group's ``slot_mapping``. Without rows it changes the table only.
+        It applies ``group.table_changes`` to the group's block table, then fills ``token_ids``,
+        ``seq_lens`` and the group's ``slot_mapping``. For a step without rows it only changes the
+        block table.
         """
         assert group.table_changes is not None
         changed, new_blocks = group.table_changes
@@ -310,17 +315,17 @@ class TorchOps:
         last_sampled_tokens: Tensor,
         out: Tensor,
     ) -> None:
-        """Samples one token per row: the function of ``gumbel.gumbel_sample``.
+        """Samples one token per row, as ``gumbel.gumbel_sample`` does.
 
         Args:
             logits: ``[S, vocab_size]``, not changed.
             sampling: the scalars of DRAW_SCALARS, ``[N + 1]`` each.
             req_indices: ``[S]`` int64, request index of each row; -1 for a padded row.
             positions: ``[S]`` int64, position of the token before the sampled one.
-            last_sampled_tokens: ``[N + 1]`` int64 by request index; gets the token, or 0 where
-                there is none.
-            out: ``[S]`` int64, written: -1 for a padded row, and for a row with NaN or infinity;
-                NO_TOKEN_LEFT for a row whose logits are all minus infinity.
+            last_sampled_tokens: ``[N + 1]`` int64 by request index, written: the sampled token, or
+                0 for a row without one.
+            out: ``[S]`` int64, written: the sampled token; -1 for a padded row or one with NaN or
+                infinity; NO_TOKEN_LEFT for a row whose logits are all minus infinity.
         """
         padded = req_indices < 0
         lines = torch.where(padded, len(last_sampled_tokens) - 1, req_indices)

@@ -1,4 +1,4 @@
-"""TorchRopeAndCache, TorchRope: norms of heads, RoPE and the KV write in plain torch."""
+"""TorchRopeAndCache, TorchRope: QK-norm, RoPE and the KV write in plain torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asyncllm.gpu.ops.torch_norms import TorchRMSNorm, torch_norm
 
 
 class TorchRopeAndCache:
-    """Norms and rotates q and k in place in ``qkv``, and writes k and v to the KV cache."""
+    """``RopeAndCache`` in plain torch, which norms and rotates q and k in place in ``qkv``."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class TorchRopeAndCache:
         """See ``RopeAndCache``.
 
         Args:
-            rotary: cosine and sine of each token's angles, ``[T, 1, D]``, the sine negated in its
-                first half; or ``[T, 2, D]``, first for queries, then for keys.
+            rotary: cosines and sines of each token's angles, ``[T, 1, D]`` each, or ``[T, 2, D]``
+                with those of queries before those of keys. The first half of the sines is negated.
         """
         shape, (cos, sin) = self.shape, rotary
         num_q, num_k = shape.num_heads, shape.num_kv_heads
@@ -71,7 +71,7 @@ class TorchRopeAndCache:
 
 
 class TorchRope:
-    """Norms and rotates queries in place."""
+    """``Rope`` in plain torch: norms and rotates q in place."""
 
     def __init__(self, shape: AttentionShape, norm: Tensor | None, eps: float) -> None:
         self.shape, self.norm = shape, None
@@ -87,10 +87,10 @@ class TorchRope:
 
 
 def rotate(source: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
-    """Rotates the halves of each head of ``source [T, heads, D]`` (GPT-NeoX order) into ``out``.
+    """Applies RoPE, in GPT-NeoX order, to ``source [T, heads, D]``, and writes it to ``out``.
 
-    ``rotate_half(x) * sin`` is a roll by half a head, times a sine whose first half is negated:
-    three ops rotate all heads.
+    A roll by half a head times a sine with a negated first half equals ``rotate_half(x) * sin``, so
+    that three ops suffice for all heads.
     """
     rolled = source.roll(source.shape[-1] // 2, -1)
     torch.mul(source, cos, out=out)
@@ -98,7 +98,7 @@ def rotate(source: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
 
 
 def write_kv(cache: Tensor, slot_mapping: Tensor, kv: Tensor) -> None:
-    """Writes ``kv [T, 2 * Hk, D]``, keys before values, to its slots in ``cache``."""
+    """Writes ``kv [T, 2 * Hk, D]``, keys before values, to the tokens' slots in ``cache``."""
     num_kv_heads, head_dim = cache.shape[-2:]
     pair = kv.view(kv.shape[0], 2, num_kv_heads, head_dim).transpose(0, 1)
     cache.view(2, -1, num_kv_heads, head_dim).index_copy_(1, slot_mapping, pair)

@@ -1,17 +1,17 @@
 // Paged attention with an online softmax in float32.
 //
-// A query's sums are computed key block by key block and split by split, at absolute positions, and
-// a block that it does not see changes nothing. So its result has the same bits in a decode step,
-// in any chunk of its prompt, and beside any other queries.
+// A query's sums are computed block of keys by block and split by split. Blocks and splits start at
+// multiples of their sizes, and a block without visible keys changes nothing. So a query's result
+// has the same bits in a decode step, in any chunk of its prompt, and beside any other queries.
 enum { COLUMNS = 4 };
 
-// Padding after the last vector of a head, so that loads of whole vectors stay within the scratch.
+// head_dim, padded so that loads of whole vectors stay within the scratch memory.
 INLINE int64_t padded_dim(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
 
 struct Tile {
-  float *q, *scores, *sums, *maxima, *totals, *alphas;  // of the current split
-  float *out, *out_maxima, *out_totals;                 // of the splits so far
-  float *keys, *values;                                 // a block in float32
+  float *q, *scores, *sums, *maxima, *totals, *alphas;  // state of the current split
+  float *out, *out_maxima, *out_totals;                 // merged result of the splits so far
+  float *keys, *values;                                 // a block of keys in float32
   int64_t stride;
 };
 
@@ -39,7 +39,8 @@ INLINE Tile tile_in(void* scratch, int64_t head_dim) {
   return tile;
 }
 
-// The least float, not minus infinity: a difference of two of them is 0 and not NaN.
+// Maximum of a row that has seen no key. It is the least finite float, because the difference of
+// two minus infinities is NaN.
 static const float UNSEEN = -3.402823466e38f;
 
 template <class T, int M>
@@ -64,7 +65,7 @@ static void score(const Tile& tile, int64_t rows, const T* const* keys, int64_t 
   for (; row < rows; ++row) score_rows<T, 1>(tile, row, keys, count, dim);
 }
 
-// Turns a row's scores of keys [first, last) of a block into weights; other keys get weight 0.
+// Turns a row's scores into weights, for keys [first, last) of a block; other keys get weight 0.
 INLINE void weigh(const Tile& tile, int64_t row, int64_t first, int64_t last, float softcap) {
   float* scores = tile.scores + row * KEYS;
   if (first >= last) {
@@ -113,7 +114,7 @@ INLINE void accumulate_columns(const Tile& tile, int64_t row, int64_t column,
     for (int m = 0; m < M; ++m) weights[m] = set1(tile.scores[(row + m) * KEYS + key]);
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) {
-      // Keeps GCC from loading all values of the key first, which would spill a sum.
+      // The barrier keeps GCC from loading all values of the key first, which would spill a sum.
       asm volatile("" ::: "memory");
       vf value = C == 1 ? load_up_to(values[key] + column, width)
                         : load(values[key] + column + c * W);
@@ -138,7 +139,7 @@ INLINE void accumulate_rows(const Tile& tile, int64_t row, const T* const* value
     accumulate_columns<T, M, 1>(tile, row, column, values, first, last, dim - column);
 }
 
-// sums = sums * alpha + weights times values of keys [first, last).
+// sums = sums * alpha + weights * values, over keys [first, last).
 template <class T>
 static void accumulate(const Tile& tile, int64_t rows, const T* const* values, int64_t first,
                        int64_t last, int64_t dim) {
@@ -181,7 +182,7 @@ INLINE void find_block(const AttentionArgs& args, const AttentionTask& task, int
                        int64_t count, const T** keys, const T** values) {
   const int32_t* table = block_table_of(args, task.row);
   const T* base = (const T*)args.cache + task.kv_head * args.head_stride;
-  // Keys of a KV block are adjacent, so that one division serves all of them.
+  // Keys of a KV block are slot_stride apart, so that one division per KV block is enough.
   int64_t block = first / args.block_size, slot = first % args.block_size;
   for (int64_t i = 0; i < count; ++block, slot = 0) {
     const T* key = base + table[block] * args.block_stride + slot * args.slot_stride;
@@ -198,7 +199,7 @@ template <class T> INLINE void prefetch_rows(const T* const* rows, int64_t count
     for (int64_t j = 0; j < dim; j += 64 / (int64_t)sizeof(T)) __builtin_prefetch(rows[i] + j);
 }
 
-// Converts a block once for all rows of a tile.
+// Converts a block of keys or values to float32, once for all rows of a tile.
 template <class T>
 static void widen_block(float* to, int64_t stride, const T* const* from, const float** rows,
                         int64_t count, int64_t dim) {
@@ -209,23 +210,24 @@ static void widen_block(float* to, int64_t stride, const T* const* from, const f
   }
 }
 
-// The keys that each row of a tile sees: [position - window + 1, position].
+// The keys [first(row), last(row)) that each row of a tile sees.
 struct Sight {
   int64_t position, group, window;
   int64_t last(int64_t row) const { return position + row / group + 1; }
   int64_t first(int64_t row) const { return window ? most(0, last(row) - window) : 0; }
 };
 
-// Adds keys [first, last) of one block to a split.
+// Adds keys [first, last) of one block to the current split.
 template <class T>
 static void attend_block(const AttentionTask& task, const Tile& tile, const Sight& sight,
                          int64_t rows, int64_t first, int64_t last) {
   const AttentionArgs& args = *task.args;
-  // A few rows finish a block before the next has come from memory. More rows read it often, and so
-  // from a copy, because slots a multiple of 4 KiB apart evict one another from the cache.
+  // Few rows finish a block before the next has come from memory: prefetch it. Many rows read a
+  // block many times: copy it, because slots a multiple of 4 KiB apart evict one another from the
+  // cache.
   bool few = rows <= 2 * ROWS;
   const T *keys[KEYS], *values[KEYS];
-  // The block starts at an absolute position, which may be before the window's first key.
+  // The block starts at a multiple of KEYS, which may be before the window's first key.
   int64_t start = first / KEYS * KEYS, skip = first - start, count = last - start;
   find_block(args, task, first, last - first, keys + skip, values + skip);
   for (int64_t i = 0; i < skip; ++i) keys[i] = keys[skip];

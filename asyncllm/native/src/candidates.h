@@ -1,4 +1,4 @@
-// The largest logits of a row, in order.
+// Candidates: the largest logits of a row, sorted.
 #pragma once
 #include <float.h>
 #include <math.h>
@@ -11,7 +11,7 @@
 
 inline int64_t num_chunks(int64_t count) { return divide_up(count, CHUNK); }
 
-// A row and its chunks' maxima.
+// A row of logits and the maxima of its chunks.
 struct Extremes {
   const Kernels* kernels;
   LogitsRow row;
@@ -27,7 +27,7 @@ struct Extremes {
     }
     return most;
   }
-  // The first token whose logit is `value`, the maximum of its chunk.
+  // The first token whose logit is `value`, which has to be the maximum of some chunk.
   int64_t find(float value) const {
     int64_t chunk = 0;
     while (maxima[chunk] != value) ++chunk;
@@ -42,7 +42,7 @@ struct Extremes {
     kernels->read_chunk(row, token / CHUNK, logits);
     return logits[token % CHUNK];
   }
-  // The mass of all tokens, from the chunks' sums; a logit of `shift` has mass 1.
+  // The mass of all tokens, from the chunks' sums, where a logit of `shift` has mass 1.
   double mass(const float* sums, float shift) const {
     double total = 0;
     for (int64_t chunk = 0; chunk < chunks(); ++chunk)
@@ -62,7 +62,7 @@ struct Extremes {
   }
 };
 
-// Descending lower bounds of logits, for a search that starts at the largest and may end early.
+// Descending lower bounds for a search that collects the logits above each in turn.
 class Descent {
  public:
   Descent(float largest, float lowest) : largest_(largest), lowest_(lowest) {}
@@ -99,8 +99,8 @@ class Candidates {
     return out;
   }
 
-  // A lower bound of the k-th largest logit, from the chunks' maxima. k is at most the number of
-  // chunks, and no maximum is NaN.
+  // The k-th largest of the chunks' maxima, a lower bound of the k-th largest logit. k is at most
+  // the number of chunks, and no maximum is NaN.
   float bound_of(int64_t k) {
     int64_t chunks = extremes_.chunks();
     memcpy(maxima_, extremes_.maxima, chunks * sizeof(float));
@@ -108,7 +108,7 @@ class Candidates {
     return maxima_[k - 1];
   }
 
-  // Takes all tokens whose logits are at least `bound`, equal ones in order of their ids.
+  // Collects and sorts all tokens with logits of at least `bound`, equal ones by their ids.
   void take(float bound) {
     count_ = 0;
     for (int64_t chunk = 0; chunk < extremes_.chunks(); ++chunk) {
@@ -124,7 +124,7 @@ class Candidates {
     sort();
   }
 
-  // Takes the k largest and possibly more, but none if `largest` is NaN.
+  // Collects and sorts the k largest and possibly more, but none if `largest` is NaN.
   void take_top(int64_t k, float largest) {
     count_ = 0;
     if (largest != largest) return;
@@ -133,7 +133,7 @@ class Candidates {
   }
 
  private:
-  // Ascending keys are descending logits, then ascending tokens; both zeros have the same key.
+  // Keys ascend as logits descend, then as tokens ascend. 0 and -0 give the same key.
   static uint64_t key_of(float value, int64_t token) {
     uint32_t bits;
     value += 0.0f;
@@ -147,7 +147,7 @@ class Candidates {
       std::sort(keys_, keys_ + count_);
       return;
     }
-    // Radix sort by the logit alone: tokens are in order already.
+    // A radix sort, which is stable, by the logit alone: tokens are already in ascending order.
     enum { BITS = 11, DIGITS = 1 << BITS };
     for (int shift = 32; shift < 64; shift += BITS) {
       int64_t starts[DIGITS] = {}, sum = 0;

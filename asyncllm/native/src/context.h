@@ -1,4 +1,4 @@
-// Shared by the entry points: the context, checks of arguments, scratch memory.
+// Common to all entry points: the context, checks of arguments, scratch memory.
 #pragma once
 #include <stdlib.h>
 
@@ -13,19 +13,19 @@ struct Context {
   Queue queue;
   const Kernels* kernels;
   int64_t process;         // the value of `forks` when the context was made
-  void** scratch;          // per thread
-  int64_t scratch_bytes;   // of each
+  void** scratch;          // [number of threads], scratch memory of each thread
+  int64_t scratch_bytes;   // size of one thread's scratch memory
   void* shared;
   int64_t shared_bytes;
 };
 
-// Forks between the process that loaded the library and this one.
+// Number of forks between the process that loaded the library and this process.
 extern int64_t forks;
 
 constexpr int64_t CACHE_LINE = 64;
-// Rows of x that stay in the cache while the panels of a chunk are read.
+// Number of rows of x that stay in the CPU's cache while panels of the weight are read.
 constexpr int64_t ROW_CHUNK = 48;
-// Multiplications below which it does not pay to wake another thread.
+// Number of multiplications below which waking other threads does not pay.
 constexpr int64_t SERIAL_WORK = 150000;
 
 inline bool is_open(const Context* context) { return context && context->process == forks; }
@@ -43,7 +43,7 @@ inline int64_t size_of(int32_t dtype) {
 }
 inline bool is_grouped(int32_t dtype) { return dtype == DTYPE_U4 || dtype == DTYPE_U8; }
 inline bool aligned(const void* p, int64_t size) { return reinterpret_cast<uintptr_t>(p) % size == 0; }
-// Whether `rows` rows of `width` elements at p can be read or written.
+// Whether p, type and stride are valid for a matrix [rows, width].
 inline bool is_matrix(const void* p, int32_t dtype, int64_t rows, int64_t width, int64_t stride) {
   if (!is_dtype(dtype) || rows < 0 || width < 1) return false;
   return rows == 0 || (p && aligned(p, size_of(dtype)) && (rows == 1 || stride >= width));
@@ -74,7 +74,7 @@ inline bool grow_scratch(Context* context, int64_t bytes) {
   return true;
 }
 
-// Runs f(task, thread) for all tasks, on all threads if there is enough work.
+// Runs f(task, thread) for all tasks: on all threads, or on the caller's if there is little work.
 template <class F> void share(Context* context, int64_t tasks, int64_t work, F&& f) {
   if (work < SERIAL_WORK) {
     for (int64_t task = 0; task < tasks; ++task) f(task, 0);

@@ -1,12 +1,12 @@
-// A mixture of experts: rows are sorted by expert, and each expert with rows multiplies its own.
+// A mixture of experts: rows are sorted by expert, and each expert's rows are multiplied together.
 #include "weights.h"
 
 namespace {
 
-// Most memory for the rows of a pass over some tokens.
+// Maximum bytes for the rows of a pass over some of the tokens.
 constexpr int64_t PASS_BYTES = int64_t(64) << 20;
 
-// Allocates adjacent arrays from one piece of memory; with null it only counts their bytes.
+// Places adjacent arrays in the memory at `base`; if `base` is null, only counts their bytes.
 struct Arena {
   char* base;
   int64_t used;
@@ -17,14 +17,14 @@ struct Arena {
   }
 };
 
-// Rows of k elements in the form that linear layers read.
+// Rows of k elements in the type that the kernels of linear layers read.
 struct Operand {
   int64_t k, stride;
   float *wide, *scales;
   int16_t* integers;
-  int8_t* codes;  // in spans
+  int8_t* codes;  // rounded to 8-bit integers in spans
   Span* spans;
-  char* paired;  // in the model's own type
+  char* paired;  // in the model's own type, for weights in pairs of bfloat16
 
   void lay_out(Arena& arena, const PackedView& view, int64_t rows, bool takes_bfloat16) {
     k = view.k, stride = k;
@@ -65,12 +65,12 @@ struct Operand {
   }
 };
 
-// Rows of one expert that are computed in one pass over its panels.
+// Rows of one expert that are multiplied in one pass over the expert's panels.
 struct Unit {
   int64_t expert, first_row, last_row;
 };
 
-// Some tokens: their pairs of token and expert, sorted by expert, and the rows of the pairs.
+// A pass over some tokens: pairs of token and expert, sorted by expert, with a row for each.
 struct Pass {
   Context* context;
   const ExpertsArgs& args;
@@ -99,7 +99,7 @@ struct Pass {
     results = arena.take<float>(pairs * args.width);
   }
 
-  // A counting sort, which keeps an expert's tokens in order.
+  // Sorts the pairs by expert, by a counting sort, which keeps an expert's tokens in order.
   void sort() {
     const int32_t* ids = args.ids + first * args.top_k;
     for (int64_t i = 0; i <= args.num_experts; ++i) starts[i] = 0;
@@ -110,13 +110,13 @@ struct Pass {
       places[i] = place;
       tokens_of[place] = first + i / args.top_k;
     }
-    // Each start has become its expert's end.
+    // The loop above has advanced starts[expert] to the end of the expert's rows.
     for (int64_t expert = 0, row = 0; expert < args.num_experts; ++expert)
       for (int64_t end = starts[expert]; row < end; row = units[num_units++].last_row)
         units[num_units] = {expert, row, least(end, row + ROW_CHUNK)};
   }
 
-  // Multiplies all units by their experts' weights.
+  // Multiplies each unit by its expert's weights.
   void multiply(const Weights* const* weights, const LinearTask& task) {
     const Kernels* kernels = context->kernels;
     const PackedView& view = weights[0]->view;

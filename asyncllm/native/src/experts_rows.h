@@ -1,10 +1,10 @@
-// Row kernels of experts: the activation of gpt-oss, and the weighted sum.
+// Row kernels of experts: the clamped SwiGLU of gpt-oss, and the weighted sum of experts.
 static void clamped_swiglu(const void* gate_up, void* out, int64_t width, float alpha, float limit,
                            int32_t dtype) {
   with_type(dtype, [&](auto* type) {
     using P = decltype(type);
     P gates = (P)gate_up, ups = gates + width;
-    // vmin is -vmax of the negatives. The bound is the first operand, so that NaN is kept.
+    // The minimum is computed as -vmax of the negatives. vmax keeps NaN in its second operand.
     vf low = set1(-limit);
     for (int64_t i = 0; i < width; i += W) {
       int64_t left = width - i;

@@ -1,19 +1,20 @@
-// y = x W^T + b with weights of 4 or 8 bits that have a scale, and perhaps a zero point, for each
+// y = x W^T + b with weights of 4 or 8 bits that have a scale, and possibly a zero point, for each
 // output and group of inputs. A row of x is rounded to 8-bit integers in spans of SPAN inputs, each
-// with a scale of its own. A span is summed in integers, and the spans are added in ascending
-// order, in float32 and without fusing, so that all instruction sets give the same result.
+// with its own scale. A span is summed in integers. The spans' sums are added in ascending order,
+// in float32 and without fused multiply-add, so that all instruction sets give the same result.
 //
-// A byte of a packed weight holds two 4-bit codes: of 4-bit weights those of inputs QUAD apart; of
-// 8-bit weights the halves of one code, for which two sums per span are kept.
+// A byte of a packed weight is multiplied as two 4-bit integers. In 4-bit weights these are the
+// values of two inputs QUAD apart. In 8-bit weights they are the halves of one value, and two sums
+// are kept per span.
 enum { QUAD = 4, QUADS = SPAN / QUAD };
 
 INLINE bool is_grouped(int32_t dtype) { return dtype == DTYPE_U4 || dtype == DTYPE_U8; }
-// Bytes of a span of a panel.
+// Bytes of one span of inputs in a panel.
 INLINE int64_t span_bytes(int32_t dtype) { return PANEL * SPAN / (dtype == DTYPE_U4 ? 2 : 1); }
 INLINE int64_t count_spans(int64_t k) { return (k + SPAN - 1) / SPAN; }
 
-// Place in a panel of the code of input i of a span and of an output: a byte, and how far to shift
-// its bits. 8-bit codes are whole bytes.
+// Byte, in a span of a panel, with the value of input i and an output; `shift` is the number of
+// bits to shift the byte to the right.
 INLINE int64_t place_in_span(int64_t i, int64_t output, int32_t dtype, int* shift) {
   int64_t quad = i / QUAD;
   *shift = dtype == DTYPE_U4 ? quad % 2 * 4 : 0;
@@ -21,13 +22,13 @@ INLINE int64_t place_in_span(int64_t i, int64_t output, int32_t dtype, int* shif
   return (quad * PANEL + output) * QUAD + i % QUAD;
 }
 
-// Four codes of 4 bits, each in a byte.
+// Spreads four 4-bit integers in 16 bits to one per byte.
 INLINE uint32_t spread(uint32_t codes) {
   codes = (codes | codes << 8) & 0x00ff00ff;
   return (codes | codes << 4) & 0x0f0f0f0f;
 }
 
-// Packs `bytes` of a row's codes, at most a span's, for an output of a panel.
+// Packs `bytes` of a row's values, at most a span, for one output of a panel.
 INLINE void pack_span(const uint8_t* row, int64_t bytes, int32_t dtype, uint8_t* to) {
   uint8_t codes[SPAN] = {};
   __builtin_memcpy(codes, row, bytes);
@@ -41,7 +42,7 @@ INLINE void pack_span(const uint8_t* row, int64_t bytes, int32_t dtype, uint8_t*
   }
 }
 
-// Packs the codes, scales and zero points of panels [first, last).
+// Packs the values, scales and zero points of panels [first, last).
 static void pack_grouped(const GroupedArgs& args, const PackedView& view, int64_t first,
                          int64_t last) {
   int64_t bytes = span_bytes(args.dtype), width = args.scale_dtype == DTYPE_F32 ? 4 : 2;
@@ -110,7 +111,7 @@ INLINE vf load_scales(const PackedView& weights, int64_t at) {
   return load((const float*)weights.group_scales + at);
 }
 
-// Adds a span of M rows to `out` [M][PANEL]: integer sums times both scales.
+// Adds a span's integer sums, times both scales, to `out` [M][PANEL].
 template <int BITS, int M>
 INLINE void add_span(const PackedView& weights, int64_t at, const va sums[][M][NV],
                      const Span* const* spans, float* out) {
@@ -130,7 +131,7 @@ INLINE void add_span(const PackedView& weights, int64_t at, const va sums[][M][N
   }
 }
 
-// M rows of x times a panel.
+// Multiplies M rows of x by a panel.
 template <int BITS, int M>
 static void grouped_tile(const PackedView& weights, const LinearTask& task, int64_t row,
                          int64_t panel) {
@@ -154,7 +155,7 @@ static void grouped_tile(const PackedView& weights, const LinearTask& task, int6
       for (int i = 0; i < NV; ++i) load_codes(codes + i * QUAD * W, low[i], high[i]);
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
-        // Keeps GCC from loading all rows first, as in int8_tile.
+        // The barrier keeps GCC from loading all rows first, as in int8_tile.
         asm volatile("" ::: "memory");
         const int8_t* at = x + m * stride + quad * QUAD;
         vb first = set_quad(at), second = BITS == 4 ? set_quad(at + QUAD) : first;
@@ -180,7 +181,7 @@ static void grouped_tile(const PackedView& weights, const LinearTask& task, int6
 
 template <int BITS>
 static void grouped_panels(const PackedView& weights, const LinearTask& task) {
-  // As many rows as there are registers for the sums of a span.
+  // The number of rows for whose sums of a span there are registers.
   const int ROWS_OF_TILE = 16 / BITS;
   for (int64_t panel = task.first; panel < task.last; ++panel) {
     int64_t row = task.first_row;
@@ -201,7 +202,7 @@ static void grouped_linear(const PackedView& weights, const LinearTask& task) {
     grouped_panels<8>(weights, task);
 }
 
-// Dequantises the elements of an output from its panel.
+// Dequantises one row of the weight, an output, from its panel.
 template <class S, class Out>
 static void gather_grouped(const PackedView& weights, int64_t row, Out* out) {
   int64_t panel = row / PANEL, column = row % PANEL, bytes = span_bytes(weights.dtype);

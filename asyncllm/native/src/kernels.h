@@ -1,34 +1,35 @@
-// The kernels of one instruction set, as a table of functions.
+// Kernels: a table of functions for one instruction set.
 //
-// The translation units behind these tables are compiled with different flags. They define nothing
-// that another unit could link against by accident: everything but the table is in an anonymous
-// namespace, and no C++ header is included, because the linker would merge its inline functions
-// across units.
+// Each table is a translation unit of its own, compiled with its instruction set's flags. Such a
+// unit must not define anything that another unit could link against by accident. So everything but
+// the table is in an anonymous namespace, and no C++ header is included: the linker would merge the
+// header's inline functions across units.
 #pragma once
 #include "interface.h"
 
-// Weights [n, k] in panels of `panel` outputs: [n / panel][k][panel], or in pairs of inputs
-// [n / panel][k / 2][panel][2]; zero padded. grouped.h has the layout of weights in groups.
+// Packed weights [n, k], in panels of `panel` outputs, padded with zeros: [n / panel][k][panel],
+// or, in pairs of inputs, [n / panel][k / 2][panel][2]. grouped.h has the layout of weights in
+// groups.
 struct PackedView {
   const void* data;
   const float* scales;  // [n padded to panels] of DTYPE_I8, or null
-  const float* bias;    // the same, or null
+  const float* bias;    // of the same shape, or null
   int64_t n, k, panel_elements;
   int32_t dtype;
-  // For DTYPE_U4 and DTYPE_U8, whose panel_elements are bytes; null and 0 otherwise.
+  // The fields below are for DTYPE_U4 and DTYPE_U8, for which panel_elements is a number of bytes.
   int32_t scale_dtype;
   int64_t group, groups;
   const void* group_scales;  // [n / panel][groups][panel]
-  const uint8_t* zeros;      // the same, or null
+  const uint8_t* zeros;      // of the same shape, or null
 };
 
-// SPAN inputs of a row as 8-bit integers: their scale, and their sum.
+// Scale and sum of SPAN inputs of a row that are rounded to 8-bit integers.
 struct Span {
   float scale;
   int32_t sum;
 };
 
-// The largest of a row's outputs so far; `broken` has NaN if one was NaN or infinity.
+// The largest output of a row so far; `broken` contains NaN if an output was NaN or infinity.
 struct Largest {
   float value;
   float broken[16];
@@ -37,27 +38,27 @@ struct Largest {
 
 struct LinearTask {
   const float* x;       // [rows, k], contiguous in k
-  const uint16_t* x16;  // x in bfloat16 if the kernels take that, else null
-  const int16_t* xq;    // rounded to integers of scale x_scales[row], k padded to even, or null
+  const uint16_t* x16;  // x in bfloat16 if takes_bfloat16, else null
+  const int16_t* xq;    // x rounded to integers of scale x_scales[row], k padded to even; or null
   const float* x_scales;
-  const int8_t* x8;  // rounded to integers in spans [rows, k / SPAN], k padded to SPAN, or null
+  const int8_t* x8;  // x rounded to integers in `spans` [rows, k / SPAN], k padded to SPAN; or null
   const Span* spans;
   int64_t x_stride;
   void* y;
   int64_t y_stride;
   Largest* largest;  // [rows]; if not null, no y is written
-  int32_t dtype;     // of y
-  int64_t first_row, last_row, first, last;  // rows; panels
+  int32_t dtype;     // type of y
+  int64_t first_row, last_row, first, last;  // rows [first_row, last_row), panels [first, last)
 };
 
 // The weighted sum of a token's experts.
 struct SumTask {
-  const float* rows;      // [.., width], results of experts
+  const float* rows;      // [.., width], outputs of experts
   const int64_t* places;  // [count], indices of this token's rows
   const float* weights;   // [count]
   int64_t count, width;
   const void* shared;  // [width] or null
-  const void* gate;    // one logit or null
+  const void* gate;    // [1], a logit, or null
   void* out;
   int32_t dtype;
 };
@@ -68,7 +69,7 @@ struct PlainView {
   int32_t dtype;
 };
 
-// A row of logits, to be multiplied by `factor`.
+// A row of logits, with a factor that kernels multiply them by.
 struct LogitsRow {
   const void* values;
   int64_t count;
@@ -76,23 +77,24 @@ struct LogitsRow {
   int32_t dtype;
 };
 
-// Adjacent logits that sampling reduces together (gumbel.CHUNK).
+// Number of adjacent logits that sampling reduces together (gumbel.CHUNK).
 enum { CHUNK = 256 };
 
-// Query rows of one key/value head: tokens [first_token, last_token) of a sequence, times heads
-// [first_head, last_head). Keys [first_key, last_key) lie within splits of SPLIT keys.
+// Attention of tokens [first_token, last_token) of a sequence and query heads [first_head,
+// last_head), all of one key/value head, over keys [first_key, last_key).
 struct AttentionTask {
   const AttentionArgs* args;
   int64_t row, first_token, last_token, kv_head, first_head, last_head, first_key, last_key;
-  float* partial;  // destination of a split's result; null writes the output
+  float* partial;  // where to write the partial result of a split; null: write the output
 };
 
-// Scores are computed in blocks of KEYS keys and accumulated in splits of SPLIT keys, both at
-// absolute positions, so that a query's sums do not depend on other queries. A tile has at most
-// TILE query rows.
+// Scores are computed in blocks of KEYS keys and accumulated in splits of SPLIT keys. Both start at
+// multiples of their sizes, so that a query's sums do not depend on other queries. A tile has at
+// most TILE query rows.
 enum { KEYS = 32, SPLIT = 512, TILE = 32 };
 
-// Columns of a head's state over the tokens of a row, whose inputs are `stride` floats apart.
+// The gated delta rule on some columns of a head's state, over a row's tokens. The inputs of
+// successive tokens are `stride` floats apart.
 struct DeltaTask {
   const float *query, *key, *beta, *decay;
   int64_t stride, count;
@@ -109,25 +111,25 @@ struct DeltaTask {
 
 struct Kernels {
   const char* name;
-  int64_t width;         // floats in a vector
-  int64_t panel;         // outputs in a panel
-  int64_t row_step;      // rows computed in one pass over a panel
-  bool takes_bfloat16;   // linear of bfloat16 weights reads x in bfloat16
+  int64_t width;         // floats per vector
+  int64_t panel;         // outputs per panel
+  int64_t row_step;      // rows that one pass over a panel computes
+  bool takes_bfloat16;   // whether `linear` with bfloat16 weights reads x in bfloat16
   int64_t (*panel_elements)(int64_t k, int32_t dtype);
   // Packs panels [first, last); values beyond n are zero.
   void (*pack)(const PlainView&, void* data, int64_t first, int64_t last);
   void (*widen)(const void* x, int32_t dtype, float* out, int64_t count);
   void (*linear)(const PackedView&, const LinearTask&);
-  // Rounds x [k] to integers of at most `limit`, padded with a zero if k is odd, and returns their
-  // scale: NaN if x is not finite.
+  // Rounds x [k] to integers of magnitude at most `limit`, padded with a zero if k is odd. Returns
+  // their scale, which is NaN if x is not finite.
   float (*quantise)(const void* x, int32_t dtype, int16_t* out, int64_t k, float limit);
-  // Rounds x [k] to 8-bit integers in spans of SPAN elements, zero padded.
+  // Rounds x [k] to 8-bit integers in spans of SPAN elements, padded with zeros.
   void (*quantise_spans)(const void* x, int32_t dtype, int8_t* out, Span* spans, int64_t k);
-  int64_t (*span_bytes)(int32_t dtype);  // bytes of SPAN inputs of a panel
+  int64_t (*span_bytes)(int32_t dtype);  // bytes of one span of inputs in a panel
   void (*pack_grouped)(const GroupedArgs&, const PackedView&, int64_t first, int64_t last);
   void (*round_row)(const RoundArgs&, int64_t row);
   void (*gather)(const PackedView&, int64_t row, void* out, int32_t dtype);
-  int64_t (*attention_scratch)(int64_t head_dim);  // bytes per thread
+  int64_t (*attention_scratch)(int64_t head_dim);  // bytes of scratch memory per thread
   void (*attention)(const AttentionTask&, void* scratch);
   // Merges `splits` partial results of one token's heads into the output.
   void (*merge)(const AttentionTask&, const float* partials, int64_t splits, void* scratch);
@@ -141,11 +143,12 @@ struct Kernels {
               int32_t dtype);
   void (*scale)(void* x, float factor, int64_t width, int32_t dtype);
   void (*softcap)(void* x, float cap, int64_t width, int32_t dtype);
-  // (up + 1) gate sigmoid(alpha gate), with gate clamped to at most `limit` and up to +-`limit`.
+  // (up + 1) * gate * sigmoid(alpha * gate), with gate clamped to at most `limit` and up to
+  // [-limit, limit].
   void (*clamped_swiglu)(const void* gate_up, void* out, int64_t width, float alpha, float limit,
                          int32_t dtype);
   void (*weighted_sum)(const SumTask&);
-  void (*convolve)(const ConvArgs&, int64_t row, int64_t first, int64_t last);  // some channels
+  void (*convolve)(const ConvArgs&, int64_t row, int64_t first, int64_t last);  // channels
   // Scales heads [heads, size] to length `factor`; eps is added to the sum of squares.
   void (*normalise_heads)(const void* x, int32_t dtype, float* out, int64_t heads, int64_t size,
                           float eps, float factor);
@@ -153,14 +156,14 @@ struct Kernels {
   void (*gated_norm)(const void* x, const void* gate, const void* weight, float eps, void* out,
                      int64_t heads, int64_t size, int32_t dtype);
   void (*sigmoid_mul)(const void* x, const void* gate, void* out, int64_t width, int32_t dtype);
-  // The largest logit of each chunk [first, last), NaN for a chunk with NaN or infinity; and the
-  // sum of exponentials of the logits minus the largest, unless `sums` is null.
+  // Writes, for chunks [first, last), the largest logit, NaN for a chunk with NaN or infinity; and,
+  // unless `sums` is null, the sum of the exponentials of the logits minus the largest.
   void (*reduce_chunks)(const LogitsRow&, int64_t first, int64_t last, float* maxima, float* sums);
-  // Reads the logits of a chunk [CHUNK], padded with minus infinity.
+  // Writes the logits of a chunk, times the factor, to out [CHUNK], padded with minus infinity.
   void (*read_chunk)(const LogitsRow&, int64_t chunk, float* out);
 };
 
-// Floats of one query row's partial result: the accumulator, its maximum and its sum.
+// Number of floats of one query row's partial result: the accumulator, the maximum, the sum.
 static inline int64_t partial_floats(int64_t head_dim) { return (head_dim + 15) / 16 * 16 + 2; }
 
 // The block table of a row's sequence.

@@ -1,4 +1,5 @@
-// The kernels, on the vector types of a simd_*.h; included into an anonymous namespace.
+// All kernels, on the vector types of the simd_*.h that was included before; included into an
+// anonymous namespace.
 template <class P> struct pointee;
 template <class T> struct pointee<T*> { typedef T type; };
 #include "vector_math.h"

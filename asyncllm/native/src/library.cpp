@@ -1,4 +1,4 @@
-// Contexts, and the ops on rows, which check arguments, divide the work and call the kernels.
+// Contexts and ops on rows. An op checks its arguments, divides the work and calls the kernels.
 #include <math.h>
 #include <string.h>
 
@@ -48,7 +48,7 @@ const Kernels* find_kernels(const char* isa) {
 
 pthread_once_t watch_forks = PTHREAD_ONCE_INIT;
 
-// Rounds x to integers with a scale per row; false if out of memory.
+// Rounds x to integers with a scale per row; false if memory cannot be allocated.
 bool quantise_rows(Context* context, LinearTask* task, const void* x, int64_t stride, int64_t m,
                    int64_t k, int32_t dtype) {
   int64_t width = divide_up(k, 2) * 2;
@@ -66,7 +66,7 @@ bool quantise_rows(Context* context, LinearTask* task, const void* x, int64_t st
   return true;
 }
 
-// Rounds x to 8-bit integers in spans; false if out of memory.
+// Rounds x to 8-bit integers in spans; false if memory cannot be allocated.
 bool quantise_spans(Context* context, LinearTask* task, const void* x, int64_t stride, int64_t m,
                     int64_t k, int32_t dtype) {
   int64_t spans = divide_up(k, SPAN), width = spans * SPAN;
@@ -83,7 +83,7 @@ bool quantise_spans(Context* context, LinearTask* task, const void* x, int64_t s
   return true;
 }
 
-// Converts x to the form that the kernels read; false if out of memory.
+// Converts x to the type that the kernels read; false if memory cannot be allocated.
 bool prepare_rows(Context* context, LinearTask* task, const void* x, int64_t stride, int64_t m,
                   int64_t k, int32_t dtype) {
   task->x_stride = stride;
@@ -100,7 +100,8 @@ bool prepare_rows(Context* context, LinearTask* task, const void* x, int64_t str
   return true;
 }
 
-// Splits m rows times `units` panels into tasks; those of one part of the weight are adjacent.
+// Divides the product of m rows and `units` units of panels into tasks. Tasks that read the same
+// part of the weight are adjacent.
 template <class F>
 void share_linear(Context* context, LinearTask task, int64_t m, int64_t units, int64_t step,
                   int64_t work, F&& f) {
@@ -121,7 +122,7 @@ void share_linear(Context* context, LinearTask task, int64_t m, int64_t units, i
   });
 }
 
-// Checks and prepares x, and calls f(task, thread) for the parts of the product.
+// Checks and converts x, and calls f(task, thread) for each part of the product.
 template <class F>
 int32_t run_linear(Context* context, const Weights* weights, LinearTask task, const void* x,
                    int64_t x_stride, int64_t m, int32_t dtype, F&& f) {

@@ -1,4 +1,5 @@
-// y = x W^T + b. Each output is one sum over k in ascending order, for any number of rows.
+// y = x W^T + b. Each output is one sum over k in ascending order, for any number of rows, so that
+// a row's result does not depend on the others.
 enum { PANEL = NV * W, MAX_ROWS = 6 };
 #ifdef PAIRED_BFLOAT16
 enum { TAKES_BFLOAT16 = 1 };
@@ -6,12 +7,12 @@ enum { TAKES_BFLOAT16 = 1 };
 enum { TAKES_BFLOAT16 = 0 };
 #endif
 
-// Weights with scales per group of inputs: grouped.h.
+// Defined in grouped.h, for weights with scales per group of inputs.
 INLINE bool is_grouped(int32_t dtype);
 static void grouped_linear(const PackedView& weights, const LinearTask& task);
 static void gather_grouped_row(const PackedView& weights, int64_t row, void* out, int32_t dtype);
 
-// Whether a panel has two inputs of an output side by side.
+// Whether panels are packed in pairs of inputs.
 INLINE bool is_paired(int32_t dtype) {
   return dtype == DTYPE_I8 || (TAKES_BFLOAT16 && dtype == DTYPE_BF16);
 }
@@ -20,15 +21,15 @@ INLINE int64_t panel_elements(int64_t k, int32_t dtype) {
   return (is_paired(dtype) ? (k + 1) / 2 * 2 : k) * PANEL;
 }
 
-// Place of output `column` of a panel among the PANEL elements of one k. Pairs of bfloat16 vectors
-// are interleaved, and load_pair separates them.
+// Index of output `column` among the PANEL elements of one k. bfloat16 vectors are interleaved in
+// pairs, which load_pair separates.
 INLINE int64_t place_in_panel(int64_t column, int32_t dtype) {
   if (dtype != DTYPE_BF16) return column;
   int64_t pair = column / (2 * W), vector = column / W % 2;
   return pair * 2 * W + column % W * 2 + vector;
 }
 
-// Calls f with a null pointer of the element type of weights.
+// Calls f with a null pointer to the element type of weights.
 template <class F> INLINE void with_weight_type(int32_t dtype, F&& f) {
   if (dtype == DTYPE_I8)
     f((int8_t*)nullptr);
@@ -36,8 +37,8 @@ template <class F> INLINE void with_weight_type(int32_t dtype, F&& f) {
     with_type(dtype, f);
 }
 
-// Inputs packed at a time: what is written stays in the first-level cache, though it is read from
-// PANEL rows.
+// Number of inputs to pack at a time, so few that the written part of a panel stays in the
+// first-level cache until all PANEL rows have been read.
 enum { PACKED_INPUTS = 64 };
 
 template <class T, bool PAIRED>
@@ -82,7 +83,8 @@ INLINE void load_panel(const bf16* p, vf* out) {
   for (int i = 0; i < NV; i += 2) load_pair(p + i * W, out[i], out[i + 1]);
 }
 
-// Updates the largest output with `count` outputs from `output` on; of equal ones the first stays.
+// Updates `largest` with `count` outputs from index `output` on. Of equal outputs the first is
+// kept.
 template <class T>
 INLINE void keep_largest(Largest* largest, vf x, int64_t output, int64_t count, const T* type) {
   float values[W];
@@ -98,8 +100,8 @@ INLINE void keep_largest(Largest* largest, vf x, int64_t output, int64_t count, 
     }
 }
 
-// Scales the sums [rows][panels * PANEL] of a tile, adds the bias and writes them, or keeps the
-// largest. Not inlined, because it is instantiated for every type of y.
+// Scales the sums [rows][panels * PANEL] of a tile, adds the bias, and either writes them to y or
+// updates task.largest. It is not inlined, because it contains code for every type of y.
 static __attribute__((noinline)) void finish_tile(const PackedView& weights,
                                                   const LinearTask& task, const float* sums,
                                                   int64_t row, int64_t rows, int64_t panel,
@@ -129,7 +131,7 @@ static __attribute__((noinline)) void finish_tile(const PackedView& weights,
   });
 }
 
-// M rows times P panels.
+// Multiplies M rows of x by P panels.
 template <class T, int M, int P>
 static void packed_tile(const PackedView& weights, const LinearTask& task, int64_t row,
                         int64_t panel) {
@@ -231,7 +233,7 @@ static void int8_tile(const PackedView& weights, const LinearTask& task, int64_t
       for (int i = 0; i < NV; ++i) values[i] = load_shorts(at + i * 2 * W);
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
-        // Keeps GCC from loading the factors of all rows first, which would spill the sums.
+        // The barrier keeps GCC from loading the factors of all rows first, which would spill sums.
         asm volatile("" ::: "memory");
         vs factor = set_pair(x + m * stride + k);
 #pragma GCC unroll 8
@@ -275,8 +277,8 @@ static void run_rows(const PackedView& weights, const LinearTask& task, int64_t 
   for (; panel < task.last; ++panel) Runner<T, M, 1>::run(weights, task, row, panel);
 }
 
-// Several panels side by side, where one has too few independent sums to hide the multipliers'
-// latency.
+// Number of panels to multiply at a time, for 1 row and for 2 or 3: one panel would have too few
+// independent sums to hide the latency of multiplications.
 enum { ONE_ROW_PANELS = 8 / NV, FEW_ROW_PANELS = 2 };
 
 template <class T>
@@ -344,7 +346,7 @@ template <class Out> INLINE void copy_weight(int8_t from, float scale, Out* to) 
   narrow((float)from * scale, to);
 }
 
-// Unpacks the elements of an output from its panel.
+// Unpacks one row of the weight, an output, from its panel.
 template <class T, class Out>
 static void gather_row(const PackedView& weights, int64_t row, Out* out) {
   int64_t column = row % PANEL;
@@ -368,7 +370,7 @@ static void gather(const PackedView& weights, int64_t row, void* out, int32_t dt
   });
 }
 
-// M rows of x times 4 rows of T: sums over vectors of k.
+// Multiplies M rows of x by 4 rows of T, with vectors over k.
 template <class T, int M>
 INLINE void dot_tile(const float* x, int64_t x_stride, const T* const* rows, int64_t k,
                      float out[M][4]) {

@@ -1,5 +1,5 @@
-// The functions of ops/logits.py: sampling's work on logits beside the draw. process_logits has
-// the same bits; log-probabilities differ from torch's in the last bits.
+// The functions of gpu/ops/logits.py. process_logits gives the same bits; log-probabilities differ
+// from torch's in the last bits.
 #include <math.h>
 #include <sys/mman.h>
 
@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t WORD = 32;
 
-// A request index's row of the tables.
+// The rows of the tables for one request index.
 struct Line {
   const LogitsArgs& a;
   int64_t line;
@@ -30,7 +30,7 @@ bool in_vocabulary(const int32_t* ids, int64_t count, int64_t vocab_size) {
   return true;
 }
 
-// Sets logits to minus infinity for tokens whose bit is not set.
+// Sets the logits of tokens whose bit in `words` is not set to minus infinity.
 void keep_allowed(float* logits, int64_t count, const int32_t* words) {
   for (int64_t first = 0; first < count; first += WORD) {
     uint32_t word = uint32_t(words[first / WORD]);
@@ -87,8 +87,8 @@ void penalise(const Line& own, float* logits) {
   }
 }
 
-// Asks for huge pages for memory that malloc maps anew in each call: faults of small pages would
-// take longer than writing it.
+// Asks for huge pages for large memory, which malloc maps anew in each call: page faults of small
+// pages would take longer than writing the memory.
 void expect_writes(void* p, int64_t bytes) {
   constexpr int64_t MAPPED = int64_t(32) << 20, PAGE = 4096;
   if (bytes < MAPPED) return;
@@ -132,7 +132,7 @@ API int32_t asyncllm_process_logits(Context* context, const LogitsArgs* args) {
   const LogitsArgs& a = *args;
   int32_t status = check(a);
   if (status) return status;
-  // Before the rows are divided among threads: two rows may have the same request index.
+  // Count tokens before the rows are divided among threads: two rows may have one request index.
   for (int64_t row = 0; a.penalties && row < a.rows; ++row) {
     int64_t line = a.req_indices[row];
     if (line >= 0 && a.positions[row] >= a.counted_from[line])

@@ -1,6 +1,6 @@
-// Row kernels of sampling, which reduce logits in chunks of CHUNK.
+// Row kernels of sampling, which read logits in chunks of CHUNK.
 
-// The first `count` of W logits times `factor`, padded with minus infinity.
+// The first `count` of W logits, times `factor`; the others are minus infinity.
 template <class T> INLINE vf load_logits(const T* p, int64_t count, vf factor) {
   if (count >= W) return mul(load(p), factor);
   float buffer[W];

@@ -1,4 +1,4 @@
-// Reads memory as fast as the threads can: the lower bound of a memory-bound step's time.
+// Reads memory as fast as the threads can, to measure a lower bound of a memory-bound step's time.
 #include "context.h"
 
 namespace {

@@ -1,4 +1,4 @@
-// The exponential noise of sampling, as ops/gumbel.py computes it.
+// The exponential noise of sampling, as gpu/ops/gumbel.py computes it.
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -11,7 +11,7 @@ inline uint64_t gumbel_key(uint64_t state, int64_t position) {
   return z ^ z >> 31;
 }
 
-// Philox4x32-10 (Salmon et al., 2011) of the counter (counter, domain, 0, 0).
+// Output of Philox4x32-10 (Salmon et al., 2011) for the counter (counter, domain, 0, 0).
 struct Philox {
   uint32_t words[4];
 
@@ -29,12 +29,12 @@ struct Philox {
   }
 };
 
-// The logarithm of the exponential number with mean 1 that a word of random bits gives.
+// Logarithm of the exponential number, of mean 1, for a word of random bits.
 inline float log_exponential(uint32_t word) {
   float u = (float(word) + 0.5f) * 0x1p-32f;
   u = u < 1.0f - 0x1p-24f ? u : 1.0f - 0x1p-24f;
   if (u >= 0.0625f) return logf(-logf(1.0f - u));
-  // Near 0, where the winners are, 1 - u would lose the bits of u.
+  // For u near 0, as the winners have it, 1 - u would round away the bits of u.
   float series = u * float(1.0 / 6);
   series = u * (float(1.0 / 5) + series);
   series = u * (0.25f + series);

@@ -47,7 +47,7 @@ void Pool::run(int64_t total, Function fn, void* context) {
   next_.store(0, std::memory_order_relaxed);
   gate_.store((gate_.load(std::memory_order_relaxed) & ~(GENERATION - 1)) + GENERATION + OPEN);
   signal_.fetch_add(1);
-  // No wake is lost: a thread counts itself as asleep before it reads the gate for the last time.
+  // No wake-up is lost: a thread counts itself as asleep before it last reads the gate.
   int asleep = asleep_.load();
   if (asleep) futex_wake(&signal_, total - 1 < asleep ? int(total - 1) : asleep);
   work(0);
@@ -55,7 +55,8 @@ void Pool::run(int64_t total, Function fn, void* context) {
   if (spin([&] { return !(gate_.load(std::memory_order_acquire) & ACTIVE); })) return;
   uint64_t gate = gate_.fetch_or(WAITING) | WAITING;
   while (gate & ACTIVE) {
-    // The futex is the low half, which is first in memory on all supported processors.
+    // The futex is the low half of gate_, its first bytes: all supported processors are
+    // little-endian.
     futex_wait(&gate_, uint32_t(gate));
     gate = gate_.load(std::memory_order_acquire);
   }

@@ -1,8 +1,9 @@
-// A pool of threads that take the tasks of a job one by one.
+// Pool: threads that take the tasks of a job one by one.
 //
-// A thread that the operating system holds up takes no further task, and one that comes late finds
-// the job closed: a busy neighbour costs its share of the cores and no more. Between jobs a thread
-// spins for some tens of microseconds, waiting for the next op of a step, and then sleeps.
+// A thread that the operating system preempts takes no further task, and a thread that wakes late
+// finds the job closed. So another process on the machine slows a job down only by the processor
+// time that it uses. After a job a thread spins for some tens of microseconds, because the step's
+// next op follows soon, and then sleeps.
 #pragma once
 #include <pthread.h>
 #include <stdint.h>
@@ -11,7 +12,7 @@
 
 class Pool {
  public:
-  // fn(context, task, thread); threads are numbered from 0, the caller of run.
+  // Called as fn(context, task, thread). Thread 0 is the caller of `run`.
   using Function = void (*)(void*, int64_t, int);
 
   // Starts the threads; if one cannot be started, ends the others and returns false.
@@ -30,7 +31,8 @@ class Pool {
   void serve(int thread);
   void work(int thread);
 
-  // High half: generation of the job. Low half: OPEN, WAITING and the number of active threads.
+  // gate_: the job's generation in the high half; OPEN, WAITING and the number of threads that work
+  // on the job in the low half.
   static constexpr uint64_t GENERATION = uint64_t(1) << 32;
   static constexpr uint64_t OPEN = uint64_t(1) << 31;
   static constexpr uint64_t WAITING = uint64_t(1) << 30;

@@ -1,10 +1,11 @@
-// Runs a step as a program: derives its inputs from the rows' positions, and runs its ops one after
-// the other. The ops check their arguments; the program checks that the sizes fit its buffers.
+// Runs a program: first the ops that look up the step's tokens and slots, then the model's ops, one
+// after the other. The ops check their arguments; asyncllm_run checks that the sizes fit the
+// buffers.
 #include "context.h"
 
 namespace {
 
-// Whether rows name valid rows and positions of a table, and have as many tokens as the step.
+// Checks that the rows' lines and positions are in the table, and that they have `tokens` tokens.
 template <class Args>
 int32_t check_rows(const Args& a, int64_t rows, int64_t tokens, int64_t positions) {
   if (!a.lines || !a.starts || !a.counts || !a.table || positions < 0) return STATUS_INVALID;

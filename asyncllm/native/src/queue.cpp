@@ -8,7 +8,7 @@
 
 namespace {
 
-// Writes a step's tokens to the table from which the next step's program reads them.
+// Writes a step's tokens to the table of token ids, which the next step's program reads.
 int32_t keep_tokens(const Job& job) {
   for (int64_t i = 0; i < job.num_tokens; ++i) {
     int64_t line = job.lines[i], at = job.positions[i];
@@ -50,8 +50,8 @@ void Queue::wait(const Job* job) {
     uint32_t done = done_.load();
     if (int32_t(done - uint32_t(job->number)) >= 0) return;
     awaited_.store(true);
-    // The waiter sets awaited_ and then reads done_; the thread writes done_ and then reads
-    // awaited_: one of them sees the other.
+    // No wake-up is lost: the waiter sets awaited_ and then reads done_, the queue's thread writes
+    // done_ and then reads awaited_. At least one of them sees what the other has written.
     if (done_.load() == done) futex_wait(&done_, done);
   }
 }

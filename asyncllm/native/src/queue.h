@@ -1,5 +1,5 @@
-// Jobs that run one after the other on a separate thread, so that the next one begins without the
-// caller, whose Python may have to wait for the GIL.
+// Queue: runs jobs one after the other on a thread of its own, so that the next job begins at once,
+// even while the caller's Python code waits for the GIL.
 #pragma once
 #include <pthread.h>
 #include <stdint.h>
@@ -11,10 +11,10 @@ struct Job;
 
 class Queue {
  public:
-  // Returns STATUS_INVALID if there is no room, STATUS_NO_MEMORY if no thread can be started.
+  // Returns STATUS_INVALID if the queue is full, STATUS_NO_MEMORY if no thread can be started.
   int32_t submit(Context* context, Job* job);
   void wait(const Job* job);
-  // Runs the queued jobs, and ends the thread.
+  // Runs the queued jobs, then ends the thread.
   void stop();
 
  private:

@@ -1,14 +1,14 @@
-// The ops of recurrent layers: they check every row and slot, divide the work among threads and
-// call the kernels.
+// The ops of recurrent layers. An op checks every row and slot, divides the work among threads and
+// calls the kernels.
 #include <math.h>
 
 #include "context.h"
 
 namespace {
 
-// Channels of the convolution per task.
+// Number of channels of the convolution per task.
 constexpr int64_t CHANNELS = 512;
-// Epsilon of the normalisation of queries and keys.
+// Epsilon in the normalisation of queries and keys to length 1.
 constexpr float LENGTH_EPS = 1e-6f;
 
 // Checks that the rows cover the step's tokens and name valid slots.
@@ -26,7 +26,7 @@ int32_t check_rows(const StateRows& rows) {
   return STATUS_OK;
 }
 
-// A token's inputs of the rule in float32: beta and decay of each value head, q and k.
+// A token's inputs of the gated delta rule in float32: beta and decay of each value head, q and k.
 struct TokenInputs {
   const DeltaArgs& args;
   int64_t keys = args.key_heads * args.key_dim;
@@ -51,7 +51,7 @@ struct TokenInputs {
   }
 };
 
-// The task of columns [first, last) of a value head's state, over a row's tokens.
+// Makes the task for columns [first, last) of a value head's state, over a row's tokens.
 DeltaTask delta_task(const DeltaArgs& a, const TokenInputs& tokens, const float* inputs,
                      int64_t row, int64_t head, int64_t first, int64_t last) {
   int64_t begin = a.rows.query_start[row], size = size_of(a.dtype);

@@ -1,11 +1,10 @@
-// Row kernels of recurrent layers: the short convolution, the gated delta rule, and the norm and
-// gate after them.
+// Row kernels of recurrent layers: the causal convolution, the gated delta rule, the gated norm.
 
 #define MEMBER inline __attribute__((always_inline))
 
 INLINE vf sigmoid(vf x) { return div(set1(1.0f), add(set1(1.0f), exponential(sub(zero(), x)))); }
 
-// Channels [first, last) of a row's tokens. Inputs are summed in float32, the oldest first.
+// Convolves channels [first, last) of a row's tokens, in float32 from the oldest input on.
 template <class T>
 static void convolve_channels(const ConvArgs& a, int64_t row, int64_t first, int64_t last) {
   const StateRows& rows = a.rows;
@@ -30,7 +29,7 @@ static void convolve_channels(const ConvArgs& a, int64_t row, int64_t first, int
       store_up_to(out + token * channels + at, div(sum, add(set1(1.0f), exponential(sub(zero(), sum)))),
                   left);
     }
-  // In place: each input moves to the place of an older one, which has been read.
+  // Updating in place is safe: an input overwrites an older one, which has been read.
   for (int64_t i = 0; i < kept; ++i)
     for (int64_t at = first; at < last; at += W)
       store_up_to(state + i * channels + at, input(count - kept + i, at, last - at), last - at);
@@ -42,7 +41,7 @@ static void convolve(const ConvArgs& args, int64_t row, int64_t first, int64_t l
   });
 }
 
-// Scales adjacent heads to length `factor`.
+// Scales each of the adjacent heads to length `factor`.
 static void normalise_heads(const void* x, int32_t dtype, float* out, int64_t heads, int64_t size,
                             float eps, float factor) {
   with_type(dtype, [&](auto* type) {
@@ -60,15 +59,15 @@ static void normalise_heads(const void* x, int32_t dtype, float* out, int64_t he
   });
 }
 
-// Updates N vectors of columns of a head's state S [key_dim, value_dim] with a row's tokens, one by
-// one. A column's sums over the keys are in ascending order. So a prompt gives the same bits in
-// chunks of any size.
+// Applies a row's tokens, one by one, to N vectors of columns of a head's state S [key_dim,
+// value_dim]. A column's sums over the keys are in ascending order, so that a prompt gives the same
+// bits in chunks of any size. With PARTIAL, only the first `left` columns exist.
 template <class T, int N, bool PARTIAL> struct DeltaColumns {
   const DeltaTask& task;
   float* state;
   int64_t stride, keys, left;
 
-  // Nothing is read or written beyond the last column.
+  // With PARTIAL, reads and writes nothing after the last column.
   MEMBER vf get(const float* p, int j) {
     return PARTIAL ? load_up_to(p + j * W, left) : load(p + j * W);
   }
@@ -83,8 +82,8 @@ template <class T, int N, bool PARTIAL> struct DeltaColumns {
       for (int j = 0; j < N; ++j) found[j] = fma(get(state + i * stride, j), set1(key[i]), found[j]);
   }
 
-  // Updates the state with one token and computes its output. With NEXT, `found` becomes S^T of the
-  // next token's key.
+  // Updates the state with one token, and computes the token's output. With NEXT, it also sets
+  // `found` to S^T times the next token's key.
   template <bool NEXT>
   MEMBER void step(const float* query, const float* key, const float* next, vf decay,
                    const vf* change, vf* out, vf* found) {
@@ -154,7 +153,8 @@ static void delta(const DeltaTask& task) {
   });
 }
 
-// The norm of each head is rounded before the weight, and their product before the gate.
+// Norms each head and multiplies it by SiLU of its gate. Normed values are rounded before the
+// multiplication by the weight, and again before the multiplication by the gate.
 static void gated_norm(const void* x, const void* gate, const void* weight, float eps, void* out,
                        int64_t heads, int64_t size, int32_t dtype) {
   with_type(dtype, [&](auto* type) {

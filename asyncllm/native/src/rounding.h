@@ -1,7 +1,7 @@
-// Quantisation of weights, with the same bits as gpu/ops/quantise.py: one IEEE operation after the
-// other, without fusing, so that all instruction sets give the same result.
+// Quantisation of weights, with the same bits as gpu/ops/quantise.py. It uses single IEEE
+// operations without fused multiply-add, so that all instruction sets give the same result.
 INLINE vf vmin(vf a, vf b) { return sub(zero(), vmax(sub(zero(), a), sub(zero(), b))); }
-// Keeps NaN.
+// Returns NaN for NaN.
 INLINE vf clamp(vf x, float low, float high) { return vmin(set1(high), vmax(set1(low), x)); }
 INLINE float round_even(float x) {
   float out[W];
@@ -9,7 +9,7 @@ INLINE float round_even(float x) {
   return out[0];
 }
 
-// The 15 steps of a group: their size, the inverse of that, and the code of 0.
+// The scale of a group, its reciprocal, and the zero point.
 struct Steps { float scale, inverse, zero; };
 
 INLINE Steps steps_of(float low, float high, double shrink) {
@@ -20,7 +20,7 @@ INLINE Steps steps_of(float low, float high, double shrink) {
   return {scale, inverse, code > 15.0f ? 15.0f : code > 0.0f ? code : 0.0f};
 }
 
-// The root of the sum of squared rounding errors, summed in halves.
+// Root of the sum of squared rounding errors, summed pairwise in the order of quantise.py.
 INLINE float error_of(const vf* values, const Steps& steps) {
   vf squares[SPAN / W];
   for (int i = 0; i < SPAN / W; ++i) {
@@ -37,7 +37,8 @@ INLINE float error_of(const vf* values, const Steps& steps) {
   return __builtin_sqrtf(sums[0]) * steps.scale;
 }
 
-// The least and the greatest of a group and 0; NaN if an element is NaN, whose payload is cleared.
+// Minimum and maximum of a group's elements and 0. If an element is NaN, both are NaN, and the
+// payload of such elements is cleared.
 INLINE void range_of(vf* values, float* low, float* high) {
   vf top = zero(), bottom = zero(), broken = zero();
   for (int i = 0; i < SPAN / W; ++i) {
@@ -57,7 +58,7 @@ INLINE void range_of(vf* values, float* low, float* high) {
   }
 }
 
-// Integral floats that fit a byte, as integers; 0 for NaN without payload.
+// Converts integral floats that fit a byte to integers, and NaN without payload to 0.
 template <class T> INLINE void store_integers(vf x, T* out) {
   // After adding 1.5 * 2^23, the last bits of a float are those of the integer.
   float shifted[W];
@@ -67,7 +68,7 @@ template <class T> INLINE void store_integers(vf x, T* out) {
   for (int j = 0; j < W; ++j) out[j] = (T)bits[j];
 }
 
-// Rounds a group, the first `count` elements of x, to codes; returns its steps.
+// Rounds a group, the first `count` elements of x, to 4 bits; returns its scale and zero point.
 template <class T> static Steps round_group(const T* x, int64_t count, uint8_t* codes) {
   static const double SHRINKS[] = {1.0, 0.92, 0.84};
   vf values[SPAN / W];
@@ -115,7 +116,7 @@ template <class T> static void round_to_channel(const RoundArgs& args, const T* 
   int8_t* out = (int8_t*)args.values_out + row * args.k;
   float* scale = (float*)args.scales + row;
   if (hsum(broken) != 0.0f) {
-    // NaN or infinity makes all outputs of the row NaN.
+    // A row with NaN or infinity gets such a scale, which makes its outputs NaN.
     for (int64_t i = 0; i < args.k; ++i)
       if (widen(x[i]) != widen(x[i])) largest = __builtin_nanf("");
     *scale = largest;

@@ -5,8 +5,9 @@
 
 namespace {
 
-// One row's experts. A NaN score never compares as greater, so that ids are always different
-// experts; if it is chosen, its weight, and so the row's result, is NaN.
+// Chooses one row's experts. NaN scores never compare as greater, so that the chosen experts are
+// always different. If an expert with a NaN score is chosen, its weight and the row's result are
+// NaN.
 struct Router {
   const RoutingArgs& args;
   float *scores, *choice, *groups;
@@ -25,7 +26,7 @@ struct Router {
       choice[i] = scores[i] + (args.correction ? args.correction[i] : 0);
   }
 
-  // Takes the first of the greatest that have not been taken.
+  // Marks the greatest value that is not taken yet, the first of equal ones; returns its index.
   static int64_t take_best(float* values, bool* taken, int64_t count) {
     int64_t best = -1;
     for (int64_t i = 0; i < count; ++i)
@@ -34,7 +35,8 @@ struct Router {
     return best;
   }
 
-  // Keeps only the experts of the groups whose two best scores have the greatest sums.
+  // Marks the experts of all but the best groups as taken. A group's score is the sum of its two
+  // best.
   void choose_groups(bool* taken) {
     int64_t size = args.num_experts / args.num_groups;
     bool* chosen = taken + args.num_experts;

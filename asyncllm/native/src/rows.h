@@ -1,7 +1,7 @@
-// Kernels of ops on one row at a time.
+// Kernels of ops that compute each row by itself: norms, RoPE, activations.
 
-// residual = scale * (residual + multiplier * x), unless residual is null, with each product and
-// the sum rounded to the type of x; returns that vector, or x.
+// Unless residual is null, residual = scale * (residual + multiplier * x) for the vector at i, with
+// each product and the sum rounded to the type of x. Returns that vector, or that of x.
 template <class T>
 INLINE vf add_vector(const T* x, T* residual, float multiplier, float scale, int64_t i,
                      int64_t left) {
@@ -14,7 +14,8 @@ INLINE vf add_vector(const T* x, T* residual, float multiplier, float scale, int
   return value;
 }
 
-// The norm is rounded before a weight of its own type, but not before a float32 weight.
+// Rounds normed values before the multiplication by a weight of x's type, but not before the
+// multiplication by a float32 weight.
 template <class T> INLINE vf normed_for(vf normed, const T* x, const T*) {
   return rounded_to(normed, x);
 }
@@ -76,7 +77,7 @@ static void softcap_row(void* x, float cap, int64_t width, int32_t dtype) {
   });
 }
 
-// Rotates a head: elements i and i + half form a pair.
+// Applies RoPE to a head in GPT-NeoX order: elements i and i + half are a pair.
 template <class T> static void rotate_head(T* head, const T* table, int64_t size) {
   int64_t half = size / 2;
   const T *cosines = table, *sines = table + half;
@@ -89,7 +90,7 @@ template <class T> static void rotate_head(T* head, const T* table, int64_t size
   }
 }
 
-// Norms adjacent heads, unless the weight is null: each by itself, or all together.
+// Norms adjacent heads, each by itself or, with `whole`, all together; none if weight is null.
 template <class T>
 static void norm_heads(const RopeArgs& args, T* heads, const void* weight, int64_t count,
                        bool whole) {

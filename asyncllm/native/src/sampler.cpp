@@ -1,4 +1,4 @@
-// Draws a token for each row, without a sort of the vocabulary: the function of ops/gumbel.py.
+// Samples a token per row, as gpu/ops/gumbel.py does, without a sort of the vocabulary.
 #include "candidates.h"
 #include "noise.h"
 
@@ -15,7 +15,7 @@ struct Draw {
 };
 
 constexpr float MIN_TEMPERATURE = 1e-5f;
-// Chunks of a row that one task reduces.
+// Number of chunks of a row that one task reduces.
 constexpr int64_t TASK_CHUNKS = 64;
 
 // Whether top_k, top_p or min_p of request index `line` may exclude a token.
@@ -52,8 +52,8 @@ int64_t race_in_rounds(const Draw& draw) {
   return token;
 }
 
-// Number of candidates that survive truncation; -1 if the cut of top_p lies beyond the candidates.
-// Masses are doubles; the largest logit has mass 1.
+// Number of candidates that survive truncation; -1 if top_p may keep tokens that are no candidates.
+// The largest logit has mass 1.
 int64_t count_kept(const Draw& draw, const Candidates& candidates, int64_t limit, double total) {
   int64_t count = least(candidates.count(), limit);
   if (draw.top_p >= 1) return count;
@@ -71,8 +71,8 @@ int64_t count_kept(const Draw& draw, const Candidates& candidates, int64_t limit
   return sum >= allowed || count == limit ? count : -1;
 }
 
-// Races the tokens that survive truncation. Without top_k and min_p, the search for them ends once
-// top_p of the mass of all tokens is found.
+// Races the tokens that survive truncation. With top_p alone, candidates are collected until they
+// have top_p of the mass of all tokens.
 int64_t race_truncated(const Draw& draw, void* scratch) {
   Candidates candidates(draw.extremes, scratch);
   bool limited = draw.top_k > 0 && draw.top_k < draw.extremes.row.count;

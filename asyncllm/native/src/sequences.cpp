@@ -1,4 +1,4 @@
-// The ops on a KV cache, which check every index, divide the work and call the kernels.
+// The ops on a KV cache. An op checks every index, divides the work and calls the kernels.
 #include "context.h"
 
 namespace {
@@ -9,7 +9,7 @@ bool is_cache(const void* cache, int32_t dtype, int64_t num_blocks, int64_t bloc
          block_size > 0 && kv_heads > 0 && head_dim > 0;
 }
 
-// One token of a sequence, or a tile of several, with a range of keys, for every key/value head.
+// A unit of attention work: a tile of a sequence's tokens and a range of keys, for all heads.
 struct Piece {
   int64_t row, first_token, last_token, first_key, last_key, partial;
 };
@@ -24,7 +24,7 @@ class AttentionPlan {
   }
   ~AttentionPlan() { free(pieces_); }
 
-  // Checks lengths and block tables, counts the pieces, allocates and makes them.
+  // Checks lengths and block tables, and makes the pieces.
   int32_t make() {
     int64_t count = 0;
     int32_t status = walk(&count);
@@ -42,7 +42,7 @@ class AttentionPlan {
   int64_t count() const { return count_; }
   int64_t head_parts() const { return args_.kv_heads * parts_; }
 
-  // The task of a piece for a key/value head, or for a part of its query heads.
+  // Makes a piece's task for a key/value head, or for a part of that head's query heads.
   AttentionTask task(const Piece& piece, int64_t part) const {
     int64_t kv_head = part / parts_, first = part % parts_ * heads_;
     int64_t last = least(group_, first + heads_);
@@ -85,7 +85,7 @@ class AttentionPlan {
     return args_.window ? most(0, position + 1 - args_.window) : 0;
   }
 
-  // Blocks entirely before a window are not checked: they may have been freed.
+  // Checks the ids of a row's blocks, except of blocks before its window, which may be freed.
   int32_t check_table(int64_t row, int64_t length, int64_t tokens) {
     const int32_t* table = block_table_of(args_, row);
     int64_t start = first_key(length - tokens) / args_.block_size;
@@ -147,7 +147,7 @@ API int32_t asyncllm_attention(Context* context, const AttentionArgs* args) {
     return STATUS_NO_MEMORY;
   float* partials = static_cast<float*>(context->shared);
   int64_t parts = plan.head_parts();
-  // Partial results lie by head, then by split.
+  // Partial results of a token are ordered by head group, then by split.
   auto partial_at = [&](const AttentionTask& task, int64_t first, int64_t splits, int64_t split) {
     int64_t group = task.last_head - task.first_head;
     return partials + (first * heads + task.first_head * splits + split * group) * row_floats;
@@ -161,7 +161,7 @@ API int32_t asyncllm_attention(Context* context, const AttentionArgs* args) {
     return end - start;
   };
   share(context, plan.tasks(), plan.work(), [&](int64_t at, int thread) {
-    // The last tiles of a prompt come first, because they see the most keys.
+    // Start with the last tiles of a prompt, which see the most keys.
     int64_t index = plan.count() - 1 - at / parts;
     const Piece& piece = plan.pieces()[index];
     AttentionTask task = plan.task(piece, at % parts);

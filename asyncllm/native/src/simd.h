@@ -1,16 +1,15 @@
-// Vector types and functions that every instruction set provides; included into an anonymous
-// namespace.
+// Vector types and functions that every simd_*.h defines; included into an anonymous namespace.
 //
-//   W, ROWS, NV        floats in a vector; rows of a register tile; vectors of a panel
+//   W, ROWS, NV        floats per vector; rows per register tile; vectors per panel
 //   zero set1 load store add sub mul div fma vmax
 //   at_least(value, x, limit)   value where x is not below limit (NaN is not), else 0
 //   load_pair(bf16*, a, b)      two vectors whose elements are interleaved in memory
 //   vi, vs             W integers of 32 bits; W pairs of 16 bits
 //   zero_integers load_shorts(int8*) set_pair(int16*) to_floats
 //   dot_shorts(acc, a, b)       acc plus the two products of each pair
-//   vb, va             4 W bytes, W quads of 4; sums of W quads' products, with room for all quads
-//                      of 4-bit codes in a span
-//   load_codes(p, low, high)    the lower and the upper 4 bits of 4 W bytes
+//   vb, va             W quads of 4 bytes; W sums of quads' products, wide enough for the sum over
+//                      a span of 4-bit values
+//   load_codes(p, low, high)    the low and the high 4 bits of 4 W bytes
 //   set_quad(int8*) no_sums dot_codes(acc, codes, x) total(va)
 //   load_bytes(uint8*) set_integers less_product(a, b, x) add_sixteenfold(a, b)    on vi
 //   round_even, scale_by_pow2(x, n)    n integral, within a normal float's exponents
@@ -54,7 +53,7 @@ INLINE void narrow(float x, f16* out) {
   } else if (size >= 0x477ff000) {
     out->bits = (uint16_t)(sign | 0x7c00);
   } else if (size < 0x38800000) {
-    // Subnormal: the addition rounds at the last bit of a float16 of that size.
+    // Subnormal float16: adding 0.5 rounds to the last bit that such a float16 has.
     uint32_t rounded = float_to_bits(bits_to_float(size) + 0.5f) - float_to_bits(0.5f);
     out->bits = (uint16_t)(sign | rounded);
   } else {

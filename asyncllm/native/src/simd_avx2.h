@@ -2,7 +2,7 @@
 enum { W = 8, ROWS = 3, NV = 2 };
 typedef __m256 vf;
 typedef __m256i vs;
-// Not __m256i: GCC gives a sum of its elements another type, and does not keep it in place.
+// A vector of int32_t instead of __m256i, for which GCC would not accumulate sums in place.
 typedef int32_t vi __attribute__((vector_size(32)));
 INLINE vf zero() { return _mm256_setzero_ps(); }
 INLINE vf set1(float x) { return _mm256_set1_ps(x); }
@@ -65,7 +65,7 @@ INLINE vb set_quad(const int8_t* p) {
 INLINE va no_sums() { return va{}; }
 INLINE va dot_codes(va acc, vb codes, vb x) {
   acc += (va)_mm256_maddubs_epi16(codes, x);
-  // Keeps GCC from computing the products of a whole span first, which would spill them.
+  // The barrier keeps GCC from computing a span's products all at once, which would spill them.
   asm("" : "+x"(acc));
   return acc;
 }

@@ -13,7 +13,7 @@ INLINE vf load(const bf16* p) {
 INLINE vf load(const f16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 INLINE void store(float* p, vf x) { _mm512_storeu_ps(p, x); }
 INLINE void store(bf16* p, vf x) {
-  // vcvtneps2bf16 flushes subnormals, which the other instruction sets keep.
+  // Do not use vcvtneps2bf16: it flushes subnormals, which the other instruction sets keep.
   __m512i bits = _mm512_castps_si512(x);
   __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
@@ -36,7 +36,7 @@ INLINE void load_pair(const bf16* p, vf& a, vf& b) {
   a = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
   b = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xffff0000)));
 }
-// acc plus the products of 16 outputs' pairs of weights with one pair of x.
+// Adds to acc, for 16 outputs, the products of a pair of weights with one pair of x.
 INLINE vf dot_pair(vf acc, const bf16* weights, uint32_t pair) {
   return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_loadu_si512(weights),
                           (__m512bh)_mm512_set1_epi32((int)pair));

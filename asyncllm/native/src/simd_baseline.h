@@ -1,4 +1,4 @@
-// Vectors of four by the compiler's extension, for any processor of the architecture.
+// Vectors of four floats by GCC's vector extension, for any processor of the architecture.
 enum { W = 4, ROWS = 2, NV = 2 };
 typedef float vf __attribute__((vector_size(16)));
 typedef int32_t vi __attribute__((vector_size(16)));
@@ -63,7 +63,7 @@ INLINE vi set_integers(int32_t x) { return vi{x, x, x, x}; }
 INLINE vi less_product(vi a, vi b, int32_t x) { return a - b * x; }
 INLINE vi add_sixteenfold(vi a, vi b) { return a + (b << 4); }
 INLINE vf round_even(vf x) {
-  // Adding 1.5 * 2^23 leaves no bits for a fraction.
+  // Adding 1.5 * 2^23 leaves no bits for a fraction, so that the sum is rounded to an integer.
   vf big = set1(12582912.0f);
   return (x + big) - big;
 }

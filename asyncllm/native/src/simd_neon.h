@@ -1,4 +1,4 @@
-// NEON of 64-bit ARM, which every such processor has.
+// NEON, which every 64-bit ARM processor has.
 enum { W = 4, ROWS = 4, NV = 4 };
 typedef float32x4_t vf;
 typedef int32x4_t vi;

@@ -1,4 +1,4 @@
-// Threads of the library, and the time slices of threads that compute.
+// Starting threads, and the time slices of threads that compute.
 #pragma once
 #include <pthread.h>
 #include <signal.h>
@@ -6,7 +6,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// Starts a thread that blocks all signals: the application's handlers run on its own threads.
+// Starts a thread that blocks all signals, so that signal handlers run on the application's
+// threads.
 inline bool start_thread(pthread_t* thread, const char* name, void* (*enter)(void*), void* at) {
   sigset_t all, before;
   sigfillset(&all);
@@ -17,13 +18,14 @@ inline bool start_thread(pthread_t* thread, const char* name, void* (*enter)(voi
   return started;
 }
 
-// Longer than Linux's default slice, which is at most 2.8 ms on any number of processors.
+// Time slice of threads that compute. Linux's default is at most 2.8 ms.
 constexpr uint64_t SLICE_NANOSECONDS = 5000000;
 
-// Asks for long time slices for the calling thread. From Linux 6.12 on, a waking thread with a
-// shorter slice, such as the application's event loop, then preempts it at once (PREEMPT_SHORT of
-// EEVDF), instead of waiting for the end of its slice. Shares of the processor do not change.
-// Policies other than SCHED_OTHER and SCHED_BATCH have no slices, and older systems ignore them.
+// Asks for long time slices for the calling thread. From Linux 6.12 on, a thread with a shorter
+// slice that wakes up, such as the application's event loop, then preempts the calling thread at
+// once (PREEMPT_SHORT of EEVDF), instead of waiting for the end of its slice. The processor time
+// that each thread gets does not change. Older systems ignore the request, and so do scheduling
+// policies without slices, which are all but SCHED_OTHER and SCHED_BATCH.
 inline void lengthen_slice() {
   struct {
     uint32_t size, policy;

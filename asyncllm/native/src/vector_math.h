@@ -5,7 +5,7 @@ INLINE void zero_floats(float* p, int64_t count) {
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Loads the first `count` elements, reading no others, padded with zeros.
+// Loads the first `count` elements and reads no others; the rest of the vector is zeros.
 template <class T> INLINE vf load_some(const T* p, int64_t count) {
   float buffer[W];
   for (int i = 0; i < W; ++i) buffer[i] = i < count ? widen(p[i]) : 0.0f;
@@ -24,7 +24,7 @@ template <class T> INLINE void store_up_to(T* p, vf x, int64_t count) {
   for (int64_t i = 0; i < count; ++i) narrow(buffer[i], p + i);
 }
 
-// x rounded to T.
+// Rounds x to T.
 INLINE vf rounded_to(vf x, const float*) { return x; }
 template <class T> INLINE vf rounded_to(vf x, const T*) {
   T buffer[W];
@@ -32,10 +32,10 @@ template <class T> INLINE vf rounded_to(vf x, const T*) {
   return load(buffer);
 }
 
-// e to the x within 2 units in the last place; 0 below the normal floats, exactly 1 at 0.
+// e^x within 2 units in the last place. It is exactly 1 for x = 0, and 0 where e^x is subnormal.
 INLINE vf exponential(vf x) {
   const float least_normal = -87.33654f;
-  // The bound is the first operand, so that NaN is kept.
+  // The bound is the first operand, because vmax keeps NaN in its second.
   vf bounded = vmax(set1(least_normal), x);
   bounded = sub(zero(), vmax(set1(-88.37626f), sub(zero(), bounded)));
   vf n = round_even(mul(bounded, set1(1.44269504f)));
@@ -50,7 +50,7 @@ INLINE vf exponential(vf x) {
   p = add(fma(mul(r, r), p, r), set1(1.0f));
   return at_least(scale_by_pow2(p, n), x, least_normal);
 }
-// Sets NaN in `noted` where x is NaN or infinity; minus infinity is allowed.
+// Sets `noted` to NaN where x is NaN or plus infinity.
 INLINE vf note_broken(vf noted, vf x) {
   return fma(at_least(x, x, -__FLT_MAX__), zero(), noted);
 }
@@ -64,7 +64,7 @@ INLINE float exponential(float x) {
   return out[0];
 }
 
-// Calls f with a null pointer of the element type that `dtype` names.
+// Calls f with a null pointer to the element type for `dtype`.
 template <class F> INLINE void with_type(int32_t dtype, F&& f) {
   if (dtype == DTYPE_F32)
     f((float*)nullptr);

@@ -1,4 +1,4 @@
-// Waiting for another thread: spins for some tens of microseconds, and then sleeps.
+// Waiting for another thread: spinning for some tens of microseconds, then sleeping.
 #pragma once
 #include <linux/futex.h>
 #include <stdint.h>
@@ -22,7 +22,7 @@ inline int64_t now() {
   return time.tv_sec * int64_t(1000000000) + time.tv_nsec;
 }
 
-// Calls `done` until it returns true or the time is up.
+// Calls `done` until it returns true, or for some tens of microseconds; returns its last result.
 template <class F> bool spin(F&& done) {
   int64_t end = 0;
   for (;;) {

@@ -1,4 +1,4 @@
-// Packed weights, in the layout of a context's kernels.
+// Packs weights into the layout of a context's kernels.
 #include "weights.h"
 
 #include <string.h>
@@ -8,8 +8,8 @@ namespace {
 
 constexpr int64_t PAGE = 4096, HUGE_PAGE = int64_t(2) << 20;
 
-// Allocates full huge pages, and small pages for the rest: the weights of an expert are a few huge
-// pages, and half of another one wasted per expert would be a tenth of the model.
+// Allocates whole huge pages, and small pages for the rest. The weights of an expert fill only a
+// few huge pages: half a huge page wasted per expert would be a tenth of the model.
 void* map_weights(int64_t bytes, bool* mapped) {
   *mapped = bytes >= HUGE_PAGE;
   if (!*mapped) return allocate(bytes);

@@ -9,6 +9,6 @@ struct Weights {
   bool mapped;
 };
 
-// The largest integer to which rows of k elements may be rounded, so that sums of their products
-// with 8-bit weights fit 32 bits.
+// Largest integer to which the elements of a row [k] may be rounded, if the sum of their products
+// with 8-bit weights has to fit 32 bits.
 inline float largest_integer(int64_t k) { return float(least(32767, INT32_MAX / (127 * k))); }

@@ -126,7 +126,7 @@ def attended(place: Place) -> list[Tensor]:
     q, cache, found = heads(drawn(ROWS, 32)), drawn(2, 9, 16, 1, 16, seed=1), []
     table = place(torch.arange(ROWS * 2, dtype=torch.int32).view(ROWS, 2) + 1)
     given = q, cache, table, LINES, torch.tensor([3, 20, 17, 32], dtype=torch.int32)
-    decodes: list[dict[str, Any]] = [{}, {"splits": 2}, {"extra_shares": 3}]
+    decodes: list[dict[str, Any]] = [{}, {"splits": 2}, {"extra_splits": 3}]
     for options in decodes:
         out, options["tiles"] = heads(torch.zeros(ROWS, 32)), tuning.decode_tiles(90, 16, 4)
         found.append(attend_decodes(decode_attention, *given, scale=1.0, out=out, **options))

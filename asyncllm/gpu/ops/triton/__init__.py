@@ -1,5 +1,5 @@
 """The op set in Triton, for NVIDIA GPUs of compute capability 8.0 and later.
 
-Nothing is imported here, so that a machine without Triton can import this package. Modules with
-kernels are imported when this backend is chosen.
+This file imports nothing, so that the package can be imported without Triton. The modules with
+kernels are imported when the Triton backend or op set is made.
 """

@@ -1,7 +1,7 @@
 """Gated activations, multiplication by a sigmoid, and the soft cap of logits."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker sees a kernel as the Python function that it is written as.
+# To a type checker, a Triton kernel is a plain Python function, without ``kernel[grid]``.
 
 from functools import partial
 
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncllm.gpu.ops.triton.launcher import launched
+from asyncllm.gpu.ops.triton.launcher import with_launcher
 from asyncllm.gpu.ops.triton.operands import row_stride
 from asyncllm.gpu.ops.triton.tuning import cdiv
 
@@ -18,10 +18,9 @@ BLOCK = 1024
 
 @triton.jit
 def activated(x, GELU: tl.constexpr):
-    """SiLU of x, or with GELU the tanh approximation of GELU.
+    """SiLU of x, or, with GELU, the tanh approximation of GELU of x.
 
-    The latter is x times the logistic function of
-    ``2 * sqrt(2 / pi) * (x + 0.044715 * x ** 3)``.
+    The approximation is ``x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x ** 3))``.
     """
     inner = x
     if GELU:
@@ -29,7 +28,7 @@ def activated(x, GELU: tl.constexpr):
     return x / (1.0 + tl.exp(-inner))
 
 
-@launched
+@with_launcher
 @triton.jit
 def gated_mul_kernel(
     out,
@@ -42,21 +41,21 @@ def gated_mul_kernel(
     GELU: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Activation of gates times ups; grid ``(rows, blocks of width)``."""
+    """Multiplies the activated gates by the ups; grid ``(rows, blocks of width)``."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = columns < width
     gate = tl.load(gates + row * stride_gates + columns, mask=real, other=0.0).to(tl.float32)
     up = tl.load(ups + row * stride_ups + columns, mask=real, other=0.0).to(tl.float32)
-    # Rounded before the product, like the reference.
+    # Round before the product, as TorchOps does.
     value = activated(gate, GELU).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * stride_out + columns, (value * up).to(out.dtype.element_ty), mask=real)
 
 
 def gated_mul(gate_up: Tensor, up: Tensor | None = None, *, gelu: bool) -> Tensor:
-    """``[T, 2 * I] -> [T, I]``: activation of the first half times the second.
+    """``[T, 2 * I] -> [T, I]``: the activated first half times the second half.
 
-    With ``up [T, I]``, activation of the whole ``[T, I]`` times that.
+    With ``up [T, I]``, ``gate_up`` is the gate ``[T, I]`` alone.
     """
     width = gate_up.shape[1] if up is not None else gate_up.shape[1] // 2
     gate, up = (gate_up, up) if up is not None else (gate_up, gate_up[:, width:])
@@ -73,22 +72,22 @@ silu_mul = partial(gated_mul, gelu=False)
 gelu_mul = partial(gated_mul, gelu=True)
 
 
-@launched
+@with_launcher
 @triton.jit
 def sigmoid_mul_kernel(out, x, gate, width, stride_x, stride_gate, BLOCK: tl.constexpr):
-    """x times the sigmoid of gate; grid ``(rows, blocks of width)``."""
+    """Multiplies x by the sigmoid of gate; grid ``(rows, blocks of width)``."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = columns < width
     value = tl.load(x + row * stride_x + columns, mask=real, other=0.0).to(tl.float32)
     logit = tl.load(gate + row * stride_gate + columns, mask=real, other=0.0).to(tl.float32)
-    # Rounded before the product, like the reference.
+    # Round before the product, as TorchOps does.
     factor = (1.0 / (1.0 + tl.exp(-logit))).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * width + columns, (value * factor).to(out.dtype.element_ty), mask=real)
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
-    """``x [T, N]`` times the sigmoid of ``gate [T, N]``."""
+    """Multiplies ``x [T, N]`` by the sigmoid of ``gate [T, N]``."""
     rows, width = x.shape
     out = x.new_empty((rows, width))
     if rows:
@@ -105,7 +104,7 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     return out
 
 
-@launched
+@with_launcher
 @triton.jit
 def softcap_kernel(x, width, cap, stride, BLOCK: tl.constexpr):
     """``cap * tanh(x / cap)`` in place; grid ``(rows, blocks of width)``."""

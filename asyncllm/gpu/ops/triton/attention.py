@@ -1,6 +1,6 @@
-"""TritonAttention: the attention backend on the paged kernels.
+"""TritonAttention: the attention backend on the Triton kernels.
 
-The kernels, and with them Triton, are imported when the attention is made.
+The kernels, and Triton with them, are imported when the attention is made.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asyncllm.gpu.ops.triton.tuning import (
     decode_programs,
     decode_tiles,
     is_skewed,
-    num_extra_shares,
+    num_extra_splits,
     num_splits,
     num_tile_splits,
     num_tiles,
@@ -41,19 +41,21 @@ class TritonPlan:
     """The plan of a step, with metadata on the device; decode rows come first.
 
     Attributes:
-        num_decodes: leading rows of one token each, padded ones included.
+        num_decodes: number of leading rows of one token each, padded rows included.
         seq_lens: ``[R]`` int32, 0 for a padded row.
         block_table: ``[N, W]`` int32.
-        table_rows: ``[R]``, each row's row of ``block_table``; any number for a padded row.
-        splits: programs per decode row and key/value head.
-        extra_shares: used instead of splits unless 0, see ``DecodeAttention``.
-        tile_splits: programs per tile of prefill and key/value head.
-        workspace: float32, partial results of the programs; shared by all layers.
-        query_start_loc: ``[R - num_decodes + 1]`` int32 from 0 on, of the other rows; None if
-            there are none.
-        window: keys that a query sees, or None.
-        decode, prefill: the launches, made by the first layer of the step.
-        is_bound: the launches have been made.
+        table_rows: ``[R]``, index of each row's block table in ``block_table``; any number for a
+            padded row.
+        splits: number of splits of each decode row's keys.
+        extra_splits: if not 0, decode rows have balanced splits instead of ``splits`` each, see
+            ``DecodeAttention``.
+        tile_splits: number of splits of the keys of each prefill tile.
+        workspace: float32, partial results of the splits; all layers use the same.
+        query_start_loc: ``[R - num_decodes + 1]`` int32, cumulative sums of the prefill rows' query
+            tokens, from 0 on; None if there are no prefill rows.
+        window: number of keys that a query sees; None is all.
+        decode, prefill: the bound kernels, which the first layer of the step makes.
+        is_bound: whether ``decode`` and ``prefill`` have been made.
     """
 
     num_decodes: int
@@ -61,7 +63,7 @@ class TritonPlan:
     block_table: Tensor
     table_rows: Tensor
     splits: int = 1
-    extra_shares: int = 0
+    extra_splits: int = 0
     tile_splits: int = 1
     workspace: Tensor | None = None
     query_start_loc: Tensor | None = None
@@ -76,11 +78,11 @@ class TritonAttention:
 
     Args:
         capability: compute capability as ``10 * major + minor``; the device's if None.
-        num_sms: multiprocessors; the device's if None.
+        num_sms: number of multiprocessors; the device's if None.
 
     Raises:
         EngineError: Triton cannot compile kernels here.
-        ValueError: a head size or a GPU that the kernels do not cover.
+        ValueError: the kernels do not support the head size or the GPU.
     """
 
     name = "triton"
@@ -139,7 +141,7 @@ class TritonAttention:
         self.prefill_tiles = prefill_tiles(capability, shape.head_dim, dtype.itemsize)
 
     def splits(self, batch: int, max_len: int, window: int | None) -> int:
-        """Chooses the programs per row and key/value head for a batch of decode rows."""
+        """Chooses the number of splits per row for a batch of decode rows."""
         if window is not None:
             max_len = min(max_len, window)
         return num_splits(
@@ -147,19 +149,19 @@ class TritonAttention:
         )
 
     def balances(self, max_len: int, window: int | None) -> bool:
-        """Whether decode rows of at most ``max_len`` tokens may be skewed.
+        """Whether decode rows of at most ``max_len`` tokens may need balanced splits.
 
-        Rows with a window are treated as equally long.
+        With a window they never do: all rows then see about as many keys.
         """
         return window is None and max_len > SKEWED_TOKENS
 
     def is_skewed(self, batch: int, lengths: np.ndarray, max_len: int, window: int | None) -> bool:
-        """Whether decode rows would wait for the longest one if all had equally many splits.
+        """Whether the longest row would hold up the others if all had equally many splits.
 
         Args:
-            batch: rows of the launch, padding included.
+            batch: number of rows of the launch, padding included.
             lengths: ``[B]``, tokens of each sequence.
-            max_len: longest sequence, for which the number of splits is chosen.
+            max_len: length of the longest sequence for which the number of splits is chosen.
         """
         longest = int(lengths.max())
         if not self.balances(longest, window):
@@ -173,36 +175,38 @@ class TritonAttention:
         plan = TritonPlan(
             decodes, step.seq_lens, step.groups[group].block_table, step.req_indices, window=window
         )
-        host, shares = step.host, 0
+        host, num_partials = step.host, 0
         if decodes:
             max_len, balanced = step.max_len, step.balanced and window is None
             if host is not None:
                 lengths = host.seq_lens[:decodes]
                 max_len = int(lengths.max())
                 balanced = self.is_skewed(decodes, lengths, max_len, window)
-            shares = self._plan_decodes(plan, max_len, balanced)
+            num_partials = self._plan_decodes(plan, max_len, balanced)
         if decodes < rows:
             assert host is not None  # captured rows are decodes
             plan.query_start_loc = step.prefill_start_loc
             tokens = int(host.query_start_loc[rows]) - decodes
             max_len = int(host.seq_lens[decodes:].max())
-            shares = max(shares, self._plan_tiles(plan, tokens, rows - decodes, max_len))
-        self._make_workspace(plan, shares)
+            num_partials = max(
+                num_partials, self._plan_tiles(plan, tokens, rows - decodes, max_len)
+            )
+        self._make_workspace(plan, num_partials)
         return plan
 
     def _plan_decodes(self, plan: TritonPlan, max_len: int, balanced: bool) -> int:
-        """Chooses how decode rows' keys are divided; returns the partial results per head."""
+        """Chooses the splits of decode rows; returns the number of partial results per head."""
         batch = plan.num_decodes
         if balanced:
-            plan.extra_shares = num_extra_shares(
+            plan.extra_splits = num_extra_splits(
                 self.shape.num_kv_heads, self.num_sms, self.programs_per_sm
             )
-            return batch + plan.extra_shares
+            return batch + plan.extra_splits
         plan.splits = self.splits(batch, max_len, plan.window)
         return batch * plan.splits if plan.splits > 1 else 0
 
     def _plan_tiles(self, plan: TritonPlan, tokens: int, seqs: int, max_len: int) -> int:
-        """Chooses how prefill tiles' keys are divided; returns the partial results per head."""
+        """Chooses the splits of prefill tiles; returns the number of partial results per head."""
         shape, tiles = self.shape, self.prefill_tiles
         if plan.window is not None:
             max_len = min(max_len, plan.window + tiles.rows)
@@ -211,9 +215,9 @@ class TritonAttention:
         plan.tile_splits = splits
         return tokens * splits if splits > 1 else 0
 
-    def _make_workspace(self, plan: TritonPlan, shares: int) -> None:
-        if shares:
-            size = workspace_size(shares, self.shape.num_heads, self.shape.head_dim)
+    def _make_workspace(self, plan: TritonPlan, num_partials: int) -> None:
+        if num_partials:
+            size = workspace_size(num_partials, self.shape.num_heads, self.shape.head_dim)
             plan.workspace = torch.empty(size, dtype=torch.float32, device=self.device)
 
     def __call__(
@@ -233,7 +237,7 @@ class TritonAttention:
     def attend(
         self, q: Tensor, cache: Tensor, out: Tensor, plan: TritonPlan, sinks: Tensor | None
     ) -> None:
-        """Attention of ``q [T, Hq, D]`` into ``out``."""
+        """Writes the attention of ``q [T, Hq, D]`` to ``out``, of the same shape."""
         if not plan.is_bound:
             self._bind(plan, q.shape[0], cache.shape[2])
         if plan.decode is not None:
@@ -242,17 +246,18 @@ class TritonAttention:
             plan.prefill(q, cache, out, sinks)
 
     def _bind(self, plan: TritonPlan, tokens: int, block_size: int) -> None:
-        """Makes the launches that all layers of a step share."""
+        """Binds the kernels to what is the same in all layers of a step."""
         decodes, shape = plan.num_decodes, self.shape
         if decodes:
             plan.decode = self._decode(
                 shape, block_size, plan.block_table, plan.table_rows[:decodes],
                 plan.seq_lens[:decodes], tiles=self.decode_tiles, splits=plan.splits,
-                extra_shares=plan.extra_shares, window=plan.window, workspace=plan.workspace,
+                extra_splits=plan.extra_splits, window=plan.window, workspace=plan.workspace,
             )  # fmt: skip
         if plan.query_start_loc is not None:
-            # The kernel gets a row number, not a pointer to the first row: that pointer's alignment
-            # would depend on the number of decode rows, if a row's bytes are no multiple of 16.
+            # Pass the number of the first prefill row instead of a pointer to it. Where the bytes
+            # of a row are no multiple of 16, the pointer's alignment would vary with the number of
+            # decode rows, and Triton compiles a kernel per alignment.
             plan.prefill = self._prefill(
                 shape, block_size, tokens - decodes, plan.block_table, plan.table_rows[decodes:],
                 plan.seq_lens[decodes:], plan.query_start_loc, tiles=self.prefill_tiles,

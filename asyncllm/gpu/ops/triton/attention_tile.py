@@ -12,7 +12,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
-    """``score_scale`` and ``softcap`` of ``score_tile`` for a model's scale and cap."""
+    """Converts a model's scale and soft cap to arguments of ``score_tile``."""
     if softcap is None:
         return scale * LOG2_E.value, 0.0
     return scale / softcap, softcap * LOG2_E.value
@@ -27,7 +27,7 @@ def score_tile(q, k, score_scale, softcap, SOFTCAP: tl.constexpr):
     """
     scores = tl.dot(q, k, input_precision="ieee") * score_scale
     if SOFTCAP:
-        # tanh through exp2: exact at both ends, where exp2 is infinite or zero.
+        # tanh by exp2 is exact for very large and very small scores, where exp2 is infinite or 0.
         scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * 2.885390081777927) + 1.0))
     return scores
 
@@ -59,19 +59,20 @@ def attend_tile(
     WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Adds keys ``first_key`` to ``first_key + KEYS - 1`` to the running softmax.
+    """Adds keys ``first_key`` to ``first_key + KEYS - 1`` to the online softmax.
 
-    Without MASKED all of them have to exist and be visible to every row.
+    Without MASKED all of these keys have to be in the cache and visible to every row.
 
     Args:
         q: ``[rows, BLOCK_DIM]``.
-        acc, row_max, row_sum: state of the softmax, float32; the maximum is in base 2.
-        k_cache, v_cache: this key/value head's part of the cache, with the same strides.
+        acc, row_max, row_sum: float32 state of the softmax; the maximum is of scores in base 2.
+        k_cache, v_cache: the keys and the values of one key/value head, with the same strides.
         table: the sequence's block table.
-        positions: ``[rows]``, the last key that each row sees.
-        first_seen: with WINDOW, the first key that any row sees. Earlier blocks may belong to
-            others by now and are never read: zero times their NaN would be NaN.
-        kv_len: tokens in the cache; later slots are stale and never read.
+        positions: ``[rows]``, index of the last key that each row sees.
+        first_seen: with WINDOW, index of the first key that any row sees. Blocks before it are
+            never read: another sequence may own them by now and have written NaN, and a weight of
+            0 times NaN is NaN.
+        kv_len: number of the sequence's tokens in the cache; slots after them are never read.
     """
     keys = first_key + tl.arange(0, KEYS)
     dims = tl.arange(0, BLOCK_DIM)
@@ -82,7 +83,7 @@ def attend_tile(
         blocks = tl.load(table + keys // BLOCK_SIZE, mask=exists, other=0)
     else:
         blocks = tl.load(table + keys // BLOCK_SIZE)
-    # A large cache has more than 2**31 elements.
+    # Offsets need 64 bits: a large cache has more than 2**31 elements.
     blocks = blocks.to(tl.int64)
     slots = (keys % BLOCK_SIZE).to(tl.int64)
     at = blocks * stride_block + slots * stride_slot
@@ -102,7 +103,7 @@ def attend_tile(
             visible &= keys[None, :] > positions[:, None] - window
         scores = tl.where(visible, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
-    # A row that has seen no key yet has no maximum to subtract.
+    # Subtract 0 in a row that has seen no key yet: minus infinity less itself is NaN.
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores - base[:, None])
     decay = tl.exp2(row_max - base)

@@ -1,14 +1,14 @@
-"""TritonCausalConv: the short depthwise convolution of ``gpu/ops/causal_conv.py``."""
+"""TritonCausalConv: the causal depthwise convolution of ``gpu/ops/causal_conv.py``."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker sees a kernel as the Python function that it is written as.
+# To a type checker, a Triton kernel is a plain Python function, without ``kernel[grid]``.
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncllm.gpu.ops.triton.launcher import launched
+from asyncllm.gpu.ops.triton.launcher import with_launcher
 from asyncllm.gpu.ops.triton.prefill_attention import find_sequence
 from asyncllm.gpu.ops.triton.state_rows import TILE_TOKENS, TritonStateRows
 from asyncllm.gpu.ops.triton.tuning import cdiv
@@ -18,12 +18,12 @@ BLOCK_CHANNELS = 256
 
 @triton.jit
 def _silu(total, out):
-    # Rounded before SiLU, like the reference.
+    # Round before SiLU, as TorchCausalConv does.
     value = total.to(out.dtype.element_ty).to(tl.float32)
     return (value / (1.0 + tl.exp(-value))).to(out.dtype.element_ty)
 
 
-@launched
+@with_launcher
 @triton.jit
 def conv_token_kernel(
     out,
@@ -39,7 +39,7 @@ def conv_token_kernel(
     BLOCK: tl.constexpr,
     MIXED: tl.constexpr,
 ):
-    """Rows of one token, and their states; grid ``(rows, blocks of channels)``."""
+    """Convolves rows of one token and updates their states; grid ``(rows, blocks of channels)``."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = columns < CHANNELS
@@ -64,7 +64,7 @@ def conv_token_kernel(
     tl.store(out + token * CHANNELS + columns, _silu(total, out), mask=real)
 
 
-@launched
+@with_launcher
 @triton.jit(do_not_specialize=["num_rows"])
 def conv_chunk_kernel(
     out,
@@ -81,7 +81,7 @@ def conv_chunk_kernel(
     BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """A tile of TOKENS tokens, in rows of several tokens; grid ``(tiles, blocks of channels)``."""
+    """Convolves a tile of TOKENS tokens of a longer row; grid ``(tiles, blocks of channels)``."""
     tile = tl.program_id(0)
     row = find_sequence(query_start, num_rows, tile, TOKENS)
     first = tl.load(query_start + row)
@@ -109,7 +109,7 @@ def conv_chunk_kernel(
     tl.store(at, _silu(total, out), mask=real & (tokens[:, None] < count))
 
 
-@launched
+@with_launcher
 @triton.jit
 def conv_state_kernel(
     x,
@@ -122,9 +122,9 @@ def conv_state_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """New states of rows of several tokens, after ``conv_chunk_kernel`` has read the old ones.
+    """Updates the states of rows of several tokens; grid ``(rows, blocks of channels)``.
 
-    Grid ``(rows, blocks of channels)``.
+    It is launched after ``conv_chunk_kernel``, which reads the old states.
     """
     row = tl.program_id(0).to(tl.int64)
     first = tl.load(query_start + row)
@@ -136,7 +136,7 @@ def conv_state_kernel(
     fresh = tl.load(positions + first) == 0
     held = state + tl.load(slots + row) * (WIDTH - 1) * CHANNELS + columns
     for i in tl.static_range(WIDTH - 1):
-        # In place: each input moves to the place of an older one, which has been read.
+        # Updating in place is safe: an input overwrites an older one, which has been read.
         at = count - (WIDTH - 1) + i
         value = tl.load(x + (first + at) * stride_x + columns, mask=real & (at >= 0), other=0.0)
         kept = real & (at < 0) & (fresh == 0)
@@ -145,7 +145,7 @@ def conv_state_kernel(
 
 
 class TritonCausalConv:
-    """The convolution of ``TorchCausalConv`` by Triton kernels."""
+    """``CausalConv`` by Triton kernels."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight.float().T.contiguous()

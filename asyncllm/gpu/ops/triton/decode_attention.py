@@ -1,12 +1,13 @@
-"""Paged attention of decode rows: one query token each, keys divided among programs.
+"""DecodeAttention: paged attention of one query token per row, with the keys split (split-KV).
 
-The query heads of one key/value head are the rows of a tile, so that K and V are read once
-for all of them. Every sequence is divided among equally many programs ("splits"); or, in a batch of
-very different lengths, into "shares" of equal length (``merge_attention.py``).
+The query heads of one key/value head are the rows of a tile, so that K and V are read once for all
+of them. A program computes one split of a sequence's keys. Either every sequence has equally many
+splits; or, in a batch of very different lengths, splits are balanced: all are equally long, so that
+a long sequence has more (``merge_attention.py``).
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker sees a kernel as the Python function that it is written as.
+# To a type checker, a Triton kernel is a plain Python function, without ``kernel[grid]``.
 
 import triton
 import triton.language as tl
@@ -14,15 +15,15 @@ from torch import Tensor
 
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton.attention_tile import LOG2_E, attend_tile
-from asyncllm.gpu.ops.triton.launcher import launched
-from asyncllm.gpu.ops.triton.merge_attention import Partials, share_keys, split_keys
+from asyncllm.gpu.ops.triton.launcher import with_launcher
+from asyncllm.gpu.ops.triton.merge_attention import Partials, balanced_split_keys, split_keys
 from asyncllm.gpu.ops.triton.paged_attention import PagedAttention
 from asyncllm.gpu.ops.triton.tuning import Tiles, cdiv, next_power_of_2
 
 
-# The address of partial_sum in the workspace depends on the number of rows and splits. A kernel
-# specialised on its alignment would be compiled again in the middle of serving.
-@launched
+# The alignment of partial_sum in the workspace depends on the numbers of rows and splits. A kernel
+# specialised on it would be compiled again while requests are served.
+@with_launcher
 @triton.jit(
     do_not_specialize=["num_rows", "window"], do_not_specialize_on_alignment=["partial_sum"]
 )
@@ -62,13 +63,15 @@ def decode_kernel(
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
     ONE_SPLIT: tl.constexpr,
-    LINES: tl.constexpr,
+    MAX_ROWS: tl.constexpr,
 ):
-    """Attention of a tile of query heads over a split or a share of the keys.
+    """Computes attention of a tile of query heads over a split of the keys.
 
-    Grid ``(batch, kv_heads * ROW_TILES, splits)``, partial results ``[batch, heads, splits]``.
-    LINES > 0, a bound of the batch, selects shares: grid ``(shares, kv_heads * ROW_TILES)``,
-    partial results ``[shares, heads]``. Accumulators have a last dimension of BLOCK_DIM.
+    With MAX_ROWS 0, all rows have equally many splits: grid
+    ``(batch, kv_heads * ROW_TILES, splits)``, partial results ``[batch, heads, splits]``. Else
+    splits are balanced, and MAX_ROWS is a power of two not below the batch: grid
+    ``(all splits, kv_heads * ROW_TILES)``, partial results ``[all splits, heads]``. Accumulators
+    have a last dimension of BLOCK_DIM.
     """
     row = tl.program_id(0)
     kv_head = tl.program_id(1) // ROW_TILES
@@ -78,9 +81,9 @@ def decode_kernel(
     heads = kv_head * GROUP + group_row
     dims = tl.arange(0, BLOCK_DIM)
     per_split = 0
-    if LINES > 0:
+    if MAX_ROWS > 0:
         extra = tl.num_programs(0) - num_rows
-        per_split, ends = share_keys(seq_lens, num_rows, extra, KEYS, LINES)
+        per_split, ends = balanced_split_keys(seq_lens, num_rows, extra, KEYS, MAX_ROWS)
         before = ends <= tl.program_id(0)
         row = tl.sum(before.to(tl.int32), 0)
         if row >= num_rows:
@@ -93,7 +96,7 @@ def decode_kernel(
 
     kv_len = tl.load(seq_lens + row).to(tl.int32)
     first = 0
-    if LINES == 0:
+    if MAX_ROWS == 0:
         first, per_split = split_keys(kv_len, splits, window, KEYS, WINDOW)
     start = first + split * per_split
     end = tl.minimum(start + per_split, kv_len)
@@ -104,8 +107,8 @@ def decode_kernel(
 
     q_at = q + row.to(tl.int64) * stride_q_row
     queries = tl.load(q_at + heads[:, None] * stride_q_head + dims[None, :], mask=real, other=0.0)
-    line = tl.load(table_rows + row).to(tl.int64)
-    table = block_table + line * stride_table
+    table_row = tl.load(table_rows + row).to(tl.int64)
+    table = block_table + table_row * stride_table
     at_head = kv_head.to(tl.int64) * stride_head
     k_cache = kv_cache + at_head
     cache = (k_cache, k_cache + stride_kv, table, stride_block, stride_slot, stride_dim)
@@ -115,7 +118,7 @@ def decode_kernel(
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     if SINKS:
-        # The sink is a key without a value, counted in the first split.
+        # The sink is a key without a value; only the first split counts it.
         if split == 0:
             row_max = tl.load(sinks + heads, mask=in_group, other=0.0) * LOG2_E
             row_sum += 1.0
@@ -130,7 +133,7 @@ def decode_kernel(
     else:
         num_heads = tl.num_programs(1) // ROW_TILES * GROUP
         at = (row.to(tl.int64) * num_heads + heads) * splits + split
-        if LINES > 0:
+        if MAX_ROWS > 0:
             at = tl.program_id(0).to(tl.int64) * num_heads + heads
         tl.store(partial_max + at, row_max, mask=in_group)
         tl.store(partial_sum + at, row_sum, mask=in_group)
@@ -144,14 +147,14 @@ class DecodeAttention(PagedAttention):
     Args:
         block_size: a multiple of 16.
         block_table: ``[N, W]`` int32, rows contiguous; entries beyond a sequence are never read.
-        table_rows: ``[B]``, each row's row of ``block_table``; contiguous, like all metadata.
+        table_rows: ``[B]``, index of each row's block table in ``block_table``; contiguous, as are
+            all metadata.
         seq_lens: ``[B]`` int32 or int64, the row's own token included; 0 for a padded row,
             whose output is zero.
-        splits: programs per row and key/value head, from ``num_splits``.
-        extra_shares: used instead of splits unless 0 and without a window: programs per
-            key/value head beyond one per row. Keys are divided into shares of equal length, and a
-            row has as many shares as it needs.
-        workspace: at least ``workspace_size`` float32 elements, for splits or shares.
+        splits: number of splits per row, from ``num_splits``; 1 if ``extra_splits`` is not 0.
+        extra_splits: if not 0, splits are balanced: all are equally long, a row has as many as its
+            length needs, and there are at most ``B + extra_splits``. Not possible with a window.
+        workspace: at least ``workspace_size`` float32 elements, if there is more than one split.
     """
 
     def __init__(
@@ -164,25 +167,25 @@ class DecodeAttention(PagedAttention):
         *,
         tiles: Tiles,
         splits: int,
-        extra_shares: int,
+        extra_splits: int,
         window: int | None,
         workspace: Tensor | None,
     ) -> None:
         batch, kv_heads = seq_lens.shape[0], shape.num_kv_heads
-        row_tiles, lines = cdiv(shape.group_size, tiles.rows), 0
+        row_tiles, max_rows = cdiv(shape.group_size, tiles.rows), 0
         grid = (batch, kv_heads * row_tiles, splits)
-        if extra_shares:
-            grid = (batch + extra_shares, kv_heads * row_tiles, 1)
-            # The batch alone would need a kernel for each of its powers of two.
-            lines = next_power_of_2(max(block_table.shape[0], batch))
+        if extra_splits:
+            grid = (batch + extra_splits, kv_heads * row_tiles, 1)
+            # Take the bound from the block table: a kernel is compiled for each MAX_ROWS.
+            max_rows = next_power_of_2(max(block_table.shape[0], batch))
         partials = None
-        if splits > 1 or extra_shares:
+        if splits > 1 or extra_splits:
             assert workspace is not None
             partials = Partials(
-                workspace, grid[0] * grid[2], shape, seq_lens, extra_shares or splits,
-                keys=tiles.keys, window=window, lines=lines,
+                workspace, grid[0] * grid[2], shape, seq_lens, extra_splits or splits,
+                keys=tiles.keys, window=window, max_rows=max_rows,
             )  # fmt: skip
         super().__init__(
             decode_kernel, shape, block_size, tiles, grid, (block_table, table_rows, seq_lens),
-            (batch,), window, partials, batch, ROW_TILES=row_tiles, LINES=lines,
+            (batch,), window, partials, batch, ROW_TILES=row_tiles, MAX_ROWS=max_rows,
         )  # fmt: skip

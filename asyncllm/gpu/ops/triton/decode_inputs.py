@@ -1,19 +1,19 @@
 """decode_inputs: updates block tables and derives a decode step's inputs in one launch."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker sees a kernel as the Python function that it is written as.
+# To a type checker, a Triton kernel is a plain Python function, without ``kernel[grid]``.
 
 import triton
 import triton.language as tl
 
 from asyncllm.gpu.batch.step_inputs import GroupInputs, StepInputs
-from asyncllm.gpu.ops.triton.launcher import launched
+from asyncllm.gpu.ops.triton.launcher import with_launcher
 from asyncllm.gpu.ops.triton.tuning import cdiv
 
 BLOCK = 128
 
 
-@launched
+@with_launcher
 @triton.jit(do_not_specialize=["num_rows", "num_changes"])
 def decode_inputs_kernel(
     token_ids,
@@ -32,10 +32,10 @@ def decode_inputs_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Changes a block table and derives inputs of decode rows; grid ``(rows / BLOCK,)``, min. 1.
+    """Updates a block table and computes the inputs of decode rows; grid ``(rows / BLOCK,)``.
 
-    Every program makes all changes of the table, because programs cannot wait for each other; they
-    all write the same values.
+    Every program makes all changes of the table, because it needs the changed table and cannot wait
+    for other programs. All write the same values.
     """
     for first in range(0, num_changes, BLOCK):
         number = first + tl.arange(0, BLOCK)
@@ -43,16 +43,16 @@ def decode_inputs_kernel(
         entry = tl.load(changed + number, mask=exists, other=0)
         new = tl.load(new_blocks + number, mask=exists, other=0)
         tl.store(block_table + entry, new, mask=exists)
-    # Threads read values below that others of the program have written.
+    # The code below reads table entries that other threads of this program have written.
     tl.debug_barrier()
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = rows < num_rows
-    line = tl.load(req_indices + rows, mask=real, other=-1).to(tl.int64)
-    live = line >= 0
+    req_index = tl.load(req_indices + rows, mask=real, other=-1).to(tl.int64)
+    live = req_index >= 0
     position = tl.load(positions + rows, mask=live, other=0).to(tl.int64)
     known = tl.load(host_token_ids + rows, mask=live, other=0).to(tl.int64)
-    sampled = tl.load(last_sampled_tokens + line, mask=live, other=0).to(tl.int64)
-    at = block_table + line * stride_table + position // BLOCK_SIZE
+    sampled = tl.load(last_sampled_tokens + req_index, mask=live, other=0).to(tl.int64)
+    at = block_table + req_index * stride_table + position // BLOCK_SIZE
     block = tl.load(at, mask=live, other=0).to(tl.int64)
     slot = tl.where(live, block * BLOCK_SIZE + position % BLOCK_SIZE, 0)
     seq_len = tl.where(live, position + 1, 0)

@@ -1,25 +1,25 @@
-"""Pairs of a token and one of its experts: sorted by expert, and summed by token.
+"""sort_pairs, sum_experts: sort pairs of token and expert by expert, and sum by token.
 
-Nothing is read on the host. No two programs write the same place, so that the order of an expert's
-pairs, and of the terms of a token's sum, is the same in each run.
+Nothing is read on the host. No two programs write to the same element, so that the order of an
+expert's pairs, and of the terms of a token's sum, is the same in each run.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker sees a kernel as the Python function that it is written as.
+# To a type checker, a Triton kernel is a plain Python function, without ``kernel[grid]``.
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncllm.gpu.ops.triton.launcher import launched
+from asyncllm.gpu.ops.triton.launcher import with_launcher
 from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
 
 BLOCK_PAIRS, BLOCK_COLUMNS = 1024, 1024
 
 
-# The number of tokens varies by step: specialised on it, the kernel would be compiled again in the
-# middle of serving.
-@launched
+# The number of tokens varies by step. A kernel specialised on it would be compiled again while
+# requests are served.
+@with_launcher
 @triton.jit(do_not_specialize=["num_tokens"])
 def sort_kernel(
     pairs,
@@ -30,9 +30,9 @@ def sort_kernel(
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes an expert's pairs, in order, after those of the experts before it.
+    """Writes an expert's pairs after those of the experts before it; grid ``(experts,)``.
 
-    Grid ``(experts,)``. Each program reads all ids, which are few, twice.
+    Each program reads all ids twice, which is cheap because they are few.
     """
     expert = tl.program_id(0)
     count = num_tokens * TOP_K
@@ -52,10 +52,10 @@ def sort_kernel(
         tl.store(starts + EXPERTS, before)
 
 
-@launched
+@with_launcher
 @triton.jit
 def tiles_kernel(tile_ends, starts, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Computes where each expert's tiles end; grid ``(1,)``."""
+    """Computes the index of the tile after each expert's last tile; grid ``(1,)``."""
     experts = tl.arange(0, BLOCK)
     real = experts < EXPERTS
     count = tl.load(starts + experts + 1, mask=real, other=0)
@@ -63,7 +63,7 @@ def tiles_kernel(tile_ends, starts, EXPERTS: tl.constexpr, ROWS: tl.constexpr, B
     tl.store(tile_ends + experts, tl.cumsum((count + (ROWS - 1)) // ROWS, 0), mask=real)
 
 
-@launched
+@with_launcher
 @triton.jit
 def sum_kernel(
     out,
@@ -78,9 +78,9 @@ def sum_kernel(
     GATE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sums a token's experts in the order of its ids, and adds the shared experts.
+    """Sums a token's experts and the shared experts; grid ``(rows, blocks of width)``.
 
-    Grid ``(rows, blocks of width)``.
+    The terms are in the order of the token's ids.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -88,7 +88,7 @@ def sum_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for place in range(TOP_K):
         total += tl.load(x + (row * TOP_K + place) * width + columns, mask=real, other=0.0)
-    # Rounded between the steps, like the reference.
+    # Round after each operation, as ``add_shared`` does.
     result = total.to(out.dtype.element_ty)
     if SHARED:
         beside = tl.load(shared + row * stride_shared + columns, mask=real, other=0.0)
@@ -105,11 +105,12 @@ def sort_pairs(ids: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor
 
     Args:
         ids: ``[T, top_k]`` int32, each below ``num_experts``.
-        rows: rows of a tile.
+        rows: number of rows per tile.
 
     Returns:
-        int32: pairs ``[T, top_k]`` as ``token * top_k + place``; the first pair of each expert
-        ``[1, num_experts + 1]``; and the end of its tiles ``[1, num_experts]``.
+        Three int32 tensors: the sorted pairs ``[T, top_k]``, as ``token * top_k + place``; the
+        index of each expert's first pair ``[1, num_experts + 1]``, the last of which is the number
+        of pairs; and the index of the tile after each expert's last ``[1, num_experts]``.
     """
     tokens, top_k = ids.shape
     pairs = ids.new_empty((tokens, top_k))
@@ -131,7 +132,7 @@ def sum_experts(
     """Sums the experts of each token into ``out [T, H]``.
 
     Args:
-        x: ``[T, top_k * H]`` float32, experts' outputs times their weights.
+        x: ``[T, top_k * H]`` float32, the experts' outputs times their weights.
         shared, gate: see ``Experts``.
     """
     tokens, width = out.shape

@@ -1,12 +1,13 @@
 """TritonExperts: experts as two grouped matrix products, over rows sorted by expert.
 
-The grid is an upper bound that the host knows without reading the routing, so that a CUDA graph can
-contain it: each program finds its expert by binary search, as prefill attention finds its sequence.
-The activation is fused into the first product, the weight of a token's expert into the second.
+The grid is an upper bound on the number of tiles. The host knows it without reading the routing, so
+that a CUDA graph can capture the launch. Each program finds its expert by binary search. The
+activation is fused into the first product, the multiplication by the experts' weights into the
+second.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker sees a kernel as the Python function that it is written as.
+# To a type checker, a Triton kernel is a plain Python function, without ``kernel[grid]``.
 
 import torch
 import triton
@@ -17,13 +18,13 @@ from asyncllm.checkpoint.experts_config import ActivationConfig
 from asyncllm.gpu.ops.experts import ExpertsWeights
 from asyncllm.gpu.ops.triton.activation import activated
 from asyncllm.gpu.ops.triton.expert_pairs import sort_pairs, sum_experts
-from asyncllm.gpu.ops.triton.launcher import launched
+from asyncllm.gpu.ops.triton.launcher import with_launcher
 from asyncllm.gpu.ops.triton.tuning import ProductTiles, cdiv, product_tiles
 
 
 @triton.jit
 def find_expert(tile_ends, num_experts, tile):
-    """The expert of a tile; ``num_experts`` for a tile beyond the last expert's."""
+    """The expert of a tile; ``num_experts`` for tiles after the last expert's."""
     low = 0
     high = num_experts
     while low < high:
@@ -37,14 +38,14 @@ def find_expert(tile_ends, num_experts, tile):
 
 @triton.jit
 def find_rows(starts, tile_ends, expert, tile, ROWS: tl.constexpr):
-    """The sorted rows of a tile, and which of them belong to the expert."""
+    """Indices of a tile's sorted rows, and whether each belongs to the tile's expert."""
     first_tile = tl.load(tile_ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(starts + expert + 1)
     rows = tl.load(starts + expert) + (tile - first_tile) * ROWS + tl.arange(0, ROWS)
     return rows, rows < end
 
 
-@launched
+@with_launcher
 @triton.jit
 def gate_up_kernel(
     out,
@@ -68,7 +69,7 @@ def gate_up_kernel(
     CLAMPED: tl.constexpr,
     GELU: tl.constexpr,
 ):
-    """Gated activation of the first product, in sorted rows; grid ``(tiles, inner / COLUMNS)``."""
+    """Computes the activated first product in sorted rows; grid ``(tiles, inner / COLUMNS)``."""
     tile = tl.program_id(0)
     expert = find_expert(tile_ends, num_experts, tile)
     if expert >= num_experts:
@@ -77,7 +78,7 @@ def gate_up_kernel(
     tokens = tl.load(pairs + rows, mask=real, other=0).to(tl.int64) // top_k
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     in_columns = columns < inner
-    # The experts' weights together may have more than 2**31 elements.
+    # Offsets need 64 bits: all experts' weights together may have more than 2**31 elements.
     own = expert.to(tl.int64) * 2 * inner
     x_at = x + tokens[:, None] * stride_x
     gate_at = weight + (own + columns)[None, :] * width
@@ -96,7 +97,7 @@ def gate_up_kernel(
         bias_at = bias + own + columns
         gate += tl.load(bias_at, mask=in_columns, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias_at + inner, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-    # Rounded like a linear layer's output.
+    # Round as a linear layer rounds its output.
     gate = gate.to(out.dtype.element_ty).to(tl.float32)
     up = up.to(out.dtype.element_ty).to(tl.float32)
     if CLAMPED:
@@ -109,7 +110,7 @@ def gate_up_kernel(
     tl.store(out_at, result.to(out.dtype.element_ty), mask=real[:, None] & in_columns[None, :])
 
 
-@launched
+@with_launcher
 @triton.jit
 def down_kernel(
     out,
@@ -128,7 +129,7 @@ def down_kernel(
     DEPTH: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """Weighted float32 results, by token and expert; grid ``(tiles, width / COLUMNS)``."""
+    """Computes the weighted float32 result of each pair; grid ``(tiles, width / COLUMNS)``."""
     tile = tl.program_id(0)
     expert = find_expert(tile_ends, num_experts, tile)
     if expert >= num_experts:
@@ -157,7 +158,7 @@ def down_kernel(
 
 
 class TritonExperts:
-    """Experts on plain weights, for one CUDA device, without a read on the host.
+    """``Experts`` by Triton kernels, without reads on the host.
 
     Args:
         weights: weights of scheme "plain".
@@ -184,7 +185,7 @@ class TritonExperts:
         num_pairs = tokens * top_k
         shape = product_tiles(num_pairs, self.num_experts, x.element_size())
         plan = sort_pairs(ids, self.num_experts, shape.rows)
-        # Every expert may have a tile that is not full, but no tile is empty.
+        # Each expert adds at most one tile that is not full; each tile has at least one pair.
         tiles = min(num_pairs, num_pairs // shape.rows + self.num_experts)
         inner = x.new_empty((tokens, top_k * self.inner))
         out = x.new_empty((tokens, top_k * self.width), dtype=torch.float32)

@@ -1,7 +1,7 @@
-"""TritonGatedDelta: the gated delta rule of ``gpu/ops/gated_delta.py``."""
+"""TritonGatedDelta: the gated delta rule of ``gpu/ops/gated_delta.py``, in Triton."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker sees a kernel as the Python function that it is written as.
+# To a type checker, a Triton kernel is a plain Python function, without ``kernel[grid]``.
 
 import torch
 import triton
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.gpu.ops.gated_delta import NORM_EPS, DeltaBiases
-from asyncllm.gpu.ops.triton.launcher import launched
+from asyncllm.gpu.ops.triton.launcher import with_launcher
 from asyncllm.gpu.ops.triton.state_rows import TritonStateRows
 from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
 
 TOKEN_VALUES, CHUNK_VALUES = 32, 16
-"""Columns of a head's state that a program holds in registers."""
+"""Number of columns of a head's state that a program of the token or chunk kernel computes."""
 
 CHUNK = 16
 
@@ -27,12 +27,12 @@ def _softplus(x):
 
 @triton.jit
 def _log_decay(a, dt_bias, log_rate, head):
-    """Logarithm of the decay, from the logits ``a`` of a head."""
+    """Logarithm of a head's decay, from its logits ``a``."""
     rate = tl.exp(tl.load(log_rate + head))
     return -rate * _softplus(a.to(tl.float32) + tl.load(dt_bias + head))
 
 
-@launched
+@with_launcher
 @triton.jit
 def delta_token_kernel(
     out,
@@ -56,9 +56,9 @@ def delta_token_kernel(
     LONG: tl.constexpr,
     MIXED: tl.constexpr,
 ):
-    """Rows of one token; with LONG rows of several as well, token by token.
+    """Computes rows of one token, and with LONG longer rows as well, token by token.
 
-    Grid ``(rows, HEADS, blocks of values)``, where GROUP value heads share a key head.
+    Grid ``(rows, HEADS, blocks of values)``. There are GROUP value heads per key head.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first, count = row, 1
@@ -67,7 +67,7 @@ def delta_token_kernel(
         count = (tl.load(query_start + row + 1) - first).to(tl.int32)
     if (not LONG) and (count != 1):
         return
-    # A row without tokens would read another row's token, or beyond the end.
+    # Skip rows without tokens: loads for them would read another row's token, or beyond the end.
     if LONG and (count == 0):
         return
     keys = tl.arange(0, BLOCK_K)
@@ -98,7 +98,7 @@ def delta_token_kernel(
     tl.store(matrix, held, mask=own)
 
 
-@launched
+@with_launcher
 @triton.jit
 def delta_chunk_kernel(
     out,
@@ -121,10 +121,10 @@ def delta_chunk_kernel(
     BLOCK_V: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Rows of several tokens, in chunks of TOKENS; the grid of ``delta_token_kernel``.
+    """Computes rows of several tokens in chunks of TOKENS; grid as in ``delta_token_kernel``.
 
-    The changes that a chunk's tokens make to the state are solved for row by row
-    (``gated_delta._chunk`` has the formulas). Products are in TensorFloat-32, which has at least as
+    The formulas are those of ``_compute_chunk`` in ``gpu/ops/gated_delta.py``. The triangular
+    system is solved by forward substitution. Products are in TensorFloat-32, which has at least as
     many bits as q, k and v.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -144,7 +144,7 @@ def delta_chunk_kernel(
     for start in range(0, count, TOKENS):
         real = start + steps < count
         token = first + start + steps
-        # Tokens beyond the last one change nothing: their decay, key and value are 0.
+        # Tokens after the last one change nothing: their log decay, key and value are 0.
         gate = gates + token * stride_gates + head
         beta = 1.0 / (1.0 + tl.exp(-tl.load(gate, mask=real, other=0.0).to(tl.float32)))
         logit = tl.load(gate + HEADS, mask=real, other=0.0)
@@ -170,13 +170,13 @@ def delta_chunk_kernel(
         v = tl.load(at, mask=wanted, other=0.0).to(tl.float32)
         change = (v - from_state) * beta[:, None]
         for i in range(1, TOKENS):
-            line = tl.sum(tl.where((steps == i)[:, None], system, 0.0), 0)
-            less = tl.sum(line[:, None] * change, 0)
+            system_row = tl.sum(tl.where((steps == i)[:, None], system, 0.0), 0)
+            less = tl.sum(system_row[:, None] * change, 0)
             change -= tl.where((steps == i)[:, None], less[None, :], 0.0)
         found += tl.dot(scores, change, input_precision="tf32")
         to = out + (token[:, None] * HEADS + head) * VALUES + values[None, :]
         tl.store(to, found.to(out.dtype.element_ty), mask=wanted)
-        # Read again, because keys held until here would take registers from the state.
+        # Read the keys again: kept until here, they would take the registers that the state needs.
         at = qkv + token[None, :] * stride_qkv + size + (head // GROUP) * KEYS + keys[:, None]
         some = real[None, :] & (keys[:, None] < KEYS)
         k = tl.load(at, mask=some, other=0.0).to(tl.float32)
@@ -186,9 +186,10 @@ def delta_chunk_kernel(
 
 
 class TritonGatedDelta:
-    """The rule of ``TorchGatedDelta`` by Triton kernels.
+    """``GatedDelta`` by Triton kernels.
 
-    float32 prompts are computed token by token: exact products of chunks need too many registers.
+    float32 prompts are computed token by token, because exact float32 products of chunks need too
+    many registers.
     """
 
     def __init__(self, shape: LinearAttentionConfig, biases: DeltaBiases) -> None:

@@ -1,18 +1,18 @@
-"""TritonGatedNorm: the norm of each head times its gate, of ``gpu/ops/gated_norm.py``."""
+"""TritonGatedNorm: the per-head gated norm of ``gpu/ops/gated_norm.py``."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker sees a kernel as the Python function that it is written as.
+# To a type checker, a Triton kernel is a plain Python function, without ``kernel[grid]``.
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncllm.gpu.ops.triton.launcher import launched
+from asyncllm.gpu.ops.triton.launcher import with_launcher
 from asyncllm.gpu.ops.triton.operands import row_stride
 from asyncllm.gpu.ops.triton.tuning import next_power_of_2, row_warps
 
 
-@launched
+@with_launcher
 @triton.jit
 def gated_norm_kernel(
     out,
@@ -26,14 +26,14 @@ def gated_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The norm of a head times SiLU of its gate; grid ``(rows, heads)``."""
+    """Norms a head and multiplies it by SiLU of its gate; grid ``(rows, heads)``."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, BLOCK)
     real = columns < SIZE
     at = head * SIZE + columns
     value = tl.load(x + row * stride_x + at, mask=real, other=0.0).to(tl.float32)
     normed = value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
-    # Rounded before and after the weight, like the reference.
+    # Round before and after the multiplication by the weight, as TorchGatedNorm does.
     scale = tl.load(weight + columns, mask=real, other=0.0).to(tl.float32)
     normed = normed.to(out.dtype.element_ty).to(tl.float32) * scale
     z = tl.load(gate + row * stride_gate + at, mask=real, other=0.0).to(tl.float32)
@@ -42,10 +42,10 @@ def gated_norm_kernel(
 
 
 class TritonGatedNorm:
-    """The norm of ``TorchGatedNorm`` by a Triton kernel.
+    """``GatedNorm`` by a Triton kernel.
 
     Args:
-        weight: ``[D]``, the weight of one head.
+        weight: ``[D]``, applied to each head.
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:

@@ -1,8 +1,8 @@
-"""Launcher, BoundKernel: launches of compiled kernels that bypass the wrapper of Triton's JIT.
+"""Launcher, BoundKernel: launch compiled Triton kernels without the Python wrapper of Triton's JIT.
 
-That wrapper classifies every argument of every launch anew, about 15 µs of Python, and a mixed step
-has some 150 launches. An engine's launches differ in few ways, so compiled kernels are cached by
-the properties that the wrapper classifies, and found with one look-up.
+In every launch the wrapper classifies every argument, which takes about 15 µs, and a mixed step has
+some 150 launches. The arguments of an engine's launches fall into few classes, so that a dictionary
+of compiled kernels by class replaces the wrapper.
 """
 
 from __future__ import annotations
@@ -22,26 +22,35 @@ from triton.runtime.jit import JITFunction
 from asyncllm.gpu.ops.triton.tuning import INT32_END
 
 ALIGNMENT = 16
-"""Bytes. Triton compiles kernels for pointers that are multiples of it, or for any pointers."""
+"""Alignment, in bytes, for which Triton specialises kernels on pointers."""
 
 MAX_LAUNCHES = 1024
-"""Most cached launches of a kernel, of all engines of the process."""
+"""Maximum number of entries of each cache of a kernel, for all engines of the process."""
 
 _address = torch.Tensor.data_ptr
 _dtype = attrgetter("dtype")
 
 
 class Launcher:
-    """A kernel whose arguments are tensors, then numbers, then constants by name.
+    """A kernel with a cache of its compiled variants, launched as ``launcher[grid](...)``.
 
-    The cache key distinguishes at least what the JIT specialises on: the device; the dtypes of
-    tensors; types and values of numbers without ``do_not_specialize`` (2 and 2.0 are equal in
-    Python, but not to a kernel); types and values of constants and options. The JIT's own path is
-    taken by the first launch of each key, and by every launch with an unaligned pointer, unless
-    that is exempt, with an unspecialised number beyond 32 bits, or with hooks of a profiler.
+    The arguments are tensors, then numbers, then constants and launch options by name. The cache
+    key includes all that the JIT specialises on:
+
+    - the device, and the dtypes of tensors;
+    - types and values of numbers without ``do_not_specialize`` (2 and 2.0 are equal in Python, but
+      not to a kernel);
+    - types and values of constants and options.
+
+    Some launches go through the JIT:
+
+    - the first launch of each key;
+    - a launch with an unaligned pointer, unless ``do_not_specialize_on_alignment`` names it;
+    - a launch with a ``do_not_specialize`` number beyond 32 bits;
+    - every launch while a profiler has hooks on launches.
 
     Args:
-        kernel: its unspecialised numbers have to be integers.
+        kernel: kernel of ``triton.jit``. Its ``do_not_specialize`` numbers have to be integers.
     """
 
     def __init__(self, kernel: JITFunction[Any]) -> None:
@@ -49,16 +58,16 @@ class Launcher:
         constant = [param.is_constexpr for param in kernel.params]
         if constant != sorted(constant):
             raise TypeError(f"{kernel.fn.__name__}: expected constants behind all other arguments")
-        self.unused = (None,) * sum(constant)
+        self.constant_placeholders = (None,) * sum(constant)
         self.num_tensors: int | None = None
-        self.aligned = self.specialised = self.unspecialised = _getter([])
+        self.pick_aligned = self.pick_specialised = self.pick_unspecialised = _getter([])
         self._bound: dict[tuple[Any, ...], BoundKernel] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *args, **constants: self.bind(**constants)(grid, *args)
 
     def bind(self, **constants: Any) -> BoundKernel:
-        """Returns the kernel with its constants and options, from the cache if it is there."""
+        """Returns the kernel bound to constants and options; equal ones give the same object."""
         values = constants.values()
         key = (*constants, *values, *map(type, values))
         bound = self._bound.get(key)
@@ -69,8 +78,8 @@ class Launcher:
         return bound
 
     def classify_args(self, args: tuple[Any, ...]) -> int:
-        """Finds out, from the first launch, which arguments are tensors; returns their number."""
-        params = self.kernel.params[: len(self.kernel.params) - len(self.unused)]
+        """Finds which arguments are tensors, in the first launch; returns the number of tensors."""
+        params = self.kernel.params[: len(self.kernel.params) - len(self.constant_placeholders)]
         tensors = [isinstance(arg, torch.Tensor) for arg in args]
         count = sum(tensors)
         if len(args) != len(params) or not all(tensors[:count]):
@@ -80,9 +89,9 @@ class Launcher:
             )
         exempt = [param.do_not_specialize_on_alignment for param in params[:count]]
         varying = [param.do_not_specialize for param in params[count:]]
-        self.aligned = _getter([i for i, each in enumerate(exempt) if not each])
-        self.specialised = _getter([i for i, each in enumerate(varying) if not each])
-        self.unspecialised = _getter([i for i, each in enumerate(varying) if each])
+        self.pick_aligned = _getter([i for i, each in enumerate(exempt) if not each])
+        self.pick_specialised = _getter([i for i, each in enumerate(varying) if not each])
+        self.pick_unspecialised = _getter([i for i, each in enumerate(varying) if each])
         self.num_tensors = count
         return count
 
@@ -90,7 +99,7 @@ class Launcher:
         return bool(
             is_observed()
             or self.kernel.pre_run_hooks
-            or max(self.unspecialised(numbers), default=0) >= INT32_END
+            or max(self.pick_unspecialised(numbers), default=0) >= INT32_END
         )
 
 
@@ -98,7 +107,7 @@ def is_observed() -> bool:
     """Whether a profiler has hooks on launches."""
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    # Hooks are chains, which are empty without a profiler.
+    # A hook may be a chain of calls, which is empty without a profiler.
     return bool(
         (enter is not None and getattr(enter, "calls", True))
         or (leave is not None and getattr(leave, "calls", True))
@@ -107,31 +116,32 @@ def is_observed() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CompiledLaunch:
-    """A compiled kernel, launched by ``launch(x, y, z, stream, *self.rest(arguments))``.
+    """A compiled kernel, launched by ``launch(x, y, z, stream, *self.launch_args(arguments))``.
 
     Attributes:
-        head: arguments between the stream and the kernel's own.
-        nested: the kernel's arguments are passed as one tuple.
+        leading_args: arguments between the stream and the kernel's own arguments.
+        passes_tuple: whether the kernel's own arguments are passed as one tuple.
     """
 
     launch: Callable[..., None]
-    head: tuple[Any, ...]
-    nested: bool
+    leading_args: tuple[Any, ...]
+    passes_tuple: bool
 
     @classmethod
     def of(cls, compiled: Any, arguments: tuple[Any, ...]) -> CompiledLaunch:
-        """Finds the C function behind Triton's launcher, so that launches can call it directly.
+        """Finds the C function behind Triton's own launcher, so that it can be called directly.
 
-        Triton's launcher calls that function with the kernel's arguments and others that are the
-        same in each launch. The latter are recorded once, by a copy of the launcher. A launcher
-        that works otherwise, or allocates scratch memory for each launch, is called itself.
+        Triton's launcher passes that function the kernel's arguments, after others that are the
+        same in each launch. To learn these, a copy of the launcher is called once with a function
+        that only records its arguments. If the launcher works in another way, or allocates scratch
+        memory for each launch, the result calls the launcher instead of the C function.
 
         Args:
-            arguments: arguments of a launch; the kernel is not launched.
+            arguments: the kernel's arguments in some launch; nothing is launched.
         """
         run = compiled.run
         head = compiled.function, compiled.packed_metadata, None, None, None
-        plain = cls(run, head, nested=False)
+        plain = cls(run, head, passes_tuple=False)
         launch = getattr(run, "launch", None)
         scratch = [getattr(run, f"{name}_scratch_size", 1) for name in ("global", "profile")]
         if launch is None or any(scratch):
@@ -145,13 +155,17 @@ class CompiledLaunch:
             return plain
         rest, count = given[0][4:], len(arguments)
         if _all_equal(rest[-1], arguments):
-            return cls(launch, rest[:-1], nested=True)
+            return cls(launch, rest[:-1], passes_tuple=True)
         if _all_equal(rest[-count:], arguments):
-            return cls(launch, rest[:-count], nested=False)
+            return cls(launch, rest[:-count], passes_tuple=False)
         return plain
 
-    def rest(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (*self.head, arguments) if self.nested else (*self.head, *arguments)
+    def launch_args(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (
+            (*self.leading_args, arguments)
+            if self.passes_tuple
+            else (*self.leading_args, *arguments)
+        )
 
 
 def _all_equal(found: object, expected: tuple[Any, ...]) -> bool:
@@ -161,7 +175,7 @@ def _all_equal(found: object, expected: tuple[Any, ...]) -> bool:
 
 
 class BoundKernel:
-    """A kernel with its constants and options, called as ``bound(grid, *tensors, *numbers)``."""
+    """A kernel bound to constants and options, launched as ``bound(grid, *tensors, *numbers)``."""
 
     __slots__ = ("_launches", "constants", "launcher")
 
@@ -175,34 +189,34 @@ class BoundKernel:
         if count is None:
             count = launcher.classify_args(args)
         tensors, numbers = args[:count], args[count:]
-        addresses, specialised = tuple(map(_address, tensors)), launcher.specialised(numbers)
+        addresses, specialised = tuple(map(_address, tensors)), launcher.pick_specialised(numbers)
         device = tensors[0].get_device()
         key = (device, *map(_dtype, tensors), *specialised, *map(type, specialised))
-        # Constants are part of the compiled kernel, which gets None in their places.
-        arguments = (*addresses, *numbers, *launcher.unused)
-        fast_path = not (reduce(or_, launcher.aligned(addresses)) % ALIGNMENT) and not (
+        # Constants are compiled into the kernel, which takes None in their places.
+        arguments = (*addresses, *numbers, *launcher.constant_placeholders)
+        fast_path = not (reduce(or_, launcher.pick_aligned(addresses)) % ALIGNMENT) and not (
             launcher.needs_jit_path(numbers)
         )
         cached = self._launches.get(key)
         if cached is None or not fast_path:
             compiled = launcher.kernel[grid](*args, **self.constants)
-            # None where a hook of the JIT has prevented the compilation.
+            # ``compiled`` is None if a hook of the JIT has prevented the compilation.
             if fast_path and compiled is not None:
-                self._keep(key, CompiledLaunch.of(compiled, arguments))
+                self._cache_launch(key, CompiledLaunch.of(compiled, arguments))
             return
         x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
         active: Any = driver.active
         stream = active.get_current_stream(device)
-        cached.launch(x, y, z, stream, *cached.rest(arguments))
+        cached.launch(x, y, z, stream, *cached.launch_args(arguments))
 
-    def _keep(self, key: tuple[Any, ...], launch: CompiledLaunch) -> None:
+    def _cache_launch(self, key: tuple[Any, ...], launch: CompiledLaunch) -> None:
         if len(self._launches) >= MAX_LAUNCHES:
             self._launches.clear()
         self._launches[key] = launch
 
 
 class InterpretedKernel:
-    """A kernel for Triton's interpreter, with the interface of Launcher."""
+    """A kernel of Triton's interpreter, with the interface of Launcher."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -214,13 +228,13 @@ class InterpretedKernel:
         return lambda grid, *args: self.kernel[grid](*args, **constants)
 
 
-def launched(kernel: Any) -> Any:
-    """Decorator that wraps a kernel in a Launcher, or for Triton's interpreter."""
+def with_launcher(kernel: Any) -> Any:
+    """Decorator that wraps a kernel in a Launcher, or in an InterpretedKernel."""
     return Launcher(kernel) if isinstance(kernel, JITFunction) else InterpretedKernel(kernel)
 
 
 def _getter(indices: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """``itemgetter`` that always returns a tuple, also for one index or none."""
+    """Makes an ``itemgetter`` that returns a tuple for any number of indices."""
     if len(indices) > 1:
         return itemgetter(*indices)
     if not indices:

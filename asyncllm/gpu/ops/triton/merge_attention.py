@@ -1,13 +1,15 @@
-"""Partial results of attention whose keys are divided among programs, and their merge.
+"""Partials: partial results of attention with split keys (split-KV), and their merge.
 
-Each program writes an accumulator, the maximum of its scores and the sum of their exponentials, in
-float32 (Flash-Decoding, Dao et al., 2023). Keys are divided in three ways: all decode rows into
-equally many splits; decode rows into shares of equal length, many for a long row and one for a
-short one; and the tiles of a prefill into equally many splits.
+For each split a program writes an accumulator, the maximum of its scores and the sum of their
+exponentials, in float32 (Flash-Decoding, Dao et al., 2023). Keys are split in one of three ways:
+
+- every decode row into equally many splits;
+- decode rows into balanced splits, which are equally long: a long row has many, a short row one;
+- every tile of a prefill into equally many splits.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker sees a kernel as the Python function that it is written as.
+# To a type checker, a Triton kernel is a plain Python function, without ``kernel[grid]``.
 
 from __future__ import annotations
 
@@ -16,16 +18,16 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.triton.launcher import launched
+from asyncllm.gpu.ops.triton.launcher import with_launcher
 from asyncllm.gpu.ops.triton.tuning import SPLIT_TOKENS, block_dim_of
 
-MIN_SHARE_TOKENS = tl.constexpr(SPLIT_TOKENS)
+MIN_SPLIT_TOKENS = tl.constexpr(SPLIT_TOKENS)
 MERGED_SPLITS = 8
 
 
 @triton.jit
 def split_keys(kv_len, splits, window, KEYS: tl.constexpr, WINDOW: tl.constexpr):
-    """First key of a sequence's first visible tile, and keys per split, in whole tiles."""
+    """First key of a sequence's first visible tile, and keys per split, a multiple of KEYS."""
     first = 0
     if WINDOW:
         first = tl.maximum(kv_len - window, 0) // KEYS * KEYS
@@ -34,23 +36,23 @@ def split_keys(kv_len, splits, window, KEYS: tl.constexpr, WINDOW: tl.constexpr)
 
 
 @triton.jit
-def share_keys(seq_lens, num_rows, extra, KEYS: tl.constexpr, LINES: tl.constexpr):
-    """Keys per share, and in ``[LINES]`` the number of shares up to the end of each row.
+def balanced_split_keys(seq_lens, num_rows, extra, KEYS: tl.constexpr, MAX_ROWS: tl.constexpr):
+    """Keys per balanced split, and cumulative numbers of splits of the rows ``[MAX_ROWS]``.
 
-    A row has at most one share that is not full, so that there are at most ``num_rows + extra``.
+    There are at most ``num_rows + extra`` splits: only the last split of a row is not full.
     """
-    rows = tl.arange(0, LINES)
+    rows = tl.arange(0, MAX_ROWS)
     lengths = tl.load(seq_lens + rows, mask=rows < num_rows, other=0).to(tl.int32)
     total = tl.sum(lengths.to(tl.int64), 0)
-    per_share = tl.maximum(tl.cdiv(tl.cdiv(total, extra), KEYS) * KEYS, MIN_SHARE_TOKENS).to(
+    per_split = tl.maximum(tl.cdiv(tl.cdiv(total, extra), KEYS) * KEYS, MIN_SPLIT_TOKENS).to(
         tl.int32
     )
-    return per_share, tl.cumsum(tl.cdiv(lengths, per_share), 0)
+    return per_split, tl.cumsum(tl.cdiv(lengths, per_split), 0)
 
 
-# The addresses of partial_sum and seq_lens depend on the number of rows and splits. A kernel
-# specialised on their alignment would be compiled again in the middle of serving.
-@launched
+# The alignments of partial_sum and seq_lens depend on the numbers of rows and splits. A kernel
+# specialised on them would be compiled again while requests are served.
+@with_launcher
 @triton.jit(
     do_not_specialize=["splits", "first_row", "window"],
     do_not_specialize_on_alignment=["partial_sum", "seq_lens"],
@@ -71,17 +73,17 @@ def merge_kernel(
     KEYS: tl.constexpr,
     MERGED: tl.constexpr,
     WINDOW: tl.constexpr,
-    LINES: tl.constexpr,
+    MAX_ROWS: tl.constexpr,
     PREFILL: tl.constexpr,
 ):
     """Merges the partial results of a row and head; grid ``(rows, heads)``.
 
-    Splits of a decode row without keys have written nothing, and are skipped.
+    A decode row's splits without keys are skipped, because nothing was written for them.
 
     Args:
         seq_lens: lengths of decode rows; with PREFILL the number of query tokens, padding excluded.
-        splits: splits of a row; with LINES > 0 the shares beyond one per row.
-        first_row: first row of ``out``.
+        splits: number of splits per row; with MAX_ROWS > 0 ``extra`` of ``balanced_split_keys``.
+        first_row: index of the first row in ``out``.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -92,10 +94,10 @@ def merge_kernel(
         used = splits
         if row >= tl.load(seq_lens):
             return
-    elif LINES > 0:
-        per_share, ends = share_keys(seq_lens, tl.num_programs(0), splits, KEYS, LINES)
-        used = tl.cdiv(tl.load(seq_lens + row).to(tl.int32), per_share)
-        end = tl.sum(tl.where(tl.arange(0, LINES) == row, ends, 0), 0)
+    elif MAX_ROWS > 0:
+        per_split, ends = balanced_split_keys(seq_lens, tl.num_programs(0), splits, KEYS, MAX_ROWS)
+        used = tl.cdiv(tl.load(seq_lens + row).to(tl.int32), per_split)
+        end = tl.sum(tl.where(tl.arange(0, MAX_ROWS) == row, ends, 0), 0)
         step = tl.num_programs(1)
         base = (end - used).to(tl.int64) * step + head
     else:
@@ -115,7 +117,7 @@ def merge_kernel(
             partial_acc + at[:, None] * BLOCK_DIM + dims[None, :], mask=exists[:, None], other=0.0
         )
         new_max = tl.maximum(total_max, tl.max(maxima, 0))
-        # The first splits of a prefill's row may have no key of the row's window.
+        # The first splits of a prefill row may have no key in the row's window.
         known = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(maxima - known)
         decay = tl.exp2(total_max - known)
@@ -128,12 +130,12 @@ def merge_kernel(
 
 
 class Partials:
-    """The workspace of partial results, and their merge.
+    """Partial results of attention in a workspace, and their merge.
 
     Args:
         workspace: float32, at least ``workspace_size`` elements.
-        count: partial results per query head.
-        seq_lens, splits, lines, prefill: see ``merge_kernel``.
+        count: number of partial results per query head.
+        seq_lens, splits, max_rows, prefill: see ``merge_kernel``.
 
     Attributes:
         tensors: accumulators ``[count * heads * BLOCK_DIM]``, maxima and sums ``[count * heads]``.
@@ -149,7 +151,7 @@ class Partials:
         *,
         keys: int,
         window: int | None = None,
-        lines: int = 0,
+        max_rows: int = 0,
         prefill: bool = False,
     ) -> None:
         size, block_dim = count * shape.num_heads, block_dim_of(shape.head_dim)
@@ -162,7 +164,7 @@ class Partials:
             KEYS=keys,
             MERGED=MERGED_SPLITS,
             WINDOW=window is not None,
-            LINES=lines,
+            MAX_ROWS=max_rows,
             PREFILL=prefill,
             num_warps=4,
         )

@@ -1,7 +1,7 @@
-"""RMSNorm, alone and fused with the residual addition before it."""
+"""TritonRMSNorm: RMSNorm, with or without the residual addition before it."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker sees a kernel as the Python function that it is written as.
+# To a type checker, a Triton kernel is a plain Python function, without ``kernel[grid]``.
 
 from typing import Any
 
@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncllm.gpu.ops.triton.launcher import launched
+from asyncllm.gpu.ops.triton.launcher import with_launcher
 from asyncllm.gpu.ops.triton.operands import row_stride
 from asyncllm.gpu.ops.triton.tuning import next_power_of_2, row_warps
 
 
-@launched
+@with_launcher
 @triton.jit
 def norm_kernel(
     out,
@@ -34,11 +34,12 @@ def norm_kernel(
     SCALED: tl.constexpr,
     SUM_SCALED: tl.constexpr,
 ):
-    """The norm of a row; grid ``(rows,)``.
+    """Norms a row; grid ``(rows,)``.
 
-    With ADD it is the norm of ``residual + x``, and the sum replaces the residual. SCALED takes
-    ``multiplier * x`` for x, and SUM_SCALED multiplies the rounded sum by ``sum_scale``. The norm
-    is rounded after a float32 weight, but before a weight of x's dtype.
+    With ADD, the sum ``residual + x`` is normed, and replaces the residual. With SCALED, x is
+    multiplied by ``multiplier`` first. With SUM_SCALED, the rounded sum is multiplied by
+    ``sum_scale``. The normed values are rounded before the multiplication by a weight of x's dtype,
+    but after the multiplication by a float32 weight.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -49,7 +50,7 @@ def norm_kernel(
     if ADD:
         at = residual + row * stride_residual + columns
         value += tl.load(at, mask=real, other=0.0).to(tl.float32)
-        # The norm sees the sum that the next layer will read.
+        # Norm the rounded sum, which is what the next layer reads as its residual.
         rounded = value.to(residual.dtype.element_ty)
         if SUM_SCALED:
             rounded = (rounded.to(tl.float32) * sum_scale).to(residual.dtype.element_ty)
@@ -64,17 +65,17 @@ def norm_kernel(
 
 
 class TritonRMSNorm:
-    """Root mean square norm over the last dimension (Zhang and Sennrich, 2019).
+    """Root mean square norm over the last dimension (Zhang and Sennrich, 2019), in float32.
 
-    Computed in float32; rows of up to 65536 elements, contiguous.
+    Rows have to be contiguous and may have up to 65536 elements.
 
     Args:
-        weight: has the dtype of ``x``, or float32.
+        weight: ``[H]``, of the dtype of ``x`` or float32.
         multiplier: factor on ``x`` in ``add``.
         scale: factor on the rounded sum in ``add``.
 
     Raises:
-        ValueError: a call has rows that are not as long as the weight, or not contiguous.
+        ValueError: in a call, rows are not as long as the weight, or not contiguous.
     """
 
     def __init__(
@@ -84,8 +85,8 @@ class TritonRMSNorm:
         self.eps = eps
         self.multiplier, self.scale = multiplier, scale
         self._width = 0
-        self._alone: Any = None
-        self._adding: Any = None
+        self._norm_kernel: Any = None
+        self._add_norm_kernel: Any = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """The norm of ``x [T, H]``, or of each part of ``x [T, parts, H]``."""
@@ -98,7 +99,7 @@ class TritonRMSNorm:
         self._launch(x, x, x)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the norm of ``scale * (multiplier * x + residual)``, and that sum.
+        """Returns ``norm(sum)`` and ``sum = scale * (multiplier * x + residual)``.
 
         The sum replaces ``residual``.
         """
@@ -108,7 +109,7 @@ class TritonRMSNorm:
     def _launch(self, x: Tensor, residual: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
         rows, width = x.shape
         if rows:
-            kernel = self._adding if add else self._alone
+            kernel = self._add_norm_kernel if add else self._norm_kernel
             if kernel is None or self._width != width:
                 kernel = self._bind(width, add)
             kernel(
@@ -127,11 +128,11 @@ class TritonRMSNorm:
         return out
 
     def _bind(self, width: int, add: bool) -> Any:
-        """Makes the kernels for rows of ``width``; returns the one with or without a residual."""
+        """Binds both kernels to rows of ``width``; returns the one that adds a residual or not."""
         if len(self.weight) != width:
             raise ValueError(f"rows of {width} elements: expected {len(self.weight)}")
         self._width = width
-        self._alone, self._adding = (
+        self._norm_kernel, self._add_norm_kernel = (
             norm_kernel.bind(
                 WIDTH=width,
                 BLOCK=next_power_of_2(width),
@@ -142,4 +143,4 @@ class TritonRMSNorm:
             )
             for adds in (False, True)
         )
-        return self._adding if add else self._alone
+        return self._add_norm_kernel if add else self._norm_kernel

@@ -1,4 +1,4 @@
-"""TritonOps: the op set on CUDA."""
+"""TritonOps: the op set in Triton, for CUDA devices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from asyncllm.gpu.ops.triton.tuning import SMALL_GROUP_ROWS
 
 
 class TritonOps(TorchOps):
-    """Fused kernels for memory-bound ops, and matrix products by torch, except those of experts.
+    """Triton kernels for memory-bound ops and experts; torch for other matrix products.
 
     Call ``check_triton`` before importing this module.
     """
@@ -47,7 +47,7 @@ class TritonOps(TorchOps):
         # The kernel does not choose among groups of experts.
         if config.num_groups > 1:
             return super().routing(config, weights)
-        return TritonRouting(config, weights, self.make_linear(weights.rows))
+        return TritonRouting(config, weights, self.make_linear(weights.linear))
 
     def make_experts(self, weights: ExpertsWeights, config: ActivationConfig) -> TritonExperts:
         return TritonExperts(weights, config)
@@ -56,5 +56,5 @@ class TritonOps(TorchOps):
         return (SMALL_GROUP_ROWS * num_experts // top_k + 1,)
 
     def rotary(self, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns table and positions: the kernel looks the rows up."""
+        """Returns the table and the positions, because the kernel itself looks up the rows."""
         return table, positions

@@ -1,6 +1,7 @@
-"""Checks of kernels' operands, which kernels do not make.
+"""row_stride, head_strides, cache_strides: checked strides of kernels' operands.
 
-With strides that it does not expect, a kernel would compute wrong results or read foreign memory.
+Kernels check nothing. With strides for which it is not written, a kernel computes wrong results or
+reads memory outside the tensor.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ def row_stride(name: str, x: Tensor) -> int:
     """Stride of the rows of ``x [T, N]``, in elements.
 
     Raises:
-        ValueError: a row is not contiguous.
+        ValueError: the rows are not contiguous.
     """
     stride, inner = x.stride()
     if inner != 1 and x.shape[1] > 1:
@@ -26,7 +27,7 @@ def head_strides(name: str, x: Tensor) -> tuple[int, int]:
     """Strides of rows and heads of ``x [T, heads, D]``, in elements.
 
     Raises:
-        ValueError: a head is not contiguous, or a row spans 2**31 elements or more.
+        ValueError: the heads are not contiguous, or a row spans 2**31 elements or more.
     """
     row, head, inner = x.stride()
     if inner != 1 and x.shape[2] > 1:
@@ -39,7 +40,7 @@ def head_strides(name: str, x: Tensor) -> tuple[int, int]:
 def cache_strides(cache: Tensor) -> tuple[int, ...]:
     """Strides of ``cache [2, N, S, Hk, D]``, in elements.
 
-    Kernels compute with 64 bits in all dimensions but the last.
+    Kernels compute offsets in 64 bits in all dimensions but the last.
 
     Raises:
         ValueError: a head spans 2**31 elements or more.

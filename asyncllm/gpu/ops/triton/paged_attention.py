@@ -1,4 +1,4 @@
-"""PagedAttention: the launches of decode or prefill attention, with the merge behind them."""
+"""PagedAttention: launches of the decode or prefill kernel, and of the merge after it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from asyncllm.gpu.ops.triton.tuning import Tiles, block_dim_of
 
 
 class PagedAttention:
-    """The launches that all layers of a step share.
+    """A bound attention kernel and its merge, for all layers of a step.
 
     Args:
         kernel: ``decode_kernel`` or ``prefill_kernel``.
-        block_size: tokens of a KV block.
-        metadata: the block table and tensors of the rows, in the kernel's order.
-        counts: the kernel's numbers before the factors on scores.
-        window: keys that a query sees, its own included; None is all.
-        partials: partial results to merge; None if no keys are divided.
-        num_tokens: rows of ``out`` to merge, from ``first_row`` on.
-        constants: the kernel's other constants.
+        block_size: tokens per KV block.
+        metadata: the kernel's arguments from ``block_table`` up to ``sinks``.
+        counts: the kernel's arguments from ``sinks`` up to ``score_scale``.
+        window: number of keys that a query sees, its own included; None is all.
+        partials: partial results to merge; None if there is only one split.
+        num_tokens: number of rows of ``out`` to merge, from ``first_row`` on.
+        constants: constants that only one of the kernels has.
     """
 
     def __init__(
@@ -62,16 +62,16 @@ class PagedAttention:
         )
 
     def __call__(self, q: Tensor, cache: Tensor, out: Tensor, sinks: Tensor | None) -> None:
-        """Attention of the rows of ``q [T, Hq, D]``, written to those of ``out``.
+        """Writes the attention of the kernel's rows of ``q [T, Hq, D]`` to ``out [T, Hq, D]``.
 
         Args:
-            q: the last dimension contiguous; D up to 512.
-            cache: ``[2, num_blocks, block_size, Hk, D]`` with any strides, but a head spans less
-                than 2**31 elements. It already has the rows' own keys.
-            sinks: ``[Hq]`` float32, for a shape with sinks.
+            q: queries, with a contiguous last dimension; D is up to 512.
+            cache: ``[2, num_blocks, block_size, Hk, D]``, which already contains the rows' own keys
+                and values. Strides may be any, but a head spans less than 2**31 elements.
+            sinks: ``[Hq]`` float32 if the shape has sinks, else None.
 
         Raises:
-            ValueError: strides that the kernels do not take.
+            ValueError: the kernels do not support the strides.
         """
         partials, out_strides = self._partials, head_strides("out", out)
         self._kernel(

@@ -1,14 +1,14 @@
-"""Paged attention of sequences with several query tokens behind a cached prefix.
+"""PrefillAttention: paged attention of several query tokens per sequence, after a cached prefix.
 
-The rows of a tile are query tokens times the query heads of one key/value head, the heads
+The rows of a tile are pairs of a query token and a query head of one key/value head, with the heads
 padded to a power of two. The grid is an upper bound that the host knows without the lengths: each
-program finds its sequence by binary search, and returns if there is none. The last tiles, which
-have the most keys, are launched first, so that fewer multiprocessors are idle at the end. If there
-are few tiles, the keys of each are divided among programs (``merge_attention.py``).
+program finds its tile's sequence by binary search, and returns if there is none. The last tiles,
+which have the most keys, are launched first, so that fewer multiprocessors idle at the end. If
+there are few tiles, the keys of each are split among programs (``merge_attention.py``).
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker sees a kernel as the Python function that it is written as.
+# To a type checker, a Triton kernel is a plain Python function, without ``kernel[grid]``.
 
 import triton
 import triton.language as tl
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton.attention_tile import LOG2_E, attend_tile
-from asyncllm.gpu.ops.triton.launcher import launched
+from asyncllm.gpu.ops.triton.launcher import with_launcher
 from asyncllm.gpu.ops.triton.merge_attention import Partials
 from asyncllm.gpu.ops.triton.paged_attention import PagedAttention
 from asyncllm.gpu.ops.triton.tuning import Tiles, next_power_of_2, num_tiles
@@ -26,8 +26,8 @@ from asyncllm.gpu.ops.triton.tuning import Tiles, next_power_of_2, num_tiles
 def find_sequence(query_start_loc, num_seqs, tile, TOKENS: tl.constexpr):
     """The sequence of a tile: the last one whose first tile is not after ``tile``.
 
-    Sequence s has the tiles from ``query_start_loc[s] // TOKENS + s`` on, at least as many as it
-    needs.
+    The first tile of sequence s is ``query_start_loc[s] // TOKENS + s``, which leaves each sequence
+    at least as many tiles as it needs.
     """
     low = 0
     high = num_seqs
@@ -41,9 +41,10 @@ def find_sequence(query_start_loc, num_seqs, tile, TOKENS: tl.constexpr):
     return low
 
 
-# The rows come after the step's decode rows, so that their addresses depend on the number of those.
-# A kernel specialised on their alignment would be compiled again in the middle of serving.
-@launched
+# Prefill rows come after the step's decode rows, so that the alignments of their metadata depend on
+# the number of decode rows. A kernel specialised on them would be compiled again while requests are
+# served.
+@with_launcher
 @triton.jit(
     do_not_specialize=["num_seqs", "first_row", "window"],
     do_not_specialize_on_alignment=["partial_sum", "table_rows", "seq_lens", "query_start_loc"],
@@ -87,14 +88,14 @@ def prefill_kernel(
     SINKS: tl.constexpr,
     ONE_SPLIT: tl.constexpr,
 ):
-    """Attention of a tile of queries over a split of their keys.
+    """Computes attention of a tile of queries over a split of their keys.
 
     Grid ``(tiles, kv_heads, splits)``. A tile is ``ROWS / GROUP_ROWS`` tokens of one sequence.
-    Tokens are counted from row ``first_row`` of q and out. Partial results are ``[tokens, heads,
-    splits]``; accumulators have a last dimension of BLOCK_DIM.
+    Token 0 is row ``first_row`` of q and out. Partial results are ``[tokens, heads, splits]``;
+    accumulators have a last dimension of BLOCK_DIM.
 
-    A token has GROUP_ROWS rows, the next power of two from GROUP: divisions by any other
-    number would take registers that a full tile does not have.
+    A token has GROUP_ROWS rows in a tile: GROUP rounded up to a power of two, because a division by
+    another number would need registers that a full tile does not leave.
     """
     TOKENS: tl.constexpr = ROWS // GROUP_ROWS
     # The last tiles come first, because later queries see more keys.
@@ -127,7 +128,7 @@ def prefill_kernel(
     positions = prefix + tl.minimum(tokens, num_queries - 1)
     end = tl.minimum(prefix + offset + TOKENS, kv_len)
     first_seen = prefix + offset - window + 1
-    # With accumulators of more than 256 elements to a row, two loops over keys spill registers.
+    # With more than 256 elements per row of the accumulator, two loops would spill registers.
     ONE_LOOP: tl.constexpr = WINDOW or BLOCK_DIM > 256
     start = 0
     if WINDOW:
@@ -141,8 +142,8 @@ def prefill_kernel(
         end = tl.minimum(start + per_split, end)
         unmasked_end = tl.minimum(tl.maximum(unmasked_end, start), end)
 
-    line = tl.load(table_rows + seq).to(tl.int64)
-    table = block_table + line * stride_table
+    table_row = tl.load(table_rows + seq).to(tl.int64)
+    table = block_table + table_row * stride_table
     at_head = kv_head.to(tl.int64) * stride_head
     k_cache = kv_cache + at_head
     cache = (k_cache, k_cache + stride_kv, table, stride_block, stride_slot, stride_dim)
@@ -151,7 +152,7 @@ def prefill_kernel(
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     if SINKS:
-        # The sink is a key without a value, counted in the first split.
+        # The sink is a key without a value; only the first split counts it.
         if split == 0:
             row_max = tl.load(sinks + heads, mask=in_tile, other=0.0) * LOG2_E
             row_sum += 1.0
@@ -185,16 +186,15 @@ class PrefillAttention(PagedAttention):
     Padding tokens of ``out``, and its rows before ``first_row``, are not written.
 
     Args:
-        num_tokens: T, padding included.
+        num_tokens: number of query tokens, padding included.
         block_table, table_rows, workspace: as in ``DecodeAttention``.
         seq_lens: ``[R]`` int32 or int64, tokens of each sequence up to its last query.
-        query_start_loc: ``[R + 1]`` int32 or int64, ascending from 0, the first query of each row,
-            counted from ``first_row``; rows may be empty, and tokens from the last entry on are
-            padding.
-        tiles: has a row for each query head of a key/value head.
-        splits: programs per tile and key/value head, from ``num_tile_splits``.
-        first_row: first row of q and out; the rows before it are decode rows. A slice instead
-            could have an unaligned pointer, for which the kernel would be compiled anew.
+        query_start_loc: ``[R + 1]`` int32 or int64, cumulative sums of the rows' query tokens, from
+            0 on. Rows may be empty. Tokens from the last entry on are padding.
+        tiles: launch shape with at least as many rows as query heads per key/value head.
+        splits: number of splits per tile, from ``num_tile_splits``.
+        first_row: index of the first row in q and out, after the decode rows. A slice could have an
+            unaligned pointer, for which the kernel would be compiled again.
     """
 
     def __init__(

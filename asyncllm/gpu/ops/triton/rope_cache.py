@@ -1,7 +1,7 @@
 """TritonRopeAndCache, TritonRope: QK-norm, RoPE and the KV write in one pass over q, k and v."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker sees a kernel as the Python function that it is written as.
+# To a type checker, a Triton kernel is a plain Python function, without ``kernel[grid]``.
 
 from dataclasses import replace
 from typing import Any
@@ -12,22 +12,22 @@ from torch import Tensor
 
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.head_norms import check_head_norm, norms_whole_projections
-from asyncllm.gpu.ops.triton.launcher import launched
+from asyncllm.gpu.ops.triton.launcher import with_launcher
 from asyncllm.gpu.ops.triton.norm import TritonRMSNorm
 from asyncllm.gpu.ops.triton.operands import cache_strides, row_stride
 from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
 
 TILE_ELEMENTS = 1024
-"""Elements of half heads that a program holds."""
+"""Number of elements in each half of the heads that a program computes."""
 
 
 @triton.jit
 def rotate(first, second, cos, sin):
-    """Rotates both halves of each head (GPT-NeoX order; Su et al., 2021)."""
+    """Applies RoPE (Su et al., 2021) to the two halves of heads, in GPT-NeoX order."""
     return first * cos - second * sin, second * cos + first * sin
 
 
-@launched
+@with_launcher
 @triton.jit
 def rope_cache_kernel(
     qkv,
@@ -58,10 +58,10 @@ def rope_cache_kernel(
     NORM_VALUES: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Norms, rotates and caches a token's heads; grid ``(tokens, blocks of HEADS)``.
+    """Norms and rotates a token's heads, and writes k and v; grid ``(tokens, blocks of HEADS)``.
 
-    Query, key and value heads are numbered in this order. With SCALED a row of the table has
-    separate cosines and sines for keys, ``k_table`` elements after those for queries.
+    Heads are numbered: first query heads, then key heads, then value heads. With SCALED a row of
+    the table has separate cosines and sines for keys, ``k_table`` elements after those for queries.
     """
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -86,19 +86,19 @@ def rope_cache_kernel(
         scale = tl.rsqrt(mean + eps)
         first = first * scale
         second = second * scale
-        # Rounded like the separate norm: not before a float32 weight.
+        # Round as TritonRMSNorm does: not before the multiplication by a float32 weight.
         if q_weight.dtype.element_ty != tl.float32:
             first = first.to(kind).to(tl.float32)
             second = second.to(kind).to(tl.float32)
         first = (first * weight).to(kind).to(tl.float32)
         weight = tl.load(weight_at + HALF, mask=in_half, other=0.0).to(tl.float32)
         second = (second * weight).to(kind).to(tl.float32)
-    line = table + tl.load(positions + token).to(tl.int64) * stride_table + dims[None, :]
+    table_at = table + tl.load(positions + token).to(tl.int64) * stride_table + dims[None, :]
     if SCALED:
-        line += tl.where(is_query, 0, k_table)[:, None]
+        table_at += tl.where(is_query, 0, k_table)[:, None]
     in_table = (dims < HALF)[None, :]
-    cos = tl.load(line, mask=in_table, other=0.0).to(tl.float32)
-    sin = tl.load(line + HALF, mask=in_table, other=0.0).to(tl.float32)
+    cos = tl.load(table_at, mask=in_table, other=0.0).to(tl.float32)
+    sin = tl.load(table_at + HALF, mask=in_table, other=0.0).to(tl.float32)
     rotated_first, rotated_second = rotate(first, second, cos, sin)
     is_rotated = is_value[:, None] == 0
     if NORM_VALUES:
@@ -127,9 +127,9 @@ def rope_cache_kernel(
 
 
 class TritonRopeAndCache:
-    """Norms q, k and v by head where the model does, rotates q and k, and writes k and v.
+    """``RopeAndCache`` by a Triton kernel, which norms and rotates q and k in place in ``qkv``.
 
-    Norms over all heads, which no program holds, are separate launches before it.
+    Norms over all heads are separate launches before it, because a program has only some heads.
     """
 
     def __init__(
@@ -163,13 +163,12 @@ class TritonRopeAndCache:
         """Returns q ``[T, Hq, D]``, k and v ``[T, Hk, D]``: views of ``qkv``.
 
         Args:
-            qkv: ``[T, (Hq + 2 * Hk) * D]``, rows contiguous; overwritten.
-            rotary: the table ``[max_positions, D]``, cosines, then sines, of half a head each, or
-                ``[max_positions, 2, D]``, first for queries, then for keys; and the positions
-                ``[T]`` int32 or int64.
+            qkv: ``[T, (Hq + 2 * Hk) * D]`` with contiguous rows; overwritten.
+            rotary: the RoPE table of ``TorchOps.rotary``, ``[max_positions, D]`` or
+                ``[max_positions, 2, D]``, and the positions ``[T]`` int32 or int64.
             cache: ``[2, num_blocks, block_size, Hk, D]`` with any strides, but a head spans less
                 than 2**31 elements.
-            slot_mapping: ``[T]``, ``block * block_size + offset``; 0, in the null block, for
+            slot_mapping: ``[T]``, ``block * block_size + offset``; 0, a slot of the null block, for
                 padding.
         """
         shape = self.shape
@@ -203,7 +202,7 @@ class TritonRopeAndCache:
         return split[:, :num_q], split[:, num_q : num_q + num_k], split[:, num_q + num_k :]
 
     def _bind(self, block_size: int, scaled: bool) -> tuple[Any, int]:
-        """Returns the kernel, and the number of programs that share the heads of a token."""
+        """Returns the bound kernel, and the number of programs per token."""
         if (block_size, scaled) != self._bound_for:
             shape = self.shape
             block_half = next_power_of_2(shape.head_dim // 2)
@@ -227,7 +226,7 @@ class TritonRopeAndCache:
 
 
 class TritonRope:
-    """Norms queries where the model does, and rotates them."""
+    """``Rope`` by the kernel of TritonRopeAndCache: norms and rotates q in place."""
 
     def __init__(self, shape: AttentionShape, norm: Tensor | None, eps: float) -> None:
         if norm is not None:
@@ -237,8 +236,8 @@ class TritonRope:
 
     def __call__(self, q: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """``[T, Hq * D] -> [T, Hq, D]``, in place; ``rotary`` as in TritonRopeAndCache."""
-        # Without key/value heads nothing is written to a cache, and slots do not matter. A view of
-        # the table stands for the cache, because its strides are the same in every launch.
+        # Without key/value heads the kernel writes to no cache. Pass the positions as slots, and as
+        # the cache a view of the table, whose strides are the same in every launch.
         table, positions = rotary
         return self.rope(q, rotary, table.as_strided((2, 1, 1, 1, 1), (0, 0, 0, 0, 1)), positions)[
             0

@@ -1,7 +1,7 @@
-"""TritonRouting: the choice of each token's experts, of ``gpu/ops/routing.py``."""
+"""TritonRouting: the routing of ``gpu/ops/routing.py``, in Triton."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker sees a kernel as the Python function that it is written as.
+# To a type checker, a Triton kernel is a plain Python function, without ``kernel[grid]``.
 
 import torch
 import triton
@@ -11,11 +11,11 @@ from torch import Tensor
 from asyncllm.checkpoint.experts_config import RoutingConfig
 from asyncllm.gpu.ops.base import Linear
 from asyncllm.gpu.ops.routing import RouterWeights
-from asyncllm.gpu.ops.triton.launcher import launched
+from asyncllm.gpu.ops.triton.launcher import with_launcher
 from asyncllm.gpu.ops.triton.tuning import next_power_of_2
 
 
-@launched
+@with_launcher
 @triton.jit
 def routing_kernel(
     ids,
@@ -35,9 +35,9 @@ def routing_kernel(
     EXPERT_SCALE: tl.constexpr,
     RENORMALISE: tl.constexpr,
 ):
-    """Chooses a token's best experts one after the other, the first of equal ones.
+    """Chooses a token's top_k experts and their weights; grid ``(rows,)``.
 
-    Grid ``(rows,)``.
+    Of experts with equal scores the one with the smaller id is chosen first.
     """
     row = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK)
@@ -52,7 +52,7 @@ def routing_kernel(
     choice = scores
     if CORRECTION:
         choice += tl.load(correction + experts, mask=real, other=0.0)
-    # NaN is chosen first, as by torch: it has to show in the output, and ids have to be valid.
+    # Choose NaN scores first, as torch.topk does: NaN has to reach the output, with valid ids.
     choice = tl.where(choice == choice, choice, float("inf"))
     choice = tl.where(real, choice, -float("inf"))
     places = tl.arange(0, BLOCK_K)
@@ -78,14 +78,14 @@ def routing_kernel(
 
 
 class TritonRouting:
-    """The routing of ``TorchRouting`` by a Triton kernel, without groups of experts.
+    """``Routing`` by a Triton kernel, for models without groups of experts.
 
     Args:
-        router: linear layer of the router's weights.
+        router: linear layer that computes the logits.
     """
 
     def __init__(self, config: RoutingConfig, weights: RouterWeights, router: Linear) -> None:
-        self.config, self.router, self.dtype = config, router, weights.rows.values.dtype
+        self.config, self.router, self.dtype = config, router, weights.linear.values.dtype
         self.correction = None if weights.correction is None else weights.correction.float()
         self.expert_scale = weights.expert_scale
 

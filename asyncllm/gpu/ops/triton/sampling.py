@@ -1,21 +1,21 @@
-"""sample: Gumbel-max sampling in two kernels over the vocabulary, without sorting it.
+"""sample: Gumbel-max sampling in two kernels, without a sort of the vocabulary.
 
-They compute ``gumbel_sample``. The first kernel reduces the vocabulary to statistics of chunks of
-256 tokens, for truncated rows with the winner of the race. The second has one program per row. If a
-row is not truncated, the chunks race by their mass, and then the tokens of the winning chunk.
-Otherwise:
+The kernels compute ``gumbel.gumbel_sample``. The first reduces each chunk of 256 tokens to its
+maximum and its sum of exponentials, and, in truncated rows, to the winner of the race among its
+tokens. The second kernel has one program per row. If the row is not truncated, first the chunks
+race by their mass, then the tokens of the winning chunk. Otherwise:
 
-- top_k: the k-th largest of the chunks' maxima bounds the k-th largest logit from below, so
-  that only the chunks above it, rarely many more than k, have to be read again; ``top_k.py`` finds
+- top_k: the k-th largest of the chunks' maxima is a lower bound of the k-th largest logit. Only
+  chunks with tokens above this bound, rarely many more than k, are read again; ``top_k.py`` finds
   the cut in them.
-- top_p: a winner is kept if the tokens ahead of it have less than top_p of the mass. If they
-  have more, every token from the winner on is excluded, and the tokens ahead of it race again.
-  That is rejection sampling with a pivot, as in FlashInfer's sampler, but with fixed noise: it
-  ends at the one winner among the kept tokens.
+- top_p: the winner of the race is the result if the tokens ahead of it have less than top_p of the
+  mass. Otherwise top_p excludes the winner and every token after it, and the tokens ahead of it
+  race again. That is rejection sampling with a pivot, as in FlashInfer's sampler. But here the
+  noise is fixed, so that the loop ends at the winner among all tokens that survive truncation.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker sees a kernel as the Python function that it is written as.
+# To a type checker, a Triton kernel is a plain Python function, without ``kernel[grid]``.
 
 from collections.abc import Mapping
 
@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncllm.gpu.ops import gumbel
-from asyncllm.gpu.ops.triton.launcher import launched
+from asyncllm.gpu.ops.triton.launcher import with_launcher
 from asyncllm.gpu.ops.triton.operands import row_stride
 from asyncllm.gpu.ops.triton.top_k import (
     MAX_SORTED,
@@ -45,19 +45,20 @@ NO_TOKEN_LEFT = tl.constexpr(gumbel.NO_TOKEN_LEFT)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 COUNTERS = tl.constexpr(4)
-"""Rows of counters per program of the first kernel; each row covers four chunks."""
+"""Rows of Philox counters per program of ``chunk_kernel``; a row covers four chunks."""
 
 CHUNK_ARGUMENTS = ["listed", "chunk_max", "chunk_sum", "chunk_score", "chunk_token"]
-"""Kernel arguments that lie in one allocation. Their addresses depend on the number of rows;
-kernels specialised on their alignment would be compiled again in the middle of serving."""
+"""Kernel arguments that lie in one allocation. Their alignments depend on the number of rows. A
+kernel specialised on them would be compiled again while requests are served."""
 
 
 @triton.jit
-def race_key(states, positions, row, line):
-    """Key of the noise for a row's sampled token: an output of SplitMix64. The row's seed is the
-    state; the output's number is the token's position, ``positions + 1``.
+def race_key(states, positions, row, req_index):
+    """Key of the noise for a row's sampled token, like ``gumbel.gumbel_keys``.
+
+    It is output number ``positions + 1``, the token's position, of SplitMix64 from the row's state.
     """
-    state = tl.load(states + line).to(tl.uint64, bitcast=True)
+    state = tl.load(states + req_index).to(tl.uint64, bitcast=True)
     steps = (tl.load(positions + row).to(tl.int64) + 2).to(tl.uint64, bitcast=True)
     z = state + steps * 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
@@ -67,7 +68,7 @@ def race_key(states, positions, row, line):
 
 @triton.jit
 def log_exponential(word):
-    """Logarithm of the exponential noise that a random word gives."""
+    """Logarithm of the exponential noise of a random word, as in ``gumbel._exponential``."""
     u = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
     series = 1.0 + u * (0.5 + u * (0.3333333333 + u * (0.25 + u * (0.2 + u * 0.1666666667))))
     return tl.log(tl.where(u < 0.0625, u * series, -tl.log(1.0 - u)))
@@ -75,12 +76,12 @@ def log_exponential(word):
 
 @triton.jit
 def temperature_factor(temperature):
-    """Whether the row is greedy, and the factor on its logits."""
+    """Whether a row is greedy, and the factor on its logits, 1 or 1 / temperature."""
     greedy = temperature < MIN_TEMPERATURE
     return greedy, tl.where(greedy, 1.0, tl.div_rn(1.0, tl.where(greedy, 1.0, temperature)))
 
 
-@launched
+@with_launcher
 @triton.jit(do_not_specialize_on_alignment=CHUNK_ARGUMENTS)
 def chunk_kernel(
     chunk_max,
@@ -99,20 +100,20 @@ def chunk_kernel(
     num_chunks,
     stride_logits,
 ):
-    """Statistics of chunks; grid ``(rows, num_chunks / (4 * COUNTERS))``."""
+    """Computes the statistics of chunks; grid ``(rows, num_chunks / (4 * COUNTERS))``."""
     row = tl.program_id(0).to(tl.int64)
-    line = tl.load(req_indices + row).to(tl.int64)
-    if line < 0:
+    req_index = tl.load(req_indices + row).to(tl.int64)
+    if req_index < 0:
         return
     group = tl.program_id(1) * COUNTERS + tl.arange(0, COUNTERS)
     lane = tl.arange(0, CHUNK)
-    greedy, factor = temperature_factor(tl.load(temperatures + line))
+    greedy, factor = temperature_factor(tl.load(temperatures + req_index))
     counter = (group[:, None] * CHUNK + lane[None, :]).to(tl.uint32)
     zero = counter * 0
-    key = race_key(states, positions, row, line)
-    k = tl.load(top_ks + line).to(tl.int32)
+    key = race_key(states, positions, row, req_index)
+    k = tl.load(top_ks + req_index).to(tl.int32)
     limited = (k > 0) & (k < vocab_size)
-    truncated = limited | (tl.load(min_ps + line) > 0.0) | (tl.load(top_ps + line) < 1.0)
+    truncated = limited | (tl.load(min_ps + req_index) > 0.0) | (tl.load(top_ps + req_index) < 1.0)
     races = (greedy == 0) & truncated
     word0 = zero
     word1 = zero
@@ -150,7 +151,7 @@ def chunk_kernel(
 
 @triton.jit
 def race_in_chunk(logits, chunk, factor, vocab_size, key):
-    """The winning token of a chunk."""
+    """The winner of the race among a chunk's tokens."""
     lane = tl.arange(0, CHUNK)
     token = chunk * CHUNK + lane
     value = tl.load(logits + token, mask=token < vocab_size, other=float("-inf"))
@@ -193,7 +194,7 @@ def race_ahead(logits, listed, count, factor, vocab_size, largest, key, pivot_va
     return tl.sum(tl.sum(mass, 1), 0), tl.minimum(tl.min(tl.min(first, 1), 0), vocab_size - 1)
 
 
-@launched
+@with_launcher
 @triton.jit(do_not_specialize_on_alignment=CHUNK_ARGUMENTS)
 def choose_kernel(
     out,
@@ -219,8 +220,8 @@ def choose_kernel(
 ):
     """Chooses a row's token from the statistics of its chunks; grid ``(rows,)``."""
     row = tl.program_id(0).to(tl.int64)
-    line = tl.load(req_indices + row).to(tl.int64)
-    if line < 0:
+    req_index = tl.load(req_indices + row).to(tl.int64)
+    if req_index < 0:
         tl.store(out + row, tl.full([], -1, tl.int64))
         return
     chunk = tl.arange(0, CHUNKS)
@@ -232,18 +233,18 @@ def choose_kernel(
     largest = tl.max(maxima, 0)
     base = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.sum(sums * tl.exp(maxima - base), 0)
-    key = race_key(states, positions, row, line)
+    key = race_key(states, positions, row, req_index)
     counter = chunk.to(tl.uint32)
     word, _, _, _ = tl.philox(key, counter, counter * 0 + 1, counter * 0, counter * 0)
     by_mass = tl.where(sums > 0.0, maxima + tl.log(sums) - log_exponential(word), float("-inf"))
-    # Computed for every row: keeping its inputs for a branch would spill registers.
+    # Compute it for every row: keeping its inputs for a branch would spill registers.
     heaviest = tl.min(tl.where(by_mass == tl.max(by_mass, 0), chunk, num_chunks - 1), 0)
     first = tl.min(tl.where(scores == tl.max(scores, 0), chunk, num_chunks - 1), 0)
     token = tl.load(chunk_token + row * num_chunks + first)
-    greedy, factor = temperature_factor(tl.load(temperatures + line))
-    k = tl.load(top_ks + line).to(tl.int32)
-    top_p = tl.load(top_ps + line)
-    min_p = tl.load(min_ps + line)
+    greedy, factor = temperature_factor(tl.load(temperatures + req_index))
+    k = tl.load(top_ks + req_index).to(tl.int32)
+    top_p = tl.load(top_ps + req_index)
+    min_p = tl.load(min_ps + req_index)
     limited = (k > 0) & (k < vocab_size)
     cut = limited | (min_p > 0.0)
     # The sum is NaN if any logit is NaN or infinity.
@@ -281,16 +282,16 @@ def choose_kernel(
             mass, following = race_ahead(
                 *among, largest, key, value_of(logits, token, factor), token
             )
-            # It terminates under any rounding: the mass is 0 once no token is ahead.
+            # The loop ends under any rounding, because the mass is 0 once no token is ahead.
             while (mass > 0.0) & (mass >= top_p * total):
                 token = following
                 mass, following = race_ahead(
                     *among, largest, key, value_of(logits, token, factor), token
                 )
-    # A chunk with NaN makes the total NaN for any maxima.
+    # If a chunk contains NaN, the total is NaN, whatever its maximum is.
     invalid = tl.where(total == 0.0, NO_TOKEN_LEFT, -1)
     tl.store(out + row, tl.where(valid, token, invalid).to(tl.int64))
-    tl.store(last_sampled_tokens + line, tl.where(valid, token, 0).to(tl.int64))
+    tl.store(last_sampled_tokens + req_index, tl.where(valid, token, 0).to(tl.int64))
 
 
 def sample(
@@ -304,7 +305,7 @@ def sample(
     """Samples one token per row, see ``TorchOps.sample``.
 
     ``logits`` are float32, bfloat16 or float16, with contiguous rows. A row's token depends on that
-    row alone, not on the others of the batch.
+    row alone.
     """
     rows, vocab_size = logits.shape
     if not rows:

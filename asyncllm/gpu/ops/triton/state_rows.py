@@ -1,4 +1,4 @@
-"""TritonStateRows: a step's rows, as kernels of recurrent layers read them."""
+"""TritonStateRows: metadata of a step's rows for the kernels of recurrent layers."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from torch import Tensor
 from asyncllm.gpu.batch.step_inputs import StepInputs
 
 TILE_TOKENS = 8
-"""Tokens of a row that one program computes, in kernels over tokens."""
+"""Number of tokens of a row that one program of ``conv_chunk_kernel`` computes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TritonStateRows:
-    """A step's rows on the device.
+    """Metadata of a step's rows, on the device.
 
-    In a mixed step, rows of one token and longer rows have separate kernels, each of which skips
-    the other's rows. So launches depend on the numbers of rows and tokens alone.
+    In a mixed step one kernel computes rows of one token and another computes longer rows. Each is
+    launched for all rows and skips the other's, so that the launches depend only on the numbers of
+    rows and tokens.
 
     Attributes:
         slots: ``[R]`` int64, slots of the rows' states.
         positions: ``[T]`` int64.
-        query_start: ``[R + 1]`` int64, each row's first token; not read unless ``is_mixed``.
-        is_mixed: rows may have several tokens.
+        query_start: ``[R + 1]`` int64, index of each row's first token; not read unless
+            ``is_mixed``.
+        is_mixed: whether rows may have several tokens.
     """
 
     slots: Tensor
@@ -45,5 +47,5 @@ class TritonStateRows:
 
     @property
     def num_tiles(self) -> int:
-        """Tiles of TILE_TOKENS tokens that suffice for rows of any lengths."""
+        """Number of tiles of TILE_TOKENS tokens that suffices for rows of any lengths."""
         return self.positions.shape[0] // TILE_TOKENS + self.num_rows

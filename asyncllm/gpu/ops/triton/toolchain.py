@@ -1,4 +1,4 @@
-"""check_triton: whether Triton can compile and launch kernels here."""
+"""check_triton: checks that Triton can compile and launch kernels here."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ MIN_VERSION = (3, 6)
 
 
 def check_triton() -> None:
-    """Checks that Triton and the C compiler for its launchers are installed.
+    """Checks that Triton and all that it needs to launch kernels are installed.
 
-    It needs a C compiler, Python's headers, and a folder for compiled kernels.
+    To launch kernels, Triton needs a C compiler, Python's headers, and a folder for compiled
+    kernels.
 
     Raises:
-        EngineError: something is missing; the message says what, and how to get it.
+        EngineError: one of these is missing; the message says which, and how to get it.
     """
     try:
         triton = importlib.import_module("triton")
@@ -42,8 +43,9 @@ def check_triton() -> None:
     found = shutil.which(compiler) if compiler else _default_compiler()
     if found is None:
         raise EngineError(
-            f"Triton needs a C compiler to launch kernels, and {_looked_for(compiler)}: install "
-            'gcc (on Debian and Ubuntu: apt install gcc), or choose attention_backend="torch"'
+            f"Triton needs a C compiler to launch kernels, and {_missing_compiler(compiler)}: "
+            "install gcc (on Debian and Ubuntu: apt install gcc), or choose "
+            'attention_backend="torch"'
         )
     header = _python_header()
     if not header.exists():
@@ -52,15 +54,15 @@ def check_triton() -> None:
             "them (on Debian and Ubuntu: apt install python3-dev), or choose "
             'attention_backend="torch"'
         )
-    # Another cache manager, set by the application, may need no folder.
+    # A cache manager that the application has set may need no folder.
     if triton.knobs.cache.manager_class is None:
         _check_cache_folder(triton.knobs.cache.dir)
 
 
 def _check_cache_folder(folder: str) -> None:
-    """Checks that Triton can write its cache folder, without which its first kernel fails.
+    """Checks that Triton can write its cache folder; otherwise its first kernel would fail.
 
-    It cannot in a read-only container, or for a user without a home.
+    It cannot in a read-only container, or for a user without a home directory.
     """
     try:
         os.makedirs(folder, exist_ok=True)
@@ -78,12 +80,12 @@ def _default_compiler() -> str | None:
     return shutil.which("gcc") or shutil.which("clang")
 
 
-def _looked_for(compiler: str | None) -> str:
+def _missing_compiler(compiler: str | None) -> str:
     return f"CC={compiler!r} is not found" if compiler else "neither gcc nor clang is on the PATH"
 
 
 def _python_header() -> Path:
     scheme = sysconfig.get_default_scheme()
-    # Debian's default scheme points to /usr/local, where headers never are.
+    # Debian's default scheme points to /usr/local, which never contains Python's headers.
     scheme = "posix_prefix" if scheme == "posix_local" else scheme
     return Path(sysconfig.get_paths(scheme=scheme)["include"]) / "Python.h"

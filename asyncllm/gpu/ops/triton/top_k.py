@@ -1,13 +1,14 @@
-"""The cut of top_k among the logits of one row: the place in order after the k-th token.
+"""top_k_cut: the value and id of the first token that top_k excludes, in a row of logits.
 
-The k-th largest of the chunks' maxima bounds the k-th largest logit from below. Tokens at or above
-that bound are rarely many more than k: one pass over the listed chunks collects them, and they are
-sorted (bitonic, Batcher, 1968). If they are more than MAX_SORTED, for a large k or among ties,
-quickselect (Hoare, 1961) finds the cut in as many passes as it takes.
+The k-th largest of the chunks' maxima is a lower bound of the k-th largest logit. Rarely are many
+more than k tokens at or above this bound. One pass over the chunks that contain such tokens, which
+the caller lists, collects the tokens, and a bitonic sort (Batcher, 1968) sorts them. If there are
+more than MAX_SORTED, because k is large or many logits are equal, quickselect (Hoare, 1961) finds
+the cut in several passes over the listed chunks.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# A type checker sees a kernel as the Python function that it is written as.
+# To a type checker, a Triton kernel is a plain Python function, without ``kernel[grid]``.
 
 import triton
 import triton.language as tl
@@ -19,23 +20,23 @@ PRIORITY = tl.constexpr(0x9E3779B1)
 PRIORITY_INVERSE = tl.constexpr(pow(0x9E3779B1, -1, 2**32))
 
 SCANNED_CHUNKS = tl.constexpr(4)
-"""Chunks that are read at a time."""
+"""Number of chunks that a program reads at a time."""
 
 MAX_SORTED = tl.constexpr(256)
-"""Most candidates that are sorted: two for each thread of a program."""
+"""Maximum number of tokens to sort: two for each thread of a program."""
 
 
 @triton.jit
 def order_of(value):
-    """Maps float32 numbers to integers in [0, 2**32) of the same order."""
-    # Adding zero makes minus zero the same as zero.
+    """Maps float32 numbers to integers in [0, 2**32) that sort in the same order."""
+    # Adding 0 turns minus zero into zero.
     bits = (value + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
 
 
 @triton.jit
 def kth_largest(order, k):
-    """The k-th largest element, found bit by bit from the highest; 0 if there are fewer."""
+    """The k-th largest of integers in [0, 2**32), found bit by bit; 0 if there are fewer than k."""
     found = tl.full([], 0, tl.int64)
     for step in range(32):
         candidate = found + (tl.full([], 1, tl.int64) << (31 - step))
@@ -46,7 +47,7 @@ def kth_largest(order, k):
 
 @triton.jit
 def listed_values(logits, listed, count, factor, vocab_size, start):
-    """Tokens and logits of the listed chunks ``start`` to ``start + SCANNED_CHUNKS - 1``."""
+    """Ids and logits of the tokens in chunks ``listed[start:start + SCANNED_CHUNKS]``."""
     entry = start + tl.arange(0, SCANNED_CHUNKS)
     chunk = tl.load(listed + entry, mask=entry < count, other=0)
     token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
@@ -56,9 +57,9 @@ def listed_values(logits, listed, count, factor, vocab_size, start):
 
 
 @triton.jit
-def is_ahead(value, token, of_value, of_token):
-    """Whether a token comes before another: by logit, descending, then by id."""
-    return (value > of_value) | ((value == of_value) & (token < of_token))
+def is_ahead(value, token, other_value, other_token):
+    """Whether a token sorts before another: by logit, descending, then by id."""
+    return (value > other_value) | ((value == other_value) & (token < other_token))
 
 
 @triton.jit
@@ -70,16 +71,17 @@ def value_of(logits, token, factor):
 def rank_of(
     logits, listed, count, factor, vocab_size, pivot_value, pivot, high_value, high, low_value, low
 ):
-    """Counts the listed tokens ahead of the pivot, and picks a random token on each side of it.
+    """Counts the listed tokens ahead of the pivot, and picks the next pivots.
 
-    The random tokens lie between ``high`` and the pivot, and between the pivot and ``low``.
+    One is a random token between ``high`` and the pivot, the other a random token between the pivot
+    and ``low``.
     """
     ranks = tl.zeros([SCANNED_CHUNKS, CHUNK], tl.int32)
     above = tl.full([SCANNED_CHUNKS, CHUNK], -2147483648, tl.int32)
     below = tl.full([SCANNED_CHUNKS, CHUNK], -2147483648, tl.int32)
     for start in range(0, count, SCANNED_CHUNKS):
         token, value, real = listed_values(logits, listed, count, factor, vocab_size, start)
-        # An odd factor permutes the numbers of 32 bits: no two tokens have the same priority.
+        # Multiplication by an odd number permutes 32-bit integers: priorities of tokens differ.
         priority = (token.to(tl.uint32) * PRIORITY).to(tl.int32, bitcast=True)
         ahead = is_ahead(value, token, pivot_value, pivot)
         at_pivot = (value == pivot_value) & (token == pivot)
@@ -101,10 +103,7 @@ def token_of(priority):
 
 @triton.jit
 def select_cut(logits, listed, count, factor, vocab_size, floor_value, k):
-    """Finds the cut by quickselect: value and id of the first excluded token.
-
-    Ahead of it are k listed tokens at or above the floor, or all of these if they are fewer.
-    """
+    """Finds the cut by quickselect; see ``top_k_cut``."""
     among = (logits, listed, count, factor, vocab_size)
     infinite = floor_value * 0.0 + float("inf")
     pivot_value = floor_value
@@ -132,14 +131,14 @@ def select_cut(logits, listed, count, factor, vocab_size, floor_value, k):
 
 @triton.jit
 def sort_cut(logits, candidates, listed, count, factor, vocab_size, floor_value, lowest_order, k):
-    """Finds the cut by sorting the listed tokens at or above both bounds.
+    """Finds the cut by sorting the listed tokens at or above both bounds; see ``top_k_cut``.
 
-    Returns value and id of the cut, and the number of these tokens. The cut is invalid if they are
-    more than MAX_SORTED.
+    Returns the cut's value and id, and the number of these tokens. If there are more than
+    MAX_SORTED, the cut is invalid.
 
     Args:
         candidates: ``[MAX_SORTED]`` int64, scratch memory of the row.
-        lowest_order: lower bound of ``order_of`` the k-th largest; 0 if unknown.
+        lowest_order: lower bound of the k-th largest ``order_of(logit)``; 0 if unknown.
         k: at most MAX_SORTED.
     """
     found = count * 0
@@ -147,14 +146,14 @@ def sort_cut(logits, candidates, listed, count, factor, vocab_size, floor_value,
         token, value, real = listed_values(logits, listed, count, factor, vocab_size, start)
         order = order_of(value)
         wanted = real & (value >= floor_value) & (order >= lowest_order)
-        # The key orders by logit, then by id: no two are equal.
+        # The rank sorts by logit, then by id: no two are equal.
         rank = (order - 2147483648) * 4294967296 + (4294967295 - token.to(tl.int64))
         rank = tl.reshape(rank, [SCANNED_CHUNKS * CHUNK])
         chosen = tl.reshape(wanted.to(tl.int32), [SCANNED_CHUNKS * CHUNK])
         place = found + tl.cumsum(chosen, 0) - 1
         tl.store(candidates + place, rank, mask=(chosen > 0) & (place < MAX_SORTED))
         found += tl.sum(chosen, 0)
-    # Threads read values that others of the program have written.
+    # The code below reads ranks that other threads of this program have written.
     tl.debug_barrier()
     number = tl.arange(0, MAX_SORTED)
     rank = tl.load(candidates + number, mask=number < found, other=-9223372036854775808)
@@ -163,7 +162,7 @@ def sort_cut(logits, candidates, listed, count, factor, vocab_size, floor_value,
     cut_value = floor_value
     cut = vocab_size
     if found >= k:
-        # The cut is right after the k-th token, whichever token comes next.
+        # The cut may have any id between those of the k-th token and of the next: take the least.
         token = (4294967295 - (last_in & 4294967295)).to(tl.int32)
         cut_value = value_of(logits, token, factor)
         cut = token + 1
@@ -172,9 +171,10 @@ def sort_cut(logits, candidates, listed, count, factor, vocab_size, floor_value,
 
 @triton.jit
 def top_k_cut(logits, candidates, listed, count, factor, vocab_size, floor_value, lowest_order, k):
-    """Value and id of the cut of top_k.
+    """Value and id of the cut of top_k, the place in sorted order from which tokens are excluded.
 
-    Ahead of it are k listed tokens at or above the floor, or all of these if they are fewer.
+    Ahead of the cut are k of the listed tokens at or above ``floor_value``, or all of them if there
+    are fewer than k. The token with the cut's id need not exist.
     """
     cut_value = floor_value
     cut = vocab_size

@@ -1,7 +1,7 @@
-"""Launch shapes by architecture and head size, from tables, without autotuning.
+"""Launch shapes of kernels by GPU architecture and head size, from tables, without autotuning.
 
-They compile without register spills (Triton 3.6, 3.7 and 3.9) and within the shared memory of each
-architecture. No GPU has measured them yet.
+With these shapes kernels compile without register spills (Triton 3.6, 3.7 and 3.9) and within the
+shared memory of each architecture. Their speed has not been measured on a GPU yet.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ INT32_END = 2**31
 """One more than the largest signed 32-bit integer."""
 
 SPLIT_TOKENS = 256
-"""Fewest tokens per split of a sequence for which splitting decode attention pays."""
+"""Minimum number of tokens per split of a sequence in decode attention; less does not pay."""
 
 MAX_WAVE_SPLITS = 8
-"""Most programs that share a sequence only to fill the last wave."""
+"""Maximum number of splits of a sequence whose only purpose is to fill the last wave."""
 
 PROGRAMS_PER_SM = 4
-"""Concurrent decode attention programs of a multiprocessor, by shared memory and registers, for
-heads of 128 elements."""
+"""Number of decode attention programs that fit a multiprocessor's shared memory and registers, for
+heads of up to 256 elements."""
 
-_FEW_PROGRAMS = 2
-"""Concurrent programs on GPUs with 100 KB of shared memory per multiprocessor, and on others for
+_FEW_PROGRAMS_PER_SM = 2
+"""PROGRAMS_PER_SM of GPUs with 100 KB of shared memory per multiprocessor, and, on other GPUs, for
 heads of more than 256 elements."""
 
 TILE_SPLIT_TOKENS = 512
-"""Fewest keys for which a split of a prefill's tile pays: its partial result, which has to be
-merged, is twice as large as the keys and values that a step of its loop reads."""
+"""Minimum number of keys per split of a prefill tile. Fewer do not pay: the split's partial result,
+which has to be merged, is twice as large as the keys and values that a step of its loop reads."""
 
 SKEWED_TOKENS = 1024
-"""Tokens beyond twice the average share that a split may have before a batch counts as skewed."""
+"""A batch is skewed if a split has this many tokens more than twice the average per program."""
 
 _HEAD_DIMS = (64, 128, 256, 512)
 MAX_HEAD_DIM = _HEAD_DIMS[-1]
@@ -43,8 +43,8 @@ class Tiles:
     """Launch shape of an attention kernel.
 
     Attributes:
-        rows: query rows of a program, tokens times query heads of one key/value head.
-        keys: tokens of the KV cache per step of its loop.
+        rows: query rows per program: pairs of a token and a query head of one key/value head.
+        keys: cached tokens per step of the kernel's loop.
         warps: warps per program.
         stages: stages of the loop's software pipeline.
     """
@@ -55,17 +55,17 @@ class Tiles:
     stages: int
 
 
-# By lowest compute capability, the tiles of heads of up to 64, 128, 256 and 512 elements. K and V
-# are found through the block table, and the pipeline spends two stages on that indirection: 3
-# stages buffer one tile, 5 buffer two. With heads of 512, a tile of 32 keys takes 32 KB each for K
-# and V.
-_DECODE = {
+# Keys are the lowest compute capability, values the tiles for heads of up to 64, 128, 256 and 512
+# elements. The pipeline spends two stages on the look-up in the block table: 3 stages buffer one
+# tile of K and V, 5 buffer two. With heads of 512 elements, a tile of 32 keys takes 32 KB
+# for K and as much for V.
+_DECODE_TILES = {
     80: (Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 32, 4, 2)),
     86: (Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 32, 4, 3), Tiles(16, 32, 4, 3)),
     90: (Tiles(16, 64, 4, 5), Tiles(16, 64, 4, 3), Tiles(16, 32, 4, 5), Tiles(16, 32, 4, 3)),
     100: (Tiles(16, 64, 4, 5), Tiles(16, 64, 4, 3), Tiles(16, 32, 4, 5), Tiles(16, 32, 4, 3)),
 }
-_PREFILL = {
+_PREFILL_TILES = {
     80: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 32, 8, 3), Tiles(32, 64, 8, 1)),
     86: (Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 3), Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2)),
     90: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2)),
@@ -74,10 +74,10 @@ _PREFILL = {
 
 
 def decode_tiles(capability: int, head_dim: int, element_size: int = 2) -> Tiles:
-    """Launch shape of decode attention; see ``prefill_tiles``."""
-    tiles = _find(_DECODE, capability, head_dim)
+    """Launch shape of decode attention; arguments and errors as in ``prefill_tiles``."""
+    tiles = _find_tiles(_DECODE_TILES, capability, head_dim)
     if element_size > 2:
-        # The same bytes per step for wider elements.
+        # Halve the keys, so that a step of the loop reads as many bytes.
         tiles = Tiles(tiles.rows, max(16, tiles.keys // 2), tiles.warps, 1)
     return tiles
 
@@ -88,14 +88,14 @@ def prefill_tiles(capability: int, head_dim: int, element_size: int = 2) -> Tile
     Args:
         capability: compute capability as ``10 * major + minor``, e.g. 90.
         head_dim: up to 512.
-        element_size: bytes of an element of q and of the cache.
+        element_size: bytes per element of q and of the cache.
 
     Raises:
-        ValueError: a larger head, or a compute capability below 8.0.
+        ValueError: the head is larger than 512, or the compute capability is below 8.0.
     """
-    tiles = _find(_PREFILL, capability, head_dim)
+    tiles = _find_tiles(_PREFILL_TILES, capability, head_dim)
     if 90 <= capability < 100 and 256 < head_dim < MAX_HEAD_DIM:
-        # A head padded to 512 elements needs masks, which take registers.
+        # Heads padded to 512 elements are masked, and the masks take registers.
         tiles = replace(tiles, keys=16)
     if element_size > 2:
         # Tensor cores multiply float32 at full precision in software: registers are short.
@@ -103,11 +103,11 @@ def prefill_tiles(capability: int, head_dim: int, element_size: int = 2) -> Tile
     return tiles
 
 
-def _find(table: dict[int, tuple[Tiles, ...]], capability: int, head_dim: int) -> Tiles:
+def _find_tiles(table: dict[int, tuple[Tiles, ...]], capability: int, head_dim: int) -> Tiles:
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head size {head_dim}: expected at most {MAX_HEAD_DIM}")
     if capability >= 110:
-        # Consumer Blackwell has less shared memory than the data centre's.
+        # Consumer Blackwell has as little shared memory as Ada; data centre Blackwell has more.
         capability = 89
     known = [arch for arch in table if arch <= capability]
     if not known:
@@ -116,11 +116,11 @@ def _find(table: dict[int, tuple[Tiles, ...]], capability: int, head_dim: int) -
 
 
 def decode_programs(capability: int, head_dim: int) -> int:
-    """Concurrent decode attention programs of a multiprocessor."""
+    """Number of decode attention programs that run on a multiprocessor at the same time."""
     has_less = 86 <= capability < 90 or capability >= 110
     if head_dim > 256:
-        return 1 if has_less else _FEW_PROGRAMS
-    return _FEW_PROGRAMS if has_less else PROGRAMS_PER_SM
+        return 1 if has_less else _FEW_PROGRAMS_PER_SM
+    return _FEW_PROGRAMS_PER_SM if has_less else PROGRAMS_PER_SM
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +128,8 @@ class ProductTiles:
     """Launch shape of a grouped matrix product.
 
     Attributes:
-        rows, columns: shape of a program's output.
-        depth: elements of the reduced dimension per step of its loop.
+        rows, columns: shape of a program's output tile.
+        depth: elements of the reduced dimension per step of the kernel's loop.
         warps, stages: as in ``Tiles``.
     """
 
@@ -141,11 +141,11 @@ class ProductTiles:
 
 
 SMALL_GROUP_ROWS = 16
-"""Average rows of a group up to which a grouped product takes its smallest tiles."""
+"""Average number of rows per group up to which a grouped product uses its smallest tiles."""
 
 
 def product_tiles(num_rows: int, num_groups: int, element_size: int) -> ProductTiles:
-    """Launch shape of a grouped matrix product of ``num_rows`` in ``num_groups``.
+    """Launch shape of a grouped matrix product of ``num_rows`` rows in ``num_groups`` groups.
 
     It depends on shapes alone, so that it is fixed in a captured graph.
     """
@@ -161,60 +161,61 @@ def product_tiles(num_rows: int, num_groups: int, element_size: int) -> ProductT
 def num_splits(
     batch: int, kv_heads: int, max_len: int, num_sms: int, programs_per_sm: int = PROGRAMS_PER_SM
 ) -> int:
-    """Number of programs that share one sequence and key/value head in decode attention.
+    """Number of splits of a sequence in decode attention.
 
-    It is the smallest that keeps the GPU nearly as busy as possible, as in FlashAttention's
-    num_splits_heuristic: programs run in waves, and a last wave of a few takes as long as a full
-    one. None has fewer than SPLIT_TOKENS tokens. It depends on shapes alone, so that it is fixed in
-    a captured graph.
+    Programs run in waves, and a last wave of few programs takes as long as a full one. So the
+    result is the smallest number of splits that keeps the GPU nearly as busy as the best number, as
+    in FlashAttention's num_splits_heuristic. No split of a longest sequence has fewer than
+    SPLIT_TOKENS tokens. It depends on shapes alone, so that it is fixed in a captured graph.
 
     Args:
-        batch: rows of the launch, padding included.
-        max_len: longest possible sequence of the launch, in tokens.
-        num_sms: multiprocessors of the GPU.
-        programs_per_sm: concurrent programs of a multiprocessor.
+        batch: number of rows of the launch, padding included.
+        max_len: length of the longest possible sequence of the launch.
+        num_sms: number of multiprocessors of the GPU.
+        programs_per_sm: programs that run on a multiprocessor at the same time.
     """
     places, programs = programs_per_sm * num_sms, batch * kv_heads
     most = min(max(cdiv(places, programs), MAX_WAVE_SPLITS), cdiv(max_len, SPLIT_TOKENS))
     return _fewest_splits(programs, places, max(1, most))
 
 
-def num_extra_shares(kv_heads: int, num_sms: int, programs_per_sm: int = PROGRAMS_PER_SM) -> int:
-    """Programs per key/value head, beyond one per row, for a skewed batch of decode rows. All
-    programs together are two waves, so that a share is about half of the keys that each concurrent
-    program has to read in all.
+def num_extra_splits(kv_heads: int, num_sms: int, programs_per_sm: int = PROGRAMS_PER_SM) -> int:
+    """Number of balanced splits, beyond one per row, for a skewed batch of decode rows.
+
+    It is chosen so that these splits of all key/value heads fill two waves: each place on the GPU
+    computes about two splits.
     """
     return cdiv(2 * programs_per_sm * num_sms, kv_heads)
 
 
 def is_skewed(longest: int, total: int, splits: int, kv_heads: int, places: int) -> bool:
-    """Whether a batch of decode rows would wait for its longest sequence.
+    """Whether the longest sequence would hold up a batch of decode rows.
 
-    That is so if a split of that sequence has more than twice the average number of keys per
-    concurrent program.
+    It would if a split of that sequence has SKEWED_TOKENS keys more than twice the average number
+    of keys per concurrent program.
 
     Args:
-        longest, total: tokens of the longest sequence, and of all.
-        splits: splits of each sequence.
-        places: concurrent programs of the GPU.
+        longest, total: tokens of the longest sequence, and of all sequences.
+        splits: number of splits per sequence.
+        places: number of programs that run on the GPU at the same time.
     """
     fair = total * kv_heads // places
     return cdiv(longest, splits) > 2 * fair + SKEWED_TOKENS
 
 
 def num_tiles(num_tokens: int, num_seqs: int, group: int, tiles: Tiles) -> int:
-    """Upper bound of a prefill's tiles, for sequences of any lengths."""
+    """Upper bound of the number of prefill tiles, for sequences of any lengths."""
     return num_tokens // (tiles.rows // next_power_of_2(group)) + num_seqs
 
 
 def num_tile_splits(num_tiles: int, kv_heads: int, max_len: int, num_sms: int) -> int:
-    """Number of programs that share the keys of one tile and key/value head in a prefill.
+    """Number of splits of the keys of a prefill tile.
 
-    It is more than one where tiles leave multiprocessors idle, as a few new tokens behind a long
-    prefix do. Registers allow a multiprocessor one program at a time.
+    It is more than one where there are fewer tiles than multiprocessors, as for a few new tokens
+    after a long prefix. A multiprocessor has registers for one program at a time.
 
     Args:
-        max_len: most keys that a tile sees.
+        max_len: maximum number of keys that a tile sees.
     """
     programs = num_tiles * kv_heads
     most = min(cdiv(num_sms, programs), cdiv(max_len, TILE_SPLIT_TOKENS))
@@ -223,18 +224,18 @@ def num_tile_splits(num_tiles: int, kv_heads: int, max_len: int, num_sms: int) -
 
 @lru_cache(maxsize=4096)
 def _fewest_splits(programs: int, places: int, most: int) -> int:
-    shares = [wave_utilisation(programs * splits, places) for splits in range(1, most + 1)]
-    good = 0.9 * max(shares)
-    return next(splits for splits, share in enumerate(shares, 1) if share >= good)
+    rates = [wave_utilisation(programs * splits, places) for splits in range(1, most + 1)]
+    good = 0.9 * max(rates)
+    return next(splits for splits, rate in enumerate(rates, 1) if rate >= good)
 
 
 def wave_utilisation(programs: int, places: int) -> float:
-    """Share of the GPU that equal programs keep busy until the last has ended."""
+    """Fraction of the GPU that equally long programs keep busy until the last one ends."""
     return programs / (cdiv(programs, places) * places)
 
 
 def row_warps(width: int) -> int:
-    """Warps of a kernel that holds a row of ``width`` elements in registers."""
+    """Number of warps for a kernel that holds a row of ``width`` elements in registers."""
     return 4 if width <= 2048 else 8 if width <= 8192 else 16
 
 
@@ -247,10 +248,10 @@ def next_power_of_2(value: int) -> int:
 
 
 def block_dim_of(head_dim: int) -> int:
-    """Elements of a head in a tile, padded to a power of two of at least 16."""
+    """Size of a head in a tile, padded to a power of two of at least 16."""
     return max(16, next_power_of_2(head_dim))
 
 
 def workspace_size(count: int, num_heads: int, head_dim: int) -> int:
-    """Float32 elements for ``count`` partial results of attention per head."""
+    """Number of float32 elements for ``count`` partial results of attention per head."""
     return count * num_heads * (block_dim_of(head_dim) + 2)
