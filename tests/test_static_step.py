@@ -437,7 +437,7 @@ def test_a_trace_touches_nothing_but_what_stays_where_it_is(decoder: Decoder) ->
 def test_a_bucket_is_the_smallest_that_fits() -> None:
     graphs = StepGraphs(lambda key: None, GraphCapturer(), (8, 2, 2, 4))
     assert graphs.buckets == (2, 4, 8)
-    assert [graphs.bucket_size(rows) for rows in (1, 2, 3, 8, 9)] == [2, 2, 4, 8, None]
+    assert [graphs.bucket(rows) for rows in (1, 2, 3, 8, 9)] == [2, 2, 4, 8, None]
     assert default_batch_sizes(20) == (1, 2, 4, 8, 16, 20)
     assert [size for size in default_batch_sizes(512) if 240 < size < 280] == [248, 256, 272]
     assert default_batch_sizes(600)[-2:] == (512, 600)

@@ -58,7 +58,7 @@ def wide_fields(num_kv_heads: int) -> dict[str, Any]:
         "num_layers": 4,
         "layers": (sliding, full, *shared),
         "sliding_layers": (True, False) * 2,
-        "layer_ropes": (RopeConfig(), RopeConfig(1e6, "proportional", share=0.25)) * 2,
+        "layer_ropes": (RopeConfig(), RopeConfig(1e6, "proportional", rotated_fraction=0.25)) * 2,
         "layer_input": LayerInputConfig(8, 300),
         "names": NORMS_AROUND,
         "activation": "gelu_tanh",
