@@ -32,8 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
 async def _main(arguments: argparse.Namespace) -> None:
     # Imported first: a missing extra or a wrong argument is reported before a model is loaded.
     from asyncllm.serving import create_app
-    from asyncllm.serving.access import is_loopback
     from asyncllm.serving.http_server import ConnectionLimits, HttpServer
+    from asyncllm.serving.loopback import is_loopback
 
     tokens = _tokens(arguments)
     drain = check.seconds("drain", arguments.drain)

@@ -8,18 +8,22 @@ serve`` does. Needs the extra ``[server]``.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from functools import partial
 
 try:
     from starlette.middleware.cors import CORSMiddleware
-    from starlette.routing import BaseRoute, Match, Route, Router, WebSocketRoute
+    from starlette.routing import BaseRoute, Route, Router, WebSocketRoute
 
     from asyncllm.metrics import EngineMetrics
-    from asyncllm.serving.chat_completions import chat_completions
-    from asyncllm.serving.completions import completions
+    from asyncllm.serving.chat_request import ChatRequest
+    from asyncllm.serving.chat_writer import ChatWriter
+    from asyncllm.serving.choices import answer_choices
+    from asyncllm.serving.completion_request import CompletionRequest
+    from asyncllm.serving.completion_writer import CompletionWriter
+    from asyncllm.serving.endpoint import Endpoint, Handler
+    from asyncllm.serving.exchange import App, Exchange, Receive, Scope, Send
     from asyncllm.serving.response_session import ENGINE_NAMES, ResponseSession
     from asyncllm.serving.responses import create_response, delete_response, get_response
     from asyncllm.serving.server_info import (
@@ -30,7 +34,7 @@ try:
         live,
         show_metrics,
     )
-    from asyncllm.serving.sockets import WebSocketEndpoint
+    from asyncllm.serving.sockets import Session, SocketConnection, run_session
     from asyncllm.serving.stats_session import StatsSession
     from asyncllm.serving.tokenization import detokenize, tokenize
 except ModuleNotFoundError as missing:
@@ -42,79 +46,17 @@ except ModuleNotFoundError as missing:
 
 from asyncllm import validation as check
 from asyncllm.engine import AsyncLLMEngine
-from asyncllm.errors import AsyncLLMError
 from asyncllm.serving.access import AccessRules
-from asyncllm.serving.exchange import DISCONNECT_ERRORS, Exchange, Receive, Scope, Send
 from asyncllm.serving.frame_pacer import FramePacer
-from asyncllm.serving.gate import App, Gate, refuse
-from asyncllm.serving.protocol_error import ProtocolError, from_engine_error
+from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.request_body import UnsupportedFields
 from asyncllm.serving.response_store import ResponseStore
 from asyncllm.serving.serving import Serving, default_model_names
 
-logger = logging.getLogger(__name__)
-
-Handler = Callable[[Serving, Exchange], Awaitable[None]]
 Page = Callable[[str], "tuple[str, bytes] | None"]
 
 OPEN_PATHS = ("/health", "/health/live", "/health/ready")
 """Paths that need no token, because health checks have none."""
-
-PAGE_FILE = "asyncllm.found"
-"""Scope key of the page's file at the request's path."""
-
-
-class Endpoint:
-    """An ASGI application of one path.
-
-    Args:
-        serving: passed to the handlers.
-        handlers: handlers by HTTP method.
-        names: for errors: names of engine parameters to the protocol's names, where they differ.
-        limits: keyword arguments of Exchange.
-    """
-
-    def __init__(
-        self,
-        serving: Serving,
-        handlers: Mapping[str, Handler],
-        names: dict[str, str],
-        limits: Mapping[str, Any],
-    ) -> None:
-        self._serving = serving
-        self._handlers = handlers
-        self._names = names
-        self._limits = limits
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send, **self._limits)
-        try:
-            await self._handler(scope)(self._serving, exchange)
-        except ProtocolError as error:
-            await exchange.refuse(error)
-        except (
-            AsyncLLMError
-        ) as error:  # before DISCONNECT_ERRORS: one AsyncLLMError is an OSError too
-            await exchange.refuse(from_engine_error(error, self._names))
-        except DISCONNECT_ERRORS:
-            return
-        except Exception:
-            logger.exception("a request to %s failed", scope["path"])
-            if exchange.started:
-                raise  # closes the connection: the answer is incomplete
-            await exchange.refuse(ProtocolError("internal error", code="server_error", status=500))
-
-    def _handler(self, scope: Scope) -> Handler:
-        method = "GET" if scope["method"] == "HEAD" else scope["method"]
-        if method not in self._handlers:
-            allowed = ", ".join(self._handlers)
-            raise ProtocolError(
-                f"method {scope['method'][:20]} is not allowed here, expected {allowed}",
-                code="method_not_allowed",
-                status=405,
-                headers={"Allow": allowed},
-            )
-        return self._handlers[method]
 
 
 class ServerApp:
@@ -220,12 +162,10 @@ def create_app(
         EngineMetrics(engine) if metrics is None else metrics,
         needs_token=token is not None,
         unsupported=UnsupportedFields(check.boolean("ignore_unsupported", ignore_unsupported)),
+        max_body_size=check.integer("max_body_size", max_body_size, 1, 2**30),
+        body_timeout=check.seconds("body_timeout", body_timeout, above=True),
     )
-    limits = {
-        "max_body": check.integer("max_body_size", max_body_size, 1, 2**30),
-        "body_timeout": check.seconds("body_timeout", body_timeout, above=True),
-    }
-    app = _router(serving, rules, limits, page)
+    app = _router(serving, rules, page)
     if pages is not None:
         app = CORSMiddleware(
             app,
@@ -237,19 +177,15 @@ def create_app(
     return ServerApp(app, serving)
 
 
-def _router(
-    serving: Serving, rules: AccessRules, limits: Mapping[str, Any], page: Page | None
-) -> App:
-    chat = {"prompt": "messages"}
+def _router(serving: Serving, rules: AccessRules, page: Page | None) -> App:
+    chat = partial(answer_choices, ChatRequest, ChatWriter)
+    completions = partial(answer_choices, CompletionRequest, CompletionWriter)
+    stored: dict[str, Handler] = {"GET": get_response, "DELETE": delete_response}
     table: list[tuple[str, dict[str, Handler], dict[str, str]]] = [
-        ("/v1/chat/completions", {"POST": chat_completions}, chat),
+        ("/v1/chat/completions", {"POST": chat}, {"prompt": "messages"}),
         ("/v1/completions", {"POST": completions}, {}),
         ("/v1/responses", {"POST": create_response}, ENGINE_NAMES),
-        (
-            "/v1/responses/{response_id}",
-            {"GET": get_response, "DELETE": delete_response},
-            ENGINE_NAMES,
-        ),
+        ("/v1/responses/{response_id}", stored, ENGINE_NAMES),
         ("/tokenize", {"POST": tokenize}, {}),
         ("/detokenize", {"POST": detokenize}, {}),
         ("/v1/models", {"GET": list_models}, {}),
@@ -262,77 +198,65 @@ def _router(
     ]
     routes: list[BaseRoute] = []
     for path, handlers, names in table:
-        endpoint = Endpoint(serving, handlers, names, limits)
-        routes.append(Route(path, Gate(endpoint, None if path in OPEN_PATHS else rules, serving)))
-    responses = WebSocketEndpoint(
-        serving, lambda socket, owner: ResponseSession(socket, serving, owner)
-    )
-    stats = WebSocketEndpoint(serving, lambda socket, owner: StatsSession(socket, serving))
-    for path, socket in (("/v1/responses", responses), ("/v1/stats", stats)):
-        routes.append(WebSocketRoute(path, Gate(socket, rules, serving)))
-    if page is not None:
-        shown = Endpoint(serving, {"GET": _show_page}, {}, limits)
-        routes.append(_PageRoute(page, Gate(shown, None, serving)))
+        path_rules = None if path in OPEN_PATHS else rules
+        routes.append(Route(path, Endpoint(serving, handlers, path_rules, names)))
+    sessions: dict[str, Callable[[SocketConnection, str], Session]] = {
+        "/v1/responses": lambda socket, owner: ResponseSession(socket, serving, owner),
+        "/v1/stats": lambda socket, _: StatsSession(socket, serving),
+    }
+    for path, make_session in sessions.items():
+        socket_handlers = {"WEBSOCKET": partial(run_session, make_session)}
+        routes.append(WebSocketRoute(path, Endpoint(serving, socket_handlers, rules)))
     return Router(
         routes,
         redirect_slashes=False,
-        default=Gate(_UnknownPath(serving, limits, [path for path, _, _ in table]), rules, serving),
+        default=_OtherPath(serving, rules, [path for path, _, _ in table], page),
         lifespan=lambda _: _lifespan(serving),
     )  # pyright: ignore[reportReturnType]
 
 
-class _PageRoute(BaseRoute):
-    """Route of the paths at which the page has a file."""
-
-    def __init__(self, page: Page, app: App) -> None:
-        self._page = page
-        self._app = app
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        if scope["type"] == "http" and scope["method"] in ("GET", "HEAD"):
-            path = scope["path"].removeprefix(scope.get("root_path", ""))
-            if (found := self._page(path or "/")) is not None:
-                return Match.FULL, {PAGE_FILE: found}
-        return Match.NONE, {}
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, send)
-
-
-async def _show_page(serving: Serving, exchange: Exchange) -> None:
-    content_type, body = exchange.scope[PAGE_FILE]
-    headers = {"cache-control": "no-store"}
-    await exchange.respond(200, body, f"{content_type}; charset=utf-8", headers)
-
-
-class _UnknownPath(Endpoint):
-    """Endpoint of unknown paths.
+class _OtherPath(Endpoint):
+    """Endpoint of the paths without a route: the page's files, and unknown paths.
 
     Args:
-        paths: the known ones.
+        paths: paths of the routes.
     """
 
-    def __init__(self, serving: Serving, limits: Mapping[str, Any], paths: Collection[str]) -> None:
-        super().__init__(serving, {}, {}, limits)
+    def __init__(
+        self, serving: Serving, rules: AccessRules, paths: Collection[str], page: Page | None
+    ) -> None:
+        super().__init__(serving, {}, rules)
         self._paths = paths
+        self._page = page
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":
-            await refuse(self._not_found(scope), scope, receive, send)
-        else:
+        file = None
+        if self._page is not None and scope.get("method") in ("GET", "HEAD"):
+            file = self._page(_path_in_app(scope) or "/")
+        if file is None:
             await super().__call__(scope, receive, send)
+        else:
+            pages = Endpoint(self._serving, {"GET": partial(_send_file, file)}, None)
+            await pages(scope, receive, send)
 
     def _handler(self, scope: Scope) -> Handler:
-        raise self._not_found(scope)
-
-    def _not_found(self, scope: Scope) -> ProtocolError:
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = _path_in_app(scope)
         # A base URL without /v1, or one to which a client has added its own.
         meant = {f"/v1{path}", path.removeprefix("/v1")} & set(self._paths)
         hint = (
             f"; {min(meant)} is" if meant else _INSTEAD.get(path, "; /openapi.json has all paths")
         )
-        return ProtocolError(f"there is nothing at this path{hint}", code="not_found", status=404)
+        raise ProtocolError(f"there is nothing at this path{hint}", code="not_found", status=404)
+
+
+def _path_in_app(scope: Scope) -> str:
+    return scope["path"].removeprefix(scope.get("root_path", ""))
+
+
+async def _send_file(file: tuple[str, bytes], serving: Serving, exchange: Exchange) -> None:
+    content_type, body = file
+    headers = {"cache-control": "no-store"}
+    await exchange.respond(200, body, f"{content_type}; charset=utf-8", headers)
 
 
 _INSTEAD = {

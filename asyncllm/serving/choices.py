@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol, TypeVar
 
 import anyio
 from pydantic_core import to_json
 
-from asyncllm.errors import AsyncLLMError
 from asyncllm.outputs import Completion, Delta, Usage
 from asyncllm.serving.answers import TokenUsage, Truncation
-from asyncllm.serving.exchange import ClientGoneError, Exchange, encode
-from asyncllm.serving.protocol_error import ProtocolError, from_engine_error
+from asyncllm.serving.event_sender import EventSender, abort_on_disconnect, sending_events
+from asyncllm.serving.exchange import Exchange, encode
+from asyncllm.serving.protocol_error import ProtocolError
+from asyncllm.serving.request_body import parse_json
+from asyncllm.serving.sampling_fields import ChoicesRequest
 from asyncllm.serving.serving import Serving
 from asyncllm.serving.token_logprobs import logprobs_size
 from asyncllm.stream import TokenStream
@@ -22,18 +23,11 @@ from asyncllm.stream import TokenStream
 MAX_READS = 1024
 """Most deltas of a stream that are merged into one write, because reading them does not wait."""
 
-PING = ": ping\n\n"
-"""Comment that clients ignore and proxies count as traffic."""
+RequestT = TypeVar("RequestT", bound=ChoicesRequest)
 
 
 class ChoicesWriter(Protocol):
-    """Writer of one answer in a protocol. ``base`` is the index of a stream's first choice.
-
-    Attributes:
-        ENGINE_NAMES: names of engine parameters to the protocol's names, where they differ.
-    """
-
-    ENGINE_NAMES: ClassVar[dict[str, str]]
+    """Writer of one answer in a protocol. ``base`` is the index of a stream's first choice."""
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]: ...
 
@@ -52,75 +46,40 @@ class ChoicesWriter(Protocol):
     def closing(self, usages: Sequence[Usage | None]) -> str: ...
 
 
-class KeepAlive:
-    """Sends comments to keep a silent connection alive. Each event sets ``has_sent``, which costs a
-    fraction of a read with a timeout.
+async def answer_choices(
+    request_type: type[RequestT],
+    writer_type: Callable[[str, RequestT, Any], ChoicesWriter],
+    serving: Serving,
+    exchange: Exchange,
+) -> None:
+    """Handle a request of ``request_type``.
 
     Args:
-        seconds: longest silence.
-        send: sends a text to the client; raises OSError if it is gone.
-
-    Attributes:
-        has_sent: whether anything was sent since the last check.
+        writer_type: makes a writer from the model's name, the request and the tokenizer.
     """
+    body = await exchange.body()
 
-    def __init__(self, seconds: float, send: Callable[[str], Awaitable[None]]) -> None:
-        self.has_sent = False
-        self._seconds = seconds
-        self._send = send
+    def submit() -> tuple[RequestT, Sequence[TokenStream], ChoicesWriter]:
+        request = request_type.parse(parse_json(body), serving.unsupported)
+        model = serving.model_name(request.model)
+        streams = request.submit(serving.engine, serving.options(exchange.owner))
+        return request, streams, writer_type(model, request, serving.engine.tokenizer)
 
-    async def fill(self) -> None:
-        """Run until it is cancelled or the client is gone."""
-        with suppress(OSError):
-            while True:
-                await anyio.sleep(self._seconds / 2)
-                if not self.has_sent:
-                    await self._send(PING)
-                self.has_sent = False
-
-
-@asynccontextmanager
-async def abort_on_disconnect(
-    exchange: Exchange, streams: Sequence[TokenStream], keep_alive: KeepAlive | None = None
-) -> AsyncIterator[None]:
-    """Abort the streams when the client closes its connection, or the block is left.
-
-    Args:
-        keep_alive: sends its comments meanwhile.
-
-    Raises:
-        ClientGoneError: at the end of the block, if the client has gone meanwhile.
-    """
-    gone = False
-    failure: Exception | None = None
-
-    async def watch() -> None:
-        nonlocal gone
-        await exchange.gone()
-        gone = True
-        for stream in streams:
-            stream.abort()
-
-    try:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(watch)
-            if keep_alive is not None:
-                tasks.start_soon(keep_alive.fill)
-            try:
-                yield
-            except Exception as error:  # the task group would wrap the error
-                failure = error
-            tasks.cancel_scope.cancel()
-    finally:
-        for stream in streams:
-            stream.close()
-    if gone:
-        raise ClientGoneError
-    if failure is not None:
-        raise failure
+    request, streams, writer = await serving.run(submit, len(body))
+    if request.stream:
+        async with sending_events(
+            serving, exchange, streams, writer.opening(), _error_event
+        ) as sender:
+            await ChoicesSender(serving, streams, writer, sender).run()
+    else:
+        await _answer_whole(serving, exchange, streams, writer)
 
 
-async def answer_whole(
+def _error_event(error: ProtocolError) -> str:
+    return f"data: {encode(error.body())}\n\n"
+
+
+async def _answer_whole(
     serving: Serving, exchange: Exchange, streams: Sequence[TokenStream], writer: ChoicesWriter
 ) -> None:
     """Send a whole answer. Raises ProtocolError or AsyncLLMError before anything is sent."""
@@ -139,52 +98,28 @@ def _size(completion: Completion) -> int:
     return echoed + sum(logprobs_size(output.logprobs) for output in completion.outputs)
 
 
-class EventAnswer:
-    """Answer in server-sent events.
-
-    It begins with its first chunk or comment, so that an error of the first read (for too long a
-    prompt, say) still has its HTTP status. Later errors are events.
-    """
+class ChoicesSender:
+    """Sender of the streams' chunks, as they arrive."""
 
     def __init__(
         self,
         serving: Serving,
-        exchange: Exchange,
         streams: Sequence[TokenStream],
         writer: ChoicesWriter,
+        sender: EventSender,
     ) -> None:
         self._serving = serving
-        self._exchange = exchange
         self._streams = streams
         self._writer = writer
-        self._pacer = serving.pacer
-        self._keep_alive = KeepAlive(serving.ping_interval, self._send)
-        self._opening = anyio.Lock()
-        self._opened = False
+        self._sender = sender
 
     async def run(self) -> None:
-        """Send the answer. Raises ProtocolError or AsyncLLMError if nothing was sent yet."""
-        self._pacer.begin()
-        try:
-            async with abort_on_disconnect(self._exchange, self._streams, self._keep_alive):
-                await self._send_streams()
-        except (ProtocolError, AsyncLLMError) as error:
-            if not self._exchange.started:
-                raise
-            if isinstance(error, AsyncLLMError):
-                error = from_engine_error(error, self._writer.ENGINE_NAMES)
-            await self._exchange.send_events(f"data: {encode(error.body())}\n\n")
-        finally:
-            self._pacer.end()
-        await self._exchange.end_events()
-
-    async def _send_streams(self) -> None:
         if len(self._streams) == 1:
             await self._send_stream(self._streams[0], 0)
         else:
             await self._send_several()
         usages = [stream.usage for stream in self._streams]
-        await self._send(self._writer.closing(usages) + "data: [DONE]\n\n")
+        await self._sender.send(self._writer.closing(usages) + "data: [DONE]\n\n")
 
     async def _send_several(self) -> None:
         """Send the chunks of several streams as they arrive. The first error ends all."""
@@ -206,8 +141,8 @@ class EventAnswer:
             raise failure[0]
 
     async def _send_stream(self, stream: TokenStream, base: int) -> None:
-        pacer, chunks, keep_alive = self._pacer, self._writer.chunks, self._keep_alive
-        send, num_read = self._exchange.send_events, 0
+        pacer, chunks, send = self._serving.pacer, self._writer.chunks, self._sender.send
+        num_read = 0
         unsent: dict[int, Delta] = {}
         async for delta in stream:
             if delta.finish_reason == "abort":
@@ -223,8 +158,7 @@ class EventAnswer:
             else:  # the usual token, whose time counts
                 text = chunks(delta, base, stream)
             if text:
-                keep_alive.has_sent = True
-                await (send(text) if self._opened else self._open(text))
+                await send(text)
             if stream.usage is None and (pause := pacer.pause) > 0:
                 # Tokens of each output that arrive meanwhile are merged into one chunk.
                 await anyio.sleep(pause)
@@ -236,21 +170,6 @@ class EventAnswer:
             job = partial(writer.chunks, delta, base, stream)
             text += await self._serving.run(job, size)
         return text
-
-    async def _send(self, text: str) -> None:
-        if self._opened:
-            await self._exchange.send_events(text)
-        else:
-            await self._open(text)
-
-    async def _open(self, text: str) -> None:
-        """Send ``text``, with the opening before it if this stream is the first; others wait."""
-        async with self._opening:
-            if not self._opened:
-                await self._exchange.start_events()
-                text = self._writer.opening() + text
-            await self._exchange.send_events(text)
-            self._opened = True
 
 
 def joined(one: Delta, other: Delta) -> Delta:

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from asyncllm.outputs import Completion, Delta, TokenLogprobs, Usage
 from asyncllm.serving.answers import TokenUsage
@@ -38,8 +38,6 @@ class CompletionWriter:
         request: the client's request.
         tokenizer: the engine's tokenizer.
     """
-
-    ENGINE_NAMES: ClassVar[dict[str, str]] = {}
 
     def __init__(self, model: str, request: CompletionRequest, tokenizer: Any) -> None:
         self._fields = {

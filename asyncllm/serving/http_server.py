@@ -20,7 +20,7 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 from asyncllm import validation as check
-from asyncllm.serving.gate import App
+from asyncllm.serving.exchange import App
 
 
 class _Uvicorn(uvicorn.Server):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from asyncllm.core.deadlines import DeadlineExceededError
@@ -73,7 +74,7 @@ class ProtocolError(Exception):
         return {"type": "error", "status": self.status, "error": error}
 
 
-def from_engine_error(error: AsyncLLMError, names: dict[str, str]) -> ProtocolError:
+def from_engine_error(error: AsyncLLMError, names: Mapping[str, str]) -> ProtocolError:
     """Convert an exception of the engine.
 
     Args:
@@ -81,13 +82,10 @@ def from_engine_error(error: AsyncLLMError, names: dict[str, str]) -> ProtocolEr
     """
     message = str(error)
     if isinstance(error, (InvalidRequestError, ContextLengthExceededError)):
-        code = "invalid_value"
-        param: str | None = "prompt"
-        if isinstance(error, InvalidRequestError):
-            param = error.param
-        else:
-            code = "context_length_exceeded"
-        if param in names:
+        is_too_long = isinstance(error, ContextLengthExceededError)
+        code = "context_length_exceeded" if is_too_long else "invalid_value"
+        param = "prompt" if is_too_long else error.param
+        if param is not None and param in names:
             message = message.replace(param, names[param], 1)
             param = names[param]
         return ProtocolError(message, code=code, param=param)

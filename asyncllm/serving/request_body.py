@@ -7,8 +7,8 @@ validators check the values, as for every caller.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
-from typing import Annotated, Any, ClassVar, Self
+from collections.abc import Collection, Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic_core import from_json
@@ -95,6 +95,7 @@ class RequestBody(BaseModel):
         NEUTRAL_PARTS: the same for parts of supported fields, by their paths: "field.part".
     """
 
+    # pydantic applies the settings to the TypedDicts of fields too.
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     NEUTRAL_PARTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
@@ -123,14 +124,9 @@ class RequestBody(BaseModel):
         body._unsupported = unsupported
         return body
 
-    def given(self, names: Mapping[str, str]) -> dict[str, Any]:
-        """Values of the fields that are present, under the engine's names.
-
-        Args:
-            names: field names to the engine's names.
-        """
-        fields = self.model_fields_set
-        return {names[name]: getattr(self, name) for name in names if name in fields}
+    def given(self, names: Iterable[str]) -> dict[str, Any]:
+        """Values of those of the named fields that are present."""
+        return {name: getattr(self, name) for name in names if name in self.model_fields_set}
 
     @classmethod
     def openapi_schema(cls, ref_template: str) -> dict[str, Any]:
@@ -159,7 +155,7 @@ def unsupported(name: str, value: Any, accepted: tuple[Any, ...] = ()) -> Protoc
     return ProtocolError(message, code="unsupported_parameter", param=name)
 
 
-def limit_fields(value: Any) -> Any:
+def _limit_fields(value: Any) -> Any:
     """Validator that limits an object's fields, because pydantic makes an error for every unknown
     one."""
     if isinstance(value, dict) and len(value) > MAX_FIELDS:
@@ -167,10 +163,15 @@ def limit_fields(value: Any) -> Any:
     return value
 
 
-Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
-    Field(max_length=16),
-    BeforeValidator(limit_fields),
+T = TypeVar("T")
+Limited = Annotated[T, BeforeValidator(_limit_fields)]
+"""An object with a limited number of fields."""
+
+Metadata = Limited[
+    Annotated[
+        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+        Field(max_length=16),
+    ]
 ]
 """The client's own labels of a request, which its answer repeats."""
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, with_config
+from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
-from asyncllm.serving.chat_request import FORBID
-from asyncllm.serving.request_body import UNSUPPORTED_TYPE, limit_fields
+from asyncllm.serving.request_body import UNSUPPORTED_TYPE, Limited
 from asyncllm.serving.sampling_fields import text_or_list
 
 Message = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-@with_config(FORBID)
 class ItemText(TypedDict):
     """Part of a message. The fields besides its text come with answers, and mean nothing to a
     model."""
@@ -30,7 +28,7 @@ class ItemText(TypedDict):
 ItemContent = Annotated[
     Annotated[str, Tag("#text")]
     | Annotated[
-        list[Annotated[ItemText, BeforeValidator(limit_fields)]],
+        list[Limited[ItemText]],
         Field(min_length=1, fail_fast=True),
         Tag("#list"),
     ],
@@ -38,7 +36,6 @@ ItemContent = Annotated[
 ]
 
 
-@with_config(FORBID)
 class MessageItem(TypedDict):
     type: NotRequired[Literal["message"]]
     role: Literal["user", "assistant", "system", "developer"]
@@ -48,7 +45,6 @@ class MessageItem(TypedDict):
     phase: NotRequired[None]
 
 
-@with_config(FORBID)
 class FunctionCallItem(TypedDict):
     type: Literal["function_call"]
     call_id: str
@@ -60,7 +56,6 @@ class FunctionCallItem(TypedDict):
     caller: NotRequired[None]
 
 
-@with_config(FORBID)
 class FunctionCallOutputItem(TypedDict):
     type: Literal["function_call_output"]
     call_id: str
@@ -69,23 +64,16 @@ class FunctionCallOutputItem(TypedDict):
     status: NotRequired[Status | None]
 
 
-@with_config(FORBID)
 class ReasoningText(TypedDict):
     type: Literal["reasoning_text"]
     text: str
 
 
-@with_config(FORBID)
 class ReasoningItem(TypedDict):
     type: Literal["reasoning"]
     id: NotRequired[str | None]
     summary: NotRequired[list[Any] | None]
-    content: NotRequired[
-        Annotated[
-            list[Annotated[ReasoningText, BeforeValidator(limit_fields)]], Field(fail_fast=True)
-        ]
-        | None
-    ]
+    content: NotRequired[Annotated[list[Limited[ReasoningText]], Field(fail_fast=True)] | None]
     encrypted_content: NotRequired[None]
     status: NotRequired[Status | None]
 
@@ -95,10 +83,10 @@ def _item_tag(item: Any) -> str:
 
 
 InputItem = Annotated[
-    Annotated[MessageItem, BeforeValidator(limit_fields), Tag("#message")]
-    | Annotated[FunctionCallItem, BeforeValidator(limit_fields), Tag("#function_call")]
-    | Annotated[FunctionCallOutputItem, BeforeValidator(limit_fields), Tag("#function_call_output")]
-    | Annotated[ReasoningItem, BeforeValidator(limit_fields), Tag("#reasoning")],
+    Annotated[Limited[MessageItem], Tag("#message")]
+    | Annotated[Limited[FunctionCallItem], Tag("#function_call")]
+    | Annotated[Limited[FunctionCallOutputItem], Tag("#function_call_output")]
+    | Annotated[Limited[ReasoningItem], Tag("#reasoning")],
     Discriminator(
         _item_tag,
         custom_error_type=UNSUPPORTED_TYPE,

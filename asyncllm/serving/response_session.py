@@ -148,7 +148,8 @@ class ResponseSession:
     async def _respond(self, turn: ResponseTurn) -> None:
         try:
             async with turn.stream:
-                await turn.tell(self._send_all, before_end=self._end)
+                await self._send_all(turn.events.created())
+                await turn.run(self._send_all, before_end=self._end)
         except AsyncLLMError as error:
             self._end()
             with contextlib.suppress(*DISCONNECT_ERRORS):

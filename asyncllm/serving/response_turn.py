@@ -65,10 +65,8 @@ class ResponseTurn:
         keep_in = serving.store if request.stores else local
         return cls(stream, events, serving, owner, conversation, keep_in)
 
-    async def tell(
-        self, send: SendEvents, *, before_end: Callable[[], None] = lambda: None
-    ) -> None:
-        """Send the events, and store the response.
+    async def run(self, send: SendEvents, *, before_end: Callable[[], None] = lambda: None) -> None:
+        """Send the events after ``created``, and store the response.
 
         Args:
             before_end: called before the last events are sent, because the next request may arrive
@@ -79,7 +77,6 @@ class ResponseTurn:
         """
         events, pacer = self.events, self._serving.pacer
         generates = events.generates
-        await send(events.created())
         async for delta in self.stream:
             if generates:
                 await send(events.delta(delta))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from pydantic import Discriminator, Field, Tag, WithJsonSchema
+from typing_extensions import TypedDict
 
+from asyncllm.engine import AsyncLLMEngine
 from asyncllm.sampling_params import (
     BIAS_RANGE,
     INTEGER_BOUNDS,
@@ -19,6 +21,7 @@ from asyncllm.sampling_params import (
     SamplingParams,
 )
 from asyncllm.serving.request_body import RequestBody, invalid
+from asyncllm.stream import TokenStream
 from asyncllm.validation import MAX_INTEGER, MAX_ITEMS
 
 
@@ -68,6 +71,10 @@ SHARED_FIELDS = (
 """Fields with the same name in SamplingParams."""
 
 
+OBFUSCATION: Mapping[str, tuple[Any, ...]] = {"stream_options.include_obfuscation": (False,)}
+"""Padding of events against traffic analysis, which this server does not do."""
+
+
 class SamplingFields(RequestBody):
     """Fields for sampling and scheduling. ``SamplingParams`` and ``AsyncLLMEngine.stream`` document
     their meanings and neutral values."""
@@ -108,7 +115,7 @@ class SamplingFields(RequestBody):
         Raises:
             InvalidRequestError: for a value that SamplingParams refuses.
         """
-        given = self.given({name: name for name in SHARED_FIELDS})
+        given = self.given(SHARED_FIELDS)
         if self.logit_bias is not None:
             given["logit_bias"] = _bias(self.logit_bias)
         return SamplingParams(**given, **more)
@@ -128,7 +135,7 @@ class SamplingFields(RequestBody):
     @property
     def options(self) -> dict[str, Any]:
         """Scheduling: arguments of ``AsyncLLMEngine.stream`` and ``chat``."""
-        return self.given({"priority": "priority", "cache_salt": "cache_salt"})
+        return self.given(("priority", "cache_salt"))
 
 
 def _bias(given: Mapping[str, Any]) -> dict[int, Any]:
@@ -141,12 +148,41 @@ def _bias(given: Mapping[str, Any]) -> dict[int, Any]:
     return {int(key): bias for key, bias in given.items()}
 
 
-class Choices(SamplingFields):
+class StreamOptions(TypedDict):
+    include_usage: NotRequired[bool | None]
+    continuous_usage_stats: NotRequired[bool | None]
+    include_obfuscation: NotRequired[bool | None]
+
+
+class ChoicesRequest(SamplingFields):
     """The fields of the two protocols whose answers have ``choices``."""
+
+    NEUTRAL_PARTS: ClassVar[Mapping[str, tuple[Any, ...]]] = OBFUSCATION
 
     n: int | None = None
     stream: bool | None = None
+    stream_options: StreamOptions | None = None
 
     @property
     def num_outputs(self) -> int:
         return 1 if self.n is None else self.n
+
+    @property
+    def usage_of_stream(self) -> Literal["none", "end", "each chunk"]:
+        """Chunks of a stream that have ``usage``."""
+        options = self.stream_options
+        if not options or not options.get("include_usage"):
+            return "none"
+        return "each chunk" if options.get("continuous_usage_stats") else "end"
+
+    def submit(self, engine: AsyncLLMEngine, options: Mapping[str, Any]) -> Sequence[TokenStream]:
+        """Submit the request; returns the streams of the answer.
+
+        Args:
+            options: the server's own, as from ``Serving.options``.
+
+        Raises:
+            ProtocolError: for fields that contradict each other.
+            AsyncLLMError: if the engine refuses a prompt; all prompts are aborted then.
+        """
+        raise NotImplementedError

@@ -17,7 +17,9 @@ async def list_models(serving: Serving, exchange: Exchange) -> None:
 
 
 async def get_model(serving: Serving, exchange: Exchange) -> None:
-    await exchange.respond_json(_model(serving, serving.model_name(exchange.path_params["model"])))
+    await exchange.respond_json(
+        _model(serving, serving.model_name(exchange.scope["path_params"]["model"]))
+    )
 
 
 def _model(serving: Serving, name: str) -> Model:
@@ -45,7 +47,6 @@ def _ready(serving: Serving) -> bool:
 
 
 async def show_metrics(serving: Serving, exchange: Exchange) -> None:
-    assert serving.metrics is not None
     await exchange.respond(200, serving.metrics.render(), CONTENT_TYPE_LATEST)
 
 

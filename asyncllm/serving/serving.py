@@ -39,6 +39,8 @@ class Serving:
         needs_token: whether clients have to send a bearer token.
         description: OpenAPI description as JSON, made at first use.
         unsupported: refuses fields that ask for what the server does not do, or ignores them.
+        max_body_size: maximum number of bytes of a request's body.
+        body_timeout: seconds that a client has to send the body.
         draining: the server is about to close and refuses requests.
         sessions: sessions of the open WebSockets.
         worker: reads and writes long JSON. It rests as long as it works, so that streams keep half
@@ -52,9 +54,11 @@ class Serving:
     pacer: FramePacer
     store: ResponseStore
     stats_interval: float
-    metrics: EngineMetrics | None = None
-    needs_token: bool = False
-    unsupported: UnsupportedFields = field(default_factory=UnsupportedFields)
+    metrics: EngineMetrics
+    needs_token: bool
+    unsupported: UnsupportedFields
+    max_body_size: int
+    body_timeout: float
     draining: bool = False
     description: bytes | None = None
     sessions: set[object] = field(default_factory=set)

@@ -11,7 +11,13 @@ from pydantic_core import to_json
 
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.serving.answers import Text, Tokens
-from asyncllm.serving.chat_request import Messages, TemplateFields, Tools, template_messages
+from asyncllm.serving.chat_request import (
+    Messages,
+    ReasoningEffort,
+    TemplateFields,
+    Tools,
+    template_messages,
+)
 from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.request_body import RequestBody, parse_json
@@ -25,6 +31,7 @@ class TokenizeRequest(TemplateFields):
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
     messages: Messages | None = None
     tools: Tools | None = None
     add_generation_prompt: bool | None = None
@@ -48,7 +55,7 @@ class TokenizeRequest(TemplateFields):
             add_special_tokens=self.add_special_tokens,
             tools=self.tools,
             add_generation_prompt=self.add_generation_prompt is not False,
-            chat_template_kwargs=self.template_variables(engine) or None,
+            chat_template_kwargs=self.template_variables(engine, self.reasoning_effort) or None,
             max_tokens=engine.max_model_len - 1,
         )
 

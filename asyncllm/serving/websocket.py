@@ -18,9 +18,9 @@ from typing import Any, Self
 
 from asyncllm import validation as check
 from asyncllm.engine import AsyncLLMEngine
-from asyncllm.serving.access import is_loopback
 from asyncllm.serving.app import Page, ServerApp, create_app
 from asyncllm.serving.http_server import ConnectionLimits, HttpServer
+from asyncllm.serving.loopback import is_loopback
 
 logger = logging.getLogger(__name__)
 
