@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -174,16 +175,13 @@ class ChoicesSender:
 
 def joined(one: Delta, other: Delta) -> Delta:
     """Join two consecutive deltas of an output."""
-    return Delta(
-        one.text + other.text,
-        one.token_ids + other.token_ids,
-        one.index,
-        ((one.logprobs or ()) + (other.logprobs or ())) or None,
-        other.finish_reason,
-        other.stop_reason,
-        other.usage,
-        one.reasoning + other.reasoning,
-        one.tool_calls + other.tool_calls,
+    return replace(
+        other,
+        text=one.text + other.text,
+        token_ids=one.token_ids + other.token_ids,
+        logprobs=((one.logprobs or ()) + (other.logprobs or ())) or None,
+        reasoning=one.reasoning + other.reasoning,
+        tool_calls=one.tool_calls + other.tool_calls,
     )
 
 

@@ -153,12 +153,9 @@ class _BoundedProtocol(asyncio.Protocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._send_timer = _Timer(self.limits.send_timeout, self._abort)
+        self._send_timer = _Timer(self.limits.send_timeout, lambda: self.transport.abort())
         self._unparsed = bytearray()
         self._is_waiting = False
-
-    def _abort(self) -> None:
-        self.transport.abort()
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -188,9 +185,9 @@ class _BoundedProtocol(asyncio.Protocol):
     def _wait_for_turn(self) -> None:
         self._is_waiting = True
         self.transport.pause_reading()
-        self.turns.add(self)
+        self.turns.add(self._begin_turn)
 
-    def begin_turn(self) -> None:
+    def _begin_turn(self) -> None:
         self._is_waiting = False
         if not self.transport.is_closing():
             self._resume_reading()
@@ -211,7 +208,7 @@ class _BoundedProtocol(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._send_timer.stop()
-        self.turns.discard(self)
+        self.turns.discard(self._begin_turn)
 
 
 class _Flow(FlowControl):
@@ -235,20 +232,17 @@ class HttpProtocol(_BoundedProtocol, H11Protocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.conn = HttpParser(self.limits.max_header_size)
-        self._header_timer = _Timer(self.limits.header_timeout, self._abort)
-        self._linger_timer = _Timer(LINGER, self._close)
+        self._header_timer = _Timer(self.limits.header_timeout, lambda: self.transport.abort())
+        self._linger_timer = _Timer(LINGER, lambda: self.transport.close())
         self._num_discarded: int | None = None
         self._application: Any = self.app
         self.app: Any = self._answer
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = _Answer(self.cycle, self.flow, self.transport, send, self._linger)
+        answer = _Answer(self, send)
         has_room = self._make_room(self.limits.max_connections)
         application: Any = self._application if has_room else service_unavailable
         await application(scope, receive, answer.send)
-
-    def _close(self) -> None:
-        self.transport.close()
 
     def _make_room(self, count: int) -> bool:
         """Closes silent connections, the oldest first, until there are ``count`` connections.
@@ -366,14 +360,14 @@ class HttpProtocol(_BoundedProtocol, H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self._linger()
+        self.linger()
 
-    def _linger(self) -> None:
+    def linger(self) -> None:
         """Ends the answer's side of the connection, and drops what the client still sends."""
         self._num_discarded = 0
         self._unparsed.clear()
         self._is_waiting = False
-        self.turns.discard(self)
+        self.turns.discard(self._begin_turn)
         self.silent[self] = None
         self._header_timer.stop()
         self._linger_timer.start()
@@ -406,22 +400,15 @@ class _Answer:
         "_transport",
     )
 
-    def __init__(
-        self,
-        cycle: RequestResponseCycle,
-        flow: FlowControl,
-        transport: asyncio.Transport,
-        send: Send,
-        linger: Callable[[], None],
-    ) -> None:
-        self._cycle = cycle
-        self._flow = flow
-        self._transport = transport
+    def __init__(self, protocol: HttpProtocol, send: Send) -> None:
+        self._cycle: RequestResponseCycle = protocol.cycle
+        self._flow = protocol.flow
+        self._linger = protocol.linger
         self._send = send
-        self._linger = linger
         self._chunked = self._is_starting = False
         self._head = b""
-        cycle.transport = cast(asyncio.Transport, self)
+        self._transport = protocol.transport
+        self._cycle.transport = cast(asyncio.Transport, self)
 
     async def send(self, message: Any) -> None:
         if not self._chunked or not message.get("more_body"):
@@ -445,7 +432,14 @@ class _Answer:
             await self._send(message)
         finally:
             self._is_starting = False
-        self._chunked = self._will_be_chunked(message)
+        scope = self._cycle.scope
+        # As h11 decides.
+        self._chunked = (
+            scope["http_version"] == "1.1"
+            and scope["method"] != "HEAD"
+            and message["status"] not in (204, 304)
+            and all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+        )
 
     def write(self, data: bytes) -> None:
         """Replaces the transport's ``write`` for uvicorn."""
@@ -465,16 +459,6 @@ class _Answer:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
-
-    def _will_be_chunked(self, start: Any) -> bool:
-        """Whether h11 will send the answer in chunks."""
-        scope = self._cycle.scope
-        return (
-            scope["http_version"] == "1.1"
-            and scope["method"] != "HEAD"
-            and start["status"] not in (204, 304)
-            and all(name.lower() != b"content-length" for name, _ in start.get("headers", ()))
-        )
 
 
 class WebSocketProtocol(_BoundedProtocol, WebSocketsSansIOProtocol):

@@ -183,18 +183,18 @@ class ResponseEvents:
         item = CallItem(len(self._items), call)
         self._items.append(item)
         place = {"item_id": item.id, "output_index": item.index}
-        yield self._added(item)
+        yield self._item_event("added", item)
         arguments = call.arguments
         yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
         yield self._event(
             "response.function_call_arguments.done", **place, name=call.name, arguments=arguments
         )
         item.status = "completed"
-        yield self._done(item)
+        yield self._item_event("done", item)
 
     def _open(self, item: TextItem) -> Iterator[Event]:
         self._items.append(item)
-        yield self._added(item)
+        yield self._item_event("added", item)
         yield self._event("response.content_part.added", **item.place, part=item.part())
 
     def _close_thoughts(self, status: ItemStatus) -> Iterator[Event]:
@@ -209,14 +209,10 @@ class ResponseEvents:
             kind, more = "response.reasoning_text.done", {}
         yield self._event(kind, **item.place, text=item.text, **more)
         yield self._event("response.content_part.done", **item.place, part=item.part())
-        yield self._done(item)
+        yield self._item_event("done", item)
 
-    def _added(self, item: TextItem | CallItem) -> Event:
-        kind = "response.output_item.added"
-        return self._event(kind, output_index=item.index, item=item.as_dict())
-
-    def _done(self, item: TextItem | CallItem) -> Event:
-        kind = "response.output_item.done"
+    def _item_event(self, change: str, item: TextItem | CallItem) -> Event:
+        kind = f"response.output_item.{change}"
         return self._event(kind, output_index=item.index, item=item.as_dict())
 
     def _response(self, status: str, usage: Usage | None = None) -> dict[str, Any]:

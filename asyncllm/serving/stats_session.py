@@ -34,11 +34,9 @@ class StatsSession:
         """Run until the connection is closed. A client that sends anything is closed with 1008."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._send)
-            closing = False
             async for _ in self.connection:
-                if not closing:  # not awaited: the close frame follows unread messages
-                    tasks.start_soon(self.connection.close, 1008, "this connection is read-only")
-                    closing = True
+                # Not awaited: the client's close frame follows unread messages.
+                tasks.start_soon(self.connection.close, 1008, "this connection is read-only")
             tasks.cancel_scope.cancel()
 
     async def _send(self) -> None:

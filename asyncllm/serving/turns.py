@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from collections.abc import Callable
 
 EVENTS_PER_TURN = 64
 """Events that a connection may parse in one turn; one takes 5 to 15 microseconds."""
@@ -15,10 +15,6 @@ REST_FACTOR = 4
 """Least rest after a turn, as a multiple of its time. So turns take a fifth of the loop at most."""
 
 
-class Connection(Protocol):
-    def begin_turn(self) -> None: ...
-
-
 class Turns:
     """Queue of one server's connections that have received more than a turn may parse.
 
@@ -27,25 +23,26 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[Connection, None] = {}
+        self._waiting: dict[Callable[[], None], None] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, connection: Connection) -> None:
-        self._waiting[connection] = None
+    def add(self, begin_turn: Callable[[], None]) -> None:
+        """Call a connection's ``begin_turn`` when its turn has come."""
+        self._waiting[begin_turn] = None
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(REST, self._next)
+            self._timer = asyncio.get_running_loop().call_later(REST, self._next_turn)
 
-    def discard(self, connection: Connection) -> None:
-        self._waiting.pop(connection, None)
+    def discard(self, begin_turn: Callable[[], None]) -> None:
+        self._waiting.pop(begin_turn, None)
 
-    def _next(self) -> None:
+    def _next_turn(self) -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
             if self._waiting:
-                connection = next(iter(self._waiting))
-                del self._waiting[connection]
-                connection.begin_turn()
+                begin_turn = next(iter(self._waiting))
+                del self._waiting[begin_turn]
+                begin_turn()
         finally:
             rest = max(REST, REST_FACTOR * (loop.time() - began))
-            self._timer = loop.call_later(rest, self._next) if self._waiting else None
+            self._timer = loop.call_later(rest, self._next_turn) if self._waiting else None
