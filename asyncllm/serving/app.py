@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 
 try:
     from starlette.middleware.cors import CORSMiddleware
     from starlette.routing import BaseRoute, Route, Router, WebSocketRoute
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from asyncllm.metrics import EngineMetrics
     from asyncllm.serving.chat_request import ChatRequest
@@ -23,7 +25,7 @@ try:
     from asyncllm.serving.completion_request import CompletionRequest
     from asyncllm.serving.completion_writer import CompletionWriter
     from asyncllm.serving.endpoint import Endpoint, Handler
-    from asyncllm.serving.exchange import App, Exchange, Receive, Scope, Send
+    from asyncllm.serving.exchange import Exchange
     from asyncllm.serving.response_session import ENGINE_NAMES, ResponseSession
     from asyncllm.serving.responses import create_response, delete_response, get_response
     from asyncllm.serving.server_info import (
@@ -62,7 +64,7 @@ OPEN_PATHS = ("/health", "/health/live", "/health/ready")
 class ServerApp:
     """ASGI application made by ``create_app``."""
 
-    def __init__(self, app: App, serving: Serving) -> None:
+    def __init__(self, app: ASGIApp, serving: Serving) -> None:
         self._app = app
         self._serving = serving
 
@@ -177,7 +179,7 @@ def create_app(
     return ServerApp(app, serving)
 
 
-def _router(serving: Serving, rules: AccessRules, page: Page | None) -> App:
+def _router(serving: Serving, rules: AccessRules, page: Page | None) -> ASGIApp:
     chat = partial(answer_choices, ChatRequest, ChatWriter)
     completions = partial(answer_choices, CompletionRequest, CompletionWriter)
     stored: dict[str, Handler] = {"GET": get_response, "DELETE": delete_response}
@@ -206,15 +208,16 @@ def _router(serving: Serving, rules: AccessRules, page: Page | None) -> App:
     }
     for path, make_session in sessions.items():
         socket_handlers = {"WEBSOCKET": partial(run_session, make_session)}
-        routes.append(WebSocketRoute(path, Endpoint(serving, socket_handlers, rules)))
+        routes.append(WebSocketRoute(path, Endpoint(serving, socket_handlers, rules, {})))
     return Router(
         routes,
         redirect_slashes=False,
-        default=_OtherPath(serving, rules, [path for path, _, _ in table], page),
+        default=_OtherPath(serving, {}, rules, {}, [path for path, _, _ in table], page),
         lifespan=lambda _: _lifespan(serving),
     )  # pyright: ignore[reportReturnType]
 
 
+@dataclass(eq=False, repr=False)
 class _OtherPath(Endpoint):
     """Endpoint of the paths without a route: the page's files, and unknown paths.
 
@@ -222,12 +225,8 @@ class _OtherPath(Endpoint):
         paths: paths of the routes.
     """
 
-    def __init__(
-        self, serving: Serving, rules: AccessRules, paths: Collection[str], page: Page | None
-    ) -> None:
-        super().__init__(serving, {}, rules)
-        self._paths = paths
-        self._page = page
+    _paths: Collection[str]
+    _page: Page | None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         file = None
@@ -236,7 +235,7 @@ class _OtherPath(Endpoint):
         if file is None:
             await super().__call__(scope, receive, send)
         else:
-            pages = Endpoint(self._serving, {"GET": partial(_send_file, file)}, None)
+            pages = Endpoint(self._serving, {"GET": partial(_send_file, file)}, None, {})
             await pages(scope, receive, send)
 
     def _handler(self, scope: Scope) -> Handler:
@@ -268,15 +267,11 @@ _INSTEAD = {
 
 @asynccontextmanager
 async def _lifespan(serving: Serving) -> AsyncIterator[None]:
-    engine = serving.engine
-    owned = engine.state == "new"
-    if owned:
-        await engine.start()
-    try:
+    if serving.engine.state == "new":
+        async with serving.engine:
+            yield
+    else:
         yield
-    finally:
-        if owned:
-            await engine.aclose()
 
 
 def _tokens(token: str | Sequence[str] | None) -> str | Sequence[str] | None:

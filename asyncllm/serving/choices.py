@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -99,20 +99,14 @@ def _size(completion: Completion) -> int:
     return echoed + sum(logprobs_size(output.logprobs) for output in completion.outputs)
 
 
+@dataclass(eq=False, repr=False)
 class ChoicesSender:
     """Sender of the streams' chunks, as they arrive."""
 
-    def __init__(
-        self,
-        serving: Serving,
-        streams: Sequence[TokenStream],
-        writer: ChoicesWriter,
-        sender: EventSender,
-    ) -> None:
-        self._serving = serving
-        self._streams = streams
-        self._writer = writer
-        self._sender = sender
+    _serving: Serving
+    _streams: Sequence[TokenStream]
+    _writer: ChoicesWriter
+    _sender: EventSender
 
     async def run(self) -> None:
         if len(self._streams) == 1:

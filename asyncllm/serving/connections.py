@@ -28,8 +28,9 @@ try:
 except ModuleNotFoundError:  # Windows has no such limits
     resource = None
 
+from starlette.types import Receive, Scope, Send
+
 from asyncllm import validation as check
-from asyncllm.serving.exchange import Receive, Scope, Send
 from asyncllm.serving.http_parser import HttpParser
 from asyncllm.serving.turns import EVENTS_PER_TURN, Turns
 
@@ -388,17 +389,6 @@ class _Answer:
 
     It frames the parts of a chunked answer itself: h11 would make an event for each, check it and
     call its writer, which is most of the cost of a streamed event."""
-
-    __slots__ = (
-        "_chunked",
-        "_cycle",
-        "_flow",
-        "_head",
-        "_is_starting",
-        "_linger",
-        "_send",
-        "_transport",
-    )
 
     def __init__(self, protocol: HttpProtocol, send: Send) -> None:
         self._cycle: RequestResponseCycle = protocol.cycle

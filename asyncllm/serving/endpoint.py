@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from starlette.types import Receive, Scope, Send
 
 from asyncllm.errors import AsyncLLMError
 from asyncllm.serving.access import AccessRules
-from asyncllm.serving.exchange import (
-    CLOSE_HEADERS,
-    DISCONNECT_ERRORS,
-    Exchange,
-    Receive,
-    Scope,
-    Send,
-)
+from asyncllm.serving.exchange import CLOSE_HEADERS, DISCONNECT_ERRORS, Exchange
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.serving import Serving
 
@@ -23,6 +19,7 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[Serving, Exchange], Awaitable[None]]
 
 
+@dataclass(eq=False, repr=False)
 class Endpoint:
     """An ASGI application of one path.
 
@@ -34,17 +31,10 @@ class Endpoint:
             differ.
     """
 
-    def __init__(
-        self,
-        serving: Serving,
-        handlers: Mapping[str, Handler],
-        rules: AccessRules | None,
-        engine_names: Mapping[str, str] | None = None,
-    ) -> None:
-        self._serving = serving
-        self._handlers = handlers
-        self._rules = rules
-        self._engine_names = engine_names or {}
+    _serving: Serving
+    _handlers: Mapping[str, Handler]
+    _rules: AccessRules | None
+    _engine_names: Mapping[str, str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(self._serving, scope, receive, send, self._engine_names)

@@ -6,11 +6,12 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Mapping
 from typing import Any
 
 import anyio
 from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
 
 from asyncllm.errors import AsyncLLMError
 from asyncllm.serving.protocol_error import ProtocolError, from_engine_error
@@ -18,11 +19,6 @@ from asyncllm.serving.serving import Serving
 from asyncllm.validation import describe
 
 logger = logging.getLogger("asyncllm.serving.access")
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 JSON = "application/json"
 

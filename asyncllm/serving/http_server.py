@@ -10,6 +10,7 @@ from typing import Any, Self
 
 try:
     import uvicorn
+    from starlette.types import ASGIApp as App
 
     from asyncllm.serving.connections import ConnectionLimits, protocols
 except ModuleNotFoundError as missing:
@@ -20,7 +21,6 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 from asyncllm import validation as check
-from asyncllm.serving.exchange import App
 
 
 class _Uvicorn(uvicorn.Server):

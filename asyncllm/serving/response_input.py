@@ -36,32 +36,33 @@ ItemContent = Annotated[
 ]
 
 
-class MessageItem(TypedDict):
+class _Item(TypedDict):
+    """Fields of items that answers have, and that mean nothing to a model."""
+
+    id: NotRequired[str | None]
+    status: NotRequired[Status | None]
+
+
+class MessageItem(_Item):
     type: NotRequired[Literal["message"]]
     role: Literal["user", "assistant", "system", "developer"]
     content: ItemContent
-    id: NotRequired[str | None]
-    status: NotRequired[Status | None]
     phase: NotRequired[None]
 
 
-class FunctionCallItem(TypedDict):
+class FunctionCallItem(_Item):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
-    id: NotRequired[str | None]
-    status: NotRequired[Status | None]
     namespace: NotRequired[None]
     caller: NotRequired[None]
 
 
-class FunctionCallOutputItem(TypedDict):
+class FunctionCallOutputItem(_Item):
     type: Literal["function_call_output"]
     call_id: str
     output: ItemContent
-    id: NotRequired[str | None]
-    status: NotRequired[Status | None]
 
 
 class ReasoningText(TypedDict):
@@ -69,13 +70,11 @@ class ReasoningText(TypedDict):
     text: str
 
 
-class ReasoningItem(TypedDict):
+class ReasoningItem(_Item):
     type: Literal["reasoning"]
-    id: NotRequired[str | None]
     summary: NotRequired[list[Any] | None]
     content: NotRequired[Annotated[list[Limited[ReasoningText]], Field(fail_fast=True)] | None]
     encrypted_content: NotRequired[None]
-    status: NotRequired[Status | None]
 
 
 def _item_tag(item: Any) -> str:

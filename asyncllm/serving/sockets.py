@@ -7,14 +7,10 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol
 
+from starlette.types import Receive, Send
+
 from asyncllm.serving.access import PROTOCOL
-from asyncllm.serving.exchange import (
-    DISCONNECT_ERRORS,
-    ClientGoneError,
-    Exchange,
-    Receive,
-    Send,
-)
+from asyncllm.serving.exchange import DISCONNECT_ERRORS, ClientGoneError, Exchange
 from asyncllm.serving.serving import Serving
 
 logger = logging.getLogger(__name__)
