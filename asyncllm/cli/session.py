@@ -105,7 +105,7 @@ def model_name(engine: AsyncLLMEngine) -> str:
 
 
 def context_length(engine: AsyncLLMEngine) -> int:
-    """Most tokens of a prompt and its answer together."""
+    """Maximum number of tokens of a prompt and its answer together."""
     context = engine.model_config.max_position_embeddings
     limit = engine.config.max_model_len
     return context if limit is None else min(context, limit)

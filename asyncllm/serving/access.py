@@ -82,7 +82,7 @@ def _offered_token(authorizations: Sequence[str], subprotocols: Sequence[str]) -
         return _header_bytes(rest.strip()) if scheme.lower() == "bearer" else b""
     for name in subprotocols:
         if name.startswith(TOKEN_PROTOCOL):
-            return _decode(name[len(TOKEN_PROTOCOL) :])
+            return _decode_base64(name[len(TOKEN_PROTOCOL) :])
     return b""
 
 
@@ -101,7 +101,7 @@ def _host_name(header: str) -> str:
         return ""
 
 
-def _decode(text: str) -> bytes:
+def _decode_base64(text: str) -> bytes:
     try:
         return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
     except ValueError:

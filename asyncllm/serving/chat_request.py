@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.serving.request_body import Limited, Metadata, RequestBody, invalid, unsupported
-from asyncllm.serving.sampling_fields import ChoicesRequest, SamplingFields, text_or_list
+from asyncllm.serving.sampling_fields import ChoicesRequest, SamplingFields, text_or_list_tag
 from asyncllm.stream import TokenStream
 from asyncllm.tool_calls.tool_use import MAX_TOOLS
 from asyncllm.validation import MAX_INTEGER
@@ -32,7 +32,7 @@ Content = Annotated[
         Field(fail_fast=True),
         Tag("#list"),
     ],
-    Discriminator(text_or_list),
+    Discriminator(text_or_list_tag),
 ]
 
 
@@ -106,7 +106,7 @@ class NamedTool(TypedDict):
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("#text")]
     | Annotated[Limited[NamedTool], Tag("#list")],
-    Discriminator(text_or_list),
+    Discriminator(text_or_list_tag),
 ]
 
 
@@ -145,7 +145,7 @@ class TemplateFields(RequestBody):
 
 
 class ConversationFields(TemplateFields, SamplingFields):
-    """Fields of the two protocols that continue a conversation."""
+    """Fields of chat completions and responses, the two protocols with messages."""
 
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_INTEGER)] | None = None
     # Each protocol has its own types of tools.
@@ -175,7 +175,7 @@ class ConversationFields(TemplateFields, SamplingFields):
             response_format=response_format,
             chat_template_kwargs=template_variables,
             **options,
-            **self.options,
+            **self.scheduling_options,
         )
 
 
@@ -204,7 +204,7 @@ class ChatRequest(ConversationFields, ChoicesRequest):
     tool_choice: ToolChoice | None = None
     response_format: dict[str, Any] | None = None
     reasoning_effort: ReasoningEffort | None = None
-    # There is no list of stored completions: the field of every example is accepted, and no more.
+    # Accepted because clients often send it; chat completions are not stored.
     store: bool | None = None
 
     @property

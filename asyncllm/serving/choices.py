@@ -22,7 +22,7 @@ from asyncllm.serving.token_logprobs import logprobs_size
 from asyncllm.stream import TokenStream
 
 MAX_READS = 1024
-"""Most deltas of a stream that are merged into one write, because reading them does not wait."""
+"""Maximum number of deltas that are merged into one write while more are ready to be read."""
 
 RequestT = TypeVar("RequestT", bound=ChoicesRequest)
 
@@ -37,11 +37,11 @@ class ChoicesWriter(Protocol):
         ...
 
     def chunks(self, delta: Delta, base: int, stream: TokenStream) -> str:
-        """Events of a delta; empty if there is nothing to send yet."""
+        """Events of a delta, or an empty text if there is nothing to send yet."""
         ...
 
     def size(self, delta: Delta, base: int, stream: TokenStream) -> int:
-        """Bytes of a delta's log-probabilities, about."""
+        """Approximate number of JSON bytes of a delta's log-probabilities."""
         ...
 
     def closing(self, usages: Sequence[Usage | None]) -> str: ...
@@ -89,12 +89,13 @@ async def _answer_whole(
     for completion in completions:
         if any(output.finish_reason == "abort" for output in completion.outputs):
             raise aborted_error()
-    size = sum(map(_size, completions))
+    size = sum(map(_completion_size, completions))
     await exchange.respond(200, await serving.run(lambda: to_json(writer.whole(completions)), size))
 
 
-def _size(completion: Completion) -> int:
-    """Bytes of a completion's log-probabilities, about. Each output may echo the prompt."""
+def _completion_size(completion: Completion) -> int:
+    """Approximate number of JSON bytes of a completion's log-probabilities."""
+    # Each output may echo the prompt.
     echoed = len(completion.outputs) * logprobs_size(completion.prompt_logprobs)
     return echoed + sum(logprobs_size(output.logprobs) for output in completion.outputs)
 
@@ -117,10 +118,10 @@ class ChoicesSender:
         await self._sender.send(self._writer.closing(usages) + "data: [DONE]\n\n")
 
     async def _send_several(self) -> None:
-        """Send the chunks of several streams as they arrive. The first error ends all."""
+        """Send the chunks of several streams as they arrive. The first error ends all streams."""
         failure: list[Exception] = []
 
-        async def tell(stream: TokenStream, base: int) -> None:
+        async def send_chunks(stream: TokenStream, base: int) -> None:
             try:
                 await self._send_stream(stream, base)
             except Exception as error:
@@ -130,7 +131,7 @@ class ChoicesSender:
         async with anyio.create_task_group() as tasks:
             base = 0
             for stream in self._streams:
-                tasks.start_soon(tell, stream, base)
+                tasks.start_soon(send_chunks, stream, base)
                 base += stream.num_outputs
         if failure:
             raise failure[0]
@@ -145,12 +146,12 @@ class ChoicesSender:
             has_unread = stream._has_unread
             if has_unread or unsent or delta.logprobs is not None:
                 index, num_read = delta.index, num_read + 1
-                unsent[index] = joined(unsent[index], delta) if index in unsent else delta
+                unsent[index] = join_deltas(unsent[index], delta) if index in unsent else delta
                 if has_unread and num_read < MAX_READS:
                     continue
-                text, num_read = await self._chunks(list(unsent.values()), base, stream), 0
+                text, num_read = await self._write_chunks(list(unsent.values()), base, stream), 0
                 unsent.clear()
-            else:  # the usual token, whose time counts
+            else:  # fast path of nearly every token
                 text = chunks(delta, base, stream)
             if text:
                 await send(text)
@@ -158,7 +159,7 @@ class ChoicesSender:
                 # Tokens of each output that arrive meanwhile are merged into one chunk.
                 await anyio.sleep(pause)
 
-    async def _chunks(self, deltas: Sequence[Delta], base: int, stream: TokenStream) -> str:
+    async def _write_chunks(self, deltas: Sequence[Delta], base: int, stream: TokenStream) -> str:
         writer, text = self._writer, ""
         for delta in deltas:
             size = 0 if delta.logprobs is None else writer.size(delta, base, stream)
@@ -167,7 +168,7 @@ class ChoicesSender:
         return text
 
 
-def joined(one: Delta, other: Delta) -> Delta:
+def join_deltas(one: Delta, other: Delta) -> Delta:
     """Join two consecutive deltas of an output."""
     return replace(
         other,
@@ -202,5 +203,5 @@ def usage_fields(usages: Iterable[Usage | None]) -> TokenUsage:
 
 
 def truncation_field(num_tokens: int) -> Truncation:
-    """The field of ``usage`` that tells what was cut from a prompt."""
+    """Field of ``usage`` with the number of tokens cut from a prompt, if there are any."""
     return {"truncated_prompt_tokens": num_tokens} if num_tokens else {}

@@ -18,7 +18,7 @@ DEFAULT_MAX_TOKENS = 16
 """OpenAI's default."""
 
 
-def _kind(value: Any) -> str:
+def _prompt_tag(value: Any) -> str:
     first = value[0] if isinstance(value, list) and value else value
     if isinstance(first, list):
         return "#lists"
@@ -40,7 +40,7 @@ Prompt = Annotated[
     | Annotated[
         list[_PromptIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("#lists")
     ],
-    Discriminator(_kind),
+    Discriminator(_prompt_tag),
 ]
 
 
@@ -84,7 +84,7 @@ class CompletionRequest(ChoicesRequest):
         streams: list[TokenStream] = []
         try:
             for prompt in self.prompts:
-                streams.append(engine.stream(prompt, params, **options, **self.options))
+                streams.append(engine.stream(prompt, params, **options, **self.scheduling_options))
         except BaseException:
             for stream in streams:
                 stream.close()

@@ -114,7 +114,7 @@ async def abort_on_disconnect(
 
     async def watch() -> None:
         nonlocal gone
-        await exchange.gone()
+        await exchange.wait_until_gone()
         gone = True
         for stream in streams:
             stream.abort()

@@ -66,7 +66,7 @@ class Exchange:
         self._engine_names = engine_names
         self._has_read = False
         self._id = f"req_{uuid.uuid4().hex}"
-        self._began = time.monotonic()
+        self._began_at = time.monotonic()
         self._status: int | str = "-"
 
     async def body(self) -> bytes:
@@ -106,7 +106,7 @@ class Exchange:
                 headers=CLOSE_HEADERS,
             ) from None
 
-    async def gone(self) -> None:
+    async def wait_until_gone(self) -> None:
         """Wait until the client closes its connection, the only message after the body."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
@@ -198,7 +198,7 @@ class Exchange:
             # raw_path is percent-encoded, so no line break can forge a log line.
             scope.get("raw_path", b"-").decode("latin-1")[:200],
             self._status,
-            time.monotonic() - self._began,
+            time.monotonic() - self._began_at,
             self._id,
         )
 

@@ -12,7 +12,7 @@ try:
     import uvicorn
     from starlette.types import ASGIApp as App
 
-    from asyncllm.serving.connections import ConnectionLimits, protocols
+    from asyncllm.serving.connections import ConnectionLimits, make_protocols
 except ModuleNotFoundError as missing:
     if (missing.name or "").partition(".")[0] == "asyncllm":
         raise
@@ -65,7 +65,7 @@ class HttpServer:
         self._ssl = ssl
         if not (ssl is None or isinstance(ssl, SSLContext)):
             raise check.invalid("ssl", ssl, "an ssl.SSLContext, or None")
-        http, websocket = protocols(limits)
+        http, websocket = make_protocols(limits)
         self._socket: socket.socket | None = None
         self._task: asyncio.Future[None] | None = None
         self._config = uvicorn.Config(
@@ -115,9 +115,9 @@ class HttpServer:
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         address = self.host, self._port
         self._socket = socket.create_server(address, family=family, backlog=2048)
-        # Connections inherit the option. asyncio sets it only for sockets with protocol number TCP,
-        # and here it is 0. With Nagle's algorithm a second event would wait 40 ms for the first
-        # one's ACK.
+        # Connections inherit the option. asyncio sets it only for sockets whose protocol number is
+        # TCP's, and create_server leaves 0. With Nagle's algorithm a second event would wait 40 ms
+        # for the ACK of the first.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     async def __aenter__(self) -> Self:
@@ -134,7 +134,7 @@ class HttpServer:
         return self
 
     def close_at_once(self) -> None:
-        """Ends the wait of a close that is under way."""
+        """End the wait of ``aclose`` for answers in flight."""
         self._server.force_exit = True
 
     async def aclose(self) -> None:

@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
 from asyncllm.serving.request_body import UNSUPPORTED_TYPE, Limited
-from asyncllm.serving.sampling_fields import text_or_list
+from asyncllm.serving.sampling_fields import text_or_list_tag
 
 Message = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -32,7 +32,7 @@ ItemContent = Annotated[
         Field(min_length=1, fail_fast=True),
         Tag("#list"),
     ],
-    Discriminator(text_or_list),
+    Discriminator(text_or_list_tag),
 ]
 
 

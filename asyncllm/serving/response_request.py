@@ -16,7 +16,7 @@ from asyncllm.serving.chat_request import (
 )
 from asyncllm.serving.request_body import Limited, unsupported
 from asyncllm.serving.response_input import InputItem, Message, messages_of
-from asyncllm.serving.sampling_fields import OBFUSCATION, text_or_list
+from asyncllm.serving.sampling_fields import OBFUSCATION, text_or_list_tag
 from asyncllm.stream import TokenStream
 from asyncllm.tool_calls.tool_use import MAX_TOOLS
 from asyncllm.validation import MAX_INTEGER
@@ -26,7 +26,7 @@ INCLUDABLE = (
     LOGPROBS,
     # Items of reasoning are sent in the clear, and can be sent back as they are.
     "reasoning.encrypted_content",
-    # Parts of items that do not occur here, because what would make them is refused.
+    # Parts of items that do not occur: tools that would make them are refused.
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
@@ -34,7 +34,7 @@ INCLUDABLE = (
     "web_search_call.action.sources",
     "web_search_call.results",
 )
-"""Values of ``include``. All but the first add nothing."""
+"""Accepted items of ``include``. Only the first changes the answer."""
 
 Input = Annotated[
     Annotated[str, Field(min_length=1), Tag("#text")]
@@ -43,7 +43,7 @@ Input = Annotated[
         Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
         Tag("#list"),
     ],
-    Discriminator(text_or_list),
+    Discriminator(text_or_list_tag),
 ]
 
 
@@ -63,7 +63,7 @@ class ResponseNamedTool(TypedDict):
 ResponseToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("#text")]
     | Annotated[Limited[ResponseNamedTool], Tag("#list")],
-    Discriminator(text_or_list),
+    Discriminator(text_or_list_tag),
 ]
 
 
@@ -126,7 +126,7 @@ class ResponseRequest(ConversationFields):
         "stream_id": (),
         "truncation": ("disabled",),
     }
-    # Thoughts are not summarised here; "auto" leaves that to the server.
+    # Thoughts are not summarised; with "auto" the server decides.
     NEUTRAL_PARTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "text.verbosity": ("medium",),
         "reasoning.summary": ("auto",),

@@ -57,7 +57,7 @@ class ResponseTurn:
         """
         engine = serving.engine
         model = serving.model_name(request.model)
-        conversation = _continued(request.previous_response_id, owner, serving.store, local)
+        conversation = _find_conversation(request.previous_response_id, owner, serving.store, local)
         conversation = conversation.followed_by(request.messages)
         stream = request.submit(engine, conversation.messages, serving.options(owner))
         defaults = engine.model_config.generation_defaults or {}
@@ -85,14 +85,14 @@ class ResponseTurn:
                     await anyio.sleep(pause)
         ending = list(events.completed(self.stream.finish_reason, self.stream.usage))
         if self._store is not None:
-            turn = (events.turn(),) if generates else ()
+            turn = (events.assistant_message(),) if generates else ()
             stored = StoredResponse(self._conversation.followed_by(turn), events.body)
             self._store.add(self._owner, events.id, stored)
         before_end()
         await send(ending)
 
 
-def _continued(
+def _find_conversation(
     response_id: str | None, owner: str, store: ResponseStore, local: ResponseStore | None
 ) -> Conversation:
     if response_id is None:

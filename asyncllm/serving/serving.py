@@ -21,8 +21,8 @@ from asyncllm.validation import describe
 T = TypeVar("T")
 
 LONG_JSON = 4096
-"""Bytes of JSON from which on a thread reads or writes it: it takes up to a quarter of a
-microsecond per byte, logits biases and tools the most."""
+"""Number of bytes from which a thread reads or writes JSON: a byte takes up to a quarter of a
+microsecond, most of it in logit biases and tools."""
 
 
 @dataclass(eq=False, repr=False)
@@ -69,7 +69,7 @@ class Serving:
         """Result of ``job()``, called on the worker thread if it takes long.
 
         Args:
-            size: bytes of JSON that the job reads or writes, about.
+            size: approximate number of JSON bytes that the job reads or writes.
         """
         return job() if size < LONG_JSON else await self.worker.call(job, size)
 

@@ -70,28 +70,28 @@ class DetokenizeRequest(RequestBody):
 
 
 async def tokenize(serving: Serving, exchange: Exchange) -> None:
-    await _answer(serving, exchange, partial(_tokens, serving))
+    await _send_answer(serving, exchange, partial(_tokenize_body, serving))
 
 
 async def detokenize(serving: Serving, exchange: Exchange) -> None:
-    await _answer(serving, exchange, partial(_text, serving))
+    await _send_answer(serving, exchange, partial(_detokenize_body, serving))
 
 
-async def _answer(
-    serving: Serving, exchange: Exchange, answer: Callable[[bytes, bool], bytes | None]
+async def _send_answer(
+    serving: Serving, exchange: Exchange, make_answer: Callable[[bytes, bool], bytes | None]
 ) -> None:
-    """Send ``answer(body, at_once)``. A long one, and one that is None at once, is made among the
-    engine's long texts."""
+    """Send ``make_answer(body, at_once)``. The engine's thread for long texts makes the answer of a
+    long body, and one that is None with ``at_once``."""
     body = await exchange.body()
-    found = answer(body, True) if len(body) < LONG_JSON else None
+    found = make_answer(body, True) if len(body) < LONG_JSON else None
     if found is None:
         long_texts = serving.engine._running().long_texts
-        found = await long_texts.call(partial(answer, body, False), len(body))
+        found = await long_texts.call(partial(make_answer, body, False), len(body))
     assert found is not None
     await exchange.respond(200, found)
 
 
-def _tokens(serving: Serving, data: bytes, at_once: bool) -> bytes | None:
+def _tokenize_body(serving: Serving, data: bytes, at_once: bool) -> bytes | None:
     request = TokenizeRequest.parse(parse_json(data), serving.unsupported)
     serving.model_name(request.model)
     engine = serving.engine
@@ -105,7 +105,7 @@ def _tokens(serving: Serving, data: bytes, at_once: bool) -> bytes | None:
     return to_json(body)
 
 
-def _text(serving: Serving, data: bytes, _: bool) -> bytes:
+def _detokenize_body(serving: Serving, data: bytes, _: bool) -> bytes:
     request = DetokenizeRequest.parse(parse_json(data), serving.unsupported)
     serving.model_name(request.model)
     decode = serving.engine._running().prepare_detokenize(request.tokens, False)[1]

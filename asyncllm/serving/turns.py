@@ -1,4 +1,4 @@
-"""Turns: bounds the share of the event loop that goes to connections with much to parse."""
+"""Turns: bounds the event loop's time for connections with much to parse."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import asyncio
 from collections.abc import Callable
 
 EVENTS_PER_TURN = 64
-"""Events that a connection may parse in one turn; one takes 5 to 15 microseconds."""
+"""Maximum number of events that a connection parses in one turn. An event takes 5 to 15
+microseconds."""
 
 REST = 0.004
-"""Least seconds between two turns."""
+"""Minimum number of seconds between two turns."""
 
 REST_FACTOR = 4
-"""Least rest after a turn, as a multiple of its time. So turns take a fifth of the loop at most."""
+"""Minimum rest after a turn, as a multiple of the turn's time. So turns take at most a fifth of the
+loop's time."""
 
 
 class Turns:
     """Queue of one server's connections that have received more than a turn may parse.
 
-    A connection parses what it receives at once, up to one turn. The rest waits here, behind the
-    rest of every other connection, so that neither one connection nor many hold up the loop.
+    A connection parses one turn's worth of data as soon as it is received. The rest waits here in
+    the order of arrival, so that neither one connection nor many hold up the loop.
     """
 
     def __init__(self) -> None:
