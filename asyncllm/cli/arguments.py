@@ -190,7 +190,7 @@ def _add_command(
     loop: Literal["--uvloop", "--no-uvloop"] = "--uvloop",
 ) -> argparse.ArgumentParser:
     """Add a command with the common options, and with ``samples`` those of sampling. ``loop`` is
-    its option to change the event loop."""
+    the option that changes the event loop."""
     parser = commands.add_parser(name, help=summary, description=description)
     parser.add_argument(
         "model", nargs="?", help="directory or hub id; the model in the package if left out"

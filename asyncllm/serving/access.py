@@ -18,7 +18,7 @@ PROTOCOL = "asyncllm"
 
 
 class AccessRules:
-    """Origin allow-list and bearer token.
+    """Rules of access: allowed origins, hosts and bearer tokens.
 
     Args:
         token: accepted value or values of ``Authorization: Bearer …``; None accepts every client. A

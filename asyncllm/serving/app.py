@@ -58,7 +58,7 @@ from asyncllm.serving.serving import Serving, default_model_names
 Page = Callable[[str], "tuple[str, bytes] | None"]
 
 OPEN_PATHS = ("/health", "/health/live", "/health/ready")
-"""Paths that need no token, because health checks have none."""
+"""Paths that need no token, because health checks send none."""
 
 
 class ServerApp:
@@ -115,8 +115,9 @@ def create_app(
     """Make an ASGI application that serves ``engine`` with OpenAI's protocol.
 
     Args:
-        engine: a started engine is only borrowed. A new one is started and closed by ASGI lifespan
-            events; a mounted application gets none, so its host has to start the engine.
+        engine: a started engine stays the caller's. A new one is started and closed by ASGI
+            lifespan events; a mounted application gets no such events, so that its host has to
+            start the engine.
         token: accepted bearer tokens; None accepts every client.
         origins: other origins whose pages may send requests, such as "https://app.example"; they
             get CORS headers. "*" is any; None allows only the same origin. Clients other than
@@ -127,19 +128,20 @@ def create_app(
             the model as given to the engine.
         page: function of the decoded path of a GET request that matches no endpoint, without a
             slash at its end ("/" alone has one). It returns a content type and a body, or None.
-            Pages need no token: a browser has none before it has the page.
+            Pages need no token, because a browser has no token before it has loaded the page.
         timeout: seconds an answer may take.
         ping_interval: seconds of silence after which a stream of events sends a comment.
-        max_body_size: most bytes of a request's body, and of a WebSocket message.
+        max_body_size: maximum number of bytes of a request's body, and of a WebSocket message.
         body_timeout: seconds that a client has to send its body.
-        max_frame_rate: most events with text per second, over all answers. Beyond it, tokens are
-            merged, for at most a tenth of a second.
-        max_stored_responses, max_stored_size: number of responses kept in memory to be continued
-            and read again, and their characters, conversations included. The oldest are dropped.
+        max_frame_rate: maximum number of events with text per second, over all answers. Beyond it,
+            tokens are merged, for at most a tenth of a second.
+        max_stored_responses, max_stored_size: maximum number of responses kept in memory, to be
+            continued and read again, and of their characters, conversations included. The oldest
+            are dropped.
         stats_interval: seconds between two snapshots on ``/v1/stats``.
-        ignore_unsupported: ignore fields of OpenAI's protocol that ask for what is not done here,
+        ignore_unsupported: ignore fields of OpenAI's protocol that this server does not support,
             such as ``truncation="auto"``, and log each once; else they are refused. Unknown fields
-            are refused all the same.
+            are always refused.
         metrics: this engine's metrics for ``/metrics``; None makes them.
 
     Raises:
@@ -148,7 +150,7 @@ def create_app(
     if not (page is None or callable(page)):
         raise check.invalid("page", page, "a function of a path, or None")
     pages = check.strings("origins", origins, optional=True)
-    rules = AccessRules(token=_tokens(token), origins=pages, local=local)
+    rules = AccessRules(token=_check_tokens(token), origins=pages, local=local)
     names = check.strings("model_names", model_names, optional=True)
     serving = Serving(
         engine,
@@ -243,7 +245,9 @@ class _OtherPath(Endpoint):
         # A base URL without /v1, or one to which a client has added its own.
         meant = {f"/v1{path}", path.removeprefix("/v1")} & set(self._paths)
         hint = (
-            f"; {min(meant)} is" if meant else _INSTEAD.get(path, "; /openapi.json has all paths")
+            f"; {min(meant)} is"
+            if meant
+            else _PATH_HINTS.get(path, "; /openapi.json has all paths")
         )
         raise ProtocolError(f"there is nothing at this path{hint}", code="not_found", status=404)
 
@@ -258,11 +262,11 @@ async def _send_file(file: tuple[str, bytes], serving: Serving, exchange: Exchan
     await exchange.respond(200, body, f"{content_type}; charset=utf-8", headers)
 
 
-_INSTEAD = {
+_PATH_HINTS = {
     "/v1/embeddings": "; the engine generates text, and has no embeddings",
     "/v1/messages": "; Anthropic's protocol is not spoken: /v1/chat/completions or /v1/responses",
 }
-"""Hints of paths that clients of other servers ask for."""
+"""Hints for paths of other servers' protocols."""
 
 
 @asynccontextmanager
@@ -274,7 +278,7 @@ async def _lifespan(serving: Serving) -> AsyncIterator[None]:
         yield
 
 
-def _tokens(token: str | Sequence[str] | None) -> str | Sequence[str] | None:
+def _check_tokens(token: str | Sequence[str] | None) -> str | Sequence[str] | None:
     if token is None or isinstance(token, str):
         return check.string("token", token, optional=True)
     found = check.strings("token", token, optional=True)

@@ -118,12 +118,11 @@ class TemplateFields(RequestBody):
     def template_variables(
         self, engine: AsyncLLMEngine, effort: str | None, effort_field: str = "reasoning_effort"
     ) -> dict[str, Any]:
-        """Variables of the model's template besides messages and tools. A template is refused,
-        because it is a program.
+        """Variables of the model's template besides messages and tools. A template among them is
+        refused, because it is a program.
 
         Args:
-            effort: the client's reasoning effort. "none" asks nothing of a template that knows
-                none.
+            effort: the client's reasoning effort. "none" is accepted for every template.
             effort_field: path of the request's field with the effort.
 
         Raises:

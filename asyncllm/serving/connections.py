@@ -141,8 +141,8 @@ class _BoundedProtocol(asyncio.Protocol):
     """Mixin of both protocols: parses in turns, and closes the connection of a client that leaves
     its answer unread.
 
-    The transport pauses its protocol as soon as the kernel takes no more data; with TLS after 64
-    KiB. So no stream runs ahead of its client, and a whole answer is timed like a stream.
+    The transport pauses its protocol as soon as the kernel accepts no more data, with TLS after 64
+    KiB. So no stream runs ahead of its client, and the timer runs for a whole answer too.
 
     Class attributes:
         max_open: maximum number of connections that are accepted.
@@ -547,7 +547,7 @@ class WebSocketProtocol(_BoundedProtocol, WebSocketsSansIOProtocol):
 
 
 def _text_frame(data: bytes) -> bytes:
-    """Encodes a text message as one server frame without extensions (RFC 6455, section 5.2)."""
+    """Encode a text message as one server frame without extensions (RFC 6455, section 5.2)."""
     length = len(data)
     if length < 126:
         return b"\x81%c%b" % (length, data)

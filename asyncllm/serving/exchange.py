@@ -38,7 +38,7 @@ class Exchange:
     """Reader of a request's body, and sender of its answer.
 
     Args:
-        serving: bounds the body.
+        serving: settings of the server; they bound the body.
         engine_names: names of engine parameters to the protocol's names, where they differ.
 
     Attributes:

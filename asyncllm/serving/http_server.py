@@ -107,7 +107,7 @@ class HttpServer:
         return len(self._server.server_state.connections)
 
     def bind(self) -> None:
-        """Binds the address before the server starts, so that a taken one fails early.
+        """Bind the address before the server starts, so that a taken one fails early.
 
         Raises:
             OSError: if the address is taken, or not this machine's.
@@ -121,7 +121,7 @@ class HttpServer:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     async def __aenter__(self) -> Self:
-        """Begins to listen. Raises OSError as ``bind``."""
+        """Begin to listen. Raises OSError as ``bind``."""
         if self._socket is None:
             self.bind()
         assert self._socket is not None
@@ -138,7 +138,7 @@ class HttpServer:
         self._server.force_exit = True
 
     async def aclose(self) -> None:
-        """Closes the server. Idempotent. WebSockets are closed with 1001, which aborts their
+        """Close the server. Idempotent. WebSockets are closed with 1001, which aborts their
         requests; other answers in flight have ``drain`` seconds to end."""
         if self._task is None:
             return

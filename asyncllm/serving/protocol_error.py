@@ -18,7 +18,7 @@ from asyncllm.errors import (
 )
 from asyncllm.serving.answers import Error, ErrorFields
 
-_ANSWERS: tuple[tuple[type[AsyncLLMError], str, int], ...] = (
+_CODES_BY_ERROR: tuple[tuple[type[AsyncLLMError], str, int], ...] = (
     (DeadlineExceededError, "deadline_exceeded", 504),
     # 422: the request is well-formed but failed, and would fail again.
     (RequestError, "request_failed", 422),
@@ -95,5 +95,5 @@ def from_engine_error(error: AsyncLLMError, names: Mapping[str, str]) -> Protoco
     if isinstance(error, EngineDeadError):
         # The cause goes to the log, not to clients.
         message = "the engine has failed"
-    code, status = next((c, s) for kind, c, s in _ANSWERS if isinstance(error, kind))
+    code, status = next((c, s) for kind, c, s in _CODES_BY_ERROR if isinstance(error, kind))
     return ProtocolError(message, code=code, status=status, headers=headers)

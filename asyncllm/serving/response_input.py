@@ -16,8 +16,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class ItemText(TypedDict):
-    """Part of a message. The fields besides its text come with answers, and mean nothing to a
-    model."""
+    """Text part of a message. Its other fields come from answers; the model does not get them."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -37,7 +36,7 @@ ItemContent = Annotated[
 
 
 class _Item(TypedDict):
-    """Fields of items that answers have, and that mean nothing to a model."""
+    """Fields that answers add to items; the model does not get them."""
 
     id: NotRequired[str | None]
     status: NotRequired[Status | None]
@@ -95,7 +94,7 @@ InputItem = Annotated[
 
 
 def messages_of(items: Iterable[Any]) -> list[Message]:
-    """Convert items to messages for chat templates, with calls and thoughts in the turn's
+    """Convert items to messages for chat templates. A turn's calls and thoughts go into its
     message."""
     found: list[Message] = []
     thoughts: list[str] = []
@@ -105,27 +104,27 @@ def messages_of(items: Iterable[Any]) -> list[Message]:
             thoughts += [part["text"] for part in item.get("content") or ()]
             continue
         if kind == "function_call_output":
-            content = _text(item["output"])
+            content = _message_content(item["output"])
             found.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
             continue
         if kind == "function_call":
             if not found or found[-1]["role"] != "assistant":
                 found.append({"role": "assistant", "content": ""})
-            found[-1].setdefault("tool_calls", []).append(_call(item))
+            found[-1].setdefault("tool_calls", []).append(_tool_call(item))
         else:
-            found.append({"role": item["role"], "content": _text(item["content"])})
+            found.append({"role": item["role"], "content": _message_content(item["content"])})
         if thoughts and found[-1]["role"] == "assistant":
             found[-1]["reasoning_content"] = "\n".join(thoughts)
             thoughts = []
     return found
 
 
-def _call(item: Any) -> dict[str, Any]:
+def _tool_call(item: Any) -> dict[str, Any]:
     function = {"name": item["name"], "arguments": item["arguments"]}
     return {"id": item["call_id"], "type": "function", "function": function}
 
 
-def _text(content: Any) -> Any:
+def _message_content(content: Any) -> Any:
     if isinstance(content, str):
         return content
     if len(content) == 1:
@@ -133,14 +132,14 @@ def _text(content: Any) -> Any:
     return [{"type": "text", "text": part["text"]} for part in content]
 
 
-def characters(messages: Iterable[Message]) -> int:
-    """Characters of all texts in messages."""
-    return sum(len(text) for message in messages for text in _texts(message))
+def count_characters(messages: Iterable[Message]) -> int:
+    """Number of characters of all texts in messages."""
+    return sum(len(text) for message in messages for text in _all_texts(message))
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _all_texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, (dict, list)):
         for one in value.values() if isinstance(value, dict) else value:
-            yield from _texts(one)
+            yield from _all_texts(one)

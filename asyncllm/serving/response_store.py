@@ -6,7 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from asyncllm.serving.protocol_error import ProtocolError
-from asyncllm.serving.response_input import Message, characters
+from asyncllm.serving.response_input import Message, count_characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Conversation:
     size: int = 0
 
     def followed_by(self, messages: tuple[Message, ...]) -> Conversation:
-        return Conversation((*self.messages, *messages), self.size + characters(messages))
+        return Conversation((*self.messages, *messages), self.size + count_characters(messages))
 
 
 @dataclass(frozen=True, slots=True)

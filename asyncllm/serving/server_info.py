@@ -51,8 +51,8 @@ async def show_metrics(serving: Serving, exchange: Exchange) -> None:
 
 
 async def description(serving: Serving, exchange: Exchange) -> None:
-    """Answer with the OpenAPI description. pydantic takes tenths of a second to make it, once, on a
-    thread."""
+    """Answer with the OpenAPI description. It is made once, on a thread: pydantic takes tenths of a
+    second."""
     if serving.description is None:
         serving.description = await anyio.to_thread.run_sync(_describe_api, serving)
     await exchange.respond(200, serving.description)

@@ -43,8 +43,8 @@ class Serving:
         body_timeout: seconds that a client has to send the body.
         draining: the server is about to close and refuses requests.
         sessions: sessions of the open WebSockets.
-        worker: reads and writes long JSON. It rests as long as it works, so that streams keep half
-            their speed however many bodies come.
+        worker: thread that reads and writes long JSON. It rests as long as it works, so that
+            streams keep half their speed however many bodies come.
     """
 
     engine: AsyncLLMEngine
@@ -66,7 +66,7 @@ class Serving:
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def run(self, job: Callable[[], T], size: int) -> T:
-        """Result of ``job()``, called on the worker thread if it takes long.
+        """Return the result of ``job()``, which the worker thread calls if it takes long.
 
         Args:
             size: approximate number of JSON bytes that the job reads or writes.
@@ -96,7 +96,7 @@ class Serving:
         """Options of a client's requests, for ``AsyncLLMEngine.stream`` and ``chat``.
 
         Args:
-            owner: digest of the client's token; without one clients are the engine's owner None.
+            owner: digest of the client's token; "" is the engine's owner None.
         """
         return {"timeout": self.timeout, "owner": owner or None}
 

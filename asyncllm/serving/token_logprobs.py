@@ -51,8 +51,8 @@ class LogprobWriter:
 
 @dataclass(slots=True)
 class LegacyLogprobs:
-    """Writer for completions: parallel lists, with each token's offset in the text. Offsets follow
-    from the tokens' bytes, which are decoded incrementally.
+    """Writer for completions: parallel lists, with each token's offset in the text. An offset
+    is the number of characters of the tokens before it, each decoded alone.
 
     Args:
         bytes_of: function from token id to bytes.
