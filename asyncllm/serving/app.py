@@ -38,7 +38,7 @@ try:
     )
     from asyncllm.serving.sockets import Session, SocketConnection, run_session
     from asyncllm.serving.stats_session import StatsSession
-    from asyncllm.serving.tokenization import detokenize, tokenize
+    from asyncllm.serving.tokenization import answer_long_text, detokenize, tokenize
 except ModuleNotFoundError as missing:
     if (missing.name or "").partition(".")[0] == "asyncllm":
         raise
@@ -190,8 +190,8 @@ def _router(serving: Serving, rules: AccessRules, page: Page | None) -> ASGIApp:
         ("/v1/completions", {"POST": completions}, {}),
         ("/v1/responses", {"POST": create_response}, ENGINE_NAMES),
         ("/v1/responses/{response_id}", stored, ENGINE_NAMES),
-        ("/tokenize", {"POST": tokenize}, {}),
-        ("/detokenize", {"POST": detokenize}, {}),
+        ("/tokenize", {"POST": partial(answer_long_text, tokenize)}, {}),
+        ("/detokenize", {"POST": partial(answer_long_text, detokenize)}, {}),
         ("/v1/models", {"GET": list_models}, {}),
         ("/v1/models/{model:path}", {"GET": get_model}, {}),
         ("/health", {"GET": health}, {}),

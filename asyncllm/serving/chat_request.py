@@ -146,6 +146,13 @@ class TemplateFields(RequestBody):
 class ConversationFields(TemplateFields, SamplingFields):
     """Fields of chat completions and responses, the two protocols with messages."""
 
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "moderation": (),
+        "prompt_cache_options": ({},),
+        "prompt_cache_retention": ("in_memory",),
+        "service_tier": ("auto", "default"),
+    }
+
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_INTEGER)] | None = None
     # Each protocol has its own types of tools.
     tools: Any = None
@@ -182,15 +189,12 @@ class ChatRequest(ConversationFields, ChoicesRequest):
     """Body of a chat completion: OpenAI's fields, and those of SamplingParams."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **ConversationFields.NEUTRAL,
         "audio": (),
         "function_call": ("none", "auto"),
         "functions": ([],),
         "modalities": (["text"],),
-        "moderation": (),
         "prediction": (),
-        "prompt_cache_options": ({},),
-        "prompt_cache_retention": ("in_memory",),
-        "service_tier": ("auto", "default"),
         "verbosity": ("medium",),
         "web_search_options": (),
     }

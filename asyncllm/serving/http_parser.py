@@ -58,7 +58,9 @@ class HttpParser(h11.Connection):
             self.is_spent = True
             return h11.NEED_DATA
         if self._num_lines > MAX_HEADER_LINES and self.their_state is h11.IDLE:
-            self._check_num_lines()
+            head = _BLANK_LINE.split(self.trailing_data[0], 1)[0]
+            if head.count(b"\n") > MAX_HEADER_LINES:
+                raise self._make_error(f"header: has more than {MAX_HEADER_LINES} lines")
         event = super().next_event()
         self.needs_data = event is h11.NEED_DATA
         if isinstance(event, h11.Data):
@@ -85,11 +87,6 @@ class HttpParser(h11.Connection):
         names = {name for name, _ in request.headers}
         if names >= {b"content-length", b"transfer-encoding"}:
             raise self._make_error("header: has Content-Length and Transfer-Encoding, expected one")
-
-    def _check_num_lines(self) -> None:
-        head = _BLANK_LINE.split(self.trailing_data[0], 1)[0]
-        if head.count(b"\n") > MAX_HEADER_LINES:
-            raise self._make_error(f"header: has more than {MAX_HEADER_LINES} lines")
 
     def _make_error(self, fault: str) -> h11.RemoteProtocolError:
         self.fault = fault

@@ -37,6 +37,7 @@ class ResponseEvents:
     Attributes:
         id: id of the response.
         num_tokens: tokens generated so far.
+        generates: whether tokens are generated; a request may only warm the cache.
         body: response object of the last event, as JSON.
     """
 
@@ -49,6 +50,7 @@ class ResponseEvents:
     ) -> None:
         self.id = f"resp_{uuid.uuid4().hex}"
         self.num_tokens = 0
+        self.generates = request.generates
         self.body = ""
         self._request = request
         self._model_name = model_name
@@ -63,11 +65,6 @@ class ResponseEvents:
         self._calls = WholeCalls()
         self._unsent_logprobs: list[TokenLogprob] = []
         self._delta_head = ""
-
-    @property
-    def generates(self) -> bool:
-        """Whether tokens are generated; a request may only warm the cache."""
-        return self._request.generates
 
     def assistant_message(self) -> dict[str, Any]:
         """The assistant's message, to continue the conversation with."""

@@ -114,15 +114,12 @@ class ResponseRequest(ConversationFields):
     computes the prompt into the cache."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **ConversationFields.NEUTRAL,
         "background": (False,),
         "context_management": ([],),
         "conversation": (),
         "max_tool_calls": (),
-        "moderation": (),
         "prompt": (),
-        "prompt_cache_options": ({},),
-        "prompt_cache_retention": ("in_memory",),
-        "service_tier": ("auto", "default"),
         "stream_id": (),
         "truncation": ("disabled",),
     }

@@ -54,9 +54,8 @@ async def description(serving: Serving, exchange: Exchange) -> None:
     """Answer with the OpenAPI description. It is made once, on a thread: pydantic takes tenths of a
     second."""
     if serving.description is None:
-        serving.description = await anyio.to_thread.run_sync(_describe_api, serving)
+        document = await anyio.to_thread.run_sync(
+            lambda: encode(openapi(needs_token=serving.needs_token))
+        )
+        serving.description = document.encode()
     await exchange.respond(200, serving.description)
-
-
-def _describe_api(serving: Serving) -> bytes:
-    return encode(openapi(needs_token=serving.needs_token)).encode()

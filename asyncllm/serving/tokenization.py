@@ -69,29 +69,23 @@ class DetokenizeRequest(RequestBody):
     ]
 
 
-async def tokenize(serving: Serving, exchange: Exchange) -> None:
-    await _send_answer(serving, exchange, partial(_tokenize_body, serving))
-
-
-async def detokenize(serving: Serving, exchange: Exchange) -> None:
-    await _send_answer(serving, exchange, partial(_detokenize_body, serving))
-
-
-async def _send_answer(
-    serving: Serving, exchange: Exchange, make_answer: Callable[[bytes, bool], bytes | None]
+async def answer_long_text(
+    make_answer: Callable[[Serving, bytes, bool], bytes | None],
+    serving: Serving,
+    exchange: Exchange,
 ) -> None:
-    """Send ``make_answer(body, at_once)``. The engine's thread for long texts makes the answer of a
-    long body, and one that is None with ``at_once``."""
+    """Send ``make_answer(serving, body, at_once)``. The engine's thread for long texts makes the
+    answer of a long body, and one that is None with ``at_once``."""
     body = await exchange.body()
-    found = make_answer(body, True) if len(body) < LONG_JSON else None
-    if found is None:
+    answer = make_answer(serving, body, True) if len(body) < LONG_JSON else None
+    if answer is None:
         long_texts = serving.engine._running().long_texts
-        found = await long_texts.call(partial(make_answer, body, False), len(body))
-    assert found is not None
-    await exchange.respond(200, found)
+        answer = await long_texts.call(partial(make_answer, serving, body, False), len(body))
+    assert answer is not None
+    await exchange.respond(200, answer)
 
 
-def _tokenize_body(serving: Serving, data: bytes, at_once: bool) -> bytes | None:
+def tokenize(serving: Serving, data: bytes, at_once: bool) -> bytes | None:
     request = TokenizeRequest.parse(parse_json(data), serving.unsupported)
     serving.model_name(request.model)
     engine = serving.engine
@@ -105,7 +99,7 @@ def _tokenize_body(serving: Serving, data: bytes, at_once: bool) -> bytes | None
     return to_json(body)
 
 
-def _detokenize_body(serving: Serving, data: bytes, _: bool) -> bytes:
+def detokenize(serving: Serving, data: bytes, _: bool) -> bytes:
     request = DetokenizeRequest.parse(parse_json(data), serving.unsupported)
     serving.model_name(request.model)
     decode = serving.engine._running().prepare_detokenize(request.tokens, False)[1]
