@@ -197,14 +197,14 @@ async def draw_demo(streams: int = 8, seed: int = 11) -> str:
     async with AsyncLLMEngine() as engine:
         show = _submit(engine, given)
         view = View(Console(width=110, height=24), show)
-        most, frame = 0, view.moving()
+        most, frame = 0, view.live_frame()
 
         def look() -> None:
             nonlocal most, frame
             running = [t for t in show.tracks if t.first_at and not t.done]
             text = sum(len(t.text) for t in running)
             if len(running) >= 3 and text > most:
-                most, frame = text, view.moving()
+                most, frame = text, view.live_frame()
 
         await follow_all(show, look)
     console = Console(width=110, height=24, record=True, file=io.StringIO())

@@ -468,7 +468,8 @@ async def test_the_head_is_sent_with_the_first_part(headers, parts, expected):
             cycle.transport.write(message["body"] if message["more_body"] else b"<end>")
 
     flow = SimpleNamespace(write_paused=False)
-    answer = _Answer(cycle, flow, transport, send, lambda: None)
+    protocol = SimpleNamespace(cycle=cycle, flow=flow, transport=transport, linger=None)
+    answer = _Answer(protocol, send)
     await answer.send({"type": "http.response.start", "status": 200, "headers": headers})
     assert sent == []
     for part in parts:

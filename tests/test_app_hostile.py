@@ -415,9 +415,9 @@ async def test_pings_whose_answers_are_not_read_pile_up_nowhere(caplog):
 
 
 async def test_pings_have_turns(caplog, monkeypatch):
-    count, turns, begin_turn = 1000, [], WebSocketProtocol.begin_turn
+    count, turns, begin_turn = 1000, [], WebSocketProtocol._begin_turn
     monkeypatch.setattr(
-        WebSocketProtocol, "begin_turn", lambda self: (turns.append(self), begin_turn(self))
+        WebSocketProtocol, "_begin_turn", lambda self: (turns.append(self), begin_turn(self))
     )
     async with attacked(caplog) as server:
         reader, writer = await open_to(server)

@@ -55,10 +55,10 @@ async def test_a_long_body_is_read_on_one_thread_and_a_short_one_at_once(path, m
     here, found, now = threading.get_ident(), [], []
     parse = RequestBody.parse.__func__
 
-    def recorded(cls, given):
+    def recorded(cls, *given):
         now.append(None)
         found.append((threading.get_ident(), len(now)))
-        parsed = parse(cls, given)
+        parsed = parse(cls, *given)
         now.pop()
         return parsed
 

@@ -126,7 +126,7 @@ def test_stop_aborts_within_a_step(monkeypatch):
         steps.append(self.serving.engine.stats().num_steps)
         cancel(self)
 
-    monkeypatch.setattr(ResponseSession, "_cancel", noting)
+    monkeypatch.setattr(ResponseSession, "_cancel_response", noting)
 
     async def main():
         async with slow_rig().engine() as engine, serve(engine, port=0, page=page) as server:

@@ -30,9 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # raises here, not at exit
         return code
     except InvalidRequestError as error:
-        return _complain(error, 2)
+        return _print_error(error, 2)
     except AsyncLLMError as error:
-        return _complain(error, 1)
+        return _print_error(error, 1)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except OSError as error:  # a full disk, say
         _drop_output()
-        return _complain(error, 1)
+        return _print_error(error, 1)
 
 
 def _open_missing_streams() -> None:
@@ -57,6 +57,6 @@ def _drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _complain(error: Exception, code: int) -> int:
+def _print_error(error: Exception, code: int) -> int:
     print("asyncllm:", " ".join(str(error).split()), file=sys.stderr)
     return code

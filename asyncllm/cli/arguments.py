@@ -16,7 +16,7 @@ _Option = tuple[str, Callable[[str], Any], str, str | None]
 """Option: field, type, metavar, help."""
 
 
-def _json(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -41,7 +41,7 @@ _ENGINE_OPTIONS: tuple[_Option, ...] = (
     ("num_threads", int, "N", "CPU threads of the model"),
     ("quantization", str, "NAME", "int8 or int4, with native ops on a CPU"),
     ("load_format", str, "NAME", "auto, safetensors, or dummy for random weights"),
-    ("hf_overrides", _json, "JSON", "fields in place of config.json's"),
+    ("hf_overrides", _parse_json, "JSON", "fields in place of config.json's"),
     ("chat_template", str, "FILE", "a Jinja template in place of the model's"),
     ("generation_config", str, "NAME", "auto, or none: the model's sampling defaults are ignored"),
 )
@@ -67,21 +67,21 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Fields of EngineConfig that the command line sets."""
-    return _set_options(arguments, _ENGINE_OPTIONS)
+    return _given_options(arguments, _ENGINE_OPTIONS)
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Fields of SamplingParams that the command line sets, except the seed."""
-    return _set_options(arguments, _SAMPLING_OPTIONS)
+    return _given_options(arguments, _SAMPLING_OPTIONS)
 
 
-def _set_options(arguments: argparse.Namespace, options: Sequence[_Option]) -> dict[str, Any]:
+def _given_options(arguments: argparse.Namespace, options: Sequence[_Option]) -> dict[str, Any]:
     values = {name: getattr(arguments, name, None) for name, *_ in options}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _add_demo(commands: Any) -> None:
-    parser = _command(
+    parser = _add_command(
         commands,
         "demo",
         "asyncllm.cli.demo",
@@ -93,7 +93,7 @@ def _add_demo(commands: Any) -> None:
 
 
 def _add_chat(commands: Any) -> None:
-    parser = _command(
+    parser = _add_command(
         commands,
         "chat",
         "asyncllm.cli.chat",
@@ -105,7 +105,7 @@ def _add_chat(commands: Any) -> None:
 
 
 def _add_serve(commands: Any) -> None:
-    parser = _command(
+    parser = _add_command(
         commands,
         "serve",
         "asyncllm.cli.serve",
@@ -153,7 +153,7 @@ def _add_serve(commands: Any) -> None:
 
 
 def _add_bench(commands: Any) -> None:
-    parser = _command(
+    parser = _add_command(
         commands,
         "bench",
         "asyncllm.cli.bench",
@@ -164,7 +164,7 @@ def _add_bench(commands: Any) -> None:
     )
     parser.add_argument(
         "--concurrency",
-        type=_counts,
+        type=_parse_counts,
         default=(1, 4, 16, 64),
         metavar="N,N,…",
         help="streams at once, one row each (1,4,16,64)",
@@ -179,7 +179,7 @@ def _add_bench(commands: Any) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the figures there as well")
 
 
-def _command(
+def _add_command(
     commands: Any,
     name: str,
     module: str,
@@ -190,7 +190,7 @@ def _command(
     loop: Literal["--uvloop", "--no-uvloop"] = "--uvloop",
 ) -> argparse.ArgumentParser:
     """Add a command with the common options, and with ``samples`` those of sampling. ``loop`` is
-    its option to change the event loop."""
+    the option that changes the event loop."""
     parser = commands.add_parser(name, help=summary, description=description)
     parser.add_argument(
         "model", nargs="?", help="directory or hub id; the model in the package if left out"
@@ -217,14 +217,16 @@ def _add_group(parser: argparse.ArgumentParser, title: str, options: Sequence[_O
 
 
 def _add_count(parser: Any, flag: str, default: int, text: str) -> None:
-    parser.add_argument(flag, type=_count, default=default, metavar="N", help=f"{text} ({default})")
+    parser.add_argument(
+        flag, type=_parse_count, default=default, metavar="N", help=f"{text} ({default})"
+    )
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     if text.isdecimal() and len(text) < 8 and 1 <= int(text) <= _MAX_COUNT:
         return int(text)
     raise argparse.ArgumentTypeError(f"{describe(text)} is no number from 1 to {_MAX_COUNT}")
 
 
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(sorted({_count(part.strip()) for part in text.split(",")}))
+def _parse_counts(text: str) -> tuple[int, ...]:
+    return tuple(sorted({_parse_count(part.strip()) for part in text.split(",")}))

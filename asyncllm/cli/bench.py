@@ -91,12 +91,12 @@ async def _main(arguments: argparse.Namespace) -> dict[str, Any]:
         context = arguments.prompt_len + arguments.output_len // 2
         try:
             for concurrency in arguments.concurrency:
-                _progress(f"{concurrency} streams …")
+                _show_progress(f"{concurrency} streams …")
                 row = await load.measure(concurrency, arguments.rounds)
                 floor = {"step_floor": report.floor(concurrency * context)}
                 result["rows"].append(row.summary() | floor)
         finally:
-            _progress("")
+            _show_progress("")
     return result
 
 
@@ -145,13 +145,13 @@ class Load:
         row = Row(concurrency)
         started = time.perf_counter()
         async with LagMeter() as meter:
-            await asyncio.gather(*(self._ask(row, rounds) for _ in range(concurrency)))
+            await asyncio.gather(*(self._run_requests(row, rounds) for _ in range(concurrency)))
         row.duration = time.perf_counter() - started
         row.loop_lag = meter.lags
-        await self._measure_cancelling(row)
+        await self._measure_aborts(row)
         return row
 
-    async def _ask(self, row: Row, rounds: int) -> None:
+    async def _run_requests(self, row: Row, rounds: int) -> None:
         for _ in range(rounds):
             began = last = time.perf_counter()
             seen = 0
@@ -170,7 +170,7 @@ class Load:
             row.requests += 1
             row.tokens += seen
 
-    async def _measure_cancelling(self, row: Row) -> None:
+    async def _measure_aborts(self, row: Row) -> None:
         """Measure aborts of running streams, one by one, under the load of the others. A stream
         ends when its blocks are free."""
         streams = [
@@ -191,7 +191,7 @@ class Load:
 
 
 def describe_path(report: ExecutionReport, attention_backend: str) -> str:
-    """Text on the ops that run, the reason, and the bound of memory bandwidth."""
+    """Text about the ops that run, the reason, and the bytes that a step reads."""
     count = report.num_threads
     threads = "" if count is None else f" on {count} thread{'s' * (count != 1)}"
     what = report.op_set
@@ -199,8 +199,8 @@ def describe_path(report: ExecutionReport, attention_backend: str) -> str:
         what += f" ({report.instruction_set})"
     text = (
         f"ops {what}, attention {report.attention_backend}, {report.dtype} on {report.device}"
-        f"{threads}: {_reason(report, attention_backend)}\n"
-        f"a step reads {_megabytes(report.weight_bytes)} of weights, and "
+        f"{threads}: {_explain_ops(report, attention_backend)}\n"
+        f"a step reads {_format_bytes(report.weight_bytes)} of weights, and "
         f"{report.kv_bytes_per_token / 1e3:.3g} kB for each token of its sequences"
     )
     if report.memory_bandwidth is not None:
@@ -208,7 +208,7 @@ def describe_path(report: ExecutionReport, attention_backend: str) -> str:
     return text
 
 
-def _reason(report: ExecutionReport, attention_backend: str) -> str:
+def _explain_ops(report: ExecutionReport, attention_backend: str) -> str:
     if attention_backend != "auto":
         return f"attention_backend={attention_backend!r}"
     if report.device != "cpu":
@@ -221,7 +221,7 @@ def _reason(report: ExecutionReport, attention_backend: str) -> str:
     return choice.reason
 
 
-def _megabytes(count: int) -> str:
+def _format_bytes(count: int) -> str:
     return f"{count / 1e6:.3g} MB" if count < 1e9 else f"{count / 1e9:.3g} GB"
 
 
@@ -238,14 +238,14 @@ _COLUMNS = (
 )
 
 
-def _cell(name: str, value: Any) -> str:
+def _format_cell(name: str, value: Any) -> str:
     if name == "concurrency":
         return str(value)
     return f"{value:.0f}" if name == "tokens_per_second" else seconds(value)
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:
-    cells = [[_cell(name, row[name]) for _, name in _COLUMNS] for row in rows]
+    cells = [[_format_cell(name, row[name]) for _, name in _COLUMNS] for row in rows]
     widths = [
         max(len(title), *(len(line[i]) for line in cells)) for i, (title, _) in enumerate(_COLUMNS)
     ]
@@ -255,7 +255,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
         print("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)))
 
 
-def _progress(text: str) -> None:
+def _show_progress(text: str) -> None:
     """Show the measurement in progress on a terminal."""
     if sys.stderr.isatty():
         print(f"\r\033[2K{text}", end="", file=sys.stderr, flush=True)

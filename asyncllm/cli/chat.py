@@ -134,7 +134,7 @@ class Chat:
             del self._conversation.messages[:start]
         self._conversation.say("assistant", answer.text)
         if self._terminal and answer.usage is not None:
-            self._note(_figures(answer.usage, answer.finish_reason))
+            self._note(_format_figures(answer.usage, answer.finish_reason))
 
     def _stream_answer(self) -> tuple[int, Completion]:
         """Send as many turns as fit; returns the index of the first, and the answer."""
@@ -145,7 +145,7 @@ class Chat:
         while True:
             try:
                 stream = self._engine.chat(self._conversation.to_send(starts[0]), **sampling)
-                self._read(stream)
+                self._print_stream(stream)
             except ContextLengthExceededError:
                 # The KV cache may set a lower limit than the context.
                 if len(starts) == 1:
@@ -168,10 +168,10 @@ class Chat:
     def _fits(self, start: int, room: int) -> bool:
         return count_tokens(self._engine, self._conversation.to_send(start)) <= room
 
-    def _read(self, stream: TokenStream) -> None:
+    def _print_stream(self, stream: TokenStream) -> None:
         """Print a stream as it arrives. Ctrl-C aborts it and keeps the text so far; if the engine
         hangs, a second Ctrl-C leaves the program."""
-        flow = WordWrapper(sys.stdout, _width()) if self._terminal else None
+        flow = WordWrapper(sys.stdout, _line_width()) if self._terminal else None
         reading = self._loop.start_task_soon(_print, stream, flow)
         try:
             reading.result()
@@ -223,7 +223,7 @@ class Chat:
     def _note(self, text: str) -> None:
         """Print a line that is not part of the conversation, on standard error for a pipe."""
         if self._terminal:
-            text = textwrap.fill(text, _width(), initial_indent="  ", subsequent_indent="  ")
+            text = textwrap.fill(text, _line_width(), initial_indent="  ", subsequent_indent="  ")
             print(f"\033[2m{text}\033[0m", flush=True)
         else:
             print(text, file=sys.stderr, flush=True)
@@ -250,12 +250,12 @@ async def _print(stream: TokenStream, flow: WordWrapper | None) -> None:
         flow.write(text)
 
 
-def _width() -> int:
+def _line_width() -> int:
     """Readable line width on this terminal, in characters."""
     return min(shutil.get_terminal_size().columns, _MAX_WIDTH)
 
 
-def _figures(usage: Usage, reason: str | None) -> str:
+def _format_figures(usage: Usage, reason: str | None) -> str:
     ending = {"stop": "", "abort": ", stopped", "length": ", cut at its longest"}
     speed = "–"
     if usage.ttft is not None:

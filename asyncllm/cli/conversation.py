@@ -43,8 +43,8 @@ class Conversation:
 
 
 def room_for_messages(engine: AsyncLLMEngine, max_tokens: int | None) -> int:
-    """Most tokens of the messages that leave room for an answer of ``max_tokens``, by default a
-    quarter of the context."""
+    """Maximum number of tokens of the messages, which leaves room for an answer of ``max_tokens``,
+    by default a quarter of the context."""
     context = context_length(engine)
     answer = context // 4 if max_tokens is None else min(max_tokens, context // 2)
     return context - answer

@@ -27,13 +27,13 @@ def run(arguments: argparse.Namespace) -> int:
 async def _main(arguments: argparse.Namespace) -> int:
     config = checked_config(arguments)
     async with open_engine(config) as engine:
-        display = _display()
+        display = _choose_display()
         show = _submit(engine, arguments)
         await display(show)
     return 1 if any(track.error for track in show.tracks) else 0
 
 
-def _display() -> Callable[[Show], Any]:
+def _choose_display() -> Callable[[Show], Any]:
     if sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
         from asyncllm.cli.demo_view import watch
 
@@ -42,7 +42,7 @@ def _display() -> Callable[[Show], Any]:
 
 
 def _submit(engine: AsyncLLMEngine, arguments: argparse.Namespace) -> Show:
-    """Start every stream. A stream runs whether or not others are read."""
+    """Start every stream. Streams run whether or not they are read."""
     seed = arguments.seed
     chosen = prompts(arguments.streams, random.Random(0 if seed is None else seed))
     given = sampling_options(arguments)
@@ -52,11 +52,13 @@ def _submit(engine: AsyncLLMEngine, arguments: argparse.Namespace) -> Show:
         if seed is not None:
             sampling["seed"] = (seed + number) % 2**64
         began_at = time.perf_counter()
-        show.tracks.append(Track(number + 1, prompt, _start(engine, prompt, sampling), began_at))
+        show.tracks.append(
+            Track(number + 1, prompt, _start_stream(engine, prompt, sampling), began_at)
+        )
     return show
 
 
-def _start(engine: AsyncLLMEngine, prompt: Prompt, sampling: dict[str, Any]) -> TokenStream:
+def _start_stream(engine: AsyncLLMEngine, prompt: Prompt, sampling: dict[str, Any]) -> TokenStream:
     if not engine.tokenizer.chat_template.sources:
         return engine.stream(prompt.question, **sampling)
     variables = {"tools": list(prompt.tools)} if prompt.tools else None
@@ -71,14 +73,14 @@ async def _print_when_done(show: Show) -> None:
     def refresh() -> None:
         for track in [track for track in unprinted if track.done]:
             unprinted.remove(track)
-            print(f"\n{_plain(track)}", flush=True)
+            print(f"\n{_format_answer(track)}", flush=True)
 
     await follow_all(show, refresh)
     refresh()
     print(f"\n{show.totals()}", flush=True)
 
 
-def _plain(track: Track) -> str:
+def _format_answer(track: Track) -> str:
     answer = track.text.strip().replace("\n", "\n    ")
     lines = [f"[{track.number}] {track.prompt.kind}: {one_line(track.prompt.title, 100)}"]
     if answer:

@@ -17,10 +17,10 @@ from asyncllm.cli.tracks import Show, Track, follow_all
 
 _SHORT_HEIGHT = 4
 _SHORT_WIDTH = 38
-_LEAST_TALL = 6
-_MOST_TALL = 14
-_ROWS_IN_TABLE = 16
-_REST_OF_TABLE = 60
+_MIN_TALL_HEIGHT = 6
+_MAX_TALL_HEIGHT = 14
+_MAX_TABLE_ROWS = 16
+_OTHER_COLUMNS_WIDTH = 60
 _CURSOR = "▌"
 
 
@@ -44,7 +44,7 @@ class View:
         self._tall = [t for t in show.tracks if t.prompt.long][:columns]
         self._tall_columns = max(len(self._tall), 1)
         columns = max(1, min(4, console.width // _SHORT_WIDTH))
-        rows = (console.height - 4 - (_LEAST_TALL if self._tall else 0)) // _SHORT_HEIGHT
+        rows = (console.height - 4 - (_MIN_TALL_HEIGHT if self._tall else 0)) // _SHORT_HEIGHT
         self._short = [t for t in show.tracks if not t.prompt.long][: max(rows, 0) * columns]
         self._short_columns = max(min(columns, len(self._short)), 1)
 
@@ -52,12 +52,12 @@ class View:
         """Frame that fits the window, while streams run."""
         rows = math.ceil(len(self._short) / self._short_columns)
         room = self._console.height - 4 - rows * _SHORT_HEIGHT
-        tall_height = min(max(room, 3), _MOST_TALL)
+        tall_height = min(max(room, 3), _MAX_TALL_HEIGHT)
         return Group(
             self._header(),
             self._grid(self._tall, self._tall_columns, tall_height),
             self._grid(self._short, self._short_columns, _SHORT_HEIGHT),
-            self._strip(),
+            self._marks(),
             self._status(),
         )
 
@@ -70,7 +70,7 @@ class View:
         ):
             for i in range(0, len(tracks), columns):
                 parts.append(self._grid(tracks[i : i + columns], columns, None))
-        if len(self._show.tracks) <= _ROWS_IN_TABLE:
+        if len(self._show.tracks) <= _MAX_TABLE_ROWS:
             parts.append(self._table())
         parts.append(Text(self._show.totals(), style="bold"))
         return parts
@@ -85,11 +85,11 @@ class View:
         return header
 
     def _grid(self, tracks: Sequence[Track], columns: int, height: int | None) -> RenderableType:
-        """Panels side by side; ``height`` None fits the longest."""
+        """Panels side by side; with ``height`` None as high as the longest text."""
         if not tracks:
             return Group()
         width = self._console.width // columns
-        bodies = [self._lines(track, width - 4) for track in tracks]
+        bodies = [self._wrap_text(track, width - 4) for track in tracks]
         if height is None:
             height = max(len(lines) for lines in bodies) + 2
         grid = Table.grid(expand=False)
@@ -103,14 +103,14 @@ class View:
             grid.add_row(*panels[i : i + columns])
         return grid
 
-    def _lines(self, track: Track, width: int) -> list[Text]:
+    def _wrap_text(self, track: Track, width: int) -> list[Text]:
         text = track.error or track.text.strip()
         if not track.done:
             text += _CURSOR if track.first_at is not None else ""
         return list(Text(text).wrap(self._console, max(width, 1))) or [Text("")]
 
     def _panel(self, track: Track, lines: list[Text], width: int, height: int) -> Panel:
-        style = _style(track)
+        style = _track_style(track)
         kind = f" {track.prompt.kind} "
         asked = one_line(track.prompt.title, max(width - len(kind) - 6, 0))
         return Panel(
@@ -121,16 +121,16 @@ class View:
             border_style=style,
             title=Text.assemble((kind, f"bold {style}"), (asked + " ", "dim")),
             title_align="left",
-            subtitle=Text(_figures(track), style="dim"),
+            subtitle=Text(_format_figures(track), style="dim"),
             subtitle_align="right",
         )
 
-    def _strip(self) -> Text:
-        """One mark for each stream, as far as the line goes."""
+    def _marks(self) -> Text:
+        """One mark for each stream, cut to the width of the console."""
         strip = Text(" ")
         for track in self._show.tracks:
             mark = "✗" if track.error else "●" if track.done else "◐" if track.first_at else "·"
-            strip.append(mark, style=_style(track))
+            strip.append(mark, style=_track_style(track))
         strip.truncate(self._console.width - 1, overflow="ellipsis")
         return strip
 
@@ -154,7 +154,7 @@ class View:
 
     def _table(self) -> Table:
         table = Table(box=box.SIMPLE_HEAD, header_style="dim", pad_edge=False)
-        asked = min(self._console.width - _REST_OF_TABLE, 44)
+        asked = min(self._console.width - _OTHER_COLUMNS_WIDTH, 44)
         table.add_column("stream", no_wrap=True)
         table.add_column("asked" if asked > 8 else "", no_wrap=True, style="dim")
         for name in ("tokens", "first token", "then", "end"):
@@ -166,12 +166,12 @@ class View:
                 str(track.num_tokens),
                 seconds(track.ttft),
                 track.speed,
-                Text(track.finish_reason or "failed", style=_style(track)),
+                Text(track.finish_reason or "failed", style=_track_style(track)),
             )
         return table
 
 
-def _style(track: Track) -> str:
+def _track_style(track: Track) -> str:
     if track.error:
         return "red"
     if track.done:
@@ -179,7 +179,7 @@ def _style(track: Track) -> str:
     return "bright_black" if track.first_at is None else "cyan"
 
 
-def _figures(track: Track) -> str:
+def _format_figures(track: Track) -> str:
     if track.first_at is None:
         return " failed " if track.error else " waiting "
     return f" {seconds(track.ttft)} · {track.num_tokens} tokens · {track.speed} "

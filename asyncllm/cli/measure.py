@@ -17,18 +17,17 @@ from asyncllm import __version__
 _TICK_SECONDS = 0.001
 
 
-def percentile(values: Sequence[float], share: float) -> float | None:
-    """Percentile ``share`` (0 to 1) of ``values`` by nearest rank; None if there are none."""
+def percentile(values: Sequence[float], fraction: float) -> float | None:
+    """Percentile ``fraction`` (0 to 1) of ``values`` by nearest rank; None without values."""
     if not values:
         return None
     ordered = sorted(values)
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+    return ordered[min(int(fraction * len(ordered)), len(ordered) - 1)]
 
 
 class LagMeter:
-    """Meter of the running event loop's lag: a task asks to be woken every millisecond, and notes
-    how late it is. At least once, however short the block: leaving it waits for the tick under
-    way.
+    """Meter of the running event loop's lag: a task asks to be woken every millisecond, and records
+    how late it is. It records at least once: leaving a short block waits for the first tick.
 
         async with LagMeter() as meter:
             ...
@@ -58,8 +57,8 @@ class LagMeter:
 def machine(device: str = "cpu") -> dict[str, str]:
     """Describe the machine: processor or GPU, system, versions."""
     facts = {
-        "processor": _processor(),
-        "cores": str(_cores()),
+        "processor": _processor_name(),
+        "cores": str(_num_cores()),
         "load": f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown",
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
@@ -84,12 +83,12 @@ def describe(facts: dict[str, str]) -> str:
     )
 
 
-def _cores() -> int | None:
+def _num_cores() -> int | None:
     """Cores that this process may use, if the system tells; else all."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
-def _processor() -> str:
+def _processor_name() -> str:
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

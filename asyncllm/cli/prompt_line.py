@@ -20,7 +20,7 @@ def read_message(prompt: str | None) -> str:
     Raises:
         EOFError, KeyboardInterrupt: for Ctrl-D and Ctrl-C.
     """
-    first, next_ = ("", "") if prompt is None else (_shown(prompt), "… ")
+    first, next_ = ("", "") if prompt is None else (_bold_prompt(prompt), "… ")
     lines = [input(first)]
     with suppress(EOFError):  # the end of the input ends the message
         while lines[-1].endswith("\\"):
@@ -31,7 +31,7 @@ def read_message(prompt: str | None) -> str:
 
 @contextmanager
 def without_echo() -> Iterator[None]:
-    """Hide keyboard input, if the system can. It is kept for the next prompt."""
+    """Hide keyboard input, if the system can. The input is kept for the next prompt."""
     if termios is None:
         yield
         return
@@ -46,7 +46,7 @@ def without_echo() -> Iterator[None]:
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
-def _shown(prompt: str) -> str:
+def _bold_prompt(prompt: str) -> str:
     """Make the prompt bold if readline is available. Importing readline gives ``input`` line
     editing; some builds of Python lack it, some have libedit under its name. The escape codes are
     marked as zero-width for readline."""

@@ -19,8 +19,8 @@ class Prompt:
     Attributes:
         kind: one word for the heading.
         title: the question in a few words.
-        long: whether the answer is a text rather than a line. Short ones have a right answer and
-            are sampled greedily.
+        long: whether the answer is a text rather than a line. Short answers are right or wrong,
+            and sampled greedily.
         tools: JSON schemas of tools for the chat template.
     """
 
@@ -37,21 +37,21 @@ class Prompt:
 
 def prompts(count: int, rng: random.Random) -> list[Prompt]:
     """Make ``count`` prompts: first one of each kind, then random ones."""
-    chosen = list(_first())[:count]
-    makers = (_story, _story, _sum, _colour, _object)
+    chosen = list(_first_prompts())[:count]
+    makers = (_story_prompt, _story_prompt, _sum_prompt, _colour_prompt, _json_prompt)
     while len(chosen) < count:
         chosen.append(rng.choice(makers)(rng))
     return chosen
 
 
-def _first() -> tuple[Prompt, ...]:
+def _first_prompts() -> tuple[Prompt, ...]:
     """The first prompts. Two questions about the same facts share a cached prefix."""
     return (
-        _ask("story", "Tell me a story about Mia and a boat.", long=True),
-        _ask("story", "Write a short story about Tom and a kite.", long=True),
-        _ask("question", f"{_FACTS} Where is the key?", "Where is the key?"),
-        _ask("sum", "What is 12 + 7?"),
-        _ask("JSON", f'Fill in this JSON: {{"name": "", "age": 0, "city": ""}}\n{_NORA}', _NORA),
+        _prompt("story", "Tell me a story about Mia and a boat.", long=True),
+        _prompt("story", "Write a short story about Tom and a kite.", long=True),
+        _prompt("question", f"{_FACTS} Where is the key?", "Where is the key?"),
+        _prompt("sum", "What is 12 + 7?"),
+        _prompt("JSON", f'Fill in this JSON: {{"name": "", "age": 0, "city": ""}}\n{_NORA}', _NORA),
         Prompt(
             "chat",
             "What is my name?",
@@ -61,12 +61,12 @@ def _first() -> tuple[Prompt, ...]:
                 {"role": "user", "content": "What is my name?"},
             ),
         ),
-        _ask("tool call", "What is the weather in Oslo?", tools=(_weather(),)),
-        _ask("question", f"{_FACTS} Who likes soup?", "Who likes soup?"),
+        _prompt("tool call", "What is the weather in Oslo?", tools=(_weather(),)),
+        _prompt("question", f"{_FACTS} Who likes soup?", "Who likes soup?"),
     )
 
 
-def _ask(
+def _prompt(
     kind: str,
     question: str,
     title: str = "",
@@ -92,24 +92,24 @@ def _weather() -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _story(rng: random.Random) -> Prompt:
+def _story_prompt(rng: random.Random) -> Prompt:
     name, thing = rng.choice(_NAMES), rng.choice(_THINGS)
-    return _ask("story", f"Tell me a story about {name} and a {thing}.", long=True)
+    return _prompt("story", f"Tell me a story about {name} and a {thing}.", long=True)
 
 
-def _sum(rng: random.Random) -> Prompt:
+def _sum_prompt(rng: random.Random) -> Prompt:
     a = rng.randint(1, 60)
-    return _ask("sum", f"What is {a} + {rng.randint(1, 99 - a)}?")
+    return _prompt("sum", f"What is {a} + {rng.randint(1, 99 - a)}?")
 
 
-def _colour(rng: random.Random) -> Prompt:
+def _colour_prompt(rng: random.Random) -> Prompt:
     name, thing = rng.choice(_NAMES), rng.choice(_THINGS)
     colour = rng.choice(("red", "blue", "green", "yellow"))
     asked = f"What colour is the {thing}?"
-    return _ask("question", f"{name} has a {colour} {thing}. {asked}", asked)
+    return _prompt("question", f"{name} has a {colour} {thing}. {asked}", asked)
 
 
-def _object(rng: random.Random) -> Prompt:
+def _json_prompt(rng: random.Random) -> Prompt:
     name, age = rng.choice(_NAMES), rng.randint(5, 90)
     told = f"{name} is {age} years old."
-    return _ask("JSON", f'Fill in this JSON: {{"name": "", "age": 0}}\n{told}', told)
+    return _prompt("JSON", f'Fill in this JSON: {{"name": "", "age": 0}}\n{told}', told)

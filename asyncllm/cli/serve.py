@@ -32,10 +32,10 @@ def run(arguments: argparse.Namespace) -> int:
 async def _main(arguments: argparse.Namespace) -> None:
     # Imported first: a missing extra or a wrong argument is reported before a model is loaded.
     from asyncllm.serving import create_app
-    from asyncllm.serving.access import is_loopback
     from asyncllm.serving.http_server import ConnectionLimits, HttpServer
+    from asyncllm.serving.loopback import is_loopback
 
-    tokens = _tokens(arguments)
+    tokens = _read_tokens(arguments)
     drain = check.seconds("drain", arguments.drain)
     limits = ConnectionLimits(
         max_connections=arguments.max_connections, max_message_size=arguments.max_body_size
@@ -72,19 +72,19 @@ async def _main(arguments: argparse.Namespace) -> None:
             flush=True,
         )
     async with open_engine(engine), server:
-        asked = _signals()
+        signalled = _watch_signals()
         print(f"{app.model_names[0]}: {server.url}/v1", flush=True)
-        await _wait_for_signal_or_death(asked, engine)
-        asked.clear()
+        await _wait_for_signal_or_death(signalled, engine)
+        signalled.clear()
         app.drain()
-        await _wait_until_idle(engine, drain, asked)
-        if asked.is_set():
+        await _wait_until_idle(engine, drain, signalled)
+        if signalled.is_set():
             server.close_at_once()
 
 
-async def _wait_for_signal_or_death(asked: asyncio.Event, engine: AsyncLLMEngine) -> None:
+async def _wait_for_signal_or_death(signalled: asyncio.Event, engine: AsyncLLMEngine) -> None:
     """Wait for a signal. EngineDeadError ends the command, so that a supervisor restarts it."""
-    waits = [asyncio.ensure_future(asked.wait()), asyncio.ensure_future(engine.wait_closed())]
+    waits = [asyncio.ensure_future(signalled.wait()), asyncio.ensure_future(engine.wait_closed())]
     try:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if waits[1].done():
@@ -94,10 +94,12 @@ async def _wait_for_signal_or_death(asked: asyncio.Event, engine: AsyncLLMEngine
             wait.cancel()
 
 
-async def _wait_until_idle(engine: AsyncLLMEngine, seconds: float, asked: asyncio.Event) -> None:
-    """Wait until no request is left, at most ``seconds``, or until a signal asks to hurry."""
+async def _wait_until_idle(
+    engine: AsyncLLMEngine, seconds: float, signalled: asyncio.Event
+) -> None:
+    """Wait until no request is left, ``seconds`` have passed, or a second signal comes."""
     with anyio.move_on_after(seconds):
-        while not asked.is_set() and engine.state == "running":
+        while not signalled.is_set() and engine.state == "running":
             try:
                 stats = engine.stats()
             except EngineError:
@@ -107,16 +109,16 @@ async def _wait_until_idle(engine: AsyncLLMEngine, seconds: float, asked: asynci
             await anyio.sleep(_POLL_SECONDS)
 
 
-def _signals() -> asyncio.Event:
+def _watch_signals() -> asyncio.Event:
     """Event set by SIGINT and SIGTERM. The handlers stay until the loop is closed, so that a signal
     does not interrupt closing."""
-    asked = asyncio.Event()
+    signalled = asyncio.Event()
     for number in _SIGNALS:
-        asyncio.get_running_loop().add_signal_handler(number, asked.set)
-    return asked
+        asyncio.get_running_loop().add_signal_handler(number, signalled.set)
+    return signalled
 
 
-def _tokens(arguments: argparse.Namespace) -> list[str] | None:
+def _read_tokens(arguments: argparse.Namespace) -> list[str] | None:
     """Tokens from a file and the command line; other users of the machine can read the latter."""
     tokens: list[str] = list(arguments.token or ())
     if arguments.token_file is not None:

@@ -24,7 +24,7 @@ def loop_factory(arguments: argparse.Namespace) -> Callable[[], asyncio.Abstract
     """Factory of the event loop; None is asyncio's own.
 
     Raises:
-        InvalidRequestError: for ``--uvloop`` where it is not installed.
+        InvalidRequestError: for ``--uvloop`` if uvloop is not installed.
     """
     if not arguments.uvloop:
         return None
@@ -38,7 +38,7 @@ def loop_factory(arguments: argparse.Namespace) -> Callable[[], asyncio.Abstract
 
 
 def run_async(arguments: argparse.Namespace, main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run ``main()`` on an event loop of its own."""
+    """Run ``main()`` on a new event loop."""
     with asyncio.Runner(loop_factory=loop_factory(arguments)) as runner:
         return runner.run(main())
 
@@ -105,7 +105,7 @@ def model_name(engine: AsyncLLMEngine) -> str:
 
 
 def context_length(engine: AsyncLLMEngine) -> int:
-    """Most tokens of a prompt and its answer together."""
+    """Maximum number of tokens of a prompt and its answer together."""
     context = engine.model_config.max_position_embeddings
     limit = engine.config.max_model_len
     return context if limit is None else min(context, limit)

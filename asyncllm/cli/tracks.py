@@ -1,4 +1,4 @@
-"""Tracks: the streams of a demonstration, with their times and texts."""
+"""Tracks: the demo's streams, with their times and texts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REFRESH_SECONDS = 0.08
 
 @dataclass(eq=False)
 class Track:
-    """One stream with its text and times, which are of ``time.perf_counter``."""
+    """One stream with its text, and its times by ``time.perf_counter``."""
 
     number: int
     prompt: Prompt
@@ -63,7 +63,7 @@ class Track:
 
 @dataclass
 class Show:
-    """All streams of one demonstration."""
+    """All streams of one demo."""
 
     engine: AsyncLLMEngine
     tracks: list[Track]
@@ -89,7 +89,7 @@ class Show:
 
     @property
     def num_at_once(self) -> int:
-        """Most streams that were between first and last token at the same time."""
+        """Maximum number of streams that were between first and last token at the same time."""
         spans = [(t.first_at, t.last_at) for t in self.tracks if t.first_at and t.last_at]
         return max((sum(a <= at <= b for a, b in spans) for at, _ in spans), default=0)
 
@@ -98,7 +98,7 @@ class Show:
         return self.stats.prefix_cache_hits / max(self.stats.prefix_cache_queries, 1)
 
     def totals(self) -> str:
-        """Summary of the demonstration in one line."""
+        """Summary of the demo in one line."""
         first = sorted(track.ttft for track in self.tracks if track.ttft is not None)
         median = seconds(first[len(first) // 2]) if first else "–"
         return (

@@ -5,25 +5,20 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-import ipaddress
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+
+from asyncllm.serving.loopback import is_loopback
+from asyncllm.serving.protocol_error import ProtocolError
 
 TOKEN_PROTOCOL = "bearer."
 PROTOCOL = "asyncllm"
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Status and reason for refusing a connection."""
-
-    status: int
-    reason: str
-
-
 class AccessRules:
-    """Origin allow-list and bearer token.
+    """Rules of access: allowed origins, hosts and bearer tokens.
 
     Args:
         token: accepted value or values of ``Authorization: Bearer …``; None accepts every client. A
@@ -44,56 +39,51 @@ class AccessRules:
         self._origins = None if origins is None else frozenset(origins)
         self._local = local
 
-    def check(
-        self,
-        *,
-        hosts: Sequence[str],
-        origins: Sequence[str],
-        authorizations: Sequence[str],
-        protocols: Iterable[str],
-    ) -> Refusal | None:
-        """Check the headers of a connection; None if it may be opened. Each argument has all
-        headers of that name: duplicates are refused."""
+    def check(self, headers: Headers, subprotocols: Sequence[str]) -> str:
+        """Check a request's headers; returns its owner: a digest of the client's token, safe to
+        store and compare, or "" if no token is required.
+
+        Raises:
+            ProtocolError: if the client may not connect, or a header is sent twice.
+        """
+        hosts, origins, authorizations = map(headers.getlist, ("host", "origin", "authorization"))
         if len(hosts) != 1 or len(origins) > 1 or len(authorizations) > 1:
-            return Refusal(400, "expected one Host, and at most one Origin and Authorization")
+            reason = "expected one Host, and at most one Origin and Authorization"
+            raise ProtocolError(reason, code="invalid_header")
         if self._local and not is_loopback(_host_name(hosts[0])):
-            return Refusal(403, "the Host header names no loopback address")
+            reason = "the Host header names no loopback address"
+            raise ProtocolError(reason, code="forbidden", status=403)
         if origins and not self._is_allowed(origins[0], hosts[0]):
-            return Refusal(403, "pages of this origin may not connect")
-        if self._tokens is not None and not self._accepts_token(
-            _offered(authorizations, protocols)
-        ):
-            return Refusal(401, "expected Authorization: Bearer with the right token")
-        return None
+            reason = "pages of this origin may not connect"
+            raise ProtocolError(reason, code="forbidden", status=403)
+        if self._tokens is None:
+            return ""
+        offered = _offered_token(authorizations, subprotocols)
+        # Compares with every token, so that timing reveals nothing.
+        if not sum(hmac.compare_digest(offered, token) for token in self._tokens):
+            raise ProtocolError(
+                "expected Authorization: Bearer with the right token",
+                code="invalid_api_key",
+                status=401,
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return hashlib.sha256(offered).hexdigest()
 
     def _is_allowed(self, origin: str, host: str) -> bool:
         if self._origins is None:
             return urlsplit(origin).netloc.lower() == host.lower()
         return "*" in self._origins or origin in self._origins
 
-    def owner(self, authorizations: Sequence[str], protocols: Iterable[str]) -> str:
-        """Digest of the client's token, safe to store and compare; empty if no token is
-        required."""
-        offered = b"" if self._tokens is None else _offered(authorizations, protocols)
-        return hashlib.sha256(offered).hexdigest() if offered else ""
 
-    def _accepts_token(self, offered: bytes) -> bool:
-        assert self._tokens is not None
-        # Compares with every token, so that timing reveals nothing.
-        return sum(hmac.compare_digest(offered, token) for token in self._tokens) > 0
-
-
-def _offered(authorizations: Sequence[str], protocols: Iterable[str]) -> bytes:
-    offered = b""
+def _offered_token(authorizations: Sequence[str], subprotocols: Sequence[str]) -> bytes:
+    """The token that a client sends; empty if there is none."""
     for header in authorizations:
         scheme, _, rest = header.partition(" ")
-        if scheme.lower() == "bearer":
-            offered = _header_bytes(rest.strip())
-    if not authorizations:
-        for name in protocols:
-            if name.startswith(TOKEN_PROTOCOL):
-                offered = _decode(name[len(TOKEN_PROTOCOL) :])
-    return offered
+        return _header_bytes(rest.strip()) if scheme.lower() == "bearer" else b""
+    for name in subprotocols:
+        if name.startswith(TOKEN_PROTOCOL):
+            return _decode_base64(name[len(TOKEN_PROTOCOL) :])
+    return b""
 
 
 def _header_bytes(text: str) -> bytes:
@@ -104,16 +94,6 @@ def _header_bytes(text: str) -> bytes:
         return text.encode("utf-8", "surrogateescape")
 
 
-def is_loopback(host: str) -> bool:
-    """Whether a bind address or host name is a loopback one."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def _host_name(header: str) -> str:
     try:
         return urlsplit("//" + header).hostname or ""
@@ -121,7 +101,7 @@ def _host_name(header: str) -> str:
         return ""
 
 
-def _decode(text: str) -> bytes:
+def _decode_base64(text: str) -> bytes:
     try:
         return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
     except ValueError:

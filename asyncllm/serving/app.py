@@ -8,18 +8,24 @@ serve`` does. Needs the extra ``[server]``.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
 
 try:
     from starlette.middleware.cors import CORSMiddleware
-    from starlette.routing import BaseRoute, Match, Route, Router, WebSocketRoute
+    from starlette.routing import BaseRoute, Route, Router, WebSocketRoute
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from asyncllm.metrics import EngineMetrics
-    from asyncllm.serving.chat_completions import chat_completions
-    from asyncllm.serving.completions import completions
+    from asyncllm.serving.chat_request import ChatRequest
+    from asyncllm.serving.chat_writer import ChatWriter
+    from asyncllm.serving.choices import answer_choices
+    from asyncllm.serving.completion_request import CompletionRequest
+    from asyncllm.serving.completion_writer import CompletionWriter
+    from asyncllm.serving.endpoint import Endpoint, Handler
+    from asyncllm.serving.exchange import Exchange
     from asyncllm.serving.response_session import ENGINE_NAMES, ResponseSession
     from asyncllm.serving.responses import create_response, delete_response, get_response
     from asyncllm.serving.server_info import (
@@ -30,9 +36,9 @@ try:
         live,
         show_metrics,
     )
-    from asyncllm.serving.sockets import WebSocketEndpoint
+    from asyncllm.serving.sockets import Session, SocketConnection, run_session
     from asyncllm.serving.stats_session import StatsSession
-    from asyncllm.serving.tokenization import detokenize, tokenize
+    from asyncllm.serving.tokenization import answer_long_text, detokenize, tokenize
 except ModuleNotFoundError as missing:
     if (missing.name or "").partition(".")[0] == "asyncllm":
         raise
@@ -42,85 +48,23 @@ except ModuleNotFoundError as missing:
 
 from asyncllm import validation as check
 from asyncllm.engine import AsyncLLMEngine
-from asyncllm.errors import AsyncLLMError
 from asyncllm.serving.access import AccessRules
-from asyncllm.serving.exchange import DISCONNECT_ERRORS, Exchange, Receive, Scope, Send
 from asyncllm.serving.frame_pacer import FramePacer
-from asyncllm.serving.gate import App, Gate, refuse
-from asyncllm.serving.protocol_error import ProtocolError, from_engine_error
+from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.request_body import UnsupportedFields
 from asyncllm.serving.response_store import ResponseStore
 from asyncllm.serving.serving import Serving, default_model_names
 
-logger = logging.getLogger(__name__)
-
-Handler = Callable[[Serving, Exchange], Awaitable[None]]
 Page = Callable[[str], "tuple[str, bytes] | None"]
 
 OPEN_PATHS = ("/health", "/health/live", "/health/ready")
-"""Paths that need no token, because health checks have none."""
-
-PAGE_FILE = "asyncllm.found"
-"""Scope key of the page's file at the request's path."""
-
-
-class Endpoint:
-    """An ASGI application of one path.
-
-    Args:
-        serving: passed to the handlers.
-        handlers: handlers by HTTP method.
-        names: for errors: names of engine parameters to the protocol's names, where they differ.
-        limits: keyword arguments of Exchange.
-    """
-
-    def __init__(
-        self,
-        serving: Serving,
-        handlers: Mapping[str, Handler],
-        names: dict[str, str],
-        limits: Mapping[str, Any],
-    ) -> None:
-        self._serving = serving
-        self._handlers = handlers
-        self._names = names
-        self._limits = limits
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send, **self._limits)
-        try:
-            await self._handler(scope)(self._serving, exchange)
-        except ProtocolError as error:
-            await exchange.refuse(error)
-        except (
-            AsyncLLMError
-        ) as error:  # before DISCONNECT_ERRORS: one AsyncLLMError is an OSError too
-            await exchange.refuse(from_engine_error(error, self._names))
-        except DISCONNECT_ERRORS:
-            return
-        except Exception:
-            logger.exception("a request to %s failed", scope["path"])
-            if exchange.started:
-                raise  # closes the connection: the answer is incomplete
-            await exchange.refuse(ProtocolError("internal error", code="server_error", status=500))
-
-    def _handler(self, scope: Scope) -> Handler:
-        method = "GET" if scope["method"] == "HEAD" else scope["method"]
-        if method not in self._handlers:
-            allowed = ", ".join(self._handlers)
-            raise ProtocolError(
-                f"method {scope['method'][:20]} is not allowed here, expected {allowed}",
-                code="method_not_allowed",
-                status=405,
-                headers={"Allow": allowed},
-            )
-        return self._handlers[method]
+"""Paths that need no token, because health checks send none."""
 
 
 class ServerApp:
     """ASGI application made by ``create_app``."""
 
-    def __init__(self, app: App, serving: Serving) -> None:
+    def __init__(self, app: ASGIApp, serving: Serving) -> None:
         self._app = app
         self._serving = serving
 
@@ -171,8 +115,9 @@ def create_app(
     """Make an ASGI application that serves ``engine`` with OpenAI's protocol.
 
     Args:
-        engine: a started engine is only borrowed. A new one is started and closed by ASGI lifespan
-            events; a mounted application gets none, so its host has to start the engine.
+        engine: a started engine stays the caller's. A new one is started and closed by ASGI
+            lifespan events; a mounted application gets no such events, so that its host has to
+            start the engine.
         token: accepted bearer tokens; None accepts every client.
         origins: other origins whose pages may send requests, such as "https://app.example"; they
             get CORS headers. "*" is any; None allows only the same origin. Clients other than
@@ -183,19 +128,20 @@ def create_app(
             the model as given to the engine.
         page: function of the decoded path of a GET request that matches no endpoint, without a
             slash at its end ("/" alone has one). It returns a content type and a body, or None.
-            Pages need no token: a browser has none before it has the page.
+            Pages need no token, because a browser has no token before it has loaded the page.
         timeout: seconds an answer may take.
         ping_interval: seconds of silence after which a stream of events sends a comment.
-        max_body_size: most bytes of a request's body, and of a WebSocket message.
+        max_body_size: maximum number of bytes of a request's body, and of a WebSocket message.
         body_timeout: seconds that a client has to send its body.
-        max_frame_rate: most events with text per second, over all answers. Beyond it, tokens are
-            merged, for at most a tenth of a second.
-        max_stored_responses, max_stored_size: number of responses kept in memory to be continued
-            and read again, and their characters, conversations included. The oldest are dropped.
+        max_frame_rate: maximum number of events with text per second, over all answers. Beyond it,
+            tokens are merged, for at most a tenth of a second.
+        max_stored_responses, max_stored_size: maximum number of responses kept in memory, to be
+            continued and read again, and of their characters, conversations included. The oldest
+            are dropped.
         stats_interval: seconds between two snapshots on ``/v1/stats``.
-        ignore_unsupported: ignore fields of OpenAI's protocol that ask for what is not done here,
+        ignore_unsupported: ignore fields of OpenAI's protocol that this server does not support,
             such as ``truncation="auto"``, and log each once; else they are refused. Unknown fields
-            are refused all the same.
+            are always refused.
         metrics: this engine's metrics for ``/metrics``; None makes them.
 
     Raises:
@@ -204,7 +150,7 @@ def create_app(
     if not (page is None or callable(page)):
         raise check.invalid("page", page, "a function of a path, or None")
     pages = check.strings("origins", origins, optional=True)
-    rules = AccessRules(token=_tokens(token), origins=pages, local=local)
+    rules = AccessRules(token=_check_tokens(token), origins=pages, local=local)
     names = check.strings("model_names", model_names, optional=True)
     serving = Serving(
         engine,
@@ -220,12 +166,10 @@ def create_app(
         EngineMetrics(engine) if metrics is None else metrics,
         needs_token=token is not None,
         unsupported=UnsupportedFields(check.boolean("ignore_unsupported", ignore_unsupported)),
+        max_body_size=check.integer("max_body_size", max_body_size, 1, 2**30),
+        body_timeout=check.seconds("body_timeout", body_timeout, above=True),
     )
-    limits = {
-        "max_body": check.integer("max_body_size", max_body_size, 1, 2**30),
-        "body_timeout": check.seconds("body_timeout", body_timeout, above=True),
-    }
-    app = _router(serving, rules, limits, page)
+    app = _router(serving, rules, page)
     if pages is not None:
         app = CORSMiddleware(
             app,
@@ -237,21 +181,17 @@ def create_app(
     return ServerApp(app, serving)
 
 
-def _router(
-    serving: Serving, rules: AccessRules, limits: Mapping[str, Any], page: Page | None
-) -> App:
-    chat = {"prompt": "messages"}
+def _router(serving: Serving, rules: AccessRules, page: Page | None) -> ASGIApp:
+    chat = partial(answer_choices, ChatRequest, ChatWriter)
+    completions = partial(answer_choices, CompletionRequest, CompletionWriter)
+    stored: dict[str, Handler] = {"GET": get_response, "DELETE": delete_response}
     table: list[tuple[str, dict[str, Handler], dict[str, str]]] = [
-        ("/v1/chat/completions", {"POST": chat_completions}, chat),
+        ("/v1/chat/completions", {"POST": chat}, {"prompt": "messages"}),
         ("/v1/completions", {"POST": completions}, {}),
         ("/v1/responses", {"POST": create_response}, ENGINE_NAMES),
-        (
-            "/v1/responses/{response_id}",
-            {"GET": get_response, "DELETE": delete_response},
-            ENGINE_NAMES,
-        ),
-        ("/tokenize", {"POST": tokenize}, {}),
-        ("/detokenize", {"POST": detokenize}, {}),
+        ("/v1/responses/{response_id}", stored, ENGINE_NAMES),
+        ("/tokenize", {"POST": partial(answer_long_text, tokenize)}, {}),
+        ("/detokenize", {"POST": partial(answer_long_text, detokenize)}, {}),
         ("/v1/models", {"GET": list_models}, {}),
         ("/v1/models/{model:path}", {"GET": get_model}, {}),
         ("/health", {"GET": health}, {}),
@@ -262,100 +202,83 @@ def _router(
     ]
     routes: list[BaseRoute] = []
     for path, handlers, names in table:
-        endpoint = Endpoint(serving, handlers, names, limits)
-        routes.append(Route(path, Gate(endpoint, None if path in OPEN_PATHS else rules, serving)))
-    responses = WebSocketEndpoint(
-        serving, lambda socket, owner: ResponseSession(socket, serving, owner)
-    )
-    stats = WebSocketEndpoint(serving, lambda socket, owner: StatsSession(socket, serving))
-    for path, socket in (("/v1/responses", responses), ("/v1/stats", stats)):
-        routes.append(WebSocketRoute(path, Gate(socket, rules, serving)))
-    if page is not None:
-        shown = Endpoint(serving, {"GET": _show_page}, {}, limits)
-        routes.append(_PageRoute(page, Gate(shown, None, serving)))
+        path_rules = None if path in OPEN_PATHS else rules
+        routes.append(Route(path, Endpoint(serving, handlers, path_rules, names)))
+    sessions: dict[str, Callable[[SocketConnection, str], Session]] = {
+        "/v1/responses": lambda socket, owner: ResponseSession(socket, serving, owner),
+        "/v1/stats": lambda socket, _: StatsSession(socket, serving),
+    }
+    for path, make_session in sessions.items():
+        socket_handlers = {"WEBSOCKET": partial(run_session, make_session)}
+        routes.append(WebSocketRoute(path, Endpoint(serving, socket_handlers, rules, {})))
     return Router(
         routes,
         redirect_slashes=False,
-        default=Gate(_UnknownPath(serving, limits, [path for path, _, _ in table]), rules, serving),
+        default=_OtherPath(serving, {}, rules, {}, [path for path, _, _ in table], page),
         lifespan=lambda _: _lifespan(serving),
     )  # pyright: ignore[reportReturnType]
 
 
-class _PageRoute(BaseRoute):
-    """Route of the paths at which the page has a file."""
+@dataclass(eq=False, repr=False)
+class _OtherPath(Endpoint):
+    """Endpoint of the paths without a route: the page's files, and unknown paths.
 
-    def __init__(self, page: Page, app: App) -> None:
-        self._page = page
-        self._app = app
+    Args:
+        paths: paths of the routes.
+    """
 
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        if scope["type"] == "http" and scope["method"] in ("GET", "HEAD"):
-            path = scope["path"].removeprefix(scope.get("root_path", ""))
-            if (found := self._page(path or "/")) is not None:
-                return Match.FULL, {PAGE_FILE: found}
-        return Match.NONE, {}
+    _paths: Collection[str]
+    _page: Page | None
 
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, send)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        file = None
+        if self._page is not None and scope.get("method") in ("GET", "HEAD"):
+            file = self._page(_path_in_app(scope) or "/")
+        if file is None:
+            await super().__call__(scope, receive, send)
+        else:
+            pages = Endpoint(self._serving, {"GET": partial(_send_file, file)}, None, {})
+            await pages(scope, receive, send)
+
+    def _handler(self, scope: Scope) -> Handler:
+        path = _path_in_app(scope)
+        # A base URL without /v1, or one to which a client has added its own.
+        meant = {f"/v1{path}", path.removeprefix("/v1")} & set(self._paths)
+        hint = (
+            f"; {min(meant)} is"
+            if meant
+            else _PATH_HINTS.get(path, "; /openapi.json has all paths")
+        )
+        raise ProtocolError(f"there is nothing at this path{hint}", code="not_found", status=404)
 
 
-async def _show_page(serving: Serving, exchange: Exchange) -> None:
-    content_type, body = exchange.scope[PAGE_FILE]
+def _path_in_app(scope: Scope) -> str:
+    return scope["path"].removeprefix(scope.get("root_path", ""))
+
+
+async def _send_file(file: tuple[str, bytes], serving: Serving, exchange: Exchange) -> None:
+    content_type, body = file
     headers = {"cache-control": "no-store"}
     await exchange.respond(200, body, f"{content_type}; charset=utf-8", headers)
 
 
-class _UnknownPath(Endpoint):
-    """Endpoint of unknown paths.
-
-    Args:
-        paths: the known ones.
-    """
-
-    def __init__(self, serving: Serving, limits: Mapping[str, Any], paths: Collection[str]) -> None:
-        super().__init__(serving, {}, {}, limits)
-        self._paths = paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":
-            await refuse(self._not_found(scope), scope, receive, send)
-        else:
-            await super().__call__(scope, receive, send)
-
-    def _handler(self, scope: Scope) -> Handler:
-        raise self._not_found(scope)
-
-    def _not_found(self, scope: Scope) -> ProtocolError:
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        # A base URL without /v1, or one to which a client has added its own.
-        meant = {f"/v1{path}", path.removeprefix("/v1")} & set(self._paths)
-        hint = (
-            f"; {min(meant)} is" if meant else _INSTEAD.get(path, "; /openapi.json has all paths")
-        )
-        return ProtocolError(f"there is nothing at this path{hint}", code="not_found", status=404)
-
-
-_INSTEAD = {
+_PATH_HINTS = {
     "/v1/embeddings": "; the engine generates text, and has no embeddings",
     "/v1/messages": "; Anthropic's protocol is not spoken: /v1/chat/completions or /v1/responses",
 }
-"""Hints of paths that clients of other servers ask for."""
+"""Hints for paths of other servers' protocols."""
 
 
 @asynccontextmanager
 async def _lifespan(serving: Serving) -> AsyncIterator[None]:
-    engine = serving.engine
-    owned = engine.state == "new"
-    if owned:
-        await engine.start()
-    try:
+    if serving.engine.state == "new":
+        async with serving.engine:
+            yield
+    else:
         yield
-    finally:
-        if owned:
-            await engine.aclose()
 
 
-def _tokens(token: str | Sequence[str] | None) -> str | Sequence[str] | None:
+def _check_tokens(token: str | Sequence[str] | None) -> str | Sequence[str] | None:
     if token is None or isinstance(token, str):
         return check.string("token", token, optional=True)
     found = check.strings("token", token, optional=True)

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, NotRequired, cast
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, with_config
+from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
 from asyncllm.engine import AsyncLLMEngine
-from asyncllm.serving.request_body import Metadata, RequestBody, invalid, limit_fields, unsupported
-from asyncllm.serving.sampling_fields import Choices, text_or_list
+from asyncllm.sampling_params import SamplingParams
+from asyncllm.serving.request_body import Limited, Metadata, RequestBody, invalid, unsupported
+from asyncllm.serving.sampling_fields import ChoicesRequest, SamplingFields, text_or_list_tag
 from asyncllm.stream import TokenStream
 from asyncllm.tool_calls.tool_use import MAX_TOOLS
 from asyncllm.validation import MAX_INTEGER
 
-FORBID = ConfigDict(extra="forbid", strict=True)
 MAX_MESSAGES = 2**14
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-@with_config(FORBID)
 class TextPart(TypedDict):
     type: Literal["text"]
     text: str
@@ -30,21 +28,19 @@ class TextPart(TypedDict):
 Content = Annotated[
     Annotated[str, Tag("#text")]
     | Annotated[
-        list[Annotated[TextPart, BeforeValidator(limit_fields)]],
+        list[Limited[TextPart]],
         Field(fail_fast=True),
         Tag("#list"),
     ],
-    Discriminator(text_or_list),
+    Discriminator(text_or_list_tag),
 ]
 
 
-@with_config(FORBID)
 class FunctionCall(TypedDict):
     name: str
     arguments: str
 
 
-@with_config(FORBID)
 class MessageToolCall(TypedDict):
     id: str
     type: NotRequired[Literal["function"]]
@@ -52,7 +48,6 @@ class MessageToolCall(TypedDict):
     index: NotRequired[int]
 
 
-@with_config(FORBID)
 class Message(TypedDict):
     """One message of a conversation. A ``tool`` message answers the assistant's call
     ``tool_call_id``."""
@@ -63,7 +58,7 @@ class Message(TypedDict):
     tool_call_id: NotRequired[str | None]
     tool_calls: NotRequired[
         Annotated[
-            list[Annotated[MessageToolCall, BeforeValidator(limit_fields)]],
+            list[Limited[MessageToolCall]],
             Field(max_length=1024, fail_fast=True),
         ]
         | None
@@ -77,7 +72,6 @@ class Message(TypedDict):
     annotations: NotRequired[Annotated[list[Any], Field(max_length=0)] | None]
 
 
-@with_config(FORBID)
 class Function(TypedDict):
     name: str
     description: NotRequired[str | None]
@@ -85,28 +79,25 @@ class Function(TypedDict):
     strict: NotRequired[bool | None]
 
 
-@with_config(FORBID)
 class Tool(TypedDict):
     type: Literal["function"]
     function: Function
 
 
 Messages = Annotated[
-    list[Annotated[Message, BeforeValidator(limit_fields)]],
+    list[Limited[Message]],
     Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
 ]
 Tools = Annotated[
-    list[Annotated[Tool, BeforeValidator(limit_fields)]],
+    list[Limited[Tool]],
     Field(max_length=MAX_TOOLS, fail_fast=True),
 ]
 
 
-@with_config(FORBID)
 class NamedFunction(TypedDict):
     name: str
 
 
-@with_config(FORBID)
 class NamedTool(TypedDict):
     type: Literal["function"]
     function: NamedFunction
@@ -114,83 +105,110 @@ class NamedTool(TypedDict):
 
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("#text")]
-    | Annotated[NamedTool, BeforeValidator(limit_fields), Tag("#list")],
-    Discriminator(text_or_list),
+    | Annotated[Limited[NamedTool], Tag("#list")],
+    Discriminator(text_or_list_tag),
 ]
-
-
-@with_config(FORBID)
-class StreamOptions(TypedDict):
-    include_usage: NotRequired[bool | None]
-    continuous_usage_stats: NotRequired[bool | None]
-    include_obfuscation: NotRequired[bool | None]
-
-
-OBFUSCATION: Mapping[str, tuple[Any, ...]] = {"stream_options.include_obfuscation": (False,)}
-"""Padding of events against traffic analysis, which this server does not do."""
-
-StreamUsage = Literal["none", "end", "each chunk"]
-
-
-def usage_of_stream(options: StreamOptions | None) -> StreamUsage:
-    """Chunks of a stream that have ``usage``."""
-    if not options or not options.get("include_usage"):
-        return "none"
-    return "each chunk" if options.get("continuous_usage_stats") else "end"
 
 
 class TemplateFields(RequestBody):
     """Fields with variables of the chat template."""
 
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: ReasoningEffort | None = None
 
-    def template_variables(self, engine: AsyncLLMEngine) -> dict[str, Any]:
-        """Variables of the chat template; errors as for the function ``template_variables``."""
-        return template_variables(
-            self.chat_template_kwargs,
-            self.reasoning_effort,
-            engine,
-            partial(self._unsupported.refuse, "reasoning_effort"),
+    def template_variables(
+        self, engine: AsyncLLMEngine, effort: str | None, effort_field: str = "reasoning_effort"
+    ) -> dict[str, Any]:
+        """Variables of the model's template besides messages and tools. A template among them is
+        refused, because it is a program.
+
+        Args:
+            effort: the client's reasoning effort. "none" is accepted for every template.
+            effort_field: path of the request's field with the effort.
+
+        Raises:
+            ProtocolError: for a variable or an effort that the template does not support.
+        """
+        variables = dict(self.chat_template_kwargs or {})
+        if "chat_template" in variables:
+            raise unsupported("chat_template_kwargs.chat_template", variables["chat_template"])
+        template = engine.tokenizer.chat_template
+        if effort is None:
+            return variables
+        if template.reads("reasoning_effort"):
+            return {**variables, "reasoning_effort": effort}
+        if template.reads("enable_thinking"):
+            return {**variables, "enable_thinking": effort != "none"}
+        if effort != "none":
+            self._unsupported.refuse(effort_field, effort)
+        return variables
+
+
+class ConversationFields(TemplateFields, SamplingFields):
+    """Fields of chat completions and responses, the two protocols with messages."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "moderation": (),
+        "prompt_cache_options": ({},),
+        "prompt_cache_retention": ("in_memory",),
+        "service_tier": ("auto", "default"),
+    }
+
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_INTEGER)] | None = None
+    # Each protocol has its own types of tools.
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    metadata: Metadata | None = None
+    store: bool | None = None
+
+    def submit_chat(
+        self,
+        engine: AsyncLLMEngine,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams,
+        *,
+        response_format: Mapping[str, Any] | None,
+        template_variables: dict[str, Any],
+        options: Mapping[str, Any],
+    ) -> TokenStream:
+        """Submit a conversation with the request's tools; errors as for ``AsyncLLMEngine.chat``."""
+        return engine.chat(
+            template_messages(messages, engine),
+            params,
+            tools=self.tools,
+            tool_choice=self.tool_choice,
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            response_format=response_format,
+            chat_template_kwargs=template_variables,
+            **options,
+            **self.scheduling_options,
         )
 
 
-class ChatRequest(TemplateFields, Choices):
+class ChatRequest(ConversationFields, ChoicesRequest):
     """Body of a chat completion: OpenAI's fields, and those of SamplingParams."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **ConversationFields.NEUTRAL,
         "audio": (),
         "function_call": ("none", "auto"),
         "functions": ([],),
         "modalities": (["text"],),
-        "moderation": (),
         "prediction": (),
-        "prompt_cache_options": ({},),
-        "prompt_cache_retention": ("in_memory",),
-        "service_tier": ("auto", "default"),
         "verbosity": ("medium",),
         "web_search_options": (),
     }
-
-    NEUTRAL_PARTS: ClassVar[Mapping[str, tuple[Any, ...]]] = OBFUSCATION
 
     messages: Messages
     max_tokens: int | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_INTEGER)] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
-    stream_options: StreamOptions | None = None
-    metadata: Metadata | None = None
-    # There is no list of stored completions: the field of every example is accepted, and no more.
+    reasoning_effort: ReasoningEffort | None = None
+    # Accepted because clients often send it; chat completions are not stored.
     store: bool | None = None
-
-    @property
-    def usage_of_stream(self) -> StreamUsage:
-        return usage_of_stream(self.stream_options)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -201,16 +219,7 @@ class ChatRequest(TemplateFields, Choices):
             return None
         return self.top_logprobs or 0
 
-    def submit(self, engine: AsyncLLMEngine, options: Mapping[str, Any]) -> TokenStream:
-        """Submit the request; returns the stream of the answer.
-
-        Args:
-            options: the server's own, as from ``Serving.options``.
-
-        Raises:
-            ProtocolError: for fields that contradict each other.
-            AsyncLLMError: as for ``AsyncLLMEngine.chat``.
-        """
+    def submit(self, engine: AsyncLLMEngine, options: Mapping[str, Any]) -> Sequence[TokenStream]:
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             accepted = f"what max_tokens={self.max_tokens} says, or null"
@@ -222,17 +231,15 @@ class ChatRequest(TemplateFields, Choices):
                 "logprobs": self.num_logprobs,
             }
         )
-        return engine.chat(
-            template_messages(self.messages, engine),
+        stream = self.submit_chat(
+            engine,
+            self.messages,
             params,
-            tools=self.tools,
-            tool_choice=cast("Any", self.tool_choice),
-            parallel_tool_calls=self.parallel_tool_calls is not False,
             response_format=self.response_format,
-            chat_template_kwargs=self.template_variables(engine),
-            **options,
-            **self.options,
+            template_variables=self.template_variables(engine, self.reasoning_effort),
+            options=options,
         )
+        return [stream]
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]], engine: AsyncLLMEngine) -> list[Any]:
@@ -249,34 +256,3 @@ def template_messages(messages: Sequence[Mapping[str, Any]], engine: AsyncLLMEng
             call.pop("index", None)
         found.append(message)
     return found
-
-
-def template_variables(
-    given: Mapping[str, Any] | None,
-    effort: str | None,
-    engine: AsyncLLMEngine,
-    refuse_effort: Callable[[str], None],
-) -> dict[str, Any]:
-    """Variables of the model's template besides messages and tools.
-
-    Args:
-        given: the client's variables. A template is refused, because it is a program.
-        effort: the client's reasoning effort. "none" asks nothing of a template that knows none.
-        refuse_effort: refuses an effort that the template does not support.
-
-    Raises:
-        ProtocolError: for a variable that the template does not support.
-    """
-    variables = dict(given or {})
-    if "chat_template" in variables:
-        raise unsupported("chat_template_kwargs.chat_template", variables["chat_template"])
-    template = engine.tokenizer.chat_template
-    if effort is None:
-        return variables
-    if template.reads("reasoning_effort"):
-        return {**variables, "reasoning_effort": effort}
-    if template.reads("enable_thinking"):
-        return {**variables, "enable_thinking": effort != "none"}
-    if effort != "none":
-        refuse_effort(effort)
-    return variables

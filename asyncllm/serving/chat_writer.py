@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from json.encoder import encode_basestring
-from typing import Any, ClassVar
+from typing import Any
 
 from asyncllm.outputs import Completion, CompletionOutput, Delta, ToolCall, Usage
-from asyncllm.serving.chat_request import StreamUsage
+from asyncllm.serving.chat_request import ChatRequest
 from asyncllm.serving.choices import usage_fields
 from asyncllm.serving.exchange import encode
 from asyncllm.serving.running_usage import RunningUsage
@@ -23,25 +23,12 @@ class ChatWriter:
 
     Args:
         model: the client's name for the model.
-        num_choices: the request's ``n``.
-        num_logprobs: alternatives per token; None without log-probabilities.
-        usage: chunks of a stream that have ``usage``.
-        bytes_of: function from token id to bytes.
-        metadata: the request's labels, for a whole answer.
+        request: the client's request.
+        tokenizer: the engine's tokenizer.
     """
 
-    ENGINE_NAMES: ClassVar[dict[str, str]] = {"prompt": "messages"}
-
-    def __init__(
-        self,
-        model: str,
-        num_choices: int,
-        num_logprobs: int | None,
-        usage: StreamUsage,
-        bytes_of: Callable[[int], bytes],
-        metadata: Mapping[str, str] | None = None,
-    ) -> None:
-        self._metadata = {} if metadata is None else {"metadata": metadata}
+    def __init__(self, model: str, request: ChatRequest, tokenizer: Any) -> None:
+        self._metadata = {} if request.metadata is None else {"metadata": request.metadata}
         self._fields = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -49,17 +36,16 @@ class ChatWriter:
             "service_tier": "default",
             "system_fingerprint": None,
         }
-        self._sends_usage = usage != "none"
-        self._running = RunningUsage() if usage == "each chunk" else None
-        self._logprobs = None if num_logprobs is None else LogprobWriter(bytes_of, num_logprobs)
-        self._calls = [WholeCalls() for _ in range(num_choices)]
+        self._sends_usage = request.usage_of_stream != "none"
+        self._running = RunningUsage() if request.usage_of_stream == "each chunk" else None
+        top = request.num_logprobs
+        self._logprobs = None if top is None else LogprobWriter(tokenizer.bytes_of, top)
+        self._calls = [WholeCalls() for _ in range(request.num_outputs)]
         common = encode({"object": "chat.completion.chunk", **self._fields})[:-1]
         # There is a chunk per token: their constant parts are serialised once.
         self._head = f'data: {common},"choices":[{{"index":'
         self._tail = '}],"usage":null}\n\n' if self._sends_usage else "}]}\n\n"
         self._common = common
-        first = {"role": "assistant", "content": "", "refusal": None}
-        self._opening = "".join(self._chunk(index, first) for index in range(num_choices))
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         (completion,) = completions
@@ -97,7 +83,8 @@ class ChatWriter:
     # --- in chunks ----------------------------------------------------------------------
 
     def opening(self) -> str:
-        return self._opening
+        first = {"role": "assistant", "content": "", "refusal": None}
+        return "".join(self._chunk(index, first) for index in range(len(self._calls)))
 
     def chunks(self, delta: Delta, base: int, stream: TokenStream) -> str:
         if self._running is not None:

@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol, TypeVar
 
 import anyio
 from pydantic_core import to_json
 
-from asyncllm.errors import AsyncLLMError
 from asyncllm.outputs import Completion, Delta, Usage
 from asyncllm.serving.answers import TokenUsage, Truncation
-from asyncllm.serving.exchange import ClientGoneError, Exchange, encode
-from asyncllm.serving.protocol_error import ProtocolError, from_engine_error
+from asyncllm.serving.event_sender import EventSender, abort_on_disconnect, sending_events
+from asyncllm.serving.exchange import Exchange, encode
+from asyncllm.serving.protocol_error import ProtocolError
+from asyncllm.serving.request_body import parse_json
+from asyncllm.serving.sampling_fields import ChoicesRequest
 from asyncllm.serving.serving import Serving
 from asyncllm.serving.token_logprobs import logprobs_size
 from asyncllm.stream import TokenStream
 
 MAX_READS = 1024
-"""Most deltas of a stream that are merged into one write, because reading them does not wait."""
+"""Maximum number of deltas that are merged into one write while more are ready to be read."""
 
-PING = ": ping\n\n"
-"""Comment that clients ignore and proxies count as traffic."""
+RequestT = TypeVar("RequestT", bound=ChoicesRequest)
 
 
 class ChoicesWriter(Protocol):
-    """Writer of one answer in a protocol. ``base`` is the index of a stream's first choice.
-
-    Attributes:
-        ENGINE_NAMES: names of engine parameters to the protocol's names, where they differ.
-    """
-
-    ENGINE_NAMES: ClassVar[dict[str, str]]
+    """Writer of one answer in a protocol. ``base`` is the index of a stream's first choice."""
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]: ...
 
@@ -42,85 +37,50 @@ class ChoicesWriter(Protocol):
         ...
 
     def chunks(self, delta: Delta, base: int, stream: TokenStream) -> str:
-        """Events of a delta; empty if there is nothing to send yet."""
+        """Events of a delta, or an empty text if there is nothing to send yet."""
         ...
 
     def size(self, delta: Delta, base: int, stream: TokenStream) -> int:
-        """Bytes of a delta's log-probabilities, about."""
+        """Approximate number of JSON bytes of a delta's log-probabilities."""
         ...
 
     def closing(self, usages: Sequence[Usage | None]) -> str: ...
 
 
-class KeepAlive:
-    """Sends comments to keep a silent connection alive. Each event sets ``has_sent``, which costs a
-    fraction of a read with a timeout.
+async def answer_choices(
+    request_type: type[RequestT],
+    writer_type: Callable[[str, RequestT, Any], ChoicesWriter],
+    serving: Serving,
+    exchange: Exchange,
+) -> None:
+    """Handle a request of ``request_type``.
 
     Args:
-        seconds: longest silence.
-        send: sends a text to the client; raises OSError if it is gone.
-
-    Attributes:
-        has_sent: whether anything was sent since the last check.
+        writer_type: makes a writer from the model's name, the request and the tokenizer.
     """
+    body = await exchange.body()
 
-    def __init__(self, seconds: float, send: Callable[[str], Awaitable[None]]) -> None:
-        self.has_sent = False
-        self._seconds = seconds
-        self._send = send
+    def submit() -> tuple[RequestT, Sequence[TokenStream], ChoicesWriter]:
+        request = request_type.parse(parse_json(body), serving.unsupported)
+        model = serving.model_name(request.model)
+        streams = request.submit(serving.engine, serving.options(exchange.owner))
+        return request, streams, writer_type(model, request, serving.engine.tokenizer)
 
-    async def fill(self) -> None:
-        """Run until it is cancelled or the client is gone."""
-        with suppress(OSError):
-            while True:
-                await anyio.sleep(self._seconds / 2)
-                if not self.has_sent:
-                    await self._send(PING)
-                self.has_sent = False
-
-
-@asynccontextmanager
-async def abort_on_disconnect(
-    exchange: Exchange, streams: Sequence[TokenStream], keep_alive: KeepAlive | None = None
-) -> AsyncIterator[None]:
-    """Abort the streams when the client closes its connection, or the block is left.
-
-    Args:
-        keep_alive: sends its comments meanwhile.
-
-    Raises:
-        ClientGoneError: at the end of the block, if the client has gone meanwhile.
-    """
-    gone = False
-    failure: Exception | None = None
-
-    async def watch() -> None:
-        nonlocal gone
-        await exchange.gone()
-        gone = True
-        for stream in streams:
-            stream.abort()
-
-    try:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(watch)
-            if keep_alive is not None:
-                tasks.start_soon(keep_alive.fill)
-            try:
-                yield
-            except Exception as error:  # the task group would wrap the error
-                failure = error
-            tasks.cancel_scope.cancel()
-    finally:
-        for stream in streams:
-            stream.close()
-    if gone:
-        raise ClientGoneError
-    if failure is not None:
-        raise failure
+    request, streams, writer = await serving.run(submit, len(body))
+    if request.stream:
+        async with sending_events(
+            serving, exchange, streams, writer.opening(), _error_event
+        ) as sender:
+            await ChoicesSender(serving, streams, writer, sender).run()
+    else:
+        await _answer_whole(serving, exchange, streams, writer)
 
 
-async def answer_whole(
+def _error_event(error: ProtocolError) -> str:
+    return f"data: {encode(error.body())}\n\n"
+
+
+async def _answer_whole(
     serving: Serving, exchange: Exchange, streams: Sequence[TokenStream], writer: ChoicesWriter
 ) -> None:
     """Send a whole answer. Raises ProtocolError or AsyncLLMError before anything is sent."""
@@ -129,68 +89,39 @@ async def answer_whole(
     for completion in completions:
         if any(output.finish_reason == "abort" for output in completion.outputs):
             raise aborted_error()
-    size = sum(map(_size, completions))
+    size = sum(map(_completion_size, completions))
     await exchange.respond(200, await serving.run(lambda: to_json(writer.whole(completions)), size))
 
 
-def _size(completion: Completion) -> int:
-    """Bytes of a completion's log-probabilities, about. Each output may echo the prompt."""
+def _completion_size(completion: Completion) -> int:
+    """Approximate number of JSON bytes of a completion's log-probabilities."""
+    # Each output may echo the prompt.
     echoed = len(completion.outputs) * logprobs_size(completion.prompt_logprobs)
     return echoed + sum(logprobs_size(output.logprobs) for output in completion.outputs)
 
 
-class EventAnswer:
-    """Answer in server-sent events.
+@dataclass(eq=False, repr=False)
+class ChoicesSender:
+    """Sender of the streams' chunks, as they arrive."""
 
-    It begins with its first chunk or comment, so that an error of the first read (for too long a
-    prompt, say) still has its HTTP status. Later errors are events.
-    """
-
-    def __init__(
-        self,
-        serving: Serving,
-        exchange: Exchange,
-        streams: Sequence[TokenStream],
-        writer: ChoicesWriter,
-    ) -> None:
-        self._serving = serving
-        self._exchange = exchange
-        self._streams = streams
-        self._writer = writer
-        self._pacer = serving.pacer
-        self._keep_alive = KeepAlive(serving.ping_interval, self._send)
-        self._opening = anyio.Lock()
-        self._opened = False
+    _serving: Serving
+    _streams: Sequence[TokenStream]
+    _writer: ChoicesWriter
+    _sender: EventSender
 
     async def run(self) -> None:
-        """Send the answer. Raises ProtocolError or AsyncLLMError if nothing was sent yet."""
-        self._pacer.begin()
-        try:
-            async with abort_on_disconnect(self._exchange, self._streams, self._keep_alive):
-                await self._send_streams()
-        except (ProtocolError, AsyncLLMError) as error:
-            if not self._exchange.started:
-                raise
-            if isinstance(error, AsyncLLMError):
-                error = from_engine_error(error, self._writer.ENGINE_NAMES)
-            await self._exchange.send_events(f"data: {encode(error.body())}\n\n")
-        finally:
-            self._pacer.end()
-        await self._exchange.end_events()
-
-    async def _send_streams(self) -> None:
         if len(self._streams) == 1:
             await self._send_stream(self._streams[0], 0)
         else:
             await self._send_several()
         usages = [stream.usage for stream in self._streams]
-        await self._send(self._writer.closing(usages) + "data: [DONE]\n\n")
+        await self._sender.send(self._writer.closing(usages) + "data: [DONE]\n\n")
 
     async def _send_several(self) -> None:
-        """Send the chunks of several streams as they arrive. The first error ends all."""
+        """Send the chunks of several streams as they arrive. The first error ends all streams."""
         failure: list[Exception] = []
 
-        async def tell(stream: TokenStream, base: int) -> None:
+        async def send_chunks(stream: TokenStream, base: int) -> None:
             try:
                 await self._send_stream(stream, base)
             except Exception as error:
@@ -200,14 +131,14 @@ class EventAnswer:
         async with anyio.create_task_group() as tasks:
             base = 0
             for stream in self._streams:
-                tasks.start_soon(tell, stream, base)
+                tasks.start_soon(send_chunks, stream, base)
                 base += stream.num_outputs
         if failure:
             raise failure[0]
 
     async def _send_stream(self, stream: TokenStream, base: int) -> None:
-        pacer, chunks, keep_alive = self._pacer, self._writer.chunks, self._keep_alive
-        send, num_read = self._exchange.send_events, 0
+        pacer, chunks, send = self._serving.pacer, self._writer.chunks, self._sender.send
+        num_read = 0
         unsent: dict[int, Delta] = {}
         async for delta in stream:
             if delta.finish_reason == "abort":
@@ -215,21 +146,20 @@ class EventAnswer:
             has_unread = stream._has_unread
             if has_unread or unsent or delta.logprobs is not None:
                 index, num_read = delta.index, num_read + 1
-                unsent[index] = joined(unsent[index], delta) if index in unsent else delta
+                unsent[index] = join_deltas(unsent[index], delta) if index in unsent else delta
                 if has_unread and num_read < MAX_READS:
                     continue
-                text, num_read = await self._chunks(list(unsent.values()), base, stream), 0
+                text, num_read = await self._write_chunks(list(unsent.values()), base, stream), 0
                 unsent.clear()
-            else:  # the usual token, whose time counts
+            else:  # fast path of nearly every token
                 text = chunks(delta, base, stream)
             if text:
-                keep_alive.has_sent = True
-                await (send(text) if self._opened else self._open(text))
+                await send(text)
             if stream.usage is None and (pause := pacer.pause) > 0:
                 # Tokens of each output that arrive meanwhile are merged into one chunk.
                 await anyio.sleep(pause)
 
-    async def _chunks(self, deltas: Sequence[Delta], base: int, stream: TokenStream) -> str:
+    async def _write_chunks(self, deltas: Sequence[Delta], base: int, stream: TokenStream) -> str:
         writer, text = self._writer, ""
         for delta in deltas:
             size = 0 if delta.logprobs is None else writer.size(delta, base, stream)
@@ -237,34 +167,16 @@ class EventAnswer:
             text += await self._serving.run(job, size)
         return text
 
-    async def _send(self, text: str) -> None:
-        if self._opened:
-            await self._exchange.send_events(text)
-        else:
-            await self._open(text)
 
-    async def _open(self, text: str) -> None:
-        """Send ``text``, with the opening before it if this stream is the first; others wait."""
-        async with self._opening:
-            if not self._opened:
-                await self._exchange.start_events()
-                text = self._writer.opening() + text
-            await self._exchange.send_events(text)
-            self._opened = True
-
-
-def joined(one: Delta, other: Delta) -> Delta:
+def join_deltas(one: Delta, other: Delta) -> Delta:
     """Join two consecutive deltas of an output."""
-    return Delta(
-        one.text + other.text,
-        one.token_ids + other.token_ids,
-        one.index,
-        ((one.logprobs or ()) + (other.logprobs or ())) or None,
-        other.finish_reason,
-        other.stop_reason,
-        other.usage,
-        one.reasoning + other.reasoning,
-        one.tool_calls + other.tool_calls,
+    return replace(
+        other,
+        text=one.text + other.text,
+        token_ids=one.token_ids + other.token_ids,
+        logprobs=((one.logprobs or ()) + (other.logprobs or ())) or None,
+        reasoning=one.reasoning + other.reasoning,
+        tool_calls=one.tool_calls + other.tool_calls,
     )
 
 
@@ -291,5 +203,5 @@ def usage_fields(usages: Iterable[Usage | None]) -> TokenUsage:
 
 
 def truncation_field(num_tokens: int) -> Truncation:
-    """The field of ``usage`` that tells what was cut from a prompt."""
+    """Field of ``usage`` with the number of tokens cut from a prompt, if there are any."""
     return {"truncated_prompt_tokens": num_tokens} if num_tokens else {}

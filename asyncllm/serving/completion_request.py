@@ -8,9 +8,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Discriminator, Field, Tag
 
 from asyncllm.engine import AsyncLLMEngine
-from asyncllm.serving.chat_request import StreamOptions, StreamUsage, usage_of_stream
 from asyncllm.serving.request_body import invalid, unsupported
-from asyncllm.serving.sampling_fields import Choices, TokenIds
+from asyncllm.serving.sampling_fields import ChoicesRequest, TokenIds
 from asyncllm.stream import TokenStream
 from asyncllm.validation import MAX_INTEGER
 
@@ -19,7 +18,7 @@ DEFAULT_MAX_TOKENS = 16
 """OpenAI's default."""
 
 
-def _kind(value: Any) -> str:
+def _prompt_tag(value: Any) -> str:
     first = value[0] if isinstance(value, list) and value else value
     if isinstance(first, list):
         return "#lists"
@@ -41,11 +40,11 @@ Prompt = Annotated[
     | Annotated[
         list[_PromptIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("#lists")
     ],
-    Discriminator(_kind),
+    Discriminator(_prompt_tag),
 ]
 
 
-class CompletionRequest(Choices):
+class CompletionRequest(ChoicesRequest):
     """Body of a completion: OpenAI's fields, and those of SamplingParams."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"suffix": ("",)}
@@ -55,7 +54,6 @@ class CompletionRequest(Choices):
     logprobs: Annotated[int, Field(ge=0, le=MAX_INTEGER)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
-    stream_options: StreamOptions | None = None
 
     @property
     def prompts(self) -> list[Any]:
@@ -64,24 +62,11 @@ class CompletionRequest(Choices):
         return list(self.prompt) if several else [self.prompt]
 
     @property
-    def usage_of_stream(self) -> StreamUsage:
-        return usage_of_stream(self.stream_options)
-
-    @property
     def generates(self) -> bool:
         """Whether tokens are generated; a request may only score its prompts."""
         return self.max_tokens != 0
 
     def submit(self, engine: AsyncLLMEngine, options: Mapping[str, Any]) -> Sequence[TokenStream]:
-        """Submit a request for each prompt; returns their streams.
-
-        Args:
-            options: the server's own, as from ``Serving.options``.
-
-        Raises:
-            ProtocolError: for fields that contradict each other.
-            AsyncLLMError: as for ``AsyncLLMEngine.stream``; all prompts are aborted then.
-        """
         if self.best_of is not None and self.best_of != self.num_outputs:
             raise unsupported("best_of", self.best_of, (self.num_outputs,))
         if self.min_tokens and not self.generates:
@@ -99,7 +84,7 @@ class CompletionRequest(Choices):
         streams: list[TokenStream] = []
         try:
             for prompt in self.prompts:
-                streams.append(engine.stream(prompt, params, **options, **self.options))
+                streams.append(engine.stream(prompt, params, **options, **self.scheduling_options))
         except BaseException:
             for stream in streams:
                 stream.close()

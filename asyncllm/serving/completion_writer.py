@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from asyncllm.outputs import Completion, Delta, TokenLogprobs, Usage
 from asyncllm.serving.answers import TokenUsage
@@ -39,8 +39,6 @@ class CompletionWriter:
         tokenizer: the engine's tokenizer.
     """
 
-    ENGINE_NAMES: ClassVar[dict[str, str]] = {}
-
     def __init__(self, model: str, request: CompletionRequest, tokenizer: Any) -> None:
         self._fields = {
             "id": f"cmpl-{uuid.uuid4().hex}",
@@ -51,11 +49,11 @@ class CompletionWriter:
         }
         self._request = request
         self._tokenizer = tokenizer
-        self._num_each = request.num_outputs
+        self._outputs_per_prompt = request.num_outputs
         top = request.logprobs
         self._choices = [
             _Choice(None if top is None else LegacyLogprobs(tokenizer.bytes_of, top), False)
-            for _ in range(len(request.prompts) * self._num_each)
+            for _ in range(len(request.prompts) * self._outputs_per_prompt)
         ]
         each_chunk = request.usage_of_stream == "each chunk"
         self._running = RunningUsage() if each_chunk else None
@@ -64,7 +62,7 @@ class CompletionWriter:
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         choices = [
             self._choice(
-                number * self._num_each + output.index,
+                number * self._outputs_per_prompt + output.index,
                 output.text,
                 output.logprobs or (),
                 output.finish_reason,
@@ -118,19 +116,19 @@ class CompletionWriter:
         prompt_token_ids: Sequence[int],
         prompt_logprobs: Sequence[TokenLogprobs | None] | None,
     ) -> dict[str, Any]:
-        told, first = self._choices[index], None
+        choice, first = self._choices[index], None
         if not self._request.generates:
             text, logprobs = "", ()
-        if self._request.echo and not told.echoed:
-            told.echoed = True
-            text = self._prompt_text(index // self._num_each, prompt_token_ids) + text
+        if self._request.echo and not choice.echoed:
+            choice.echoed = True
+            text = self._prompt_text(index // self._outputs_per_prompt, prompt_token_ids) + text
             if prompt_logprobs is not None:
                 first = prompt_token_ids[0]
                 logprobs = (*prompt_logprobs, *logprobs)
         return {
             "index": index,
             "text": text,
-            "logprobs": None if told.logprobs is None else told.logprobs.write(logprobs, first),
+            "logprobs": None if choice.logprobs is None else choice.logprobs.write(logprobs, first),
             "finish_reason": finish_reason,
         }
 

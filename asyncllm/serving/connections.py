@@ -1,9 +1,9 @@
 """uvicorn's protocols with limits on clients, and a fast path for streamed events.
 
-uvicorn waits for ever for the rest of a header, for the rest of a body that its application does
-not read, and for a client that does not read its answer. It parses all that it has received before
-anything else runs, counts silent connections as it counts requests, answers pings of a client that
-does not read, and collects any number of fragments. The protocols here bound all of these.
+uvicorn waits without limit for the rest of a header, for a body that its application does not read,
+and for a client that does not read its answer. It parses everything it has received in one go,
+counts idle connections like busy ones, answers pings of a client that does not read, and collects
+any number of fragments. The protocols here bound all of these.
 """
 
 from __future__ import annotations
@@ -28,30 +28,33 @@ try:
 except ModuleNotFoundError:  # Windows has no such limits
     resource = None
 
+from starlette.types import Receive, Scope, Send
+
 from asyncllm import validation as check
-from asyncllm.serving.exchange import Receive, Scope, Send
 from asyncllm.serving.http_parser import HttpParser
 from asyncllm.serving.turns import EVENTS_PER_TURN, Turns
 
 MAX_FRAGMENTS = 1024
-"""Most fragments of a WebSocket message. Without a limit, empty ones would be collected for
-ever."""
+"""Maximum number of fragments of a WebSocket message. Without a limit, a client could send empty
+fragments for ever."""
 
 HTTP_SLICE = 1 << 14
-"""Bytes that the HTTP parser is given at a time, so that its bounds hold for long reads too."""
+"""Number of bytes that the HTTP parser gets at a time; it checks its bounds after each slice."""
 
 FRAME_SLICE = 256, 4096
-"""Least and most bytes that the WebSocket parser is given at a time; it takes all their frames."""
+"""Minimum and maximum number of bytes that the WebSocket parser gets at a time. It parses every
+frame in them."""
 
 MAX_DISCARDED = 1 << 16
-"""Bytes that are read and dropped behind an answer that did not read the request's body."""
+"""Maximum number of bytes that are read and dropped after an answer that left the request's body
+unread."""
 
 SPARE_FILES = 128
-"""Files of the process that are no connections."""
+"""Number of open files that the process may need besides connections."""
 
 LINGER = 1.0
-"""Seconds until a connection with such an answer is closed. Closed at once, the client would be
-reset while it sends, and would lose the answer."""
+"""Seconds until a connection is closed after an answer that left the request's body unread. Closed
+at once, a client that still sends would get a reset, and would lose the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +62,10 @@ class ConnectionLimits:
     """Limits on connections, checked.
 
     Attributes:
-        max_connections: most connections whose requests are served; others are answered with 503.
-            Twice as many are accepted, so that they get this answer, but 128 fewer than the process
-            may open files. At both bounds the oldest connections between requests, or without a
-            whole header, are closed first.
+        max_connections: maximum number of connections whose requests are served; requests of others
+            are answered with 503. To send this answer, the server accepts twice as many
+            connections, but at most 128 fewer than the process may open files. At both bounds the
+            oldest connections between requests, or without a whole header, are closed first.
         max_header_size: bytes of a request's line and fields.
         max_message_size: bytes of a WebSocket message.
         header_timeout: seconds that a client has to send a header, or the rest of a body after its
@@ -94,19 +97,20 @@ class ConnectionLimits:
             object.__setattr__(self, name, value)
 
 
-def protocols(limits: ConnectionLimits) -> tuple[type[HttpProtocol], type[WebSocketProtocol]]:
-    """Makes subclasses of both protocols with what a server's connections share, because uvicorn
-    instantiates classes."""
-    most_open = min(2 * limits.max_connections, max(1, _num_files() - SPARE_FILES))
-    shared = {"limits": limits, "most_open": most_open, "turns": Turns(), "silent": {}}
+def make_protocols(limits: ConnectionLimits) -> tuple[type[HttpProtocol], type[WebSocketProtocol]]:
+    """Make subclasses of both protocols, for uvicorn to instantiate. The connections of one server
+    share their class attributes."""
+    max_open = min(2 * limits.max_connections, max(1, _max_open_files() - SPARE_FILES))
+    shared = {"limits": limits, "max_open": max_open, "turns": Turns(), "idle": {}}
     return (
         type("HttpProtocol", (HttpProtocol,), shared),
         type("WebSocketProtocol", (WebSocketProtocol,), shared),
     )
 
 
-def _num_files() -> float:
-    """Files that the process may have open. A connection beyond is not accepted, nor refused."""
+def _max_open_files() -> float:
+    """Maximum number of files that the process may open. A connection beyond it would be neither
+    accepted nor refused."""
     if resource is None:
         return math.inf
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -137,67 +141,65 @@ class _BoundedProtocol(asyncio.Protocol):
     """Mixin of both protocols: parses in turns, and closes the connection of a client that leaves
     its answer unread.
 
-    The transport pauses its protocol as soon as the kernel takes no more data; with TLS after 64
-    KiB. So no stream runs ahead of its client, and a whole answer is timed like a stream.
+    The transport pauses its protocol as soon as the kernel accepts no more data, with TLS after 64
+    KiB. So no stream runs ahead of its client, and the timer runs for a whole answer too.
 
     Class attributes:
-        most_open: connections that are accepted.
-        silent: the server's connections without a whole header, by age.
+        max_open: maximum number of connections that are accepted.
+        idle: the server's connections without a whole header, the oldest first.
     """
 
     limits: ClassVar[ConnectionLimits]
-    most_open: ClassVar[int]
+    max_open: ClassVar[int]
     turns: ClassVar[Turns]
-    silent: ClassVar[dict[HttpProtocol, None]]
+    idle: ClassVar[dict[HttpProtocol, None]]
     transport: asyncio.Transport
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._send_timer = _Timer(self.limits.send_timeout, self._abort)
+        self._send_timer = _Timer(self.limits.send_timeout, lambda: self.transport.abort())
         self._unparsed = bytearray()
-        self._is_waiting = False
-
-    def _abort(self) -> None:
-        self.transport.abort()
+        self._waits_for_turn = False
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        # Not 0: a TLS transport pauses at its limit, not above it, and so would pause when empty.
+        # A TLS transport pauses when its buffer reaches the limit: with 0 an empty one would.
         transport.set_write_buffer_limits(high=1)
 
     def data_received(self, data: bytes) -> None:
         self._unparsed += data
-        if self._is_waiting:
-            self.transport.pause_reading()  # uvicorn may have resumed it, or TLS gone on
+        if self._waits_for_turn:
+            # uvicorn may have resumed reading, and TLS may deliver data after a pause.
+            self.transport.pause_reading()
         else:
             self._parse()
 
     def _parse(self) -> None:
-        """Parses what was received, up to a turn."""
+        """Parse the received data, at most one turn's worth."""
         raise NotImplementedError
 
     def _may_read(self) -> bool:
-        """Whether nothing but the turn keeps the connection from reading."""
+        """Whether the connection may read, unless it waits for its turn."""
         raise NotImplementedError
 
-    def _take(self, size: int) -> bytes:
+    def _take_unparsed(self, size: int) -> bytes:
         data = bytes(self._unparsed[:size])
         del self._unparsed[:size]
         return data
 
     def _wait_for_turn(self) -> None:
-        self._is_waiting = True
+        self._waits_for_turn = True
         self.transport.pause_reading()
-        self.turns.add(self)
+        self.turns.add(self._begin_turn)
 
-    def begin_turn(self) -> None:
-        self._is_waiting = False
+    def _begin_turn(self) -> None:
+        self._waits_for_turn = False
         if not self.transport.is_closing():
             self._resume_reading()
             self._parse()
 
     def _resume_reading(self) -> None:
-        if not self._is_waiting and self._may_read():
+        if not self._waits_for_turn and self._may_read():
             self.transport.resume_reading()
 
     def pause_writing(self) -> None:
@@ -211,11 +213,11 @@ class _BoundedProtocol(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._send_timer.stop()
-        self.turns.discard(self)
+        self.turns.discard(self._begin_turn)
 
 
 class _Flow(FlowControl):
-    """uvicorn's flow control, which resumes reading by a function of the protocol."""
+    """uvicorn's flow control, with reading resumed by the protocol."""
 
     def __init__(self, transport: asyncio.Transport, resume: Callable[[], None]) -> None:
         super().__init__(transport)
@@ -228,51 +230,48 @@ class _Flow(FlowControl):
 
 
 class HttpProtocol(_BoundedProtocol, H11Protocol):
-    """A connection that speaks HTTP/1.1."""
+    """An HTTP/1.1 connection."""
 
     conn: HttpParser
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.conn = HttpParser(self.limits.max_header_size)
-        self._header_timer = _Timer(self.limits.header_timeout, self._abort)
-        self._linger_timer = _Timer(LINGER, self._close)
+        self._header_timer = _Timer(self.limits.header_timeout, lambda: self.transport.abort())
+        self._linger_timer = _Timer(LINGER, lambda: self.transport.close())
         self._num_discarded: int | None = None
         self._application: Any = self.app
-        self.app: Any = self._answer
+        self.app: Any = self._run_application
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = _Answer(self.cycle, self.flow, self.transport, send, self._linger)
+    async def _run_application(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = _Answer(self, send)
         has_room = self._make_room(self.limits.max_connections)
         application: Any = self._application if has_room else service_unavailable
         await application(scope, receive, answer.send)
 
-    def _close(self) -> None:
-        self.transport.close()
-
     def _make_room(self, count: int) -> bool:
-        """Closes silent connections, the oldest first, until there are ``count`` connections.
+        """Close idle connections, the oldest first, until at most ``count`` connections are open.
 
         Returns:
-            Whether there are so few now.
+            Whether at most ``count`` are open now.
         """
         while len(self.connections) > count:
-            for other in self.silent:
-                # Else its last answer is still being sent.
+            for other in self.idle:
+                # An idle connection with unsent data is still sending its last answer.
                 if not other.transport.get_write_buffer_size():
                     break
             else:
                 return False
-            del self.silent[other]
-            self.connections.discard(other)  # uvicorn would do so in the loop's next turn
+            del self.idle[other]
+            self.connections.discard(other)  # uvicorn would discard it one iteration later
             other.transport.abort()
         return True
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.flow = _Flow(transport, self._resume_reading)
-        if self._make_room(self.most_open):
-            self.silent[self] = None
+        if self._make_room(self.max_open):
+            self.idle[self] = None
             self._header_timer.start()
         else:
             transport.abort()
@@ -293,7 +292,7 @@ class HttpProtocol(_BoundedProtocol, H11Protocol):
         self.conn.begin_turn()
         while True:
             if self._unparsed and self.conn.needs_data:
-                self.conn.receive_data(self._take(HTTP_SLICE))
+                self.conn.receive_data(self._take_unparsed(HTTP_SLICE))
             super().handle_events()
             if self._num_discarded is not None or self.transport.is_closing():
                 return
@@ -301,20 +300,19 @@ class HttpProtocol(_BoundedProtocol, H11Protocol):
                 return
             if not (self._unparsed and self.conn.needs_data) or self.conn.is_spent:
                 break
-        is_silent = self.conn.their_state is h11.IDLE
-        if not is_silent:
-            self.silent.pop(self, None)
+        is_idle = self.conn.their_state is h11.IDLE
+        if not is_idle:
+            self.idle.pop(self, None)
         if self.conn.is_spent:
             self._wait_for_turn()
-        elif is_silent:
+        elif is_idle:
             self._header_timer.start()
         else:
             self._header_timer.stop()
 
     def handle_events(self) -> None:
-        """Lets the next request wait for its turn, where the client did not wait for the answer;
-        uvicorn calls this after each answer."""
-        self.silent[self] = None
+        """Queue a pipelined request for its turn; uvicorn calls this after each answer."""
+        self.idle[self] = None
         if self._unparsed or not self.conn.needs_data:
             self._wait_for_turn()
 
@@ -325,17 +323,18 @@ class HttpProtocol(_BoundedProtocol, H11Protocol):
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         self._header_timer.stop()
-        self.silent.pop(self, None)
+        self.idle.pop(self, None)
         if not self._make_room(self.limits.max_connections):
             self._refuse(503, "Service Unavailable", ("retry-after", "1"))
             return
-        # Writing may be paused: an earlier answer is unread, or with TLS the session tickets.
+        # Move a pause of writing to the new protocol. Writing is paused if the client has not read
+        # an earlier answer, or with TLS the session tickets.
         paused = self.flow.write_paused
         self.resume_writing()
         super().handle_websocket_upgrade(event)
         opened: Any = self.transport.get_protocol()
         if not opened.handshake_initiated:
-            # websockets has refused the header without an answer, such as for a body's length.
+            # websockets refuses some headers, such as a Content-Length, and sends no answer.
             self.connections.discard(opened)
             self.connections.add(self)
             self.transport.set_protocol(self)
@@ -350,10 +349,10 @@ class HttpProtocol(_BoundedProtocol, H11Protocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._refuse(400, self.conn.fault or msg)
         else:
-            self.transport.abort()  # during an answer, or after it
+            self.transport.abort()  # an answer is under way, or complete
 
     def _refuse(self, status: int, text: str, *more: tuple[str, str]) -> None:
-        """Answers without the application, which takes the client for gone."""
+        """Answer in place of the application, and tell it that the client is gone."""
         fields = [
             ("content-type", "text/plain; charset=utf-8"),
             ("content-length", str(len(text))),
@@ -366,15 +365,15 @@ class HttpProtocol(_BoundedProtocol, H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self._linger()
+        self.linger()
 
-    def _linger(self) -> None:
-        """Ends the answer's side of the connection, and drops what the client still sends."""
+    def linger(self) -> None:
+        """Close the sending side, and drop what the client sends until the connection is closed."""
         self._num_discarded = 0
         self._unparsed.clear()
-        self._is_waiting = False
-        self.turns.discard(self)
-        self.silent[self] = None
+        self._waits_for_turn = False
+        self.turns.discard(self._begin_turn)
+        self.idle[self] = None
         self._header_timer.stop()
         self._linger_timer.start()
         if self.transport.can_write_eof():
@@ -385,43 +384,25 @@ class HttpProtocol(_BoundedProtocol, H11Protocol):
         super().connection_lost(exc)
         self._header_timer.stop()
         self._linger_timer.stop()
-        self.silent.pop(self, None)
+        self.idle.pop(self, None)
 
 
 class _Answer:
-    """ASGI ``send`` of one request, and the transport of its answer. The head is sent with the
-    body's first part, as ASGI asks: one system call less before the first text.
+    """ASGI ``send`` of one request, and the transport of its answer.
 
-    It frames the parts of a chunked answer itself: h11 would make an event for each, check it and
-    call its writer, which is most of the cost of a streamed event."""
+    The head is sent with the body's first part, as ASGI requires: one system call less before the
+    first text. Parts of a chunked answer do not pass through h11: its event, checks and writer
+    would be most of the cost of a streamed event."""
 
-    __slots__ = (
-        "_chunked",
-        "_cycle",
-        "_flow",
-        "_head",
-        "_is_starting",
-        "_linger",
-        "_send",
-        "_transport",
-    )
-
-    def __init__(
-        self,
-        cycle: RequestResponseCycle,
-        flow: FlowControl,
-        transport: asyncio.Transport,
-        send: Send,
-        linger: Callable[[], None],
-    ) -> None:
-        self._cycle = cycle
-        self._flow = flow
-        self._transport = transport
+    def __init__(self, protocol: HttpProtocol, send: Send) -> None:
+        self._cycle: RequestResponseCycle = protocol.cycle
+        self._flow = protocol.flow
+        self._linger = protocol.linger
         self._send = send
-        self._linger = linger
         self._chunked = self._is_starting = False
         self._head = b""
-        cycle.transport = cast(asyncio.Transport, self)
+        self._transport = protocol.transport
+        self._cycle.transport = cast(asyncio.Transport, self)
 
     async def send(self, message: Any) -> None:
         if not self._chunked or not message.get("more_body"):
@@ -445,10 +426,17 @@ class _Answer:
             await self._send(message)
         finally:
             self._is_starting = False
-        self._chunked = self._will_be_chunked(message)
+        scope = self._cycle.scope
+        # The conditions under which h11 chunks the answer.
+        self._chunked = (
+            scope["http_version"] == "1.1"
+            and scope["method"] != "HEAD"
+            and message["status"] not in (204, 304)
+            and all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+        )
 
     def write(self, data: bytes) -> None:
-        """Replaces the transport's ``write`` for uvicorn."""
+        """Write data for uvicorn, in place of the transport; hold back the head."""
         if self._is_starting:
             self._head = data
             return
@@ -457,7 +445,7 @@ class _Answer:
         self._transport.write(data)
 
     def close(self) -> None:
-        """Replaces the transport's ``close`` for uvicorn."""
+        """Close the connection for uvicorn, in place of the transport."""
         if self._cycle.more_body and self._cycle.response_complete:
             self._linger()
         else:
@@ -466,19 +454,9 @@ class _Answer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
-    def _will_be_chunked(self, start: Any) -> bool:
-        """Whether h11 will send the answer in chunks."""
-        scope = self._cycle.scope
-        return (
-            scope["http_version"] == "1.1"
-            and scope["method"] != "HEAD"
-            and start["status"] not in (204, 304)
-            and all(name.lower() != b"content-length" for name, _ in start.get("headers", ()))
-        )
-
 
 class WebSocketProtocol(_BoundedProtocol, WebSocketsSansIOProtocol):
-    """A connection that speaks WebSocket."""
+    """A WebSocket connection."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -486,7 +464,7 @@ class WebSocketProtocol(_BoundedProtocol, WebSocketsSansIOProtocol):
         self._num_frames = 0
 
     def shutdown(self) -> None:
-        """Closes with 1001, and waits for the client's answer as after the application's close."""
+        """Close with 1001, and wait for the client's answer as after a close by the application."""
         if not self.handshake_complete:
             super().shutdown()
         elif self.conn.state is State.OPEN:  # else a close is under way
@@ -496,13 +474,13 @@ class WebSocketProtocol(_BoundedProtocol, WebSocketsSansIOProtocol):
             self.close_sent = True
             self.close_timer = self.loop.call_later(self.close_timeout, self.transport.close)
             self.read_paused = False
-            self._go_on()
+            self._resume_parsing()
 
     async def send(self, message: Any) -> None:
         if not self.handshake_complete:
             await super().send(message)
             if self.handshake_complete and not self.transport.is_closing():
-                self._go_on()
+                self._resume_parsing()
             return
         if not self.writable.is_set():
             await self.writable.wait()
@@ -511,7 +489,7 @@ class WebSocketProtocol(_BoundedProtocol, WebSocketsSansIOProtocol):
         if (text := message.get("text")) is None:
             await super().send(message)
             return
-        # websockets would make a Frame and a buffer for each text, which costs more than the rest.
+        # websockets would make a Frame and a buffer for each text, at more than half of the cost.
         self.transport.write(_text_frame(text.encode()))
 
     def _parse(self) -> None:
@@ -522,13 +500,13 @@ class WebSocketProtocol(_BoundedProtocol, WebSocketsSansIOProtocol):
                 self._wait_for_turn()
                 return
             before = self._num_frames
-            WebSocketsSansIOProtocol.data_received(self, self._take(size))
+            WebSocketsSansIOProtocol.data_received(self, self._take_unparsed(size))
             size = least if self._num_frames > before else min(2 * size, most)
         if not self._may_read() and not self.transport.is_closing():
             self.transport.pause_reading()
 
-    def _go_on(self) -> None:
-        """Parses what has come since parsing stopped, then reads on."""
+    def _resume_parsing(self) -> None:
+        """Parse the data received since parsing stopped, and resume reading."""
         if self._unparsed:
             self._wait_for_turn()
         self._resume_reading()
@@ -538,12 +516,12 @@ class WebSocketProtocol(_BoundedProtocol, WebSocketsSansIOProtocol):
         super().handle_events()
 
     def _may_parse(self) -> bool:
-        # A frame in front of the answer to the handshake would be parsed for strangers too.
+        # Before the handshake is answered, the client may turn out to have no access.
         is_decided = self.handshake_complete or not self.handshake_initiated
-        return is_decided and not self.read_paused  # a message waits for the application
+        return is_decided and not self.read_paused  # paused: an unread message
 
     def _may_read(self) -> bool:
-        # Unsent pongs would pile up.
+        # Pongs would pile up while writing is paused.
         return self.writable.is_set() and self._may_parse()
 
     def resume_writing(self) -> None:
@@ -555,7 +533,7 @@ class WebSocketProtocol(_BoundedProtocol, WebSocketsSansIOProtocol):
         message = await self.queue.get()
         if self.read_paused and self.queue.empty():
             self.read_paused = False
-            self._go_on()
+            self._resume_parsing()
         return message
 
     def handle_cont(self, event: Frame) -> None:
@@ -569,7 +547,7 @@ class WebSocketProtocol(_BoundedProtocol, WebSocketsSansIOProtocol):
 
 
 def _text_frame(data: bytes) -> bytes:
-    """Encodes a text message as one server frame without extensions (RFC 6455, section 5.2)."""
+    """Encode a text message as one server frame without extensions (RFC 6455, section 5.2)."""
     length = len(data)
     if length < 126:
         return b"\x81%c%b" % (length, data)

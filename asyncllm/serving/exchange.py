@@ -1,39 +1,29 @@
-"""Exchange: one HTTP request and its answer over ASGI."""
+"""Exchange: one HTTP request, or one WebSocket's handshake, and its answer over ASGI."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+import logging
+import time
+import uuid
+from collections.abc import Mapping
 from typing import Any
 
 import anyio
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
 
-from asyncllm.serving.protocol_error import ProtocolError
+from asyncllm.errors import AsyncLLMError
+from asyncllm.serving.protocol_error import ProtocolError, from_engine_error
+from asyncllm.serving.serving import Serving
 from asyncllm.validation import describe
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+logger = logging.getLogger("asyncllm.serving.access")
 
 JSON = "application/json"
-OWNER = "asyncllm.owner"
-"""Scope key of the client's identity, a digest of its token."""
-
-LOG_LINE = "asyncllm.log_line"
-"""Scope key of the request's LogLine."""
-
 
 CLOSE_HEADERS = {"Connection": "close"}
 """Headers of an answer that is sent before the body was read to its end."""
-
-
-def unread_body_headers(scope: Scope) -> Mapping[str, str]:
-    """Headers of an answer that leaves the request's body unread.
-
-    A server would go on to parse chunks; the rest of a body of known length costs little.
-    """
-    chunked = any(name == b"transfer-encoding" for name, _ in scope["headers"])
-    return CLOSE_HEADERS if chunked else {}
 
 
 class ClientGoneError(Exception):
@@ -48,38 +38,41 @@ class Exchange:
     """Reader of a request's body, and sender of its answer.
 
     Args:
-        max_body: most bytes of the body.
-        body_timeout: seconds that a client has to send the body.
+        serving: settings of the server; they bound the body.
+        engine_names: names of engine parameters to the protocol's names, where they differ.
 
     Attributes:
-        owner: owner of the responses that it creates, a digest of its token; empty if no token is
-            required.
+        headers: headers of the request.
+        owner: owner of the responses that the client creates, a digest of its token; empty if no
+            token is required.
         started: the answer has begun.
     """
 
     def __init__(
-        self, scope: Scope, receive: Receive, send: Send, *, max_body: int, body_timeout: float
+        self,
+        serving: Serving,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        engine_names: Mapping[str, str],
     ) -> None:
         self.scope = scope
-        self.owner: str = scope.get(OWNER, "")
+        self.headers = Headers(scope=scope)
+        self.owner = ""
         self.started = False
-        self._has_read = False
+        self._serving = serving
         self._receive = receive
         self._send = send
-        self._max_body = max_body
-        self._body_timeout = body_timeout
-
-    @property
-    def path_params(self) -> Mapping[str, str]:
-        return self.scope.get("path_params", {})
-
-    def header_values(self, name: bytes) -> list[str]:
-        return [v.decode("latin-1") for n, v in self.scope["headers"] if n == name]
+        self._engine_names = engine_names
+        self._has_read = False
+        self._id = f"req_{uuid.uuid4().hex}"
+        self._began_at = time.monotonic()
+        self._status: int | str = "-"
 
     async def body(self) -> bytes:
         """Read the body. Raises ProtocolError if it is too long, too slow or encoded, or
         ClientGoneError."""
-        for encoding in self.header_values(b"content-encoding"):
+        for encoding in self.headers.getlist("content-encoding"):
             if encoding.strip().lower() not in ("", "identity"):
                 raise ProtocolError(
                     f"Content-Encoding: {describe(encoding)} is not supported here, expected a "
@@ -88,39 +81,32 @@ class Exchange:
                     status=415,
                     headers={"Accept-Encoding": "identity"},
                 )
-        for length in self.header_values(b"content-length"):
-            if not length.isdecimal() or len(length) > 20 or int(length) > self._max_body:
-                raise self._too_large()
+        max_size, timeout = self._serving.max_body_size, self._serving.body_timeout
+        for length in self.headers.getlist("content-length"):
+            if not length.isdecimal() or len(length) > 20 or int(length) > max_size:
+                raise _too_large(max_size)
         data = bytearray()
         try:
-            with anyio.fail_after(self._body_timeout):
+            with anyio.fail_after(timeout):
                 while True:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGoneError
                     data += message.get("body", b"")
-                    if len(data) > self._max_body:
-                        raise self._too_large()
+                    if len(data) > max_size:
+                        raise _too_large(max_size)
                     if not message.get("more_body", False):
                         self._has_read = True
                         return bytes(data)
         except TimeoutError:
             raise ProtocolError(
-                f"body: did not come within {self._body_timeout:g} seconds",
+                f"body: did not come within {timeout:g} seconds",
                 code="request_timeout",
                 status=408,
                 headers=CLOSE_HEADERS,
             ) from None
 
-    def _too_large(self) -> ProtocolError:
-        return ProtocolError(
-            f"body: is too long, expected at most {self._max_body} bytes",
-            code="request_too_large",
-            status=413,
-            headers=CLOSE_HEADERS,
-        )
-
-    async def gone(self) -> None:
+    async def wait_until_gone(self) -> None:
         """Wait until the client closes its connection, the only message after the body."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
@@ -135,28 +121,51 @@ class Exchange:
         headers: Mapping[str, str] | None = None,
     ) -> None:
         """Send the whole answer."""
-        await self._start(
-            status, content_type, {"content-length": str(len(body)), **(headers or {})}
-        )
-        await self._send({"type": "http.response.body", "body": body})
+        fields = {"content-type": content_type, "content-length": str(len(body)), **(headers or {})}
+        kind = await self._start(status, fields)
+        await self._send({"type": f"{kind}.body", "body": body})
 
     async def respond_json(
         self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None
     ) -> None:
         await self.respond(status, encode(value).encode(), headers=headers)
 
-    async def refuse(self, error: ProtocolError) -> None:
+    def protocol_error(self, error: ProtocolError | AsyncLLMError) -> ProtocolError:
+        """Convert an error of the engine to the protocol's."""
+        if isinstance(error, ProtocolError):
+            return error
+        return from_engine_error(error, self._engine_names)
+
+    async def refuse(self, error: ProtocolError | AsyncLLMError) -> None:
         """Send an error, unless the answer has begun."""
-        if not self.started:
-            await self.respond_json(error.body(), error.status, error.headers)
+        answer = self.protocol_error(error)
+        if self.started:
+            return
+        extensions = self.scope.get("extensions") or ()
+        if self.scope["type"] == "websocket" and "websocket.http.response" not in extensions:
+            await self._receive()
+            reason = str(answer)[:100]
+            await self._send({"type": "websocket.close", "code": 1008, "reason": reason})
+        else:
+            await self.respond_json(answer.body(), answer.status, answer.headers)
+
+    async def accept(self, subprotocol: str | None) -> tuple[Receive, Send]:
+        """Open the WebSocket; returns its functions to receive and to send messages."""
+        await self._receive()
+        self.started, self._status = True, 101
+        await self._send({"type": "websocket.accept", "subprotocol": subprotocol})
+        return self._receive, self._send
 
     async def start_events(self) -> None:
         """Begin a stream of server-sent events."""
-        # x-accel-buffering: a proxy that buffers would delay tokens.
         await self._start(
             200,
-            "text/event-stream; charset=utf-8",
-            {"cache-control": "no-cache", "x-accel-buffering": "no"},
+            {
+                "content-type": "text/event-stream; charset=utf-8",
+                "cache-control": "no-cache",
+                # A proxy that buffers would delay tokens.
+                "x-accel-buffering": "no",
+            },
         )
 
     async def send_events(self, text: str) -> None:
@@ -165,16 +174,42 @@ class Exchange:
     async def end_events(self) -> None:
         await self._send({"type": "http.response.body", "body": b""})
 
-    async def _start(self, status: int, content_type: str, headers: Mapping[str, str]) -> None:
-        self.started = True
-        line = self.scope[LOG_LINE]
-        line.status = status
-        fields = {"content-type": content_type, "x-content-type-options": "nosniff", **headers}
-        if not self._has_read:
-            fields.update(unread_body_headers(self.scope))
+    async def _start(self, status: int, headers: Mapping[str, str]) -> str:
+        """Send the head of the answer; returns the prefix of its messages' types."""
+        self.started, self._status = True, status
+        fields = {"x-content-type-options": "nosniff", "x-request-id": self._id, **headers}
+        if not self._has_read and "transfer-encoding" in self.headers:
+            # A server would go on to parse chunks; the rest of a body of known length costs little.
+            fields |= CLOSE_HEADERS
         encoded = [(name.lower().encode(), value.encode()) for name, value in fields.items()]
-        encoded.append(line.header)
-        await self._send({"type": "http.response.start", "status": status, "headers": encoded})
+        is_http = self.scope["type"] == "http"
+        kind = "http.response" if is_http else "websocket.http.response"
+        await self._send({"type": f"{kind}.start", "status": status, "headers": encoded})
+        return kind
+
+    def log(self) -> None:
+        """Write the request's line in the log. Without an answer the status is "-"."""
+        scope = self.scope
+        client = scope.get("client")
+        logger.info(
+            "%s %s %s %s %.3f s %s",
+            client[0] if client else "-",
+            scope.get("method", "WEBSOCKET"),
+            # raw_path is percent-encoded, so no line break can forge a log line.
+            scope.get("raw_path", b"-").decode("latin-1")[:200],
+            self._status,
+            time.monotonic() - self._began_at,
+            self._id,
+        )
+
+
+def _too_large(max_size: int) -> ProtocolError:
+    return ProtocolError(
+        f"body: is too long, expected at most {max_size} bytes",
+        code="request_too_large",
+        status=413,
+        headers=CLOSE_HEADERS,
+    )
 
 
 def encode(value: Any) -> str:

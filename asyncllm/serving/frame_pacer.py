@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-SHORTEST, LONGEST = 0.008, 0.1
+MIN_PAUSE, MAX_PAUSE = 0.008, 0.1
 
 
 class FramePacer:
-    """Shares a frame rate among the responses in flight, so that frames do not block the loop.
+    """Divides a frame rate among the responses in flight, so that frames do not block the loop.
 
-    A pause below 8 ms is not worth a timer; above a tenth of a second, text stutters.
+    A pause below MIN_PAUSE is not worth a timer; above MAX_PAUSE, text stutters.
 
     Args:
         max_rate: frames of text per second, over all responses.
     """
 
     def __init__(self, max_rate: float) -> None:
-        self._seconds_each = 1.0 / max_rate
+        self._seconds_per_frame = 1.0 / max_rate
         self._num_responses = 0
 
     def begin(self) -> None:
@@ -27,5 +27,5 @@ class FramePacer:
     @property
     def pause(self) -> float:
         """Seconds between two frames of one response; 0 while there are few responses."""
-        pause = self._num_responses * self._seconds_each
-        return 0.0 if pause < SHORTEST else min(pause, LONGEST)
+        pause = self._num_responses * self._seconds_per_frame
+        return 0.0 if pause < MIN_PAUSE else min(pause, MAX_PAUSE)

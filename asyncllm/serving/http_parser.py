@@ -10,10 +10,11 @@ import h11
 from asyncllm.serving.turns import EVENTS_PER_TURN
 
 MAX_HEADER_LINES = 128
-"""Most lines of a request's header. h11 reads a header in one piece, some microseconds a line."""
+"""Maximum number of lines of a request's header. h11 parses a header in one piece, at some
+microseconds per line."""
 
 MAX_CHUNK_LINE = 4096
-"""Most bytes of a chunk's line or of the trailers that come in parts."""
+"""Maximum number of bytes of a chunk's line, or of trailers, that is still incomplete."""
 
 FREE_CHUNKS = 1024
 BYTES_PER_CHUNK = 64
@@ -23,15 +24,15 @@ _BLANK_LINE = re.compile(rb"\n\r?\n")
 
 
 class HttpParser(h11.Connection):
-    """Server's side of a connection.
+    """HTTP/1.1 parser of a server's connection.
 
     Args:
         max_header_size: bytes of a request's line and fields.
 
     Attributes:
-        fault: what is wrong with the request, where a bound of this class refused it.
-        needs_data: everything received has been parsed.
-        is_spent: the turn ended before the data did.
+        fault: message of the bound of this class that the request breaks, if any.
+        needs_data: whether everything received has been parsed.
+        is_spent: whether the turn ended with data left to parse.
     """
 
     def __init__(self, max_header_size: int) -> None:
@@ -57,7 +58,9 @@ class HttpParser(h11.Connection):
             self.is_spent = True
             return h11.NEED_DATA
         if self._num_lines > MAX_HEADER_LINES and self.their_state is h11.IDLE:
-            self._check_lines()
+            head = _BLANK_LINE.split(self.trailing_data[0], 1)[0]
+            if head.count(b"\n") > MAX_HEADER_LINES:
+                raise self._make_error(f"header: has more than {MAX_HEADER_LINES} lines")
         event = super().next_event()
         self.needs_data = event is h11.NEED_DATA
         if isinstance(event, h11.Data):
@@ -65,31 +68,26 @@ class HttpParser(h11.Connection):
             self._num_chunks += event.chunk_start
             self._num_bytes += len(event.data)
             if self._num_chunks > FREE_CHUNKS + self._num_bytes // BYTES_PER_CHUNK:
-                raise self._refuse(
+                raise self._make_error(
                     f"body: has {self._num_chunks} chunks in {self._num_bytes} bytes, expected at "
                     f"most {FREE_CHUNKS} and one more for each {BYTES_PER_CHUNK} bytes"
                 )
         elif isinstance(event, h11.Request):
-            self._begin(event)
+            self._begin_request(event)
         elif self.needs_data and self.their_state is h11.SEND_BODY:
             if len(self.trailing_data[0]) > MAX_CHUNK_LINE:
-                raise self._refuse(
+                raise self._make_error(
                     f"body: has a chunk's line, or trailers, of more than {MAX_CHUNK_LINE} bytes"
                 )
         return event
 
-    def _begin(self, request: h11.Request) -> None:
+    def _begin_request(self, request: h11.Request) -> None:
         self._num_lines = self.trailing_data[0].count(b"\n")
         self._num_chunks = self._num_bytes = 0
         names = {name for name, _ in request.headers}
         if names >= {b"content-length", b"transfer-encoding"}:
-            raise self._refuse("header: has Content-Length and Transfer-Encoding, expected one")
+            raise self._make_error("header: has Content-Length and Transfer-Encoding, expected one")
 
-    def _check_lines(self) -> None:
-        head = _BLANK_LINE.split(self.trailing_data[0], 1)[0]
-        if head.count(b"\n") > MAX_HEADER_LINES:
-            raise self._refuse(f"header: has more than {MAX_HEADER_LINES} lines")
-
-    def _refuse(self, fault: str) -> h11.RemoteProtocolError:
+    def _make_error(self, fault: str) -> h11.RemoteProtocolError:
         self.fault = fault
         return h11.RemoteProtocolError(fault)

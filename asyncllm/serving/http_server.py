@@ -10,8 +10,9 @@ from typing import Any, Self
 
 try:
     import uvicorn
+    from starlette.types import ASGIApp as App
 
-    from asyncllm.serving.connections import ConnectionLimits, protocols
+    from asyncllm.serving.connections import ConnectionLimits, make_protocols
 except ModuleNotFoundError as missing:
     if (missing.name or "").partition(".")[0] == "asyncllm":
         raise
@@ -20,7 +21,6 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 from asyncllm import validation as check
-from asyncllm.serving.gate import App
 
 
 class _Uvicorn(uvicorn.Server):
@@ -65,7 +65,7 @@ class HttpServer:
         self._ssl = ssl
         if not (ssl is None or isinstance(ssl, SSLContext)):
             raise check.invalid("ssl", ssl, "an ssl.SSLContext, or None")
-        http, websocket = protocols(limits)
+        http, websocket = make_protocols(limits)
         self._socket: socket.socket | None = None
         self._task: asyncio.Future[None] | None = None
         self._config = uvicorn.Config(
@@ -107,7 +107,7 @@ class HttpServer:
         return len(self._server.server_state.connections)
 
     def bind(self) -> None:
-        """Binds the address before the server starts, so that a taken one fails early.
+        """Bind the address before the server starts, so that a taken one fails early.
 
         Raises:
             OSError: if the address is taken, or not this machine's.
@@ -115,13 +115,13 @@ class HttpServer:
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         address = self.host, self._port
         self._socket = socket.create_server(address, family=family, backlog=2048)
-        # Connections inherit the option. asyncio sets it only for sockets with protocol number TCP,
-        # and here it is 0. With Nagle's algorithm a second event would wait 40 ms for the first
-        # one's ACK.
+        # Connections inherit the option. asyncio sets it only for sockets whose protocol number is
+        # TCP's, and create_server leaves 0. With Nagle's algorithm a second event would wait 40 ms
+        # for the ACK of the first.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     async def __aenter__(self) -> Self:
-        """Begins to listen. Raises OSError as ``bind``."""
+        """Begin to listen. Raises OSError as ``bind``."""
         if self._socket is None:
             self.bind()
         assert self._socket is not None
@@ -134,11 +134,11 @@ class HttpServer:
         return self
 
     def close_at_once(self) -> None:
-        """Ends the wait of a close that is under way."""
+        """End the wait of ``aclose`` for answers in flight."""
         self._server.force_exit = True
 
     async def aclose(self) -> None:
-        """Closes the server. Idempotent. WebSockets are closed with 1001, which aborts their
+        """Close the server. Idempotent. WebSockets are closed with 1001, which aborts their
         requests; other answers in flight have ``drain`` seconds to end."""
         if self._task is None:
             return

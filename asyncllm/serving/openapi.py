@@ -76,37 +76,30 @@ def openapi(*, needs_token: bool) -> dict[str, Any]:
 
 
 def _paths() -> dict[str, Any]:
-    state = _answer(HealthState)
-    health = {"get": {**_operation("Whether requests are taken.", state, ()), "security": []}}
+    state = _content(HealthState)
+    health = {"get": {**_operation("Whether requests are taken.", state), "security": []}}
     health["get"]["responses"]["503"] = {**state, "description": "Not now."}
+    metrics = {"content": {"text/plain": {}}}
     return {
-        "/v1/chat/completions": {
-            "post": _post_operation("A chat completion.", ChatRequest, ChatCompletion, streams=True)
-        },
-        "/v1/completions": {
-            "post": _post_operation("A completion.", CompletionRequest, Completion, streams=True)
-        },
-        "/v1/responses": {
-            "post": _post_operation("A response.", ResponseRequest, Response, streams=True)
-        },
+        "/v1/chat/completions": _post("A chat completion.", ChatRequest, ChatCompletion, Event),
+        "/v1/completions": _post("A completion.", CompletionRequest, Completion, Event),
+        "/v1/responses": _post("A response.", ResponseRequest, Response, Event),
         "/v1/responses/{response_id}": {
             "parameters": [_path_parameter("response_id")],
-            "get": _operation("A stored response.", _answer(Response), (404,)),
-            "delete": _operation("Forgets a response.", _answer(DeletedResponse), (404,)),
+            "get": _operation("A stored response.", _content(Response), (404,)),
+            "delete": _operation("Forgets a response.", _content(DeletedResponse), (404,)),
         },
-        "/tokenize": {"post": _post_operation("Token ids of a text.", TokenizeRequest, Tokens)},
-        "/detokenize": {"post": _post_operation("The text of token ids.", DetokenizeRequest, Text)},
-        "/v1/models": {"get": _operation("The models.", _answer(ModelList), ())},
+        "/tokenize": _post("Token ids of a text.", TokenizeRequest, Tokens),
+        "/detokenize": _post("The text of token ids.", DetokenizeRequest, Text),
+        "/v1/models": {"get": _operation("The models.", _content(ModelList))},
         "/v1/models/{model}": {
             "parameters": [_path_parameter("model")],
-            "get": _operation("A model.", _answer(Model), (404,)),
+            "get": _operation("A model.", _content(Model), (404,)),
         },
         "/health": health,
         "/health/ready": health,
         "/health/live": health,
-        "/metrics": {
-            "get": _operation("Metrics, for Prometheus.", {"content": {"text/plain": {}}}, ())
-        },
+        "/metrics": {"get": _operation("Metrics, for Prometheus.", metrics)},
     }
 
 
@@ -114,25 +107,23 @@ def _path_parameter(name: str) -> dict[str, Any]:
     return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
 
 
-def _post_operation(
-    summary: str, body: type[RequestBody], answer: type, *, streams: bool = False
+def _post(
+    summary: str, body: type[RequestBody], answer: type, event: type | None = None
 ) -> dict[str, Any]:
-    found = _answer(answer)
-    if streams:
+    """Describe a path that takes a body, and answers with events if the body has ``stream``."""
+    described = _content(answer)
+    if event is not None:
         # In OpenAPI before 3.2, the schema of an event stream describes a single event.
-        found["content"]["text/event-stream"] = {"schema": _reference(Event)}
-    errors = (400, 404, 408, 413, 415, 422, 429, 504)
-    return {
-        **_operation(summary, found, errors),
-        "requestBody": {"required": True, "content": _json(body)},
-    }
+        described["content"]["text/event-stream"] = {"schema": _reference(event)}
+    operation = _operation(summary, described, (400, 404, 408, 413, 415, 422, 429, 504))
+    operation["requestBody"] = {"required": True, **_content(body)}
+    return {"post": operation}
 
 
-def _operation(summary: str, answer: dict[str, Any], errors: Iterable[int]) -> dict[str, Any]:
-    statuses = sorted({*errors, 400, 401, 403, 500, 503})
+def _operation(summary: str, answer: dict[str, Any], errors: Iterable[int] = ()) -> dict[str, Any]:
     refusals = {
-        str(status): {"description": _ERRORS[status], "content": _json(Error)}
-        for status in statuses
+        str(status): {"description": _ERRORS[status], **_content(Error)}
+        for status in sorted({*errors, 400, 401, 403, 500, 503})
     }
     return {
         "summary": summary,
@@ -140,12 +131,8 @@ def _operation(summary: str, answer: dict[str, Any], errors: Iterable[int]) -> d
     }
 
 
-def _answer(kind: type) -> dict[str, Any]:
-    return {"content": _json(kind)}
-
-
-def _json(kind: type) -> dict[str, Any]:
-    return {"application/json": {"schema": _reference(kind)}}
+def _content(kind: type) -> dict[str, Any]:
+    return {"content": {"application/json": {"schema": _reference(kind)}}}
 
 
 def _reference(kind: type) -> dict[str, Any]:

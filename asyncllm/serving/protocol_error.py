@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from asyncllm.core.deadlines import DeadlineExceededError
@@ -17,7 +18,7 @@ from asyncllm.errors import (
 )
 from asyncllm.serving.answers import Error, ErrorFields
 
-_ANSWERS: tuple[tuple[type[AsyncLLMError], str, int], ...] = (
+_CODES_BY_ERROR: tuple[tuple[type[AsyncLLMError], str, int], ...] = (
     (DeadlineExceededError, "deadline_exceeded", 504),
     # 422: the request is well-formed but failed, and would fail again.
     (RequestError, "request_failed", 422),
@@ -73,7 +74,7 @@ class ProtocolError(Exception):
         return {"type": "error", "status": self.status, "error": error}
 
 
-def from_engine_error(error: AsyncLLMError, names: dict[str, str]) -> ProtocolError:
+def from_engine_error(error: AsyncLLMError, names: Mapping[str, str]) -> ProtocolError:
     """Convert an exception of the engine.
 
     Args:
@@ -81,13 +82,10 @@ def from_engine_error(error: AsyncLLMError, names: dict[str, str]) -> ProtocolEr
     """
     message = str(error)
     if isinstance(error, (InvalidRequestError, ContextLengthExceededError)):
-        code = "invalid_value"
-        param: str | None = "prompt"
-        if isinstance(error, InvalidRequestError):
-            param = error.param
-        else:
-            code = "context_length_exceeded"
-        if param in names:
+        is_too_long = isinstance(error, ContextLengthExceededError)
+        code = "context_length_exceeded" if is_too_long else "invalid_value"
+        param = "prompt" if is_too_long else error.param
+        if param is not None and param in names:
             message = message.replace(param, names[param], 1)
             param = names[param]
         return ProtocolError(message, code=code, param=param)
@@ -97,5 +95,5 @@ def from_engine_error(error: AsyncLLMError, names: dict[str, str]) -> ProtocolEr
     if isinstance(error, EngineDeadError):
         # The cause goes to the log, not to clients.
         message = "the engine has failed"
-    code, status = next((c, s) for kind, c, s in _ANSWERS if isinstance(error, kind))
+    code, status = next((c, s) for kind, c, s in _CODES_BY_ERROR if isinstance(error, kind))
     return ProtocolError(message, code=code, status=status, headers=headers)

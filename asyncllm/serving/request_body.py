@@ -7,8 +7,8 @@ validators check the values, as for every caller.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
-from typing import Annotated, Any, ClassVar, Self
+from collections.abc import Collection, Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic_core import from_json
@@ -20,16 +20,17 @@ from asyncllm.serving.protocol_error import ProtocolError
 logger = logging.getLogger(__name__)
 
 MAX_SEPARATORS = 2**18
-"""Most commas, braces and brackets of a body. Parsing blocks the event loop for about 0.2
-microseconds per value; the length of texts hardly matters."""
+"""Maximum number of commas, braces and brackets in a body. Parsing takes about 0.2 microseconds per
+value and holds the GIL; the length of texts hardly matters."""
 
 UNSUPPORTED_TYPE = "unsupported_type"
 """Error type of a union without an alternative for an item's ``type``."""
 
 MAX_FIELDS = 64
-"""Most fields of an object within a body."""
+"""Maximum number of fields of an object within a body."""
 
 MAX_PARAM = 200
+"""Maximum number of characters of an error's ``param``."""
 
 
 def parse_json(data: bytes | str) -> dict[str, Any]:
@@ -58,10 +59,11 @@ def parse_json(data: bytes | str) -> dict[str, Any]:
 
 
 class UnsupportedFields:
-    """What to do with fields of OpenAI's protocol that ask for what this server does not do.
+    """Policy for fields of OpenAI's protocol that this server does not support.
 
     Args:
-        ignored: ignore them, and log each field once; else they are refused.
+        ignored: whether to ignore such fields, with one line of the log for each; else they are
+            refused.
     """
 
     def __init__(self, ignored: bool = False) -> None:
@@ -86,8 +88,8 @@ class UnsupportedFields:
 
 
 class RequestBody(BaseModel):
-    """Fields of a request. null counts as absent. An unknown field is refused by name, and so is
-    one whose value asks for something that this server does not do.
+    """Fields of a request. null counts as absent. Unknown fields are refused by name, and so are
+    values that this server does not support.
 
     Class attributes:
         NEUTRAL: unsupported fields to the values that have no effect, which are accepted; null
@@ -95,6 +97,7 @@ class RequestBody(BaseModel):
         NEUTRAL_PARTS: the same for parts of supported fields, by their paths: "field.part".
     """
 
+    # pydantic applies the settings to the TypedDicts of fields too.
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     NEUTRAL_PARTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
@@ -105,7 +108,7 @@ class RequestBody(BaseModel):
         """Check the fields. Raises ProtocolError with the field at fault in ``param``."""
         fields = {name: value for name, value in given.items() if value is not None}
         for name in fields.keys() - cls.model_fields.keys() - cls.NEUTRAL.keys():
-            # Checked here, because pydantic would make an error for each.
+            # Refuse the first unknown field here: pydantic would make an error for every one.
             raise _unknown(name[:MAX_PARAM], cls.model_fields)
         for name in cls.NEUTRAL.keys() & fields.keys():
             value = fields.pop(name)
@@ -123,14 +126,9 @@ class RequestBody(BaseModel):
         body._unsupported = unsupported
         return body
 
-    def given(self, names: Mapping[str, str]) -> dict[str, Any]:
-        """Values of the fields that are present, under the engine's names.
-
-        Args:
-            names: field names to the engine's names.
-        """
-        fields = self.model_fields_set
-        return {names[name]: getattr(self, name) for name in names if name in fields}
+    def present_values(self, names: Iterable[str]) -> dict[str, Any]:
+        """Values of the named fields, without absent fields."""
+        return {name: getattr(self, name) for name in names if name in self.model_fields_set}
 
     @classmethod
     def openapi_schema(cls, ref_template: str) -> dict[str, Any]:
@@ -159,20 +157,25 @@ def unsupported(name: str, value: Any, accepted: tuple[Any, ...] = ()) -> Protoc
     return ProtocolError(message, code="unsupported_parameter", param=name)
 
 
-def limit_fields(value: Any) -> Any:
-    """Validator that limits an object's fields, because pydantic makes an error for every unknown
+def _limit_fields(value: Any) -> Any:
+    """Validate the number of an object's fields: pydantic would make an error for every unknown
     one."""
     if isinstance(value, dict) and len(value) > MAX_FIELDS:
         raise ValueError(f"at most {MAX_FIELDS} fields")
     return value
 
 
-Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
-    Field(max_length=16),
-    BeforeValidator(limit_fields),
+T = TypeVar("T")
+Limited = Annotated[T, BeforeValidator(_limit_fields)]
+"""An object with a limited number of fields."""
+
+Metadata = Limited[
+    Annotated[
+        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+        Field(max_length=16),
+    ]
 ]
-"""The client's own labels of a request, which its answer repeats."""
+"""The client's labels of a request, which its answer repeats."""
 
 
 def _unknown(param: str, known: Collection[str] = ()) -> ProtocolError:

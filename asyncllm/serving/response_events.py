@@ -37,6 +37,7 @@ class ResponseEvents:
     Attributes:
         id: id of the response.
         num_tokens: tokens generated so far.
+        generates: whether tokens are generated; a request may only warm the cache.
         body: response object of the last event, as JSON.
     """
 
@@ -49,6 +50,7 @@ class ResponseEvents:
     ) -> None:
         self.id = f"resp_{uuid.uuid4().hex}"
         self.num_tokens = 0
+        self.generates = request.generates
         self.body = ""
         self._request = request
         self._model_name = model_name
@@ -61,25 +63,20 @@ class ResponseEvents:
         self._message: TextItem | None = None
         self._thoughts: TextItem | None = None
         self._calls = WholeCalls()
-        self._waiting_logprobs: list[TokenLogprob] = []
+        self._unsent_logprobs: list[TokenLogprob] = []
         self._delta_head = ""
 
-    @property
-    def generates(self) -> bool:
-        """Whether tokens are generated; a request may only warm the cache."""
-        return self._request.generates
-
-    def turn(self) -> dict[str, Any]:
+    def assistant_message(self) -> dict[str, Any]:
         """The assistant's message, to continue the conversation with."""
-        turn: dict[str, Any] = {"role": "assistant", "content": ""}
+        message: dict[str, Any] = {"role": "assistant", "content": ""}
         for item in self._items:
             if isinstance(item, CallItem):
-                turn.setdefault("tool_calls", []).append(item.call.as_dict())
+                message.setdefault("tool_calls", []).append(item.call.as_dict())
             elif item.is_reasoning:
-                turn["reasoning_content"] = turn.get("reasoning_content", "") + item.text
+                message["reasoning_content"] = message.get("reasoning_content", "") + item.text
             else:
-                turn["content"] = item.text
-        return turn
+                message["content"] = item.text
+        return message
 
     def created(self) -> Iterator[Event]:
         """Events of an accepted request."""
@@ -99,40 +96,39 @@ class ResponseEvents:
             and not delta.reasoning
             and not delta.tool_calls
         ):
-            # Fast path for nearly every token: one event, without the generators of the general
-            # case.
+            # Fast path of nearly every token: one event, without generators.
             message.texts.append(delta.text)
             return (self._text_event(delta.text, "[]"),)
-        return self._parts(delta)
+        return self._delta_events(delta)
 
-    def _parts(self, delta: Delta) -> Iterator[Event]:
+    def _delta_events(self, delta: Delta) -> Iterator[Event]:
         if delta.reasoning:
-            self._waiting_logprobs.clear()
-            yield from self._think(delta.reasoning)
+            self._unsent_logprobs.clear()
+            yield from self._add_thought(delta.reasoning)
         if self._logprobs is not None and delta.logprobs:
-            self._waiting_logprobs += self._logprobs.write(delta.logprobs)
-        if delta.text or (self._waiting_logprobs and self._message is not None):
-            yield from self._say(delta.text)
+            self._unsent_logprobs += self._logprobs.write(delta.logprobs)
+        if delta.text or (self._unsent_logprobs and self._message is not None):
+            yield from self._add_text(delta.text)
         for call in self._calls.push(delta.tool_calls):
-            yield from self._call(call)
+            yield from self._add_call(call)
 
     def completed(self, finish_reason: str | None, usage: Usage | None) -> Iterator[Event]:
         """Events of a normal end; with ``abort``, the client cancelled the response."""
         if not self.generates:
-            yield self._end("response.completed", self._response("completed", usage))
+            yield self._end_response("response.completed", self._response("completed", usage))
             return
         whole = finish_reason in ("stop", "tool_calls")
         ended: ItemStatus = "completed" if whole else "incomplete"
         yield from self._close_thoughts(ended)
-        if self._waiting_logprobs or not self._items:
-            yield from self._say("")
+        if self._unsent_logprobs or not self._items:
+            yield from self._add_text("")
         if self._message is not None:
-            yield from self._close(self._message, ended)
+            yield from self._close_item(self._message, ended)
         status = {"length": "incomplete", "abort": "cancelled"}.get(
             finish_reason or "", "completed"
         )
         kind = "response.completed" if whole else "response.incomplete"
-        yield self._end(kind, self._response(status, usage))
+        yield self._end_response(kind, self._response(status, usage))
 
     def failed(self, error: ProtocolError) -> Iterator[Event]:
         """Events of an error after the request was accepted."""
@@ -143,25 +139,25 @@ class ResponseEvents:
         if error.code == "context_length_exceeded":
             code = error.code  # as from OpenAI's servers
         response["error"] = {"code": code, "message": str(error), "param": error.param}
-        yield self._end("response.failed", response)
+        yield self._end_response("response.failed", response)
 
     # --- parts --------------------------------------------------------------------------
 
-    def _think(self, text: str) -> Iterator[Event]:
+    def _add_thought(self, text: str) -> Iterator[Event]:
         if self._thoughts is None:
             self._thoughts = TextItem(len(self._items), is_reasoning=True)
-            yield from self._open(self._thoughts)
+            yield from self._open_item(self._thoughts)
         self._thoughts.texts.append(text)
         yield self._event("response.reasoning_text.delta", **self._thoughts.place, delta=text)
 
-    def _say(self, text: str) -> Iterator[Event]:
+    def _add_text(self, text: str) -> Iterator[Event]:
         yield from self._close_thoughts("completed")
         if self._message is None:
             self._message = TextItem(len(self._items), is_reasoning=False)
-            yield from self._open(self._message)
+            yield from self._open_item(self._message)
             place = encode(self._message.place)[1:-1]
             self._delta_head = f'{{"type":"response.output_text.delta",{place},"delta":'
-        logprobs, self._waiting_logprobs = self._waiting_logprobs, []
+        logprobs, self._unsent_logprobs = self._unsent_logprobs, []
         if not text and not logprobs:
             return
         self._message.texts.append(text)
@@ -178,45 +174,41 @@ class ResponseEvents:
             f'"sequence_number":{number}}}',
         )
 
-    def _call(self, call: ToolCall) -> Iterator[Event]:
+    def _add_call(self, call: ToolCall) -> Iterator[Event]:
         yield from self._close_thoughts("completed")
         item = CallItem(len(self._items), call)
         self._items.append(item)
         place = {"item_id": item.id, "output_index": item.index}
-        yield self._added(item)
+        yield self._item_event("added", item)
         arguments = call.arguments
         yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
         yield self._event(
             "response.function_call_arguments.done", **place, name=call.name, arguments=arguments
         )
         item.status = "completed"
-        yield self._done(item)
+        yield self._item_event("done", item)
 
-    def _open(self, item: TextItem) -> Iterator[Event]:
+    def _open_item(self, item: TextItem) -> Iterator[Event]:
         self._items.append(item)
-        yield self._added(item)
+        yield self._item_event("added", item)
         yield self._event("response.content_part.added", **item.place, part=item.part())
 
     def _close_thoughts(self, status: ItemStatus) -> Iterator[Event]:
         if self._thoughts is not None:
             thoughts, self._thoughts = self._thoughts, None
-            yield from self._close(thoughts, status)
+            yield from self._close_item(thoughts, status)
 
-    def _close(self, item: TextItem, status: ItemStatus) -> Iterator[Event]:
+    def _close_item(self, item: TextItem, status: ItemStatus) -> Iterator[Event]:
         item.status = status
         kind, more = "response.output_text.done", {"logprobs": item.logprobs}
         if item.is_reasoning:
             kind, more = "response.reasoning_text.done", {}
         yield self._event(kind, **item.place, text=item.text, **more)
         yield self._event("response.content_part.done", **item.place, part=item.part())
-        yield self._done(item)
+        yield self._item_event("done", item)
 
-    def _added(self, item: TextItem | CallItem) -> Event:
-        kind = "response.output_item.added"
-        return self._event(kind, output_index=item.index, item=item.as_dict())
-
-    def _done(self, item: TextItem | CallItem) -> Event:
-        kind = "response.output_item.done"
+    def _item_event(self, change: str, item: TextItem | CallItem) -> Event:
+        kind = f"response.output_item.{change}"
         return self._event(kind, output_index=item.index, item=item.as_dict())
 
     def _response(self, status: str, usage: Usage | None = None) -> dict[str, Any]:
@@ -231,15 +223,15 @@ class ResponseEvents:
             usage=usage,
         )
 
-    def _end(self, kind: str, response: dict[str, Any]) -> Event:
+    def _end_response(self, kind: str, response: dict[str, Any]) -> Event:
         self.body = encode(response)
-        number = self._next()
+        number = self._next_number()
         return kind, f'{{"type":"{kind}","sequence_number":{number},"response":{self.body}}}'
 
     def _event(self, kind: str, **fields: Any) -> Event:
-        return kind, encode({"type": kind, "sequence_number": self._next(), **fields})
+        return kind, encode({"type": kind, "sequence_number": self._next_number(), **fields})
 
-    def _next(self) -> int:
+    def _next_number(self) -> int:
         number = self._sequence_number
         self._sequence_number += 1
         return number

@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, with_config
+from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
-from asyncllm.serving.chat_request import FORBID
-from asyncllm.serving.request_body import UNSUPPORTED_TYPE, limit_fields
-from asyncllm.serving.sampling_fields import text_or_list
+from asyncllm.serving.request_body import UNSUPPORTED_TYPE, Limited
+from asyncllm.serving.sampling_fields import text_or_list_tag
 
 Message = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-@with_config(FORBID)
 class ItemText(TypedDict):
-    """Part of a message. The fields besides its text come with answers, and mean nothing to a
-    model."""
+    """Text part of a message. Its other fields come from answers; the model does not get them."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -30,64 +27,53 @@ class ItemText(TypedDict):
 ItemContent = Annotated[
     Annotated[str, Tag("#text")]
     | Annotated[
-        list[Annotated[ItemText, BeforeValidator(limit_fields)]],
+        list[Limited[ItemText]],
         Field(min_length=1, fail_fast=True),
         Tag("#list"),
     ],
-    Discriminator(text_or_list),
+    Discriminator(text_or_list_tag),
 ]
 
 
-@with_config(FORBID)
-class MessageItem(TypedDict):
+class _Item(TypedDict):
+    """Fields that answers add to items; the model does not get them."""
+
+    id: NotRequired[str | None]
+    status: NotRequired[Status | None]
+
+
+class MessageItem(_Item):
     type: NotRequired[Literal["message"]]
     role: Literal["user", "assistant", "system", "developer"]
     content: ItemContent
-    id: NotRequired[str | None]
-    status: NotRequired[Status | None]
     phase: NotRequired[None]
 
 
-@with_config(FORBID)
-class FunctionCallItem(TypedDict):
+class FunctionCallItem(_Item):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
-    id: NotRequired[str | None]
-    status: NotRequired[Status | None]
     namespace: NotRequired[None]
     caller: NotRequired[None]
 
 
-@with_config(FORBID)
-class FunctionCallOutputItem(TypedDict):
+class FunctionCallOutputItem(_Item):
     type: Literal["function_call_output"]
     call_id: str
     output: ItemContent
-    id: NotRequired[str | None]
-    status: NotRequired[Status | None]
 
 
-@with_config(FORBID)
 class ReasoningText(TypedDict):
     type: Literal["reasoning_text"]
     text: str
 
 
-@with_config(FORBID)
-class ReasoningItem(TypedDict):
+class ReasoningItem(_Item):
     type: Literal["reasoning"]
-    id: NotRequired[str | None]
     summary: NotRequired[list[Any] | None]
-    content: NotRequired[
-        Annotated[
-            list[Annotated[ReasoningText, BeforeValidator(limit_fields)]], Field(fail_fast=True)
-        ]
-        | None
-    ]
+    content: NotRequired[Annotated[list[Limited[ReasoningText]], Field(fail_fast=True)] | None]
     encrypted_content: NotRequired[None]
-    status: NotRequired[Status | None]
 
 
 def _item_tag(item: Any) -> str:
@@ -95,10 +81,10 @@ def _item_tag(item: Any) -> str:
 
 
 InputItem = Annotated[
-    Annotated[MessageItem, BeforeValidator(limit_fields), Tag("#message")]
-    | Annotated[FunctionCallItem, BeforeValidator(limit_fields), Tag("#function_call")]
-    | Annotated[FunctionCallOutputItem, BeforeValidator(limit_fields), Tag("#function_call_output")]
-    | Annotated[ReasoningItem, BeforeValidator(limit_fields), Tag("#reasoning")],
+    Annotated[Limited[MessageItem], Tag("#message")]
+    | Annotated[Limited[FunctionCallItem], Tag("#function_call")]
+    | Annotated[Limited[FunctionCallOutputItem], Tag("#function_call_output")]
+    | Annotated[Limited[ReasoningItem], Tag("#reasoning")],
     Discriminator(
         _item_tag,
         custom_error_type=UNSUPPORTED_TYPE,
@@ -108,7 +94,7 @@ InputItem = Annotated[
 
 
 def messages_of(items: Iterable[Any]) -> list[Message]:
-    """Convert items to messages for chat templates, with calls and thoughts in the turn's
+    """Convert items to messages for chat templates. A turn's calls and thoughts go into its
     message."""
     found: list[Message] = []
     thoughts: list[str] = []
@@ -118,27 +104,27 @@ def messages_of(items: Iterable[Any]) -> list[Message]:
             thoughts += [part["text"] for part in item.get("content") or ()]
             continue
         if kind == "function_call_output":
-            content = _text(item["output"])
+            content = _message_content(item["output"])
             found.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
             continue
         if kind == "function_call":
             if not found or found[-1]["role"] != "assistant":
                 found.append({"role": "assistant", "content": ""})
-            found[-1].setdefault("tool_calls", []).append(_call(item))
+            found[-1].setdefault("tool_calls", []).append(_tool_call(item))
         else:
-            found.append({"role": item["role"], "content": _text(item["content"])})
+            found.append({"role": item["role"], "content": _message_content(item["content"])})
         if thoughts and found[-1]["role"] == "assistant":
             found[-1]["reasoning_content"] = "\n".join(thoughts)
             thoughts = []
     return found
 
 
-def _call(item: Any) -> dict[str, Any]:
+def _tool_call(item: Any) -> dict[str, Any]:
     function = {"name": item["name"], "arguments": item["arguments"]}
     return {"id": item["call_id"], "type": "function", "function": function}
 
 
-def _text(content: Any) -> Any:
+def _message_content(content: Any) -> Any:
     if isinstance(content, str):
         return content
     if len(content) == 1:
@@ -146,14 +132,14 @@ def _text(content: Any) -> Any:
     return [{"type": "text", "text": part["text"]} for part in content]
 
 
-def characters(messages: Iterable[Message]) -> int:
-    """Characters of all texts in messages."""
-    return sum(len(text) for message in messages for text in _texts(message))
+def count_characters(messages: Iterable[Message]) -> int:
+    """Number of characters of all texts in messages."""
+    return sum(len(text) for message in messages for text in _all_texts(message))
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _all_texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, (dict, list)):
         for one in value.values() if isinstance(value, dict) else value:
-            yield from _texts(one)
+            yield from _all_texts(one)

@@ -25,8 +25,8 @@ def response_object(
     """Make the protocol's JSON object of a response.
 
     Args:
-        request: the client's request, most of which is repeated.
-        defaults: values of sampling fields that it leaves out.
+        request: the client's request; the object repeats most of its fields.
+        defaults: values of sampling fields that the request leaves out.
     """
     incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
     reasoning: Any = request.reasoning or {}
@@ -42,11 +42,11 @@ def response_object(
         "instructions": request.instructions,
         "previous_response_id": request.previous_response_id,
         "output": output,
-        "usage": _usage(usage),
+        "usage": _usage_fields(usage),
         "timings": _timings(usage),
         "max_output_tokens": request.max_output_tokens,
-        "temperature": _sampling(request, defaults, "temperature"),
-        "top_p": _sampling(request, defaults, "top_p"),
+        "temperature": _sampling_value(request, defaults, "temperature"),
+        "top_p": _sampling_value(request, defaults, "top_p"),
         "top_logprobs": request.num_logprobs or 0,
         "background": False,
         "store": request.stores,
@@ -63,12 +63,12 @@ def response_object(
     }
 
 
-def _sampling(request: ResponseRequest, defaults: Mapping[str, Any], name: str) -> float:
+def _sampling_value(request: ResponseRequest, defaults: Mapping[str, Any], name: str) -> float:
     value = getattr(request, name)
     return defaults.get(name, 1.0) if value is None else value
 
 
-def _usage(usage: Usage | None) -> dict[str, Any] | None:
+def _usage_fields(usage: Usage | None) -> dict[str, Any] | None:
     if usage is None:
         return None
     return {

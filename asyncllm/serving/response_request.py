@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, NotRequired, cast
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, with_config
+from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.serving.chat_request import (
-    FORBID,
     MAX_MESSAGES,
-    OBFUSCATION,
+    ConversationFields,
     ReasoningEffort,
-    template_messages,
-    template_variables,
 )
-from asyncllm.serving.request_body import Metadata, limit_fields, unsupported
+from asyncllm.serving.request_body import Limited, unsupported
 from asyncllm.serving.response_input import InputItem, Message, messages_of
-from asyncllm.serving.sampling_fields import SamplingFields, text_or_list
+from asyncllm.serving.sampling_fields import OBFUSCATION, text_or_list_tag
 from asyncllm.stream import TokenStream
 from asyncllm.tool_calls.tool_use import MAX_TOOLS
 from asyncllm.validation import MAX_INTEGER
@@ -30,7 +26,7 @@ INCLUDABLE = (
     LOGPROBS,
     # Items of reasoning are sent in the clear, and can be sent back as they are.
     "reasoning.encrypted_content",
-    # Parts of items that do not occur here, because what would make them is refused.
+    # Parts of items that do not occur: tools that would make them are refused.
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
@@ -38,7 +34,7 @@ INCLUDABLE = (
     "web_search_call.action.sources",
     "web_search_call.results",
 )
-"""Values of ``include``. All but the first add nothing."""
+"""Accepted items of ``include``. Only the first changes the answer."""
 
 Input = Annotated[
     Annotated[str, Field(min_length=1), Tag("#text")]
@@ -47,11 +43,10 @@ Input = Annotated[
         Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
         Tag("#list"),
     ],
-    Discriminator(text_or_list),
+    Discriminator(text_or_list_tag),
 ]
 
 
-@with_config(FORBID)
 class ResponseTool(TypedDict):
     type: Literal["function"]
     name: str
@@ -60,7 +55,6 @@ class ResponseTool(TypedDict):
     strict: NotRequired[bool | None]
 
 
-@with_config(FORBID)
 class ResponseNamedTool(TypedDict):
     type: Literal["function"]
     name: str
@@ -68,29 +62,21 @@ class ResponseNamedTool(TypedDict):
 
 ResponseToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("#text")]
-    | Annotated[ResponseNamedTool, BeforeValidator(limit_fields), Tag("#list")],
-    Discriminator(text_or_list),
+    | Annotated[Limited[ResponseNamedTool], Tag("#list")],
+    Discriminator(text_or_list_tag),
 ]
 
 
-@with_config(FORBID)
 class PlainFormat(TypedDict):
     type: Literal["text", "json_object"]
 
 
-# "schema" is a method of pydantic's models, so this one is written as a call.
-SchemaFormat = with_config(FORBID)(
-    TypedDict(
-        "SchemaFormat",
-        {
-            "type": Literal["json_schema"],
-            "name": str,
-            "schema": dict[str, Any],
-            "strict": NotRequired[bool | None],
-            "description": NotRequired[str | None],
-        },
-    )
-)
+class SchemaFormat(TypedDict):
+    type: Literal["json_schema"]
+    name: str
+    schema: dict[str, Any]
+    strict: NotRequired[bool | None]
+    description: NotRequired[str | None]
 
 
 def _format_tag(value: Any) -> str:
@@ -98,12 +84,11 @@ def _format_tag(value: Any) -> str:
     return "#schema" if is_schema else "#plain"
 
 
-@with_config(FORBID)
 class TextConfig(TypedDict):
     format: NotRequired[
         Annotated[
-            Annotated[PlainFormat, BeforeValidator(limit_fields), Tag("#plain")]
-            | Annotated[SchemaFormat, BeforeValidator(limit_fields), Tag("#schema")],
+            Annotated[Limited[PlainFormat], Tag("#plain")]
+            | Annotated[Limited[SchemaFormat], Tag("#schema")],
             Discriminator(_format_tag),
         ]
         | None
@@ -114,36 +99,31 @@ class TextConfig(TypedDict):
 Summary = Literal["auto", "concise", "detailed"]
 
 
-@with_config(FORBID)
 class ReasoningConfig(TypedDict):
     effort: NotRequired[ReasoningEffort | None]
     summary: NotRequired[Summary | None]
     generate_summary: NotRequired[Summary | None]
 
 
-@with_config(FORBID)
 class ResponseStreamOptions(TypedDict):
     include_obfuscation: NotRequired[bool | None]
 
 
-class ResponseRequest(SamplingFields):
+class ResponseRequest(ConversationFields):
     """Body of a response: OpenAI's fields, those of SamplingParams, and ``generate``; false only
     computes the prompt into the cache."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **ConversationFields.NEUTRAL,
         "background": (False,),
         "context_management": ([],),
         "conversation": (),
         "max_tool_calls": (),
-        "moderation": (),
         "prompt": (),
-        "prompt_cache_options": ({},),
-        "prompt_cache_retention": ("in_memory",),
-        "service_tier": ("auto", "default"),
         "stream_id": (),
         "truncation": ("disabled",),
     }
-    # Thoughts are not summarised here; "auto" leaves that to the server.
+    # Thoughts are not summarised; with "auto" the server decides.
     NEUTRAL_PARTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "text.verbosity": ("medium",),
         "reasoning.summary": ("auto",),
@@ -156,21 +136,16 @@ class ResponseRequest(SamplingFields):
     previous_response_id: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
     include: Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_INTEGER)] | None = None
     tools: (
         Annotated[
-            list[Annotated[ResponseTool, BeforeValidator(limit_fields)]],
+            list[Limited[ResponseTool]],
             Field(max_length=MAX_TOOLS, fail_fast=True),
         ]
         | None
     ) = None
     tool_choice: ResponseToolChoice | None = None
-    parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    metadata: Metadata | None = None
-    store: bool | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     generate: bool | None = None
@@ -228,21 +203,14 @@ class ResponseRequest(SamplingFields):
         )
         if self.instructions is not None:
             conversation = ({"role": "system", "content": self.instructions}, *conversation)
-        return engine.chat(
-            template_messages(conversation, engine),
+        effort = (self.reasoning or {}).get("effort")
+        return self.submit_chat(
+            engine,
+            conversation,
             params,
-            tools=self.tools,
-            tool_choice=cast("Any", self.tool_choice),
-            parallel_tool_calls=self.parallel_tool_calls is not False,
             response_format=self._response_format(),
-            chat_template_kwargs=template_variables(
-                self.chat_template_kwargs,
-                (self.reasoning or {}).get("effort"),
-                engine,
-                partial(self._unsupported.refuse, "reasoning.effort"),
-            ),
-            **options,
-            **self.options,
+            template_variables=self.template_variables(engine, effort, "reasoning.effort"),
+            options=options,
         )
 
     def _response_format(self) -> dict[str, Any] | None:

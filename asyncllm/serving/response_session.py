@@ -33,10 +33,11 @@ ENGINE_NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "prompt"
 
 MAX_CONTINUABLE = 32
 MAX_UNSTORED_SIZE = 1 << 24
-"""Most responses with ``store=false`` that a connection can continue, and their characters."""
+"""Maximum number of responses with ``store=false`` that a connection can continue, and of their
+characters."""
 
 MAX_ERRORS = 64
-"""Consecutive requests that may fail through the client's fault."""
+"""Maximum number of consecutive requests that may fail through the client's fault."""
 
 
 @dataclass(eq=False, repr=False)
@@ -60,7 +61,7 @@ class ResponseSession:
         default_factory=lambda: ResponseStore(MAX_CONTINUABLE, MAX_UNSTORED_SIZE)
     )
     _num_errors: int = 0
-    _closing: bool = False
+    _is_closing: bool = False
     _tasks: TaskGroup = field(init=False)
 
     async def run(self) -> None:
@@ -70,20 +71,20 @@ class ResponseSession:
         async with anyio.create_task_group() as self._tasks:
             with contextlib.suppress(*DISCONNECT_ERRORS):
                 async for message in self.connection:
-                    if not self._closing:
-                        await self._receive(message)
+                    if not self._is_closing:
+                        await self._handle_message(message)
             self._tasks.cancel_scope.cancel()
 
     # --- requests -----------------------------------------------------------------------
 
-    async def _receive(self, message: str | bytes) -> None:
+    async def _handle_message(self, message: str | bytes) -> None:
         try:
-            event = await self.serving.run(lambda: _decode(message), len(message))
+            event = await self.serving.run(lambda: _decode_message(message), len(message))
             kind = event.get("type")
             if kind == "response.create":
-                await self._create(event, len(message))
+                await self._create_response(event, len(message))
             elif kind == "response.cancel":
-                self._cancel()
+                self._cancel_response()
             else:
                 raise ProtocolError(
                     "type: expected 'response.create' or 'response.cancel'",
@@ -116,10 +117,10 @@ class ResponseSession:
     def _close(self, code: int, reason: str) -> None:
         """Start to close. The reader goes on and drops messages: else the client's close frame
         would stay unread after them."""
-        self._closing = True
+        self._is_closing = True
         self._tasks.start_soon(self.connection.close, code, reason)
 
-    async def _create(self, event: dict[str, Any], size: int) -> None:
+    async def _create_response(self, event: dict[str, Any], size: int) -> None:
         if self.current is not None:
             raise ProtocolError(
                 f"response {self.current.events.id!r} is in flight; one at a time on a connection",
@@ -127,18 +128,18 @@ class ResponseSession:
                 status=409,
             )
         self.serving.check_open()
-        self.current = turn = await self.serving.run(partial(self._begin, event), size)
+        self.current = turn = await self.serving.run(partial(self._begin_turn, event), size)
         self.serving.pacer.begin()
         self._tasks.start_soon(self._respond, turn)
 
-    def _begin(self, event: dict[str, Any]) -> ResponseTurn:
+    def _begin_turn(self, event: dict[str, Any]) -> ResponseTurn:
         fields = {name: value for name, value in event.items() if name != "type"}
         request = ResponseRequest.parse(fields, self.serving.unsupported)
         if request.stream is False:
             raise unsupported("stream", False, (True,))
         return ResponseTurn.begin(self.serving, self.owner, request, self._unstored)
 
-    def _cancel(self) -> None:
+    def _cancel_response(self) -> None:
         if self.current is None:
             raise ProtocolError("no response is in flight", code="response_not_in_flight")
         self.current.stream.abort()
@@ -148,9 +149,10 @@ class ResponseSession:
     async def _respond(self, turn: ResponseTurn) -> None:
         try:
             async with turn.stream:
-                await turn.tell(self._send_all, before_end=self._end)
+                await self._send_all(turn.events.created())
+                await turn.run(self._send_all, before_end=self._end_current)
         except AsyncLLMError as error:
-            self._end()
+            self._end_current()
             with contextlib.suppress(*DISCONNECT_ERRORS):
                 await self._send_all(turn.events.failed(from_engine_error(error, ENGINE_NAMES)))
                 self._close_with(error)
@@ -160,9 +162,9 @@ class ResponseSession:
             logger.exception("response %s failed", turn.events.id)
             self._close(1011, "internal error")
         finally:
-            self._end()
+            self._end_current()
 
-    def _end(self) -> None:
+    def _end_current(self) -> None:
         if self.current is not None:
             self.current = None
             self.serving.pacer.end()
@@ -173,7 +175,7 @@ class ResponseSession:
             await send(data)
 
 
-def _decode(message: str | bytes) -> dict[str, Any]:
+def _decode_message(message: str | bytes) -> dict[str, Any]:
     """Decode a message to an event.
 
     Raises:

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from asyncllm.serving.protocol_error import ProtocolError
-from asyncllm.serving.response_input import Message, characters
+from asyncllm.serving.response_input import Message, count_characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Conversation:
     size: int = 0
 
     def followed_by(self, messages: tuple[Message, ...]) -> Conversation:
-        return Conversation((*self.messages, *messages), self.size + characters(messages))
+        return Conversation((*self.messages, *messages), self.size + count_characters(messages))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,9 @@ class ResponseStore:
     their messages, but each counts in full.
 
     Args:
-        limit: most responses; 0 stores none.
-        max_size: most characters of all responses and conversations; the oldest are dropped.
+        limit: maximum number of responses; 0 stores none.
+        max_size: maximum number of characters of all responses and conversations; the oldest are
+            dropped.
     """
 
     def __init__(self, limit: int, max_size: int) -> None:
@@ -55,27 +56,29 @@ class ResponseStore:
 
     def add(self, owner: str, response_id: str, stored: StoredResponse) -> None:
         self._stored[owner, response_id] = stored
-        self._left -= _size(stored)
+        self._left -= _response_size(stored)
         while len(self._stored) > self._limit or self._left < 0:
             _, oldest = self._stored.popitem(last=False)
-            self._left += _size(oldest)
+            self._left += _response_size(oldest)
 
     def remove(self, owner: str, response_id: str) -> bool:
         """Remove a response; False if there was none."""
         found = self._stored.pop((owner, response_id), None)
         if found is not None:
-            self._left += _size(found)
+            self._left += _response_size(found)
         return found is not None
 
 
-def _size(stored: StoredResponse) -> int:
+def _response_size(stored: StoredResponse) -> int:
     return stored.conversation.size + len(stored.body)
 
 
 def response_not_found(response_id: str, param: str | None = None) -> ProtocolError:
-    """Error for an id that is unknown, dropped, or another owner's. With ``param``, the request's
-    field with the id, the client is told to send the conversation; without, the id was in the
-    URL."""
+    """Make the error for an id that is unknown, dropped, or another owner's.
+
+    Args:
+        param: the request's field with the id; None if the id was in the URL.
+    """
     message = f"there is no response {response_id[:64]!r} here, or no more"
     if param is None:
         return ProtocolError(message, code="response_not_found", status=404)

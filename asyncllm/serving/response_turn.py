@@ -57,7 +57,7 @@ class ResponseTurn:
         """
         engine = serving.engine
         model = serving.model_name(request.model)
-        conversation = _continued(request.previous_response_id, owner, serving.store, local)
+        conversation = _find_conversation(request.previous_response_id, owner, serving.store, local)
         conversation = conversation.followed_by(request.messages)
         stream = request.submit(engine, conversation.messages, serving.options(owner))
         defaults = engine.model_config.generation_defaults or {}
@@ -65,10 +65,8 @@ class ResponseTurn:
         keep_in = serving.store if request.stores else local
         return cls(stream, events, serving, owner, conversation, keep_in)
 
-    async def tell(
-        self, send: SendEvents, *, before_end: Callable[[], None] = lambda: None
-    ) -> None:
-        """Send the events, and store the response.
+    async def run(self, send: SendEvents, *, before_end: Callable[[], None] = lambda: None) -> None:
+        """Send the events after ``created``, and store the response.
 
         Args:
             before_end: called before the last events are sent, because the next request may arrive
@@ -79,7 +77,6 @@ class ResponseTurn:
         """
         events, pacer = self.events, self._serving.pacer
         generates = events.generates
-        await send(events.created())
         async for delta in self.stream:
             if generates:
                 await send(events.delta(delta))
@@ -88,14 +85,14 @@ class ResponseTurn:
                     await anyio.sleep(pause)
         ending = list(events.completed(self.stream.finish_reason, self.stream.usage))
         if self._store is not None:
-            turn = (events.turn(),) if generates else ()
+            turn = (events.assistant_message(),) if generates else ()
             stored = StoredResponse(self._conversation.followed_by(turn), events.body)
             self._store.add(self._owner, events.id, stored)
         before_end()
         await send(ending)
 
 
-def _continued(
+def _find_conversation(
     response_id: str | None, owner: str, store: ResponseStore, local: ResponseStore | None
 ) -> Conversation:
     if response_id is None:

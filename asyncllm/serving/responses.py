@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from asyncllm.errors import AsyncLLMError
 from asyncllm.serving.answers import DeletedResponse
-from asyncllm.serving.choices import KeepAlive, abort_on_disconnect, aborted_error
+from asyncllm.serving.choices import aborted_error
+from asyncllm.serving.event_sender import abort_on_disconnect, sending_events
 from asyncllm.serving.exchange import Exchange
-from asyncllm.serving.protocol_error import from_engine_error
 from asyncllm.serving.request_body import parse_json
 from asyncllm.serving.response_events import Event
 from asyncllm.serving.response_request import ResponseRequest
-from asyncllm.serving.response_session import ENGINE_NAMES
 from asyncllm.serving.response_store import response_not_found
 from asyncllm.serving.response_turn import ResponseTurn
 from asyncllm.serving.serving import Serving
@@ -30,58 +28,39 @@ async def create_response(serving: Serving, exchange: Exchange) -> None:
         await _send_events(serving, exchange, turn)
         return
     async with abort_on_disconnect(exchange, [turn.stream]):
-        await turn.tell(_send_nothing)
+        await turn.run(_drop_events)
     if turn.stream.finish_reason == "abort":
         raise aborted_error()
     await exchange.respond(200, turn.events.body.encode())
 
 
-async def _send_nothing(events: Iterable[Event]) -> None:
+async def _drop_events(events: Iterable[Event]) -> None:
     for _ in events:
         pass
 
 
-class _EventSender:
-    """Sends events over HTTP. The first events wait for the first delta or comment, so that an
-    error of the first read (for too long a prompt, say) still has its HTTP status."""
-
-    def __init__(self, exchange: Exchange, ping_interval: float) -> None:
-        self._exchange = exchange
-        self._held: str | None = None
-        self.keep_alive = KeepAlive(ping_interval, self._send)
-
-    async def send_all(self, events: Iterable[Event]) -> None:
-        text = "".join([f"event: {kind}\ndata: {data}\n\n" for kind, data in events])
-        if self._held is None:
-            self._held = text
-        elif text:
-            self.keep_alive.has_sent = True
-            await self._send(text)
-
-    async def _send(self, text: str) -> None:
-        if not self._exchange.started:
-            await self._exchange.start_events()
-        held, self._held = self._held, ""
-        await self._exchange.send_events((held or "") + text)
-
-
 async def _send_events(serving: Serving, exchange: Exchange, turn: ResponseTurn) -> None:
-    sender = _EventSender(exchange, serving.ping_interval)
-    serving.pacer.begin()
-    try:
-        async with abort_on_disconnect(exchange, [turn.stream], sender.keep_alive):
-            await turn.tell(sender.send_all)
-    except AsyncLLMError as error:
-        if not exchange.started:
-            raise
-        await sender.send_all(turn.events.failed(from_engine_error(error, ENGINE_NAMES)))
-    finally:
-        serving.pacer.end()
-    await exchange.end_events()
+    async with sending_events(
+        serving,
+        exchange,
+        [turn.stream],
+        _encode_events(turn.events.created()),
+        lambda error: _encode_events(turn.events.failed(error)),
+    ) as sender:
+
+        async def send(events: Iterable[Event]) -> None:
+            if text := _encode_events(events):
+                await sender.send(text)
+
+        await turn.run(send)
+
+
+def _encode_events(events: Iterable[Event]) -> str:
+    return "".join([f"event: {kind}\ndata: {data}\n\n" for kind, data in events])
 
 
 async def get_response(serving: Serving, exchange: Exchange) -> None:
-    response_id = exchange.path_params["response_id"]
+    response_id = exchange.scope["path_params"]["response_id"]
     found = serving.store.get(exchange.owner, response_id)
     if found is None:
         raise response_not_found(response_id)
@@ -89,7 +68,7 @@ async def get_response(serving: Serving, exchange: Exchange) -> None:
 
 
 async def delete_response(serving: Serving, exchange: Exchange) -> None:
-    response_id = exchange.path_params["response_id"]
+    response_id = exchange.scope["path_params"]["response_id"]
     if not serving.store.remove(exchange.owner, response_id):
         raise response_not_found(response_id)
     await exchange.respond_json(DeletedResponse(id=response_id, object="response", deleted=True))

@@ -13,7 +13,7 @@ from asyncllm.stream import TokenStream
 
 @dataclass(slots=True)
 class RunningUsage:
-    """Counts of tokens: of prompts whose choices have begun, and of all choices."""
+    """Counts of tokens: of the prompts whose choices have begun, and of all outputs."""
 
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _prompts: dict[int, int] = field(default_factory=dict)

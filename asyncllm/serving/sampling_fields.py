@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from pydantic import Discriminator, Field, Tag, WithJsonSchema
+from typing_extensions import TypedDict
 
+from asyncllm.engine import AsyncLLMEngine
 from asyncllm.sampling_params import (
     BIAS_RANGE,
     INTEGER_BOUNDS,
@@ -19,10 +21,11 @@ from asyncllm.sampling_params import (
     SamplingParams,
 )
 from asyncllm.serving.request_body import RequestBody, invalid
+from asyncllm.stream import TokenStream
 from asyncllm.validation import MAX_INTEGER, MAX_ITEMS
 
 
-def text_or_list(value: Any) -> str:
+def text_or_list_tag(value: Any) -> str:
     """Tag that selects the alternative of a union of text and list. Without a tag, pydantic would
     report the errors of both alternatives."""
     return "#text" if isinstance(value, str) else "#list"
@@ -35,7 +38,7 @@ StopStrings = Annotated[
 ]
 Stop = Annotated[
     Annotated[StopString, Tag("#text")] | Annotated[StopStrings, Tag("#list")],
-    Discriminator(text_or_list),
+    Discriminator(text_or_list_tag),
 ]
 BadWord = Annotated[str, Field(min_length=1, json_schema_extra={"maxLength": MAX_BAD_WORD_LENGTH})]
 BadWords = Annotated[
@@ -45,7 +48,7 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_ITEMS, fail_fast=True)]
 Bias = Annotated[
     dict[str, Any],
-    # Checked by ``_bias``, which stops at the first invalid item.
+    # ``_parse_logit_bias`` checks the items, and stops at the first invalid one.
     WithJsonSchema(
         {
             "type": "object",
@@ -66,6 +69,10 @@ SHARED_FIELDS = (
     "skip_special_tokens include_stop_str_in_output structured_outputs extra_args"
 ).split()
 """Fields with the same name in SamplingParams."""
+
+
+OBFUSCATION: Mapping[str, tuple[Any, ...]] = {"stream_options.include_obfuscation": (False,)}
+"""Padding of events against traffic analysis, which this server does not do."""
 
 
 class SamplingFields(RequestBody):
@@ -100,17 +107,17 @@ class SamplingFields(RequestBody):
     prompt_cache_key: str | None = None
 
     def sampling_params(self, more: Mapping[str, Any]) -> SamplingParams:
-        """Converts the fields to SamplingParams, before anything is submitted.
+        """Convert the fields to SamplingParams, before anything is submitted.
 
         Args:
-            more: fields with other names in the protocol.
+            more: parameters whose fields have other names in the protocol.
 
         Raises:
             InvalidRequestError: for a value that SamplingParams refuses.
         """
-        given = self.given({name: name for name in SHARED_FIELDS})
+        given = self.present_values(SHARED_FIELDS)
         if self.logit_bias is not None:
-            given["logit_bias"] = _bias(self.logit_bias)
+            given["logit_bias"] = _parse_logit_bias(self.logit_bias)
         return SamplingParams(**given, **more)
 
     @classmethod
@@ -119,20 +126,20 @@ class SamplingFields(RequestBody):
         for kind, bounds in (int | None, INTEGER_BOUNDS), (float | None, NUMBER_BOUNDS):
             for name, (low, high) in bounds.items():
                 field = cls.model_fields.get(name)
-                # A field of another type is a different field of the protocol.
+                # A field of another type is a field of the protocol with the same name.
                 if field is not None and field.annotation == kind:
                     least = "exclusiveMinimum" if name == "top_p" else "minimum"
                     schema["properties"][name] |= {least: low, "maximum": high}
         return schema
 
     @property
-    def options(self) -> dict[str, Any]:
-        """Scheduling: arguments of ``AsyncLLMEngine.stream`` and ``chat``."""
-        return self.given({"priority": "priority", "cache_salt": "cache_salt"})
+    def scheduling_options(self) -> dict[str, Any]:
+        """Arguments of ``AsyncLLMEngine.stream`` and ``chat`` for scheduling."""
+        return self.present_values(("priority", "cache_salt"))
 
 
-def _bias(given: Mapping[str, Any]) -> dict[int, Any]:
-    """Converts the keys of ``logit_bias`` to integers: JSON keys are strings."""
+def _parse_logit_bias(given: Mapping[str, Any]) -> dict[int, Any]:
+    """Convert the keys of ``logit_bias`` to integers: JSON keys are strings."""
     if len(given) > MAX_BIAS:
         raise invalid("logit_bias", given, f"at most {MAX_BIAS} token ids")
     for key in given:
@@ -141,12 +148,41 @@ def _bias(given: Mapping[str, Any]) -> dict[int, Any]:
     return {int(key): bias for key, bias in given.items()}
 
 
-class Choices(SamplingFields):
-    """The fields of the two protocols whose answers have ``choices``."""
+class StreamOptions(TypedDict):
+    include_usage: NotRequired[bool | None]
+    continuous_usage_stats: NotRequired[bool | None]
+    include_obfuscation: NotRequired[bool | None]
+
+
+class ChoicesRequest(SamplingFields):
+    """Fields of the two protocols whose answers have ``choices``."""
+
+    NEUTRAL_PARTS: ClassVar[Mapping[str, tuple[Any, ...]]] = OBFUSCATION
 
     n: int | None = None
     stream: bool | None = None
+    stream_options: StreamOptions | None = None
 
     @property
     def num_outputs(self) -> int:
         return 1 if self.n is None else self.n
+
+    @property
+    def usage_of_stream(self) -> Literal["none", "end", "each chunk"]:
+        """Chunks of a stream that have ``usage``."""
+        options = self.stream_options
+        if not options or not options.get("include_usage"):
+            return "none"
+        return "each chunk" if options.get("continuous_usage_stats") else "end"
+
+    def submit(self, engine: AsyncLLMEngine, options: Mapping[str, Any]) -> Sequence[TokenStream]:
+        """Submit the request; returns the streams of the answer.
+
+        Args:
+            options: the server's own, as from ``Serving.options``.
+
+        Raises:
+            ProtocolError: for fields that contradict each other.
+            AsyncLLMError: if the engine refuses a prompt; all prompts are aborted then.
+        """
+        raise NotImplementedError

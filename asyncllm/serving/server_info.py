@@ -17,7 +17,9 @@ async def list_models(serving: Serving, exchange: Exchange) -> None:
 
 
 async def get_model(serving: Serving, exchange: Exchange) -> None:
-    await exchange.respond_json(_model(serving, serving.model_name(exchange.path_params["model"])))
+    await exchange.respond_json(
+        _model(serving, serving.model_name(exchange.scope["path_params"]["model"]))
+    )
 
 
 def _model(serving: Serving, name: str) -> Model:
@@ -25,9 +27,9 @@ def _model(serving: Serving, name: str) -> Model:
 
 
 async def health(serving: Serving, exchange: Exchange) -> None:
-    """Answer whether requests are accepted. Only the state is told, since anyone may ask; reasons
-    are in the log."""
-    await exchange.respond_json(_state(serving), 200 if _ready(serving) else 503)
+    """Answer whether requests are accepted. The answer has only the state, because anyone may
+    ask; reasons are in the log."""
+    await exchange.respond_json(_state(serving), 200 if _is_ready(serving) else 503)
 
 
 async def live(serving: Serving, exchange: Exchange) -> None:
@@ -37,25 +39,23 @@ async def live(serving: Serving, exchange: Exchange) -> None:
 
 def _state(serving: Serving) -> HealthState:
     state = serving.engine.state
-    return {"status": state, "live": state != "dead", "ready": _ready(serving)}
+    return {"status": state, "live": state != "dead", "ready": _is_ready(serving)}
 
 
-def _ready(serving: Serving) -> bool:
+def _is_ready(serving: Serving) -> bool:
     return serving.engine.state == "running" and not serving.draining
 
 
 async def show_metrics(serving: Serving, exchange: Exchange) -> None:
-    assert serving.metrics is not None
     await exchange.respond(200, serving.metrics.render(), CONTENT_TYPE_LATEST)
 
 
 async def description(serving: Serving, exchange: Exchange) -> None:
-    """Answer with the OpenAPI description. pydantic takes tenths of a second to make it, once, on a
-    thread."""
+    """Answer with the OpenAPI description. It is made once, on a thread: pydantic takes tenths of a
+    second."""
     if serving.description is None:
-        serving.description = await anyio.to_thread.run_sync(_described, serving)
+        document = await anyio.to_thread.run_sync(
+            lambda: encode(openapi(needs_token=serving.needs_token))
+        )
+        serving.description = document.encode()
     await exchange.respond(200, serving.description)
-
-
-def _described(serving: Serving) -> bytes:
-    return encode(openapi(needs_token=serving.needs_token)).encode()

@@ -21,8 +21,8 @@ from asyncllm.validation import describe
 T = TypeVar("T")
 
 LONG_JSON = 4096
-"""Bytes of JSON from which on a thread reads or writes it: it takes up to a quarter of a
-microsecond per byte, logits biases and tools the most."""
+"""Number of bytes from which a thread reads or writes JSON: a byte takes up to a quarter of a
+microsecond, most of it in logit biases and tools."""
 
 
 @dataclass(eq=False, repr=False)
@@ -39,10 +39,12 @@ class Serving:
         needs_token: whether clients have to send a bearer token.
         description: OpenAPI description as JSON, made at first use.
         unsupported: refuses fields that ask for what the server does not do, or ignores them.
+        max_body_size: maximum number of bytes of a request's body.
+        body_timeout: seconds that a client has to send the body.
         draining: the server is about to close and refuses requests.
         sessions: sessions of the open WebSockets.
-        worker: reads and writes long JSON. It rests as long as it works, so that streams keep half
-            their speed however many bodies come.
+        worker: thread that reads and writes long JSON. It rests as long as it works, so that
+            streams keep half their speed however many bodies come.
     """
 
     engine: AsyncLLMEngine
@@ -52,9 +54,11 @@ class Serving:
     pacer: FramePacer
     store: ResponseStore
     stats_interval: float
-    metrics: EngineMetrics | None = None
-    needs_token: bool = False
-    unsupported: UnsupportedFields = field(default_factory=UnsupportedFields)
+    metrics: EngineMetrics
+    needs_token: bool
+    unsupported: UnsupportedFields
+    max_body_size: int
+    body_timeout: float
     draining: bool = False
     description: bytes | None = None
     sessions: set[object] = field(default_factory=set)
@@ -62,10 +66,10 @@ class Serving:
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def run(self, job: Callable[[], T], size: int) -> T:
-        """Result of ``job()``, called on the worker thread if it takes long.
+        """Return the result of ``job()``, which the worker thread calls if it takes long.
 
         Args:
-            size: bytes of JSON that the job reads or writes, about.
+            size: approximate number of JSON bytes that the job reads or writes.
         """
         return job() if size < LONG_JSON else await self.worker.call(job, size)
 
@@ -92,7 +96,7 @@ class Serving:
         """Options of a client's requests, for ``AsyncLLMEngine.stream`` and ``chat``.
 
         Args:
-            owner: digest of the client's token; without one clients are the engine's owner None.
+            owner: digest of the client's token; "" is the engine's owner None.
         """
         return {"timeout": self.timeout, "owner": owner or None}
 

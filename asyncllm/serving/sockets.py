@@ -1,4 +1,4 @@
-"""WebSocketEndpoint: accepts WebSockets over ASGI, for ResponseSession and StatsSession."""
+"""SocketConnection: an open WebSocket over ASGI, for ResponseSession and StatsSession."""
 
 from __future__ import annotations
 
@@ -7,16 +7,10 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol
 
+from starlette.types import Receive, Send
+
 from asyncllm.serving.access import PROTOCOL
-from asyncllm.serving.exchange import (
-    DISCONNECT_ERRORS,
-    LOG_LINE,
-    OWNER,
-    ClientGoneError,
-    Receive,
-    Scope,
-    Send,
-)
+from asyncllm.serving.exchange import DISCONNECT_ERRORS, ClientGoneError, Exchange
 from asyncllm.serving.serving import Serving
 
 logger = logging.getLogger(__name__)
@@ -55,33 +49,24 @@ class Session(Protocol):
     async def run(self) -> None: ...
 
 
-class WebSocketEndpoint:
-    """An ASGI application that accepts WebSockets, and runs a session on each.
+async def run_session(
+    make_session: Callable[[SocketConnection, str], Session], serving: Serving, exchange: Exchange
+) -> None:
+    """Accept a WebSocket, and run a session on it.
 
     Args:
+        make_session: makes a session from a connection and the owner of its responses.
         serving: has the set of open sessions.
-        session: makes a session from a connection and the owner of its responses.
     """
-
-    def __init__(
-        self, serving: Serving, session: Callable[[SocketConnection, str], Session]
-    ) -> None:
-        self._serving = serving
-        self._session = session
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await receive()
-        subprotocol = PROTOCOL if PROTOCOL in scope.get("subprotocols", ()) else None
-        scope[LOG_LINE].status = 101
-        await send({"type": "websocket.accept", "subprotocol": subprotocol})
-        connection = SocketConnection(receive, send)
-        session = self._session(connection, scope.get(OWNER, ""))
-        self._serving.sessions.add(session)
-        try:
-            await session.run()
-            await connection.close()
-        except Exception:
-            logger.exception("a WebSocket at %s failed", scope["path"])
-            await connection.close(1011, "internal error")
-        finally:
-            self._serving.sessions.discard(session)
+    subprotocol = PROTOCOL if PROTOCOL in exchange.scope.get("subprotocols", ()) else None
+    connection = SocketConnection(*await exchange.accept(subprotocol))
+    session = make_session(connection, exchange.owner)
+    serving.sessions.add(session)
+    try:
+        await session.run()
+        await connection.close()
+    except Exception:
+        logger.exception("a WebSocket at %s failed", exchange.scope["path"])
+        await connection.close(1011, "internal error")
+    finally:
+        serving.sessions.discard(session)

@@ -15,12 +15,15 @@ from asyncllm.serving.serving import Serving
 from asyncllm.serving.sockets import SocketConnection
 
 KEEP_ALIVE = 5.0
+"""Maximum number of seconds between two snapshots."""
+
 MAX_RESPONSES = 64
+"""Maximum number of responses that a snapshot lists."""
 
 
 @dataclass(eq=False, repr=False)
 class StatsSession:
-    """Sends a snapshot when it differs from the last one, and sometimes anyway.
+    """Sender of the engine's statistics whenever they change, and every KEEP_ALIVE seconds.
 
     Args:
         connection: an open connection.
@@ -33,15 +36,13 @@ class StatsSession:
     async def run(self) -> None:
         """Run until the connection is closed. A client that sends anything is closed with 1008."""
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._send)
-            closing = False
+            tasks.start_soon(self._send_snapshots)
             async for _ in self.connection:
-                if not closing:  # not awaited: the close frame follows unread messages
-                    tasks.start_soon(self.connection.close, 1008, "this connection is read-only")
-                    closing = True
+                # Not awaited: the client's close frame follows unread messages.
+                tasks.start_soon(self.connection.close, 1008, "this connection is read-only")
             tasks.cancel_scope.cancel()
 
-    async def _send(self) -> None:
+    async def _send_snapshots(self) -> None:
         last, sent_at = None, 0.0
         with contextlib.suppress(*DISCONNECT_ERRORS):
             while True:

@@ -9,12 +9,11 @@ from asyncllm.outputs import TokenLogprobs
 from asyncllm.serving.answers import CompletionLogprobs, TokenLogprob, TopLogprob
 
 LOWEST = -1e9
-"""Stands for minus infinity, the log-probability of a token that cannot be sampled, which JSON
-lacks."""
+"""JSON value for minus infinity, the log-probability of a token that cannot be sampled."""
 
 
 def logprobs_size(tokens: Sequence[TokenLogprobs | None] | None) -> int:
-    """Bytes that log-probabilities take as JSON, about."""
+    """Approximate number of JSON bytes of log-probabilities."""
     return 32 * len(tokens) * (1 + len(tokens[-1].top)) if tokens and tokens[-1] else 0
 
 
@@ -52,8 +51,8 @@ class LogprobWriter:
 
 @dataclass(slots=True)
 class LegacyLogprobs:
-    """Writer for completions: parallel lists, with each token's offset in the text. Offsets follow
-    from the tokens' bytes, which are decoded incrementally.
+    """Writer for completions: parallel lists, with each token's offset in the text. An offset
+    is the number of characters of the tokens before it, each decoded alone.
 
     Args:
         bytes_of: function from token id to bytes.
@@ -84,8 +83,8 @@ class LegacyLogprobs:
         return found
 
     def _top(self, item: TokenLogprobs) -> dict[str, float]:
-        """Top log-probabilities by text; of two tokens with the same text the likelier counts. As
-        in OpenAI's protocol, the sampled token is always included."""
+        """Top log-probabilities by text. Of two tokens with the same text the likelier one counts.
+        As in OpenAI's protocol, the sampled token is always included."""
         top: dict[str, float] = {}
         for one in (*item.top[: self.num_top], item.sampled):
             top.setdefault(self._text(one.token_id), max(one.logprob, LOWEST))

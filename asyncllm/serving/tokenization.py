@@ -11,7 +11,13 @@ from pydantic_core import to_json
 
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.serving.answers import Text, Tokens
-from asyncllm.serving.chat_request import Messages, TemplateFields, Tools, template_messages
+from asyncllm.serving.chat_request import (
+    Messages,
+    ReasoningEffort,
+    TemplateFields,
+    Tools,
+    template_messages,
+)
 from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.request_body import RequestBody, parse_json
@@ -25,6 +31,7 @@ class TokenizeRequest(TemplateFields):
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
     messages: Messages | None = None
     tools: Tools | None = None
     add_generation_prompt: bool | None = None
@@ -48,7 +55,7 @@ class TokenizeRequest(TemplateFields):
             add_special_tokens=self.add_special_tokens,
             tools=self.tools,
             add_generation_prompt=self.add_generation_prompt is not False,
-            chat_template_kwargs=self.template_variables(engine) or None,
+            chat_template_kwargs=self.template_variables(engine, self.reasoning_effort) or None,
             max_tokens=engine.max_model_len - 1,
         )
 
@@ -62,29 +69,19 @@ class DetokenizeRequest(RequestBody):
     ]
 
 
-async def tokenize(serving: Serving, exchange: Exchange) -> None:
-    await _answer(serving, exchange, partial(_tokens, serving))
-
-
-async def detokenize(serving: Serving, exchange: Exchange) -> None:
-    await _answer(serving, exchange, partial(_text, serving))
-
-
-async def _answer(
-    serving: Serving, exchange: Exchange, answer: Callable[[bytes, bool], bytes | None]
+async def answer_long_text(
+    make_answer: Callable[[Serving, bytes, bool], bytes | None],
+    serving: Serving,
+    exchange: Exchange,
 ) -> None:
-    """Send ``answer(body, at_once)``. A long one, and one that is None at once, is made among the
-    engine's long texts."""
+    """Send ``make_answer(serving, body, at_once)``. The engine's thread for long texts makes the
+    answer of a long body, and one that is None with ``at_once``."""
     body = await exchange.body()
-    found = answer(body, True) if len(body) < LONG_JSON else None
-    if found is None:
         long_texts = serving.engine._running().prompts.long_texts
-        found = await long_texts.call(partial(answer, body, False), len(body))
-    assert found is not None
-    await exchange.respond(200, found)
+        found = await long_texts.call(partial(make_answer, body, False), len(body))
 
 
-def _tokens(serving: Serving, data: bytes, at_once: bool) -> bytes | None:
+def tokenize(serving: Serving, data: bytes, at_once: bool) -> bytes | None:
     request = TokenizeRequest.parse(parse_json(data), serving.unsupported)
     serving.model_name(request.model)
     engine = serving.engine
@@ -98,7 +95,7 @@ def _tokens(serving: Serving, data: bytes, at_once: bool) -> bytes | None:
     return to_json(body)
 
 
-def _text(serving: Serving, data: bytes, _: bool) -> bytes:
+def detokenize(serving: Serving, data: bytes, _: bool) -> bytes:
     request = DetokenizeRequest.parse(parse_json(data), serving.unsupported)
     serving.model_name(request.model)
     decode = serving.engine._running().prompts.prepare_detokenize(request.tokens, False)[1]

@@ -18,9 +18,9 @@ from typing import Any, Self
 
 from asyncllm import validation as check
 from asyncllm.engine import AsyncLLMEngine
-from asyncllm.serving.access import is_loopback
 from asyncllm.serving.app import Page, ServerApp, create_app
 from asyncllm.serving.http_server import ConnectionLimits, HttpServer
+from asyncllm.serving.loopback import is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def serve(
     max_frame_rate: float = 1000.0,
     ssl: SSLContext | None = None,
 ) -> EngineServer:
-    """Makes a server for a started engine, which listens from ``async with`` or ``await`` on.
+    """Make a server for a started engine; ``async with`` or ``await`` begins to listen.
 
     It serves ``create_app(engine)``: ``/v1/responses`` speaks OpenAI's Responses protocol, over
     HTTP and WebSockets; ``/v1/stats`` sends the engine's statistics over a WebSocket.
@@ -56,9 +56,9 @@ def serve(
         token, origins, page, timeout, stats_interval, max_frame_rate: as for ``create_app``.
         model_name: the model's name to clients; None is ``EngineConfig.served_model_name``, else
             the model as given to the engine.
-        max_connections: most open connections; more are answered with 503.
-        max_message_size: most bytes of a WebSocket message, which otherwise closes its connection
-            with 1009, and of a request's body.
+        max_connections: maximum number of open connections; others are answered with 503.
+        max_message_size: maximum number of bytes of a WebSocket message and of a request's body. A
+            longer message closes its connection with 1009.
         ping_interval, ping_timeout: seconds between pings of a WebSocket, and to wait for the
             answer; None sends no pings.
         close_timeout: seconds that a client has to answer a close, and that HTTP answers in flight
@@ -66,7 +66,7 @@ def serve(
         ssl: context for TLS; None serves without TLS.
 
     Raises:
-        InvalidRequestError: for an argument that makes no sense.
+        InvalidRequestError: for an invalid argument.
     """
     limits = ConnectionLimits(
         max_connections=max_connections,
@@ -109,7 +109,7 @@ class EngineServer(HttpServer):
         return self._app.model_names[0]
 
     async def __aenter__(self) -> Self:
-        """Begins to listen. Raises EngineError for an engine that is not running, and OSError as
+        """Begin to listen. Raises EngineError for an engine that is not running, and OSError as
         ``bind``."""
         self.engine.stats()  # raises here, instead of at each request
         if not (self._app.needs_token or is_loopback(self.host)):
@@ -124,7 +124,7 @@ class EngineServer(HttpServer):
         return self.__aenter__().__await__()
 
     async def serve_forever(self) -> None:
-        """Waits until it is cancelled, or the server or its engine is closed.
+        """Wait until it is cancelled, or the server or its engine is closed.
 
         Raises:
             EngineDeadError, EngineClosedError: if the engine ended by anything but its

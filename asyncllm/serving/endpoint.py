@@ -1,0 +1,81 @@
+"""Endpoint: checks requests of one path, answers errors, and writes the log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from starlette.types import Receive, Scope, Send
+
+from asyncllm.errors import AsyncLLMError
+from asyncllm.serving.access import AccessRules
+from asyncllm.serving.exchange import CLOSE_HEADERS, DISCONNECT_ERRORS, Exchange
+from asyncllm.serving.protocol_error import ProtocolError
+from asyncllm.serving.serving import Serving
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[Serving, Exchange], Awaitable[None]]
+
+
+@dataclass(eq=False, repr=False)
+class Endpoint:
+    """An ASGI application of one path.
+
+    Args:
+        serving: passed to the handlers.
+        handlers: handlers by HTTP method; "WEBSOCKET" for WebSockets.
+        rules: rules of access; None admits every request, also while draining.
+        engine_names: for errors: names of engine parameters to the protocol's names, where they
+            differ.
+    """
+
+    _serving: Serving
+    _handlers: Mapping[str, Handler]
+    _rules: AccessRules | None
+    _engine_names: Mapping[str, str]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(self._serving, scope, receive, send, self._engine_names)
+        try:
+            self._check(exchange)
+            await self._handler(scope)(self._serving, exchange)
+        # Before DISCONNECT_ERRORS: one AsyncLLMError is an OSError too.
+        except (ProtocolError, AsyncLLMError) as error:
+            await exchange.refuse(error)
+        except DISCONNECT_ERRORS:
+            return
+        except Exception:
+            logger.exception("a request to %s failed", scope["path"])
+            if exchange.started:
+                raise  # closes the connection: the answer is incomplete
+            await exchange.refuse(ProtocolError("internal error", code="server_error", status=500))
+        finally:
+            exchange.log()
+
+    def _check(self, exchange: Exchange) -> None:
+        # A proxy in front might end a body with two lengths elsewhere.
+        if {"content-length", "transfer-encoding"} <= set(exchange.headers):
+            raise ProtocolError(
+                "header: has Content-Length and Transfer-Encoding, expected one of them",
+                code="invalid_header",
+                headers=CLOSE_HEADERS,
+            )
+        if self._rules is not None:
+            subprotocols = exchange.scope.get("subprotocols", ())
+            exchange.owner = self._rules.check(exchange.headers, subprotocols)
+            self._serving.check_open()
+
+    def _handler(self, scope: Scope) -> Handler:
+        method = scope.get("method", "WEBSOCKET")
+        handler = self._handlers.get("GET" if method == "HEAD" else method)
+        if handler is None:
+            allowed = ", ".join(self._handlers)
+            raise ProtocolError(
+                f"method {method[:20]} is not allowed here, expected {allowed}",
+                code="method_not_allowed",
+                status=405,
+                headers={"Allow": allowed},
+            )
+        return handler

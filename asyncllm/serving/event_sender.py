@@ -1,0 +1,138 @@
+"""EventSender: sends an answer in server-sent events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any
+
+import anyio
+
+from asyncllm.errors import AsyncLLMError
+from asyncllm.serving.exchange import ClientGoneError, Exchange
+from asyncllm.serving.protocol_error import ProtocolError
+from asyncllm.serving.serving import Serving
+from asyncllm.stream import TokenStream
+
+PING = ": ping\n\n"
+"""Comment that clients ignore and proxies count as traffic."""
+
+
+class EventSender:
+    """Sender of events and of comments between them.
+
+    The answer begins with its first text or comment, so that an error of the first read (for too
+    long a prompt, say) still has its HTTP status.
+
+    Args:
+        opening: events to send before the first text.
+    """
+
+    def __init__(self, exchange: Exchange, opening: str) -> None:
+        self._exchange = exchange
+        self._opening = opening
+        self._start_lock = anyio.Lock()
+        self._has_started = False
+        self._has_sent = False
+
+    def send(self, text: str) -> Awaitable[None]:
+        self._has_sent = True
+        return self._exchange.send_events(text) if self._has_started else self._start(text)
+
+    async def _start(self, text: str) -> None:
+        """Send ``text``, with the opening before it if this text is the first; others wait."""
+        async with self._start_lock:
+            if not self._has_started:
+                await self._exchange.start_events()
+                text = self._opening + text
+            await self._exchange.send_events(text)
+            self._has_started = True
+
+    async def keep_alive(self, seconds: float) -> None:
+        """Send a comment after ``seconds`` without events, until the client is gone.
+
+        Each event sets a flag, which costs a fraction of a read with a timeout.
+        """
+        with suppress(OSError):
+            while True:
+                await anyio.sleep(seconds / 2)
+                if not self._has_sent:
+                    await self.send(PING)
+                self._has_sent = False
+
+
+@asynccontextmanager
+async def sending_events(
+    serving: Serving,
+    exchange: Exchange,
+    streams: Sequence[TokenStream],
+    opening: str,
+    write_error: Callable[[ProtocolError], str],
+) -> AsyncIterator[EventSender]:
+    """Send an answer from the streams inside the block, and end it.
+
+    Args:
+        opening: events to send before the first text.
+        write_error: writes the events of an error after the first event.
+
+    Raises:
+        ProtocolError, AsyncLLMError: if nothing was sent yet.
+        ClientGoneError: at the end of the block, if the client has gone meanwhile.
+    """
+    sender = EventSender(exchange, opening)
+    serving.pacer.begin()
+    try:
+        keep_alive = partial(sender.keep_alive, serving.ping_interval)
+        async with abort_on_disconnect(exchange, streams, keep_alive):
+            yield sender
+    except (ProtocolError, AsyncLLMError) as error:
+        if not exchange.started:
+            raise
+        await sender.send(write_error(exchange.protocol_error(error)))
+    finally:
+        serving.pacer.end()
+    await exchange.end_events()
+
+
+@asynccontextmanager
+async def abort_on_disconnect(
+    exchange: Exchange,
+    streams: Sequence[TokenStream],
+    meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None,
+) -> AsyncIterator[None]:
+    """Abort the streams when the client closes its connection, or the block is left.
+
+    Args:
+        meanwhile: runs until the end of the block.
+
+    Raises:
+        ClientGoneError: at the end of the block, if the client has gone meanwhile.
+    """
+    gone = False
+    failure: Exception | None = None
+
+    async def watch() -> None:
+        nonlocal gone
+        await exchange.wait_until_gone()
+        gone = True
+        for stream in streams:
+            stream.abort()
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch)
+            if meanwhile is not None:
+                tasks.start_soon(meanwhile)
+            try:
+                yield
+            except Exception as error:  # the task group would wrap the error
+                failure = error
+            tasks.cancel_scope.cancel()
+    finally:
+        for stream in streams:
+            stream.close()
+    if gone:
+        raise ClientGoneError
+    if failure is not None:
+        raise failure
