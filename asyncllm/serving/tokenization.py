@@ -38,7 +38,7 @@ class TokenizeRequest(TemplateFields):
     return_token_strs: bool | None = None
 
     def prepare(self, engine: AsyncLLMEngine) -> Callable[..., list[int] | None]:
-        """Check the input; returns ``PromptEncoder.prepare_tokenize``'s function. An input that
+        """Check the input; returns ``InputProcessor.prepare_tokenize``'s function. An input that
         cannot fit into the context is refused, because an answer may take thirty times its memory.
 
         Raises:
@@ -77,8 +77,12 @@ async def answer_long_text(
     """Send ``make_answer(serving, body, at_once)``. The engine's thread for long texts makes the
     answer of a long body, and one that is None with ``at_once``."""
     body = await exchange.body()
+    answer = make_answer(serving, body, True) if len(body) < LONG_JSON else None
+    if answer is None:
         long_texts = serving.engine._running().prompts.long_texts
-        found = await long_texts.call(partial(make_answer, body, False), len(body))
+        answer = await long_texts.call(partial(make_answer, serving, body, False), len(body))
+    assert answer is not None
+    await exchange.respond(200, answer)
 
 
 def tokenize(serving: Serving, data: bytes, at_once: bool) -> bytes | None:
