@@ -200,16 +200,17 @@ async def test_a_stored_response_belongs_to_the_token_that_made_it():
 
 
 async def test_the_store_is_bounded():
-    def response(size):
-        messages = ({"role": "user", "content": "x" * (size - 4)},)
+    def response(kilobytes, parts=0):
+        content = [{"type": "text", "text": ""}] * parts or "x" * (1000 * kilobytes - 400)
+        messages = ({"role": "user", "content": content},)
         return StoredResponse(Conversation().followed_by(messages), "{}")
 
-    store = ResponseStore(limit=3, max_size=100)
+    store = ResponseStore(limit=3, max_size=100_000)
     for name in "abcd":
         store.add("me", name, response(10))
     assert [name for name in "abcd" if store.get("me", name)] == ["b", "c", "d"]
     assert store.get("you", "d") is None
-    store.add("me", "e", response(80))  # with the bodies 82 and 12: b and c have to go
+    store.add("me", "e", response(85))  # b and c have to go
     assert [name for name in "bcde" if store.get("me", name)] == ["d", "e"]
     store.add("me", "f", response(101))
     assert [name for name in "def" if store.get("me", name)] == []
@@ -218,8 +219,11 @@ async def test_the_store_is_bounded():
     assert not store.remove("me", "g")
     store.add("me", "h", response(98))
     assert store.get("me", "h")
+    # Empty parts take memory as well.
+    store.add("me", "i", response(0, parts=400))
+    assert [name for name in "hi" if store.get("me", name)] == []
     none = ResponseStore(limit=0, max_size=100)
-    none.add("me", "a", response(1 + 4))
+    none.add("me", "a", response(1))
     assert none.get("me", "a") is None
 
 

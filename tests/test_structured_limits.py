@@ -15,6 +15,7 @@ from asyncllm import InvalidRequestError
 from asyncllm.serving.protocol_error import from_engine_error
 from asyncllm.structured.grammar import GrammarError, Vocabulary
 from asyncllm.structured.llguidance_backend import LLGuidanceBackend, _choices_regex
+from asyncllm.structured.merged_schemas import refuse_large_merges
 from asyncllm.structured.references import refuse_endless
 from asyncllm.structured.spec import parse_structured_outputs
 from tests.structured import ByteRig, accepts, byte_vocabulary, tokens_of
@@ -46,6 +47,67 @@ def last_of(schema: dict[str, Any]) -> str:
     names = [*schema["required"], list(schema["properties"])[-1]]
     places = {name: place for place, name in enumerate(schema["properties"])}
     return json.dumps(dict.fromkeys(sorted(set(names), key=places.__getitem__), 1))
+
+
+def patterns(count: int) -> list[dict]:
+    return [{"type": "string", "pattern": f".*{chr(97 + i)}.*"} for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "multipleOf": 9_999_991},
+        {"allOf": [{"type": "integer", "multipleOf": 997}, {"multipleOf": 9.91}]},
+        {"type": "object", "properties": {f"p{i}": {"multipleOf": 6000 + i} for i in range(11)}},
+        {"allOf": [{"properties": {"a": {"multipleOf": 997 + i}}} for i in range(0, 8, 2)]},
+        {"allOf": patterns(36)},
+        {"allOf": [{"properties": {"a": one}} for one in patterns(36)]},
+        {"allOf": [{"items": one} for one in patterns(9)]},
+        {"allOf": [{"additionalProperties": one} for one in patterns(9)]},
+        {"allOf": [{"anyOf": [one, {"type": "null"}]} for one in patterns(36)]},
+        {
+            "$ref": "#/$defs/0",
+            "$defs": {
+                **{
+                    str(i): {"$ref": f"#/$defs/{i + 1}", **one} for i, one in enumerate(patterns(9))
+                },
+                "9": {"type": "string"},
+            },
+        },
+    ],
+    ids=str,
+)
+def test_what_would_be_merged_for_hours_is_refused_at_once(llguidance, schema) -> None:
+    with pytest.raises(GrammarError, match=r"multipleOf has|patterns and formats apply to one"):
+        compiled(llguidance, json=schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "number", "multipleOf": 0.01},
+        {"type": "integer", "multipleOf": 1000, "minimum": 1},
+        {"anyOf": patterns(26)},
+        {"anyOf": [{"anyOf": patterns(9)}, {"anyOf": patterns(12)}]},
+        {"type": "object", "properties": dict(zip("abcdefghijkl", patterns(12), strict=True))},
+        {
+            "allOf": [
+                {"$ref": "#/$defs/base"},
+                {"properties": {f"q{i}": one for i, one in enumerate(patterns(20))}},
+            ],
+            "$defs": {
+                "base": {
+                    "type": "object",
+                    "properties": {f"b{i}": {"format": "date"} for i in range(20)},
+                }
+            },
+        },
+        {"$ref": "#/$defs/n", "$defs": {"n": {"properties": {"n": {"$ref": "#/$defs/n"}}}}},
+    ],
+    ids=str,
+)
+def test_what_applies_to_different_values_is_not_counted_together(schema) -> None:
+    refuse_large_merges(schema)
 
 
 # The most that llguidance takes, and one more.

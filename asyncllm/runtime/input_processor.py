@@ -35,8 +35,9 @@ from asyncllm.tool_calls.tool_use import ToolUse
 _PROMPT_END = 32
 """Last tokens of a prompt in which the beginning of the answer is searched."""
 
-_MAX_TRUNCATED = 2**24
-"""Most characters of a text with ``truncate_prompt_tokens``, because all of it is tokenised."""
+_MAX_TRUNCATED = 2**20
+"""Maximum number of characters of a prompt with ``truncate_prompt_tokens``. All of it is tokenised,
+which takes up to 180 bytes per character."""
 
 
 @dataclass(eq=False, repr=False)
@@ -116,6 +117,7 @@ class InputProcessor:
             )
         call: CallInfo = ("chat", messages)
         longest = request.max_model_len - 1 if self._max_prompt_tokens(request) is None else None
+        self._check_length(request, given.num_characters, 0)
         encode = partial(self.prompts.encode_chat, given, longest, chat.split_special_tokens)
         return self._submission(request, call, encode, given.num_characters // 4, parser)
 

@@ -136,8 +136,8 @@ def create_app(
         max_frame_rate: maximum number of events with text per second, over all answers. Beyond it,
             tokens are merged, for at most a tenth of a second.
         max_stored_responses, max_stored_size: maximum number of responses kept in memory, to be
-            continued and read again, and of their characters, conversations included. The oldest
-            are dropped.
+            continued and read again, and of their bytes, conversations included. The oldest are
+            dropped.
         stats_interval: seconds between two snapshots on ``/v1/stats``.
         ignore_unsupported: ignore fields of OpenAI's protocol that this server does not support,
             such as ``truncation="auto"``, and log each once; else they are refused. Unknown fields

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Discriminator, Field, Tag
@@ -132,14 +133,15 @@ def _message_content(content: Any) -> Any:
     return [{"type": "text", "text": part["text"]} for part in content]
 
 
-def count_characters(messages: Iterable[Message]) -> int:
-    """Number of characters of all texts in messages."""
-    return sum(len(text) for message in messages for text in _all_texts(message))
+def memory_size(messages: Iterable[Message]) -> int:
+    """Approximate number of bytes of messages in memory: an object of a few short fields takes 256
+    beside its texts."""
+    return sum(map(_size, messages))
 
 
-def _all_texts(value: Any) -> Iterator[str]:
+def _size(value: Any) -> int:
     if isinstance(value, str):
-        yield value
-    elif isinstance(value, (dict, list)):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _all_texts(one)
+        return sys.getsizeof(value)
+    if isinstance(value, dict):
+        return 256 + sum(map(_size, value.values()))
+    return sum(map(_size, value)) if isinstance(value, list) else 0

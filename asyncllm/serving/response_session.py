@@ -34,7 +34,7 @@ ENGINE_NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "prompt"
 MAX_CONTINUABLE = 32
 MAX_UNSTORED_SIZE = 1 << 24
 """Maximum number of responses with ``store=false`` that a connection can continue, and of their
-characters."""
+bytes."""
 
 MAX_ERRORS = 64
 """Maximum number of consecutive requests that may fail through the client's fault."""

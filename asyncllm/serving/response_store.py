@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from dataclasses import dataclass
 
 from asyncllm.serving.protocol_error import ProtocolError
-from asyncllm.serving.response_input import Message, count_characters
+from asyncllm.serving.response_input import Message, memory_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,14 +15,14 @@ class Conversation:
     """All messages up to the end of a response, without instructions, which each request sets anew.
 
     Attributes:
-        size: characters of the messages.
+        size: approximate bytes of the messages in memory.
     """
 
     messages: tuple[Message, ...] = ()
     size: int = 0
 
     def followed_by(self, messages: tuple[Message, ...]) -> Conversation:
-        return Conversation((*self.messages, *messages), self.size + count_characters(messages))
+        return Conversation((*self.messages, *messages), self.size + memory_size(messages))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,8 @@ class ResponseStore:
 
     Args:
         limit: maximum number of responses; 0 stores none.
-        max_size: maximum number of characters of all responses and conversations; the oldest are
-            dropped.
+        max_size: maximum number of bytes of all responses and conversations, as ``memory_size``
+            counts them; the oldest are dropped.
     """
 
     def __init__(self, limit: int, max_size: int) -> None:
@@ -70,7 +71,7 @@ class ResponseStore:
 
 
 def _response_size(stored: StoredResponse) -> int:
-    return stored.conversation.size + len(stored.body)
+    return stored.conversation.size + sys.getsizeof(stored.body)
 
 
 def response_not_found(response_id: str, param: str | None = None) -> ProtocolError:

@@ -15,6 +15,7 @@ from typing import Any
 
 from asyncllm.structured.grammar import GrammarError
 from asyncllm.structured.json_schema import LLGUIDANCE_KEYWORDS, refuse_unenforced
+from asyncllm.structured.merged_schemas import refuse_large_merges
 from asyncllm.structured.references import refuse_endless
 from asyncllm.structured.spec import StructuredOutputs
 
@@ -45,9 +46,10 @@ def max_items_in_row(spec: StructuredOutputs) -> int:
 
 def refuse_past_llguidance(schema: Any) -> None:
     """Raise GrammarError for a keyword that llguidance does not enforce, and for a schema whose
-    values never end."""
+    values never end, or whose parts it could merge for hours."""
     refuse_unenforced(schema, LLGUIDANCE_KEYWORDS)
     refuse_endless(schema)
+    refuse_large_merges(schema)
 
 
 def try_states(matcher: Any, mask_size: int, num_characters: int) -> None:

@@ -1,0 +1,145 @@
+"""refuse_large_merges: bounds the schemas that llguidance merges because they apply to one value.
+
+llguidance merges the schemas of ``allOf``, and the keywords beside a ``$ref``, into one automaton.
+The states of patterns multiply; those of ``multipleOf`` are the least common multiple. llguidance's
+limits do not count this work, and nothing interrupts it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+from asyncllm.structured.grammar import GrammarError
+from asyncllm.structured.references import is_local, resolve
+
+MAX_PATTERNS = 8
+"""Maximum number of patterns and formats of one value, which take 4 ms. One more takes twice as
+long."""
+
+MAX_REMAINDERS = 65_536
+"""Maximum number of remainders in the ``multipleOf`` of all values: 0.3 s and 60 MB."""
+
+MAX_VALUES = 20_000
+"""Maximum number of values whose schemas are examined."""
+
+Schema = Mapping[str, Any]
+
+
+def refuse_large_merges(root: Any) -> None:
+    """Raise GrammarError if llguidance could take very long to merge schemas of one value."""
+    try:
+        _Merges(root).examine([root])
+    except RecursionError:
+        raise GrammarError("the schemas of one value are nested too deeply") from None
+
+
+class _Merges:
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._examined: set[tuple[frozenset[int], frozenset[int]]] = set()
+        self._multiples: set[frozenset[Fraction]] = set()
+
+    def examine(self, schemas: Iterable[Any], known: frozenset[int] = frozenset()) -> None:
+        """Check the value that all ``schemas`` apply to, and its items and properties.
+
+        Args:
+            known: ids of lists of alternatives one of which is among ``schemas``, or was.
+        """
+        applied = self._applied(schemas)
+        key = frozenset(map(id, applied)), known
+        if key in self._examined:
+            return
+        self._examined.add(key)
+        if len(self._examined) > MAX_VALUES:
+            raise GrammarError("too many combinations of schemas apply to one value")
+        lists = [
+            choices
+            for schema in applied
+            for keyword in ("anyOf", "oneOf")
+            if isinstance(choices := schema.get(keyword), list) and id(choices) not in known
+        ]
+        self._check(applied, lists)
+        for group in _children(applied):
+            self.examine(group)
+        known |= set(map(id, lists))
+        for choices in lists:
+            for choice in choices:
+                self.examine([*applied, choice], known)
+
+    def _applied(self, schemas: Iterable[Any]) -> list[Schema]:
+        """The schemas, and those that they include by ``allOf`` and ``$ref``."""
+        found: dict[int, Schema] = {}
+        pending = list(schemas)
+        while pending:
+            schema = pending.pop()
+            if not isinstance(schema, Mapping) or id(schema) in found:
+                continue
+            found[id(schema)] = schema
+            if isinstance(included := schema.get("allOf"), list):
+                pending += included
+            if is_local(pointer := schema.get("$ref")):
+                with suppress(LookupError):  # the backend refuses it
+                    pending.append(resolve(pointer, self._root))
+        return list(found.values())
+
+    def _check(self, applied: list[Schema], lists: list[list[Any]]) -> None:
+        # One alternative of each list applies, in any combination.
+        count = len(_patterns(applied)) + sum(
+            max((len(_patterns(self._applied([choice]))) for choice in choices), default=0)
+            for choices in lists
+        )
+        if count > MAX_PATTERNS:
+            raise GrammarError(
+                f"{count} patterns and formats apply to one value, expected at most {MAX_PATTERNS}"
+            )
+        multiples = [schema.get("multipleOf") for schema in applied]
+        self._multiples.add(
+            frozenset(
+                Fraction(Decimal(repr(one)))
+                for one in multiples
+                if isinstance(one, int | float) and one > 0
+            )
+        )
+        total = sum(map(_num_remainders, self._multiples))
+        if total > MAX_REMAINDERS:
+            raise GrammarError(
+                f"multipleOf has {total} remainders, expected at most {MAX_REMAINDERS}: smaller "
+                "numbers, or fewer for one value"
+            )
+
+
+def _children(applied: list[Schema]) -> Iterable[list[Any]]:
+    """Groups of schemas that apply to one property or item of the value."""
+    names = dict.fromkeys(
+        name
+        for schema in applied
+        for keyword in ("properties", "patternProperties")
+        if isinstance(schema.get(keyword), Mapping)
+        for name in schema[keyword]
+    )
+    others = [
+        schema["additionalProperties"] for schema in applied if "additionalProperties" in schema
+    ]
+    for name in names:
+        maps = (schema.get(k) for schema in applied for k in ("properties", "patternProperties"))
+        yield [one[name] for one in maps if isinstance(one, Mapping) and name in one] + others
+    yield others
+    for keyword in ("items", "prefixItems", "additionalItems"):
+        found = [schema[keyword] for schema in applied if keyword in schema]
+        yield [one for part in found for one in (part if isinstance(part, list) else [part])]
+
+
+def _patterns(applied: list[Schema]) -> set[tuple[str, str]]:
+    names = ("pattern", "format")
+    return {(name, str(one[name])) for one in applied for name in names if name in one}
+
+
+def _num_remainders(multiples: frozenset[Fraction]) -> int:
+    """Number of remainders that an automaton for numbers divided by all ``multiples`` knows."""
+    unit = math.lcm(*(one.denominator for one in multiples))
+    return math.lcm(*(int(one * unit) for one in multiples)) if multiples else 0
