@@ -120,7 +120,7 @@ def test_stop_aborts_within_a_step(monkeypatch):
     from asyncllm.serving.response_session import ResponseSession
 
     steps = []
-    cancel = ResponseSession._cancel
+    cancel = ResponseSession._cancel_response
 
     def noting(self):
         steps.append(self.serving.engine.stats().num_steps)

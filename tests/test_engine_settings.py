@@ -15,7 +15,7 @@ from asyncllm.callbacks import stream_with_callbacks
 from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.cli.arguments import engine_options, parse
 from asyncllm.cli.session import model_name
-from asyncllm.gpu.transformers_model.config import TransformersConfig, _read, read_config
+from asyncllm.gpu.transformers_model.config import TransformersConfig, _read_config, read_config
 from asyncllm.metrics import EngineMetrics
 from asyncllm.serving import create_app
 from asyncllm.testing import fake_engine, fake_llm
@@ -319,12 +319,12 @@ def test_a_checkpoints_own_configuration_is_overridden_where_its_code_is_trusted
     path = write(tmp_path / "own", values)
     (path / "own.py").write_text(code)
     file = ConfigFile.read(path / "config.json").with_overrides({"hidden_size": 32})
-    found = _read(path, file, True, is_overridden=True)
+    found = _read_config(path, file, True, is_overridden=True)
     assert (type(found).__name__, found.hidden_size) == ("Own", 32)
     with pytest.raises(ModelLoadError, match="trust_remote_code=True runs that"):
-        _read(path, file, False, is_overridden=True)
+        _read_config(path, file, False, is_overridden=True)
     known = ConfigFile(file.path, {**file.values, "model_type": "qwen3"})
-    assert type(_read(path, known, False, is_overridden=True)).__name__ == "Qwen3Config"
+    assert type(_read_config(path, known, False, is_overridden=True)).__name__ == "Qwen3Config"
 
 
 # --- commands ---------------------------------------------------------------------------

@@ -35,7 +35,7 @@ class PromptEncoder:
     loaded: LoadedModel
     config: EngineConfig
     long_texts: WorkerThread = field(
-        default_factory=partial(WorkerThread, "asyncllm-tokenize"), init=False
+        default_factory=partial(WorkerThread, "asyncllm-tokenize", rest=1.0), init=False
     )
 
     def prepare_tokenize(

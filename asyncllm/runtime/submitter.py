@@ -57,7 +57,7 @@ class Submitter:
     grammars: GrammarCompiler
     mailboxes: MailboxRegistry
     observers: Observers
-    _worker: WorkerThread = field(default_factory=partial(WorkerThread, "asyncllm-text"))
+    _worker: WorkerThread = field(default_factory=partial(WorkerThread, "asyncllm-text", rest=1.0))
 
     def enqueue(self, submission: Submission) -> TokenStream:
         """Queue a request, and return its stream. It goes to the engine thread once its prompt and
