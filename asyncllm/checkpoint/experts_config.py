@@ -14,16 +14,16 @@ class RoutingConfig:
         top_k: number of experts per token.
         scoring: function from logits to scores; "softmax" is over all experts.
         renormalise: divide the routing weights of a token by their sum.
-        least_sum: lower bound of that sum.
+        least_sum: lower bound of the sum by which ``renormalise`` divides.
         scale: factor of the routing weights after renormalisation.
-        num_groups: number of groups of equal size into which the experts are divided.
+        num_groups: number of groups of experts, all of equal size.
         top_groups: number of groups from which a token's experts are chosen: those whose two best
             scores have the greatest sum.
-        correction: experts are chosen by score plus a bias per expert; routing weights are made
-            from the score alone.
-        correction_rows: first dimension of that bias in a file, if it has two.
+        correction: the router has a bias per expert, which is added to the scores to choose experts
+            but not to compute routing weights.
+        correction_rows: first dimension of the correction bias in a file, if it has two dimensions.
         bias: the router has a bias on the logits.
-        float32: logits are computed in float32, from router weights in float32.
+        float32: the router's weights and logits are in float32.
         expert_scale: each expert has a factor, by which its routing weight is multiplied last.
     """
 
@@ -101,8 +101,9 @@ class ExpertsConfig:
         shared_gate: the shared expert's output is multiplied by ``sigmoid(logit)``, where a
             projection of the hidden state to one number gives the logit.
         bias: the experts' projections have biases.
-        beside_mlp: layers with experts also have an ordinary MLP (else experts replace it). MLP,
-            router and experts all read the residual, each through a norm of its own.
+        beside_mlp: layers with experts also have an ordinary MLP; otherwise experts replace the
+            MLP. The MLP, the router and the experts all read the residual, each through its own
+            norm.
     """
 
     layers: tuple[bool, ...]

@@ -119,7 +119,8 @@ def read_window(config: ConfigFile, layers: tuple[bool, ...]) -> Fields:
 
 
 def read_optional_window(config: ConfigFile, sizes: Sizes, layers: tuple[bool, ...]) -> Fields:
-    """Read the sliding window if ``use_sliding_window`` is true; else no layer has one."""
+    """Read the sliding window if ``use_sliding_window`` is true; otherwise no layer has a
+    window."""
     if config.boolean("use_sliding_window", False):
         return read_window(config, layers)
     file = ConfigFile(config.path, {**config.values, "sliding_window": None})
@@ -127,7 +128,7 @@ def read_optional_window(config: ConfigFile, sizes: Sizes, layers: tuple[bool, .
 
 
 def _read_uniform_window(config: ConfigFile, sizes: Sizes) -> Fields:
-    """Read ``sliding_window``, which all layers have; null if none has."""
+    """Read ``sliding_window``, which all layers have; null means that no layer has a window."""
     window = config.integer("sliding_window", None, high=MAX_POSITIONS)
     implied = (window is not None,) * sizes.num_layers
     if _read_sliding_layers(config, implied) != implied:
@@ -152,7 +153,7 @@ def read_layer_types(config: ConfigFile, count: int, kind: str) -> list[str]:
 
 
 def all_but_every(count: int, sizes: Sizes) -> tuple[bool, ...]:
-    """One bool per layer: False for every ``count``-th layer, True for the others."""
+    """Make one bool per layer: False for every ``count``-th layer, True for the others."""
     return tuple((index + 1) % count != 0 for index in range(sizes.num_layers))
 
 
@@ -214,7 +215,7 @@ def _ropes_or_none(config: ConfigFile, sizes: Sizes, rotates: tuple[bool, ...]) 
 
 
 def _ropes_of_kinds(ropes: Mapping[str, RopeConfig], sliding: tuple[bool, ...]) -> Fields:
-    """Choose each layer's RoPE: that of sliding layers or that of full ones."""
+    """Choose each layer's RoPE: that of sliding layers or that of full-attention layers."""
     return {"layer_ropes": tuple(ropes[SLIDING if each else FULL] for each in sliding)}
 
 
@@ -352,8 +353,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(
         "Qwen3ForCausalLM", {"sliding_window": 4096, "head_dim": 128}, read=_read_qwen3
     ),
-    # Its multimodal RoPE has a time, a height and a width position. Text tokens have the same
-    # value for all three, so plain RoPE computes the same.
+    # Qwen3-VL's multimodal RoPE has a time, a height and a width position. Text tokens have the
+    # same value for all three, so plain RoPE computes the same.
     "qwen3_vl_text": Family(
         "Qwen3ForCausalLM",
         {"sliding_window": 4096, "head_dim": 128, "rope_theta": 500_000.0},

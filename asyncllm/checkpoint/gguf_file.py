@@ -98,7 +98,7 @@ class GGUFFile:
                 self._read_header(_Cursor(path, data))
         except OSError as error:
             raise ModelLoadError(f"{path}: cannot be read ({error.strerror or error})") from error
-        except ValueError as error:  # mmap's error for an empty file
+        except ValueError as error:  # mmap raises ValueError for an empty file.
             raise ModelLoadError(f"{path}: not a GGUF file ({error})") from error
 
     def read_floats(self, name: str) -> tuple[float, ...]:

@@ -143,7 +143,7 @@ class ModelConfig:
     generation_defaults: Mapping[str, Any] | None = None
 
     def layer(self, index: int) -> LayerConfig:
-        """Sizes of one layer."""
+        """Sizes of layer ``index``."""
         if self.layers:
             return self.layers[index]
         return LayerConfig(self.num_kv_heads, self.head_dim, self.intermediate_size)
@@ -221,7 +221,7 @@ class ModelConfig:
 
 
 def has_native_decoder(config: ConfigFile) -> bool:
-    """Whether the engine's own decoder supports the architecture."""
+    """Whether the engine's own decoder supports the checkpoint's architecture."""
     return _find_family(config) is not None
 
 
@@ -263,7 +263,8 @@ def _resolve_family(config: ConfigFile) -> tuple[Family, ConfigFile, bool]:
     family, is_text_part = found
     values = dict(config.values)
     if is_text_part:
-        # The text part may leave these fields out or contradict the outer ones, so the outer win.
+        # The text part's section may leave these fields out or contradict the top-level fields, so
+        # the top-level fields win.
         shared = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
         outer = {name: values[name] for name in shared if values.get(name) is not None}
         inner = values["text_config"]

@@ -272,14 +272,15 @@ def _explain_download_error(model: str, revision: str | None, error: Exception) 
 def _quiet_bar(progress: Progress | None) -> type[Any]:
     """Make a tqdm class that prints nothing, starts no thread, and reports bytes to ``progress``.
 
-    huggingface_hub counts bytes in several bars (received, written); the furthest one is reported.
+    huggingface_hub counts bytes in several bars (received, written); the most advanced bar is
+    reported.
     """
     from tqdm import tqdm
 
     bars: list[Any] = []
 
     class QuietBar(tqdm):
-        monitor_interval = 0  # tqdm's monitor thread would outlive the download
+        monitor_interval = 0  # No monitor thread: tqdm's would outlive the download.
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self.counts_bytes = kwargs.get("unit") == "B"
@@ -289,7 +290,7 @@ def _quiet_bar(progress: Progress | None) -> type[Any]:
                 bars.append(self)
 
         def update(self, n: float | None = 1) -> bool | None:
-            self.n += n or 0  # a disabled bar does not update its count
+            self.n += n or 0  # A disabled tqdm bar does not update its count.
             if progress is not None and self.counts_bytes:
                 furthest = max(bars, key=lambda bar: bar.n)
                 progress(int(furthest.n), int(furthest.total or 0))

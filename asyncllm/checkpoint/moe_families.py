@@ -149,7 +149,8 @@ def _read_mixtral(config: ConfigFile, sizes: Sizes) -> Fields:
 
 
 def _read_qwen2_moe(config: ConfigFile, sizes: Sizes) -> Fields:
-    # Every other layer below max_window_layers slides. In Qwen2, all from there on do.
+    # Every second layer below max_window_layers has the sliding window. In dense Qwen2, all layers
+    # from max_window_layers on have it.
     most = config.integer("max_window_layers", 28, low=0)
     slides = "sliding_window" in config
     layers = tuple(slides and layer % 2 == 0 and layer < most for layer in range(sizes.num_layers))

@@ -86,7 +86,7 @@ def _load_transformers(
     num_threads: int | None,
     progress: Progress | None,
 ) -> tuple[TransformersDecoder, list[KVGroup], int]:
-    """``load_decoder`` for a model that runs transformers' own modules."""
+    """Loads a model that runs transformers' own modules; returns the same as ``load_decoder``."""
     plan = Plan.of(model)
     attention, block_size = _make_attention(config, plan.kinds, dtype, device, num_threads)
     if attention:
@@ -144,8 +144,8 @@ def _make_attention(
     block_size = config.block_size
     for kind in dict.fromkeys(kinds):
         if (kind.shape, kind.window) in alike:
-            # The same attention in another KV group: one object serves both groups, and only the
-            # plans of a step differ.
+            # Kinds that differ only in their KV group share one Attention; each gets its own plan
+            # in a step.
             attention[kind] = alike[kind.shape, kind.window]
             continue
         windows = frozenset({kind.window})
@@ -169,7 +169,7 @@ def resolve_conversion(
     device: torch.device,
     ops: TorchOps,
 ) -> Conversion | None:
-    """Conversion of linear weights that ``config.quantization`` names; None if it is None.
+    """Conversion of linear weights that ``config.quantization`` names; None without quantisation.
 
     Raises:
         InvalidRequestError: the checkpoint is quantised already, or the device or its op set does

@@ -53,7 +53,8 @@ class BlockTable:
             self._changes.append(np.arange(line + first, line + end))
 
     def unfilled_blocks(self, req_index: int, first: int, length: int) -> np.ndarray:
-        """Ids of the blocks, from entry ``first`` on, that ``length`` tokens do not fill."""
+        """Ids of the blocks, from entry ``first`` on, that a sequence of ``length`` tokens does not
+        fill."""
         first = max(first, length // self.block_size)
         return self.table[req_index, first : int(self.num_blocks[req_index])]
 

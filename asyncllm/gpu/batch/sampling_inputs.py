@@ -50,7 +50,7 @@ class LogitsTables:
         self.bias_values = self._zeros(0, torch.float32)
 
     def make(self, stages: Stages) -> None:
-        """Allocates the tables of ``stages`` that do not exist yet."""
+        """Allocates the tables that ``stages`` need and that do not exist yet."""
         words = num_words(self.vocab_size)
         if stages & ~self.made & Stages.RULES:
             self.allowed, self.stop_ids = self._zeros(words), self._zeros(MAX_STOP_IDS)
@@ -72,7 +72,7 @@ class LogitsTables:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """Inputs of S sampled rows, with N request indices.
+    """Sampling inputs of S sampled rows, for a batch of N request indices.
 
     Attributes:
         req_indices: ``[S]`` int64; -1 for a row to skip.
@@ -80,7 +80,7 @@ class SamplingRows:
         host_token_ids: ``[S]`` int64, token at ``positions``; -1 if only ``last_sampled_tokens``
             has it.
         last_sampled_tokens: ``[N + 1]`` int64, by request index.
-        rules: the scalars of RULE_SCALARS, ``[N + 1]`` each.
+        rules: tensors named in RULE_SCALARS, ``[N + 1]`` each.
         tables: rules and penalties by request index.
         mask_slots, mask_words: see GrammarMasks; None without MASKS.
     """

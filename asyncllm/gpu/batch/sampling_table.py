@@ -15,7 +15,7 @@ UNCOUNTED = 2**63 - 1
 
 
 class Scalar(NamedTuple):
-    """A number that a step keeps for each request index.
+    """A sampling parameter that is stored as one number per request index.
 
     Attributes:
         neutral: the value that has no effect.
@@ -62,5 +62,5 @@ SCALARS: Mapping[str, Scalar] = MappingProxyType({**DRAW_SCALARS, **RULE_SCALARS
 
 
 def scalar_sections(table_rows: int) -> SectionTable:
-    """Makes a section of ``table_rows`` elements for each of SCALARS."""
+    """Makes the section table of SCALARS, with ``table_rows`` elements per scalar."""
     return {name: (scalar.dtype, table_rows) for name, scalar in SCALARS.items()}

@@ -123,7 +123,7 @@ class TensorParts:
         return info
 
     def find(self, suffix: str) -> TensorInfo | None:
-        """Returns the part ``suffix`` unchecked; None if the checkpoint has no such tensor."""
+        """Returns the part ``suffix`` without checks; None if the checkpoint has no such tensor."""
         info = self.tensors.get(self.stem + suffix)
         if info is not None:
             self.names[suffix] = self.stem + suffix
@@ -158,7 +158,8 @@ def check_fields(config: ConfigFile, known: Iterable[str], *module_lists: str) -
 
 
 def group_size(config: ConfigFile) -> int | None:
-    """Reads ``group_size``, the number of inputs that share a scale; None (-1) is a whole row.
+    """Reads ``group_size``, the number of inputs that share a scale; None (-1 in the file) means a
+    whole row.
 
     Raises:
         ModelLoadError: the value is neither a positive integer nor -1.

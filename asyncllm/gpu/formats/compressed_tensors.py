@@ -143,7 +143,9 @@ class CompressedTensors(WeightFormat):
             else:
                 parts.require("weight_zero_point", ["I8"], scale.shape)
         else:
-            parts.find("weight_zero_point")  # If it is stored, ``read`` checks that it is all 0.
+            # A symmetric scheme needs no zero points; if some are stored, ``read`` checks that all
+            # are 0.
+            parts.find("weight_zero_point")
         if parts.find("weight_g_idx") is not None:
             if block is None or block[0] != 1 or not block[1]:
                 raise parts.bad("weight_g_idx", "none where the strategy is not 'group'")
@@ -182,7 +184,8 @@ class CompressedTensors(WeightFormat):
         return scheme
 
     def _match_scheme(self, module: str) -> Scheme | None:
-        """The first scheme that names the module, else the first that targets linear layers."""
+        """Finds the first scheme that names the module, else the first that targets linear
+        layers."""
         for scheme in self.schemes:
             for target in scheme.targets:
                 if target == module or (

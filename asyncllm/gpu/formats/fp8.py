@@ -21,7 +21,8 @@ from asyncllm.gpu.formats.base import (
 )
 
 _SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale")
-"""Suffixes of scales. Both multiply the weight, although the first is called an inverse."""
+"""Suffixes of scale tensors. A scale multiplies the weight under either suffix, although "inv"
+suggests division."""
 
 _KNOWN_FIELDS = (
     "quant_method activation_scheme weight_block_size dequantize modules_to_not_convert "
@@ -83,7 +84,7 @@ class Fp8(WeightFormat):
 
 
 def scaled_rows(weight: Tensor, scale: Tensor, block: tuple[int, int] | None) -> Rows:
-    """Makes Rows of ``weight * scale``.
+    """Makes a function that returns rows of ``weight * scale``.
 
     Args:
         weight: ``[out, in]``.

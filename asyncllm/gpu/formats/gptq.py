@@ -23,7 +23,8 @@ from asyncllm.gpu.formats.base import (
 _KNOWN_FIELDS = (
     "quant_method method bits group_size desc_act sym checkpoint_format format pack_dtype "
     "is_marlin_format dynamic lm_head modules_to_not_convert rotation adapter activation "
-    # Fields that describe the quantiser's run or the intended kernels:
+    # The following fields describe the quantiser's run or the intended kernels, so they are
+    # ignored.
     "meta damp_percent damp_auto_increment static_groups true_sequential act_group_aware hyb_act "
     "mse dataset tokenizer batch_size backend model_seqlen model_name_or_path "
     "model_file_base_name block_name_to_quantize module_name_preceding_first_block pad_token_id "

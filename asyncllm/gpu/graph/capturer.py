@@ -70,7 +70,8 @@ class CudaGraphCapturer(GraphCapturer):
             recording.end()
         except BaseException:
             if not recording.is_ended:
-                # End the capture: the stream must not stay in it. The error is raised below.
+                # End the capture, so that the stream does not stay in capture mode. The error is
+                # raised below.
                 with contextlib.suppress(RuntimeError):
                     recording.graph.capture_end()
             self._end_pool_recording(recording.graph, pool)
@@ -95,8 +96,9 @@ class CudaGraphCapturer(GraphCapturer):
     def _reset_generator(self) -> None:
         """Captures a trivial graph, to take torch's default generator out of capture mode.
 
-        Only the end of a successful capture takes it out (torch 2.11). Otherwise the application's
-        next random number on the device would raise an error.
+        In torch 2.11 only the end of a successful capture takes the generator out of that mode.
+        After a failed capture the application's next random number on the device would raise an
+        error.
 
         The trivial graph has a pool of its own, because it is dropped at once, and torch never
         captures again into the pool of a dropped graph.

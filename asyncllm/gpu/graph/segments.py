@@ -107,7 +107,7 @@ class Segments:
             return
         count, key = self._num_tokens, (out.shape[1], out.dtype)
         out[:count] = core(self._context, *(tensor[:count] for tensor in given))
-        # Zero the values that an earlier, longer step has left in the padding.
+        # Zero the padded tokens' values, which an earlier, longer step has left there.
         if (filled := self._filled.get(key, 0)) > count:
             out[count:filled].zero_()
         self._filled[key] = count

@@ -37,7 +37,7 @@ class _Job(HostBuffer):
         super().__init__(own.limits, memory.info.vocab_size, num_logprobs)
         given, tokens = own.tensors, self.tokens
         indices, positions = given["sampled_req_indices"], given[LAST_DECODE_SECTION]
-        # If the head does not find the largest logit, no row is greedy, and the tensor is not read.
+        # If the output head has no argmax, no row is greedy, and this tensor is not read.
         greedy = tokens if recorded.greedy is None else recorded.greedy
         lines, width = batch.token_ids.shape
         self.args = STRUCTS["Job"](
@@ -92,11 +92,12 @@ class StepQueue(SyncStream):
     def can_begin(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
         """Whether a step is worth running ahead, and can be applied while others are in flight.
 
-        It has to be long enough or to await masks. To rows of the batch that steps in flight read,
-        it may only append.
+        Running ahead pays if the step is long enough or awaits masks. The step may only append to
+        rows of the batch that steps in flight read.
         """
         batch, least = step.batch, self.min_tokens
-        # Such a step does not run ahead: the host copies recurrent states before and after it.
+        # A step that loads or saves recurrent states does not run ahead: the host copies the states
+        # before and after it.
         if not len(batch) or batch.state_loads or batch.state_saves:
             return False
         if not batch.masked_rows and (least is None or batch.num_tokens < least):
@@ -110,8 +111,9 @@ class StepQueue(SyncStream):
     def submit(self, step: LaunchedStep) -> bool:
         """Queues a step that has been applied to the batch.
 
-        If the step's rows need only the plain draw, it runs to its end, else up to its logits. No
-        step may be submitted behind one of the second kind until that one has been sampled.
+        If the step's tokens can be drawn from unprocessed logits, the step runs to its end, else up
+        to its logits. No step may be submitted behind a step that ends with its logits until that
+        step has been sampled.
 
         Raises:
             RuntimeError: the process is a forked child.

@@ -35,7 +35,8 @@ class SyncStream:
         return nullcontext()
 
     def can_begin(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
-        """Whether a step can begin before it is collected, behind the steps ``before`` it."""
+        """Whether a step can be launched while the earlier steps in ``before`` are still
+        running."""
         return False
 
     def submit(self, step: LaunchedStep) -> bool:
@@ -43,7 +44,7 @@ class SyncStream:
         return False
 
     def run(self, work: Callable[[], None]) -> None:
-        """Queues a piece of work of a step."""
+        """Queues one piece of a step's work."""
         work()
 
     def record(self) -> Event | None:

@@ -62,7 +62,7 @@ class Scope:
         return Parameter(f"{self.prefix}{name}{suffix}", shape, stored, **fields)
 
     def tensor(self, name: str, stored: str, rows: int, *width: int, **fields: Any) -> Tensor:
-        """Values of a parameter that is one checkpoint tensor; see ``parameter``."""
+        """Reads a parameter that is one checkpoint tensor; ``fields`` as for ``parameter``."""
         return self.plain_values(self.parameter(name, ((stored, rows),), *width, **fields))
 
     def vector(self, name: str, size: int, stored: str | None = None, **fields: Any) -> Tensor:
@@ -70,7 +70,7 @@ class Scope:
         return self.tensor(name, stored or name, size, suffix="", dtype="float32", **fields)
 
     def plain_values(self, parameter: Parameter) -> Tensor:
-        """Values of a parameter that is never packed."""
+        """Plain values of a parameter that is never packed or quantised."""
         values = self.source(parameter)
         assert isinstance(values, Tensor)
         return values
