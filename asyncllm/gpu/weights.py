@@ -109,13 +109,14 @@ class _TransientWeights:
         self._buffer = torch.empty(largest, dtype=dtype, device="cpu")
 
     def covers(self, parameter: Parameter) -> bool:
-        """Whether a weight can be transient. Expert weights cannot: they are held until all
+        """Whether a weight can be transient. Expert weights cannot, because they are kept until all
         experts of a layer are read."""
         held = ".experts." in parameter.name
         return parameter.linear and parameter.dtype is None and not held
 
     def mapped(self, parameter: Parameter) -> Tensor | None:
-        """The tensor in the mapped file; None unless it is the whole weight in the right dtype."""
+        """The weight as a tensor in the mapped file; None unless the file has it whole and in the
+        right dtype."""
         name = parameter.parts[0][0]
         info = self._reader.tensors[name]
         mapped = info.num_bytes == math.prod(parameter.shape) * self._dtype.itemsize
@@ -186,7 +187,7 @@ def _allocate(parameter: Parameter, dtype: torch.dtype, device: torch.device) ->
 
 
 def parameter_dtype(parameter: Parameter, dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a parameter is kept in, in a model of ``dtype``."""
+    """Dtype in which a parameter is stored, in a model of ``dtype``."""
     return dtype if parameter.dtype is None else getattr(torch, parameter.dtype)
 
 
@@ -198,7 +199,7 @@ def weights_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
 def _check_tied_head(reader: CheckpointReader, model: ModelConfig) -> None:
     """Raises ModelLoadError for a tied output head that differs from the stored embedding.
 
-    transformers would compute with the stored head.
+    transformers would compute with the stored head, so the results would differ.
     """
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if not model.tie_word_embeddings or head not in reader.tensors:

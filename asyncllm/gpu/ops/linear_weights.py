@@ -19,7 +19,8 @@ _STORAGE: dict[QuantScheme, tuple[list[torch.dtype], int]] = {
     "int4": ([torch.uint8], 2),
     "e2m1": ([torch.uint8], 2),
 }
-"""By scheme: the dtypes that ``values`` may have, and the number of weights per stored value."""
+"""Storage of each scheme: the dtypes that ``values`` may have, and the number of weights per stored
+value."""
 
 
 @dataclass(frozen=True, slots=True)

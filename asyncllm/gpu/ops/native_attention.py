@@ -24,7 +24,8 @@ REMEDY = "`python -m asyncllm.native.build` compiles them, with a C++ compiler"
 
 @dataclass(slots=True)
 class StepRows:
-    """The plan of a step: an op whose arguments are set, except those that differ by layer."""
+    """Plan of a step: an attention op whose arguments are set, except those that differ by
+    layer."""
 
     op: NativeOp
     num_rows: int
@@ -44,7 +45,7 @@ def native_context(num_threads: int) -> Context:
 
 
 class NativeAttention:
-    """Attention of decode rows and prefill rows, by the same kernel.
+    """Native attention, which computes decode rows and prefill rows by the same kernel.
 
     A query's result depends on its sequence alone, to the last bit. It depends neither on other
     rows of the step nor on how the prompt was divided into chunks.

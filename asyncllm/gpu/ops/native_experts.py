@@ -119,7 +119,7 @@ class NativeExperts:
         args, out = op.args, op.empty(x, self.width)
         args.x_stride, args.top_k, args.dtype = x.stride(0), top_k, DTYPES[x.dtype]
         tensors = {"x": x, "ids": ids, "weights": weights, "out": out}
-        # Reset the optional pointers, which the last call may have set.
+        # Reset the optional pointers, which the previous call may have set.
         args.shared, args.gate = None, None
         if shared is not None:
             shared = contiguous_rows(shared, x.dtype)
@@ -132,7 +132,7 @@ class NativeExperts:
     def _check(
         self, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None
     ) -> int:
-        """Returns top_k; raises ValueError for tensors that would be read out of bounds."""
+        """Checks tensors that the op would otherwise read out of bounds; returns top_k."""
         rows, top_k = ids.shape
         if self.dtypes - {x.dtype} or x.shape != (rows, self.width):
             raise ValueError(f"native experts: x is {tuple(x.shape)} of {x.dtype} for {rows} rows")

@@ -70,7 +70,8 @@ class NativeOps(CpuOps):
         self.top_logprobs = partial(top_logprobs, context)
 
     def enter_thread(self) -> None:
-        # The calling thread computes beside the context's threads, whose time slices are as long.
+        # The calling thread computes together with the context's threads, so give it the same time
+        # slice.
         self.context.functions.lengthen_slice()
 
     def accepts_form(self, form: WeightForm) -> bool:

@@ -20,12 +20,13 @@ INT8, UINT4, UINT8 = 3, 4, 5
 scale per output channel and group of inputs."""
 
 SPAN = 32
-"""Inputs per scale when the kernels quantise the inputs. The size of a group of weights has to be a
-multiple of it."""
+"""Number of inputs per scale when the kernels quantise the inputs. The size of a group of weights
+has to be a multiple of it."""
 
 
 def native_type(form: WeightForm) -> int | None:
-    """The library's type for quantised weights of this form; None if it stores them in none."""
+    """The library's type for quantised weights of this form; None for a form without such a
+    type."""
     block_rows, group = form.scale_block or (0, 0)
     columns = form.shape[1]
     if form.has_order or block_rows != 1:

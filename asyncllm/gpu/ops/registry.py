@@ -116,7 +116,8 @@ def choose_native() -> NativeChoice:
     try:
         isa = Library().best_isa().decode()
     except NativeUnavailableError as error:
-        # Log the text and not the exception: a log handler may keep it, and with it all its frames.
+        # Log the exception's text, not the exception: a log handler may keep it, and with it all
+        # frames of its traceback.
         reason = f"{error}: the CPU runs torch's, which are slower; {REMEDY}"
         return NativeChoice(False, reason, can_be_built=True)
     if isa == "baseline":
@@ -167,7 +168,8 @@ def make_ops(device: torch.device, attention: Attention | None) -> TorchOps:
     if device.type == "cuda" and attention is not None and attention.name != "torch":
         from asyncllm.gpu.ops.triton.toolchain import check_triton
 
-        # Check first: without Triton the import of the kernels would raise an ImportError.
+        # Check Triton first: if it is missing, the import of the kernels would raise an
+        # ImportError.
         check_triton()
         from asyncllm.gpu.ops.triton.op_set import TritonOps
 
@@ -222,7 +224,8 @@ def _distribution_name(entry: EntryPoint) -> str:
 def _constraint_error(
     name: str, chosen: str, unmet: Unmet, request: AttentionRequest
 ) -> InvalidRequestError:
-    """Makes the error for a broken constraint, with the setting, the limit and an alternative."""
+    """Makes the error for a broken constraint, which names the setting, the limit and an
+    alternative."""
     which = f"attention_backend={name!r}"
     if name == "auto":
         which += f" is {chosen!r} on device {request.device}, which"

@@ -23,7 +23,7 @@ from asyncllm.gpu.ops.backend import AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 
 GROUP_COST = 256
-"""Cost of one more group in every layer, in gathered tokens that take the same time."""
+"""Cost of one more group per layer, as the number of gathered tokens that take the same time."""
 
 GROUP_BYTES = 8 * 2**20
 """Maximum bytes of gathered K and V in a group of more than one row."""
@@ -110,7 +110,7 @@ class TorchAttention:
     def _plan_fixed(self, step: StepInputs, window: int | None, group: int) -> FixedPlan:
         """Plans decode rows of unknown length, each of which gathers its whole block table.
 
-        So each row costs as much as the longest possible sequence.
+        Each row thus costs as much as the longest possible sequence.
         """
         blocks = step.tables(group).long()
         keys = torch.arange(blocks.shape[1] * step.groups[group].block_size, device=blocks.device)
@@ -150,14 +150,15 @@ class TorchAttention:
     ) -> Tensor:
         """Attention of decode rows over their whole block tables.
 
-        Hidden keys and values may be NaN, and NaN times a weight of zero is NaN: they are replaced.
+        Keys and values that a row must not see are replaced: they may be NaN, and NaN times a
+        weight of zero is NaN.
         """
         shape, rows = self.shape, plan.blocks.shape[0]
         gathered = cache.index_select(1, plan.blocks.view(-1))
         gathered = gathered.view(2, rows, -1, shape.num_kv_heads, shape.head_dim)
         gathered = gathered.masked_fill(plan.hidden[None, :, :, None, None], 0.0)
         k, v = gathered.transpose(2, 3)
-        # A padded row sees no key: let it see all, because a softmax over no key is NaN.
+        # Let a padded row, whose sequence is empty, see all keys: a softmax over no key is NaN.
         seen = ~plan.hidden
         seen = seen | (seen.sum(-1, keepdim=True) == 0)
         if self._is_plain:
@@ -363,7 +364,7 @@ def _make_mask(
         offsets: ``[rows]``, position of each row's first query, counted from its first key.
     """
     queries = offsets[:, None] + np.arange(num_queries)
-    # Padding queries see what the last real query sees: a softmax over no key is NaN.
+    # Padding queries see the keys of the last real query: a softmax over no key is NaN.
     queries = np.minimum(queries, (lengths - 1)[:, None])[:, :, None]
     keys = np.arange(int(lengths.max()))
     hidden = keys > queries
@@ -373,7 +374,7 @@ def _make_mask(
 
 
 class _Rows:
-    """The rows of one AttentionGroup, with their block tables in one KV group."""
+    """Rows of one AttentionGroup, with their block tables in one KV group."""
 
     def __init__(self, step: StepInputs, host: RowArrays, group: int, rows: np.ndarray) -> None:
         self.device = step.token_ids.device

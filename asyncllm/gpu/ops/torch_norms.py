@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class TorchResidualAdd:
-    """Substitute for the norm in blocks without one: ``add`` only adds to the residual."""
+    """Substitute for the norm in blocks without a norm; its ``add`` only adds to the residual."""
 
     def __init__(self, multiplier: float, scale: float) -> None:
         self.multiplier, self.scale = multiplier, scale

@@ -22,7 +22,7 @@ from asyncllm.validation import explain
 
 
 class BatchedProcessors:
-    """The engine's LogitsProcessors, and the batch updates that they have yet to receive.
+    """The engine's LogitsProcessors, and the batch updates that they have not received yet.
 
     Each processor is notified of its own requests only. A request may leave its index before its
     last step is sampled, so batch updates are numbered: a processor receives those that came before
@@ -67,8 +67,8 @@ class BatchedProcessors:
             requests: by row, the request with the processors that apply to it; its output is up to
                 date.
             num_batch_updates: number of batch updates before this step.
-            errors: errors by row. Rows in it are skipped; the rows of a processor that fails are
-                added.
+            errors: errors by row. Rows with an error are skipped; if a processor fails, errors are
+                added for its rows.
         """
         for number, members in enumerate(self._members):
             rows = [row for row, request in requests.items() if number in request.processors]

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens, computed from hidden states."""
+"""gather_prompt_logprobs: log-probabilities of prompt tokens, computed from hidden states."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ tokens would be 5 GB with a vocabulary of 152k."""
 
 
 def prompt_tokens(batch: StepBatch, inputs: InputBatch) -> dict[int, np.ndarray]:
-    """Copies the token after each position of each row's PromptSpan, by row."""
+    """Copies, for each row, the token after each position of the row's PromptSpan."""
     return {
         row: inputs.token_ids[batch.req_indices[row], span.first + 1 : span.end + 1].copy()
         for row, span in batch.prompt_logprobs.items()

@@ -61,7 +61,7 @@ class SamplingState:
     when its request enters, and not in a step.
 
     Attributes:
-        sections: the scalars of SCALARS, ``[N + 1]`` each, with an element for padding.
+        sections: tensors named in SCALARS, ``[N + 1]`` each, with one element for padding.
         logprobs: ``[N + 1]`` int64, number of log-probabilities per token, at most
             ``num_logprobs``; -1 for none.
         stages: ``[N + 1]`` int64, the bits of Stages that an index needs.
@@ -102,7 +102,7 @@ class SamplingState:
             for name, scalar in SCALARS.items():
                 if scalar.parameter:
                     scalars[name][req_index] = getattr(params, scalar.parameter)
-        # No vocabulary is larger than _MAX_TOP_K.
+        # Limit top_k to the range of its dtype: no vocabulary is larger than _MAX_TOP_K.
         scalars["top_k"][req_index] = min(params.top_k, _MAX_TOP_K)
         scalars["states"][req_index] = np.uint64(mix_seed(params.seed)).view(np.int64)
         update = TableUpdate(req_index)
@@ -185,7 +185,7 @@ class SamplingState:
         return np.packbits(bits, bitorder="little").view("<i4")
 
     def release(self, req_index: int) -> None:
-        """Sets neutral values, with which a row needs only the plain draw."""
+        """Resets a request index to neutral values, with which its logits are not processed."""
         for name, scalar in SCALARS.items():
             self._scalars[name][req_index] = scalar.neutral
         self.logprobs[req_index] = -1
@@ -195,7 +195,7 @@ class SamplingState:
         self.host_logprobs.pop(req_index, None)
 
     def rules_of(self, req_index: int) -> HostRules:
-        """HostRules of a request index; adds empty ones if it has none."""
+        """HostRules of a request index; adds empty HostRules if the index does not have any."""
         self.needs_logits[req_index] = True
         return self.host_rules.setdefault(req_index, HostRules())
 

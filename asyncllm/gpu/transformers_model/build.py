@@ -93,10 +93,10 @@ def _caches(kinds: Sequence[AttentionKind], indices: Sequence[int]) -> list[Laye
 
 
 def experts_name(device: torch.device) -> str:
-    """Name of the experts implementation that transformers' modules shall call.
+    """Name of the experts implementation that transformers' modules call.
 
-    On a CPU it is the op set's, elsewhere transformers' grouped matrix product, which reads no
-    values on the host.
+    On a CPU it is the engine's own implementation; elsewhere it is transformers' grouped matrix
+    product, which reads no values on the host.
     """
     return ENGINE_NAME if device.type == "cpu" else "grouped_mm"
 
@@ -156,7 +156,7 @@ def build_transformers_decoder(
 
 
 def _take_linear(linear: Any, make: Callable[[LinearWeights], Linear], owner: Owner) -> OpLinear:
-    """Makes a linear layer on the op set, and drops the weights of transformers' layer."""
+    """Makes the op set's linear layer from transformers' layer, and drops that layer's weights."""
     bias = None if linear.bias is None else owner.take(linear.bias.detach())
     values = owner.take(linear.weight.detach())
     if type(linear) is not nn.Linear:

@@ -28,7 +28,8 @@ LENGTHS = (48, 31)
 """Numbers of tokens of the two random sequences, which are computed in one batch."""
 
 STEPS = ((17, 9), (28, 19), (1, 1), (1, 1), (1, 1))
-"""Tokens of both sequences in each step: two chunks of uneven size, then three decodes."""
+"""Numbers of tokens of the two sequences in each step: two chunks of different sizes, then three
+decodes."""
 
 TOLERANCE = 4.0
 """Largest accepted difference, as a multiple of the reference's noise."""
@@ -44,7 +45,7 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Log-probabilities of random tokens, as transformers computes them.
+    """Reference log-probabilities of random tokens, as transformers computes them.
 
     Attributes:
         sequences: token ids ``[n]`` int64 of each sequence.
@@ -62,7 +63,7 @@ class Reference:
     def of(
         cls, modules: Any, model: TransformersConfig, dtype: torch.dtype, device: torch.device
     ) -> Reference:
-        """Computes the reference with the modules, before any part of them is replaced."""
+        """Computes the reference with ``modules``, before any part of them is replaced."""
         if model.max_position_embeddings < max(LENGTHS):
             raise ModelLoadError(
                 f"{model.path}: max_position_embeddings is {model.max_position_embeddings}, "

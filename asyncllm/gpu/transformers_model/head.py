@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class _PassThrough(nn.Module):
-    """Replaces the base model: returns the hidden states that are passed as input embeddings.
+    """Substitute for the base model: returns the hidden states that are passed as input embeddings.
 
     Attributes that the head reads from it, such as a multiplier, are those of the base model.
     """
@@ -20,7 +20,7 @@ class _PassThrough(nn.Module):
 
     @property
     def decoder(self) -> _PassThrough:
-        """Replaces the base model's own ``decoder``, which some heads call."""
+        """Substitute for the base model's ``decoder``, which some heads call directly."""
         return self
 
     def forward(
@@ -52,7 +52,7 @@ def output_head(modules: Any, base: str) -> Any:
     The model's own code for soft caps and scales of logits thus applies.
 
     Args:
-        base: name of the part that ends with the last norm.
+        base: name of the submodule that ends with the last norm.
     """
     head = copy.copy(modules)
     head._modules = dict(modules._modules) | {base: _PassThrough(getattr(modules, base))}

@@ -39,7 +39,7 @@ class OpEmbedding(nn.Module):
 
 
 class _TableLookup(nn.Embedding):
-    """Base class that looks up in another table, for a class that processes the result."""
+    """Base class that replaces ``nn.Embedding.forward`` by a look-up in another table."""
 
     def forward(self, input: Tensor) -> Tensor:
         out = self.__dict__["table"](input.reshape(-1))
@@ -47,7 +47,7 @@ class _TableLookup(nn.Embedding):
 
 
 def look_up_in(embedding: nn.Embedding, table: Embedding) -> None:
-    """Lets an instance of a subclass of ``nn.Embedding`` read another table than its weight.
+    """Makes an ``nn.Embedding`` subclass's instance read another table than its weight.
 
     The subclass's ``forward`` has to call that of ``nn.Embedding``. The weight becomes empty, and
     keeps only its dtype.
@@ -65,8 +65,9 @@ class OpExperts:
     grouped matrix product at every number of tokens.
 
     Args:
-        make: makes a linear layer from weights ``[out, in]`` and a bias, and takes them over.
-        take: makes a tensor the engine's own, see ``Owner.take``.
+        make: function that makes a linear layer from weights ``[out, in]`` and a bias, and takes
+            ownership of them.
+        take: function that makes a tensor the engine's own, see ``Owner.take``.
     """
 
     def __init__(

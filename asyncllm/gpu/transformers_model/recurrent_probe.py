@@ -28,7 +28,7 @@ _PROTOCOL = (
 
 
 def cache_parameters(model: nn.Module) -> dict[str, str]:
-    """Name of the cache parameter of each module that takes a cache, by name of the module."""
+    """Name of the cache parameter of each module that takes a cache; keys are module names."""
     of_kind: dict[type, str | None] = {}
     found = {}
     for name, module in model.named_modules():
@@ -55,7 +55,7 @@ Flaw = tuple[str, str]
 
 @dataclass(slots=True, eq=False)
 class RecurrentCall:
-    """A recurrent module's use of its cache, learned by ``probe_recurrent``.
+    """A recurrent module's use of its cache, as ``probe_recurrent`` has found it.
 
     Attributes:
         module: name of the module.
@@ -226,7 +226,7 @@ def _call_flaw(
 ) -> Flaw | None:
     """The flaw in computing a second chunk or a batch of single tokens, if any.
 
-    The results of both have to depend on the states with which they start.
+    Both results have to depend on the states with which the calls start.
     """
     listener = _StateRecorder()
     options = {name: value for name, value in options.items() if not isinstance(value, Tensor)}

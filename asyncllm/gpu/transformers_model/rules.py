@@ -28,7 +28,7 @@ _TOKEN_MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.RNNCellBase)
 _ACCEPTED_KEYS = "attention to all keys or to a window"
 
 _MAX_CHECKED_POSITION = 2**22
-"""Largest position at which masks are checked."""
+"""Maximum position at which masks are checked."""
 
 
 def check_modules(model: TransformersConfig) -> None:
@@ -126,7 +126,7 @@ def _plain_layers(config: Any) -> set[int]:
 
 
 def _recurrent_flaws(probe: Probe) -> Iterator[Flaw]:
-    """Yields flaws of recurrent modules, and of others that mix tokens or take a cache."""
+    """Yields flaws of recurrent modules, and of other modules that mix tokens or take a cache."""
     keepers = tuple(f"{call.module}." for call in probe.recurrent)
     for call in probe.recurrent:
         if call.flaw is not None:

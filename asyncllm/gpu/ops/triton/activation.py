@@ -18,7 +18,7 @@ BLOCK = 1024
 
 @triton.jit
 def activated(x, GELU: tl.constexpr):
-    """SiLU of x, or, with GELU, the tanh approximation of GELU of x.
+    """SiLU of x; with GELU the tanh approximation of GELU of x.
 
     The approximation is ``x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x ** 3))``.
     """

@@ -25,7 +25,8 @@ ALIGNMENT = 16
 """Alignment, in bytes, for which Triton specialises kernels on pointers."""
 
 MAX_LAUNCHES = 1024
-"""Maximum number of entries of each cache of a kernel, for all engines of the process."""
+"""Maximum number of entries in each of a kernel's caches, which all engines of the process
+share."""
 
 _address = torch.Tensor.data_ptr
 _dtype = attrgetter("dtype")
@@ -133,8 +134,9 @@ class CompiledLaunch:
 
         Triton's launcher passes that function the kernel's arguments, after others that are the
         same in each launch. To learn these, a copy of the launcher is called once with a function
-        that only records its arguments. If the launcher works in another way, or allocates scratch
-        memory for each launch, the result calls the launcher instead of the C function.
+        that only records its arguments. If Triton's launcher works in another way, or allocates
+        scratch memory for each launch, the result calls Triton's launcher instead of the C
+        function.
 
         Args:
             arguments: the kernel's arguments in some launch; nothing is launched.

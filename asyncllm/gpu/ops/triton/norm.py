@@ -128,7 +128,8 @@ class TritonRMSNorm:
         return out
 
     def _bind(self, width: int, add: bool) -> Any:
-        """Binds both kernels to rows of ``width``; returns the one that adds a residual or not."""
+        """Binds the kernels with and without a residual to rows of ``width``; returns the one that
+        ``add`` selects."""
         if len(self.weight) != width:
             raise ValueError(f"rows of {width} elements: expected {len(self.weight)}")
         self._width = width

@@ -7,7 +7,7 @@ race by their mass, then the tokens of the winning chunk. Otherwise:
 
 - top_k: the k-th largest of the chunks' maxima is a lower bound of the k-th largest logit. Only
   chunks with tokens above this bound, rarely many more than k, are read again; ``top_k.py`` finds
-  the cut in them.
+  the top-k threshold in them.
 - top_p: the winner of the race is the result if the tokens ahead of it have less than top_p of the
   mass. Otherwise top_p excludes the winner and every token after it, and the tokens ahead of it
   race again. That is rejection sampling with a pivot, as in FlashInfer's sampler. But here the
@@ -48,8 +48,8 @@ COUNTERS = tl.constexpr(4)
 """Rows of Philox counters per program of ``chunk_kernel``; a row covers four chunks."""
 
 CHUNK_ARGUMENTS = ["listed", "chunk_max", "chunk_sum", "chunk_score", "chunk_token"]
-"""Kernel arguments that lie in one allocation. Their alignments depend on the number of rows. A
-kernel specialised on them would be compiled again while requests are served."""
+"""Kernel arguments that lie in one allocation, so that their alignments depend on the number of
+rows. A kernel specialised on the alignments would be compiled again while requests are served."""
 
 
 @triton.jit
@@ -169,7 +169,7 @@ def race_in_chunk(logits, chunk, factor, vocab_size, key):
 
 @triton.jit
 def race_ahead(logits, listed, count, factor, vocab_size, largest, key, pivot_value, pivot):
-    """Mass of the listed tokens ahead of a pivot, and the winner of the race among them."""
+    """Mass of the tokens ahead of a pivot in the listed chunks, and the winner of their race."""
     mass = tl.zeros([SCANNED_CHUNKS, CHUNK], tl.float32)
     best = tl.full([SCANNED_CHUNKS, CHUNK], float("-inf"), tl.float32)
     winner = tl.full([SCANNED_CHUNKS, CHUNK], 0, tl.int32)
@@ -237,7 +237,8 @@ def choose_kernel(
     counter = chunk.to(tl.uint32)
     word, _, _, _ = tl.philox(key, counter, counter * 0 + 1, counter * 0, counter * 0)
     by_mass = tl.where(sums > 0.0, maxima + tl.log(sums) - log_exponential(word), float("-inf"))
-    # Compute it for every row: keeping its inputs for a branch would spill registers.
+    # Race the chunks for every row, even if the result is unused: keeping the inputs for a branch
+    # would spill registers.
     heaviest = tl.min(tl.where(by_mass == tl.max(by_mass, 0), chunk, num_chunks - 1), 0)
     first = tl.min(tl.where(scores == tl.max(scores, 0), chunk, num_chunks - 1), 0)
     token = tl.load(chunk_token + row * num_chunks + first)
@@ -282,7 +283,8 @@ def choose_kernel(
             mass, following = race_ahead(
                 *among, largest, key, value_of(logits, token, factor), token
             )
-            # The loop ends under any rounding, because the mass is 0 once no token is ahead.
+            # The loop ends however the mass is rounded, because the mass is 0 once no token is
+            # ahead of the winner.
             while (mass > 0.0) & (mass >= top_p * total):
                 token = following
                 mass, following = race_ahead(

@@ -1,10 +1,10 @@
-"""top_k_cut: the value and id of the first token that top_k excludes, in a row of logits.
+"""top_k_threshold: value and id from which on top_k excludes the tokens of a row of logits.
 
 The k-th largest of the chunks' maxima is a lower bound of the k-th largest logit. Rarely are many
 more than k tokens at or above this bound. One pass over the chunks that contain such tokens, which
 the caller lists, collects the tokens, and a bitonic sort (Batcher, 1968) sorts them. If there are
 more than MAX_SORTED, because k is large or many logits are equal, quickselect (Hoare, 1961) finds
-the cut in several passes over the listed chunks.
+the threshold in several passes over the listed chunks.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
@@ -71,10 +71,10 @@ def value_of(logits, token, factor):
 def rank_of(
     logits, listed, count, factor, vocab_size, pivot_value, pivot, high_value, high, low_value, low
 ):
-    """Counts the listed tokens ahead of the pivot, and picks the next pivots.
+    """Counts the tokens ahead of the pivot in the listed chunks, and picks the next two pivots.
 
-    One is a random token between ``high`` and the pivot, the other a random token between the pivot
-    and ``low``.
+    The first is a random token between ``high`` and the pivot, the second a random token between
+    the pivot and ``low``.
     """
     ranks = tl.zeros([SCANNED_CHUNKS, CHUNK], tl.int32)
     above = tl.full([SCANNED_CHUNKS, CHUNK], -2147483648, tl.int32)
@@ -103,7 +103,7 @@ def token_of(priority):
 
 @triton.jit
 def select_cut(logits, listed, count, factor, vocab_size, floor_value, k):
-    """Finds the cut by quickselect; see ``top_k_cut``."""
+    """Finds the top-k threshold by quickselect; see ``top_k_threshold``."""
     among = (logits, listed, count, factor, vocab_size)
     infinite = floor_value * 0.0 + float("inf")
     pivot_value = floor_value
@@ -131,10 +131,11 @@ def select_cut(logits, listed, count, factor, vocab_size, floor_value, k):
 
 @triton.jit
 def sort_cut(logits, candidates, listed, count, factor, vocab_size, floor_value, lowest_order, k):
-    """Finds the cut by sorting the listed tokens at or above both bounds; see ``top_k_cut``.
+    """Finds the top-k threshold by a sort; see ``top_k_threshold``.
 
-    Returns the cut's value and id, and the number of these tokens. If there are more than
-    MAX_SORTED, the cut is invalid.
+    It sorts the tokens of the listed chunks that are at or above both ``floor_value`` and
+    ``lowest_order``. Returns the threshold's value and id, and the number of tokens to sort. If
+    that is more than MAX_SORTED, the threshold is invalid.
 
     Args:
         candidates: ``[MAX_SORTED]`` int64, scratch memory of the row.
@@ -146,14 +147,14 @@ def sort_cut(logits, candidates, listed, count, factor, vocab_size, floor_value,
         token, value, real = listed_values(logits, listed, count, factor, vocab_size, start)
         order = order_of(value)
         wanted = real & (value >= floor_value) & (order >= lowest_order)
-        # The rank sorts by logit, then by id: no two are equal.
+        # Ranks order tokens by logit, then by id, so that no two ranks are equal.
         rank = (order - 2147483648) * 4294967296 + (4294967295 - token.to(tl.int64))
         rank = tl.reshape(rank, [SCANNED_CHUNKS * CHUNK])
         chosen = tl.reshape(wanted.to(tl.int32), [SCANNED_CHUNKS * CHUNK])
         place = found + tl.cumsum(chosen, 0) - 1
         tl.store(candidates + place, rank, mask=(chosen > 0) & (place < MAX_SORTED))
         found += tl.sum(chosen, 0)
-    # The code below reads ranks that other threads of this program have written.
+    # Wait for the program's other threads: the code below reads ranks that they write.
     tl.debug_barrier()
     number = tl.arange(0, MAX_SORTED)
     rank = tl.load(candidates + number, mask=number < found, other=-9223372036854775808)
@@ -162,7 +163,8 @@ def sort_cut(logits, candidates, listed, count, factor, vocab_size, floor_value,
     cut_value = floor_value
     cut = vocab_size
     if found >= k:
-        # The cut may have any id between those of the k-th token and of the next: take the least.
+        # Any id after the k-th token's, up to the next token's, is a valid threshold: take the
+        # least.
         token = (4294967295 - (last_in & 4294967295)).to(tl.int32)
         cut_value = value_of(logits, token, factor)
         cut = token + 1
@@ -171,10 +173,12 @@ def sort_cut(logits, candidates, listed, count, factor, vocab_size, floor_value,
 
 @triton.jit
 def top_k_cut(logits, candidates, listed, count, factor, vocab_size, floor_value, lowest_order, k):
-    """Value and id of the cut of top_k, the place in sorted order from which tokens are excluded.
+    """Value and id of the top-k threshold: the place in sorted order from which tokens are
+    excluded.
 
-    Ahead of the cut are k of the listed tokens at or above ``floor_value``, or all of them if there
-    are fewer than k. The token with the cut's id need not exist.
+    Ahead of the threshold are the first k tokens of the listed chunks that are at or above
+    ``floor_value``, or all such tokens if there are fewer than k. No token need have the
+    threshold's id.
     """
     cut_value = floor_value
     cut = vocab_size
