@@ -115,7 +115,7 @@ class ConfigFile:
         return self._read_field(name, default, check.choice, choices)
 
     def entries(
-        self, name: str, accepted: str, fits: Callable[[Any], bool], count: int | None = None
+        self, name: str, accepted: str, is_valid: Callable[[Any], bool], count: int | None = None
     ) -> list[Any]:
         """Read the list in field ``name``; refuse it unless ``fits`` is true for each entry.
 
@@ -126,7 +126,7 @@ class ConfigFile:
         if (
             not isinstance(value, list)
             or count not in (None, len(value))
-            or not all(map(fits, value))
+            or not all(map(is_valid, value))
         ):
             raise self.invalid_field(name, accepted)
         return value

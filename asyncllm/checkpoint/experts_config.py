@@ -70,8 +70,9 @@ class ExpertsNames:
         transposed: fused tensors are ``[experts, in, out]``, with gate and up interleaved.
         correction, expert_scale: the router's bias per expert and factor per expert.
         shared, shared_gate: the shared expert and its gate.
-        router_norm, norm, mixed_norm, mlp_norm: norms of layers with experts beside an MLP: before
-            the router, before the experts, after the experts, after the MLP.
+        router_norm, experts_input_norm, experts_output_norm, mlp_norm: norms of layers with
+            experts beside an MLP: before the router, before the experts, after the experts, after
+            the MLP.
     """
 
     router: str = "mlp.gate"
@@ -85,8 +86,8 @@ class ExpertsNames:
     shared: str = "mlp.shared_experts"
     shared_gate: str = "mlp.shared_expert_gate"
     router_norm: str = "router.scale"
-    norm: str = "pre_feedforward_layernorm_2"
-    mixed_norm: str = "post_feedforward_layernorm_2"
+    experts_input_norm: str = "pre_feedforward_layernorm_2"
+    experts_output_norm: str = "post_feedforward_layernorm_2"
     mlp_norm: str = "post_feedforward_layernorm_1"
 
 

@@ -84,7 +84,7 @@ class ModelConfig:
             gate. In a checkpoint the gate rows of a head follow its query rows.
         linear_attention: configuration of layers with linear attention; None without.
         experts: configuration of layers with experts; None without.
-        unused_layers: number of further layers in the checkpoint that the decoder does not run
+        num_unused_layers: number of further layers in the checkpoint that the decoder does not run
             (multi-token prediction).
         eos_token_ids: ids that end an output; those of generation_config.json come first.
         quantization: ``quant_method`` of the checkpoint; None if the weights are not quantised.
@@ -137,7 +137,7 @@ class ModelConfig:
     gated_attention: bool = False
     linear_attention: LinearAttentionConfig | None = None
     experts: ExpertsConfig | None = None
-    unused_layers: int = 0
+    num_unused_layers: int = 0
     eos_token_ids: tuple[int, ...] = ()
     quantization: str | None = None
     generation_defaults: Mapping[str, Any] | None = None

@@ -92,7 +92,7 @@ def read_rope(
 
 
 def read_layer_ropes(
-    config: ConfigFile, rotary_dim: int, thetas: Mapping[str, float]
+    config: ConfigFile, rotary_dim: int, default_thetas: Mapping[str, float]
 ) -> dict[str, RopeConfig]:
     """Read the RoPE of full and of sliding layers.
 
@@ -107,7 +107,7 @@ def read_layer_ropes(
     """
     found: dict[str, RopeConfig] = {}
     legacy = config.section("rope_scaling")
-    for name, theta in thetas.items():
+    for name, theta in default_thetas.items():
         own = config.section(ROPE_PARAMETERS).section(name)
         scaled = legacy if legacy.values and name == "full_attention" else own
         section = ConfigFile(config.path, {**own.values, **scaled.values})

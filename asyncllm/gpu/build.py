@@ -65,7 +65,7 @@ def build_model_runner(
         mode = execution_mode_for(config, device)
     with mode.stream.context():
         try:
-            return _create(config, model, mode, progress)
+            return _load_runner(config, model, mode, progress)
         except BaseException as error:
             # Drop the traceback: its frames refer to the weights, which would live as long as the
             # error.
@@ -74,7 +74,7 @@ def build_model_runner(
             raise
 
 
-def _create(
+def _load_runner(
     config: EngineConfig,
     model: ModelConfig | TransformersConfig,
     mode: ExecutionMode,

@@ -27,7 +27,7 @@ from asyncllm.gpu.threads import available_cpus, set_thread_count
 from asyncllm.gpu.transformers_model.build import (
     Plan,
     build_transformers_decoder,
-    experts_name,
+    experts_implementation,
 )
 from asyncllm.gpu.transformers_model.check import Reference
 from asyncllm.gpu.transformers_model.config import TransformersConfig
@@ -102,7 +102,12 @@ def _load_transformers(
     convert = resolve_conversion(config, model, device, ops)
     load = dummy_modules if config.load_format == "dummy" else load_modules
     modules, owner = load(
-        model, dtype, device, attention=ENGINE_NAME, experts=experts_name(device), progress=progress
+        model,
+        dtype,
+        device,
+        attention=ENGINE_NAME,
+        experts=experts_implementation(device),
+        progress=progress,
     )
     reference = None
     if not is_tested(model):

@@ -298,7 +298,7 @@ def available_memory() -> int:
     try:
         available = _meminfo_available()
     except (OSError, KeyError, ValueError):
-        available = _available_without_proc()
+        available = _memory_without_procfs()
     return min(available, _cgroup_available(available))
 
 
@@ -308,7 +308,7 @@ def _meminfo_available() -> int:
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
-def _available_without_proc() -> int:
+def _memory_without_procfs() -> int:
     """Memory that systems without ``/proc`` let a process use: on Windows the available memory,
     elsewhere half of the physical memory.
 

@@ -300,7 +300,7 @@ class ModelRunner:
         runner = self._open_runner()
         for number, step in enumerate(self._steps):
             if not step.started:
-                if not self._stream.can_begin(step, islice(self._steps, number)):
+                if not self._stream.can_begin_early(step, islice(self._steps, number)):
                     return
                 step.started = True
                 with self._keep_errors(step):

@@ -89,7 +89,7 @@ class StepMemory:
             return
         self.write_previous_tokens(step, host)
         host.set_scalars(self._state)
-        changes = [table.take_changes() for table in self._batch.tables]
+        changes = [table.pop_changes() for table in self._batch.tables]
         step.overflow = host.set_table_changes(changes)
 
     def write_previous_tokens(self, step: LaunchedStep, buffer: StepBuffer) -> None:
@@ -156,7 +156,7 @@ class StepMemory:
     def decode_inputs(self, num_rows: int, *, balanced: bool = False) -> StepInputs:
         """Inputs of ``num_rows`` decode rows, padding included.
 
-        Their values exist on the device alone, where ``derive_decodes`` computes them.
+        Their values exist on the device alone, where ``derive_decode_inputs`` computes them.
         """
         tensors = self.buffer.tensors
         rows, none = slice(num_rows), tensors["prefill_start_loc"][:0]
@@ -193,7 +193,7 @@ class StepMemory:
     def _groups(self, num_tokens: int) -> list[GroupInputs]:
         return self.buffer.groups(self._batch, self.block_tables, num_tokens)
 
-    def derive_decodes(self, inputs: StepInputs) -> None:
+    def derive_decode_inputs(self, inputs: StepInputs) -> None:
         """Queues the op that computes the values of the tensors from ``decode_inputs``."""
         for group in inputs.groups:
             self._ops.decode_inputs(inputs, group)

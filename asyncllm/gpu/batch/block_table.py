@@ -13,7 +13,7 @@ class BlockTable:
     """Block ids, one row per request index, as wide as the longest sequence.
 
     Args:
-        tracks_changes: record changes for ``take_changes``, with which a copy on the device is
+        tracks_changes: record changes for ``pop_changes``, with which a copy on the device is
             updated.
 
     Attributes:
@@ -58,7 +58,7 @@ class BlockTable:
         first = max(first, length // self.block_size)
         return self.table[req_index, first : int(self.num_blocks[req_index])]
 
-    def take_changes(self) -> tuple[np.ndarray, np.ndarray]:
+    def pop_changes(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns the changes since the last call.
 
         Returns:

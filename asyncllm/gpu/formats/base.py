@@ -80,7 +80,7 @@ class TensorParts:
         self.names: dict[str, str] = {}
 
     @classmethod
-    def all_with(
+    def find_all_with(
         cls, reader: CheckpointReader, suffix: str, dtypes: Collection[str] = ()
     ) -> Iterator[TensorParts]:
         """Yields the TensorParts of each packed tensor that has a part ``suffix``.
@@ -112,14 +112,14 @@ class TensorParts:
                 f"{owner!r} needs"
             )
         if 0 in info.shape:
-            raise self.bad(suffix, "no dimension of 0")
+            raise self.part_error(suffix, "no dimension of 0")
         accepted, fits = " or ".join(dtypes), info.dtype in dtypes
         if shape is not None:
             accepted, fits = f"{accepted} of shape {shape}", fits and info.shape == shape
         elif dims is not None:
             accepted, fits = f"{accepted} of {dims} dimensions", fits and len(info.shape) == dims
         if not fits:
-            raise self.bad(suffix, accepted)
+            raise self.part_error(suffix, accepted)
         return info
 
     def find(self, suffix: str) -> TensorInfo | None:
@@ -129,7 +129,7 @@ class TensorParts:
             self.names[suffix] = self.stem + suffix
         return info
 
-    def bad(self, suffix: str, accepted: str) -> ModelLoadError:
+    def part_error(self, suffix: str, accepted: str) -> ModelLoadError:
         info = self.tensors[self.stem + suffix]
         return ModelLoadError(
             f"{info.file}: tensor {self.stem + suffix!r} is {info.dtype} of shape {info.shape}, "

@@ -62,7 +62,7 @@ class Fp8(WeightFormat):
         self.ignored = f"{scheme} FP8 activations"
 
     def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
-        yield from map(self._packed, TensorParts.all_with(reader, "weight", ["F8_E4M3"]))
+        yield from map(self._packed, TensorParts.find_all_with(reader, "weight", ["F8_E4M3"]))
 
     def _packed(self, parts: TensorParts) -> PackedTensor:
         shape = parts.require("weight", ["F8_E4M3"], dims=2).shape
@@ -74,7 +74,7 @@ class Fp8(WeightFormat):
         if self.block is not None:
             accepted = [(-(-shape[0] // self.block[0]), -(-shape[1] // self.block[1]))]
         if scale.shape not in accepted:
-            raise parts.bad(suffix, "shape " + " or ".join(map(str, accepted)))
+            raise parts.part_error(suffix, "shape " + " or ".join(map(str, accepted)))
         return PackedTensor(parts.stem + "weight", shape, parts.names)
 
     def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Rows:

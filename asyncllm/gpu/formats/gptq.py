@@ -70,12 +70,12 @@ class Gptq(WeightFormat):
         self.label = f"{version}, {self.bits} bits, groups of {self.group or 'a row'}{order}"
 
     def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
-        for parts in TensorParts.all_with(reader, "qweight"):
+        for parts in TensorParts.find_all_with(reader, "qweight"):
             words, outputs = parts.require("qweight", ["I32"], dims=2).shape
             inputs = words * 32 // self.bits
             groups = -(-inputs // (self.group or inputs))
             if outputs * self.bits % 32:
-                raise parts.bad("qweight", f"a multiple of {32 // self.bits} columns")
+                raise parts.part_error("qweight", f"a multiple of {32 // self.bits} columns")
             parts.require("qzeros", ["I32"], (groups, outputs * self.bits // 32))
             parts.require("scales", SCALE_DTYPES, (groups, outputs))
             if self.desc_act or parts.find("g_idx") is not None:

@@ -135,7 +135,7 @@ class GraphReplay(Replay):
             self.segments.close()
         del self._draw
 
-    def run_padding(self, key: GraphKey) -> None:
+    def run_padded_rows(self, key: GraphKey) -> None:
         """Runs the part of a step that a graph holds eagerly, on padded rows, to compile its
         kernels."""
         if key.part is not Part.STEP:
@@ -148,7 +148,7 @@ class GraphReplay(Replay):
             self._draw(self._static_logits()[: key.bucket], key.stages)
             return
         inputs = self.memory.decode_inputs(key.bucket, balanced=key.balanced)
-        self.memory.derive_decodes(inputs)
+        self.memory.derive_decode_inputs(inputs)
         logits = self.model.forward(inputs, self.cache).logits
         if key.part is Part.STEP:
             self._draw(logits, key.stages)

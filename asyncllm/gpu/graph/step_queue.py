@@ -31,21 +31,21 @@ class _Job(HostBuffer):
     """
 
     def __init__(
-        self, recorded: RecordedStep, memory: StepMemory, batch: InputBatch, num_logprobs: int
+        self, recorded_step: RecordedStep, memory: StepMemory, batch: InputBatch, num_logprobs: int
     ) -> None:
         own = memory.buffer
         super().__init__(own.limits, memory.info.vocab_size, num_logprobs)
         given, tokens = own.tensors, self.tokens
         indices, positions = given["sampled_req_indices"], given[LAST_DECODE_SECTION]
         # If the output head has no argmax, no row is greedy, and this tensor is not read.
-        greedy = tokens if recorded.greedy is None else recorded.greedy
+        greedy = tokens if recorded_step.greedy is None else recorded_step.greedy
         lines, width = batch.token_ids.shape
         self.args = STRUCTS["Job"](
-            program=ctypes.pointer(recorded.program.args),
+            program=ctypes.pointer(recorded_step.program.args),
             to=own.memory.data_ptr(), **{"from": self.memory.data_ptr()},
             draw=sample_args(
-                recorded.logits, memory.scalars, indices, positions, memory.last_sampled_tokens,
-                tokens,
+                recorded_step.logits, memory.scalars, indices, positions,
+                memory.last_sampled_tokens, tokens,
             ),
             greedy=greedy.data_ptr(), tokens=tokens.data_ptr(),
             lines=indices.data_ptr(), positions=positions.data_ptr(),
@@ -78,18 +78,18 @@ class StepQueue(SyncStream):
     """
 
     def __init__(
-        self, recorded: RecordedStep, memory: StepMemory, batch: InputBatch, sampler: Sampler
+        self, recorded_step: RecordedStep, memory: StepMemory, batch: InputBatch, sampler: Sampler
     ) -> None:
-        self.recorded = recorded
+        self.recorded_step = recorded_step
         self.min_tokens: int | None = None
         self._memory, self._sampler = memory, sampler
         num_logprobs = sampler.state.num_logprobs
         self._jobs = cycle(
-            [_Job(recorded, memory, batch, num_logprobs) for _ in range(MAX_STEPS_IN_FLIGHT)]
+            [_Job(recorded_step, memory, batch, num_logprobs) for _ in range(MAX_STEPS_IN_FLIGHT)]
         )
         self._last: _Job | None = None
 
-    def can_begin(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
+    def can_begin_early(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
         """Whether a step is worth running ahead, and can be applied while others are in flight.
 
         Running ahead pays if the step is long enough or awaits masks. The step may only append to
@@ -127,7 +127,7 @@ class StepQueue(SyncStream):
             self._sampler.state.rows_needing_host(step.req_indices)
         )
         job.set_sizes(step)
-        context = self.recorded.program.context
+        context = self.recorded_step.program.context
         status = context.functions.submit(context.handle, job.args)
         if status:
             raise_status("submit", status)
@@ -140,19 +140,20 @@ class StepQueue(SyncStream):
         Raises:
             RuntimeError, MemoryError: the run of the program failed.
         """
-        job, recorded = step.buffer, self.recorded
+        job, recorded_step = step.buffer, self.recorded_step
         if not isinstance(job, _Job):
             return
-        context = recorded.program.context
+        context = recorded_step.program.context
         status = context.functions.wait(context.handle, job.args)
         if status:
             raise_status(
-                recorded.program.describe_failure(status, job.args.failed, job.args.sizes), status
+                recorded_step.program.describe_failure(status, job.args.failed, job.args.sizes),
+                status,
             )
-        step.output = recorded.output(job.args.sizes)
+        step.output = recorded_step.output(job.args.sizes)
 
     def synchronize(self) -> None:
         """Waits for the last submitted step, and ignores an error of it."""
         if self._last is not None:
-            context = self.recorded.program.context
+            context = self.recorded_step.program.context
             context.functions.wait(context.handle, self._last.args)

@@ -34,7 +34,7 @@ class SyncStream:
         """
         return nullcontext()
 
-    def can_begin(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
+    def can_begin_early(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
         """Whether a step can be launched while the earlier steps in ``before`` are still
         running."""
         return False
@@ -86,7 +86,7 @@ class CudaStream(SyncStream):
             finally:
                 self._side_stream.synchronize()
 
-    def can_begin(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
+    def can_begin_early(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
         return not any(step.awaits_tokens_of(one) for one in before)
 
     def record(self) -> Event | None:

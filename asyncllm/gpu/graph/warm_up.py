@@ -49,9 +49,9 @@ def warm_up(runner: StepRunner, replay: GraphReplay, progress: Callable[[int, in
     info = runner.info
     sizes = replay.graphs.buckets or (1, info.max_num_seqs)
     rows = sorted({sizes[0], sizes[-1]})
-    steps = [*(partial(replay.run_padding, GraphKey(count)) for count in rows)]
+    steps = [*(partial(replay.run_padded_rows, GraphKey(count)) for count in rows)]
     if replay.can_balance:
-        steps.append(partial(replay.run_padding, GraphKey(rows[-1], balanced=True)))
+        steps.append(partial(replay.run_padded_rows, GraphKey(rows[-1], balanced=True)))
     prefixes = sorted({0, max(0, info.max_model_len - PROMPT_TOKENS)})
     steps += [partial(_sample_processed, runner)]
     steps += [partial(_run_mixed, runner, prefix) for prefix in prefixes]

@@ -77,7 +77,7 @@ def is_unused(model: ModelConfig, name: str) -> bool:
     layer = _LAYER_PREFIX.match(name)
     if layer is None:
         return False
-    index, end = int(layer[1]), model.num_layers + model.unused_layers
+    index, end = int(layer[1]), model.num_layers + model.num_unused_layers
     if index < model.num_layers:
         return model.layer(index).kv_layer is not None and bool(_KV_PROJECTION.match(name))
     return index < end

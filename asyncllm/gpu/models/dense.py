@@ -151,7 +151,7 @@ class DecoderBuilder:
         if model.rounds_embedding_multiplier:
             multiplier = torch.tensor(multiplier, dtype=dtype).item()
         if tied:
-            return ops.tied_embedding(head.converted(weights), dtype, multiplier)
+            return ops.tied_embedding(head.quantise_if_configured(weights), dtype, multiplier)
         assert isinstance(weights, Tensor)
         return ops.embedding(weights, multiplier), None
 

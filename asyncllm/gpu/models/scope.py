@@ -98,9 +98,9 @@ class Scope:
             weights = replace(weights, bias=self.plain_values(bias))
         if order is not None:
             weights = _reorder_rows(weights, order)
-        return self.converted(weights) if weight.linear else weights
+        return self.quantise_if_configured(weights) if weight.linear else weights
 
-    def converted(self, weights: Tensor | LinearWeights) -> LinearWeights:
+    def quantise_if_configured(self, weights: Tensor | LinearWeights) -> LinearWeights:
         """Quantises the weights of a linear layer, if that is configured."""
         weights = _as_linear_weights(weights)
         return weights if self.convert is None else self.convert(weights)

@@ -96,8 +96,8 @@ class LinearWeights:
             if tensor is not None:
                 self._expect(f"shape of {name}", tuple(tensor.shape), shape, tensor.shape == shape)
 
-    def _expect(self, field: str, found: object, accepted: object, met: bool) -> None:
-        if not met:
+    def _expect(self, field: str, found: object, accepted: object, is_met: bool) -> None:
+        if not is_met:
             choices = accepted if isinstance(accepted, (dict, list)) else [accepted]
             raise ModelLoadError(
                 f"weights of scheme {self.scheme!r}: {field} is {found}, expected "

@@ -24,8 +24,8 @@ class NativeRouting:
 
     def __init__(self, context: Context, config: RoutingConfig, weights: RouterWeights) -> None:
         self.top_k, self.router = config.top_k, NativeLinear(context, weights.linear)
-        correction = _per_expert("correction bias", weights.correction, config)
-        expert_scale = _per_expert("scale of experts", weights.expert_scale, config)
+        correction = _check_expert_vector("correction bias", weights.correction, config)
+        expert_scale = _check_expert_vector("scale of experts", weights.expert_scale, config)
         self._op = NativeOp(
             context,
             "routing",
@@ -55,7 +55,7 @@ class NativeRouting:
         return ids, weights
 
 
-def _per_expert(name: str, values: Tensor | None, config: RoutingConfig) -> Tensor | None:
+def _check_expert_vector(name: str, values: Tensor | None, config: RoutingConfig) -> Tensor | None:
     """Checks ``values [num_experts]`` and makes them contiguous float32; None stays None."""
     if values is None:
         return None

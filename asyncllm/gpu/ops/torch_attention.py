@@ -161,7 +161,7 @@ class TorchAttention:
         # Let a padded row, whose sequence is empty, see all keys: a softmax over no key is NaN.
         seen = ~plan.hidden
         seen = seen | (seen.sum(-1, keepdim=True) == 0)
-        if self._is_plain:
+        if self._has_plain_softmax:
             q = q.reshape(rows, shape.num_kv_heads, shape.group_size, shape.head_dim)
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=seen[:, None, None], scale=shape.scale
@@ -172,7 +172,7 @@ class TorchAttention:
         return out.reshape(rows, -1)
 
     @property
-    def _is_plain(self) -> bool:
+    def _has_plain_softmax(self) -> bool:
         """Whether torch's scaled_dot_product_attention covers the shape."""
         return self.shape.softcap is None and not self.shape.sinks
 
@@ -188,7 +188,7 @@ class TorchAttention:
             groups += split_by_length(padded, GROUP_BYTES // self.token_bytes)
         joined: list[list[int]] = []
         for row in sorted(range(decodes, rows), key=lambda row: (counts[row], lengths[row])):
-            if joined and _may_join(counts, lengths, joined[-1], row):
+            if joined and _may_join_group(counts, lengths, joined[-1], row):
                 joined[-1].append(row)
             else:
                 joined.append([row])
@@ -224,7 +224,7 @@ class TorchAttention:
         rows, queries, heads = group.num_rows, group.num_queries, shape.num_heads
         if group.blocks is None:
             q, k, v = (x[group.tokens].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-            if not self._is_plain:
+            if not self._has_plain_softmax:
                 causal = torch.full((queries, queries), -torch.inf, device=q.device).triu_(1)
                 return scored_attention(q, k, v, causal, shape, sinks)[0].transpose(0, 1)
             out = F.scaled_dot_product_attention(
@@ -235,7 +235,7 @@ class TorchAttention:
         gathered = self._gather_blocks(cache, group.blocks)
         gathered = gathered.view(2, rows, -1, shape.num_kv_heads, shape.head_dim)
         k, v = gathered[:, :, : group.length].transpose(2, 3)
-        if not self._is_plain:
+        if not self._has_plain_softmax:
             q = q.view(rows, queries, heads, shape.head_dim).transpose(1, 2)
             out = scored_attention(q, k, v, group.mask, shape, sinks)
             return out.transpose(1, 2).reshape(rows * queries, heads, shape.head_dim)
@@ -327,7 +327,7 @@ def split_by_length(lengths: np.ndarray, max_tokens: int) -> list[np.ndarray]:
     return groups
 
 
-def _may_join(counts: np.ndarray, lengths: np.ndarray, pending: list[int], row: int) -> bool:
+def _may_join_group(counts: np.ndarray, lengths: np.ndarray, pending: list[int], row: int) -> bool:
     """Whether a prefill row may join the group of the rows ``pending``."""
     members = [*pending, row]
     padded = len(members) * int(counts[members].max()) * int(lengths[members].max())

@@ -101,10 +101,10 @@ class TorchOps:
         Raises:
             ModelLoadError: the op set cannot compute with weights of this form.
         """
-        self._check_and_count(weights)
+        self._check_and_count_weights(weights)
         return self.make_linear(weights)
 
-    def _check_and_count(self, weights: LinearWeights) -> None:
+    def _check_and_count_weights(self, weights: LinearWeights) -> None:
         """Checks the form of the weights, and adds their bytes to ``linear_bytes``.
 
         Raises:
@@ -140,7 +140,7 @@ class TorchOps:
         """
         before = self.linear_bytes
         for layer in (weights.gate_up, weights.down):
-            self._check_and_count(layer)
+            self._check_and_count_weights(layer)
         # A step of one token reads the weights of its top_k experts only.
         self.linear_bytes = before + (self.linear_bytes - before) * top_k // weights.num_experts
         return self.make_experts(weights, config)

@@ -47,9 +47,9 @@ class BatchedProcessors:
     def remove_request(self, request: ClaimedRequest) -> None:
         self._add_update(request, None)
 
-    def _add_update(self, request: ClaimedRequest, to: ClaimedRequest | None) -> None:
+    def _add_update(self, request: ClaimedRequest, new_request: ClaimedRequest | None) -> None:
         self.num_batch_updates += 1
-        update = self.num_batch_updates, request.assignment.req_index, to
+        update = self.num_batch_updates, request.assignment.req_index, new_request
         for number in request.processors:
             self._members[number].pending_updates.append(update)
 
@@ -101,7 +101,7 @@ class _ProcessorRequests:
         self.pending_updates: deque[tuple[int, int, ClaimedRequest | None]] = deque()
         self._requests: dict[int, ClaimedRequest] = {}
 
-    def _failure(self, error: BaseException) -> RuntimeError:
+    def _processor_error(self, error: BaseException) -> RuntimeError:
         """Makes the error that names the processor.
 
         ``error`` may be a SystemExit or KeyboardInterrupt of the processor: no signal is delivered
@@ -122,7 +122,7 @@ class _ProcessorRequests:
             check_storage(value)
             return value.to(logits)
         except BaseException as error:
-            raise self._failure(error) from error
+            raise self._processor_error(error) from error
 
     def notify(self, num_batch_updates: int) -> None:
         """Notifies the processor of batch updates up to number ``num_batch_updates``.
@@ -148,7 +148,7 @@ class _ProcessorRequests:
         try:
             self.processor.update_state(update)
         except BaseException as error:
-            failure = self._failure(error)
+            failure = self._processor_error(error)
             failure.__cause__ = error
             for request in self._requests.values():
                 request.error = request.error or failure

@@ -58,7 +58,7 @@ class Sampler:
         try:
             update = self.state.assign(assignment)
             if assignment.claimed_by:
-                self.state.rules_of(req_index).claimed_request = self.batched.add_request(
+                self.state.host_rules_of(req_index).claimed_request = self.batched.add_request(
                     assignment
                 )
         except Exception as error:

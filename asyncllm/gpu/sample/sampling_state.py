@@ -21,8 +21,8 @@ from asyncllm.validation import MAX_ITEMS
 
 _MAX_TOP_K = 2**31 - 1
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_MASK = 2**64 - 1
+_SPLITMIX_INCREMENT = 0x9E3779B97F4A7C15
+_UINT64_MAX = 2**64 - 1
 
 NO_ROWS = np.empty(0, dtype=np.int64)
 
@@ -194,7 +194,7 @@ class SamplingState:
         self.host_rules.pop(req_index, None)
         self.host_logprobs.pop(req_index, None)
 
-    def rules_of(self, req_index: int) -> HostRules:
+    def host_rules_of(self, req_index: int) -> HostRules:
         """HostRules of a request index; adds empty HostRules if the index does not have any."""
         self.needs_logits[req_index] = True
         return self.host_rules.setdefault(req_index, HostRules())
@@ -216,7 +216,7 @@ def mix_seed(seed: int) -> int:
 
     The function is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
     """
-    z = (seed + _GOLDEN) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    z = (seed + _SPLITMIX_INCREMENT) & _UINT64_MAX
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _UINT64_MAX
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _UINT64_MAX
     return z ^ (z >> 31)

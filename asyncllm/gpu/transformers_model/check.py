@@ -34,7 +34,7 @@ decodes."""
 TOLERANCE = 4.0
 """Largest accepted difference, as a multiple of the reference's noise."""
 
-ROUNDINGS = 16
+MIN_NOISE_ROUNDINGS = 16
 """Lower bound of the noise, in float32 rounding errors of the largest logit."""
 
 MAX_NOISE = 1.0
@@ -52,7 +52,8 @@ class Reference:
         expected: log-probabilities ``[n, vocab_size]`` float32 of each sequence, with
             transformers' eager attention.
         noise: the largest difference from ``expected`` that one of three variations makes: half a
-            sequence, transformers' SDPA, or ROUNDINGS rounding errors of a logit in float32.
+            sequence, transformers' SDPA, or MIN_NOISE_ROUNDINGS rounding errors of a logit in
+            float32.
     """
 
     sequences: list[Tensor]
@@ -83,7 +84,7 @@ class Reference:
             logits = [_logits(modules, tokens, device) for tokens in sequences]
             expected = [each.log_softmax(-1) for each in logits]
             largest = max(float(each.abs().max()) for each in logits)
-            noise = ROUNDINGS * torch.finfo(torch.float32).eps * largest
+            noise = MIN_NOISE_ROUNDINGS * torch.finfo(torch.float32).eps * largest
             for tokens, each in zip(sequences, expected, strict=True):
                 half = _logits(modules, tokens[: len(tokens) // 2], device).log_softmax(-1)
                 noise = max(noise, float((half - each[: len(half)]).abs().max()))

@@ -74,11 +74,11 @@ class OpExperts:
         self,
         module: Any,
         make: Callable[[LinearWeights], Linear],
-        take: Callable[[Tensor], Tensor],
+        take_tensor: Callable[[Tensor], Tensor],
     ) -> None:
         first = "gate_up_proj" if module.has_gate else "up_proj"
-        self.up = _expert_linears(module, first, make, take)
-        self.down = _expert_linears(module, "down_proj", make, take)
+        self.up = _expert_linears(module, first, make, take_tensor)
+        self.down = _expert_linears(module, "down_proj", make, take_tensor)
 
     def experts(
         self, module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
@@ -112,14 +112,14 @@ def _expert_linears(
     module: Any,
     name: str,
     make: Callable[[LinearWeights], Linear],
-    take: Callable[[Tensor], Tensor],
+    take_tensor: Callable[[Tensor], Tensor],
 ) -> list[Linear]:
     """Makes a linear layer per expert, and drops the module's own parameters."""
     stacked = getattr(module, name).detach()
     biases = getattr(module, f"{name}_bias").detach() if module.has_bias else None
     linears = []
     for expert, values in enumerate(stacked):
-        values = take(values.t() if module.is_transposed else values).contiguous()
+        values = take_tensor(values.t() if module.is_transposed else values).contiguous()
         bias = None if biases is None else biases[expert].clone()
         linears.append(make(LinearWeights(values, bias)))
     setattr(module, name, None)

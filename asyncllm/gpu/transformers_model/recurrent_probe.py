@@ -42,7 +42,7 @@ def cache_parameters(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def cache_takers(model: nn.Module) -> list[str]:
+def modules_with_cache(model: nn.Module) -> list[str]:
     """Names of the innermost modules that take a cache, which are attention or recurrent."""
     names = list(cache_parameters(model))
     outer = {name[:dot] for name in names for dot in range(len(name)) if name[dot] == "."}
@@ -95,7 +95,7 @@ class CallWatch:
             self.model.get_submodule(name).register_forward_pre_hook(
                 self._hook(name), with_kwargs=True
             )
-            for name in cache_takers(self.model)
+            for name in modules_with_cache(self.model)
         ]
         return self
 
@@ -140,16 +140,20 @@ class _StateRecorder(CallStates):
     ) -> Tensor:
         if conv_kernel_size is None:
             raise TypeError("update_conv_state without conv_kernel_size")
-        self._keep(("conv", state_idx), conv_states, (conv_states.shape[1], conv_kernel_size))
+        self._record_state(
+            ("conv", state_idx), conv_states, (conv_states.shape[1], conv_kernel_size)
+        )
         return conv_states
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0
     ) -> Tensor:
-        self._keep(("recurrent", state_idx), recurrent_states, tuple(recurrent_states.shape[1:]))
+        self._record_state(
+            ("recurrent", state_idx), recurrent_states, tuple(recurrent_states.shape[1:])
+        )
         return recurrent_states
 
-    def _keep(self, key: StateKey, state: Tensor, shape: tuple[int, ...]) -> None:
+    def _record_state(self, key: StateKey, state: Tensor, shape: tuple[int, ...]) -> None:
         self.is_touched = True
         dtype = None if state.dtype is torch.bfloat16 else state.dtype
         self.states[key] = StateSpec(shape, dtype)

@@ -62,7 +62,7 @@ def load_modules(
         log_sizes(model.path, reader, dtype)
         owner = Owner(device, tensors.values(), loading, modules)
         if device.type != "cpu":
-            owner.take_all(modules)
+            owner.take_all_tensors(modules)
         return modules, owner
 
 
@@ -104,7 +104,7 @@ def dummy_modules(
         loading.count_read(tensors[name].nbytes)
     modules = _load_tensors(model, tensors, dtype, attention, experts)
     owner = Owner(device, (), loading, modules)
-    owner.take_all(modules)
+    owner.take_all_tensors(modules)
     return modules, owner
 
 
@@ -230,20 +230,20 @@ class Owner:
         loading.num_bytes = sum(parameter.nbytes for parameter in modules.parameters())
         self._mapped = {tensor.untyped_storage().data_ptr() for tensor in mapped}
 
-    def take(self, tensor: Tensor) -> Tensor:
+    def take_tensor(self, tensor: Tensor) -> Tensor:
         """Returns the tensor if the engine owns its memory already, else a copy."""
         self._loading.count_taken(tensor.nbytes)
         if self.device.type != "cpu":
             return tensor.to(self.device)
         return tensor.clone() if tensor.untyped_storage().data_ptr() in self._mapped else tensor
 
-    def take_all(self, modules: nn.Module) -> None:
+    def take_all_tensors(self, modules: nn.Module) -> None:
         """Makes all parameters and buffers of ``modules`` the engine's own, in place; shared
         tensors stay shared."""
         for module in modules.modules():
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None:
-                    tensor.data = self.take(tensor.data)
+                    tensor.data = self.take_tensor(tensor.data)
 
     def finish(self) -> None:
         """Reports to ``progress`` that the engine owns all tensors."""

@@ -17,7 +17,7 @@ BLOCK = 1024
 
 
 @triton.jit
-def activated(x, GELU: tl.constexpr):
+def activate_gate(x, GELU: tl.constexpr):
     """SiLU of x; with GELU the tanh approximation of GELU of x.
 
     The approximation is ``x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x ** 3))``.
@@ -41,19 +41,19 @@ def gated_mul_kernel(
     GELU: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Multiplies the activated gates by the ups; grid ``(rows, blocks of width)``."""
+    """Multiplies the activate_gate gates by the ups; grid ``(rows, blocks of width)``."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = columns < width
     gate = tl.load(gates + row * stride_gates + columns, mask=real, other=0.0).to(tl.float32)
     up = tl.load(ups + row * stride_ups + columns, mask=real, other=0.0).to(tl.float32)
     # Round before the product, as TorchOps does.
-    value = activated(gate, GELU).to(out.dtype.element_ty).to(tl.float32)
+    value = activate_gate(gate, GELU).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * stride_out + columns, (value * up).to(out.dtype.element_ty), mask=real)
 
 
 def gated_mul(gate_up: Tensor, up: Tensor | None = None, *, gelu: bool) -> Tensor:
-    """``[T, 2 * I] -> [T, I]``: the activated first half times the second half.
+    """``[T, 2 * I] -> [T, I]``: the activate_gate first half times the second half.
 
     With ``up [T, I]``, ``gate_up`` is the gate ``[T, I]`` alone.
     """

@@ -61,7 +61,7 @@ class Launcher:
             raise TypeError(f"{kernel.fn.__name__}: expected constants behind all other arguments")
         self.constant_placeholders = (None,) * sum(constant)
         self.num_tensors: int | None = None
-        self.pick_aligned = self.pick_specialised = self.pick_unspecialised = _getter([])
+        self.pick_aligned = self.pick_specialised = self.pick_unspecialised = _tuple_getter([])
         self._bound: dict[tuple[Any, ...], BoundKernel] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -90,21 +90,21 @@ class Launcher:
             )
         exempt = [param.do_not_specialize_on_alignment for param in params[:count]]
         varying = [param.do_not_specialize for param in params[count:]]
-        self.pick_aligned = _getter([i for i, each in enumerate(exempt) if not each])
-        self.pick_specialised = _getter([i for i, each in enumerate(varying) if not each])
-        self.pick_unspecialised = _getter([i for i, each in enumerate(varying) if each])
+        self.pick_aligned = _tuple_getter([i for i, each in enumerate(exempt) if not each])
+        self.pick_specialised = _tuple_getter([i for i, each in enumerate(varying) if not each])
+        self.pick_unspecialised = _tuple_getter([i for i, each in enumerate(varying) if each])
         self.num_tensors = count
         return count
 
     def needs_jit_path(self, numbers: tuple[Any, ...]) -> bool:
         return bool(
-            is_observed()
+            has_launch_hooks()
             or self.kernel.pre_run_hooks
             or max(self.pick_unspecialised(numbers), default=0) >= INT32_END
         )
 
 
-def is_observed() -> bool:
+def has_launch_hooks() -> bool:
     """Whether a profiler has hooks on launches."""
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
@@ -235,7 +235,7 @@ def with_launcher(kernel: Any) -> Any:
     return Launcher(kernel) if isinstance(kernel, JITFunction) else InterpretedKernel(kernel)
 
 
-def _getter(indices: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+def _tuple_getter(indices: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
     """Makes an ``itemgetter`` that returns a tuple for any number of indices."""
     if len(indices) > 1:
         return itemgetter(*indices)

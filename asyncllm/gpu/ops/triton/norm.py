@@ -94,7 +94,7 @@ class TritonRMSNorm:
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
         return self._launch(rows, rows, out).view(x.shape)
 
-    def in_place(self, x: Tensor) -> None:
+    def norm_in_place(self, x: Tensor) -> None:
         """Replaces ``x [T, H]`` by its norm."""
         self._launch(x, x, x)
 

@@ -33,9 +33,9 @@ from asyncllm.gpu.ops.triton.top_k import (
     is_ahead,
     kth_largest,
     listed_values,
-    order_of,
-    top_k_cut,
-    value_of,
+    scaled_logit_of,
+    sortable_bits_of,
+    top_k_threshold,
 )
 from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
 
@@ -256,9 +256,9 @@ def choose_kernel(
     if valid & (greedy == 0) & (cut | (top_p < 1.0)):
         listed += row * num_chunks
         floor_value = tl.maximum(largest + tl.log(min_p), LOWEST)
-        bound = value_of(logits, token, factor)
-        order = order_of(maxima)
-        lowest_order = order_of(bound)
+        bound = scaled_logit_of(logits, token, factor)
+        order = sortable_bits_of(maxima)
+        lowest_order = sortable_bits_of(bound)
         if cut:
             bound = floor_value
             lowest_order = tl.full([], 0, tl.int64)
@@ -274,21 +274,21 @@ def choose_kernel(
             cut_value = floor_value
             cut_token = vocab_size
             if limited:
-                cut_value, cut_token = top_k_cut(
+                cut_value, cut_token = top_k_threshold(
                     logits, candidates + row * MAX_SORTED, listed, count, factor, vocab_size,
                     floor_value, lowest_order, k,
                 )  # fmt: skip
             total, token = race_ahead(*among, largest, key, cut_value, cut_token)
         if top_p < 1.0:
             mass, following = race_ahead(
-                *among, largest, key, value_of(logits, token, factor), token
+                *among, largest, key, scaled_logit_of(logits, token, factor), token
             )
             # The loop ends however the mass is rounded, because the mass is 0 once no token is
             # ahead of the winner.
             while (mass > 0.0) & (mass >= top_p * total):
                 token = following
                 mass, following = race_ahead(
-                    *among, largest, key, value_of(logits, token, factor), token
+                    *among, largest, key, scaled_logit_of(logits, token, factor), token
                 )
     # If a chunk contains NaN, the total is NaN, whatever its maximum is.
     invalid = tl.where(total == 0.0, NO_TOKEN_LEFT, -1)

@@ -16,8 +16,8 @@ import triton.language as tl
 from asyncllm.gpu.ops import gumbel
 
 CHUNK = tl.constexpr(gumbel.CHUNK)
-PRIORITY = tl.constexpr(0x9E3779B1)
-PRIORITY_INVERSE = tl.constexpr(pow(0x9E3779B1, -1, 2**32))
+KEY_FACTOR = tl.constexpr(0x9E3779B1)
+KEY_FACTOR_INVERSE = tl.constexpr(pow(0x9E3779B1, -1, 2**32))
 
 SCANNED_CHUNKS = tl.constexpr(4)
 """Number of chunks that a program reads at a time."""
@@ -27,7 +27,7 @@ MAX_SORTED = tl.constexpr(256)
 
 
 @triton.jit
-def order_of(value):
+def sortable_bits_of(value):
     """Maps float32 numbers to integers in [0, 2**32) that sort in the same order."""
     # Adding 0 turns minus zero into zero.
     bits = (value + 0.0).to(tl.int32, bitcast=True)
@@ -63,12 +63,12 @@ def is_ahead(value, token, other_value, other_token):
 
 
 @triton.jit
-def value_of(logits, token, factor):
+def scaled_logit_of(logits, token, factor):
     return tl.load(logits + token).to(tl.float32) * factor
 
 
 @triton.jit
-def rank_of(
+def count_ahead_of(
     logits, listed, count, factor, vocab_size, pivot_value, pivot, high_value, high, low_value, low
 ):
     """Counts the tokens ahead of the pivot in the listed chunks, and picks the next two pivots.
@@ -81,28 +81,32 @@ def rank_of(
     below = tl.full([SCANNED_CHUNKS, CHUNK], -2147483648, tl.int32)
     for start in range(0, count, SCANNED_CHUNKS):
         token, value, real = listed_values(logits, listed, count, factor, vocab_size, start)
-        # Multiplication by an odd number permutes 32-bit integers: priorities of tokens differ.
-        priority = (token.to(tl.uint32) * PRIORITY).to(tl.int32, bitcast=True)
+        # Multiplication by an odd number permutes 32-bit integers: keys of tokens differ.
+        packed_key = (token.to(tl.uint32) * KEY_FACTOR).to(tl.int32, bitcast=True)
         ahead = is_ahead(value, token, pivot_value, pivot)
         at_pivot = (value == pivot_value) & (token == pivot)
         ranks += (real & ahead).to(tl.int32)
         after_high = is_ahead(high_value, high, value, token)
         between = real & ahead & after_high
-        above = tl.where(between, tl.maximum(above, priority), above)
+        above = tl.where(between, tl.maximum(above, packed_key), above)
         before_low = is_ahead(value, token, low_value, low)
         between = real & (ahead == 0) & (at_pivot == 0) & before_low
-        below = tl.where(between, tl.maximum(below, priority), below)
+        below = tl.where(between, tl.maximum(below, packed_key), below)
     rank = tl.sum(tl.sum(ranks, 1), 0)
-    return rank, token_of(tl.max(tl.max(above, 1), 0)), token_of(tl.max(tl.max(below, 1), 0))
+    return (
+        rank,
+        token_of_key(tl.max(tl.max(above, 1), 0)),
+        token_of_key(tl.max(tl.max(below, 1), 0)),
+    )
 
 
 @triton.jit
-def token_of(priority):
-    return (priority.to(tl.uint32, bitcast=True) * PRIORITY_INVERSE).to(tl.int32, bitcast=True)
+def token_of_key(packed_key):
+    return (packed_key.to(tl.uint32, bitcast=True) * KEY_FACTOR_INVERSE).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def select_cut(logits, listed, count, factor, vocab_size, floor_value, k):
+def threshold_by_quickselect(logits, listed, count, factor, vocab_size, floor_value, k):
     """Finds the top-k threshold by quickselect; see ``top_k_threshold``."""
     among = (logits, listed, count, factor, vocab_size)
     infinite = floor_value * 0.0 + float("inf")
@@ -112,7 +116,9 @@ def select_cut(logits, listed, count, factor, vocab_size, floor_value, k):
     low = vocab_size
     high_value = infinite
     high = vocab_size * 0 - 1
-    rank, above, below = rank_of(*among, pivot_value, pivot, high_value, high, low_value, low)
+    rank, above, below = count_ahead_of(
+        *among, pivot_value, pivot, high_value, high, low_value, low
+    )
     searching = rank > k
     while searching:
         if rank > k:
@@ -123,14 +129,18 @@ def select_cut(logits, listed, count, factor, vocab_size, floor_value, k):
             high_value = pivot_value
             high = pivot
             pivot = below
-        pivot_value = value_of(logits, pivot, factor)
-        rank, above, below = rank_of(*among, pivot_value, pivot, high_value, high, low_value, low)
+        pivot_value = scaled_logit_of(logits, pivot, factor)
+        rank, above, below = count_ahead_of(
+            *among, pivot_value, pivot, high_value, high, low_value, low
+        )
         searching = rank != k
     return pivot_value, pivot
 
 
 @triton.jit
-def sort_cut(logits, candidates, listed, count, factor, vocab_size, floor_value, lowest_order, k):
+def threshold_by_sort(
+    logits, candidates, listed, count, factor, vocab_size, floor_value, lowest_order, k
+):
     """Finds the top-k threshold by a sort; see ``top_k_threshold``.
 
     It sorts the tokens of the listed chunks that are at or above both ``floor_value`` and
@@ -139,13 +149,13 @@ def sort_cut(logits, candidates, listed, count, factor, vocab_size, floor_value,
 
     Args:
         candidates: ``[MAX_SORTED]`` int64, scratch memory of the row.
-        lowest_order: lower bound of the k-th largest ``order_of(logit)``; 0 if unknown.
+        lowest_order: lower bound of the k-th largest ``sortable_bits_of(logit)``; 0 if unknown.
         k: at most MAX_SORTED.
     """
     found = count * 0
     for start in range(0, count, SCANNED_CHUNKS):
         token, value, real = listed_values(logits, listed, count, factor, vocab_size, start)
-        order = order_of(value)
+        order = sortable_bits_of(value)
         wanted = real & (value >= floor_value) & (order >= lowest_order)
         # Ranks order tokens by logit, then by id, so that no two ranks are equal.
         rank = (order - 2147483648) * 4294967296 + (4294967295 - token.to(tl.int64))
@@ -160,19 +170,21 @@ def sort_cut(logits, candidates, listed, count, factor, vocab_size, floor_value,
     rank = tl.load(candidates + number, mask=number < found, other=-9223372036854775808)
     rank = tl.sort(rank, descending=True)
     last_in = tl.sum(tl.where(number == k - 1, rank, 0), 0)
-    cut_value = floor_value
-    cut = vocab_size
+    threshold_value = floor_value
+    threshold = vocab_size
     if found >= k:
         # Any id after the k-th token's, up to the next token's, is a valid threshold: take the
         # least.
         token = (4294967295 - (last_in & 4294967295)).to(tl.int32)
-        cut_value = value_of(logits, token, factor)
-        cut = token + 1
-    return cut_value, cut, found
+        threshold_value = scaled_logit_of(logits, token, factor)
+        threshold = token + 1
+    return threshold_value, threshold, found
 
 
 @triton.jit
-def top_k_cut(logits, candidates, listed, count, factor, vocab_size, floor_value, lowest_order, k):
+def top_k_threshold(
+    logits, candidates, listed, count, factor, vocab_size, floor_value, lowest_order, k
+):
     """Value and id of the top-k threshold: the place in sorted order from which tokens are
     excluded.
 
@@ -180,13 +192,15 @@ def top_k_cut(logits, candidates, listed, count, factor, vocab_size, floor_value
     ``floor_value``, or all such tokens if there are fewer than k. No token need have the
     threshold's id.
     """
-    cut_value = floor_value
-    cut = vocab_size
+    threshold_value = floor_value
+    threshold = vocab_size
     found = vocab_size * 0 + MAX_SORTED + 1
     if k <= MAX_SORTED:
-        cut_value, cut, found = sort_cut(
+        threshold_value, threshold, found = threshold_by_sort(
             logits, candidates, listed, count, factor, vocab_size, floor_value, lowest_order, k
         )
     if found > MAX_SORTED:
-        cut_value, cut = select_cut(logits, listed, count, factor, vocab_size, floor_value, k)
-    return cut_value, cut
+        threshold_value, threshold = threshold_by_quickselect(
+            logits, listed, count, factor, vocab_size, floor_value, k
+        )
+    return threshold_value, threshold

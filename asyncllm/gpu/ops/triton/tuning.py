@@ -178,9 +178,9 @@ def num_splits(
         num_sms: number of multiprocessors of the GPU.
         programs_per_sm: programs that run on a multiprocessor at the same time.
     """
-    places, programs = programs_per_sm * num_sms, batch * kv_heads
-    most = min(max(cdiv(places, programs), MAX_WAVE_SPLITS), cdiv(max_len, SPLIT_TOKENS))
-    return _fewest_splits(programs, places, max(1, most))
+    num_places, programs = programs_per_sm * num_sms, batch * kv_heads
+    max_splits = min(max(cdiv(num_places, programs), MAX_WAVE_SPLITS), cdiv(max_len, SPLIT_TOKENS))
+    return _fewest_splits(programs, num_places, max(1, max_splits))
 
 
 def num_extra_splits(kv_heads: int, num_sms: int, programs_per_sm: int = PROGRAMS_PER_SM) -> int:
@@ -192,7 +192,7 @@ def num_extra_splits(kv_heads: int, num_sms: int, programs_per_sm: int = PROGRAM
     return cdiv(2 * programs_per_sm * num_sms, kv_heads)
 
 
-def is_skewed(longest: int, total: int, splits: int, kv_heads: int, places: int) -> bool:
+def is_skewed(longest: int, total: int, splits: int, kv_heads: int, num_places: int) -> bool:
     """Whether the longest sequence would hold up a batch of decode rows.
 
     It does if one of its splits has SKEWED_TOKENS keys more than twice the average number of keys
@@ -203,7 +203,7 @@ def is_skewed(longest: int, total: int, splits: int, kv_heads: int, places: int)
         splits: number of splits per sequence.
         places: number of programs that run on the GPU at the same time.
     """
-    fair = total * kv_heads // places
+    fair = total * kv_heads // num_places
     return cdiv(longest, splits) > 2 * fair + SKEWED_TOKENS
 
 
@@ -222,20 +222,20 @@ def num_tile_splits(num_tiles: int, kv_heads: int, max_len: int, num_sms: int) -
         max_len: maximum number of keys that a tile sees.
     """
     programs = num_tiles * kv_heads
-    most = min(cdiv(num_sms, programs), cdiv(max_len, TILE_SPLIT_TOKENS))
-    return _fewest_splits(programs, num_sms, max(1, most))
+    max_splits = min(cdiv(num_sms, programs), cdiv(max_len, TILE_SPLIT_TOKENS))
+    return _fewest_splits(programs, num_sms, max(1, max_splits))
 
 
 @lru_cache(maxsize=4096)
-def _fewest_splits(programs: int, places: int, most: int) -> int:
-    rates = [wave_utilisation(programs * splits, places) for splits in range(1, most + 1)]
+def _fewest_splits(programs: int, num_places: int, max_splits: int) -> int:
+    rates = [wave_utilisation(programs * splits, num_places) for splits in range(1, max_splits + 1)]
     good = 0.9 * max(rates)
     return next(splits for splits, rate in enumerate(rates, 1) if rate >= good)
 
 
-def wave_utilisation(programs: int, places: int) -> float:
+def wave_utilisation(programs: int, num_places: int) -> float:
     """Fraction of the GPU that equally long programs keep busy until the last one ends."""
-    return programs / (cdiv(programs, places) * places)
+    return programs / (cdiv(programs, num_places) * num_places)
 
 
 def row_warps(width: int) -> int:
