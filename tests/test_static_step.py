@@ -479,7 +479,7 @@ def test_the_start_calls_every_op_of_the_stages_of_sampling(llama: Decoder) -> N
     step = steps_of(runner).memory
     with TorchCalls() as warm:
         runner.warm_up()
-    assert not step.tables.made
+    assert not step.tables.allocated_stages
     assert step.masks is None
     vocab = llama.model.vocab_size
     step.masks, out = GrammarMasks(8, vocab, CPU), TopLogprobs(8, 20, CPU)

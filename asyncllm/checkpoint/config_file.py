@@ -117,7 +117,7 @@ class ConfigFile:
     def entries(
         self, name: str, accepted: str, is_valid: Callable[[Any], bool], count: int | None = None
     ) -> list[Any]:
-        """Read the list in field ``name``; refuse it unless ``fits`` is true for each entry.
+        """Read the list in field ``name``; refuse it unless ``is_valid`` is true for each entry.
 
         Args:
             count: required number of entries; None for any.

@@ -102,7 +102,7 @@ class ExpertsConfig:
         shared_gate: the shared expert's output is multiplied by ``sigmoid(logit)``, where a
             projection of the hidden state to one number gives the logit.
         bias: the experts' projections have biases.
-        beside_mlp: layers with experts also have an ordinary MLP; otherwise experts replace the
+        parallel_to_mlp: layers with experts also have an ordinary MLP; else experts replace the
             MLP. The MLP, the router and the experts all read the residual, each through its own
             norm.
     """
@@ -114,5 +114,5 @@ class ExpertsConfig:
     shared_size: int = 0
     shared_gate: bool = False
     bias: bool = False
-    beside_mlp: bool = False
+    parallel_to_mlp: bool = False
     names: ExpertsNames = ExpertsNames()

@@ -110,7 +110,7 @@ def _read_experts(config: ConfigFile, sizes: Sizes) -> ExpertsConfig:
         RoutingConfig(count, top_k, renormalise=True, expert_scale=True),
         config.integer("moe_intermediate_size"),
         ActivationConfig(gelu=True),
-        beside_mlp=True,
+        parallel_to_mlp=True,
         names=ExpertsNames(
             router="router.proj", experts=None, fused="experts", fused_router="router.proj"
         ),

@@ -269,11 +269,11 @@ def _resolve_family(config: ConfigFile) -> tuple[Family, ConfigFile, bool]:
         outer = {name: values[name] for name in shared if values.get(name) is not None}
         inner = values["text_config"]
         ends = [each["eos_token_id"] for each in (values, inner) if "eos_token_id" in each]
-        values = {**inner, **outer} | ({"eos_token_id": _flatten(ends)} if ends else {})
+        values = {**inner, **outer} | ({"eos_token_id": _flatten_lists(ends)} if ends else {})
     return family, ConfigFile(config.path, {**family.defaults, **values}), is_text_part
 
 
-def _flatten(values: list[Any]) -> list[Any]:
+def _flatten_lists(values: list[Any]) -> list[Any]:
     """Copy of ``values`` with nested lists flattened and nulls dropped."""
     return [
         entry

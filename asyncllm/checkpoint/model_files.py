@@ -128,7 +128,7 @@ def _lookup_errors(location: str | os.PathLike[str] | None) -> Iterator[None]:
 
 
 def _find_gguf_file(directory: Path, *preferred_files: Path) -> Path:
-    """The GGUF file in ``directory`` if none of the files ``instead`` exists; else ``directory``.
+    """The GGUF file in ``directory``; ``directory`` itself if any of ``preferred_files`` exists.
 
     Raises:
         ModelLoadError: if the directory has several GGUF files.

@@ -53,11 +53,11 @@ def read_sparse_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
     step = config.integer("decoder_sparse_step", 1)
     accepted = f"a list of layers from 0 to {sizes.num_layers - 1}"
 
-    def has_experts(layer: Any) -> bool:
+    def is_layer_index(layer: Any) -> bool:
         return type(layer) is int and 0 <= layer < sizes.num_layers
 
     named = "mlp_only_layers" in config
-    dense = config.entries("mlp_only_layers", accepted, has_experts) if named else []
+    dense = config.entries("mlp_only_layers", accepted, is_layer_index) if named else []
     return tuple(
         layer not in dense and (layer + 1) % step == 0 for layer in range(sizes.num_layers)
     )

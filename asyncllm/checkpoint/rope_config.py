@@ -100,7 +100,7 @@ def read_layer_ropes(
     ``rope_scaling`` has the parameters of full layers.
 
     Args:
-        thetas: default base by kind of layer.
+        default_thetas: default base by kind of layer.
 
     Returns:
         The RoPE by kind of layer.

@@ -42,13 +42,13 @@ class WeightFormat(Protocol):
         label: phrase for the log: the method's name, bits and group sizes.
         ignored: phrase for the log: settings for activations or the KV cache, which the engine
             ignores because both stay in the model's dtype; "" if there are none.
-        ignored_suffixes: ends of the names of tensors that concern only activations or the KV
+        ignored_tensor_suffixes: ends of names of tensors that concern only activations or the KV
             cache.
     """
 
     label: str
     ignored: str = ""
-    ignored_suffixes: tuple[str, ...] = ()
+    ignored_tensor_suffixes: tuple[str, ...] = ()
 
     def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
         """Finds every tensor that is stored in this format.

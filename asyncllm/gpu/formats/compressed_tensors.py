@@ -70,7 +70,7 @@ class CompressedTensors(WeightFormat):
         ModelLoadError: an unknown field, or an unsupported value.
     """
 
-    ignored_suffixes = tuple(
+    ignored_tensor_suffixes = tuple(
         ".input_scale .input_zero_point .input_global_scale .output_scale .output_zero_point "
         ".q_scale .k_scale .v_scale .q_zero_point .k_zero_point .v_zero_point".split()
     )

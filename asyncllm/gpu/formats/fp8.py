@@ -42,7 +42,7 @@ class Fp8(WeightFormat):
         ModelLoadError: an unknown field, or an unsupported value.
     """
 
-    ignored_suffixes = (".input_scale", ".input_scale_ub", ".k_scale", ".v_scale")
+    ignored_tensor_suffixes = (".input_scale", ".input_scale_ub", ".k_scale", ".v_scale")
 
     def __init__(self, config: ConfigFile) -> None:
         self.block: tuple[int, int] | None = None

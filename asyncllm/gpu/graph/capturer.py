@@ -37,7 +37,7 @@ class CudaGraphCapturer(GraphCapturer):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._reasons: set[str] = set()
+        self._logged_reasons: set[str] = set()
         self._recording: _Recording | None = None
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
@@ -90,7 +90,7 @@ class CudaGraphCapturer(GraphCapturer):
         # An error means that torch has ended the recording already.
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self.device.index, pool)
-            CAPTURES.keep_failed(graph)
+            CAPTURES.keep_failed_graph(graph)
             torch._C._cuda_releasePool(self.device.index, pool)
 
     def _reset_generator(self) -> None:
@@ -112,9 +112,9 @@ class CudaGraphCapturer(GraphCapturer):
             self._record(run, torch.cuda.graph_pool_handle())
 
     def _report(self, reason: str, is_memory: bool) -> None:
-        if reason in self._reasons:
+        if reason in self._logged_reasons:
             return
-        self._reasons.add(reason)
+        self._logged_reasons.add(reason)
         remedy = ": lower gpu_memory_utilization or kv_cache_memory" if is_memory else ""
         logger.warning(
             "a CUDA graph could not be captured, its steps run eagerly and are tried again later%s "

@@ -44,7 +44,7 @@ class ProcessCaptures:
         finally:
             self._lock.release()
 
-    def keep_failed(self, graph: torch.cuda.CUDAGraph) -> None:
+    def keep_failed_graph(self, graph: torch.cuda.CUDAGraph) -> None:
         """Keeps a failed graph, to which torch still has a pointer; hold the turn meanwhile."""
         self._failed.append(graph)
 

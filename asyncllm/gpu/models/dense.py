@@ -290,7 +290,7 @@ class DecoderBuilder:
         """Builds a layer's MLP, or its experts, or an MLP and experts in parallel to it."""
         names, experts = self.model.names, self.experts_of(index)
         size = self.model.layer(index).intermediate_size
-        if experts is not None and experts.beside_mlp:
+        if experts is not None and experts.parallel_to_mlp:
             return build_parallel_experts(scope, experts, size)
         if experts is not None:
             mlp = build_experts(scope, experts)

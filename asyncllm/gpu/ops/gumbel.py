@@ -29,7 +29,7 @@ is sampled in two rounds: first one chunk is drawn by its mass, then a token in 
 NO_TOKEN_LEFT = -2
 """Result for a row whose logits are all minus infinity, instead of a token."""
 
-_LOWEST = -3.4028234663852886e38
+_MOST_NEGATIVE = -3.4028234663852886e38
 _LOW32 = 0xFFFFFFFF
 
 
@@ -105,7 +105,7 @@ def kept_tokens(
             infinity in rows whose ``values`` include every token that min_p and top_k keep.
     """
     largest, count = values[:, :1], values.shape[1]
-    kept = values >= (largest + min_p.unsqueeze(1).log()).clamp(min=_LOWEST)
+    kept = values >= (largest + min_p.unsqueeze(1).log()).clamp(min=_MOST_NEGATIVE)
     limit = torch.where(top_k <= 0, 2**31 - 1, top_k).unsqueeze(1)
     kept &= torch.arange(count, device=values.device) < limit
     mass = torch.where(kept, (values.double() - largest).exp(), 0.0)

@@ -115,7 +115,7 @@ class NativeExperts:
         gate: Tensor | None = None,
     ) -> Tensor:
         x, op = contiguous_rows(x, x.dtype), self._op
-        top_k = self._check(x, ids, weights, shared, gate)
+        top_k = self._check_tensors(x, ids, weights, shared, gate)
         args, out = op.args, op.empty(x, self.width)
         args.x_stride, args.top_k, args.dtype = x.stride(0), top_k, DTYPES[x.dtype]
         tensors = {"x": x, "ids": ids, "weights": weights, "out": out}
@@ -129,7 +129,7 @@ class NativeExperts:
         op(x, tensors)
         return out
 
-    def _check(
+    def _check_tensors(
         self, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None
     ) -> int:
         """Checks tensors that the op would otherwise read out of bounds; returns top_k."""

@@ -33,7 +33,7 @@ from asyncllm.gpu.ops.native_recurrent import (
 )
 from asyncllm.gpu.ops.native_rope import NativeRope, NativeRopeAndCache
 from asyncllm.gpu.ops.native_sampling import process_logits, sample, top_logprobs
-from asyncllm.gpu.ops.native_weights import SPAN, conversions, native_type
+from asyncllm.gpu.ops.native_weights import INPUTS_PER_SCALE, conversions, native_type
 from asyncllm.gpu.ops.recorder import Recorder
 from asyncllm.gpu.ops.routing import RouterWeights, Routing
 from asyncllm.native.context import Context, raise_status
@@ -46,7 +46,7 @@ class NativeOps(CpuOps):
     schemes: ClassVar[frozenset[QuantScheme]] = frozenset({"plain", "int8", "int4"})
     accepted_weights = (
         "'plain', or 'int8' and 'int4' with scales per output channel or in blocks of (1, a "
-        f"multiple of {SPAN}), and without column_order"
+        f"multiple of {INPUTS_PER_SCALE}), and without column_order"
     )
     packs_linear = True
     state_rows = staticmethod(NativeStateRows)

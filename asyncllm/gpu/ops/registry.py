@@ -14,7 +14,7 @@ from asyncllm.gpu.ops.base import Attention
 from asyncllm.gpu.ops.cpu_ops import CpuOps
 from asyncllm.gpu.ops.flash_attention_2 import FlashAttention2
 from asyncllm.gpu.ops.flash_attention_3 import FlashAttention3
-from asyncllm.gpu.ops.native_attention import REMEDY, NativeAttention, native_context
+from asyncllm.gpu.ops.native_attention import BUILD_REMEDY, NativeAttention, native_context
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.onednn_ops import OneDNNOps, onednn_works
 from asyncllm.gpu.ops.torch_attention import TorchAttention
@@ -118,7 +118,7 @@ def choose_native() -> NativeChoice:
     except NativeUnavailableError as error:
         # Log the exception's text, not the exception: a log handler may keep it, and with it all
         # frames of its traceback.
-        reason = f"{error}: the CPU runs torch's, which are slower; {REMEDY}"
+        reason = f"{error}: the CPU runs torch's, which are slower; {BUILD_REMEDY}"
         return NativeChoice(False, reason, can_be_built=True)
     if isa == "baseline":
         return NativeChoice(False, "native ops have nothing for this processor's instruction set")

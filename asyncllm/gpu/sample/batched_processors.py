@@ -34,7 +34,7 @@ class BatchedProcessors:
 
     def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
         self.num_batch_updates = 0
-        self._members = [_ProcessorRequests(processor) for processor in processors]
+        self._processor_requests = [_ProcessorRequests(processor) for processor in processors]
 
     def add_request(self, assignment: RequestAssignment) -> ClaimedRequest:
         prompt = assignment.num_prompt_tokens
@@ -51,7 +51,7 @@ class BatchedProcessors:
         self.num_batch_updates += 1
         update = self.num_batch_updates, request.assignment.req_index, new_request
         for number in request.processors:
-            self._members[number].pending_updates.append(update)
+            self._processor_requests[number].pending_updates.append(update)
 
     def apply(
         self,
@@ -70,7 +70,7 @@ class BatchedProcessors:
             errors: errors by row. Rows with an error are skipped; if a processor fails, errors are
                 added for its rows.
         """
-        for number, members in enumerate(self._members):
+        for number, members in enumerate(self._processor_requests):
             rows = [row for row, request in requests.items() if number in request.processors]
             if not rows:
                 continue

@@ -47,7 +47,7 @@ def gather_prompt_logprobs(
     begin = 0
     for row, span in spans.items():
         end = begin + span.end - span.first
-        values = _span_logprobs(hidden[begin:end], tokens[row], span.num_top, decoder)
+        values = _row_logprobs(hidden[begin:end], tokens[row], span.num_top, decoder)
         if values is None:
             errors[row] = ValueError(NOT_FINITE_MESSAGE)
         else:
@@ -56,7 +56,7 @@ def gather_prompt_logprobs(
     return found, errors
 
 
-def _span_logprobs(
+def _row_logprobs(
     hidden: Tensor, tokens: np.ndarray, num_top: int, decoder: LanguageModel
 ) -> list[TokenLogprobs] | None:
     """Computes the log-probabilities of one row in slices; None if logits are not finite."""

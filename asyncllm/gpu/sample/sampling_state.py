@@ -125,8 +125,8 @@ class SamplingState:
             self.logprobs[update.req_index] = count
             update.stages |= Stages.LOGPROBS
         else:
-            most = self.vocab_size if count < 0 else int(np.int64(count))
-            self.host_logprobs[update.req_index] = most
+            max_count = self.vocab_size if count < 0 else int(np.int64(count))
+            self.host_logprobs[update.req_index] = max_count
 
     def _assign_rules(self, update: TableUpdate, assignment: RequestAssignment) -> None:
         req_index, params, scalars = update.req_index, assignment.sampling, self._scalars
@@ -169,11 +169,12 @@ class SamplingState:
         words = ~self._packed_bits(self._token_ids(single))
         return words if allowed is None else words & self._packed_bits(self._token_ids(allowed))
 
-    def _token_ids(self, token_ids: Any, most: int = MAX_ITEMS) -> np.ndarray:
-        """Token ids as int32; IndexError for one outside the vocabulary, or more than ``most``."""
+    def _token_ids(self, token_ids: Any, max_count: int = MAX_ITEMS) -> np.ndarray:
+        """Converts token ids to int32; IndexError for an id outside the vocabulary or too many
+        ids."""
         ids = np.array(token_ids, np.int64)
-        if len(ids) > most:
-            raise IndexError(f"{len(ids)} token ids, expected at most {most}")
+        if len(ids) > max_count:
+            raise IndexError(f"{len(ids)} token ids, expected at most {max_count}")
         if len(ids) and (ids.min() < 0 or ids.max() >= self.vocab_size):
             raise IndexError(f"token ids {ids.min()} to {ids.max()} in {self.vocab_size} tokens")
         return ids.astype(np.int32)

@@ -64,7 +64,7 @@ class Plan:
         states = [state for call in found.recurrent for state in call.states.values()]
         if not kinds:
             return cls(found, kinds, [], states)
-        groups = group_layers(_caches(kinds, indices), model.max_position_embeddings)
+        groups = group_layers(_layer_caches(kinds, indices), model.max_position_embeddings)
         return cls(found, with_kv_groups(kinds, indices, groups), groups, states)
 
     def kv_groups(
@@ -81,7 +81,7 @@ class Plan:
         return make_kv_groups(self.groups, writers, attention, block_size)
 
 
-def _caches(kinds: Sequence[AttentionKind], indices: Sequence[int]) -> list[LayerCache]:
+def _layer_caches(kinds: Sequence[AttentionKind], indices: Sequence[int]) -> list[LayerCache]:
     """LayerCache of each KV cache, with the widest window of the layers that read it."""
     caches: dict[int, LayerCache] = {}
     for kind, index in zip(kinds, indices, strict=True):

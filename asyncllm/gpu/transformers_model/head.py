@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 
-class _PassThrough(nn.Module):
+class _PassThroughBase(nn.Module):
     """Substitute for the base model: returns the hidden states that are passed as input embeddings.
 
     Attributes that the head reads from it, such as a multiplier, are those of the base model.
@@ -19,7 +19,7 @@ class _PassThrough(nn.Module):
         self.__dict__["base"] = base
 
     @property
-    def decoder(self) -> _PassThrough:
+    def decoder(self) -> _PassThroughBase:
         """Substitute for the base model's ``decoder``, which some heads call directly."""
         return self
 
@@ -55,7 +55,7 @@ def output_head(modules: Any, base: str) -> Any:
         base: name of the submodule that ends with the last norm.
     """
     head = copy.copy(modules)
-    head._modules = dict(modules._modules) | {base: _PassThrough(getattr(modules, base))}
+    head._modules = dict(modules._modules) | {base: _PassThroughBase(getattr(modules, base))}
     return head
 
 

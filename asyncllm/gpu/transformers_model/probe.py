@@ -117,7 +117,7 @@ class _Recorder:
         scaling: float | None,
         options: dict[str, Any],
     ) -> Tensor:
-        given = {name: value for name, value in options.items() if _is_set(value)}
+        given = {name: value for name, value in options.items() if _is_option_set(value)}
         shared = next((i for i, earlier in enumerate(self.keys) if earlier is key), None)
         self.keys.append(key)
         self.probe.calls.append(
@@ -147,7 +147,7 @@ class _Recorder:
         return torch.empty_like(hidden)
 
 
-def _is_set(value: Any) -> bool:
+def _is_option_set(value: Any) -> bool:
     return value is not None and not (isinstance(value, (bool, int, float)) and not value)
 
 

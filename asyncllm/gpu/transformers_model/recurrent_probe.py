@@ -107,14 +107,14 @@ class CallWatch:
         def keep(module: nn.Module, args: Any, options: Any) -> tuple[Any, Any]:
             # Move a padding mask from the host to the meta device: the module's code then gets as
             # far as its cache, so that an error can name the module.
-            options = {key: _on_meta(value) for key, value in options.items()}
+            options = {key: _move_to_meta(value) for key, value in options.items()}
             self.calls[name] = SeenCall(args, options)
             return args, options
 
         return keep
 
 
-def _on_meta(value: Any) -> Any:
+def _move_to_meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, Tensor) else value
 
 
@@ -123,11 +123,11 @@ class _StateRecorder(CallStates):
 
     def __init__(self) -> None:
         super().__init__({})
-        self.is_touched = False
+        self.was_used = False
         self.states: dict[StateKey, StateSpec] = {}
 
     def get_conv_state(self, *place: Any, **named: Any) -> Any:
-        self.is_touched = True
+        self.was_used = True
 
     get_recurrent_state = get_conv_state
 
@@ -154,16 +154,16 @@ class _StateRecorder(CallStates):
         return recurrent_states
 
     def _record_state(self, key: StateKey, state: Tensor, shape: tuple[int, ...]) -> None:
-        self.is_touched = True
+        self.was_used = True
         dtype = None if state.dtype is torch.bfloat16 else state.dtype
         self.states[key] = StateSpec(shape, dtype)
 
     def __getattr__(self, name: str) -> Any:
-        self.__dict__["is_touched"] = True
+        self.__dict__["was_used"] = True
         raise AttributeError(f"{name} of its cache")
 
     def __getitem__(self, index: Any) -> Any:
-        self.is_touched = True
+        self.was_used = True
         raise TypeError("an item of its cache")
 
 
@@ -199,7 +199,7 @@ def _probe_module(module: nn.Module, name: str, cache: str, seen: SeenCall) -> R
         with torch.enable_grad():
             given = dict(zip(names, seen.args, strict=False)) | seen.options
             module(**given | {cache: listener})
-            if not listener.is_touched:
+            if not listener.was_used:
                 return None
             options = dict(seen.options)
             hidden = seen.args[0] if seen.args else options.pop(call.hidden, None)
@@ -207,7 +207,7 @@ def _probe_module(module: nn.Module, name: str, cache: str, seen: SeenCall) -> R
                 module.to(torch.bfloat16), call, hidden.detach().to(torch.bfloat16), options
             )
     except Exception as error:
-        if not listener.is_touched:
+        if not listener.was_used:
             raise
         call.flaw = f"asks its cache for more ({explain(error)})", _PROTOCOL
     return call

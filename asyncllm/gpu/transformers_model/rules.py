@@ -159,7 +159,7 @@ def _call_flaws(probe: Probe) -> Iterator[Flaw]:
             found = f"attends with {queries} queries to {keys} keys of {NUM_TOKENS} tokens"
             yield f"{call.module} {found}", "a query and a key of every token"
         for name, value in call.options.items():
-            found = f"passes {name}={_describe(value)} to attention"
+            found = f"passes {name}={_describe_option(value)} to attention"
             yield f"{call.module} {found}", "scaling, sliding_window, softcap and s_aux"
         if call.heads % heads:
             found = f"has {call.heads} heads and {heads} of keys"
@@ -168,7 +168,7 @@ def _call_flaws(probe: Probe) -> Iterator[Flaw]:
             yield f"{call.module} passes no scaling to attention", "a number"
 
 
-def _describe(value: Any) -> str:
+def _describe_option(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return repr(value)[:60]
@@ -186,7 +186,7 @@ def _window(model: TransformersConfig, call: AttentionCall) -> int | None:
         ModelLoadError: the window that the module passes is not the one in its mask.
     """
     if not isinstance(call.mask, ProbedMask):
-        found = f"{call.module} passes the mask {_describe(call.mask)}"
+        found = f"{call.module} passes the mask {_describe_option(call.mask)}"
         raise _unsupported_model_error(model, found, "one that transformers' mask functions make")
     context = min(model.max_position_embeddings, _MAX_CHECKED_POSITION)
     window = _mask_window(model, call, context)

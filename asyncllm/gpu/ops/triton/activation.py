@@ -41,7 +41,7 @@ def gated_mul_kernel(
     GELU: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Multiplies the activate_gate gates by the ups; grid ``(rows, blocks of width)``."""
+    """Multiplies the activated gates by the ups; grid ``(rows, blocks of width)``."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = columns < width
@@ -53,7 +53,7 @@ def gated_mul_kernel(
 
 
 def gated_mul(gate_up: Tensor, up: Tensor | None = None, *, gelu: bool) -> Tensor:
-    """``[T, 2 * I] -> [T, I]``: the activate_gate first half times the second half.
+    """``[T, 2 * I] -> [T, I]``: the activated first half times the second half.
 
     With ``up [T, I]``, ``gate_up`` is the gate ``[T, I]`` alone.
     """

@@ -44,7 +44,7 @@ MIN_TEMPERATURE = tl.constexpr(gumbel.MIN_TEMPERATURE)
 NO_TOKEN_LEFT = tl.constexpr(gumbel.NO_TOKEN_LEFT)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
-COUNTERS = tl.constexpr(4)
+COUNTER_ROWS = tl.constexpr(4)
 """Rows of Philox counters per program of ``chunk_kernel``; a row covers four chunks."""
 
 CHUNK_ARGUMENTS = ["listed", "chunk_max", "chunk_sum", "chunk_score", "chunk_token"]
@@ -100,12 +100,12 @@ def chunk_kernel(
     num_chunks,
     stride_logits,
 ):
-    """Computes the statistics of chunks; grid ``(rows, num_chunks / (4 * COUNTERS))``."""
+    """Computes the statistics of chunks; grid ``(rows, num_chunks / (4 * COUNTER_ROWS))``."""
     row = tl.program_id(0).to(tl.int64)
     req_index = tl.load(req_indices + row).to(tl.int64)
     if req_index < 0:
         return
-    group = tl.program_id(1) * COUNTERS + tl.arange(0, COUNTERS)
+    group = tl.program_id(1) * COUNTER_ROWS + tl.arange(0, COUNTER_ROWS)
     lane = tl.arange(0, CHUNK)
     greedy, factor = temperature_factor(tl.load(temperatures + req_index))
     counter = (group[:, None] * CHUNK + lane[None, :]).to(tl.uint32)
@@ -320,7 +320,7 @@ def sample(
     of_rows = (logits, sampling["states"], positions, sampling["temperature"])
     sizes = (vocab_size, num_chunks, row_stride("logits", logits))
     limits = (sampling["top_k"], sampling["top_p"], sampling["min_p"])
-    chunk_kernel[(rows, cdiv(num_chunks, 4 * COUNTERS.value))](
+    chunk_kernel[(rows, cdiv(num_chunks, 4 * COUNTER_ROWS.value))](
         *chunks, *of_rows, *limits, req_indices, *sizes, num_warps=4
     )
     choose_kernel[(rows,)](

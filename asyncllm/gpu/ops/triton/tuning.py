@@ -201,7 +201,7 @@ def is_skewed(longest: int, total: int, splits: int, kv_heads: int, num_places: 
     Args:
         longest, total: tokens of the longest sequence, and of all sequences.
         splits: number of splits per sequence.
-        places: number of programs that run on the GPU at the same time.
+        num_places: number of programs that run on the GPU at the same time.
     """
     fair = total * kv_heads // num_places
     return cdiv(longest, splits) > 2 * fair + SKEWED_TOKENS
