@@ -104,7 +104,7 @@ def _no_expert_scale(runner: ModelRunner) -> None:
 
 def _no_experts(runner: ModelRunner) -> None:
     for layer in _layers(runner):
-        layer.parallel_experts.mixed_norm = torch.zeros_like
+        layer.parallel_experts.experts_output_norm = torch.zeros_like
 
 
 def _config(**fields: Any) -> Callable[[ModelConfig], ModelConfig]:

@@ -88,6 +88,6 @@ def test_nodes_of_a_captured_step_are_counted(
     model = ModelConfig.from_directory(write_checkpoint(tmp_path, TINY))
     runner = make_runner(make_decoder(model), capturer=GraphCapturer(), stream=LateStream())
     with torch.inference_mode(), Illegal("", captures.error) as expected:
-        replay_of(runner).run_padding(GraphKey(2))
+        replay_of(runner).run_padded_rows(GraphKey(2))
     assert count_nodes(runner, 2) == expected.ops > 10
     assert not captures.debugging

@@ -128,15 +128,15 @@ def test_table_changes_are_taken_once() -> None:
     table.append(1, [7, 8])
     table.append(1, [9])
     table.append(0, [5])
-    indices, values = table.take_changes()
+    indices, values = table.pop_changes()
     assert (indices.tolist(), values.tolist()) == ([4, 5, 6, 0], [7, 8, 9, 5])
     assert (indices.dtype, values.dtype) == (np.int64, np.int32)
-    assert [len(part) for part in table.take_changes()] == [0, 0]
+    assert [len(part) for part in table.pop_changes()] == [0, 0]
     # A request that enters anew overwrites: the last value counts, wherever the index stands.
     table.num_blocks[1] = 0
     table.append(1, [3])
     table.num_blocks[1] = 0
     table.append(1, [4])
-    indices, values = table.take_changes()
+    indices, values = table.pop_changes()
     assert (indices.tolist(), values.tolist()) == ([4, 4], [4, 4])
     assert table.slot_mapping(np.array([1, 0]), np.array([2, 3])).tolist() == [18, 23]

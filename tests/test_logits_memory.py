@@ -18,7 +18,7 @@ from asyncllm.gpu.batch.sampling_inputs import (
     Stages,
     TopLogprobs,
 )
-from asyncllm.gpu.batch.sampling_table import RULE_SCALARS
+from asyncllm.gpu.batch.sampling_table import LOGITS_STAGE_SCALARS
 from asyncllm.gpu.execution_mode import GRAPH_BYTES, graph_reserve
 from asyncllm.gpu.ops import logits as logits_ops
 from asyncllm.sampling_params import MAX_BIAS, MAX_STOP_IDS
@@ -66,7 +66,7 @@ def make_rows() -> SamplingRows:
         positions=lines[:-1] % 20,
         host_token_ids=lines[:-1] - 3,
         last_sampled_tokens=lines,
-        rules=dict(zip(RULE_SCALARS, values, strict=True)),
+        rules=dict(zip(LOGITS_STAGE_SCALARS, values, strict=True)),
         tables=tables,
         mask_slots=lines[:-1] % 5 - 1,
         mask_words=torch.randint(0, 2**31, (4, num_words(VOCAB)), generator=random).int(),

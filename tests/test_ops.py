@@ -18,7 +18,7 @@ from asyncllm.gpu.batch.sampling_inputs import (
     Stages,
     TopLogprobs,
 )
-from asyncllm.gpu.batch.sampling_table import RULE_SCALARS
+from asyncllm.gpu.batch.sampling_table import LOGITS_STAGE_SCALARS
 from asyncllm.gpu.models.attention_kinds import attention_kinds
 from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops import onednn_ops
@@ -373,7 +373,7 @@ def test_processed_logits(ops, dtype):
         *(line.int() * count for count in (1, 2, 1)), line * 9, line * 4, lines + 1.5, lines + 0.25,
         lines + 0.5,
     )  # fmt: skip
-    rules = dict(zip(RULE_SCALARS, values, strict=True))
+    rules = dict(zip(LOGITS_STAGE_SCALARS, values, strict=True))
     order = torch.tensor([1, -1, 2])
     rows = SamplingRows(order, order * 0 + 6, order * 0 - 1, torch.full((4,), token), rules, tables)
     found = ops.process_logits(logits, rows, Stages.RULES | Stages.PENALTIES)

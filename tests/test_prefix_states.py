@@ -251,10 +251,10 @@ def test_a_step_that_copies_states_is_not_run_ahead_of_the_host():
     queue.min_tokens = 1
     for copies in (dict(), dict(masked_rows=[0])):
         batch = StepBatch(0, [0], [0], [5], [True], num_tokens=5, **copies)
-        assert queue.can_begin(LaunchedStep(batch), ()) is True
+        assert queue.can_begin_early(LaunchedStep(batch), ()) is True
         for name in ("state_loads", "state_saves"):
             setattr(batch, name, [(0, 1)])
-            assert queue.can_begin(LaunchedStep(batch), ()) is False
+            assert queue.can_begin_early(LaunchedStep(batch), ()) is False
             setattr(batch, name, [])
 
 

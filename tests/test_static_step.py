@@ -479,7 +479,7 @@ def test_the_start_calls_every_op_of_the_stages_of_sampling(llama: Decoder) -> N
     step = steps_of(runner).memory
     with TorchCalls() as warm:
         runner.warm_up()
-    assert not step.tables.made
+    assert not step.tables.allocated_stages
     assert step.masks is None
     vocab = llama.model.vocab_size
     step.masks, out = GrammarMasks(8, vocab, CPU), TopLogprobs(8, 20, CPU)
@@ -706,7 +706,7 @@ async def test_aborts_and_preemptions_under_the_scheduler(
 # --- the tests bite ----------------------------------------------------------------------
 
 
-WRITE, PLAN, CHANGES = StepBuffer.write, TorchAttention._plan_fixed, BlockTable.take_changes
+WRITE, PLAN, CHANGES = StepBuffer.write, TorchAttention._plan_fixed, BlockTable.pop_changes
 
 
 def unpadded(self: StepBuffer, batch: StepBatch, *rows: Any) -> StepSizes:
@@ -728,7 +728,7 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "rows stay behind the batch": (StepBuffer, "write", unpadded),
     "lengths baked in": (TorchAttention, "_plan_fixed", baked),
     "blocks of the last tenant": (
-        BlockTable, "take_changes", lambda self: tuple(each[1:] for each in CHANGES(self)),
+        BlockTable, "pop_changes", lambda self: tuple(each[1:] for each in CHANGES(self)),
     ),
     "same seeds": (HostBuffer, "set_scalars", lambda self, state: None),
 }  # fmt: skip

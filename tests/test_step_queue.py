@@ -268,7 +268,7 @@ def test_what_fails_in_a_step_is_raised_where_it_is_collected():
 def test_no_memory_for_the_thread_is_told_as_such(monkeypatch):
     runner = ahead(make_decoder(QWEN3))
     queue = queue_of(runner)
-    library = queue.recorded.program.context.functions
+    library = queue.recorded_step.program.context.functions
     monkeypatch.setattr(library, "submit", lambda *_: 2)
     driver = Driver(runner)
     driver.launch([(driver.add(PROMPTS[0], 6, GREEDY), 0)])

@@ -13,12 +13,12 @@ from asyncllm.checkpoint.small_file import read_small_file
 from asyncllm.errors import ModelLoadError
 
 MAX_SIZE = 2**24
-"""Largest dimension of a model. Buffers and loops have this size, so a damaged file must not give
-an arbitrary one; real models stay far below."""
+"""Maximum of any size or count in a configuration. Buffers and loops grow with these numbers, so a
+damaged file must not set arbitrary ones; real models stay far below."""
 
 
 class _Required:
-    """Type of the marker for fields without a default."""
+    """Type of REQUIRED, the marker for fields without a default."""
 
 
 REQUIRED: Final = _Required()
@@ -78,11 +78,11 @@ class ConfigFile:
         return self.values.get(name) is not None
 
     def invalid_field(self, name: str, accepted: str) -> ModelLoadError:
-        """Make the error that field ``name`` has a value other than ``accepted``."""
+        """Make the error for field ``name``, whose value is not what ``accepted`` describes."""
         return self._field_error(name, self.values.get(name), accepted)
 
     def section(self, name: str) -> ConfigFile:
-        """The JSON object in field ``name``; an empty one if absent."""
+        """Read the JSON object in field ``name``; an absent field counts as an empty object."""
         value = self.values.get(name)
         if value is None:
             return ConfigFile(self.path, {})
@@ -93,7 +93,7 @@ class ConfigFile:
     def integer(
         self, name: str, default: Any = REQUIRED, *, low: int = 1, high: int = MAX_SIZE
     ) -> Any:
-        """An integer in ``[low, high]``."""
+        """Read an integer in ``[low, high]``."""
         return self._read_field(name, default, check.integer, low, high)
 
     def number(
@@ -105,7 +105,7 @@ class ConfigFile:
         high: float = 1e12,
         open_low: bool = False,
     ) -> Any:
-        """A finite number in ``[low, high]``, or above ``low`` with ``open_low``."""
+        """Read a finite number in ``[low, high]``; with ``open_low`` it must be above ``low``."""
         return self._read_field(name, default, partial(check.number, above=open_low), low, high)
 
     def boolean(self, name: str, default: bool) -> bool:
@@ -115,9 +115,9 @@ class ConfigFile:
         return self._read_field(name, default, check.choice, choices)
 
     def entries(
-        self, name: str, accepted: str, fits: Callable[[Any], bool], count: int | None = None
+        self, name: str, accepted: str, is_valid: Callable[[Any], bool], count: int | None = None
     ) -> list[Any]:
-        """The list in field ``name``, if ``fits`` is true for each of its entries.
+        """Read the list in field ``name``; refuse it unless ``is_valid`` is true for each entry.
 
         Args:
             count: required number of entries; None for any.
@@ -126,13 +126,13 @@ class ConfigFile:
         if (
             not isinstance(value, list)
             or count not in (None, len(value))
-            or not all(map(fits, value))
+            or not all(map(is_valid, value))
         ):
             raise self.invalid_field(name, accepted)
         return value
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """The token id, or list of them, in field ``name``; each below ``vocab_size``; empty if
+        """Read field ``name``, a token id or a list of ids below ``vocab_size``; empty if
         absent."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, list):

@@ -14,16 +14,16 @@ class RoutingConfig:
         top_k: number of experts per token.
         scoring: function from logits to scores; "softmax" is over all experts.
         renormalise: divide the routing weights of a token by their sum.
-        least_sum: lower bound of that sum.
+        least_sum: lower bound of the sum by which ``renormalise`` divides.
         scale: factor of the routing weights after renormalisation.
-        num_groups: number of groups of equal size into which the experts are divided.
+        num_groups: number of groups of experts, all of equal size.
         top_groups: number of groups from which a token's experts are chosen: those whose two best
             scores have the greatest sum.
-        correction: experts are chosen by score plus a bias per expert; routing weights are made
-            from the score alone.
-        correction_rows: first dimension of that bias in a file, if it has two.
+        correction: the router has a bias per expert, which is added to the scores to choose experts
+            but not to compute routing weights.
+        correction_rows: first dimension of the correction bias in a file, if it has two dimensions.
         bias: the router has a bias on the logits.
-        float32: logits are computed in float32, from router weights in float32.
+        float32: the router's weights and logits are in float32.
         expert_scale: each expert has a factor, by which its routing weight is multiplied last.
     """
 
@@ -70,8 +70,9 @@ class ExpertsNames:
         transposed: fused tensors are ``[experts, in, out]``, with gate and up interleaved.
         correction, expert_scale: the router's bias per expert and factor per expert.
         shared, shared_gate: the shared expert and its gate.
-        router_norm, norm, mixed_norm, mlp_norm: norms of layers with experts beside an MLP: before
-            the router, before the experts, after the experts, after the MLP.
+        router_norm, experts_input_norm, experts_output_norm, mlp_norm: norms of layers with
+            experts beside an MLP: before the router, before the experts, after the experts, after
+            the MLP.
     """
 
     router: str = "mlp.gate"
@@ -85,8 +86,8 @@ class ExpertsNames:
     shared: str = "mlp.shared_experts"
     shared_gate: str = "mlp.shared_expert_gate"
     router_norm: str = "router.scale"
-    norm: str = "pre_feedforward_layernorm_2"
-    mixed_norm: str = "post_feedforward_layernorm_2"
+    experts_input_norm: str = "pre_feedforward_layernorm_2"
+    experts_output_norm: str = "post_feedforward_layernorm_2"
     mlp_norm: str = "post_feedforward_layernorm_1"
 
 
@@ -101,8 +102,9 @@ class ExpertsConfig:
         shared_gate: the shared expert's output is multiplied by ``sigmoid(logit)``, where a
             projection of the hidden state to one number gives the logit.
         bias: the experts' projections have biases.
-        beside_mlp: layers with experts also have an ordinary MLP (else experts replace it). MLP,
-            router and experts all read the residual, each through a norm of its own.
+        parallel_to_mlp: layers with experts also have an ordinary MLP; else experts replace the
+            MLP. The MLP, the router and the experts all read the residual, each through its own
+            norm.
     """
 
     layers: tuple[bool, ...]
@@ -112,5 +114,5 @@ class ExpertsConfig:
     shared_size: int = 0
     shared_gate: bool = False
     bias: bool = False
-    beside_mlp: bool = False
+    parallel_to_mlp: bool = False
     names: ExpertsNames = ExpertsNames()

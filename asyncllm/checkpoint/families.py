@@ -119,7 +119,8 @@ def read_window(config: ConfigFile, layers: tuple[bool, ...]) -> Fields:
 
 
 def read_optional_window(config: ConfigFile, sizes: Sizes, layers: tuple[bool, ...]) -> Fields:
-    """Read the sliding window if ``use_sliding_window`` is true; else no layer has one."""
+    """Read the sliding window if ``use_sliding_window`` is true; otherwise no layer has a
+    window."""
     if config.boolean("use_sliding_window", False):
         return read_window(config, layers)
     file = ConfigFile(config.path, {**config.values, "sliding_window": None})
@@ -127,7 +128,7 @@ def read_optional_window(config: ConfigFile, sizes: Sizes, layers: tuple[bool, .
 
 
 def _read_uniform_window(config: ConfigFile, sizes: Sizes) -> Fields:
-    """Read ``sliding_window``, which all layers have; null if none has."""
+    """Read ``sliding_window``, which all layers have; null means that no layer has a window."""
     window = config.integer("sliding_window", None, high=MAX_POSITIONS)
     implied = (window is not None,) * sizes.num_layers
     if _read_sliding_layers(config, implied) != implied:
@@ -151,8 +152,8 @@ def read_layer_types(config: ConfigFile, count: int, kind: str) -> list[str]:
     return config.entries("layer_types", accepted, (FULL, kind).__contains__, count)
 
 
-def all_but_every(count: int, sizes: Sizes) -> tuple[bool, ...]:
-    """One bool per layer: False for every ``count``-th layer, True for the others."""
+def all_but_every_nth(count: int, sizes: Sizes) -> tuple[bool, ...]:
+    """Make one bool per layer: False for every ``count``-th layer, True for the others."""
     return tuple((index + 1) % count != 0 for index in range(sizes.num_layers))
 
 
@@ -166,8 +167,8 @@ def _read_llama(config: ConfigFile, sizes: Sizes) -> Fields:
 def _read_qwen(config: ConfigFile, sizes: Sizes) -> Fields:
     first = config.integer("max_window_layers", 28, low=0)
     layers = tuple(index >= first for index in range(sizes.num_layers))
-    slides = config.values.get("sliding_window") is not None
-    return read_optional_window(config, sizes, tuple(slides and each for each in layers))
+    is_sliding = config.values.get("sliding_window") is not None
+    return read_optional_window(config, sizes, tuple(is_sliding and each for each in layers))
 
 
 def _read_qwen2(config: ConfigFile, sizes: Sizes) -> Fields:
@@ -192,7 +193,7 @@ def _read_ministral3(config: ConfigFile, sizes: Sizes) -> Fields:
 
 def _read_smollm3(config: ConfigFile, sizes: Sizes) -> Fields:
     interval = config.integer("no_rope_layer_interval", 4)
-    rotates = all_but_every(interval, sizes)
+    has_rope = all_but_every_nth(interval, sizes)
     if "no_rope_layers" in config:
         named = config.values["no_rope_layers"]
         if (
@@ -202,19 +203,21 @@ def _read_smollm3(config: ConfigFile, sizes: Sizes) -> Fields:
         ):
             accepted = f"a list of num_hidden_layers={sizes.num_layers} numbers, 0 for no RoPE"
             raise config.invalid_field("no_rope_layers", accepted)
-        rotates = tuple(bool(each) for each in named[: sizes.num_layers])
-    slides = config.values.get("sliding_window") is not None
-    window = read_optional_window(config, sizes, tuple(slides and not each for each in rotates))
-    return {**_read_llama(config, sizes), **window, **_ropes_or_none(config, sizes, rotates)}
+        has_rope = tuple(bool(each) for each in named[: sizes.num_layers])
+    is_sliding = config.values.get("sliding_window") is not None
+    window = read_optional_window(
+        config, sizes, tuple(is_sliding and not each for each in has_rope)
+    )
+    return {**_read_llama(config, sizes), **window, **_ropes_or_none(config, sizes, has_rope)}
 
 
-def _ropes_or_none(config: ConfigFile, sizes: Sizes, rotates: tuple[bool, ...]) -> Fields:
+def _ropes_or_none(config: ConfigFile, sizes: Sizes, has_rope: tuple[bool, ...]) -> Fields:
     rope = read_rope(config, sizes.rotary_dim)
-    return {"layer_ropes": tuple(rope if each else NO_ROPE for each in rotates)}
+    return {"layer_ropes": tuple(rope if each else NO_ROPE for each in has_rope)}
 
 
 def _ropes_of_kinds(ropes: Mapping[str, RopeConfig], sliding: tuple[bool, ...]) -> Fields:
-    """Choose each layer's RoPE: that of sliding layers or that of full ones."""
+    """Choose each layer's RoPE: that of sliding layers or that of full-attention layers."""
     return {"layer_ropes": tuple(ropes[SLIDING if each else FULL] for each in sliding)}
 
 
@@ -228,7 +231,7 @@ def _read_olmo2(config: ConfigFile, sizes: Sizes) -> Fields:
 
 
 def _read_olmo3(config: ConfigFile, sizes: Sizes) -> Fields:
-    window = read_window(config, all_but_every(4, sizes))
+    window = read_window(config, all_but_every_nth(4, sizes))
     theta = config.number("rope_theta", 500_000.0, open_low=True)
     ropes = read_layer_ropes(config, sizes.rotary_dim, {FULL: theta, SLIDING: theta})
     return {
@@ -264,8 +267,8 @@ def _is_dense_granite4(config: ConfigFile) -> bool:
 def _read_granite4(config: ConfigFile, sizes: Sizes) -> Fields:
     fields = _read_granite(config, sizes)
     fields |= {"mlp_bias": False, "intermediate_size": config.integer("shared_intermediate_size")}
-    rotates = config.choice("position_embedding_type", ("rope",), None) is not None
-    return {**fields, **_ropes_or_none(config, sizes, (rotates,) * sizes.num_layers)}
+    has_rope = config.choice("position_embedding_type", ("rope",), None) is not None
+    return {**fields, **_ropes_or_none(config, sizes, (has_rope,) * sizes.num_layers)}
 
 
 def _read_glm4(config: ConfigFile, sizes: Sizes) -> Fields:
@@ -293,19 +296,21 @@ def _read_gemma(config: ConfigFile, sizes: Sizes) -> Fields:
 
 def _read_gemma2(config: ConfigFile, sizes: Sizes) -> Fields:
     softcap = config.number("attn_logit_softcapping", None, open_low=True)
-    window = read_window(config, all_but_every(2, sizes))
+    window = read_window(config, all_but_every_nth(2, sizes))
     return {**_read_gemma(config, sizes), **window, "attention_softcap": softcap}
 
 
 def _read_gemma3(config: ConfigFile, sizes: Sizes) -> Fields:
     if "attn_logit_softcapping" in config:
         raise config.invalid_field("attn_logit_softcapping", "null: Gemma 3 does not cap scores")
-    window = read_window(config, all_but_every(config.integer("sliding_window_pattern", 6), sizes))
-    thetas = {
+    window = read_window(
+        config, all_but_every_nth(config.integer("sliding_window_pattern", 6), sizes)
+    )
+    default_thetas = {
         FULL: config.number("rope_theta", 1e6, open_low=True),
         SLIDING: config.number("rope_local_base_freq", 1e4, open_low=True),
     }
-    ropes = read_layer_ropes(config, sizes.rotary_dim, thetas)
+    ropes = read_layer_ropes(config, sizes.rotary_dim, default_thetas)
     layers = _ropes_of_kinds(ropes, window["sliding_layers"])
     return {**_read_gemma(config, sizes), "qk_norm": True, **window, **layers}
 
@@ -352,8 +357,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(
         "Qwen3ForCausalLM", {"sliding_window": 4096, "head_dim": 128}, read=_read_qwen3
     ),
-    # Its multimodal RoPE has a time, a height and a width position. Text tokens have the same
-    # value for all three, so plain RoPE computes the same.
+    # Qwen3-VL's multimodal RoPE has a time, a height and a width position. Text tokens have the
+    # same value for all three, so plain RoPE computes the same.
     "qwen3_vl_text": Family(
         "Qwen3ForCausalLM",
         {"sliding_window": 4096, "head_dim": 128, "rope_theta": 500_000.0},

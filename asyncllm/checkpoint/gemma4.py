@@ -18,7 +18,7 @@ from asyncllm.checkpoint.families import (
     Family,
     Fields,
     Sizes,
-    all_but_every,
+    all_but_every_nth,
     read_biases,
     read_window,
 )
@@ -38,10 +38,10 @@ def _read_gemma4(config: ConfigFile, sizes: Sizes) -> Fields:
         raise config.invalid_field(
             "use_bidirectional_attention", "null, or 'vision' for images alone"
         )
-    window = read_window(config, all_but_every(6, sizes))
+    window = read_window(config, all_but_every_nth(6, sizes))
     # As in transformers, the last layer has full attention even if the file says sliding.
-    slides = (*window["sliding_layers"][:-1], False)
-    kinds = tuple(SLIDING if each else FULL for each in slides)
+    is_sliding = (*window["sliding_layers"][:-1], False)
+    kinds = tuple(SLIDING if each else FULL for each in is_sliding)
     ropes = {kind: _read_rope(config, sizes, kind) for kind in sorted(set(kinds))}
     fields = {
         **read_biases(config),
@@ -53,9 +53,9 @@ def _read_gemma4(config: ConfigFile, sizes: Sizes) -> Fields:
         "embedding_multiplier": sizes.hidden_size**0.5,
         "rounds_embedding_multiplier": True,
         "logits_softcap": config.number("final_logit_softcapping", None, open_low=True),
-        "sliding_window": window["sliding_window"] if any(slides) else None,
-        "sliding_layers": slides,
-        "layers": share_kv(config, _read_layers(config, slides), kinds),
+        "sliding_window": window["sliding_window"] if any(is_sliding) else None,
+        "sliding_layers": is_sliding,
+        "layers": share_kv(config, _read_layers(config, is_sliding), kinds),
         "layer_ropes": tuple(ropes[kind] for kind in kinds),
     }
     if size := config.integer("hidden_size_per_layer_input", low=0):
@@ -66,7 +66,7 @@ def _read_gemma4(config: ConfigFile, sizes: Sizes) -> Fields:
     return fields
 
 
-def _read_layers(config: ConfigFile, slides: tuple[bool, ...]) -> list[LayerConfig]:
+def _read_layers(config: ConfigFile, is_sliding: tuple[bool, ...]) -> list[LayerConfig]:
     """Read the sizes of each layer. Full-attention layers have other heads than sliding ones: files
     of transformers 5.20 and later list the heads of each such layer, earlier files give them once.
     """
@@ -84,7 +84,7 @@ def _read_layers(config: ConfigFile, slides: tuple[bool, ...]) -> list[LayerConf
             num_kv_heads=heads if shared else near.num_kv_heads,
             head_dim=config.integer("global_head_dim", 512),
         )
-    return apply_head_overrides(config, [near if each else full for each in slides])
+    return apply_head_overrides(config, [near if each else full for each in is_sliding])
 
 
 def _read_rope(config: ConfigFile, sizes: Sizes, kind: str) -> RopeConfig:
@@ -110,7 +110,7 @@ def _read_experts(config: ConfigFile, sizes: Sizes) -> ExpertsConfig:
         RoutingConfig(count, top_k, renormalise=True, expert_scale=True),
         config.integer("moe_intermediate_size"),
         ActivationConfig(gelu=True),
-        beside_mlp=True,
+        parallel_to_mlp=True,
         names=ExpertsNames(
             router="router.proj", experts=None, fused="experts", fused_router="router.proj"
         ),

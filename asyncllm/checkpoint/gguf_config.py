@@ -1,7 +1,7 @@
 """gguf_config: converts the metadata of a GGUF file to the fields of config.json.
 
-transformers' own conversion is not used: it leaves out the head size and the RoPE factors, so it
-computes another model than the file's.
+transformers' own conversion is not used: it drops the head size and the RoPE factors, so the model
+would compute other results than the file's.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CHECKED_FIELDS = (
 
 LLAMA3_FREQUENCIES = (1.0, 4.0, 8192)
 """low_freq_factor, high_freq_factor and original_max_position_embeddings of Llama 3.1 to 3.3. A
-GGUF file does not store them, only the factor of each frequency that they result in."""
+GGUF file does not store them, only the frequency factors computed from them."""
 
 
 def gguf_config(file: GGUFFile) -> ConfigFile:
@@ -109,7 +109,7 @@ def _vocab_size(file: GGUFFile) -> int:
 
 
 def _end_token_ids(metadata: ConfigFile) -> list[int]:
-    """Ids in the file of the tokens at which llama.cpp ends an answer."""
+    """Ids of the tokens at which llama.cpp ends an answer, read from the file's metadata."""
     names = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
     return [metadata.integer(name, low=0) for name in names if name in metadata]
 

@@ -98,7 +98,7 @@ class GGUFFile:
                 self._read_header(_Cursor(path, data))
         except OSError as error:
             raise ModelLoadError(f"{path}: cannot be read ({error.strerror or error})") from error
-        except ValueError as error:  # mmap's error for an empty file
+        except ValueError as error:  # mmap raises ValueError for an empty file.
             raise ModelLoadError(f"{path}: not a GGUF file ({error})") from error
 
     def read_floats(self, name: str) -> tuple[float, ...]:
@@ -186,8 +186,8 @@ class _Cursor:
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.position = path, data, 0
 
-    def error(self, words: str) -> ModelLoadError:
-        return ModelLoadError(f"{self.path}: {words}")
+    def error(self, message: str) -> ModelLoadError:
+        return ModelLoadError(f"{self.path}: {message}")
 
     def read_bytes(self, count: int) -> bytes:
         if count > len(self.data) - self.position:
@@ -198,8 +198,10 @@ class _Cursor:
         self.position += count
         return self.data[self.position - count : self.position]
 
-    def read_number(self, form: str) -> Any:
-        return struct.unpack(f"<{form}", self.read_bytes(struct.calcsize(f"<{form}")))[0]
+    def read_number(self, struct_format: str) -> Any:
+        return struct.unpack(
+            f"<{struct_format}", self.read_bytes(struct.calcsize(f"<{struct_format}"))
+        )[0]
 
     def read_name(self) -> str:
         length, start = self.read_number("Q"), self.position
@@ -228,6 +230,10 @@ class _Cursor:
             raise self.error(
                 f"metadata {key!r} is an array of type {kind}, expected strings or numbers"
             )
-        form = _SCALAR_FORMATS[kind]
-        raw = self.read_bytes(count * struct.calcsize(f"<{form}"))
-        return list(struct.unpack(f"<{count}{form}", raw)) if count <= MAX_ARRAY_LENGTH else count
+        struct_format = _SCALAR_FORMATS[kind]
+        raw = self.read_bytes(count * struct.calcsize(f"<{struct_format}"))
+        return (
+            list(struct.unpack(f"<{count}{struct_format}", raw))
+            if count <= MAX_ARRAY_LENGTH
+            else count
+        )

@@ -9,7 +9,7 @@ from asyncllm.checkpoint.families import (
     Family,
     Fields,
     Sizes,
-    all_but_every,
+    all_but_every_nth,
     read_biases,
     read_layer_types,
 )
@@ -35,7 +35,7 @@ def _read_linear_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
         if interval > count:
             accepted = f"at most num_hidden_layers={count} (4 without it): some layer has attention"
             raise config.invalid_field("full_attention_interval", accepted)
-        return all_but_every(interval, sizes)
+        return all_but_every_nth(interval, sizes)
     kinds = read_layer_types(config, count, LINEAR)
     if FULL not in kinds:
         raise config.invalid_field("layer_types", f"a list of {FULL}, at least once, and {LINEAR}")

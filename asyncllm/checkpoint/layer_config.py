@@ -78,9 +78,9 @@ def apply_head_overrides(config: ConfigFile, layers: Sequence[LayerConfig]) -> l
 def share_kv(
     config: ConfigFile, layers: Sequence[LayerConfig], kinds: Sequence[Hashable]
 ) -> tuple[LayerConfig, ...]:
-    """Copy of ``layers`` in which the last ``num_kv_shared_layers`` have no KV of their own.
+    """Copy of ``layers`` in which the last ``num_kv_shared_layers`` read earlier layers' KV.
 
-    Such a layer reads the KV of the last layer of its kind that has its own. With
+    Such a layer reads the KV of the last layer of its kind that has KV of its own. With
     ``use_double_wide_mlp`` its MLP has twice the size.
 
     Args:

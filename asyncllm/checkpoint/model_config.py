@@ -84,7 +84,7 @@ class ModelConfig:
             gate. In a checkpoint the gate rows of a head follow its query rows.
         linear_attention: configuration of layers with linear attention; None without.
         experts: configuration of layers with experts; None without.
-        unused_layers: number of further layers in the checkpoint that the decoder does not run
+        num_unused_layers: number of further layers in the checkpoint that the decoder does not run
             (multi-token prediction).
         eos_token_ids: ids that end an output; those of generation_config.json come first.
         quantization: ``quant_method`` of the checkpoint; None if the weights are not quantised.
@@ -137,13 +137,13 @@ class ModelConfig:
     gated_attention: bool = False
     linear_attention: LinearAttentionConfig | None = None
     experts: ExpertsConfig | None = None
-    unused_layers: int = 0
+    num_unused_layers: int = 0
     eos_token_ids: tuple[int, ...] = ()
     quantization: str | None = None
     generation_defaults: Mapping[str, Any] | None = None
 
     def layer(self, index: int) -> LayerConfig:
-        """Sizes of one layer."""
+        """Sizes of layer ``index``."""
         if self.layers:
             return self.layers[index]
         return LayerConfig(self.num_kv_heads, self.head_dim, self.intermediate_size)
@@ -221,7 +221,7 @@ class ModelConfig:
 
 
 def has_native_decoder(config: ConfigFile) -> bool:
-    """Whether the engine's own decoder supports the architecture."""
+    """Whether the engine's own decoder supports the checkpoint's architecture."""
     return _find_family(config) is not None
 
 
@@ -263,16 +263,17 @@ def _resolve_family(config: ConfigFile) -> tuple[Family, ConfigFile, bool]:
     family, is_text_part = found
     values = dict(config.values)
     if is_text_part:
-        # The text part may leave these fields out or contradict the outer ones, so the outer win.
+        # The text part's section may leave these fields out or contradict the top-level fields, so
+        # the top-level fields win.
         shared = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
         outer = {name: values[name] for name in shared if values.get(name) is not None}
         inner = values["text_config"]
         ends = [each["eos_token_id"] for each in (values, inner) if "eos_token_id" in each]
-        values = {**inner, **outer} | ({"eos_token_id": _flatten(ends)} if ends else {})
+        values = {**inner, **outer} | ({"eos_token_id": _flatten_lists(ends)} if ends else {})
     return family, ConfigFile(config.path, {**family.defaults, **values}), is_text_part
 
 
-def _flatten(values: list[Any]) -> list[Any]:
+def _flatten_lists(values: list[Any]) -> list[Any]:
     """Copy of ``values`` with nested lists flattened and nulls dropped."""
     return [
         entry

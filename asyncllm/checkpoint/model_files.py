@@ -127,13 +127,13 @@ def _lookup_errors(location: str | os.PathLike[str] | None) -> Iterator[None]:
         ) from error
 
 
-def _find_gguf_file(directory: Path, *instead: Path) -> Path:
-    """The GGUF file in ``directory`` if none of the files ``instead`` exists; else ``directory``.
+def _find_gguf_file(directory: Path, *preferred_files: Path) -> Path:
+    """The GGUF file in ``directory``; ``directory`` itself if any of ``preferred_files`` exists.
 
     Raises:
         ModelLoadError: if the directory has several GGUF files.
     """
-    if directory.suffix == GGUF_SUFFIX or any(file.is_file() for file in instead):
+    if directory.suffix == GGUF_SUFFIX or any(file.is_file() for file in preferred_files):
         return directory
     found = sorted(directory.glob(f"*{GGUF_SUFFIX}"))
     if len(found) > 1:
@@ -230,7 +230,7 @@ def _download(model: str, revision: str | None, patterns: tuple[str, ...], hub: 
             ignore_patterns=list(_IGNORED_PATTERNS),
             cache_dir=hub.get("cache_dir"),
             endpoint=hub.get("endpoint"),
-            tqdm_class=_quiet_bar(hub.get("progress")),
+            tqdm_class=_make_quiet_bar(hub.get("progress")),
             library_name="asyncllm",
         )
     # huggingface_hub also raises the errors of its HTTP library, which have no common base class.
@@ -269,17 +269,18 @@ def _explain_download_error(model: str, revision: str | None, error: Exception) 
     return f"model={model!r}{at}: {reason}"
 
 
-def _quiet_bar(progress: Progress | None) -> type[Any]:
+def _make_quiet_bar(progress: Progress | None) -> type[Any]:
     """Make a tqdm class that prints nothing, starts no thread, and reports bytes to ``progress``.
 
-    huggingface_hub counts bytes in several bars (received, written); the furthest one is reported.
+    huggingface_hub counts bytes in several bars (received, written); the most advanced bar is
+    reported.
     """
     from tqdm import tqdm
 
     bars: list[Any] = []
 
     class QuietBar(tqdm):
-        monitor_interval = 0  # tqdm's monitor thread would outlive the download
+        monitor_interval = 0  # No monitor thread: tqdm's would outlive the download.
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self.counts_bytes = kwargs.get("unit") == "B"
@@ -289,7 +290,7 @@ def _quiet_bar(progress: Progress | None) -> type[Any]:
                 bars.append(self)
 
         def update(self, n: float | None = 1) -> bool | None:
-            self.n += n or 0  # a disabled bar does not update its count
+            self.n += n or 0  # A disabled tqdm bar does not update its count.
             if progress is not None and self.counts_bytes:
                 furthest = max(bars, key=lambda bar: bar.n)
                 progress(int(furthest.n), int(furthest.total or 0))

@@ -17,7 +17,7 @@ from asyncllm.checkpoint.families import (
     Family,
     Fields,
     Sizes,
-    all_but_every,
+    all_but_every_nth,
     read_biases,
     read_optional_window,
     read_window,
@@ -53,11 +53,11 @@ def read_sparse_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
     step = config.integer("decoder_sparse_step", 1)
     accepted = f"a list of layers from 0 to {sizes.num_layers - 1}"
 
-    def fits(layer: Any) -> bool:
+    def is_layer_index(layer: Any) -> bool:
         return type(layer) is int and 0 <= layer < sizes.num_layers
 
     named = "mlp_only_layers" in config
-    dense = config.entries("mlp_only_layers", accepted, fits) if named else []
+    dense = config.entries("mlp_only_layers", accepted, is_layer_index) if named else []
     return tuple(
         layer not in dense and (layer + 1) % step == 0 for layer in range(sizes.num_layers)
     )
@@ -126,7 +126,7 @@ def _read_deepseek_v3_experts(config: ConfigFile, sizes: Sizes) -> Fields:
     unused = config.integer("num_nextn_predict_layers", 0, low=0, high=1024)
     return {
         "experts": ExpertsConfig(layers, routing, size, shared_size=shared),
-        "unused_layers": unused,
+        "num_unused_layers": unused,
     }
 
 
@@ -149,10 +149,13 @@ def _read_mixtral(config: ConfigFile, sizes: Sizes) -> Fields:
 
 
 def _read_qwen2_moe(config: ConfigFile, sizes: Sizes) -> Fields:
-    # Every other layer below max_window_layers slides. In Qwen2, all from there on do.
+    # Every second layer below max_window_layers has the sliding window. In dense Qwen2, all layers
+    # from max_window_layers on have it.
     most = config.integer("max_window_layers", 28, low=0)
-    slides = "sliding_window" in config
-    layers = tuple(slides and layer % 2 == 0 and layer < most for layer in range(sizes.num_layers))
+    is_sliding = "sliding_window" in config
+    layers = tuple(
+        is_sliding and layer % 2 == 0 and layer < most for layer in range(sizes.num_layers)
+    )
     window = read_optional_window(config, sizes, layers)
     routing = read_routing(config, "num_experts")
     experts = read_gated_experts(config, read_sparse_layers(config, sizes), routing)
@@ -165,8 +168,8 @@ def _read_qwen3_moe(config: ConfigFile, sizes: Sizes) -> Fields:
         read_routing(config, "num_experts", "num_local_experts"),
         config.integer("moe_intermediate_size"),
     )
-    slides = "sliding_window" in config
-    window = read_optional_window(config, sizes, (slides,) * sizes.num_layers)
+    is_sliding = "sliding_window" in config
+    window = read_optional_window(config, sizes, (is_sliding,) * sizes.num_layers)
     return {"qk_norm": True, **read_biases(config), **window, "experts": experts}
 
 
@@ -184,8 +187,8 @@ def _read_olmoe(config: ConfigFile, sizes: Sizes) -> Fields:
 
 def _read_dots1(config: ConfigFile, sizes: Sizes) -> Fields:
     first = config.integer("max_window_layers", 62, low=0)
-    slides = "sliding_window" in config
-    layers = tuple(slides and layer >= first for layer in range(sizes.num_layers))
+    is_sliding = "sliding_window" in config
+    layers = tuple(is_sliding and layer >= first for layer in range(sizes.num_layers))
     window = read_window(config, layers)
     fields = {"qk_norm": True, **read_biases(config), **window}
     return {**fields, **_read_deepseek_v3_experts(config, sizes)}
@@ -222,7 +225,7 @@ def _read_ernie4_5_moe(config: ConfigFile, sizes: Sizes) -> Fields:
     names = ExpertsNames(correction="mlp.moe_statics.e_score_correction_bias")
     experts = ExpertsConfig(layers, routing, size, shared_size=shared, names=names)
     unused = config.integer("num_nextn_predict_layers", 0, low=0, high=1024)
-    return {"interleaved_rope": True, "experts": experts, "unused_layers": unused}
+    return {"interleaved_rope": True, "experts": experts, "num_unused_layers": unused}
 
 
 def _read_gpt_oss(config: ConfigFile, sizes: Sizes) -> Fields:
@@ -244,7 +247,7 @@ def _read_gpt_oss(config: ConfigFile, sizes: Sizes) -> Fields:
         ),
     )
     bias = config.boolean("attention_bias", True)
-    window = read_window(config, all_but_every(2, sizes))
+    window = read_window(config, all_but_every_nth(2, sizes))
     biases = {"attention_bias": bias, "output_bias": bias}
     return {"sinks": True, **biases, **window, "experts": experts}
 

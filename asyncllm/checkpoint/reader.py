@@ -68,7 +68,8 @@ class CheckpointReader(Protocol):
     def ignored(self) -> str:
         """The part of the quantisation that is not applied; empty if all of it is.
 
-        Quantisation of activations and of the KV cache is not: both stay in the model's dtype.
+        Quantisation of activations and of the KV cache is not applied: both stay in the model's
+        dtype.
         """
         ...
 
@@ -88,8 +89,8 @@ class CheckpointReader(Protocol):
     def slices(self, name: str) -> Iterator[Tensor]:
         """Iterate over a tensor in consecutive slices of its first dimension.
 
-        A quantised tensor is dequantised slice by slice, so that never the whole of it is in memory
-        in both forms.
+        A quantised tensor is dequantised slice by slice, so that the whole tensor is never in
+        memory in both forms.
         """
         ...
 

@@ -92,7 +92,7 @@ def read_rope(
 
 
 def read_layer_ropes(
-    config: ConfigFile, rotary_dim: int, thetas: Mapping[str, float]
+    config: ConfigFile, rotary_dim: int, default_thetas: Mapping[str, float]
 ) -> dict[str, RopeConfig]:
     """Read the RoPE of full and of sliding layers.
 
@@ -100,14 +100,14 @@ def read_layer_ropes(
     ``rope_scaling`` has the parameters of full layers.
 
     Args:
-        thetas: default base by kind of layer.
+        default_thetas: default base by kind of layer.
 
     Returns:
         The RoPE by kind of layer.
     """
     found: dict[str, RopeConfig] = {}
     legacy = config.section("rope_scaling")
-    for name, theta in thetas.items():
+    for name, theta in default_thetas.items():
         own = config.section(ROPE_PARAMETERS).section(name)
         scaled = legacy if legacy.values and name == "full_attention" else own
         section = ConfigFile(config.path, {**own.values, **scaled.values})

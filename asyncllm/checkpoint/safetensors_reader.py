@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 MAX_MAPPED_FILES = 2
-"""Maximum number of files that stay mapped: a layer may begin in one and end in the next."""
+"""Maximum number of files that stay mapped: two, because a layer may span two files."""
 
 
 @contextmanager
@@ -93,7 +93,7 @@ class SafetensorsReader:
             raise ModelLoadError(f"{path}: tensor {name!r} cannot be read: {error}") from error
 
     def slices(self, name: str) -> Iterator[Tensor]:
-        """Yield the whole tensor: it is a view, which takes no memory."""
+        """Yield the whole tensor as one slice: it is a view of the file, which takes no memory."""
         yield self.tensor(name)
 
     def quantised_tensor(self, name: str) -> QuantisedTensor | None:

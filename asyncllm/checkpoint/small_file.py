@@ -23,7 +23,7 @@ def check_regular(path: Path, status: os.stat_result) -> None:
 
 
 def read_small_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """Read a regular file of at most ``most`` bytes; links are followed.
+    """Read a regular file of at most ``max_bytes`` bytes; links are followed.
 
     Raises:
         OSError: as ``open``.

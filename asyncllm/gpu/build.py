@@ -65,15 +65,16 @@ def build_model_runner(
         mode = execution_mode_for(config, device)
     with mode.stream.context():
         try:
-            return _create(config, model, mode, progress)
+            return _load_runner(config, model, mode, progress)
         except BaseException as error:
-            # The traceback's frames refer to the weights, which would live as long as the error.
+            # Drop the traceback: its frames refer to the weights, which would live as long as the
+            # error.
             clear_frames(error)
             release(mode.device)
             raise
 
 
-def _create(
+def _load_runner(
     config: EngineConfig,
     model: ModelConfig | TransformersConfig,
     mode: ExecutionMode,
@@ -122,7 +123,7 @@ def _create(
         decoder,
         cache,
         info,
-        # Native ops have threads of their own, and torch's would spin beside them.
+        # Native ops have their own threads, and torch's threads would spin beside them.
         num_threads=1 if decoder.ops.name == "native" else num_threads,
         stream=mode.stream,
         graphs=step_graphs,

@@ -33,11 +33,11 @@ from asyncllm.validation import invalid
 logger = get_logger(__name__)
 
 SNAPSHOTS_PER_SEQ = 4
-"""Snapshots of recurrent states per running request: one each for its shared prefix, its prompt
-and its output, and one for an ended request whose conversation may go on."""
+"""Snapshots of recurrent states per running request: one each for its shared prefix, its prompt and
+its output, and one for an ended request whose conversation may continue."""
 
 SNAPSHOT_MEMORY_DIVISOR = 8
-"""Divisor of the memory left beside the weights: snapshots take at most an eighth of it."""
+"""Snapshots take at most the memory that the weights leave, divided by this number."""
 
 MAX_CPU_SNAPSHOT_BYTES = MAX_CPU_CACHE_BYTES // 4
 
@@ -81,8 +81,8 @@ def choose_cache_size(
     else:
         decoder.set_max_positions(longest)
         profile = partial(profile_run, decoder, groups, states=states, max_model_len=longest)
-        # Run a small step first: libraries then allocate memory that they keep, which is no part
-        # of a step's.
+        # Run a small step first: in it libraries allocate workspaces that they keep, which must not
+        # be measured as memory of the largest step.
         profile(max_num_batched_tokens=1, max_num_seqs=1)
         captured = max(token_graph_sizes(config, mode, token_budget), default=0)
         available = cuda_cache_bytes(

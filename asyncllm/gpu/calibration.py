@@ -31,15 +31,16 @@ HIGHEST_BUDGET = 2048
 BUDGET_MULTIPLE = 32
 
 MAX_AHEAD_SECONDS = 0.01
-"""Longest full decode step with which a second step may be in flight: an abort or a first token
-waits for both."""
+"""Maximum duration of a full decode step for a pipeline depth of 2: an abort or a first token then
+waits for two steps."""
 
 MIN_AHEAD_SECONDS = 0.0005
-"""Shortest step that is worth starting ahead: right after the previous one, without the host."""
+"""Minimum duration of a step that is worth starting ahead, that is, right after the previous step
+and without waiting for the host."""
 
 _FIRST_TOKEN_COUNTS = 8, 32
-"""Token counts of the first two timed steps. If the first step takes half of the target or more,
-the budget is LOWEST_BUDGET and the second step is not timed."""
+"""Token counts of the first two timed steps. If the first of them takes half of the target or more,
+the budget is LOWEST_BUDGET and the second is not timed."""
 
 _NO_TIMINGS: Mapping[int, float] = MappingProxyType({})
 
@@ -146,7 +147,8 @@ def min_tokens_ahead(
     max_num_seqs: int,
     known: Mapping[int, float] = _NO_TIMINGS,
 ) -> int | None:
-    """Finds the smallest step, in tokens, that is worth starting ahead on its own thread.
+    """Finds the smallest step, in tokens, that is worth starting ahead on the native library's
+    thread.
 
     Such a step takes half a millisecond. A shorter one takes less time than the Python code of the
     engine thread and the event loop, and its thread would only wait for the GIL.

@@ -27,7 +27,7 @@ from asyncllm.gpu.threads import available_cpus, set_thread_count
 from asyncllm.gpu.transformers_model.build import (
     Plan,
     build_transformers_decoder,
-    experts_name,
+    experts_implementation,
 )
 from asyncllm.gpu.transformers_model.check import Reference
 from asyncllm.gpu.transformers_model.config import TransformersConfig
@@ -86,7 +86,7 @@ def _load_transformers(
     num_threads: int | None,
     progress: Progress | None,
 ) -> tuple[TransformersDecoder, list[KVGroup], int]:
-    """``load_decoder`` for a model that runs transformers' own modules."""
+    """Loads a model that runs transformers' own modules; returns the same as ``load_decoder``."""
     plan = Plan.of(model)
     attention, block_size = _make_attention(config, plan.kinds, dtype, device, num_threads)
     if attention:
@@ -102,7 +102,12 @@ def _load_transformers(
     convert = resolve_conversion(config, model, device, ops)
     load = dummy_modules if config.load_format == "dummy" else load_modules
     modules, owner = load(
-        model, dtype, device, attention=ENGINE_NAME, experts=experts_name(device), progress=progress
+        model,
+        dtype,
+        device,
+        attention=ENGINE_NAME,
+        experts=experts_implementation(device),
+        progress=progress,
     )
     reference = None
     if not is_tested(model):
@@ -144,8 +149,8 @@ def _make_attention(
     block_size = config.block_size
     for kind in dict.fromkeys(kinds):
         if (kind.shape, kind.window) in alike:
-            # The same attention in another KV group: one object serves both groups, and only the
-            # plans of a step differ.
+            # Kinds that differ only in their KV group share one Attention; each gets its own plan
+            # in a step.
             attention[kind] = alike[kind.shape, kind.window]
             continue
         windows = frozenset({kind.window})
@@ -169,7 +174,7 @@ def resolve_conversion(
     device: torch.device,
     ops: TorchOps,
 ) -> Conversion | None:
-    """Conversion of linear weights that ``config.quantization`` names; None if it is None.
+    """Conversion of linear weights that ``config.quantization`` names; None without quantisation.
 
     Raises:
         InvalidRequestError: the checkpoint is quantised already, or the device or its op set does

@@ -56,7 +56,7 @@ class CudaDriver:
 
 
 class _CudaProblemError(Exception):
-    """Reason why CUDA cannot be used; ``has_gpu`` is False if there seems to be no GPU."""
+    """Error with the reason why CUDA cannot be used; ``has_gpu`` is False if no GPU was found."""
 
     def __init__(self, reason: str, *, has_gpu: bool = True) -> None:
         super().__init__(reason)
@@ -92,7 +92,7 @@ def resolve_device(name: str, driver: CudaDriver | None = None) -> torch.device:
 
 
 def _usable_index(name: str, driver: CudaDriver) -> int:
-    """Initialises CUDA; returns the index of the device that ``name`` stands for."""
+    """Initialises CUDA, and returns the index of the device that ``name`` selects."""
     if not driver.built():
         reason = f"torch {torch.__version__} was built without CUDA"
         raise _CudaProblemError(reason, has_gpu=False)

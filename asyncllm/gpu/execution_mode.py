@@ -21,9 +21,9 @@ from asyncllm.gpu.ops.logits import processing_bytes
 from asyncllm.validation import invalid
 
 GRAPH_BYTES = 8 * 2**20
-"""Estimated bytes of one graph of a whole step; CaptureStats has the measured bytes. Graphs of half
-steps and of skewed batches reuse the activations in the same pool; the driver's memory for their
-nodes is not reserved."""
+"""Estimated bytes of one graph of a whole step; CaptureStats has the measured bytes. Graphs of a
+step's halves and of skewed batches reuse the activations in the same pool; the driver's memory for
+their nodes is not reserved."""
 
 STEP_TIMEOUT = 60.0
 """Default timeout of a step on a GPU, in seconds: no step compiles a kernel, and the largest takes
@@ -40,8 +40,8 @@ class ExecutionMode:
             batch's state on the host.
         max_num_seqs, token_budget, pipeline_depth, step_timeout: defaults of settings that the
             configuration leaves open.
-        shares_memory: a KV cache without a configured size leaves half of the free memory to the
-            application.
+        shares_memory: a KV cache without a configured size takes at most half of the free memory,
+            and leaves the rest to the application.
     """
 
     device: torch.device

@@ -74,8 +74,8 @@ class KVCache:
     allocation, and a block belongs to one group at a time. A group with fewer layers than another
     leaves the last parts of its blocks unused.
 
-    The part is the first dimension because on a CPU torch gathers blocks of a contiguous layer 40
-    times faster than blocks of a strided one.
+    The part is the first dimension because on a CPU torch gathers blocks 40 times faster from a
+    contiguous layer than from a strided layer.
 
     On a CPU the operating system zeroes the allocation page by page as it is first touched, so that
     an unused cache costs no memory.
@@ -264,7 +264,7 @@ def _too_small_error(
 ) -> KVCacheTooSmallError:
     """Makes the error for a cache with too few usable blocks.
 
-    A remedy in bytes includes the null block; one in blocks does not.
+    A remedy in bytes counts the null block; a remedy in blocks does not.
     """
     needed = blocks_per_seq(groups, max_model_len or 1, step_tokens)
     if max_model_len is None:
@@ -298,7 +298,7 @@ def available_memory() -> int:
     try:
         available = _meminfo_available()
     except (OSError, KeyError, ValueError):
-        available = _available_without_proc()
+        available = _memory_without_procfs()
     return min(available, _cgroup_available(available))
 
 
@@ -308,8 +308,9 @@ def _meminfo_available() -> int:
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
-def _available_without_proc() -> int:
-    """Half of the physical memory on a Unix; on Windows the available memory.
+def _memory_without_procfs() -> int:
+    """Memory that systems without ``/proc`` let a process use: on Windows the available memory,
+    elsewhere half of the physical memory.
 
     On Windows the structure MEMORYSTATUSEX has it in the fourth field. The first two fields have 32
     bits, of which the first is the structure's length; the other seven have 64.

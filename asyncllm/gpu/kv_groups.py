@@ -40,9 +40,10 @@ class LayerGroup:
 
     Attributes:
         layers: indices of the layers' caches.
-        window: keys that a query sees, its own included; older keys are not kept. None keeps all.
-        scale: tokens per block, as a multiple of the fewest tokens per block of any group; blocks
-            of all groups have equal bytes.
+        window: keys that a query sees, its own included; older keys are not kept. None means that
+            all keys are seen and kept.
+        scale: tokens per block, as a multiple of the tokens per block of the group with the fewest;
+            blocks of all groups have equal bytes.
     """
 
     layers: tuple[int, ...]

@@ -55,8 +55,9 @@ class LaunchedStep:
         updates: rows of the LogitsTables to write before the step runs.
         overflow: block table changes that do not fit into the buffer.
         masks: grammar masks of the masked rows; None until ``sample`` brings them.
-        started: the step's changes have been applied to the batch, and its work has begun.
-        is_drawn: drawing the tokens needs no more work of the host, so that later steps may begin.
+        started: whether the step's changes have been applied to the batch, and its work has begun.
+        is_drawn: whether the host has no more work to do for drawing the tokens, so that later
+            steps may begin.
         buffer, sizes: host buffer of the step's sections, and the sections' sizes; set when the
             step begins.
         inputs: the model's inputs; None if the device derives them.
@@ -104,7 +105,8 @@ class LaunchedStep:
 
     @property
     def needs_only_draw(self) -> bool:
-        """Whether rows need only the plain draw: no masks, stages, host or prompt logprobs."""
+        """Whether tokens are drawn from unprocessed logits, with no other sampling work: no masks,
+        stages, rows sampled on the host or prompt logprobs."""
         apart = self.batch.masked_rows or self.stages or self.batch.prompt_logprobs
         return not apart and self.host_rows is None
 
@@ -113,7 +115,7 @@ class LaunchedStep:
         return bool(self.batch.masked_rows) and self.masks is None
 
     def order_sampled_rows(self, needed: np.ndarray) -> None:
-        """Orders the sampled rows: those whose logits are needed come first.
+        """Orders the sampled rows so that those whose logits are needed come first.
 
         Args:
             needed: ``[S]`` bool, whether a row's logits are needed.
@@ -137,7 +139,7 @@ class LaunchedStep:
         return [place_of[row] for row in rows]
 
     def masks_by_sampled_index(self) -> dict[int, bytes]:
-        """Grammar masks by their row's index within the sampled rows."""
+        """Grammar masks, keyed by the row's index within the sampled rows."""
         if self.masks is None:
             return {}
         return dict(zip(self.sampled_indices_of(self.masks.rows), self.masks.masks, strict=True))
@@ -145,7 +147,7 @@ class LaunchedStep:
     def drawn_output(self) -> SampleOutput:
         """Reads tokens, errors and log-probabilities from the buffer.
 
-        The values of host rows are void.
+        The values of rows that are sampled on the host are void.
         """
         tokens = self.buffer.tokens.numpy()[: len(self.rows)].copy()
         output = SampleOutput(tokens)

@@ -31,7 +31,7 @@ SEGMENT_BYTES = 2 * 2**20
 """Granularity in which torch takes large allocations from the device."""
 
 RELEASE_SECONDS = 5.0
-"""Seconds that ``release`` waits for the device's work, and then again for its turn among the
+"""Seconds that ``release`` waits for the device's work, and the same again for its turn among the
 process's engines."""
 
 _OUT_OF_MEMORY_TEXTS = (
@@ -59,7 +59,7 @@ class MemoryProbe:
 
     @contextmanager
     def pool(self, device: torch.device) -> Iterator[Callable[[], int]]:
-        """Sends the calling thread's allocations to a memory pool of their own.
+        """Context in which the calling thread allocates from a private memory pool.
 
         Yields a function that returns the bytes that the pool has taken from the device; the pool
         never shrinks within the context. Until the context ends, no other engine captures a graph

@@ -56,9 +56,9 @@ class ModelRunner:
 
     **On a synchronous stream** (the CPU) ``launch`` only queues; ``collect`` runs the oldest step.
     With a pipeline depth of 2, recorded steps run ahead on a thread of the native library. Such a
-    step runs to its end, or only up to its logits if rows await masks or need more than the plain
-    draw. A step that awaits masks runs up to its logits at pipeline depth 1 too, while the masks
-    are made.
+    step runs to its end, or only up to its logits if rows await masks or their logits are processed
+    before the draw. A step that awaits masks runs up to its logits at pipeline depth 1 too, while
+    the masks are made.
 
     **On an asynchronous stream** ``launch`` queues the step's work on the device, behind the
     previous step, whose sampled tokens it reads there. If a step awaits masks, only its forward
@@ -243,7 +243,8 @@ class ModelRunner:
             with torch.inference_mode(), self._stream.context():
                 result = self._finish_step(step)
         except (RuntimeError, MemoryError) as error:
-            # The engine keeps the exception, whose traceback's frames refer to the model.
+            # Clear the traceback: the engine keeps the exception, and the traceback's frames refer
+            # to the model.
             clear_frames(error)
             if is_out_of_memory(error):
                 raise step.memory_error(error) from error
@@ -278,7 +279,8 @@ class ModelRunner:
         return self._runner
 
     def _enter_thread(self) -> None:
-        """Sets the calling thread's op thread count and time slice, before its first step."""
+        """Sets the calling thread's op thread count and time slice before the thread's first
+        step."""
         thread = get_ident()
         if thread == self._thread:
             return
@@ -298,7 +300,7 @@ class ModelRunner:
         runner = self._open_runner()
         for number, step in enumerate(self._steps):
             if not step.started:
-                if not self._stream.can_begin(step, islice(self._steps, number)):
+                if not self._stream.can_begin_early(step, islice(self._steps, number)):
                     return
                 step.started = True
                 with self._keep_errors(step):
@@ -308,7 +310,7 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def _keep_errors(self, step: LaunchedStep) -> Iterator[None]:
-        """Keeps an error of a step's queued work for ``collect`` to raise."""
+        """Context that keeps an error of a step's work, which ``collect`` raises later."""
         try:
             with torch.inference_mode(), self._stream.context():
                 yield

@@ -1,4 +1,4 @@
-"""packed_weights: quantised weights of a linear layer, for op sets that compute with them."""
+"""packed_weights: stacks quantised tensors to a linear layer's weights, without dequantisation."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def _make_step(
 
 
 def _sample_all_rows(decoder: LanguageModel, logits: torch.Tensor) -> None:
-    """Samples every row with top_k and top_p."""
+    """Samples every row of ``logits`` with top_k and top_p."""
     count = logits.shape[0]
     rows = torch.arange(count, device=logits.device)
     scalars = Sections(scalar_sections(count + 1), logits.device).tensors

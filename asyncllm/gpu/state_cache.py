@@ -17,7 +17,7 @@ from asyncllm.gpu.h2d import lazy_zeros
 class StateSpec:
     """One recurrent state of one layer.
 
-    It is, for example, the last inputs of a short convolution, or the matrix of a gated delta rule.
+    Examples are the last inputs of a short convolution, and the matrix of a gated delta rule.
 
     Attributes:
         shape: shape of one sequence's state.

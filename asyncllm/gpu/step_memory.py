@@ -70,7 +70,8 @@ class StepMemory:
         self.scalars = self.buffer.tensors
         self.scalars["top_p"].fill_(1.0)
         self.sampled = torch.full((rows,), -1, dtype=torch.int64, device=device)
-        # One buffer more than steps in flight: a queued copy reads the host's memory late.
+        # Make one buffer more than steps in flight, because a copy reads its buffer only when the
+        # stream reaches the copy.
         self.host_buffers = [
             HostBuffer(limits, info.vocab_size, state.num_logprobs, padding, pinned=pinned)
             for _ in range(info.pipeline_depth + 1)
@@ -88,11 +89,11 @@ class StepMemory:
             return
         self.write_previous_tokens(step, host)
         host.set_scalars(self._state)
-        changes = [table.take_changes() for table in self._batch.tables]
+        changes = [table.pop_changes() for table in self._batch.tables]
         step.overflow = host.set_table_changes(changes)
 
     def write_previous_tokens(self, step: LaunchedStep, buffer: StepBuffer) -> None:
-        """Writes the token before each sampled one; -1 if only the device has it so far."""
+        """Writes the token before each sampled token; -1 if only the device has it so far."""
         tokens = self._batch.token_ids[step.req_indices, step.positions - 1]
         buffer.arrays["previous_tokens"][: len(tokens)] = tokens
 
@@ -143,7 +144,7 @@ class StepMemory:
         return self.buffer.inputs(self._batch, sizes, decodes, self.block_tables, host)
 
     def insert_sampled_tokens(self, inputs: StepInputs) -> None:
-        """Queues the insertion of decode rows' input tokens that only the device has."""
+        """Queues the op that inserts decode rows' input tokens, where only the device has them."""
         count = inputs.num_decodes
         if self.on_device and count:
             tokens = inputs.token_ids[:count]
@@ -155,7 +156,7 @@ class StepMemory:
     def decode_inputs(self, num_rows: int, *, balanced: bool = False) -> StepInputs:
         """Inputs of ``num_rows`` decode rows, padding included.
 
-        Their values exist on the device alone, where ``derive_decodes`` computes them.
+        Their values exist on the device alone, where ``derive_decode_inputs`` computes them.
         """
         tensors = self.buffer.tensors
         rows, none = slice(num_rows), tensors["prefill_start_loc"][:0]
@@ -192,13 +193,13 @@ class StepMemory:
     def _groups(self, num_tokens: int) -> list[GroupInputs]:
         return self.buffer.groups(self._batch, self.block_tables, num_tokens)
 
-    def derive_decodes(self, inputs: StepInputs) -> None:
-        """Queues the op that computes the values of ``decode_inputs``."""
+    def derive_decode_inputs(self, inputs: StepInputs) -> None:
+        """Queues the op that computes the values of the tensors from ``decode_inputs``."""
         for group in inputs.groups:
             self._ops.decode_inputs(inputs, group)
 
     def sampling_rows(self, count: int) -> SamplingRows:
-        """Sampling inputs of the first ``count`` sampled rows of the step received last."""
+        """Sampling inputs of the first ``count`` sampled rows of the latest step."""
         tensors, masks, rows = self.buffer.tensors, self.masks, slice(count)
         return SamplingRows(
             req_indices=tensors["sampled_req_indices"][rows],

@@ -99,7 +99,7 @@ class StepRunner:
             step.inputs = self.memory.derive_inputs(step)
         self._prepare_sampling(step)
         if self.memory.on_device:
-            # From here on only the device has the tokens at these positions.
+            # Mark the new positions: until the step is collected, only the device has their tokens.
             self.inputs.token_ids[step.req_indices, step.positions] = PLACEHOLDER_TOKEN
         self.stream.run(partial(self._run_forward, step))
         if not step.awaits_masks:
@@ -172,7 +172,7 @@ class StepRunner:
             }
 
     def _prepare_sampling(self, step: LaunchedStep) -> None:
-        """Sets the step's sampling stages, and its rows whose sampling needs the host."""
+        """Sets the step's sampling stages, and the rows that are sampled on the host."""
         places = self.sampler.state.rows_needing_host(step.req_indices)
         if len(places):
             at = step.req_indices[places], step.positions[places]
@@ -202,11 +202,12 @@ class StepRunner:
         """Keeps the hidden states from which prompt log-probabilities are computed."""
         assert step.output is not None
         hidden = step.output.hidden[len(step.rows) :]
-        # On a device the next step overwrites them before they are read.
+        # Clone the hidden states: on a device the next step overwrites them before they are read.
         step.prompt_hidden = hidden.clone() if self.memory.on_device else hidden
 
     def _sample_rows(self, step: LaunchedStep) -> None:
-        """Draws the step's tokens into its buffer; of host rows it only copies the inputs."""
+        """Draws the step's tokens into its buffer; for rows sampled on the host it only copies
+        their inputs."""
         assert step.output is not None
         memory, count, (logits, _, largest) = self.memory, step.num_logits, step.output
         if step.stages:
@@ -228,14 +229,16 @@ class StepRunner:
             memory.return_tokens(step)
 
     def draw(self, logits: Tensor, stages: Stages) -> None:
-        """Draws one token per row of ``logits``, the first sampled rows of the latest step."""
+        """Draws one token per row of ``logits``, which belong to the latest step's first sampled
+        rows."""
         memory, count = self.memory, len(logits)
         top = memory.logprobs if stages & Stages.LOGPROBS else None
         tokens, rows = memory.sampled[:count], memory.sampling_rows(count)
         self.sampler.sample(logits, rows, memory.scalars, stages, tokens, top)
 
     def _draw_by_stages(self, step: LaunchedStep, logits: Tensor) -> None:
-        """Draws rows with stages apart: on a CPU, stages for all rows would take longer."""
+        """Draws rows with sampling stages apart from the others: on a CPU, applying the stages to
+        all rows would take longer."""
         memory, count, some = self.memory, step.num_logits, self._rows_with_stages(step)
         if len(some) in (0, count):
             self.draw(logits, step.stages)
@@ -253,7 +256,8 @@ class StepRunner:
             memory.logprobs.values[index], memory.logprobs.ids[index] = top.values, top.ids
 
     def _rows_with_stages(self, step: LaunchedStep) -> np.ndarray:
-        """Indices, within the sampled rows, of rows with stages or masks but no host row."""
+        """Indices, within the sampled rows, of rows with stages or masks that are not sampled on
+        the host."""
         staged = step.row_stages[: step.num_logits] != 0
         if step.masks is not None:
             staged[step.sampled_indices_of(step.masks.rows)] = True

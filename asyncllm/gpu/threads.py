@@ -11,7 +11,7 @@ import torch
 
 
 def set_thread_count(count: int) -> bool:
-    """Limits the OpenMP team of the calling thread, and of no other, to ``count``.
+    """Sets the calling thread's OpenMP thread count to ``count``; other threads keep theirs.
 
     OpenMP keeps that number per thread, and MKL and oneDNN follow it. ``torch.set_num_threads``
     would also change the initial number of every thread that starts later, and MKL's number for
@@ -25,8 +25,8 @@ def set_thread_count(count: int) -> bool:
     function = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
     if function is None:
         return False
-    # A thread's first use of torch sets the thread to the process's number. Trigger that first, so
-    # that it cannot overwrite ``count`` later.
+    # A thread's first use of torch resets the thread to the process's thread count. Trigger that
+    # now, so that it cannot overwrite ``count`` later.
     torch.get_num_threads()
     function(ctypes.c_int(count))
     return True

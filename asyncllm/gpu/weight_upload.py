@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 16 * 2**20
-"""Size of a buffer: its copy over PCIe takes hundreds of microseconds, far more than the launch."""
+"""Size of a buffer in bytes: its copy over PCIe takes hundreds of microseconds, far more than the
+launch."""
 
 _NUM_BUFFERS = 2
 
@@ -107,7 +108,7 @@ class PinnedUploader:
         if source.dtype == target.dtype:
             self.transfers.copy(host, target)
         else:
-            # A single copy would make torch convert on the host.
+            # Copy in two steps, because torch would convert the dtype on the host in a single copy.
             if buffer.device is None:
                 buffer.device = torch.empty_like(buffer.host, device=self.device)
             raw = buffer.device[:size].view(source.dtype)

@@ -77,16 +77,16 @@ def load_weights(
             if bundle is not None:
                 packed.add(bundle)
                 target = bundle
-            elif short_lived is not None and short_lived.covers(parameter):
+            elif short_lived is not None and short_lived.can_be_transient(parameter):
                 whole = short_lived.mapped(parameter)
                 target = short_lived.buffer(parameter) if whole is None else whole
             else:
-                target = _allocate(parameter, dtype, device)
+                target = _allocate_parameter(parameter, dtype, device)
             row = 0
             for name, rows in parameter.parts:
                 if isinstance(target, Tensor) and whole is None:
                     slices = parameter.rows(reader.slices(name))
-                    _copy(slices, target[row : row + rows], staging)
+                    _copy_slices(slices, target[row : row + rows], staging)
                 row += rows
                 done += tensors[name].num_bytes
                 if progress is not None:
@@ -104,18 +104,21 @@ class _TransientWeights:
         self, wanted: list[Parameter], dtype: torch.dtype, reader: CheckpointReader
     ) -> None:
         self._dtype, self._reader = dtype, reader
-        copied = [each for each in wanted if self.covers(each) and self.mapped(each) is None]
+        copied = [
+            each for each in wanted if self.can_be_transient(each) and self.mapped(each) is None
+        ]
         largest = max((math.prod(each.shape) for each in copied), default=0)
         self._buffer = torch.empty(largest, dtype=dtype, device="cpu")
 
-    def covers(self, parameter: Parameter) -> bool:
-        """Whether a weight can be transient. Expert weights cannot: they are held until all
+    def can_be_transient(self, parameter: Parameter) -> bool:
+        """Whether a weight can be transient. Expert weights cannot, because they are kept until all
         experts of a layer are read."""
         held = ".experts." in parameter.name
         return parameter.linear and parameter.dtype is None and not held
 
     def mapped(self, parameter: Parameter) -> Tensor | None:
-        """The tensor in the mapped file; None unless it is the whole weight in the right dtype."""
+        """The weight as a tensor in the mapped file; None unless the file has it whole and in the
+        right dtype."""
         name = parameter.parts[0][0]
         info = self._reader.tensors[name]
         mapped = info.num_bytes == math.prod(parameter.shape) * self._dtype.itemsize
@@ -143,7 +146,7 @@ def _quantised_weight(
     )
 
 
-def _copy(slices: Iterable[Tensor], target: Tensor, staging: PinnedUploader | None) -> None:
+def _copy_slices(slices: Iterable[Tensor], target: Tensor, staging: PinnedUploader | None) -> None:
     """Copies and converts the slices of a tensor, one after the other."""
     row = 0
     for source in slices:
@@ -166,7 +169,7 @@ def dummy_weights(
     generator = torch.Generator(device=device).manual_seed(DUMMY_SEED)
     done, num_bytes = 0, weights_bytes(model, dtype)
     for parameter in parameters(model):
-        tensor = _allocate(parameter, dtype, device)
+        tensor = _allocate_parameter(parameter, dtype, device)
         dummy_tensor(parameter.name, tensor, generator)
         done += tensor.nbytes
         if progress is not None:
@@ -181,12 +184,12 @@ def dummy_tensor(name: str, tensor: Tensor, generator: torch.Generator) -> Tenso
     return tensor.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
-def _allocate(parameter: Parameter, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _allocate_parameter(parameter: Parameter, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(parameter.shape, dtype=parameter_dtype(parameter, dtype), device=device)
 
 
 def parameter_dtype(parameter: Parameter, dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a parameter is kept in, in a model of ``dtype``."""
+    """Dtype in which a parameter is stored, in a model of ``dtype``."""
     return dtype if parameter.dtype is None else getattr(torch, parameter.dtype)
 
 
@@ -198,7 +201,7 @@ def weights_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
 def _check_tied_head(reader: CheckpointReader, model: ModelConfig) -> None:
     """Raises ModelLoadError for a tied output head that differs from the stored embedding.
 
-    transformers would compute with the stored head.
+    transformers would compute with the stored head, so the results would differ.
     """
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if not model.tie_word_embeddings or head not in reader.tensors:

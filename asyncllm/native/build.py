@@ -1,7 +1,7 @@
 """Compiles the library of native ops: ``python -m asyncllm.native.build``.
 
-This file may import nothing but the standard library, because the distribution's build hook loads
-it by its path.
+This file may import nothing but the standard library: the distribution's build hook loads the file
+by its path.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BASELINE_UNITS = (
     "library weights sequences memory routing experts recurrent sampler logits program pool queue "
     "kernels_baseline"
 ).split()
-"""Translation units that every processor of the architecture can run."""
+"""Translation units whose code every processor of the architecture can run."""
 
 FLAGS = (
     "-std=c++17 -O2 -fPIC -ffp-contract=off -fno-math-errno -fno-strict-aliasing "
@@ -43,11 +43,12 @@ ISA_FLAGS: dict[str, dict[str, Sequence[str]]] = {
     },
     "aarch64": {"neon": []},
 }
-"""By architecture: instruction sets beyond the baseline, and compiler flags of their units."""
+"""Instruction sets beyond the baseline, by architecture, with the compiler flags of their units."""
 
 
 def fingerprint() -> str:
-    """Digest of the sources; a library contains that of the sources from which it was built."""
+    """Digest of the sources. A compiled library contains the digest of the sources from which it
+    was built."""
     digest = hashlib.sha256()
     for source in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
         digest.update(f"{source.name}\0".encode() + source.read_bytes())

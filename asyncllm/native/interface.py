@@ -19,7 +19,7 @@ _SCALARS: Mapping[str, Any] = {
 }
 
 OP_KINDS = tuple(name.lower() for name in re.findall(r"\bOP_(\w+) = ", _HEADER))
-"""Names of ops, in the order of ``enum OpKind``, which is that of the members of ``Op.args``."""
+"""Names of ops, in the order of ``enum OpKind`` and of the members of the union ``Op.args``."""
 
 NUM_SIZES = int(re.findall(r"\bNUM_SIZES = (\d+)", _HEADER)[0])
 

@@ -134,11 +134,11 @@ def count_nodes(runner: ModelRunner, rows: int) -> int:
     # Without ``keep_graph`` the end of a capture drops what is to be written down.
     key, graph = GraphKey(rows), torch.cuda.CUDAGraph(keep_graph=True)
     with torch.inference_mode(), runner._stream.context():
-        replay.run_padding(key)
+        replay.run_padded_rows(key)
         torch.cuda.synchronize()
         graph.capture_begin(capture_error_mode="thread_local")
         try:
-            replay.run_padding(key)
+            replay.run_padded_rows(key)
         finally:
             graph.capture_end()
     with tempfile.TemporaryDirectory() as directory:

@@ -173,8 +173,8 @@ async def run_requests(
 
 @contextmanager
 def launches(*, through_jit: bool) -> Iterator[None]:
-    """Context of engines whose kernels are launched by Triton's JIT, as ``is_observed`` asks for
-    beside a profiler, or as ever."""
+    """Context of engines whose kernels are launched by Triton's JIT, as ``has_launch_hooks`` asks
+    for beside a profiler, or as ever."""
 
     def observe(_: object) -> None:
         pass

@@ -128,12 +128,12 @@ def check_norm(ops: Any, width: int, dtype: torch.dtype, device: str) -> None:
     added, kept = norm.add(x, residual.clone())
     assert torch.equal(kept, total)
     for found, source in ((norm(x), x), (added, total)):
-        assert_close(found, _normed(source.cpu().double(), weight), dtype)
+        assert_close(found, _norm_in_float32(source.cpu().double(), weight), dtype)
     # With a multiple of x, and a weight in float32: rounded once.
     total, weight = residual + x * 0.25, weight.float()
     found, kept = ops.rms_norm(weight, 1e-6, 0.25).add(x, residual.clone())
     assert torch.equal(kept, total)
-    exact, half_unit = _normed(total.cpu().double(), weight), torch.finfo(x.dtype).eps / 2
+    exact, half_unit = _norm_in_float32(total.cpu().double(), weight), torch.finfo(x.dtype).eps / 2
     assert bool(((found.cpu().double() - exact).abs() <= exact.abs() * half_unit + 1e-5).all())
     plain = ops.rms_norm(weight, 1e-6)
     assert torch.equal(plain(total), found)
@@ -145,7 +145,7 @@ def check_norm(ops: Any, width: int, dtype: torch.dtype, device: str) -> None:
     assert torch.equal(found, plain(rescaled))
 
 
-def _normed(x: Tensor, weight: Tensor) -> Tensor:
+def _norm_in_float32(x: Tensor, weight: Tensor) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.cpu().double()
 
 

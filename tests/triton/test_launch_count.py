@@ -45,7 +45,7 @@ def nodes(num_layers: int, rows: int) -> Counter[str]:
     fields = {"num_layers": num_layers, "sliding_layers": ()}
     replay = replay_of(make_step(4096, (), torch.bfloat16, **fields))
     with recording() as launches, Counting() as counting, torch.inference_mode():
-        replay.run_padding(GraphKey(rows))
+        replay.run_padded_rows(GraphKey(rows))
     return counting.ops + Counter(launch.kernel.fn.__name__ for launch in launches)
 
 

@@ -60,8 +60,8 @@ def run_everything(runner: ModelRunner) -> None:
         if replay.can_balance:
             replay.graphs.run(rows, balanced=True)
         for each in stages if rows in (1, 3, ROWS) else ():
-            replay.run_padding(GraphKey(rows, Part.FORWARD))
-            replay.run_padding(GraphKey(rows, Part.SAMPLE, each))
+            replay.run_padded_rows(GraphKey(rows, Part.FORWARD))
+            replay.run_padded_rows(GraphKey(rows, Part.SAMPLE, each))
     most = info.max_model_len
     for decodes, start, counts in (
         (0, 0, [1]),
@@ -150,7 +150,7 @@ def test_decode_steps_alone_leave_kernels_cold(monkeypatch: pytest.MonkeyPatch) 
     runner = make_step(4096, (1, 2), torch.bfloat16)  # both share a sequence among programs
     with compiling(monkeypatch) as decoding:
         for bucket in replay_of(runner).graphs.buckets:
-            replay_of(runner).run_padding(GraphKey(bucket))
+            replay_of(runner).run_padded_rows(GraphKey(bucket))
     with compiling(monkeypatch) as every:
         warm(runner)
     cold = {key.split()[0] for key in every - decoding}

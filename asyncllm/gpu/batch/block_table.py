@@ -13,7 +13,7 @@ class BlockTable:
     """Block ids, one row per request index, as wide as the longest sequence.
 
     Args:
-        tracks_changes: record changes for ``take_changes``, with which a copy on the device is
+        tracks_changes: record changes for ``pop_changes``, with which a copy on the device is
             updated.
 
     Attributes:
@@ -53,11 +53,12 @@ class BlockTable:
             self._changes.append(np.arange(line + first, line + end))
 
     def unfilled_blocks(self, req_index: int, first: int, length: int) -> np.ndarray:
-        """Ids of the blocks, from entry ``first`` on, that ``length`` tokens do not fill."""
+        """Ids of the blocks, from entry ``first`` on, that a sequence of ``length`` tokens does not
+        fill."""
         first = max(first, length // self.block_size)
         return self.table[req_index, first : int(self.num_blocks[req_index])]
 
-    def take_changes(self) -> tuple[np.ndarray, np.ndarray]:
+    def pop_changes(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns the changes since the last call.
 
         Returns:

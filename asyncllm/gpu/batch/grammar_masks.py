@@ -22,7 +22,8 @@ class GrammarMasks:
     """Masks of a step's rows, stored without gaps, so that only masks in use are copied.
 
     Attributes:
-        slots: ``[N]`` int64, by row, the index of its mask in ``words``; NO_MASK for none.
+        slots: ``[N]`` int64, index in ``words`` of each row's mask; NO_MASK for a row without a
+            mask.
         words: ``[N, ceil(vocab_size / 32)]`` int32. Token t is allowed if bit ``t % 32`` of word
             ``t // 32`` is set.
     """
@@ -43,7 +44,7 @@ class GrammarMasks:
             masks: packed mask by sampled row.
 
         Returns:
-            By row, the error of a mask whose length is wrong; the row gets no mask.
+            Errors by row, for masks of a wrong length; such a row gets no mask.
         """
         slots, words = self.slots.numpy(), self.words.numpy()
         slots[:] = NO_MASK

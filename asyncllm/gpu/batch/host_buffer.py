@@ -21,7 +21,7 @@ TableChange = tuple[int, np.ndarray, np.ndarray]
 
 
 class HostBuffer(StepBuffer):
-    """A step's sections and its results in host memory.
+    """A step's input sections and its results in host memory.
 
     Args:
         num_logprobs: number of log-probabilities per token for which ``logprobs`` has room.
@@ -60,7 +60,7 @@ class HostBuffer(StepBuffer):
         """Writes the changes of each group's block table.
 
         Returns:
-            The changes of groups that have more changes than fit into the buffer.
+            The groups' changes that do not fit into the buffer.
         """
         overflow: list[TableChange] = []
         for group, (indices, values) in enumerate(changes):

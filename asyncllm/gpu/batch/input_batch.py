@@ -77,14 +77,14 @@ class InputBatch:
         row_of = dict(zip(batch.req_indices, range(len(batch)), strict=True))
         found = [NO_BLOCKS]
         for assignment in batch.assignments:
-            start, end = _span(batch, row_of.get(assignment.req_index))
+            start, end = _token_span(batch, row_of.get(assignment.req_index))
             for table in self.tables:
                 # Skip blocks before ``start``: they are from the prefix cache and may have other
                 # readers.
                 shared = -(-start // table.block_size)
                 found.append(table.unfilled_blocks(assignment.req_index, shared, end))
         for req_index, new_blocks in batch.new_blocks:
-            _, end = _span(batch, row_of.get(req_index))
+            _, end = _token_span(batch, row_of.get(req_index))
             for table, block_ids in zip(self.tables, new_blocks, strict=True):
                 first = int(table.num_blocks[req_index]) - len(block_ids)
                 found.append(table.unfilled_blocks(req_index, first, end))
@@ -95,7 +95,7 @@ class InputBatch:
         return self.token_ids[req_index, self.num_prompt_tokens[req_index] : end]
 
 
-def _span(batch: StepBatch, row: int | None) -> tuple[int, int]:
+def _token_span(batch: StepBatch, row: int | None) -> tuple[int, int]:
     """First position of a row's tokens, and the position after the last."""
     if row is None:
         return 0, 0

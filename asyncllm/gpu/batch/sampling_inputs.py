@@ -32,7 +32,7 @@ class LogitsTables:
     """Tables of rules and penalties, with a row per request index.
 
     Tables are allocated when a request first needs them, and then keep their addresses. A row is
-    stale unless the scalars of RULE_SCALARS refer to it.
+    stale unless the scalars of LOGITS_STAGE_SCALARS refer to it.
 
     Attributes:
         allowed: ``[N + 1, W]`` int32, a bit per token that may be sampled.
@@ -44,21 +44,21 @@ class LogitsTables:
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self.table_rows, self.vocab_size, self.device = max_num_seqs + 1, vocab_size, device
-        self.made = Stages.NONE
+        self.allocated_stages = Stages.NONE
         self.allowed = self.bias_ids = self.stop_ids = self._zeros(0)
         self.counts = self.in_prompt = self._zeros(0)
         self.bias_values = self._zeros(0, torch.float32)
 
     def make(self, stages: Stages) -> None:
-        """Allocates the tables of ``stages`` that do not exist yet."""
+        """Allocates the tables that ``stages`` need and that do not exist yet."""
         words = num_words(self.vocab_size)
-        if stages & ~self.made & Stages.RULES:
+        if stages & ~self.allocated_stages & Stages.RULES:
             self.allowed, self.stop_ids = self._zeros(words), self._zeros(MAX_STOP_IDS)
             self.bias_ids = self._zeros(MAX_BIAS)
             self.bias_values = self._zeros(MAX_BIAS, torch.float32)
-        if stages & ~self.made & Stages.PENALTIES:
+        if stages & ~self.allocated_stages & Stages.PENALTIES:
             self.counts, self.in_prompt = self._zeros(self.vocab_size), self._zeros(words)
-        self.made |= stages
+        self.allocated_stages |= stages
 
     @staticmethod
     def num_bytes(max_num_seqs: int, vocab_size: int) -> int:
@@ -72,7 +72,7 @@ class LogitsTables:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """Inputs of S sampled rows, with N request indices.
+    """Sampling inputs of S sampled rows, for a batch of N request indices.
 
     Attributes:
         req_indices: ``[S]`` int64; -1 for a row to skip.
@@ -80,7 +80,7 @@ class SamplingRows:
         host_token_ids: ``[S]`` int64, token at ``positions``; -1 if only ``last_sampled_tokens``
             has it.
         last_sampled_tokens: ``[N + 1]`` int64, by request index.
-        rules: the scalars of RULE_SCALARS, ``[N + 1]`` each.
+        rules: tensors named in LOGITS_STAGE_SCALARS, ``[N + 1]`` each.
         tables: rules and penalties by request index.
         mask_slots, mask_words: see GrammarMasks; None without MASKS.
     """

@@ -15,7 +15,7 @@ UNCOUNTED = 2**63 - 1
 
 
 class Scalar(NamedTuple):
-    """A number that a step keeps for each request index.
+    """A sampling parameter that is stored as one number per request index.
 
     Attributes:
         neutral: the value that has no effect.
@@ -39,7 +39,7 @@ DRAW_SCALARS: Mapping[str, Scalar] = MappingProxyType(
 """Scalars of the draw, in the order of ``SampleArgs`` in ``native/src/interface.h``. ``states`` are
 the bits of the seeds' 64-bit states; ``top_k`` is 0 for all tokens."""
 
-RULE_SCALARS: Mapping[str, Scalar] = MappingProxyType(
+LOGITS_STAGE_SCALARS: Mapping[str, Scalar] = MappingProxyType(
     {
         "restricted": Scalar(torch.int32, 0),
         "num_bias": Scalar(torch.int32, 0),
@@ -58,9 +58,9 @@ and ``num_stop_ids`` count the entries of its rows of ``bias_ids`` and ``stop_id
 the position from which on stop ids may be sampled. ``counted_from`` is the position of the first
 token that is not in ``LogitsTables.counts`` yet."""
 
-SCALARS: Mapping[str, Scalar] = MappingProxyType({**DRAW_SCALARS, **RULE_SCALARS})
+SCALARS: Mapping[str, Scalar] = MappingProxyType({**DRAW_SCALARS, **LOGITS_STAGE_SCALARS})
 
 
 def scalar_sections(table_rows: int) -> SectionTable:
-    """Makes a section of ``table_rows`` elements for each of SCALARS."""
+    """Makes the section table of SCALARS, with ``table_rows`` elements per scalar."""
     return {name: (scalar.dtype, table_rows) for name, scalar in SCALARS.items()}

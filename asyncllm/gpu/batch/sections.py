@@ -52,6 +52,6 @@ class Sections:
         return {name: tensor.numpy() for name, tensor in self.tensors.items()}
 
     def copy_from(self, source: Sections, last: str) -> None:
-        """Queues the copy of the sections up to ``last`` from Sections with the same table."""
+        """Queues a copy from ``source``, which has the same table: all sections up to ``last``."""
         end = self.ends[last]
         self.memory[:end].copy_(source.memory[:end], non_blocking=True)

@@ -28,7 +28,8 @@ class RowSpan:
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """A step's rows: D rows of one token in one batch, and every other row on its own.
+    """A step's rows: D rows of one token, computed as one batch, and longer rows, each computed
+    alone.
 
     Attributes:
         slots: ``[D]`` int64, slots of the batch's states; None if there is no batch.
@@ -67,7 +68,7 @@ class StateRows:
         assert self.slots is not None
         held = state.index_select(0, self.slots)
         if self.is_fresh is not None:
-            # Fill with 0: a product with 0 would keep NaN.
+            # Use masked_fill: a state of NaN times 0 would stay NaN.
             held.masked_fill_(self.is_fresh.view(-1, *[1] * (held.dim() - 1)), 0)
         return held
 

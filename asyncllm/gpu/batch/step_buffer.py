@@ -28,7 +28,8 @@ class StepSizes(NamedTuple):
         wanted: number of tokens whose hidden states are returned: first the last token of each
             sampled row, then the tokens of prompt log-probabilities.
         logits: number of sampled rows whose logits are computed; they come first.
-        greedy: number of the other sampled rows, which only need the token of the largest logit.
+        greedy: number of the sampled rows after these, which only need the token of the largest
+            logit.
     """
 
     rows: int
@@ -138,7 +139,7 @@ class StepBuffer(Sections):
         return StepSizes(count, batch.num_tokens, wanted, num_logits, sampled - num_logits)
 
     def derive_sections(self, inputs: InputBatch, sizes: StepSizes, num_decodes: int) -> None:
-        """Computes the derived sections from the given ones and the persistent batch."""
+        """Computes the derived sections from the given sections and the persistent batch."""
         arrays, (rows, tokens, *_) = self.arrays, sizes
         starts, counts = arrays["starts"][:rows], arrays["counts"][:rows]
         first = arrays["query_start_loc"][: rows + 1]

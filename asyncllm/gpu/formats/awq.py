@@ -54,11 +54,11 @@ class Awq(WeightFormat):
         self.label = f"awq, 4 bits, groups of {self.group or 'a row'}"
 
     def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
-        for parts in TensorParts.all_with(reader, "qweight"):
+        for parts in TensorParts.find_all_with(reader, "qweight"):
             inputs, words = parts.require("qweight", ["I32"], dims=2).shape
             groups = inputs // (self.group or inputs)
             if inputs % (self.group or inputs):
-                raise parts.bad("qweight", f"a multiple of group_size={self.group} rows")
+                raise parts.part_error("qweight", f"a multiple of group_size={self.group} rows")
             parts.require("qzeros", ["I32"], (groups, words))
             parts.require("scales", SCALE_DTYPES, (groups, words * 8))
             yield PackedTensor(parts.stem + "weight", (words * 8, inputs), parts.names, step=8)

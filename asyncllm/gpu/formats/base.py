@@ -42,13 +42,13 @@ class WeightFormat(Protocol):
         label: phrase for the log: the method's name, bits and group sizes.
         ignored: phrase for the log: settings for activations or the KV cache, which the engine
             ignores because both stay in the model's dtype; "" if there are none.
-        ignored_suffixes: ends of the names of tensors that concern only activations or the KV
+        ignored_tensor_suffixes: ends of names of tensors that concern only activations or the KV
             cache.
     """
 
     label: str
     ignored: str = ""
-    ignored_suffixes: tuple[str, ...] = ()
+    ignored_tensor_suffixes: tuple[str, ...] = ()
 
     def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
         """Finds every tensor that is stored in this format.
@@ -80,7 +80,7 @@ class TensorParts:
         self.names: dict[str, str] = {}
 
     @classmethod
-    def all_with(
+    def find_all_with(
         cls, reader: CheckpointReader, suffix: str, dtypes: Collection[str] = ()
     ) -> Iterator[TensorParts]:
         """Yields the TensorParts of each packed tensor that has a part ``suffix``.
@@ -112,24 +112,24 @@ class TensorParts:
                 f"{owner!r} needs"
             )
         if 0 in info.shape:
-            raise self.bad(suffix, "no dimension of 0")
+            raise self.part_error(suffix, "no dimension of 0")
         accepted, fits = " or ".join(dtypes), info.dtype in dtypes
         if shape is not None:
             accepted, fits = f"{accepted} of shape {shape}", fits and info.shape == shape
         elif dims is not None:
             accepted, fits = f"{accepted} of {dims} dimensions", fits and len(info.shape) == dims
         if not fits:
-            raise self.bad(suffix, accepted)
+            raise self.part_error(suffix, accepted)
         return info
 
     def find(self, suffix: str) -> TensorInfo | None:
-        """Returns the part ``suffix`` unchecked; None if the checkpoint has no such tensor."""
+        """Returns the part ``suffix`` without checks; None if the checkpoint has no such tensor."""
         info = self.tensors.get(self.stem + suffix)
         if info is not None:
             self.names[suffix] = self.stem + suffix
         return info
 
-    def bad(self, suffix: str, accepted: str) -> ModelLoadError:
+    def part_error(self, suffix: str, accepted: str) -> ModelLoadError:
         info = self.tensors[self.stem + suffix]
         return ModelLoadError(
             f"{info.file}: tensor {self.stem + suffix!r} is {info.dtype} of shape {info.shape}, "
@@ -158,7 +158,8 @@ def check_fields(config: ConfigFile, known: Iterable[str], *module_lists: str) -
 
 
 def group_size(config: ConfigFile) -> int | None:
-    """Reads ``group_size``, the number of inputs that share a scale; None (-1) is a whole row.
+    """Reads ``group_size``, the number of inputs that share a scale; None (-1 in the file) means a
+    whole row.
 
     Raises:
         ModelLoadError: the value is neither a positive integer nor -1.

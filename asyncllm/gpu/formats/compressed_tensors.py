@@ -70,7 +70,7 @@ class CompressedTensors(WeightFormat):
         ModelLoadError: an unknown field, or an unsupported value.
     """
 
-    ignored_suffixes = tuple(
+    ignored_tensor_suffixes = tuple(
         ".input_scale .input_zero_point .input_global_scale .output_scale .output_zero_point "
         ".q_scale .k_scale .v_scale .q_zero_point .k_zero_point .v_zero_point".split()
     )
@@ -97,9 +97,9 @@ class CompressedTensors(WeightFormat):
         self.ignored = ", ".join(sorted(ignored))
 
     def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
-        for parts in TensorParts.all_with(reader, "weight_packed"):
+        for parts in TensorParts.find_all_with(reader, "weight_packed"):
             yield self._packed(reader, parts)
-        for parts in TensorParts.all_with(reader, "weight", ("I8", "F8_E4M3")):
+        for parts in TensorParts.find_all_with(reader, "weight", ("I8", "F8_E4M3")):
             yield self._unpacked(parts)
 
     def _packed(self, reader: CheckpointReader, parts: TensorParts) -> PackedTensor:
@@ -122,7 +122,7 @@ class CompressedTensors(WeightFormat):
         dtype = "F8_E4M3" if scheme.is_float else "I8"
         rows, columns = parts.require("weight", [dtype], dims=2).shape
         if scheme.bits != 8:
-            raise parts.bad("weight", f"'weight_packed' of {scheme.bits} bits")
+            raise parts.part_error("weight", f"'weight_packed' of {scheme.bits} bits")
         return self._make_packed(parts, scheme, (rows, columns))
 
     def _make_packed(
@@ -135,7 +135,7 @@ class CompressedTensors(WeightFormat):
             grid = (-(-rows // block[0]), -(-columns // (block[1] or columns)))
         scale = parts.require("weight_scale", SCALE_DTYPES)
         if scale.shape != grid and not (block is None and scale.shape in ((), (1, 1))):
-            raise parts.bad("weight_scale", f"shape {grid}")
+            raise parts.part_error("weight_scale", f"shape {grid}")
         if not scheme.symmetric:
             if "weight_packed" in parts.names and block is not None:
                 words = -(-grid[0] * scheme.bits // 32)
@@ -143,10 +143,12 @@ class CompressedTensors(WeightFormat):
             else:
                 parts.require("weight_zero_point", ["I8"], scale.shape)
         else:
-            parts.find("weight_zero_point")  # If it is stored, ``read`` checks that it is all 0.
+            # A symmetric scheme needs no zero points; if some are stored, ``read`` checks that all
+            # are 0.
+            parts.find("weight_zero_point")
         if parts.find("weight_g_idx") is not None:
             if block is None or block[0] != 1 or not block[1]:
-                raise parts.bad("weight_g_idx", "none where the strategy is not 'group'")
+                raise parts.part_error("weight_g_idx", "none where the strategy is not 'group'")
             parts.require("weight_g_idx", ["I32"], (columns,))
         return PackedTensor(parts.stem + "weight", shape, parts.names)
 
@@ -182,7 +184,8 @@ class CompressedTensors(WeightFormat):
         return scheme
 
     def _match_scheme(self, module: str) -> Scheme | None:
-        """The first scheme that names the module, else the first that targets linear layers."""
+        """Finds the first scheme that names the module, else the first that targets linear
+        layers."""
         for scheme in self.schemes:
             for target in scheme.targets:
                 if target == module or (

@@ -21,7 +21,8 @@ from asyncllm.gpu.formats.base import (
 )
 
 _SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale")
-"""Suffixes of scales. Both multiply the weight, although the first is called an inverse."""
+"""Suffixes of scale tensors. A scale multiplies the weight under either suffix, although "inv"
+suggests division."""
 
 _KNOWN_FIELDS = (
     "quant_method activation_scheme weight_block_size dequantize modules_to_not_convert "
@@ -41,7 +42,7 @@ class Fp8(WeightFormat):
         ModelLoadError: an unknown field, or an unsupported value.
     """
 
-    ignored_suffixes = (".input_scale", ".input_scale_ub", ".k_scale", ".v_scale")
+    ignored_tensor_suffixes = (".input_scale", ".input_scale_ub", ".k_scale", ".v_scale")
 
     def __init__(self, config: ConfigFile) -> None:
         self.block: tuple[int, int] | None = None
@@ -61,7 +62,7 @@ class Fp8(WeightFormat):
         self.ignored = f"{scheme} FP8 activations"
 
     def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
-        yield from map(self._packed, TensorParts.all_with(reader, "weight", ["F8_E4M3"]))
+        yield from map(self._packed, TensorParts.find_all_with(reader, "weight", ["F8_E4M3"]))
 
     def _packed(self, parts: TensorParts) -> PackedTensor:
         shape = parts.require("weight", ["F8_E4M3"], dims=2).shape
@@ -73,7 +74,7 @@ class Fp8(WeightFormat):
         if self.block is not None:
             accepted = [(-(-shape[0] // self.block[0]), -(-shape[1] // self.block[1]))]
         if scale.shape not in accepted:
-            raise parts.bad(suffix, "shape " + " or ".join(map(str, accepted)))
+            raise parts.part_error(suffix, "shape " + " or ".join(map(str, accepted)))
         return PackedTensor(parts.stem + "weight", shape, parts.names)
 
     def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Rows:
@@ -83,7 +84,7 @@ class Fp8(WeightFormat):
 
 
 def scaled_rows(weight: Tensor, scale: Tensor, block: tuple[int, int] | None) -> Rows:
-    """Makes Rows of ``weight * scale``.
+    """Makes a function that returns rows of ``weight * scale``.
 
     Args:
         weight: ``[out, in]``.

@@ -97,7 +97,7 @@ class GGUFReader:
 
     def slices(self, name: str) -> Iterator[Tensor]:
         stored = self._stored[name]
-        # A matrix is read by rows, each of which is whole blocks. A quantised vector is read at
+        # Read a matrix by rows, each of which consists of whole blocks. Read a quantised vector at
         # once, because a slice of it may end within a block.
         plain = GGML_TYPES[stored.type][0] in PLAIN_TYPES
         rows = stored.shape[0] if plain or len(stored.shape) > 1 else 1
@@ -166,7 +166,8 @@ def _unpack_q8_0(blocks: Tensor) -> Tensor:
 
 
 def _transformers_name(stored: str) -> str:
-    """transformers' name of a stored tensor; a tensor that has none there keeps its own."""
+    """transformers' name of a stored tensor; a tensor unknown to transformers keeps its stored
+    name."""
     match = _TENSOR_NAME.fullmatch(stored)
     if match is None or match[2] not in _MODULE_NAMES:
         return stored
@@ -175,7 +176,7 @@ def _transformers_name(stored: str) -> str:
 
 
 def _row_order(path: Path, name: str, rows: int, heads: int | None) -> np.ndarray | None:
-    """Index of the stored row of each row of a tensor; None if the order is the same.
+    """Indices that put a tensor's stored rows in transformers' order; None if the orders are equal.
 
     In RoPE llama.cpp rotates adjacent pairs, transformers the two halves of a head. The converter
     to GGUF has put the rows of q and k in llama.cpp's order (``LlamaModel.permute``).

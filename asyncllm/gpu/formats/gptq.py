@@ -23,7 +23,8 @@ from asyncllm.gpu.formats.base import (
 _KNOWN_FIELDS = (
     "quant_method method bits group_size desc_act sym checkpoint_format format pack_dtype "
     "is_marlin_format dynamic lm_head modules_to_not_convert rotation adapter activation "
-    # Fields that describe the quantiser's run or the intended kernels:
+    # The following fields describe the quantiser's run or the intended kernels, so they are
+    # ignored.
     "meta damp_percent damp_auto_increment static_groups true_sequential act_group_aware hyb_act "
     "mse dataset tokenizer batch_size backend model_seqlen model_name_or_path "
     "model_file_base_name block_name_to_quantize module_name_preceding_first_block pad_token_id "
@@ -69,12 +70,12 @@ class Gptq(WeightFormat):
         self.label = f"{version}, {self.bits} bits, groups of {self.group or 'a row'}{order}"
 
     def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
-        for parts in TensorParts.all_with(reader, "qweight"):
+        for parts in TensorParts.find_all_with(reader, "qweight"):
             words, outputs = parts.require("qweight", ["I32"], dims=2).shape
             inputs = words * 32 // self.bits
             groups = -(-inputs // (self.group or inputs))
             if outputs * self.bits % 32:
-                raise parts.bad("qweight", f"a multiple of {32 // self.bits} columns")
+                raise parts.part_error("qweight", f"a multiple of {32 // self.bits} columns")
             parts.require("qzeros", ["I32"], (groups, outputs * self.bits // 32))
             parts.require("scales", SCALE_DTYPES, (groups, outputs))
             if self.desc_act or parts.find("g_idx") is not None:

@@ -42,7 +42,7 @@ class Mxfp4(WeightFormat):
         check_fields(config, known, "modules_to_not_convert")
 
     def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
-        for parts in TensorParts.all_with(reader, "_blocks"):
+        for parts in TensorParts.find_all_with(reader, "_blocks"):
             experts, outputs, blocks, width = parts.require("_blocks", ["U8"], dims=4).shape
             parts.require("_blocks", ["U8"], (experts, outputs, blocks, 16))
             parts.require("_scales", ["U8"], (experts, outputs, blocks))

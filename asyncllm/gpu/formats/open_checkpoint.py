@@ -89,7 +89,7 @@ def open_checkpoint(path: Path, dtype: torch.dtype) -> CheckpointReader:
 def log_sizes(
     path: Path, reader: CheckpointReader, dtype: torch.dtype, packed: PackedSizes | None = None
 ) -> None:
-    """Logs in which form a quantised checkpoint's weights are held, and their size.
+    """Logs the form in which a quantised checkpoint's weights stay in memory, and their size.
 
     Args:
         packed: sizes of the weights that stay quantised.

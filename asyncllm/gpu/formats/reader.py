@@ -38,7 +38,7 @@ class DequantisingReader:
         self.tensors: dict[str, TensorInfo] = {
             name: info
             for name, info in source.tensors.items()
-            if name not in parts and not name.endswith(fmt.ignored_suffixes)
+            if name not in parts and not name.endswith(fmt.ignored_tensor_suffixes)
         }
         for name, tensor in self._packed.items():
             if name in self.tensors:

@@ -37,7 +37,7 @@ class CudaGraphCapturer(GraphCapturer):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._reasons: set[str] = set()
+        self._logged_reasons: set[str] = set()
         self._recording: _Recording | None = None
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
@@ -70,7 +70,8 @@ class CudaGraphCapturer(GraphCapturer):
             recording.end()
         except BaseException:
             if not recording.is_ended:
-                # End the capture: the stream must not stay in it. The error is raised below.
+                # End the capture, so that the stream does not stay in capture mode. The error is
+                # raised below.
                 with contextlib.suppress(RuntimeError):
                     recording.graph.capture_end()
             self._end_pool_recording(recording.graph, pool)
@@ -89,14 +90,15 @@ class CudaGraphCapturer(GraphCapturer):
         # An error means that torch has ended the recording already.
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self.device.index, pool)
-            CAPTURES.keep_failed(graph)
+            CAPTURES.keep_failed_graph(graph)
             torch._C._cuda_releasePool(self.device.index, pool)
 
     def _reset_generator(self) -> None:
         """Captures a trivial graph, to take torch's default generator out of capture mode.
 
-        Only the end of a successful capture takes it out (torch 2.11). Otherwise the application's
-        next random number on the device would raise an error.
+        In torch 2.11 only the end of a successful capture takes the generator out of that mode.
+        After a failed capture the application's next random number on the device would raise an
+        error.
 
         The trivial graph has a pool of its own, because it is dropped at once, and torch never
         captures again into the pool of a dropped graph.
@@ -110,9 +112,9 @@ class CudaGraphCapturer(GraphCapturer):
             self._record(run, torch.cuda.graph_pool_handle())
 
     def _report(self, reason: str, is_memory: bool) -> None:
-        if reason in self._reasons:
+        if reason in self._logged_reasons:
             return
-        self._reasons.add(reason)
+        self._logged_reasons.add(reason)
         remedy = ": lower gpu_memory_utilization or kv_cache_memory" if is_memory else ""
         logger.warning(
             "a CUDA graph could not be captured, its steps run eagerly and are tried again later%s "

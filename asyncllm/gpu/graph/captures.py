@@ -15,7 +15,8 @@ class ProcessCaptures:
     There is one per process, because a capture changes torch's allocators, its default generator
     and Python's garbage collection, which a process has once. While any thread captures, or sends
     its allocations to a pool of its own, torch fails if another thread calls
-    ``torch.cuda.empty_cache``. So a thread holds the turn for each of these three.
+    ``torch.cuda.empty_cache``. So a thread holds the turn to capture, to use a pool of its own, and
+    to empty torch's cache.
 
     A failed graph is kept until the process ends: torch's allocator of pinned memory keeps a
     pointer to the graph, uses it at each allocation during a later capture of any engine, and has
@@ -43,7 +44,7 @@ class ProcessCaptures:
         finally:
             self._lock.release()
 
-    def keep_failed(self, graph: torch.cuda.CUDAGraph) -> None:
+    def keep_failed_graph(self, graph: torch.cuda.CUDAGraph) -> None:
         """Keeps a failed graph, to which torch still has a pointer; hold the turn meanwhile."""
         self._failed.append(graph)
 

@@ -22,9 +22,9 @@ captured again."""
 class Part(enum.Enum):
     """The part of a step that a graph holds.
 
-    STEP is a whole decode step. If sampling does more than the plain draw, or waits for masks,
-    FORWARD and SAMPLE are the two halves of a decode step. BODY is all layers but the last of a
-    mixed step.
+    STEP is a whole decode step. If logits are processed before the draw, or the step waits for
+    masks, FORWARD and SAMPLE are the two halves of a decode step. BODY is all layers but the last
+    of a mixed step.
     """
 
     STEP = enum.auto()
@@ -35,7 +35,7 @@ class Part(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """The constants in which the graphs of one engine differ.
+    """Key of a graph: the constants in which the graphs of one engine differ.
 
     Addresses, the block size, the longest sequence and the number of splits that attention
     chooses for (bucket, longest sequence) are fixed while the engine lives.
@@ -87,7 +87,7 @@ class GraphCapturer:
 
 @dataclass(slots=True)
 class _FailedCaptures:
-    """Number of failed captures of a key, and of its steps since the last failure."""
+    """Number of a key's failed captures, and number of its steps since the last failure."""
 
     captures: int = 0
     steps: int = 0

@@ -30,9 +30,9 @@ Draw = Callable[[Tensor, Stages], None]
 class GraphReplay(Replay):
     """Runs steps from CUDA graphs.
 
-    A decode step is one graph, or two if sampling does more than the plain draw or waits for masks.
-    A mixed step, which has a prefill, runs in piecewise graphs (Segments), or op by op on the same
-    memory.
+    A decode step is one graph. It is two graphs if logits are processed before the draw, or if the
+    step waits for masks. A mixed step, which has a prefill, runs in piecewise graphs (Segments), or
+    op by op on the same memory.
 
     No method waits for the device; all work is queued on the current stream.
 
@@ -67,7 +67,7 @@ class GraphReplay(Replay):
         mixed = "op by op" if self.segments is None else "in segments"
         self.description = f"graphs of decode steps, mixed steps {mixed}"
         most = memory.info.max_model_len
-        # Tests for skewed batches, one per attention that has a balanced form for them.
+        # The ``is_skewed`` methods of the attentions that have a balanced plan for skewed batches.
         self._skew_tests = [
             partial(attention.is_skewed, max_len=most, window=kind.window)
             for kind, attention in model.attention.items()
@@ -135,8 +135,9 @@ class GraphReplay(Replay):
             self.segments.close()
         del self._draw
 
-    def run_padding(self, key: GraphKey) -> None:
-        """Queues the work of a graph eagerly, on padded rows."""
+    def run_padded_rows(self, key: GraphKey) -> None:
+        """Runs the part of a step that a graph holds eagerly, on padded rows, to compile its
+        kernels."""
         if key.part is not Part.STEP:
             self._static_logits()
         self._run(key)
@@ -147,7 +148,7 @@ class GraphReplay(Replay):
             self._draw(self._static_logits()[: key.bucket], key.stages)
             return
         inputs = self.memory.decode_inputs(key.bucket, balanced=key.balanced)
-        self.memory.derive_decodes(inputs)
+        self.memory.derive_decode_inputs(inputs)
         logits = self.model.forward(inputs, self.cache).logits
         if key.part is Part.STEP:
             self._draw(logits, key.stages)
@@ -163,7 +164,7 @@ class GraphReplay(Replay):
         return self._logits
 
     def _is_skewed(self, step: LaunchedStep) -> bool:
-        """Whether lengths differ so much that attention needs its balanced form."""
+        """Whether the rows' lengths differ so much that attention needs its balanced plan."""
         if not self._skew_tests:
             return False
         batch = step.bucket or len(step.rows)

@@ -89,7 +89,7 @@ class RecordedStep(Replay):
         return self.output(step.sizes)
 
     def output(self, sizes: Sequence[int]) -> StepOutput:
-        """The output of the last run, which had these sizes."""
+        """Returns views of the last run's outputs, which had ``sizes``."""
         *_, wanted, num_logits, num_greedy = sizes
         tokens = NO_TOKENS if self.greedy is None else self.greedy[:num_greedy]
         return StepOutput(self.logits[:num_logits], self.hidden[:wanted], tokens)
@@ -98,7 +98,7 @@ class RecordedStep(Replay):
 def record_step(
     model: LanguageModel, cache: KVCache, batch: InputBatch, buffer: StepBuffer
 ) -> RecordedStep | str:
-    """Records a model's forward pass; returns the reason if it cannot be recorded."""
+    """Records a model's forward pass; if that fails, returns the reason instead."""
     recorder = model.ops.recorder()
     if recorder is None:
         return f"the op set {model.ops.name!r} has no programs"

@@ -91,34 +91,36 @@ class Segments:
             ends |= {("k", index): k, ("v", index): v}
         for name, tensor in ends.items():
             if tensor is not None:
-                self._ends[name] = self._copied(name, tensor)
+                self._ends[name] = self._copy_to_static_tensor(name, tensor)
 
     def run_core(self, core: Core, width: int, tensors: Sequence[Tensor]) -> Tensor:
         """Cuts the capture at a layer's core; returns the tensor that gets the core's output."""
         count, like = len(tensors[0]), tensors[0]
-        given = [self._copied(place, tensor) for place, tensor in enumerate(tensors)]
-        out = self._fixed("out", (width,), like)
-        self._cut(partial(self._run_core, core, given, out))
+        core_inputs = [
+            self._copy_to_static_tensor(place, tensor) for place, tensor in enumerate(tensors)
+        ]
+        out = self._static_tensor("out", (width,), like)
+        self._cut(partial(self._run_core, core, core_inputs, out))
         return out[:count]
 
-    def _run_core(self, core: Core, given: Sequence[Tensor], out: Tensor) -> None:
+    def _run_core(self, core: Core, core_inputs: Sequence[Tensor], out: Tensor) -> None:
         """Calls a core on the running step's tokens; does nothing if no step runs."""
         if self._context is None:
             return
         count, key = self._num_tokens, (out.shape[1], out.dtype)
-        out[:count] = core(self._context, *(tensor[:count] for tensor in given))
-        # Zero the values that an earlier, longer step has left in the padding.
+        out[:count] = core(self._context, *(tensor[:count] for tensor in core_inputs))
+        # Zero the padded tokens' values, which an earlier, longer step has left there.
         if (filled := self._filled.get(key, 0)) > count:
             out[count:filled].zero_()
         self._filled[key] = count
 
-    def _copied(self, place: object, tensor: Tensor) -> Tensor:
+    def _copy_to_static_tensor(self, place: object, tensor: Tensor) -> Tensor:
         """Copies ``tensor`` into a tensor at a fixed address, which it returns."""
-        fixed = self._fixed(place, tuple(tensor.shape[1:]), tensor)
+        fixed = self._static_tensor(place, tuple(tensor.shape[1:]), tensor)
         fixed[: len(tensor)].copy_(tensor)
         return fixed
 
-    def _fixed(self, place: object, sizes: tuple[int, ...], like: Tensor) -> Tensor:
+    def _static_tensor(self, place: object, sizes: tuple[int, ...], like: Tensor) -> Tensor:
         """A tensor ``[T, *sizes]`` of the largest bucket, allocated as zeros on first use.
 
         The first use is outside a capture: the largest bucket is captured first, and runs eagerly

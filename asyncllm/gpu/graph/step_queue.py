@@ -31,21 +31,21 @@ class _Job(HostBuffer):
     """
 
     def __init__(
-        self, recorded: RecordedStep, memory: StepMemory, batch: InputBatch, num_logprobs: int
+        self, recorded_step: RecordedStep, memory: StepMemory, batch: InputBatch, num_logprobs: int
     ) -> None:
         own = memory.buffer
         super().__init__(own.limits, memory.info.vocab_size, num_logprobs)
         given, tokens = own.tensors, self.tokens
         indices, positions = given["sampled_req_indices"], given[LAST_DECODE_SECTION]
-        # If the head does not find the largest logit, no row is greedy, and the tensor is not read.
-        greedy = tokens if recorded.greedy is None else recorded.greedy
+        # If the output head has no argmax, no row is greedy, and this tensor is not read.
+        greedy = tokens if recorded_step.greedy is None else recorded_step.greedy
         lines, width = batch.token_ids.shape
         self.args = STRUCTS["Job"](
-            program=ctypes.pointer(recorded.program.args),
+            program=ctypes.pointer(recorded_step.program.args),
             to=own.memory.data_ptr(), **{"from": self.memory.data_ptr()},
             draw=sample_args(
-                recorded.logits, memory.scalars, indices, positions, memory.last_sampled_tokens,
-                tokens,
+                recorded_step.logits, memory.scalars, indices, positions,
+                memory.last_sampled_tokens, tokens,
             ),
             greedy=greedy.data_ptr(), tokens=tokens.data_ptr(),
             lines=indices.data_ptr(), positions=positions.data_ptr(),
@@ -78,25 +78,26 @@ class StepQueue(SyncStream):
     """
 
     def __init__(
-        self, recorded: RecordedStep, memory: StepMemory, batch: InputBatch, sampler: Sampler
+        self, recorded_step: RecordedStep, memory: StepMemory, batch: InputBatch, sampler: Sampler
     ) -> None:
-        self.recorded = recorded
+        self.recorded_step = recorded_step
         self.min_tokens: int | None = None
         self._memory, self._sampler = memory, sampler
         num_logprobs = sampler.state.num_logprobs
         self._jobs = cycle(
-            [_Job(recorded, memory, batch, num_logprobs) for _ in range(MAX_STEPS_IN_FLIGHT)]
+            [_Job(recorded_step, memory, batch, num_logprobs) for _ in range(MAX_STEPS_IN_FLIGHT)]
         )
         self._last: _Job | None = None
 
-    def can_begin(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
+    def can_begin_early(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
         """Whether a step is worth running ahead, and can be applied while others are in flight.
 
-        It has to be long enough or to await masks. To rows of the batch that steps in flight read,
-        it may only append.
+        Running ahead pays if the step is long enough or awaits masks. The step may only append to
+        rows of the batch that steps in flight read.
         """
         batch, least = step.batch, self.min_tokens
-        # Such a step does not run ahead: the host copies recurrent states before and after it.
+        # A step that loads or saves recurrent states does not run ahead: the host copies the states
+        # before and after it.
         if not len(batch) or batch.state_loads or batch.state_saves:
             return False
         if not batch.masked_rows and (least is None or batch.num_tokens < least):
@@ -110,8 +111,9 @@ class StepQueue(SyncStream):
     def submit(self, step: LaunchedStep) -> bool:
         """Queues a step that has been applied to the batch.
 
-        If the step's rows need only the plain draw, it runs to its end, else up to its logits. No
-        step may be submitted behind one of the second kind until that one has been sampled.
+        If the step's tokens can be drawn from unprocessed logits, the step runs to its end, else up
+        to its logits. No step may be submitted behind a step that ends with its logits until that
+        step has been sampled.
 
         Raises:
             RuntimeError: the process is a forked child.
@@ -125,7 +127,7 @@ class StepQueue(SyncStream):
             self._sampler.state.rows_needing_host(step.req_indices)
         )
         job.set_sizes(step)
-        context = self.recorded.program.context
+        context = self.recorded_step.program.context
         status = context.functions.submit(context.handle, job.args)
         if status:
             raise_status("submit", status)
@@ -138,19 +140,20 @@ class StepQueue(SyncStream):
         Raises:
             RuntimeError, MemoryError: the run of the program failed.
         """
-        job, recorded = step.buffer, self.recorded
+        job, recorded_step = step.buffer, self.recorded_step
         if not isinstance(job, _Job):
             return
-        context = recorded.program.context
+        context = recorded_step.program.context
         status = context.functions.wait(context.handle, job.args)
         if status:
             raise_status(
-                recorded.program.describe_failure(status, job.args.failed, job.args.sizes), status
+                recorded_step.program.describe_failure(status, job.args.failed, job.args.sizes),
+                status,
             )
-        step.output = recorded.output(job.args.sizes)
+        step.output = recorded_step.output(job.args.sizes)
 
     def synchronize(self) -> None:
         """Waits for the last submitted step, and ignores an error of it."""
         if self._last is not None:
-            context = self.recorded.program.context
+            context = self.recorded_step.program.context
             context.functions.wait(context.handle, self._last.args)

@@ -34,8 +34,9 @@ class SyncStream:
         """
         return nullcontext()
 
-    def can_begin(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
-        """Whether a step can begin before it is collected, behind the steps ``before`` it."""
+    def can_begin_early(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
+        """Whether a step can be launched while the earlier steps in ``before`` are still
+        running."""
         return False
 
     def submit(self, step: LaunchedStep) -> bool:
@@ -43,7 +44,7 @@ class SyncStream:
         return False
 
     def run(self, work: Callable[[], None]) -> None:
-        """Queues a piece of work of a step."""
+        """Queues one piece of a step's work."""
         work()
 
     def record(self) -> Event | None:
@@ -85,7 +86,7 @@ class CudaStream(SyncStream):
             finally:
                 self._side_stream.synchronize()
 
-    def can_begin(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
+    def can_begin_early(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
         return not any(step.awaits_tokens_of(one) for one in before)
 
     def record(self) -> Event | None:

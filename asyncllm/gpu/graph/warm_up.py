@@ -35,13 +35,13 @@ def warm_up(runner: StepRunner, replay: GraphReplay, progress: Callable[[int, in
     - a decode step of the smallest and one of the largest bucket;
     - a decode step with balanced attention, if batches can be skewed;
     - sampling with all stages;
-    - two small mixed steps, one without a prefix and one behind the longest prefix;
-    - a mixed step for each number of tokens from which on experts use other kernels.
+    - two small mixed steps, one without a cached prefix and one after the longest cached prefix;
+    - a mixed step for each number of tokens at which experts switch to other kernels.
 
     They run attention both with and without splitting a sequence among programs: a decode row is
-    split in the smallest bucket but not in the mixed step without a prefix, and a prompt behind the
-    longest prefix but not without one. All other kernels are the same for every bucket. Rows are
-    padding or write the null block, so that no state is left behind.
+    split in the smallest bucket but not in the mixed step without a prefix, and a prompt is split
+    after the longest prefix but not without a prefix. All other kernels are the same for every
+    bucket. Rows are padding or write the null block, so that no state is left behind.
 
     Args:
         progress: called with (steps run, steps in all).
@@ -49,9 +49,9 @@ def warm_up(runner: StepRunner, replay: GraphReplay, progress: Callable[[int, in
     info = runner.info
     sizes = replay.graphs.buckets or (1, info.max_num_seqs)
     rows = sorted({sizes[0], sizes[-1]})
-    steps = [*(partial(replay.run_padding, GraphKey(count)) for count in rows)]
+    steps = [*(partial(replay.run_padded_rows, GraphKey(count)) for count in rows)]
     if replay.can_balance:
-        steps.append(partial(replay.run_padding, GraphKey(rows[-1], balanced=True)))
+        steps.append(partial(replay.run_padded_rows, GraphKey(rows[-1], balanced=True)))
     prefixes = sorted({0, max(0, info.max_model_len - PROMPT_TOKENS)})
     steps += [partial(_sample_processed, runner)]
     steps += [partial(_run_mixed, runner, prefix) for prefix in prefixes]
@@ -87,7 +87,7 @@ def _sample_processed(runner: StepRunner) -> None:
 
 
 def expert_kernel_thresholds(decoder: LanguageModel) -> tuple[int, ...]:
-    """Numbers of tokens from which on experts use other kernels than in smaller steps."""
+    """Thresholds in tokens from which on experts use other kernels than in smaller steps."""
     experts = getattr(decoder.model, "experts", None)
     if experts is None:
         return ()
@@ -95,7 +95,7 @@ def expert_kernel_thresholds(decoder: LanguageModel) -> tuple[int, ...]:
 
 
 def _expert_prefill_sizes(runner: StepRunner) -> list[int]:
-    """Numbers of prefill tokens that launch the experts' other kernels, one per kernel."""
+    """Numbers of prefill tokens, one for each kernel that experts use only in larger steps."""
     info = runner.info
     most = min(info.max_num_batched_tokens, info.max_num_seqs * info.max_model_len)
     return [
@@ -106,7 +106,8 @@ def _expert_prefill_sizes(runner: StepRunner) -> list[int]:
 
 
 def _run_mixed(runner: StepRunner, prefix: int, num_tokens: int = PROMPT_TOKENS) -> None:
-    """Runs a decode row and prefills of ``num_tokens`` in all, the first behind a prefix.
+    """Runs a mixed step of a decode row and of prefill rows with ``num_tokens`` tokens in all. The
+    first prefill row follows a cached prefix of ``prefix`` tokens.
 
     All rows write and read the null block.
     """

@@ -1,4 +1,5 @@
-"""A decoder's parameters, derived from its configuration alone, and tensors that it ignores."""
+"""parameters, is_unused: a decoder's parameters by its configuration, and tensors that it
+ignores."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ _COMPUTED_BUFFER = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)
 
 
 class _ParameterRecorder:
-    """A source that records the requested parameters, and returns placeholders.
+    """Source of weights that records the requested parameters, and returns placeholders.
 
     Matrices are on the meta device, without memory. Vectors are real, because arithmetic with norms
     on the meta device imports much of torch.
@@ -76,7 +77,7 @@ def is_unused(model: ModelConfig, name: str) -> bool:
     layer = _LAYER_PREFIX.match(name)
     if layer is None:
         return False
-    index, end = int(layer[1]), model.num_layers + model.unused_layers
+    index, end = int(layer[1]), model.num_layers + model.num_unused_layers
     if index < model.num_layers:
         return model.layer(index).kv_layer is not None and bool(_KV_PROJECTION.match(name))
     return index < end
@@ -100,7 +101,7 @@ def sum_parameters(model: ModelConfig, size: Callable[[Parameter], int]) -> int:
 
 
 def _kinds_of_layers(model: ModelConfig) -> dict[int, int]:
-    """Number of layers of each kind, by the index of the kind's first layer."""
+    """Number of layers of each kind; keys are the indices of the kinds' first layers."""
     with_experts = model.experts.layers if model.experts is not None else ()
     linear = model.linear_attention.layers if model.linear_attention is not None else ()
     apart = [each for each in (with_experts, linear, model.layers) if each]

@@ -58,10 +58,11 @@ class Decoder:
         self.rope_tables = [rope_table(*rope, count, dtype, device) for rope in self.ropes]
 
     def with_few_layers(self) -> Decoder:
-        """A copy with few layers, whose steps have the same peak memory in a fraction of the time.
+        """Makes a copy with few layers, whose steps reach the same peak memory in a fraction of the
+        time.
 
         Layers of a kind have the same shapes and run one after the other. So the first layer of
-        each kind, the second layer and the last one together reach the peak of all layers.
+        each kind, the second layer and the last layer together reach the peak of all layers.
         """
         layers = self.layers
         kinds = [layer.kind for layer in layers]
@@ -79,7 +80,7 @@ class Decoder:
         """Runs all layers but the last; returns output and residual, as a Layer does.
 
         All computations outside the mixers' cores depend on the step's tokens alone, and not on how
-        these form rows.
+        the tokens are divided into rows.
         """
         x, residual = self.embedding(step.token_ids), None
         if self.layer_inputs is not None:
@@ -112,9 +113,11 @@ class Decoder:
 
     @property
     def argmax(self) -> Callable[[Tensor], Tensor] | None:
-        """The head's ``argmax``, see ``LanguageModel``; None if the head has none.
+        """The output head's ``argmax``, see ``LanguageModel``; None if the head does not have this
+        method.
 
-        It is None too if logits are capped, because the cap rounds different logits to equal ones.
+        It is also None if logits are capped, because the cap may round different logits to equal
+        numbers.
         """
         if self.logits_softcap is not None or not isinstance(self.lm_head, ArgmaxLinear):
             return None

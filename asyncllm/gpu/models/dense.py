@@ -151,7 +151,7 @@ class DecoderBuilder:
         if model.rounds_embedding_multiplier:
             multiplier = torch.tensor(multiplier, dtype=dtype).item()
         if tied:
-            return ops.tied_embedding(head.converted(weights), dtype, multiplier)
+            return ops.tied_embedding(head.quantise_if_configured(weights), dtype, multiplier)
         assert isinstance(weights, Tensor)
         return ops.embedding(weights, multiplier), None
 
@@ -199,8 +199,8 @@ class DecoderBuilder:
         queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         names, gates = model.names.qkv, queries if model.gated_attention else 0
         if model.layer(index).value_is_key:
-            # The value is the key: projecting the key's rows a second time costs less than a branch
-            # in every kernel.
+            # Values equal keys in this layer: projecting the key's rows a second time costs less
+            # than a branch in every kernel.
             names = (*names[:2], names[1])
         rows = stacked(names, (queries + gates, keys, keys))
         order = self.qkv_order(shape)
@@ -233,7 +233,7 @@ class DecoderBuilder:
         return SharedAttentionMixer(q=q, rope=rope, **rest)
 
     def common_attention_parts(self, scope: Scope, index: int, width: int) -> dict[str, Any]:
-        """Builds the parts that both attention mixers have.
+        """Builds the parts that AttentionMixer and SharedAttentionMixer have in common.
 
         Args:
             width: size of attention's output, over all heads.
@@ -249,7 +249,8 @@ class DecoderBuilder:
         }
 
     def qkv_order(self, shape: AttentionShape) -> Tensor | None:
-        """Order in which the ops expect the rows of q, k and v; None if it is the checkpoint's.
+        """Order in which the ops expect the rows of q, k and v; None for the checkpoint's own
+        order.
 
         Within heads of q and k it is ``rotary_order``. Output gates, which a checkpoint stores
         after each head of q, come last.
@@ -289,7 +290,7 @@ class DecoderBuilder:
         """Builds a layer's MLP, or its experts, or an MLP and experts in parallel to it."""
         names, experts = self.model.names, self.experts_of(index)
         size = self.model.layer(index).intermediate_size
-        if experts is not None and experts.beside_mlp:
+        if experts is not None and experts.parallel_to_mlp:
             return build_parallel_experts(scope, experts, size)
         if experts is not None:
             mlp = build_experts(scope, experts)

@@ -47,14 +47,14 @@ class ParallelExperts:
 
     Attributes:
         router_norm, input_norm: norms of the residual before the router and before the experts.
-        mixed_norm: norm of the experts' output.
+        experts_output_norm: norm of the experts' output.
         norm: norm of the sum of both outputs.
     """
 
     router_norm: RMSNorm
     input_norm: RMSNorm
     experts: ExpertsMLP
-    mixed_norm: RMSNorm
+    experts_output_norm: RMSNorm
     norm: RMSNorm
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class ParallelExperts:
         """
         ids, weights = self.experts.routing(self.router_norm(residual))
         mixed = self.experts.experts(self.input_norm(residual), ids, weights)
-        return self.norm.add(self.mixed_norm(mixed), x)[0]
+        return self.norm.add(self.experts_output_norm(mixed), x)[0]
 
 
 def build_experts(scope: Scope, config: ExpertsConfig) -> ExpertsMLP:
@@ -109,13 +109,15 @@ def build_parallel_experts(
     experts = build_experts(scope, config)
     router = scope.norm_weight("router.norm", names.router_norm, suffix="")
     router_norm = scope.ops.rms_norm(router * model.hidden_size**-0.5, model.rms_norm_eps)
-    norm = scope.norm("experts.norm", names.norm)
-    mixed_norm = scope.norm("experts.mixed_norm", names.mixed_norm)
+    input_norm = scope.norm("experts.input_norm", names.experts_input_norm)
+    output_norm = scope.norm("experts.output_norm", names.experts_output_norm)
     mlp_norm = scope.norm("experts.mlp_norm", names.mlp_norm)
     mlp = scope.child("", f"{model.names.mlp}.").gated_mlp(size)
     assert model.names.mlp_norm is not None
-    whole = scope.norm("mlp_norm", model.names.mlp_norm)
-    return Normed(mlp, mlp_norm), ParallelExperts(router_norm, norm, experts, mixed_norm, whole)
+    sum_norm = scope.norm("mlp_norm", model.names.mlp_norm)
+    return Normed(mlp, mlp_norm), ParallelExperts(
+        router_norm, input_norm, experts, output_norm, sum_norm
+    )
 
 
 def _router_parameter(scope: Scope, config: ExpertsConfig, kind: str, *width: int) -> Parameter:

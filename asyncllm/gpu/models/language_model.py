@@ -32,7 +32,7 @@ class StepOutput(NamedTuple):
 
 
 class HasDtypeAndDevice(Protocol):
-    """Dtype and device of a model."""
+    """Object with a dtype and a device, from which the runner learns those of the model."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -42,7 +42,7 @@ class HasDtypeAndDevice(Protocol):
 
 
 class LanguageModel(Protocol):
-    """Token ids to hidden states to logits, on a KV cache."""
+    """Protocol of a model that turns token ids into hidden states and logits, on a KV cache."""
 
     @property
     def model(self) -> Any:

@@ -27,7 +27,7 @@ class AttentionKind:
 
 @dataclass(slots=True)
 class StepContext:
-    """Inputs of the layers in a step, beside the hidden states; made once per step.
+    """Inputs that all layers read in a step, besides the hidden states; made once per step.
 
     Attributes:
         positions: ``[T]`` int64, position of each token in its sequence.
@@ -115,7 +115,7 @@ class OutputGate:
 
 @dataclass(slots=True, kw_only=True)
 class _AttentionParts:
-    """Parts of both attention mixers.
+    """Parts that AttentionMixer and SharedAttentionMixer have in common.
 
     Attributes:
         attention_index: index of the mixer's attention kind in StepContext.

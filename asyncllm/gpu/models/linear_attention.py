@@ -97,9 +97,9 @@ def build_linear_attention(
 
 
 def projection_row_order(config: LinearAttentionConfig) -> tuple[Tensor, Tensor] | None:
-    """Order in which the mixer has a checkpoint's rows of ``qkvz`` and ``gates``, int64.
+    """Orders, int64, in which the mixer expects a checkpoint's rows of ``qkvz`` and ``gates``.
 
-    None if the order is the checkpoint's.
+    None stands for the checkpoint's own order.
     """
     if not config.grouped_by_key_head:
         return None

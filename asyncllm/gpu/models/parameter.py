@@ -16,7 +16,7 @@ class StackLayout:
 
     Attributes:
         transposed: the shape is ``[count, columns, rows]``.
-        interleaved: in the checkpoint, rows of each matrix's first and second half alternate.
+        interleaved: the checkpoint alternates the rows of each matrix's first and second half.
     """
 
     count: int
@@ -48,9 +48,10 @@ class Parameter:
         parts: ``(tensor name, rows)`` in order.
         dtype: torch's name of the parameter's dtype, e.g. "float32"; None is the model's.
         layout: layout of a single fused part; None if the parts are plain rows.
-        linear: it is the weight of a linear layer that may be packed or quantised, which those of
-            routers and gates may not.
-        alternative: the same parameter as other checkpoints store it; None if all store it alike.
+        linear: the parameter is a linear layer's weight that may be packed or quantised. Weights of
+            routers and gates are not.
+        alternative: the same parameter in the layout of other checkpoints; None if all checkpoints
+            have the same layout.
     """
 
     name: str
@@ -62,7 +63,7 @@ class Parameter:
     alternative: Parameter | None = None
 
     def found_in(self, tensors: Collection[str]) -> Parameter:
-        """The parameter as a checkpoint with these tensors stores it."""
+        """This parameter or its alternative, whichever a checkpoint with these tensors stores."""
         alternative = self.alternative
         if (
             alternative is None

@@ -92,7 +92,8 @@ def _yarn_kept_fraction(rope: RopeConfig, freqs: Tensor) -> Tensor:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
     if first == last:
-        last += 0.001  # As in transformers: the ramp becomes a step, without a division by 0.
+        # As in transformers, equal bounds make the ramp a step, without a division by 0.
+        last += 0.001
     ramp = (torch.arange(len(freqs), dtype=torch.float32, device="cpu") - first) / (last - first)
     return 1 - ramp.clamp(0.0, 1.0)
 
@@ -129,7 +130,8 @@ def _query_scale(rope: RopeConfig, positions: Tensor) -> Tensor:
 
 
 def rotary_order(head_dim: int, rotary_dim: int, *, interleaved: bool) -> Tensor | None:
-    """Order in which the ops expect a head's rows, ``[head_dim]`` int64; None if unchanged.
+    """Order in which the ops expect a head's rows, ``[head_dim]`` int64; None for the checkpoint's
+    order.
 
     Args:
         rotary_dim: leading rows of the head, which are rotated.

@@ -62,7 +62,7 @@ class Scope:
         return Parameter(f"{self.prefix}{name}{suffix}", shape, stored, **fields)
 
     def tensor(self, name: str, stored: str, rows: int, *width: int, **fields: Any) -> Tensor:
-        """Values of a parameter that is one checkpoint tensor; see ``parameter``."""
+        """Reads a parameter that is one checkpoint tensor; ``fields`` as for ``parameter``."""
         return self.plain_values(self.parameter(name, ((stored, rows),), *width, **fields))
 
     def vector(self, name: str, size: int, stored: str | None = None, **fields: Any) -> Tensor:
@@ -70,7 +70,7 @@ class Scope:
         return self.tensor(name, stored or name, size, suffix="", dtype="float32", **fields)
 
     def plain_values(self, parameter: Parameter) -> Tensor:
-        """Values of a parameter that is never packed."""
+        """Plain values of a parameter that is never packed or quantised."""
         values = self.source(parameter)
         assert isinstance(values, Tensor)
         return values
@@ -98,9 +98,9 @@ class Scope:
             weights = replace(weights, bias=self.plain_values(bias))
         if order is not None:
             weights = _reorder_rows(weights, order)
-        return self.converted(weights) if weight.linear else weights
+        return self.quantise_if_configured(weights) if weight.linear else weights
 
-    def converted(self, weights: Tensor | LinearWeights) -> LinearWeights:
+    def quantise_if_configured(self, weights: Tensor | LinearWeights) -> LinearWeights:
         """Quantises the weights of a linear layer, if that is configured."""
         weights = _as_linear_weights(weights)
         return weights if self.convert is None else self.convert(weights)

@@ -17,8 +17,8 @@ from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.validation import explain
 
 UNOWNED_VALUE = 64.0
-"""Value in KV slots that no sequence owns: so large that a row that sees such a key by mistake is
-far off."""
+"""Value in KV slots that no sequence owns. It is so large that a row that reads such a slot by
+mistake gets a wrong output."""
 
 NUM_PADDED_ROWS = 2
 """Number of padded rows in a decode step."""
@@ -31,7 +31,7 @@ def check_attention(attention: Attention, request: AttentionRequest) -> None:
     window of the model's layers.
 
     Args:
-        request: its shape has no sinks, and its ``block_size`` is set.
+        request: must have a shape without sinks, and a ``block_size``.
 
     Raises:
         EngineError: a row differs by more than the rounding of its dtype explains, or a step fails.
@@ -41,7 +41,7 @@ def check_attention(attention: Attention, request: AttentionRequest) -> None:
     which = f"attention_backend={attention.name!r}"
     remedy = 'install another build of its library, or choose attention_backend="auto"'
     bound = 2 * torch.finfo(request.dtype).eps
-    # Windows are cut to less than the sequences' lengths, so that they hide some keys.
+    # Shorten windows to less than the sequences' lengths, so that they hide some keys.
     windows = {None if one is None else min(one, size + 3) for one in request.windows}
     with torch.inference_mode():
         for step, window in ((step, one) for step in _make_steps(request, size) for one in windows):
@@ -118,7 +118,8 @@ def _make_step(name: str, rows: _Rows, request: AttentionRequest) -> _Step:
         cache.flatten(1, 2)[:, own] = torch.randn(2, len(own), *pair, generator=random)
     slots = np.concatenate([rows.slots(row, int(at)) for row, at in enumerate(rows.starts)])
     inputs = rows.captured_inputs(device) if name == "decode" else rows.planned_inputs(device)
-    # In the model, too, queries are a slice of the projection of q, k and v.
+    # Make queries a strided slice, as in the model, where they are part of the projection of q, k
+    # and v.
     heads = shape.num_heads + 2 * shape.num_kv_heads
     count = len(slots) + (NUM_PADDED_ROWS if name == "decode" else 0)
     merged = torch.randn(count, heads, shape.head_dim, generator=random)

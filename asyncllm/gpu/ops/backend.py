@@ -39,7 +39,7 @@ class AttentionRequest:
 
 @dataclass(frozen=True, slots=True)
 class Unmet:
-    """A constraint that a request breaks.
+    """A constraint of a backend that a request breaks.
 
     Attributes:
         field: name of the request's field. Only "block_size" is also a setting of the engine.
@@ -130,7 +130,7 @@ class Constraints:
 
 @runtime_checkable
 class AttentionBackend(Protocol):
-    """Backend that the setting ``attention_backend`` selects by name.
+    """Protocol of a backend that the setting ``attention_backend`` selects by name.
 
     Built-in backends are the Attention classes themselves, whose ``make`` is a class method.
     Another distribution registers a backend under the entry point group

@@ -107,7 +107,7 @@ class Embedding(Protocol):
 class RMSNorm(Protocol):
     """Root mean square norm over the last dimension (Zhang and Sennrich, 2019).
 
-    In blocks without a norm a substitute takes its place, see ``TorchOps.residual_add``.
+    A decoder block without a norm has a substitute instead, see ``TorchOps.residual_add``.
     """
 
     def __call__(self, x: Tensor) -> Tensor: ...
@@ -121,7 +121,7 @@ class RMSNorm(Protocol):
 
 
 class Rope(Protocol):
-    """Per-head norm, where the model has one, and RoPE of queries alone."""
+    """Per-head norm, if the model has one, and RoPE of queries without keys."""
 
     def __call__(self, q: Tensor, rotary: Any) -> Tensor:
         """``[T, Hq * D] -> [T, Hq, D]``; q may be overwritten. ``rotary`` as in RopeAndCache."""
@@ -129,7 +129,7 @@ class Rope(Protocol):
 
 
 class RopeAndCache(Protocol):
-    """Norms of q, k and v, where the model has them, RoPE, and the write of k and v to cache."""
+    """Norms of q, k and v (if the model has them), RoPE, and the write of k and v to the cache."""
 
     def __call__(
         self, qkv: Tensor, rotary: Any, cache: Tensor, slot_mapping: Tensor
@@ -151,9 +151,9 @@ class Attention(Protocol):
 
     An attention may have these members as well:
 
-    - ``block_layout(block_size) -> BlockLayout`` chooses a layout of KV blocks other than
-      ``[2, num_blocks, block_size, Hk, D]`` in that order. Plain torch ops write K and V in that
-      order only; the Triton ops write to any layout.
+    - ``block_layout(block_size) -> BlockLayout`` chooses a layout of KV blocks other than ``[2,
+      num_blocks, block_size, Hk, D]`` in that order. Plain torch ops write K and V only in the
+      default order; the Triton ops write to any layout.
     - ``is_recordable``: if true, a Recorder can record the attention's calls. Its plan then holds
       only the addresses of the step's arrays, whose contents are read when the program runs.
 
@@ -192,7 +192,8 @@ class Attention(Protocol):
 
 @runtime_checkable
 class BalancedAttention(Protocol):
-    """Attention with a second, balanced plan for captured decode rows of very different lengths.
+    """Attention that has a second, balanced plan for captured decode rows of very different
+    lengths.
 
     ``plan`` makes the balanced plan where ``StepInputs.balanced`` is set.
     """

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Lifetime(NamedTuple):
-    """A buffer's size, and the indices of the first and the last op that use it."""
+    """A buffer's size in bytes, and the indices of the first and the last op that use it."""
 
     num_bytes: int
     first: int
@@ -21,7 +21,8 @@ def lay_out_buffers(buffers: Sequence[Lifetime], alignment: int) -> tuple[list[i
     overlaps no buffer that is in use at the same time.
     """
     starts, total = [0] * len(buffers), 0
-    taken: list[tuple[int, int, int]] = []  # first byte, end byte, last op of a placed buffer
+    # Each entry is a placed buffer: first byte, end byte, index of its last op.
+    taken: list[tuple[int, int, int]] = []
     for index in sorted(range(len(buffers)), key=lambda each: buffers[each].first):
         num_bytes, first, last = buffers[index]
         need = -(-num_bytes // alignment) * alignment

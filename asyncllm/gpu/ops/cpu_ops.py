@@ -9,7 +9,7 @@ from asyncllm.gpu.ops.torch_ops import TorchOps
 
 
 class CpuOps(TorchOps):
-    """Plain torch, with sampling and experts whose control flow reads tensors on the host."""
+    """Op set in plain torch, whose sampling and experts branch on tensors' values on the host."""
 
     name = "cpu"
     sample = staticmethod(sample)

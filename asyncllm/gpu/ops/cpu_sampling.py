@@ -34,7 +34,7 @@ SPAN_TOKENS = 32
 fraction of the time that it takes over adjacent elements."""
 
 SPAN_COUNTS = (64, 512)
-"""Numbers of spans to sort, one after the other, before all are sorted."""
+"""Numbers of spans to sort, tried one after the other; if none suffices, all spans are sorted."""
 
 
 def sample(
@@ -110,7 +110,8 @@ def _race_truncated(
     vocab_size: int,
     width: int,
 ) -> Tensor:
-    """Samples truncated rows from ``width`` spans, and from more where these do not suffice."""
+    """Samples truncated rows from the best ``width`` spans, and from more spans where these do not
+    suffice."""
     top_k, top_p, min_p = limits
     values, ids, bound = _find_candidates(scaled, maxima, width)
     largest = values[:, 0]
@@ -120,7 +121,8 @@ def _race_truncated(
     complete |= largest + min_p.log() > bound
     total = torch.full_like(largest, torch.inf, dtype=torch.float64)
     if len(rows := torch.nonzero(~limited & (min_p == 0.0)).flatten()):
-        # top_p without top_k and min_p is a share of the mass of all tokens, not of candidates.
+        # Without top_k and min_p, top_p is a fraction of the mass of all tokens, not of the
+        # candidates.
         total[rows] = _chunk_mass(scaled[rows], largest[rows]).sum(-1, dtype=torch.float64)
     values = values.masked_fill(~known, -torch.inf)
     mass = (values.double() - largest.unsqueeze(1)).exp().sum(-1)
@@ -144,8 +146,8 @@ def _find_candidates(scaled: Tensor, maxima: Tensor, width: int) -> tuple[Tensor
     """Sorts the tokens of the ``width`` spans with the largest maxima.
 
     Returns:
-        The tokens' logits ``[R, C]``, descending, equal ones in the order of their ids; the ids
-        ``[R, C]``; and the largest logit of the other spans ``[R]``.
+        The tokens' logits ``[R, C]``, descending, with equal logits in the order of token ids; the
+        ids ``[R, C]``; and the largest logit of the spans that were not sorted ``[R]``.
     """
     count = maxima.shape[1]
     ids = torch.arange(scaled.shape[1], device=scaled.device).expand(len(scaled), -1)

@@ -82,7 +82,7 @@ def split_experts(weights: LinearWeights, count: int) -> list[LinearWeights]:
 
 
 class Experts(Protocol):
-    """Op that computes the float32 weighted sum of each token's experts, ``[T, H] -> [T, H]``."""
+    """Op that sums each token's experts by weight in float32, ``[T, H] -> [T, H]``."""
 
     def __call__(
         self,
@@ -121,14 +121,16 @@ def make_activation(
 
 
 def add_shared(out: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
-    """Returns ``out + sigmoid(gate) * shared``; no gate is a factor of 1, no shared is 0."""
+    """Returns ``out + sigmoid(gate) * shared``, ``out + shared`` without a gate, ``out`` without
+    shared."""
     if shared is None:
         return out
     return out + (shared if gate is None else gate.sigmoid() * shared)
 
 
 class GroupedExperts:
-    """Experts by grouped matrix products; CUDA graphs can capture it: no reads on the host."""
+    """Experts by grouped matrix products, without reads on the host, so that CUDA graphs can
+    capture it."""
 
     def __init__(
         self,

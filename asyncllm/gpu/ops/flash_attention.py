@@ -1,7 +1,7 @@
 """FlashAttention: base class of the backends on Dao's FlashAttention libraries.
 
-The step's keys and values are in the paged cache already, so that both libraries only read it.
-Decode rows go through ``flash_attn_with_kvcache`` with one query each. Other rows are passed as
+The step's keys and values are in the paged cache already, so that FlashAttention 2 and 3 only read
+it. Decode rows go through ``flash_attn_with_kvcache`` with one query each. Other rows are passed as
 causal sequences of different lengths.
 """
 
@@ -23,7 +23,8 @@ from asyncllm.gpu.ops.backend import CUDA, HALF, AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 
 AttentionFunction = Callable[..., Tensor]
-"""A function of a FlashAttention library; the libraries declare no types."""
+"""Function of a FlashAttention library. Its arguments are untyped, because the libraries declare no
+types."""
 
 
 @dataclass(slots=True)
@@ -113,7 +114,8 @@ class FlashAttention(ABC):
         decodes, blocks = step.num_decodes, step.tables(group)
         prefill = None
         if decodes < step.num_rows:
-            assert step.host is not None  # captured rows are decodes
+            # A captured step has only decode rows, and no lengths on the host.
+            assert step.host is not None
             seq_lens = step.seq_lens[decodes:]
             prefill = PrefillRows(
                 seq_lens=seq_lens,
@@ -162,7 +164,7 @@ class FlashAttention(ABC):
         """Attention of the prefill rows of ``q [tokens, Hq, D]``; returns the same shape."""
 
     def call_options(self, window: tuple[int, int]) -> dict[str, Any]:
-        """Keyword arguments that every call of both libraries takes."""
+        """Keyword arguments of every call, in FlashAttention 2 and in FlashAttention 3."""
         return {
             "softmax_scale": self.shape.scale,
             "causal": True,

@@ -19,16 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MIN_TEMPERATURE = 1e-5
-"""Temperature below which a row is greedy, as in vLLM: division by a smaller one may overflow."""
+"""Temperature below which a row is greedy, as in vLLM: division by a smaller number may
+overflow."""
 
 CHUNK = 256
-"""Tokens per chunk. A chunk's tokens use the same word of Philox's output, and race as one in the
-first round."""
+"""Tokens per chunk. A chunk's tokens use the same word of Philox's output. A row without truncation
+is sampled in two rounds: first one chunk is drawn by its mass, then a token in it."""
 
 NO_TOKEN_LEFT = -2
 """Result for a row whose logits are all minus infinity, instead of a token."""
 
-_LOWEST = -3.4028234663852886e38
+_MOST_NEGATIVE = -3.4028234663852886e38
 _LOW32 = 0xFFFFFFFF
 
 
@@ -83,7 +84,7 @@ def gumbel_sample(
 
 
 def temperature_factors(temperature: Tensor) -> Tensor:
-    """Factors on the logits ``[S]``: 1 / temperature, and 1 for greedy rows."""
+    """Factors ``[S]`` by which logits are multiplied: 1 / temperature, or 1 for greedy rows."""
     greedy = temperature < MIN_TEMPERATURE
     return torch.where(greedy, 1.0, 1.0 / torch.where(greedy, 1.0, temperature))
 
@@ -104,7 +105,7 @@ def kept_tokens(
             infinity in rows whose ``values`` include every token that min_p and top_k keep.
     """
     largest, count = values[:, :1], values.shape[1]
-    kept = values >= (largest + min_p.unsqueeze(1).log()).clamp(min=_LOWEST)
+    kept = values >= (largest + min_p.unsqueeze(1).log()).clamp(min=_MOST_NEGATIVE)
     limit = torch.where(top_k <= 0, 2**31 - 1, top_k).unsqueeze(1)
     kept &= torch.arange(count, device=values.device) < limit
     mass = torch.where(kept, (values.double() - largest).exp(), 0.0)
@@ -158,9 +159,8 @@ def vocab_exponentials(keys: Tensor, vocab_size: int) -> Tensor:
 def token_exponentials(keys: Tensor, tokens: Tensor) -> Tensor:
     """Exponential noise of mean 1 for ``tokens [S, T]``, ``[S, T]`` float32.
 
-    Token t uses word ``t // CHUNK % 4`` of Philox's output for counter
-    ``t // (4 * CHUNK) * CHUNK + t % CHUNK``: each of the four words of an output belongs to another
-    of four adjacent chunks.
+    Token t uses word ``t // CHUNK % 4`` of Philox's output for counter ``t // (4 * CHUNK) * CHUNK +
+    t % CHUNK``: the four words of an output belong to four adjacent chunks.
     """
     counters = tokens // (4 * CHUNK) * CHUNK + tokens % CHUNK
     words = torch.stack(_philox(counters, keys.unsqueeze(1), 0))
@@ -178,7 +178,8 @@ def chunk_exponentials(keys: Tensor, count: int) -> Tensor:
 
 def _exponential(word: Tensor) -> Tensor:
     u = ((word.float() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)
-    # For u near 0, as the winners have it, 1 - u would round away the bits of u.
+    # Use a series for small u: winners have u near 0, and computing 1 - u would round away the bits
+    # of u.
     series = 1.0 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6)))))
     return torch.where(u < 0.0625, u * series, -(1.0 - u).log())
 

@@ -1,4 +1,4 @@
-"""Checks of the weights of query, key and value norms: per head, or over all heads."""
+"""check_head_norm, norms_whole_projections: check the weights of query, key and value norms."""
 
 from __future__ import annotations
 

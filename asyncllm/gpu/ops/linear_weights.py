@@ -19,7 +19,8 @@ _STORAGE: dict[QuantScheme, tuple[list[torch.dtype], int]] = {
     "int4": ([torch.uint8], 2),
     "e2m1": ([torch.uint8], 2),
 }
-"""By scheme: the dtypes that ``values`` may have, and the number of weights per stored value."""
+"""Storage of each scheme: the dtypes that ``values`` may have, and the number of weights per stored
+value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,27 +77,29 @@ class LinearWeights:
     shared: bool = False
 
     def __post_init__(self) -> None:
-        self._expect("scheme", self.scheme, _STORAGE, self.scheme in _STORAGE)
+        self._check_field("scheme", self.scheme, _STORAGE, self.scheme in _STORAGE)
         dtypes, _ = _STORAGE[self.scheme]
-        self._expect("dtype of values", self.values.dtype, dtypes, self.values.dtype in dtypes)
-        self._expect("dimensions of values", self.values.dim(), 2, self.values.dim() == 2)
+        self._check_field("dtype of values", self.values.dtype, dtypes, self.values.dtype in dtypes)
+        self._check_field("dimensions of values", self.values.dim(), 2, self.values.dim() == 2)
         rows, columns = self.shape
         block, grid, order = self.scale_block, None, None
         if self.scheme == "plain":
-            self._expect("scale_block", block, None, block is None)
+            self._check_field("scale_block", block, None, block is None)
         else:
             block = block or (0, 0)
-            self._expect("scale_block", self.scale_block, "(rows, columns)", min(block) > 0)
+            self._check_field("scale_block", self.scale_block, "(rows, columns)", min(block) > 0)
             grid, order = (-(-rows // block[0]), -(-columns // block[1])), (columns,)
-            self._expect("scales", None, grid, self.scales is not None)
+            self._check_field("scales", None, grid, self.scales is not None)
         shapes = {"bias": (rows,), "scales": grid, "zeros": grid, "column_order": order}
         for name, shape in shapes.items():
             tensor: Tensor | None = getattr(self, name)
             if tensor is not None:
-                self._expect(f"shape of {name}", tuple(tensor.shape), shape, tensor.shape == shape)
+                self._check_field(
+                    f"shape of {name}", tuple(tensor.shape), shape, tensor.shape == shape
+                )
 
-    def _expect(self, field: str, found: object, accepted: object, met: bool) -> None:
-        if not met:
+    def _check_field(self, field: str, found: object, accepted: object, is_met: bool) -> None:
+        if not is_met:
             choices = accepted if isinstance(accepted, (dict, list)) else [accepted]
             raise ModelLoadError(
                 f"weights of scheme {self.scheme!r}: {field} is {found}, expected "

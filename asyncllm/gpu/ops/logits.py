@@ -30,8 +30,8 @@ def process_logits(logits: Tensor, rows: SamplingRows, stages: Stages) -> Tensor
     The order is vLLM's: grammar masks, ``logit_bias``, ``allowed_token_ids`` and ``bad_words``,
     ``min_tokens``, then repetition, frequency and presence penalties. Rows are processed in chunks.
 
-    With PENALTIES, each request's last token is added to its token counts first. So the counts are
-    up to date no matter where that token was sampled.
+    With PENALTIES, each request's last token is first added to the request's token counts. So the
+    counts are up to date, whether the host or the device sampled that token.
 
     Args:
         logits: ``[S, vocab_size]``, not changed.
@@ -89,7 +89,7 @@ def _apply_rules(logits: Tensor, table_rows: Tensor, rows: SamplingRows) -> None
     active = entry[:MAX_STOP_IDS] < rules["num_stop_ids"][table_rows].unsqueeze(1)
     active &= early.unsqueeze(1)
     ids = torch.where(active, tables.stop_ids[table_rows], 0).long()
-    # Inactive entries take the minimum with infinity, which leaves the logit as it is.
+    # Unused entries compute the minimum of a logit and infinity, which leaves the logit as it is.
     floor = torch.where(active, -torch.inf, torch.inf).to(logits.dtype)
     logits.scatter_reduce_(1, ids, floor, "amin")
 
@@ -120,7 +120,7 @@ def _apply_penalties(logits: Tensor, table_rows: Tensor, rows: SamplingRows) -> 
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, out: TopLogprobs) -> None:
-    """Writes the top log-probabilities, and those and the ranks of the sampled tokens.
+    """Writes the top log-probabilities, and the sampled tokens' log-probabilities and ranks.
 
     A token's rank is one more than the number of tokens that are more likely.
 

@@ -19,12 +19,13 @@ from asyncllm.gpu.ops.program import DTYPES
 from asyncllm.native.context import Context
 from asyncllm.native.shared_library import Library, NativeUnavailableError
 
-REMEDY = "`python -m asyncllm.native.build` compiles them, with a C++ compiler"
+BUILD_REMEDY = "`python -m asyncllm.native.build` compiles them, with a C++ compiler"
 
 
 @dataclass(slots=True)
 class StepRows:
-    """The plan of a step: an op whose arguments are set, except those that differ by layer."""
+    """Plan of a step: an attention op whose arguments are set, except those that differ by
+    layer."""
 
     op: NativeOp
     num_rows: int
@@ -40,11 +41,11 @@ def native_context(num_threads: int) -> Context:
     try:
         return Context(Library(), num_threads)
     except NativeUnavailableError as error:
-        raise EngineError(f'attention_backend="native": {error}; {REMEDY}') from error
+        raise EngineError(f'attention_backend="native": {error}; {BUILD_REMEDY}') from error
 
 
 class NativeAttention:
-    """Attention of decode rows and prefill rows, by the same kernel.
+    """Native attention, which computes decode rows and prefill rows by the same kernel.
 
     A query's result depends on its sequence alone, to the last bit. It depends neither on other
     rows of the step nor on how the prompt was divided into chunks.

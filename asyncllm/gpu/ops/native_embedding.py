@@ -14,7 +14,7 @@ from asyncllm.native.context import Context
 class NativeEmbedding:
     """Embedding that gathers rows from a tied output head's packed weights.
 
-    So the weights are in memory once.
+    The weights of embedding and head are thus in memory only once.
 
     Attributes:
         dtype, device, shape: dtype, device and shape of an equal plain table ``[vocab_size, H]``.

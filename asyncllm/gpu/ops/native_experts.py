@@ -24,8 +24,8 @@ class NativeRouting:
 
     def __init__(self, context: Context, config: RoutingConfig, weights: RouterWeights) -> None:
         self.top_k, self.router = config.top_k, NativeLinear(context, weights.linear)
-        correction = _per_expert("correction bias", weights.correction, config)
-        expert_scale = _per_expert("scale of experts", weights.expert_scale, config)
+        correction = _check_expert_vector("correction bias", weights.correction, config)
+        expert_scale = _check_expert_vector("scale of experts", weights.expert_scale, config)
         self._op = NativeOp(
             context,
             "routing",
@@ -55,7 +55,7 @@ class NativeRouting:
         return ids, weights
 
 
-def _per_expert(name: str, values: Tensor | None, config: RoutingConfig) -> Tensor | None:
+def _check_expert_vector(name: str, values: Tensor | None, config: RoutingConfig) -> Tensor | None:
     """Checks ``values [num_experts]`` and makes them contiguous float32; None stays None."""
     if values is None:
         return None
@@ -115,11 +115,11 @@ class NativeExperts:
         gate: Tensor | None = None,
     ) -> Tensor:
         x, op = contiguous_rows(x, x.dtype), self._op
-        top_k = self._check(x, ids, weights, shared, gate)
+        top_k = self._check_tensors(x, ids, weights, shared, gate)
         args, out = op.args, op.empty(x, self.width)
         args.x_stride, args.top_k, args.dtype = x.stride(0), top_k, DTYPES[x.dtype]
         tensors = {"x": x, "ids": ids, "weights": weights, "out": out}
-        # Reset the optional pointers, which the last call may have set.
+        # Reset the optional pointers, which the previous call may have set.
         args.shared, args.gate = None, None
         if shared is not None:
             shared = contiguous_rows(shared, x.dtype)
@@ -129,10 +129,10 @@ class NativeExperts:
         op(x, tensors)
         return out
 
-    def _check(
+    def _check_tensors(
         self, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None
     ) -> int:
-        """Returns top_k; raises ValueError for tensors that would be read out of bounds."""
+        """Checks tensors that the op would otherwise read out of bounds; returns top_k."""
         rows, top_k = ids.shape
         if self.dtypes - {x.dtype} or x.shape != (rows, self.width):
             raise ValueError(f"native experts: x is {tuple(x.shape)} of {x.dtype} for {rows} rows")

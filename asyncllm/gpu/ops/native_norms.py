@@ -11,7 +11,7 @@ from asyncllm.native.context import Context
 
 
 class NativeResidualAdd:
-    """Substitute for the norm in blocks without one: ``add`` only adds to the residual."""
+    """Substitute for the norm in blocks without a norm; its ``add`` only adds to the residual."""
 
     def __init__(self, context: Context, multiplier: float = 1.0, scale: float = 1.0) -> None:
         self._op = NativeOp(context, "add", multiplier=multiplier, scale=scale)

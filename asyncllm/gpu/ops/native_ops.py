@@ -33,7 +33,7 @@ from asyncllm.gpu.ops.native_recurrent import (
 )
 from asyncllm.gpu.ops.native_rope import NativeRope, NativeRopeAndCache
 from asyncllm.gpu.ops.native_sampling import process_logits, sample, top_logprobs
-from asyncllm.gpu.ops.native_weights import SPAN, conversions, native_type
+from asyncllm.gpu.ops.native_weights import INPUTS_PER_SCALE, conversions, native_type
 from asyncllm.gpu.ops.recorder import Recorder
 from asyncllm.gpu.ops.routing import RouterWeights, Routing
 from asyncllm.native.context import Context, raise_status
@@ -46,7 +46,7 @@ class NativeOps(CpuOps):
     schemes: ClassVar[frozenset[QuantScheme]] = frozenset({"plain", "int8", "int4"})
     accepted_weights = (
         "'plain', or 'int8' and 'int4' with scales per output channel or in blocks of (1, a "
-        f"multiple of {SPAN}), and without column_order"
+        f"multiple of {INPUTS_PER_SCALE}), and without column_order"
     )
     packs_linear = True
     state_rows = staticmethod(NativeStateRows)
@@ -70,7 +70,8 @@ class NativeOps(CpuOps):
         self.top_logprobs = partial(top_logprobs, context)
 
     def enter_thread(self) -> None:
-        # The calling thread computes beside the context's threads, whose time slices are as long.
+        # The calling thread computes together with the context's threads, so give it the same time
+        # slice.
         self.context.functions.lengthen_slice()
 
     def accepts_form(self, form: WeightForm) -> bool:

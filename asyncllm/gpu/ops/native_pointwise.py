@@ -1,4 +1,4 @@
-"""Pointwise ops in C++: gated activations, the gate of attention, the soft cap of logits."""
+"""NativeGatedMul, NativeSigmoidMul, NativeSoftcap: pointwise ops in C++."""
 
 from __future__ import annotations
 

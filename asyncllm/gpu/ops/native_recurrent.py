@@ -1,4 +1,4 @@
-"""The ops of recurrent layers in C++."""
+"""NativeCausalConv, NativeGatedDelta, NativeGatedNorm: the ops of recurrent layers in C++."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class NativeStateRows:
 
     def __init__(self, step: StepInputs) -> None:
         rows = step.host
-        assert rows is not None  # the host knows every row of a step on a CPU
+        assert rows is not None  # Steps on a CPU always have their rows on the host.
         arrays = rows.req_indices, rows.starts, rows.query_start_loc
         self.arrays = [np.ascontiguousarray(array, np.int64) for array in arrays]
         self.count, self.num_tokens = len(rows.starts), step.num_tokens

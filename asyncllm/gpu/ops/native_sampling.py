@@ -10,7 +10,7 @@ from torch import Tensor
 
 from asyncllm.gpu.batch.grammar_masks import num_words
 from asyncllm.gpu.batch.sampling_inputs import SamplingRows, Stages, TopLogprobs
-from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS, RULE_SCALARS
+from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS, LOGITS_STAGE_SCALARS
 from asyncllm.gpu.ops.program import DTYPES
 from asyncllm.native.context import Context, raise_status
 from asyncllm.native.interface import STRUCTS
@@ -169,7 +169,7 @@ def _set_scalars(args: Any, rows: SamplingRows, *names: str) -> None:
         setattr(
             args,
             name,
-            checked_address(name, rows.rules[name], RULE_SCALARS[name].dtype, args.lines),
+            checked_address(name, rows.rules[name], LOGITS_STAGE_SCALARS[name].dtype, args.lines),
         )
 
 

@@ -19,20 +19,21 @@ INT8, UINT4, UINT8 = 3, 4, 5
 """The library's types of quantised weights. INT8 has a scale per output channel; the others have a
 scale per output channel and group of inputs."""
 
-SPAN = 32
-"""Inputs per scale when the kernels quantise the inputs. The size of a group of weights has to be a
-multiple of it."""
+INPUTS_PER_SCALE = 32
+"""Number of inputs per scale when the kernels quantise the inputs. The size of a group of weights
+has to be a multiple of it."""
 
 
 def native_type(form: WeightForm) -> int | None:
-    """The library's type for quantised weights of this form; None if it stores them in none."""
+    """The library's type for quantised weights of this form; None for a form without such a
+    type."""
     block_rows, group = form.scale_block or (0, 0)
     columns = form.shape[1]
     if form.has_order or block_rows != 1:
         return None
     if form.scheme == "int8" and group == columns and not form.has_zeros:
         return INT8
-    if group % SPAN and group < columns:
+    if group % INPUTS_PER_SCALE and group < columns:
         return None
     return {"int4": UINT4, "int8": UINT8}.get(form.scheme)
 
@@ -126,7 +127,8 @@ def _pack_grouped(
     scales, zeros = scales.contiguous(), _pack_zeros(weights.zeros, offset, scales)
     args = STRUCTS["GroupedArgs"](
         values=values.data_ptr(), n=n, k=k, row_bytes=values.stride(0),
-        group=-(-min(block[1], k) // SPAN) * SPAN, scales=scales.data_ptr(), zeros=_address(zeros),
+        group=-(-min(block[1], k) // INPUTS_PER_SCALE) * INPUTS_PER_SCALE,
+        scales=scales.data_ptr(), zeros=_address(zeros),
         bias=_address(bias), dtype=stored, scale_dtype=DTYPES[scales.dtype],
     )  # fmt: skip
     return PackedWeights.grouped(context, args)

@@ -29,8 +29,8 @@ with AVX2 but not AVX-512, ``F.linear`` is faster for small weights at any numbe
 def bucket_size(num_rows: int) -> int:
     """The number of rows to which ``num_rows`` are padded.
 
-    Up to 16 rows there is no padding. Then there are 8 bucket sizes per power of two, and above 128
-    rows 16, because padding costs more where matrix products dominate a step.
+    Up to 16 rows there is no padding. Above 16 rows there are 8 bucket sizes per power of two, and
+    above 128 rows 16 sizes, because padding costs more where matrix products dominate a step.
     """
     step = 1 << max(0, (num_rows - 1).bit_length() - (4 if num_rows <= 128 else 5))
     return -(-num_rows // step) * step
@@ -70,7 +70,7 @@ class PackedLinear:
 
 
 class SmallLinear:
-    """Linear layer on a small float32 weight: plain for few rows, packed for many."""
+    """Linear layer on a small float32 weight: ``F.linear`` for few rows, oneDNN for many."""
 
     def __init__(self, weights: LinearWeights) -> None:
         self.weight = weights.values
@@ -85,7 +85,7 @@ class SmallLinear:
 
 
 class OneDNNOps(CpuOps):
-    """Plain torch on a CPU, with linear layers by oneDNN."""
+    """Op set in plain torch on a CPU, with linear layers by oneDNN."""
 
     name = "onednn"
 
@@ -93,7 +93,7 @@ class OneDNNOps(CpuOps):
         """Makes a packed layer, unless a large weight would be in memory twice."""
         dtype, small = weights.values.dtype, weights.values.numel() <= PLAIN_PRODUCT
         if weights.shared and not small and dtype != torch.float32:
-            # torch calls oneDNN, which caches primitives for plain weights too: pad to buckets.
+            # Pad to buckets for plain weights too: torch calls oneDNN, which caches primitives.
             return BucketedLinear(TorchLinear(weights))
         if not onednn_works(dtype):
             return TorchLinear(weights)

@@ -42,7 +42,8 @@ def checked_parameter(x: Tensor) -> Tensor:
 
 
 def _writes_state(name: str, op: Any) -> bool:
-    """Whether this op writes the KV cache or is its layer's last to write recurrent states.
+    """Whether this op writes the KV cache, or is the last op of its layer that writes recurrent
+    states.
 
     A "rope_and_cache" op that only rotates queries has a null cache.
     """
@@ -94,7 +95,8 @@ class Program:
             raise_status(self.describe_failure(status, self._failed[0], self._sizes), status)
 
     def describe_failure(self, status: int, at: int, sizes: Iterable[int]) -> str:
-        """Describes which part of a run failed: the op at index ``at``, or the step's sizes."""
+        """Describes which part of a run failed: the op of index ``at``, or the step's sizes if
+        ``at`` is no op's index."""
         if at >= 0:
             return f"step, op {at}, {self.names[at]}"
         if status != STATUS_INVALID:

@@ -16,13 +16,13 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 
 CHUNK = 2**22
-"""Number of elements to convert to float32 at a time."""
+"""Maximum number of elements converted to float32 at a time."""
 
 GROUP = 32
 """Number of inputs per scale and zero point in 4 bits."""
 
 RANGE_FRACTIONS = (1.0, 0.92, 0.84)
-"""Fractions of a group's range that 4 bits may span; the one with the least error is used."""
+"""Fractions of a group's range that 4 bits may span; the fraction with the least error is used."""
 
 
 def quantise_int8(weights: LinearWeights) -> LinearWeights:

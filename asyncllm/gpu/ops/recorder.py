@@ -35,8 +35,8 @@ class Unrecordable(Exception):
 class Size(IntEnum):
     """First dimensions of tensors that vary by step; ``enum Size`` in ``native/src/interface.h``.
 
-    WANTED counts the tokens whose hidden states are returned. SAMPLED and GREEDY ones are among
-    them: the former get logits, the latter only the index of the largest logit.
+    WANTED counts the tokens whose hidden states are returned. SAMPLED and GREEDY count parts of
+    these tokens: SAMPLED tokens get logits, GREEDY tokens only the index of the largest logit.
     """
 
     ROWS = 0
@@ -58,8 +58,8 @@ class _Buffer:
         row_bytes: bytes of a row.
         memory: memory of the fake tensor, held so that no other fake tensor gets its address.
         address: address of ``memory``.
-        array: the program's memory of an input; None for an activation, for which
-            ``place_activations`` finds memory.
+        array: memory of an input in the program; None for an activation, whose memory
+            ``place_activations`` chooses.
         first, last: indices of the first and the last op that use the buffer.
     """
 
@@ -163,8 +163,8 @@ class Recorder(TorchDispatchMode):
 
         Args:
             like: the Size of the op's output, or a tensor of that Size.
-            args: the op's arguments, of which a copy is kept. Only the pointers to ``tensors`` need
-                not be set.
+            args: the op's arguments, which are copied. The pointers to ``tensors`` need not be set
+                yet.
             tensors: the step's tensors that the op reads and writes, by the names of the arguments
                 that point to them.
             keep_alive: objects that own the memory behind the other pointers.
@@ -209,7 +209,8 @@ class Recorder(TorchDispatchMode):
         raise Unrecordable(f"a tensor {tuple(tensor.shape)} does not have the step's tokens")
 
     def _find_buffer(self, name: str, tensor: Tensor, skipped: int = 0) -> tuple[_Buffer, int]:
-        """The buffer that contains a tensor, and its byte offset there less ``skipped`` rows.
+        """Finds the buffer that contains a tensor, and the tensor's byte offset in it less
+        ``skipped`` rows.
 
         Raises:
             Unrecordable: no buffer contains it, or it does not start in the row after ``skipped``.
@@ -229,7 +230,8 @@ class Recorder(TorchDispatchMode):
     # --- the program -------------------------------------------------------------------
 
     def place_activations(self, capacity: Sequence[int]) -> tuple[dict[int, int], int]:
-        """Offsets of activations in one allocation by ``id(buffer)``, and its size, in bytes."""
+        """Places activations in one allocation; returns offsets by ``id(buffer)`` and its size, in
+        bytes."""
         kept = {id(buffer) for buffer, *_ in self._results}
         own = [buffer for buffer in self._buffers if buffer.array is None]
         lifetimes = [

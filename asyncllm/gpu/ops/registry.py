@@ -14,7 +14,7 @@ from asyncllm.gpu.ops.base import Attention
 from asyncllm.gpu.ops.cpu_ops import CpuOps
 from asyncllm.gpu.ops.flash_attention_2 import FlashAttention2
 from asyncllm.gpu.ops.flash_attention_3 import FlashAttention3
-from asyncllm.gpu.ops.native_attention import REMEDY, NativeAttention, native_context
+from asyncllm.gpu.ops.native_attention import BUILD_REMEDY, NativeAttention, native_context
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.onednn_ops import OneDNNOps, onednn_works
 from asyncllm.gpu.ops.torch_attention import TorchAttention
@@ -116,8 +116,9 @@ def choose_native() -> NativeChoice:
     try:
         isa = Library().best_isa().decode()
     except NativeUnavailableError as error:
-        # Log the text and not the exception: a log handler may keep it, and with it all its frames.
-        reason = f"{error}: the CPU runs torch's, which are slower; {REMEDY}"
+        # Log the exception's text, not the exception: a log handler may keep it, and with it all
+        # frames of its traceback.
+        reason = f"{error}: the CPU runs torch's, which are slower; {BUILD_REMEDY}"
         return NativeChoice(False, reason, can_be_built=True)
     if isa == "baseline":
         return NativeChoice(False, "native ops have nothing for this processor's instruction set")
@@ -167,7 +168,8 @@ def make_ops(device: torch.device, attention: Attention | None) -> TorchOps:
     if device.type == "cuda" and attention is not None and attention.name != "torch":
         from asyncllm.gpu.ops.triton.toolchain import check_triton
 
-        # Check first: without Triton the import of the kernels would raise an ImportError.
+        # Check Triton first: if it is missing, the import of the kernels would raise an
+        # ImportError.
         check_triton()
         from asyncllm.gpu.ops.triton.op_set import TritonOps
 
@@ -222,7 +224,8 @@ def _distribution_name(entry: EntryPoint) -> str:
 def _constraint_error(
     name: str, chosen: str, unmet: Unmet, request: AttentionRequest
 ) -> InvalidRequestError:
-    """Makes the error for a broken constraint, with the setting, the limit and an alternative."""
+    """Makes the error for a broken constraint, which names the setting, the limit and an
+    alternative."""
     which = f"attention_backend={name!r}"
     if name == "auto":
         which += f" is {chosen!r} on device {request.device}, which"

@@ -23,7 +23,7 @@ from asyncllm.gpu.ops.backend import AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 
 GROUP_COST = 256
-"""Cost of one more group in every layer, in gathered tokens that take the same time."""
+"""Cost of one more group per layer, as the number of gathered tokens that take the same time."""
 
 GROUP_BYTES = 8 * 2**20
 """Maximum bytes of gathered K and V in a group of more than one row."""
@@ -110,7 +110,7 @@ class TorchAttention:
     def _plan_fixed(self, step: StepInputs, window: int | None, group: int) -> FixedPlan:
         """Plans decode rows of unknown length, each of which gathers its whole block table.
 
-        So each row costs as much as the longest possible sequence.
+        Each row thus costs as much as the longest possible sequence.
         """
         blocks = step.tables(group).long()
         keys = torch.arange(blocks.shape[1] * step.groups[group].block_size, device=blocks.device)
@@ -150,17 +150,18 @@ class TorchAttention:
     ) -> Tensor:
         """Attention of decode rows over their whole block tables.
 
-        Hidden keys and values may be NaN, and NaN times a weight of zero is NaN: they are replaced.
+        Keys and values that a row must not see are replaced: they may be NaN, and NaN times a
+        weight of zero is NaN.
         """
         shape, rows = self.shape, plan.blocks.shape[0]
         gathered = cache.index_select(1, plan.blocks.view(-1))
         gathered = gathered.view(2, rows, -1, shape.num_kv_heads, shape.head_dim)
         gathered = gathered.masked_fill(plan.hidden[None, :, :, None, None], 0.0)
         k, v = gathered.transpose(2, 3)
-        # A padded row sees no key: let it see all, because a softmax over no key is NaN.
+        # Let a padded row, whose sequence is empty, see all keys: a softmax over no key is NaN.
         seen = ~plan.hidden
         seen = seen | (seen.sum(-1, keepdim=True) == 0)
-        if self._is_plain:
+        if self._has_plain_softmax:
             q = q.reshape(rows, shape.num_kv_heads, shape.group_size, shape.head_dim)
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=seen[:, None, None], scale=shape.scale
@@ -171,7 +172,7 @@ class TorchAttention:
         return out.reshape(rows, -1)
 
     @property
-    def _is_plain(self) -> bool:
+    def _has_plain_softmax(self) -> bool:
         """Whether torch's scaled_dot_product_attention covers the shape."""
         return self.shape.softcap is None and not self.shape.sinks
 
@@ -187,7 +188,7 @@ class TorchAttention:
             groups += split_by_length(padded, GROUP_BYTES // self.token_bytes)
         joined: list[list[int]] = []
         for row in sorted(range(decodes, rows), key=lambda row: (counts[row], lengths[row])):
-            if joined and _may_join(counts, lengths, joined[-1], row):
+            if joined and _may_join_group(counts, lengths, joined[-1], row):
                 joined[-1].append(row)
             else:
                 joined.append([row])
@@ -223,7 +224,7 @@ class TorchAttention:
         rows, queries, heads = group.num_rows, group.num_queries, shape.num_heads
         if group.blocks is None:
             q, k, v = (x[group.tokens].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-            if not self._is_plain:
+            if not self._has_plain_softmax:
                 causal = torch.full((queries, queries), -torch.inf, device=q.device).triu_(1)
                 return scored_attention(q, k, v, causal, shape, sinks)[0].transpose(0, 1)
             out = F.scaled_dot_product_attention(
@@ -234,7 +235,7 @@ class TorchAttention:
         gathered = self._gather_blocks(cache, group.blocks)
         gathered = gathered.view(2, rows, -1, shape.num_kv_heads, shape.head_dim)
         k, v = gathered[:, :, : group.length].transpose(2, 3)
-        if not self._is_plain:
+        if not self._has_plain_softmax:
             q = q.view(rows, queries, heads, shape.head_dim).transpose(1, 2)
             out = scored_attention(q, k, v, group.mask, shape, sinks)
             return out.transpose(1, 2).reshape(rows * queries, heads, shape.head_dim)
@@ -326,7 +327,7 @@ def split_by_length(lengths: np.ndarray, max_tokens: int) -> list[np.ndarray]:
     return groups
 
 
-def _may_join(counts: np.ndarray, lengths: np.ndarray, pending: list[int], row: int) -> bool:
+def _may_join_group(counts: np.ndarray, lengths: np.ndarray, pending: list[int], row: int) -> bool:
     """Whether a prefill row may join the group of the rows ``pending``."""
     members = [*pending, row]
     padded = len(members) * int(counts[members].max()) * int(lengths[members].max())
@@ -363,7 +364,7 @@ def _make_mask(
         offsets: ``[rows]``, position of each row's first query, counted from its first key.
     """
     queries = offsets[:, None] + np.arange(num_queries)
-    # Padding queries see what the last real query sees: a softmax over no key is NaN.
+    # Padding queries see the keys of the last real query: a softmax over no key is NaN.
     queries = np.minimum(queries, (lengths - 1)[:, None])[:, :, None]
     keys = np.arange(int(lengths.max()))
     hidden = keys > queries
@@ -373,7 +374,7 @@ def _make_mask(
 
 
 class _Rows:
-    """The rows of one AttentionGroup, with their block tables in one KV group."""
+    """Rows of one AttentionGroup, with their block tables in one KV group."""
 
     def __init__(self, step: StepInputs, host: RowArrays, group: int, rows: np.ndarray) -> None:
         self.device = step.token_ids.device

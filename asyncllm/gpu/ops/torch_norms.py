@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class TorchResidualAdd:
-    """Substitute for the norm in blocks without one: ``add`` only adds to the residual."""
+    """Substitute for the norm in blocks without a norm; its ``add`` only adds to the residual."""
 
     def __init__(self, multiplier: float, scale: float) -> None:
         self.multiplier, self.scale = multiplier, scale
@@ -33,9 +33,9 @@ class TorchRMSNorm(TorchResidualAdd):
         self.eps = torch.full((1,), eps, dtype=torch.float32, device=weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._normed(x).to(x.dtype).mul_(self.weight)
+        return self._norm_in_float32(x).to(x.dtype).mul_(self.weight)
 
-    def _normed(self, x: Tensor) -> Tensor:
+    def _norm_in_float32(self, x: Tensor) -> Tensor:
         wide = x.float()
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         return wide * torch.addcmul(self.eps, norm, norm, value=self.inverse_width).rsqrt_()
@@ -45,7 +45,7 @@ class TorchWideRMSNorm(TorchRMSNorm):
     """Norm in float32, rounded after the multiplication by its weight, as in Gemma and OLMo 2."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._normed(x).mul_(self.weight).to(x.dtype)
+        return self._norm_in_float32(x).mul_(self.weight).to(x.dtype)
 
 
 def torch_norm(

@@ -75,11 +75,11 @@ class TorchOps:
 
     name = "torch"
     schemes: ClassVar[frozenset[QuantScheme]] = frozenset({"plain"})
-    """Quantisation schemes whose weights, in some form, the linear layers accept."""
+    """Quantisation schemes of which the linear layers accept at least one form."""
     conversions: Mapping[str, Conversion] = MappingProxyType({})
     """Conversions of plain weights, by the value of ``EngineConfig.quantization``."""
     accepted_weights: ClassVar[str] = "'plain' only"
-    """Description, for error messages, of the forms that ``accepts_form`` accepts."""
+    """Phrase for error messages: the weight forms that ``accepts_form`` accepts."""
     packs_linear = False
     """Whether linear layers copy their weights and keep no reference to the originals."""
     linear_bytes = 0
@@ -95,16 +95,16 @@ class TorchOps:
     def linear(self, weights: LinearWeights) -> Linear:
         """Makes a linear layer.
 
-        The caller drops its references to weights that are not shared, so that a packed copy takes
-        their place in memory.
+        The caller then drops its references to weights that are not shared, so that a packed copy
+        replaces them in memory.
 
         Raises:
             ModelLoadError: the op set cannot compute with weights of this form.
         """
-        self._check_and_count(weights)
+        self._check_and_count_weights(weights)
         return self.make_linear(weights)
 
-    def _check_and_count(self, weights: LinearWeights) -> None:
+    def _check_and_count_weights(self, weights: LinearWeights) -> None:
         """Checks the form of the weights, and adds their bytes to ``linear_bytes``.
 
         Raises:
@@ -140,7 +140,7 @@ class TorchOps:
         """
         before = self.linear_bytes
         for layer in (weights.gate_up, weights.down):
-            self._check_and_count(layer)
+            self._check_and_count_weights(layer)
         # A step of one token reads the weights of its top_k experts only.
         self.linear_bytes = before + (self.linear_bytes - before) * top_k // weights.num_experts
         return self.make_experts(weights, config)
@@ -173,7 +173,8 @@ class TorchOps:
         return self.embedding(weights.values, multiplier), self.linear(shared)
 
     def sum_words(self, memory: Tensor) -> int:
-        """Sums ``memory [n]`` int64 modulo 2**64, to measure the rate at which ops read memory."""
+        """Sums ``memory [n]`` int64 modulo 2**64; used to measure the rate at which ops read
+        memory."""
         return int(memory.sum())
 
     @staticmethod
@@ -193,7 +194,8 @@ class TorchOps:
 
     @staticmethod
     def residual_add(multiplier: float = 1.0, scale: float = 1.0) -> RMSNorm:
-        """Makes the substitute for a norm in blocks without one; ``add`` returns the sum twice."""
+        """Makes the substitute for a norm in blocks without a norm; its ``add`` returns the sum
+        twice."""
         return TorchResidualAdd(multiplier, scale)
 
     @staticmethod
@@ -263,7 +265,8 @@ class TorchOps:
     def silu_mul(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
         """``[T, 2 * I] -> [T, I]``: SiLU of the first half times the second half.
 
-        With ``up [T, I]``, ``gate_up`` is the gate ``[T, I]`` alone: SiLU of it times ``up``.
+        With ``up [T, I]``, ``gate_up`` is only the gate ``[T, I]``, and the result ``silu(gate_up)
+        * up``.
         """
         gate, up = gate_up.chunk(2, -1) if up is None else (gate_up, up)
         return F.silu(gate).mul_(up)
@@ -284,7 +287,7 @@ class TorchOps:
         """Computes the inputs of decode rows on the device.
 
         It applies ``group.table_changes`` to the group's block table, then fills ``token_ids``,
-        ``seq_lens`` and the group's ``slot_mapping``. For a step without rows it only changes the
+        ``seq_lens`` and the group's ``slot_mapping``. If a step has no rows, it only changes the
         block table.
         """
         assert group.table_changes is not None
@@ -319,7 +322,7 @@ class TorchOps:
 
         Args:
             logits: ``[S, vocab_size]``, not changed.
-            sampling: the scalars of DRAW_SCALARS, ``[N + 1]`` each.
+            sampling: tensors named in DRAW_SCALARS, ``[N + 1]`` each.
             req_indices: ``[S]`` int64, request index of each row; -1 for a padded row.
             positions: ``[S]`` int64, position of the token before the sampled one.
             last_sampled_tokens: ``[N + 1]`` int64 by request index, written: the sampled token, or

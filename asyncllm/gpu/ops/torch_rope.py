@@ -43,8 +43,9 @@ class TorchRopeAndCache:
         """See ``RopeAndCache``.
 
         Args:
-            rotary: cosines and sines of each token's angles, ``[T, 1, D]`` each, or ``[T, 2, D]``
-                with those of queries before those of keys. The first half of the sines is negated.
+            rotary: cosines and sines of each token's angles, ``[T, 1, D]`` each; or ``[T, 2, D]``
+                each, with separate angles for queries and keys. The first half of the sines is
+                negated.
         """
         shape, (cos, sin) = self.shape, rotary
         num_q, num_k = shape.num_heads, shape.num_kv_heads

@@ -22,7 +22,7 @@ from asyncllm.validation import explain
 
 
 class BatchedProcessors:
-    """The engine's LogitsProcessors, and the batch updates that they have yet to receive.
+    """The engine's LogitsProcessors, and the batch updates that they have not received yet.
 
     Each processor is notified of its own requests only. A request may leave its index before its
     last step is sampled, so batch updates are numbered: a processor receives those that came before
@@ -34,7 +34,7 @@ class BatchedProcessors:
 
     def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
         self.num_batch_updates = 0
-        self._members = [_ProcessorRequests(processor) for processor in processors]
+        self._processor_requests = [_ProcessorRequests(processor) for processor in processors]
 
     def add_request(self, assignment: RequestAssignment) -> ClaimedRequest:
         prompt = assignment.num_prompt_tokens
@@ -47,11 +47,11 @@ class BatchedProcessors:
     def remove_request(self, request: ClaimedRequest) -> None:
         self._add_update(request, None)
 
-    def _add_update(self, request: ClaimedRequest, to: ClaimedRequest | None) -> None:
+    def _add_update(self, request: ClaimedRequest, new_request: ClaimedRequest | None) -> None:
         self.num_batch_updates += 1
-        update = self.num_batch_updates, request.assignment.req_index, to
+        update = self.num_batch_updates, request.assignment.req_index, new_request
         for number in request.processors:
-            self._members[number].pending_updates.append(update)
+            self._processor_requests[number].pending_updates.append(update)
 
     def apply(
         self,
@@ -67,10 +67,10 @@ class BatchedProcessors:
             requests: by row, the request with the processors that apply to it; its output is up to
                 date.
             num_batch_updates: number of batch updates before this step.
-            errors: errors by row. Rows in it are skipped; the rows of a processor that fails are
-                added.
+            errors: errors by row. Rows with an error are skipped; if a processor fails, errors are
+                added for its rows.
         """
-        for number, members in enumerate(self._members):
+        for number, members in enumerate(self._processor_requests):
             rows = [row for row, request in requests.items() if number in request.processors]
             if not rows:
                 continue
@@ -101,7 +101,7 @@ class _ProcessorRequests:
         self.pending_updates: deque[tuple[int, int, ClaimedRequest | None]] = deque()
         self._requests: dict[int, ClaimedRequest] = {}
 
-    def _failure(self, error: BaseException) -> RuntimeError:
+    def _processor_error(self, error: BaseException) -> RuntimeError:
         """Makes the error that names the processor.
 
         ``error`` may be a SystemExit or KeyboardInterrupt of the processor: no signal is delivered
@@ -122,7 +122,7 @@ class _ProcessorRequests:
             check_storage(value)
             return value.to(logits)
         except BaseException as error:
-            raise self._failure(error) from error
+            raise self._processor_error(error) from error
 
     def notify(self, num_batch_updates: int) -> None:
         """Notifies the processor of batch updates up to number ``num_batch_updates``.
@@ -148,7 +148,7 @@ class _ProcessorRequests:
         try:
             self.processor.update_state(update)
         except BaseException as error:
-            failure = self._failure(error)
+            failure = self._processor_error(error)
             failure.__cause__ = error
             for request in self._requests.values():
                 request.error = request.error or failure

@@ -1,4 +1,4 @@
-"""HostRows: a step's rows whose sampling needs the host."""
+"""HostRows: a step's rows that are sampled on the host."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class HostRows:
     def copy_inputs(
         self, logits: Tensor, rows: SamplingRows, scalars: Mapping[str, Tensor], stages: Stages
     ) -> Tensor:
-        """Queues the copies of the inputs; reads nothing on the host.
+        """Queues the copies of the sampling inputs; reads nothing on the host.
 
         Args:
             logits: ``[S, vocab_size]``, of all sampled rows of the step.

@@ -15,7 +15,7 @@ from asyncllm.validation import describe
 
 @dataclass(slots=True, eq=False)
 class ClaimedRequest:
-    """A request that some of the engine's logits processors apply to, at its request index.
+    """A request to which some of the engine's logits processors apply.
 
     Attributes:
         processors: indices of the processors that apply, which "claimed" the request.
@@ -65,8 +65,9 @@ def apply_processors(row: Tensor, rules: HostRules, output: np.ndarray) -> None:
     """Applies the request's own logits processors to its row, in place.
 
     Raises:
-        TypeError: a processor returned something else than a tensor ``[vocab_size]``.
-        RuntimeError: a processor raised a BaseException that is no Exception.
+        TypeError: a processor did not return a tensor ``[vocab_size]``.
+        RuntimeError: a processor raised a BaseException, such as SystemExit, that is not an
+            Exception.
         Exception: the error that a processor raised.
     """
     value: object = row.clone()

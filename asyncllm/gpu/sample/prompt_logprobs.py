@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens, computed from hidden states."""
+"""gather_prompt_logprobs: log-probabilities of prompt tokens, computed from hidden states."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ tokens would be 5 GB with a vocabulary of 152k."""
 
 
 def prompt_tokens(batch: StepBatch, inputs: InputBatch) -> dict[int, np.ndarray]:
-    """Copies the token after each position of each row's PromptSpan, by row."""
+    """Copies, for each row, the token after each position of the row's PromptSpan."""
     return {
         row: inputs.token_ids[batch.req_indices[row], span.first + 1 : span.end + 1].copy()
         for row, span in batch.prompt_logprobs.items()
@@ -47,7 +47,7 @@ def gather_prompt_logprobs(
     begin = 0
     for row, span in spans.items():
         end = begin + span.end - span.first
-        values = _span_logprobs(hidden[begin:end], tokens[row], span.num_top, decoder)
+        values = _row_logprobs(hidden[begin:end], tokens[row], span.num_top, decoder)
         if values is None:
             errors[row] = ValueError(NOT_FINITE_MESSAGE)
         else:
@@ -56,7 +56,7 @@ def gather_prompt_logprobs(
     return found, errors
 
 
-def _span_logprobs(
+def _row_logprobs(
     hidden: Tensor, tokens: np.ndarray, num_top: int, decoder: LanguageModel
 ) -> list[TokenLogprobs] | None:
     """Computes the log-probabilities of one row in slices; None if logits are not finite."""

@@ -1,4 +1,4 @@
-"""Sampler: draws tokens from logits, with the sampling parameters of each request."""
+"""Sampler: draws tokens from logits by the sampling parameters of each request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Sampler:
 
     Attributes:
         ops: the op set, which processes logits and draws tokens.
-        failures: by request index, the error because of which its request cannot be sampled.
+        failures: by request index, the error that prevents sampling the request.
     """
 
     def __init__(
@@ -43,7 +43,8 @@ class Sampler:
         self.failures: dict[int, Exception] = {}
 
     def assign(self, assignment: RequestAssignment) -> TableUpdate | None:
-        """Takes over a request's parameters; its tokens have to be in the input batch already.
+        """Stores the sampling parameters of a request, whose tokens have to be in the input batch
+        already.
 
         An error fails this request alone and goes to ``failures``. Its index then gets neutral
         parameters, because steps may compute its rows until the core knows of the error.
@@ -57,7 +58,7 @@ class Sampler:
         try:
             update = self.state.assign(assignment)
             if assignment.claimed_by:
-                self.state.rules_of(req_index).claimed_request = self.batched.add_request(
+                self.state.host_rules_of(req_index).claimed_request = self.batched.add_request(
                     assignment
                 )
         except Exception as error:

@@ -21,8 +21,8 @@ from asyncllm.validation import MAX_ITEMS
 
 _MAX_TOP_K = 2**31 - 1
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_MASK = 2**64 - 1
+_SPLITMIX_INCREMENT = 0x9E3779B97F4A7C15
+_UINT64_MAX = 2**64 - 1
 
 NO_ROWS = np.empty(0, dtype=np.int64)
 
@@ -61,7 +61,7 @@ class SamplingState:
     when its request enters, and not in a step.
 
     Attributes:
-        sections: the scalars of SCALARS, ``[N + 1]`` each, with an element for padding.
+        sections: tensors named in SCALARS, ``[N + 1]`` each, with one element for padding.
         logprobs: ``[N + 1]`` int64, number of log-probabilities per token, at most
             ``num_logprobs``; -1 for none.
         stages: ``[N + 1]`` int64, the bits of Stages that an index needs.
@@ -102,7 +102,7 @@ class SamplingState:
             for name, scalar in SCALARS.items():
                 if scalar.parameter:
                     scalars[name][req_index] = getattr(params, scalar.parameter)
-        # No vocabulary is larger than _MAX_TOP_K.
+        # Limit top_k to the range of its dtype: no vocabulary is larger than _MAX_TOP_K.
         scalars["top_k"][req_index] = min(params.top_k, _MAX_TOP_K)
         scalars["states"][req_index] = np.uint64(mix_seed(params.seed)).view(np.int64)
         update = TableUpdate(req_index)
@@ -125,8 +125,8 @@ class SamplingState:
             self.logprobs[update.req_index] = count
             update.stages |= Stages.LOGPROBS
         else:
-            most = self.vocab_size if count < 0 else int(np.int64(count))
-            self.host_logprobs[update.req_index] = most
+            max_count = self.vocab_size if count < 0 else int(np.int64(count))
+            self.host_logprobs[update.req_index] = max_count
 
     def _assign_rules(self, update: TableUpdate, assignment: RequestAssignment) -> None:
         req_index, params, scalars = update.req_index, assignment.sampling, self._scalars
@@ -169,11 +169,12 @@ class SamplingState:
         words = ~self._packed_bits(self._token_ids(single))
         return words if allowed is None else words & self._packed_bits(self._token_ids(allowed))
 
-    def _token_ids(self, token_ids: Any, most: int = MAX_ITEMS) -> np.ndarray:
-        """Token ids as int32; IndexError for one outside the vocabulary, or more than ``most``."""
+    def _token_ids(self, token_ids: Any, max_count: int = MAX_ITEMS) -> np.ndarray:
+        """Converts token ids to int32; IndexError for an id outside the vocabulary or too many
+        ids."""
         ids = np.array(token_ids, np.int64)
-        if len(ids) > most:
-            raise IndexError(f"{len(ids)} token ids, expected at most {most}")
+        if len(ids) > max_count:
+            raise IndexError(f"{len(ids)} token ids, expected at most {max_count}")
         if len(ids) and (ids.min() < 0 or ids.max() >= self.vocab_size):
             raise IndexError(f"token ids {ids.min()} to {ids.max()} in {self.vocab_size} tokens")
         return ids.astype(np.int32)
@@ -185,7 +186,7 @@ class SamplingState:
         return np.packbits(bits, bitorder="little").view("<i4")
 
     def release(self, req_index: int) -> None:
-        """Sets neutral values, with which a row needs only the plain draw."""
+        """Resets a request index to neutral values, with which its logits are not processed."""
         for name, scalar in SCALARS.items():
             self._scalars[name][req_index] = scalar.neutral
         self.logprobs[req_index] = -1
@@ -194,8 +195,8 @@ class SamplingState:
         self.host_rules.pop(req_index, None)
         self.host_logprobs.pop(req_index, None)
 
-    def rules_of(self, req_index: int) -> HostRules:
-        """HostRules of a request index; adds empty ones if it has none."""
+    def host_rules_of(self, req_index: int) -> HostRules:
+        """HostRules of a request index; adds empty HostRules if the index does not have any."""
         self.needs_logits[req_index] = True
         return self.host_rules.setdefault(req_index, HostRules())
 
@@ -216,7 +217,7 @@ def mix_seed(seed: int) -> int:
 
     The function is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
     """
-    z = (seed + _GOLDEN) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    z = (seed + _SPLITMIX_INCREMENT) & _UINT64_MAX
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _UINT64_MAX
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _UINT64_MAX
     return z ^ (z >> 31)

@@ -83,7 +83,8 @@ class PagedAttention:
         kv_index: int,
     ) -> None:
         self.step, self.kind = step, kind
-        self.attention: Any = attention  # Any: a layer with sinks passes one more argument.
+        # Typed as Any, because a layer with sinks passes one more argument.
+        self.attention: Any = attention
         self.kv_index, self.writes_kv = kv_index, call.shared is None
         size = kind.shape.head_dim
         self.key_padding, self.value_padding = size - call.key_size, size - call.value_size

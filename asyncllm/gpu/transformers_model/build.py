@@ -64,7 +64,7 @@ class Plan:
         states = [state for call in found.recurrent for state in call.states.values()]
         if not kinds:
             return cls(found, kinds, [], states)
-        groups = group_layers(_caches(kinds, indices), model.max_position_embeddings)
+        groups = group_layers(_layer_caches(kinds, indices), model.max_position_embeddings)
         return cls(found, with_kv_groups(kinds, indices, groups), groups, states)
 
     def kv_groups(
@@ -81,7 +81,7 @@ class Plan:
         return make_kv_groups(self.groups, writers, attention, block_size)
 
 
-def _caches(kinds: Sequence[AttentionKind], indices: Sequence[int]) -> list[LayerCache]:
+def _layer_caches(kinds: Sequence[AttentionKind], indices: Sequence[int]) -> list[LayerCache]:
     """LayerCache of each KV cache, with the widest window of the layers that read it."""
     caches: dict[int, LayerCache] = {}
     for kind, index in zip(kinds, indices, strict=True):
@@ -92,11 +92,11 @@ def _caches(kinds: Sequence[AttentionKind], indices: Sequence[int]) -> list[Laye
     return [caches[index] for index in sorted(caches)]
 
 
-def experts_name(device: torch.device) -> str:
-    """Name of the experts implementation that transformers' modules shall call.
+def experts_implementation(device: torch.device) -> str:
+    """Name of the experts implementation that transformers' modules call.
 
-    On a CPU it is the op set's, elsewhere transformers' grouped matrix product, which reads no
-    values on the host.
+    On a CPU it is the engine's own implementation; elsewhere it is transformers' grouped matrix
+    product, which reads no values on the host.
     """
     return ENGINE_NAME if device.type == "cpu" else "grouped_mm"
 
@@ -142,12 +142,12 @@ def build_transformers_decoder(
         linear = modules.get_submodule(name)
         if type(linear) in linear_kinds():
             own = make_head if linear is head else make
-            _replace_module(modules, name, _take_linear(linear, own, owner))
-    if experts_name(owner.device) == ENGINE_NAME:
+            _replace_module(modules, name, _convert_linear(linear, own, owner))
+    if experts_implementation(owner.device) == ENGINE_NAME:
         for name in found.experts:
             module = modules.get_submodule(name)
-            set_handler(module, OpExperts(module, make, owner.take))
-    owner.take_all(modules)
+            set_handler(module, OpExperts(module, make, owner.take_tensor))
+    owner.take_all_tensors(modules)
     owner.finish()
     embedding = torch.empty(0, dtype=dtype, device=owner.device)
     return TransformersDecoder(
@@ -155,10 +155,10 @@ def build_transformers_decoder(
     )
 
 
-def _take_linear(linear: Any, make: Callable[[LinearWeights], Linear], owner: Owner) -> OpLinear:
-    """Makes a linear layer on the op set, and drops the weights of transformers' layer."""
-    bias = None if linear.bias is None else owner.take(linear.bias.detach())
-    values = owner.take(linear.weight.detach())
+def _convert_linear(linear: Any, make: Callable[[LinearWeights], Linear], owner: Owner) -> OpLinear:
+    """Makes the op set's linear layer from transformers' layer, and drops that layer's weights."""
+    bias = None if linear.bias is None else owner.take_tensor(linear.bias.detach())
+    values = owner.take_tensor(linear.weight.detach())
     if type(linear) is not nn.Linear:
         values = values.t().contiguous()
     linear._parameters.clear()
@@ -177,8 +177,8 @@ def _replace_tied_head(
         or not has_tied_head(modules)
     ):
         return
-    bias = None if head.bias is None else owner.take(head.bias.detach())
-    head.weight.data = owner.take(head.weight.data)
+    bias = None if head.bias is None else owner.take_tensor(head.bias.detach())
+    head.weight.data = owner.take_tensor(head.weight.data)
     weights = LinearWeights(head.weight.detach(), bias, shared=True)
     dtype = weights.values.dtype
     weights = convert.head(weights) if convert else weights

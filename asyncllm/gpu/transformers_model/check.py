@@ -24,16 +24,17 @@ from asyncllm.sampling_params import SamplingParams
 
 logger = get_logger(__name__)
 
-LENGTHS = (48, 31)
+SEQUENCE_LENGTHS = (48, 31)
 """Numbers of tokens of the two random sequences, which are computed in one batch."""
 
-STEPS = ((17, 9), (28, 19), (1, 1), (1, 1), (1, 1))
-"""Tokens of both sequences in each step: two chunks of uneven size, then three decodes."""
+STEP_TOKEN_COUNTS = ((17, 9), (28, 19), (1, 1), (1, 1), (1, 1))
+"""Numbers of tokens of the two sequences in each step: two chunks of different sizes, then three
+decodes."""
 
 TOLERANCE = 4.0
 """Largest accepted difference, as a multiple of the reference's noise."""
 
-ROUNDINGS = 16
+MIN_NOISE_ROUNDINGS = 16
 """Lower bound of the noise, in float32 rounding errors of the largest logit."""
 
 MAX_NOISE = 1.0
@@ -44,14 +45,15 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Log-probabilities of random tokens, as transformers computes them.
+    """Reference log-probabilities of random tokens, as transformers computes them.
 
     Attributes:
         sequences: token ids ``[n]`` int64 of each sequence.
         expected: log-probabilities ``[n, vocab_size]`` float32 of each sequence, with
             transformers' eager attention.
         noise: the largest difference from ``expected`` that one of three variations makes: half a
-            sequence, transformers' SDPA, or ROUNDINGS rounding errors of a logit in float32.
+            sequence, transformers' SDPA, or MIN_NOISE_ROUNDINGS rounding errors of a logit in
+            float32.
     """
 
     sequences: list[Tensor]
@@ -62,19 +64,19 @@ class Reference:
     def of(
         cls, modules: Any, model: TransformersConfig, dtype: torch.dtype, device: torch.device
     ) -> Reference:
-        """Computes the reference with the modules, before any part of them is replaced."""
-        if model.max_position_embeddings < max(LENGTHS):
+        """Computes the reference with ``modules``, before any part of them is replaced."""
+        if model.max_position_embeddings < max(SEQUENCE_LENGTHS):
             raise ModelLoadError(
                 f"{model.path}: max_position_embeddings is {model.max_position_embeddings}, "
-                f"expected at least {max(LENGTHS)}: {model.architecture} is not among the tested "
-                "architectures, and is checked with that many tokens"
+                f"expected at least {max(SEQUENCE_LENGTHS)}: {model.architecture} is not "
+                "among the tested architectures, and is checked with that many tokens"
             )
         config = modules.config
         ours = config._attn_implementation, config._experts_implementation
         generator = torch.Generator(device="cpu").manual_seed(SEED)
         sequences = [
             torch.randint(model.vocab_size, (length,), generator=generator, device="cpu")
-            for length in LENGTHS
+            for length in SEQUENCE_LENGTHS
         ]
         try:
             config._experts_implementation = "eager"
@@ -82,7 +84,7 @@ class Reference:
             logits = [_logits(modules, tokens, device) for tokens in sequences]
             expected = [each.log_softmax(-1) for each in logits]
             largest = max(float(each.abs().max()) for each in logits)
-            noise = ROUNDINGS * torch.finfo(torch.float32).eps * largest
+            noise = MIN_NOISE_ROUNDINGS * torch.finfo(torch.float32).eps * largest
             for tokens, each in zip(sequences, expected, strict=True):
                 half = _logits(modules, tokens[: len(tokens) // 2], device).log_softmax(-1)
                 noise = max(noise, float((half - each[: len(half)]).abs().max()))
@@ -142,14 +144,14 @@ class Reference:
         free = count(1)
         blocks = [
             tuple([next(free) for _ in range(-(-length // spec.block_size))] for spec in specs)
-            for length in LENGTHS
+            for length in SEQUENCE_LENGTHS
         ]
         dtype, states = decoder.embedding.dtype, None
         if decoder.states:
-            states = StateCache(decoder.states, len(LENGTHS), dtype, device)
+            states = StateCache(decoder.states, len(SEQUENCE_LENGTHS), dtype, device)
         cache = KVCache(groups, next(free), dtype, device, states)
-        decoder.set_max_positions(max(LENGTHS))
-        batch = InputBatch(len(LENGTHS), max(LENGTHS), specs)
+        decoder.set_max_positions(max(SEQUENCE_LENGTHS))
+        batch = InputBatch(len(SEQUENCE_LENGTHS), max(SEQUENCE_LENGTHS), specs)
         starts, wrong = [0] * len(self.sequences), 0.0
         sampling = SamplingParams(temperature=0.0, seed=0).resolve({}, {}, lambda: 0)
         assignments = [
@@ -157,7 +159,7 @@ class Reference:
             for row, one in enumerate(self.sequences)
         ]
         batch.apply(StepBatch(step=0, assignments=assignments))
-        for counts in STEPS:
+        for counts in STEP_TOKEN_COUNTS:
             num_decodes = len(counts) if set(counts) == {1} else 0
             step = plain_batch(starts, counts, num_decodes=num_decodes)
             inputs = step_inputs(step, batch, device)

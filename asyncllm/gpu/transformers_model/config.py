@@ -102,7 +102,8 @@ class TransformersConfig:
             whole = _read_config(directory, file, trust_remote_code, is_overridden=bool(overrides))
             generation = read_generation_config(directory, has_defaults)
             config = copy.deepcopy(whole.get_text_config(decoder=True))
-            # The text part's field may contradict the whole model's, which decides.
+            # Read this field from the whole model's configuration, which decides if the text part's
+            # contradicts it.
             if type(config) is not type(whole):
                 config.tie_word_embeddings = whole.tie_word_embeddings
             # The checkpoint reader dequantises weights: transformers must not unpack them again.
@@ -217,8 +218,8 @@ def _check_fields(file: ConfigFile) -> None:
     """Checks counts and data types in the file and its sections, before transformers reads them.
 
     Raises:
-        ModelLoadError: a count exceeds that of any model, and transformers would loop that often;
-            or a data type is unknown, and transformers' own error would not name the field.
+        ModelLoadError: a count is larger than in any real model, and transformers would loop that
+            often; or a data type is unknown, and transformers' own error would not name the field.
     """
     parts = [file.section(name) for name, value in file.values.items() if isinstance(value, dict)]
     for part in (file, *parts):

@@ -29,11 +29,11 @@ class TransformersDecoder:
 
     Args:
         modules: the model, whose attention modules have PagedAttention handlers that read ``step``.
-        base: name of the part that ends with the last norm.
+        base: name of the submodule that ends with the last norm.
 
     Attributes:
         embedding: empty tensor from which the runner reads the model's dtype and device; the real
-            embedding is a part of ``base``.
+            embedding is in ``base``.
         states: recurrent states of a sequence; () for a model without recurrent modules.
     """
 

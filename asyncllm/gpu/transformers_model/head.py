@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 
-class _PassThrough(nn.Module):
-    """Replaces the base model: returns the hidden states that are passed as input embeddings.
+class _PassThroughBase(nn.Module):
+    """Substitute for the base model: returns the hidden states that are passed as input embeddings.
 
     Attributes that the head reads from it, such as a multiplier, are those of the base model.
     """
@@ -19,8 +19,8 @@ class _PassThrough(nn.Module):
         self.__dict__["base"] = base
 
     @property
-    def decoder(self) -> _PassThrough:
-        """Replaces the base model's own ``decoder``, which some heads call."""
+    def decoder(self) -> _PassThroughBase:
+        """Substitute for the base model's ``decoder``, which some heads call directly."""
         return self
 
     def forward(
@@ -52,10 +52,10 @@ def output_head(modules: Any, base: str) -> Any:
     The model's own code for soft caps and scales of logits thus applies.
 
     Args:
-        base: name of the part that ends with the last norm.
+        base: name of the submodule that ends with the last norm.
     """
     head = copy.copy(modules)
-    head._modules = dict(modules._modules) | {base: _PassThrough(getattr(modules, base))}
+    head._modules = dict(modules._modules) | {base: _PassThroughBase(getattr(modules, base))}
     return head
 
 

@@ -39,7 +39,7 @@ class OpEmbedding(nn.Module):
 
 
 class _TableLookup(nn.Embedding):
-    """Base class that looks up in another table, for a class that processes the result."""
+    """Base class that replaces ``nn.Embedding.forward`` by a look-up in another table."""
 
     def forward(self, input: Tensor) -> Tensor:
         out = self.__dict__["table"](input.reshape(-1))
@@ -47,7 +47,7 @@ class _TableLookup(nn.Embedding):
 
 
 def look_up_in(embedding: nn.Embedding, table: Embedding) -> None:
-    """Lets an instance of a subclass of ``nn.Embedding`` read another table than its weight.
+    """Makes an ``nn.Embedding`` subclass's instance read another table than its weight.
 
     The subclass's ``forward`` has to call that of ``nn.Embedding``. The weight becomes empty, and
     keeps only its dtype.
@@ -65,19 +65,20 @@ class OpExperts:
     grouped matrix product at every number of tokens.
 
     Args:
-        make: makes a linear layer from weights ``[out, in]`` and a bias, and takes them over.
-        take: makes a tensor the engine's own, see ``Owner.take``.
+        make: function that makes a linear layer from weights ``[out, in]`` and a bias, and takes
+            ownership of them.
+        take_tensor: function that makes a tensor the engine's own, see ``Owner.take_tensor``.
     """
 
     def __init__(
         self,
         module: Any,
         make: Callable[[LinearWeights], Linear],
-        take: Callable[[Tensor], Tensor],
+        take_tensor: Callable[[Tensor], Tensor],
     ) -> None:
         first = "gate_up_proj" if module.has_gate else "up_proj"
-        self.up = _expert_linears(module, first, make, take)
-        self.down = _expert_linears(module, "down_proj", make, take)
+        self.up = _expert_linears(module, first, make, take_tensor)
+        self.down = _expert_linears(module, "down_proj", make, take_tensor)
 
     def experts(
         self, module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
@@ -111,14 +112,14 @@ def _expert_linears(
     module: Any,
     name: str,
     make: Callable[[LinearWeights], Linear],
-    take: Callable[[Tensor], Tensor],
+    take_tensor: Callable[[Tensor], Tensor],
 ) -> list[Linear]:
     """Makes a linear layer per expert, and drops the module's own parameters."""
     stacked = getattr(module, name).detach()
     biases = getattr(module, f"{name}_bias").detach() if module.has_bias else None
     linears = []
     for expert, values in enumerate(stacked):
-        values = take(values.t() if module.is_transposed else values).contiguous()
+        values = take_tensor(values.t() if module.is_transposed else values).contiguous()
         bias = None if biases is None else biases[expert].clone()
         linears.append(make(LinearWeights(values, bias)))
     setattr(module, name, None)

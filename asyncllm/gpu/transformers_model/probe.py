@@ -29,7 +29,8 @@ from asyncllm.gpu.transformers_model.recurrent_probe import (
 from asyncllm.validation import explain
 
 NUM_TOKENS = 3
-"""Tokens of the forward pass: more than one, and no usual size of another dimension."""
+"""Number of tokens of the forward pass: more than one, and different from usual sizes of other
+dimensions."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +71,7 @@ class Probe:
 
     Attributes:
         model: the probed skeleton.
-        base: name of the skeleton's part that ends with the last norm.
+        base: name of the skeleton's submodule that ends with the last norm.
         calls: calls of attention, in order.
         linears: names of the linear layers that are called, and whose weight no other code reads.
         experts: names of the modules with experts.
@@ -116,7 +117,7 @@ class _Recorder:
         scaling: float | None,
         options: dict[str, Any],
     ) -> Tensor:
-        given = {name: value for name, value in options.items() if _is_set(value)}
+        given = {name: value for name, value in options.items() if _is_option_set(value)}
         shared = next((i for i, earlier in enumerate(self.keys) if earlier is key), None)
         self.keys.append(key)
         self.probe.calls.append(
@@ -146,7 +147,7 @@ class _Recorder:
         return torch.empty_like(hidden)
 
 
-def _is_set(value: Any) -> bool:
+def _is_option_set(value: Any) -> bool:
     return value is not None and not (isinstance(value, (bool, int, float)) and not value)
 
 
@@ -197,7 +198,9 @@ def probe(model: TransformersConfig) -> Probe:
     model.config._experts_implementation = ENGINE_NAME
     try:
         skeleton: Any = build_skeleton(model.path, model.model_class, model.config)
-    except ModelLoadError as error:  # The skeleton could be built with the model's own attention.
+    # The model accepted its own attention when the skeleton was built, but it may refuse the
+    # probe's.
+    except ModelLoadError as error:
         raise ModelLoadError(
             f"{model.path}: {model.architecture}: its code takes none but its own attention "
             f"({explain(error.__cause__ or error)}), expected a class that calls transformers' "

@@ -28,7 +28,7 @@ _PROTOCOL = (
 
 
 def cache_parameters(model: nn.Module) -> dict[str, str]:
-    """Name of the cache parameter of each module that takes a cache, by name of the module."""
+    """Name of the cache parameter of each module that takes a cache; keys are module names."""
     of_kind: dict[type, str | None] = {}
     found = {}
     for name, module in model.named_modules():
@@ -42,7 +42,7 @@ def cache_parameters(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def cache_takers(model: nn.Module) -> list[str]:
+def modules_with_cache(model: nn.Module) -> list[str]:
     """Names of the innermost modules that take a cache, which are attention or recurrent."""
     names = list(cache_parameters(model))
     outer = {name[:dot] for name in names for dot in range(len(name)) if name[dot] == "."}
@@ -55,7 +55,7 @@ Flaw = tuple[str, str]
 
 @dataclass(slots=True, eq=False)
 class RecurrentCall:
-    """A recurrent module's use of its cache, learned by ``probe_recurrent``.
+    """A recurrent module's use of its cache, as ``probe_recurrent`` has found it.
 
     Attributes:
         module: name of the module.
@@ -95,7 +95,7 @@ class CallWatch:
             self.model.get_submodule(name).register_forward_pre_hook(
                 self._hook(name), with_kwargs=True
             )
-            for name in cache_takers(self.model)
+            for name in modules_with_cache(self.model)
         ]
         return self
 
@@ -107,14 +107,14 @@ class CallWatch:
         def keep(module: nn.Module, args: Any, options: Any) -> tuple[Any, Any]:
             # Move a padding mask from the host to the meta device: the module's code then gets as
             # far as its cache, so that an error can name the module.
-            options = {key: _on_meta(value) for key, value in options.items()}
+            options = {key: _move_to_meta(value) for key, value in options.items()}
             self.calls[name] = SeenCall(args, options)
             return args, options
 
         return keep
 
 
-def _on_meta(value: Any) -> Any:
+def _move_to_meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, Tensor) else value
 
 
@@ -123,11 +123,11 @@ class _StateRecorder(CallStates):
 
     def __init__(self) -> None:
         super().__init__({})
-        self.is_touched = False
+        self.was_used = False
         self.states: dict[StateKey, StateSpec] = {}
 
     def get_conv_state(self, *place: Any, **named: Any) -> Any:
-        self.is_touched = True
+        self.was_used = True
 
     get_recurrent_state = get_conv_state
 
@@ -140,26 +140,30 @@ class _StateRecorder(CallStates):
     ) -> Tensor:
         if conv_kernel_size is None:
             raise TypeError("update_conv_state without conv_kernel_size")
-        self._keep(("conv", state_idx), conv_states, (conv_states.shape[1], conv_kernel_size))
+        self._record_state(
+            ("conv", state_idx), conv_states, (conv_states.shape[1], conv_kernel_size)
+        )
         return conv_states
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0
     ) -> Tensor:
-        self._keep(("recurrent", state_idx), recurrent_states, tuple(recurrent_states.shape[1:]))
+        self._record_state(
+            ("recurrent", state_idx), recurrent_states, tuple(recurrent_states.shape[1:])
+        )
         return recurrent_states
 
-    def _keep(self, key: StateKey, state: Tensor, shape: tuple[int, ...]) -> None:
-        self.is_touched = True
+    def _record_state(self, key: StateKey, state: Tensor, shape: tuple[int, ...]) -> None:
+        self.was_used = True
         dtype = None if state.dtype is torch.bfloat16 else state.dtype
         self.states[key] = StateSpec(shape, dtype)
 
     def __getattr__(self, name: str) -> Any:
-        self.__dict__["is_touched"] = True
+        self.__dict__["was_used"] = True
         raise AttributeError(f"{name} of its cache")
 
     def __getitem__(self, index: Any) -> Any:
-        self.is_touched = True
+        self.was_used = True
         raise TypeError("an item of its cache")
 
 
@@ -195,7 +199,7 @@ def _probe_module(module: nn.Module, name: str, cache: str, seen: SeenCall) -> R
         with torch.enable_grad():
             given = dict(zip(names, seen.args, strict=False)) | seen.options
             module(**given | {cache: listener})
-            if not listener.is_touched:
+            if not listener.was_used:
                 return None
             options = dict(seen.options)
             hidden = seen.args[0] if seen.args else options.pop(call.hidden, None)
@@ -203,7 +207,7 @@ def _probe_module(module: nn.Module, name: str, cache: str, seen: SeenCall) -> R
                 module.to(torch.bfloat16), call, hidden.detach().to(torch.bfloat16), options
             )
     except Exception as error:
-        if not listener.is_touched:
+        if not listener.was_used:
             raise
         call.flaw = f"asks its cache for more ({explain(error)})", _PROTOCOL
     return call
@@ -226,7 +230,7 @@ def _call_flaw(
 ) -> Flaw | None:
     """The flaw in computing a second chunk or a batch of single tokens, if any.
 
-    The results of both have to depend on the states with which they start.
+    Both results have to depend on the states with which the calls start.
     """
     listener = _StateRecorder()
     options = {name: value for name, value in options.items() if not isinstance(value, Tensor)}

@@ -25,10 +25,10 @@ from asyncllm.gpu.transformers_model.recurrent_probe import Flaw, cache_paramete
 _TOKEN_MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.RNNCellBase)
 """torch's modules in which tokens of a sequence see one another."""
 
-_ACCEPTED_KEYS = "attention to all keys or to a window"
+_ACCEPTED_ATTENTION = "attention to all keys or to a window"
 
 _MAX_CHECKED_POSITION = 2**22
-"""Largest position at which masks are checked."""
+"""Maximum position at which masks are checked."""
 
 
 def check_modules(model: TransformersConfig) -> None:
@@ -40,14 +40,14 @@ def check_modules(model: TransformersConfig) -> None:
     for name, module in model.skeleton.named_modules():
         kind = type(module).__name__
         if "indexer" in kind.lower():
-            raise _refusal(
+            raise _unsupported_model_error(
                 model,
                 f"{name} ({kind}) chooses the keys that attention sees, from a cache of its own",
-                _ACCEPTED_KEYS,
+                _ACCEPTED_ATTENTION,
             )
     for name, kind in rope_kinds(model.config):
         if "dynamic" in kind:
-            raise _refusal(
+            raise _unsupported_model_error(
                 model,
                 f"{name} is {kind!r}, which turns every sequence by the longest one of its batch",
                 "a kind whose frequencies are fixed",
@@ -76,7 +76,7 @@ def check_calls(model: TransformersConfig, probe: Probe) -> list[int | None]:
     """
     flaws = (_recurrent_flaws(probe), _layer_flaws(probe, model.config), _call_flaws(probe))
     for found, accepted in chain(*flaws):
-        raise _refusal(model, found, accepted)
+        raise _unsupported_model_error(model, found, accepted)
     return [_window(model, call) for call in probe.calls]
 
 
@@ -104,7 +104,7 @@ def _layer_flaws(probe: Probe, config: Any) -> Iterator[Flaw]:
     if None in attending or None in keeping:
         outside = [c.module for c in (*probe.calls, *probe.recurrent) if not layer.match(c.module)]
         yield f"{outside[0]} attends or keeps a state", "calls by layers alone"
-    plain = _plain_layers(config)
+    plain = _layers_without_attention(config)
     for index in range(count):
         calls, name = attending[index], f"{prefix}.{index}"
         if calls > 1 or not (calls or keeping[index] or index in plain):
@@ -116,7 +116,7 @@ def _layer_flaws(probe: Probe, config: Any) -> Iterator[Flaw]:
             )
 
 
-def _plain_layers(config: Any) -> set[int]:
+def _layers_without_attention(config: Any) -> set[int]:
     """Indices of layers that have an MLP or experts only, according to the configuration."""
     for name in ("layer_types", "layers_block_type"):
         kinds = getattr(config, name, None)
@@ -126,7 +126,7 @@ def _plain_layers(config: Any) -> set[int]:
 
 
 def _recurrent_flaws(probe: Probe) -> Iterator[Flaw]:
-    """Yields flaws of recurrent modules, and of others that mix tokens or take a cache."""
+    """Yields flaws of recurrent modules, and of other modules that mix tokens or take a cache."""
     keepers = tuple(f"{call.module}." for call in probe.recurrent)
     for call in probe.recurrent:
         if call.flaw is not None:
@@ -159,7 +159,7 @@ def _call_flaws(probe: Probe) -> Iterator[Flaw]:
             found = f"attends with {queries} queries to {keys} keys of {NUM_TOKENS} tokens"
             yield f"{call.module} {found}", "a query and a key of every token"
         for name, value in call.options.items():
-            found = f"passes {name}={_describe(value)} to attention"
+            found = f"passes {name}={_describe_option(value)} to attention"
             yield f"{call.module} {found}", "scaling, sliding_window, softcap and s_aux"
         if call.heads % heads:
             found = f"has {call.heads} heads and {heads} of keys"
@@ -168,7 +168,7 @@ def _call_flaws(probe: Probe) -> Iterator[Flaw]:
             yield f"{call.module} passes no scaling to attention", "a number"
 
 
-def _describe(value: Any) -> str:
+def _describe_option(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return repr(value)[:60]
@@ -186,8 +186,8 @@ def _window(model: TransformersConfig, call: AttentionCall) -> int | None:
         ModelLoadError: the window that the module passes is not the one in its mask.
     """
     if not isinstance(call.mask, ProbedMask):
-        found = f"{call.module} passes the mask {_describe(call.mask)}"
-        raise _refusal(model, found, "one that transformers' mask functions make")
+        found = f"{call.module} passes the mask {_describe_option(call.mask)}"
+        raise _unsupported_model_error(model, found, "one that transformers' mask functions make")
     context = min(model.max_position_embeddings, _MAX_CHECKED_POSITION)
     window = _mask_window(model, call, context)
     if window is None and call.window is not None and call.window >= context:
@@ -195,7 +195,7 @@ def _window(model: TransformersConfig, call: AttentionCall) -> int | None:
     if window != call.window:
         shown = "all keys" if window is None else f"the last {window} keys"
         found = f"{call.module} passes sliding_window={call.window}, and its mask shows {shown}"
-        raise _refusal(model, found, "the same in both")
+        raise _unsupported_model_error(model, found, "the same in both")
     return window
 
 
@@ -213,18 +213,22 @@ def _mask_window(model: TransformersConfig, call: AttentionCall, length: int) ->
             seen = torch.as_tensor(call.mask.function(zero, zero, at, keys)).expand(length)
         except Exception as error:
             found = f"the mask of {call.module} depends on more than positions"
-            raise _refusal(model, found, _ACCEPTED_KEYS) from error
+            raise _unsupported_model_error(model, found, _ACCEPTED_ATTENTION) from error
         count = int(seen.sum())
         if query == last and count < length:
             window = count
         first = 0 if window is None else max(query + 1 - window, 0)
         if count != query + 1 - first or not bool(seen[first : query + 1].all()):
             found = f"the mask of {call.module} shows query {query} {count} keys that are neither "
-            raise _refusal(model, f"{found}all before it nor the last of them", _ACCEPTED_KEYS)
+            raise _unsupported_model_error(
+                model, f"{found}all before it nor the last of them", _ACCEPTED_ATTENTION
+            )
     return window
 
 
-def _refusal(model: TransformersConfig, found: str, accepted: str) -> ModelLoadError:
+def _unsupported_model_error(
+    model: TransformersConfig, found: str, accepted: str
+) -> ModelLoadError:
     return ModelLoadError(
         f"{model.path}: {model.architecture}: {found}; expected {accepted}. transformers' modules "
         "run here only where that is sure to give the model's own results"

@@ -62,7 +62,7 @@ def load_modules(
         log_sizes(model.path, reader, dtype)
         owner = Owner(device, tensors.values(), loading, modules)
         if device.type != "cpu":
-            owner.take_all(modules)
+            owner.take_all_tensors(modules)
         return modules, owner
 
 
@@ -104,7 +104,7 @@ def dummy_modules(
         loading.count_read(tensors[name].nbytes)
     modules = _load_tensors(model, tensors, dtype, attention, experts)
     owner = Owner(device, (), loading, modules)
-    owner.take_all(modules)
+    owner.take_all_tensors(modules)
     return modules, owner
 
 
@@ -192,7 +192,8 @@ class _Loading:
         self._report_progress()
 
     def count_taken(self, num_bytes: int) -> None:
-        # Tensors may be taken twice, for example to move them to a device first: cap the sum.
+        # Cap the sum: a tensor may be counted twice, for example because it was moved to a device
+        # first.
         self._taken = min(self._taken + num_bytes, self.num_bytes)
         self._report_progress()
 
@@ -207,7 +208,7 @@ class _Loading:
 
 
 class Owner:
-    """Takes over a model's tensors, so that the engine owns their memory.
+    """Makes the engine own the memory of a model's tensors.
 
     On a CPU it copies tensors that are views of mapped files, which must not be read once the model
     runs. Otherwise it moves tensors to the device.
@@ -215,7 +216,7 @@ class Owner:
     Args:
         mapped: tensors that are views of mapped files.
         loading: progress, updated with every tensor.
-        modules: the model whose tensors are taken over.
+        modules: the model that has the tensors.
     """
 
     def __init__(
@@ -229,22 +230,23 @@ class Owner:
         loading.num_bytes = sum(parameter.nbytes for parameter in modules.parameters())
         self._mapped = {tensor.untyped_storage().data_ptr() for tensor in mapped}
 
-    def take(self, tensor: Tensor) -> Tensor:
+    def take_tensor(self, tensor: Tensor) -> Tensor:
         """Returns the tensor if the engine owns its memory already, else a copy."""
         self._loading.count_taken(tensor.nbytes)
         if self.device.type != "cpu":
             return tensor.to(self.device)
         return tensor.clone() if tensor.untyped_storage().data_ptr() in self._mapped else tensor
 
-    def take_all(self, modules: nn.Module) -> None:
-        """Takes over all parameters and buffers, in place; shared ones stay shared."""
+    def take_all_tensors(self, modules: nn.Module) -> None:
+        """Makes all parameters and buffers of ``modules`` the engine's own, in place; shared
+        tensors stay shared."""
         for module in modules.modules():
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None:
-                    tensor.data = self.take(tensor.data)
+                    tensor.data = self.take_tensor(tensor.data)
 
     def finish(self) -> None:
-        """Reports that all tensors have been taken over."""
+        """Reports to ``progress`` that the engine owns all tensors."""
         self._loading.finish()
 
 

@@ -17,8 +17,8 @@ BLOCK = 1024
 
 
 @triton.jit
-def activated(x, GELU: tl.constexpr):
-    """SiLU of x, or, with GELU, the tanh approximation of GELU of x.
+def activate_gate(x, GELU: tl.constexpr):
+    """SiLU of x; with GELU the tanh approximation of GELU of x.
 
     The approximation is ``x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x ** 3))``.
     """
@@ -48,7 +48,7 @@ def gated_mul_kernel(
     gate = tl.load(gates + row * stride_gates + columns, mask=real, other=0.0).to(tl.float32)
     up = tl.load(ups + row * stride_ups + columns, mask=real, other=0.0).to(tl.float32)
     # Round before the product, as TorchOps does.
-    value = activated(gate, GELU).to(out.dtype.element_ty).to(tl.float32)
+    value = activate_gate(gate, GELU).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * stride_out + columns, (value * up).to(out.dtype.element_ty), mask=real)
 
 

@@ -54,7 +54,8 @@ class TritonPlan:
         query_start_loc: ``[R - num_decodes + 1]`` int32, cumulative sums of the prefill rows' query
             tokens, from 0 on; None if there are no prefill rows.
         window: number of keys that a query sees; None is all.
-        decode, prefill: the bound kernels, which the first layer of the step makes.
+        decode, prefill: the kernels bound to the step's arguments by its first layer; None without
+            rows of that kind.
         is_bound: whether ``decode`` and ``prefill`` have been made.
     """
 
@@ -103,7 +104,7 @@ class TritonAttention:
     @classmethod
     def make(cls, request: AttentionRequest) -> Self:
         attention = cls(request.shape, request.dtype, request.device)
-        # A tile of prefill holds all query heads of a key/value head.
+        # A prefill tile holds all query heads of one key/value head.
         group, rows = request.shape.group_size, attention.prefill_tiles.rows
         if group > rows:
             raise InvalidRequestError(
@@ -184,7 +185,8 @@ class TritonAttention:
                 balanced = self.is_skewed(decodes, lengths, max_len, window)
             num_partials = self._plan_decodes(plan, max_len, balanced)
         if decodes < rows:
-            assert host is not None  # captured rows are decodes
+            # A captured step has only decode rows, and no lengths on the host.
+            assert host is not None
             plan.query_start_loc = step.prefill_start_loc
             tokens = int(host.query_start_loc[rows]) - decodes
             max_len = int(host.seq_lens[decodes:].max())
@@ -246,7 +248,7 @@ class TritonAttention:
             plan.prefill(q, cache, out, sinks)
 
     def _bind(self, plan: TritonPlan, tokens: int, block_size: int) -> None:
-        """Binds the kernels to what is the same in all layers of a step."""
+        """Binds the kernels to the arguments that all layers of a step share."""
         decodes, shape = plan.num_decodes, self.shape
         if decodes:
             plan.decode = self._decode(

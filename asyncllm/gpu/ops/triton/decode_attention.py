@@ -176,7 +176,8 @@ class DecodeAttention(PagedAttention):
         grid = (batch, kv_heads * row_tiles, splits)
         if extra_splits:
             grid = (batch + extra_splits, kv_heads * row_tiles, 1)
-            # Take the bound from the block table: a kernel is compiled for each MAX_ROWS.
+            # Set MAX_ROWS by the block table and not by the batch, because a kernel is compiled for
+            # each MAX_ROWS.
             max_rows = next_power_of_2(max(block_table.shape[0], batch))
         partials = None
         if splits > 1 or extra_splits:

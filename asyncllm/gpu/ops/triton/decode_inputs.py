@@ -34,8 +34,8 @@ def decode_inputs_kernel(
 ):
     """Updates a block table and computes the inputs of decode rows; grid ``(rows / BLOCK,)``.
 
-    Every program makes all changes of the table, because it needs the changed table and cannot wait
-    for other programs. All write the same values.
+    Every program makes all changes of the block table, because it needs the changed table and
+    cannot wait for other programs. All programs write the same values.
     """
     for first in range(0, num_changes, BLOCK):
         number = first + tl.arange(0, BLOCK)
@@ -43,7 +43,7 @@ def decode_inputs_kernel(
         entry = tl.load(changed + number, mask=exists, other=0)
         new = tl.load(new_blocks + number, mask=exists, other=0)
         tl.store(block_table + entry, new, mask=exists)
-    # The code below reads table entries that other threads of this program have written.
+    # Wait for the program's other threads: the code below reads table entries that they write.
     tl.debug_barrier()
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = rows < num_rows

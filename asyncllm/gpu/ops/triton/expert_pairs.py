@@ -30,7 +30,8 @@ def sort_kernel(
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes an expert's pairs after those of the experts before it; grid ``(experts,)``.
+    """Writes an expert's pairs of (token, expert) after those of earlier experts; grid
+    ``(experts,)``.
 
     Each program reads all ids twice, which is cheap because they are few.
     """
@@ -55,7 +56,7 @@ def sort_kernel(
 @with_launcher
 @triton.jit
 def tiles_kernel(tile_ends, starts, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Computes the index of the tile after each expert's last tile; grid ``(1,)``."""
+    """Computes the end of each expert's tiles as a tile index; grid ``(1,)``."""
     experts = tl.arange(0, BLOCK)
     real = experts < EXPERTS
     count = tl.load(starts + experts + 1, mask=real, other=0)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ActivationConfig
 from asyncllm.gpu.ops.experts import ExpertsWeights
-from asyncllm.gpu.ops.triton.activation import activated
+from asyncllm.gpu.ops.triton.activation import activate_gate
 from asyncllm.gpu.ops.triton.expert_pairs import sort_pairs, sum_experts
 from asyncllm.gpu.ops.triton.launcher import with_launcher
 from asyncllm.gpu.ops.triton.tuning import ProductTiles, cdiv, product_tiles
@@ -105,7 +105,7 @@ def gate_up_kernel(
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
         result = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
     else:
-        result = activated(gate, GELU).to(out.dtype.element_ty).to(tl.float32) * up
+        result = activate_gate(gate, GELU).to(out.dtype.element_ty).to(tl.float32) * up
     out_at = out + rows.to(tl.int64)[:, None] * inner + columns[None, :]
     tl.store(out_at, result.to(out.dtype.element_ty), mask=real[:, None] & in_columns[None, :])
 

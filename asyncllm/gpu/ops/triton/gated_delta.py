@@ -27,7 +27,7 @@ def _softplus(x):
 
 @triton.jit
 def _log_decay(a, dt_bias, log_rate, head):
-    """Logarithm of a head's decay, from its logits ``a``."""
+    """Logarithm of a head's decay, computed from its logits ``a``."""
     rate = tl.exp(tl.load(log_rate + head))
     return -rate * _softplus(a.to(tl.float32) + tl.load(dt_bias + head))
 

@@ -25,7 +25,8 @@ ALIGNMENT = 16
 """Alignment, in bytes, for which Triton specialises kernels on pointers."""
 
 MAX_LAUNCHES = 1024
-"""Maximum number of entries of each cache of a kernel, for all engines of the process."""
+"""Maximum number of entries in each of a kernel's caches, which all engines of the process
+share."""
 
 _address = torch.Tensor.data_ptr
 _dtype = attrgetter("dtype")
@@ -60,7 +61,7 @@ class Launcher:
             raise TypeError(f"{kernel.fn.__name__}: expected constants behind all other arguments")
         self.constant_placeholders = (None,) * sum(constant)
         self.num_tensors: int | None = None
-        self.pick_aligned = self.pick_specialised = self.pick_unspecialised = _getter([])
+        self.pick_aligned = self.pick_specialised = self.pick_unspecialised = _tuple_getter([])
         self._bound: dict[tuple[Any, ...], BoundKernel] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -89,21 +90,21 @@ class Launcher:
             )
         exempt = [param.do_not_specialize_on_alignment for param in params[:count]]
         varying = [param.do_not_specialize for param in params[count:]]
-        self.pick_aligned = _getter([i for i, each in enumerate(exempt) if not each])
-        self.pick_specialised = _getter([i for i, each in enumerate(varying) if not each])
-        self.pick_unspecialised = _getter([i for i, each in enumerate(varying) if each])
+        self.pick_aligned = _tuple_getter([i for i, each in enumerate(exempt) if not each])
+        self.pick_specialised = _tuple_getter([i for i, each in enumerate(varying) if not each])
+        self.pick_unspecialised = _tuple_getter([i for i, each in enumerate(varying) if each])
         self.num_tensors = count
         return count
 
     def needs_jit_path(self, numbers: tuple[Any, ...]) -> bool:
         return bool(
-            is_observed()
+            has_launch_hooks()
             or self.kernel.pre_run_hooks
             or max(self.pick_unspecialised(numbers), default=0) >= INT32_END
         )
 
 
-def is_observed() -> bool:
+def has_launch_hooks() -> bool:
     """Whether a profiler has hooks on launches."""
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
@@ -133,8 +134,9 @@ class CompiledLaunch:
 
         Triton's launcher passes that function the kernel's arguments, after others that are the
         same in each launch. To learn these, a copy of the launcher is called once with a function
-        that only records its arguments. If the launcher works in another way, or allocates scratch
-        memory for each launch, the result calls the launcher instead of the C function.
+        that only records its arguments. If Triton's launcher works in another way, or allocates
+        scratch memory for each launch, the result calls Triton's launcher instead of the C
+        function.
 
         Args:
             arguments: the kernel's arguments in some launch; nothing is launched.
@@ -233,7 +235,7 @@ def with_launcher(kernel: Any) -> Any:
     return Launcher(kernel) if isinstance(kernel, JITFunction) else InterpretedKernel(kernel)
 
 
-def _getter(indices: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+def _tuple_getter(indices: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
     """Makes an ``itemgetter`` that returns a tuple for any number of indices."""
     if len(indices) > 1:
         return itemgetter(*indices)

@@ -94,7 +94,7 @@ class TritonRMSNorm:
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
         return self._launch(rows, rows, out).view(x.shape)
 
-    def in_place(self, x: Tensor) -> None:
+    def norm_in_place(self, x: Tensor) -> None:
         """Replaces ``x [T, H]`` by its norm."""
         self._launch(x, x, x)
 
@@ -128,7 +128,8 @@ class TritonRMSNorm:
         return out
 
     def _bind(self, width: int, add: bool) -> Any:
-        """Binds both kernels to rows of ``width``; returns the one that adds a residual or not."""
+        """Binds the kernels with and without a residual to rows of ``width``; returns the one that
+        ``add`` selects."""
         if len(self.weight) != width:
             raise ValueError(f"rows of {width} elements: expected {len(self.weight)}")
         self._width = width

@@ -177,7 +177,7 @@ class TritonRopeAndCache:
         if self.whole_norms:
             parts = qkv.split([count * shape.head_dim for count in (num_q, num_k, num_k)], 1)
             for norm, part in zip(self.whole_norms, parts, strict=False):
-                norm.in_place(part)
+                norm.norm_in_place(part)
         rows = qkv.shape[0]
         if rows:
             kernel, blocks = self._bind(cache.shape[2], table.dim() == 3)

@@ -52,7 +52,8 @@ def routing_kernel(
     choice = scores
     if CORRECTION:
         choice += tl.load(correction + experts, mask=real, other=0.0)
-    # Choose NaN scores first, as torch.topk does: NaN has to reach the output, with valid ids.
+    # Choose NaN scores first, as torch.topk does: NaN has to reach the output, and ids have to be
+    # valid.
     choice = tl.where(choice == choice, choice, float("inf"))
     choice = tl.where(real, choice, -float("inf"))
     places = tl.arange(0, BLOCK_K)

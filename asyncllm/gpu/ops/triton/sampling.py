@@ -7,7 +7,7 @@ race by their mass, then the tokens of the winning chunk. Otherwise:
 
 - top_k: the k-th largest of the chunks' maxima is a lower bound of the k-th largest logit. Only
   chunks with tokens above this bound, rarely many more than k, are read again; ``top_k.py`` finds
-  the cut in them.
+  the top-k threshold in them.
 - top_p: the winner of the race is the result if the tokens ahead of it have less than top_p of the
   mass. Otherwise top_p excludes the winner and every token after it, and the tokens ahead of it
   race again. That is rejection sampling with a pivot, as in FlashInfer's sampler. But here the
@@ -33,9 +33,9 @@ from asyncllm.gpu.ops.triton.top_k import (
     is_ahead,
     kth_largest,
     listed_values,
-    order_of,
-    top_k_cut,
-    value_of,
+    scaled_logit_of,
+    sortable_bits_of,
+    top_k_threshold,
 )
 from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
 
@@ -44,12 +44,12 @@ MIN_TEMPERATURE = tl.constexpr(gumbel.MIN_TEMPERATURE)
 NO_TOKEN_LEFT = tl.constexpr(gumbel.NO_TOKEN_LEFT)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
-COUNTERS = tl.constexpr(4)
+COUNTER_ROWS = tl.constexpr(4)
 """Rows of Philox counters per program of ``chunk_kernel``; a row covers four chunks."""
 
 CHUNK_ARGUMENTS = ["listed", "chunk_max", "chunk_sum", "chunk_score", "chunk_token"]
-"""Kernel arguments that lie in one allocation. Their alignments depend on the number of rows. A
-kernel specialised on them would be compiled again while requests are served."""
+"""Kernel arguments that lie in one allocation, so that their alignments depend on the number of
+rows. A kernel specialised on the alignments would be compiled again while requests are served."""
 
 
 @triton.jit
@@ -100,12 +100,12 @@ def chunk_kernel(
     num_chunks,
     stride_logits,
 ):
-    """Computes the statistics of chunks; grid ``(rows, num_chunks / (4 * COUNTERS))``."""
+    """Computes the statistics of chunks; grid ``(rows, num_chunks / (4 * COUNTER_ROWS))``."""
     row = tl.program_id(0).to(tl.int64)
     req_index = tl.load(req_indices + row).to(tl.int64)
     if req_index < 0:
         return
-    group = tl.program_id(1) * COUNTERS + tl.arange(0, COUNTERS)
+    group = tl.program_id(1) * COUNTER_ROWS + tl.arange(0, COUNTER_ROWS)
     lane = tl.arange(0, CHUNK)
     greedy, factor = temperature_factor(tl.load(temperatures + req_index))
     counter = (group[:, None] * CHUNK + lane[None, :]).to(tl.uint32)
@@ -169,7 +169,7 @@ def race_in_chunk(logits, chunk, factor, vocab_size, key):
 
 @triton.jit
 def race_ahead(logits, listed, count, factor, vocab_size, largest, key, pivot_value, pivot):
-    """Mass of the listed tokens ahead of a pivot, and the winner of the race among them."""
+    """Mass of the tokens ahead of a pivot in the listed chunks, and the winner of their race."""
     mass = tl.zeros([SCANNED_CHUNKS, CHUNK], tl.float32)
     best = tl.full([SCANNED_CHUNKS, CHUNK], float("-inf"), tl.float32)
     winner = tl.full([SCANNED_CHUNKS, CHUNK], 0, tl.int32)
@@ -237,7 +237,8 @@ def choose_kernel(
     counter = chunk.to(tl.uint32)
     word, _, _, _ = tl.philox(key, counter, counter * 0 + 1, counter * 0, counter * 0)
     by_mass = tl.where(sums > 0.0, maxima + tl.log(sums) - log_exponential(word), float("-inf"))
-    # Compute it for every row: keeping its inputs for a branch would spill registers.
+    # Race the chunks for every row, even if the result is unused: keeping the inputs for a branch
+    # would spill registers.
     heaviest = tl.min(tl.where(by_mass == tl.max(by_mass, 0), chunk, num_chunks - 1), 0)
     first = tl.min(tl.where(scores == tl.max(scores, 0), chunk, num_chunks - 1), 0)
     token = tl.load(chunk_token + row * num_chunks + first)
@@ -255,9 +256,9 @@ def choose_kernel(
     if valid & (greedy == 0) & (cut | (top_p < 1.0)):
         listed += row * num_chunks
         floor_value = tl.maximum(largest + tl.log(min_p), LOWEST)
-        bound = value_of(logits, token, factor)
-        order = order_of(maxima)
-        lowest_order = order_of(bound)
+        bound = scaled_logit_of(logits, token, factor)
+        order = sortable_bits_of(maxima)
+        lowest_order = sortable_bits_of(bound)
         if cut:
             bound = floor_value
             lowest_order = tl.full([], 0, tl.int64)
@@ -273,20 +274,21 @@ def choose_kernel(
             cut_value = floor_value
             cut_token = vocab_size
             if limited:
-                cut_value, cut_token = top_k_cut(
+                cut_value, cut_token = top_k_threshold(
                     logits, candidates + row * MAX_SORTED, listed, count, factor, vocab_size,
                     floor_value, lowest_order, k,
                 )  # fmt: skip
             total, token = race_ahead(*among, largest, key, cut_value, cut_token)
         if top_p < 1.0:
             mass, following = race_ahead(
-                *among, largest, key, value_of(logits, token, factor), token
+                *among, largest, key, scaled_logit_of(logits, token, factor), token
             )
-            # The loop ends under any rounding, because the mass is 0 once no token is ahead.
+            # The loop ends however the mass is rounded, because the mass is 0 once no token is
+            # ahead of the winner.
             while (mass > 0.0) & (mass >= top_p * total):
                 token = following
                 mass, following = race_ahead(
-                    *among, largest, key, value_of(logits, token, factor), token
+                    *among, largest, key, scaled_logit_of(logits, token, factor), token
                 )
     # If a chunk contains NaN, the total is NaN, whatever its maximum is.
     invalid = tl.where(total == 0.0, NO_TOKEN_LEFT, -1)
@@ -318,7 +320,7 @@ def sample(
     of_rows = (logits, sampling["states"], positions, sampling["temperature"])
     sizes = (vocab_size, num_chunks, row_stride("logits", logits))
     limits = (sampling["top_k"], sampling["top_p"], sampling["min_p"])
-    chunk_kernel[(rows, cdiv(num_chunks, 4 * COUNTERS.value))](
+    chunk_kernel[(rows, cdiv(num_chunks, 4 * COUNTER_ROWS.value))](
         *chunks, *of_rows, *limits, req_indices, *sizes, num_warps=4
     )
     choose_kernel[(rows,)](

@@ -62,7 +62,7 @@ def check_triton() -> None:
 def _check_cache_folder(folder: str) -> None:
     """Checks that Triton can write its cache folder; otherwise its first kernel would fail.
 
-    It cannot in a read-only container, or for a user without a home directory.
+    It is not writable in a read-only container, or for a user without a home directory.
     """
     try:
         os.makedirs(folder, exist_ok=True)

@@ -1,10 +1,10 @@
-"""top_k_cut: the value and id of the first token that top_k excludes, in a row of logits.
+"""top_k_threshold: value and id from which on top_k excludes the tokens of a row of logits.
 
 The k-th largest of the chunks' maxima is a lower bound of the k-th largest logit. Rarely are many
 more than k tokens at or above this bound. One pass over the chunks that contain such tokens, which
 the caller lists, collects the tokens, and a bitonic sort (Batcher, 1968) sorts them. If there are
 more than MAX_SORTED, because k is large or many logits are equal, quickselect (Hoare, 1961) finds
-the cut in several passes over the listed chunks.
+the threshold in several passes over the listed chunks.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
@@ -16,8 +16,8 @@ import triton.language as tl
 from asyncllm.gpu.ops import gumbel
 
 CHUNK = tl.constexpr(gumbel.CHUNK)
-PRIORITY = tl.constexpr(0x9E3779B1)
-PRIORITY_INVERSE = tl.constexpr(pow(0x9E3779B1, -1, 2**32))
+KEY_FACTOR = tl.constexpr(0x9E3779B1)
+KEY_FACTOR_INVERSE = tl.constexpr(pow(0x9E3779B1, -1, 2**32))
 
 SCANNED_CHUNKS = tl.constexpr(4)
 """Number of chunks that a program reads at a time."""
@@ -27,7 +27,7 @@ MAX_SORTED = tl.constexpr(256)
 
 
 @triton.jit
-def order_of(value):
+def sortable_bits_of(value):
     """Maps float32 numbers to integers in [0, 2**32) that sort in the same order."""
     # Adding 0 turns minus zero into zero.
     bits = (value + 0.0).to(tl.int32, bitcast=True)
@@ -63,47 +63,51 @@ def is_ahead(value, token, other_value, other_token):
 
 
 @triton.jit
-def value_of(logits, token, factor):
+def scaled_logit_of(logits, token, factor):
     return tl.load(logits + token).to(tl.float32) * factor
 
 
 @triton.jit
-def rank_of(
+def count_ahead_of(
     logits, listed, count, factor, vocab_size, pivot_value, pivot, high_value, high, low_value, low
 ):
-    """Counts the listed tokens ahead of the pivot, and picks the next pivots.
+    """Counts the tokens ahead of the pivot in the listed chunks, and picks the next two pivots.
 
-    One is a random token between ``high`` and the pivot, the other a random token between the pivot
-    and ``low``.
+    The first is a random token between ``high`` and the pivot, the second a random token between
+    the pivot and ``low``.
     """
     ranks = tl.zeros([SCANNED_CHUNKS, CHUNK], tl.int32)
     above = tl.full([SCANNED_CHUNKS, CHUNK], -2147483648, tl.int32)
     below = tl.full([SCANNED_CHUNKS, CHUNK], -2147483648, tl.int32)
     for start in range(0, count, SCANNED_CHUNKS):
         token, value, real = listed_values(logits, listed, count, factor, vocab_size, start)
-        # Multiplication by an odd number permutes 32-bit integers: priorities of tokens differ.
-        priority = (token.to(tl.uint32) * PRIORITY).to(tl.int32, bitcast=True)
+        # Multiplication by an odd number permutes 32-bit integers: keys of tokens differ.
+        packed_key = (token.to(tl.uint32) * KEY_FACTOR).to(tl.int32, bitcast=True)
         ahead = is_ahead(value, token, pivot_value, pivot)
         at_pivot = (value == pivot_value) & (token == pivot)
         ranks += (real & ahead).to(tl.int32)
         after_high = is_ahead(high_value, high, value, token)
         between = real & ahead & after_high
-        above = tl.where(between, tl.maximum(above, priority), above)
+        above = tl.where(between, tl.maximum(above, packed_key), above)
         before_low = is_ahead(value, token, low_value, low)
         between = real & (ahead == 0) & (at_pivot == 0) & before_low
-        below = tl.where(between, tl.maximum(below, priority), below)
+        below = tl.where(between, tl.maximum(below, packed_key), below)
     rank = tl.sum(tl.sum(ranks, 1), 0)
-    return rank, token_of(tl.max(tl.max(above, 1), 0)), token_of(tl.max(tl.max(below, 1), 0))
+    return (
+        rank,
+        token_of_key(tl.max(tl.max(above, 1), 0)),
+        token_of_key(tl.max(tl.max(below, 1), 0)),
+    )
 
 
 @triton.jit
-def token_of(priority):
-    return (priority.to(tl.uint32, bitcast=True) * PRIORITY_INVERSE).to(tl.int32, bitcast=True)
+def token_of_key(packed_key):
+    return (packed_key.to(tl.uint32, bitcast=True) * KEY_FACTOR_INVERSE).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def select_cut(logits, listed, count, factor, vocab_size, floor_value, k):
-    """Finds the cut by quickselect; see ``top_k_cut``."""
+def threshold_by_quickselect(logits, listed, count, factor, vocab_size, floor_value, k):
+    """Finds the top-k threshold by quickselect; see ``top_k_threshold``."""
     among = (logits, listed, count, factor, vocab_size)
     infinite = floor_value * 0.0 + float("inf")
     pivot_value = floor_value
@@ -112,7 +116,9 @@ def select_cut(logits, listed, count, factor, vocab_size, floor_value, k):
     low = vocab_size
     high_value = infinite
     high = vocab_size * 0 - 1
-    rank, above, below = rank_of(*among, pivot_value, pivot, high_value, high, low_value, low)
+    rank, above, below = count_ahead_of(
+        *among, pivot_value, pivot, high_value, high, low_value, low
+    )
     searching = rank > k
     while searching:
         if rank > k:
@@ -123,66 +129,78 @@ def select_cut(logits, listed, count, factor, vocab_size, floor_value, k):
             high_value = pivot_value
             high = pivot
             pivot = below
-        pivot_value = value_of(logits, pivot, factor)
-        rank, above, below = rank_of(*among, pivot_value, pivot, high_value, high, low_value, low)
+        pivot_value = scaled_logit_of(logits, pivot, factor)
+        rank, above, below = count_ahead_of(
+            *among, pivot_value, pivot, high_value, high, low_value, low
+        )
         searching = rank != k
     return pivot_value, pivot
 
 
 @triton.jit
-def sort_cut(logits, candidates, listed, count, factor, vocab_size, floor_value, lowest_order, k):
-    """Finds the cut by sorting the listed tokens at or above both bounds; see ``top_k_cut``.
+def threshold_by_sort(
+    logits, candidates, listed, count, factor, vocab_size, floor_value, lowest_order, k
+):
+    """Finds the top-k threshold by a sort; see ``top_k_threshold``.
 
-    Returns the cut's value and id, and the number of these tokens. If there are more than
-    MAX_SORTED, the cut is invalid.
+    It sorts the tokens of the listed chunks that are at or above both ``floor_value`` and
+    ``lowest_order``. Returns the threshold's value and id, and the number of tokens to sort. If
+    that is more than MAX_SORTED, the threshold is invalid.
 
     Args:
         candidates: ``[MAX_SORTED]`` int64, scratch memory of the row.
-        lowest_order: lower bound of the k-th largest ``order_of(logit)``; 0 if unknown.
+        lowest_order: lower bound of the k-th largest ``sortable_bits_of(logit)``; 0 if unknown.
         k: at most MAX_SORTED.
     """
     found = count * 0
     for start in range(0, count, SCANNED_CHUNKS):
         token, value, real = listed_values(logits, listed, count, factor, vocab_size, start)
-        order = order_of(value)
+        order = sortable_bits_of(value)
         wanted = real & (value >= floor_value) & (order >= lowest_order)
-        # The rank sorts by logit, then by id: no two are equal.
+        # Ranks order tokens by logit, then by id, so that no two ranks are equal.
         rank = (order - 2147483648) * 4294967296 + (4294967295 - token.to(tl.int64))
         rank = tl.reshape(rank, [SCANNED_CHUNKS * CHUNK])
         chosen = tl.reshape(wanted.to(tl.int32), [SCANNED_CHUNKS * CHUNK])
         place = found + tl.cumsum(chosen, 0) - 1
         tl.store(candidates + place, rank, mask=(chosen > 0) & (place < MAX_SORTED))
         found += tl.sum(chosen, 0)
-    # The code below reads ranks that other threads of this program have written.
+    # Wait for the program's other threads: the code below reads ranks that they write.
     tl.debug_barrier()
     number = tl.arange(0, MAX_SORTED)
     rank = tl.load(candidates + number, mask=number < found, other=-9223372036854775808)
     rank = tl.sort(rank, descending=True)
     last_in = tl.sum(tl.where(number == k - 1, rank, 0), 0)
-    cut_value = floor_value
-    cut = vocab_size
+    threshold_value = floor_value
+    threshold = vocab_size
     if found >= k:
-        # The cut may have any id between those of the k-th token and of the next: take the least.
+        # Any id after the k-th token's, up to the next token's, is a valid threshold: take the
+        # least.
         token = (4294967295 - (last_in & 4294967295)).to(tl.int32)
-        cut_value = value_of(logits, token, factor)
-        cut = token + 1
-    return cut_value, cut, found
+        threshold_value = scaled_logit_of(logits, token, factor)
+        threshold = token + 1
+    return threshold_value, threshold, found
 
 
 @triton.jit
-def top_k_cut(logits, candidates, listed, count, factor, vocab_size, floor_value, lowest_order, k):
-    """Value and id of the cut of top_k, the place in sorted order from which tokens are excluded.
+def top_k_threshold(
+    logits, candidates, listed, count, factor, vocab_size, floor_value, lowest_order, k
+):
+    """Value and id of the top-k threshold: the place in sorted order from which tokens are
+    excluded.
 
-    Ahead of the cut are k of the listed tokens at or above ``floor_value``, or all of them if there
-    are fewer than k. The token with the cut's id need not exist.
+    Ahead of the threshold are the first k tokens of the listed chunks that are at or above
+    ``floor_value``, or all such tokens if there are fewer than k. No token need have the
+    threshold's id.
     """
-    cut_value = floor_value
-    cut = vocab_size
+    threshold_value = floor_value
+    threshold = vocab_size
     found = vocab_size * 0 + MAX_SORTED + 1
     if k <= MAX_SORTED:
-        cut_value, cut, found = sort_cut(
+        threshold_value, threshold, found = threshold_by_sort(
             logits, candidates, listed, count, factor, vocab_size, floor_value, lowest_order, k
         )
     if found > MAX_SORTED:
-        cut_value, cut = select_cut(logits, listed, count, factor, vocab_size, floor_value, k)
-    return cut_value, cut
+        threshold_value, threshold = threshold_by_quickselect(
+            logits, listed, count, factor, vocab_size, floor_value, k
+        )
+    return threshold_value, threshold

@@ -14,7 +14,8 @@ INT32_END = 2**31
 """One more than the largest signed 32-bit integer."""
 
 SPLIT_TOKENS = 256
-"""Minimum number of tokens per split of a sequence in decode attention; less does not pay."""
+"""Minimum number of tokens per split of a sequence in decode attention; shorter splits are
+slower."""
 
 MAX_WAVE_SPLITS = 8
 """Maximum number of splits of a sequence whose only purpose is to fill the last wave."""
@@ -32,7 +33,7 @@ TILE_SPLIT_TOKENS = 512
 which has to be merged, is twice as large as the keys and values that a step of its loop reads."""
 
 SKEWED_TOKENS = 1024
-"""A batch is skewed if a split has this many tokens more than twice the average per program."""
+"""Tokens by which a split must exceed twice the average per program to make a batch skewed."""
 
 _HEAD_DIMS = (64, 128, 256, 512)
 MAX_HEAD_DIM = _HEAD_DIMS[-1]
@@ -98,7 +99,8 @@ def prefill_tiles(capability: int, head_dim: int, element_size: int = 2) -> Tile
         # Heads padded to 512 elements are masked, and the masks take registers.
         tiles = replace(tiles, keys=16)
     if element_size > 2:
-        # Tensor cores multiply float32 at full precision in software: registers are short.
+        # Use small tiles: tensor cores multiply full-precision float32 in software, which takes
+        # many registers.
         tiles = Tiles(16, 16, 8, 1) if head_dim > 256 else Tiles(32, 32, 8, 1)
     return tiles
 
@@ -151,7 +153,8 @@ def product_tiles(num_rows: int, num_groups: int, element_size: int) -> ProductT
     """
     rows = SMALL_GROUP_ROWS if num_rows <= SMALL_GROUP_ROWS * num_groups else 64
     if element_size > 2:
-        # Tensor cores multiply float32 at full precision in software: registers are short.
+        # Use small tiles: tensor cores multiply full-precision float32 in software, which takes
+        # many registers.
         return ProductTiles(
             rows // 2 if rows > SMALL_GROUP_ROWS else SMALL_GROUP_ROWS, 32, 32, 4, 1
         )
@@ -165,8 +168,9 @@ def num_splits(
 
     Programs run in waves, and a last wave of few programs takes as long as a full one. So the
     result is the smallest number of splits that keeps the GPU nearly as busy as the best number, as
-    in FlashAttention's num_splits_heuristic. No split of a longest sequence has fewer than
-    SPLIT_TOKENS tokens. It depends on shapes alone, so that it is fixed in a captured graph.
+    in FlashAttention's num_splits_heuristic. If a sequence has ``max_len`` tokens, none of its
+    splits has fewer than SPLIT_TOKENS. It depends on shapes alone, so that it is fixed in a
+    captured graph.
 
     Args:
         batch: number of rows of the launch, padding included.
@@ -174,9 +178,9 @@ def num_splits(
         num_sms: number of multiprocessors of the GPU.
         programs_per_sm: programs that run on a multiprocessor at the same time.
     """
-    places, programs = programs_per_sm * num_sms, batch * kv_heads
-    most = min(max(cdiv(places, programs), MAX_WAVE_SPLITS), cdiv(max_len, SPLIT_TOKENS))
-    return _fewest_splits(programs, places, max(1, most))
+    num_places, programs = programs_per_sm * num_sms, batch * kv_heads
+    max_splits = min(max(cdiv(num_places, programs), MAX_WAVE_SPLITS), cdiv(max_len, SPLIT_TOKENS))
+    return _fewest_splits(programs, num_places, max(1, max_splits))
 
 
 def num_extra_splits(kv_heads: int, num_sms: int, programs_per_sm: int = PROGRAMS_PER_SM) -> int:
@@ -188,18 +192,18 @@ def num_extra_splits(kv_heads: int, num_sms: int, programs_per_sm: int = PROGRAM
     return cdiv(2 * programs_per_sm * num_sms, kv_heads)
 
 
-def is_skewed(longest: int, total: int, splits: int, kv_heads: int, places: int) -> bool:
+def is_skewed(longest: int, total: int, splits: int, kv_heads: int, num_places: int) -> bool:
     """Whether the longest sequence would hold up a batch of decode rows.
 
-    It would if a split of that sequence has SKEWED_TOKENS keys more than twice the average number
-    of keys per concurrent program.
+    It does if one of its splits has SKEWED_TOKENS keys more than twice the average number of keys
+    per concurrent program.
 
     Args:
         longest, total: tokens of the longest sequence, and of all sequences.
         splits: number of splits per sequence.
-        places: number of programs that run on the GPU at the same time.
+        num_places: number of programs that run on the GPU at the same time.
     """
-    fair = total * kv_heads // places
+    fair = total * kv_heads // num_places
     return cdiv(longest, splits) > 2 * fair + SKEWED_TOKENS
 
 
@@ -218,20 +222,20 @@ def num_tile_splits(num_tiles: int, kv_heads: int, max_len: int, num_sms: int) -
         max_len: maximum number of keys that a tile sees.
     """
     programs = num_tiles * kv_heads
-    most = min(cdiv(num_sms, programs), cdiv(max_len, TILE_SPLIT_TOKENS))
-    return _fewest_splits(programs, num_sms, max(1, most))
+    max_splits = min(cdiv(num_sms, programs), cdiv(max_len, TILE_SPLIT_TOKENS))
+    return _fewest_splits(programs, num_sms, max(1, max_splits))
 
 
 @lru_cache(maxsize=4096)
-def _fewest_splits(programs: int, places: int, most: int) -> int:
-    rates = [wave_utilisation(programs * splits, places) for splits in range(1, most + 1)]
+def _fewest_splits(programs: int, num_places: int, max_splits: int) -> int:
+    rates = [wave_utilisation(programs * splits, num_places) for splits in range(1, max_splits + 1)]
     good = 0.9 * max(rates)
     return next(splits for splits, rate in enumerate(rates, 1) if rate >= good)
 
 
-def wave_utilisation(programs: int, places: int) -> float:
+def wave_utilisation(programs: int, num_places: int) -> float:
     """Fraction of the GPU that equally long programs keep busy until the last one ends."""
-    return programs / (cdiv(programs, places) * places)
+    return programs / (cdiv(programs, num_places) * num_places)
 
 
 def row_warps(width: int) -> int:
