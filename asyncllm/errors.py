@@ -34,7 +34,7 @@ class AsyncLLMError(Exception):
         return make, (type(self),), {**vars(self), "args": self.args}
 
 
-def to_raise(error: BaseException) -> BaseException:
+def copy_for_raise(error: BaseException) -> BaseException:
     """Copy of an exception that a stream keeps, to raise to its reader. Raising the kept one would
     make a cycle: its traceback refers to the reader's frames, and these to the stream. An exception
     of the application that cannot be copied is returned as it is."""

@@ -11,7 +11,7 @@ from asyncllm import validation as check
 from asyncllm.core.channel import Channel, End, merged
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.request import Request, RequestGroup
-from asyncllm.errors import RequestError, to_raise
+from asyncllm.errors import RequestError, copy_for_raise
 from asyncllm.output_reader import OutputReader
 from asyncllm.outputs import (
     Completion,
@@ -271,7 +271,7 @@ class TokenStream(Handle):
                 return delta
             self._done = True
             self._error = final
-            raise to_raise(final)
+            raise copy_for_raise(final)
         last = final.last or _NO_TOKENS
         if len(delta.token_ids) + len(last.token_ids) > self._channel.max_merged:
             return delta
@@ -337,7 +337,7 @@ class TokenStream(Handle):
             AsyncLLMError: if the request failed.
         """
         if self._error is not None:
-            raise to_raise(self._error)
+            raise copy_for_raise(self._error)
         prompt = tuple(self.prompt_token_ids or ())
         outputs = self._outputs_read()
         if self._parser is not None:

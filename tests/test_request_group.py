@@ -37,14 +37,14 @@ def test_one_end_after_the_last_member():
         assert group.channel.final is None
         assert rig.core.stats().num_running == 3 - (step >= 2) - (step >= 4)
         assert rig.core.admission.num_live == 3 - (step >= 2) - (step >= 4)
-        assert rig.core.admission.get("g") is group
+        assert rig.core.admission.get_live("g") is group
     rig.steps(1)
     tokens, reasons, final = read(group)
     assert tokens == rig.reference(group)
     assert reasons == {0: "length", 2: "length"}
     assert (final.finish_reason, final.last.index) == ("length", 1)
     assert (final.usage.prompt_tokens, final.usage.completion_tokens) == (4, 12)
-    assert rig.core.admission.get("g") is None
+    assert rig.core.admission.get_live("g") is None
     assert rig.core.admission.num_live == 0
     assert rig.core.stats().num_finished == 1
     assert rig.core.stats().num_free_blocks == rig.core.stats().num_blocks

@@ -74,7 +74,7 @@ class Admission:
         """Requests that have not ended."""
         return self._num_members - len(self._ended)
 
-    def get(self, request_id: str) -> RequestGroup | None:
+    def get_live(self, request_id: str) -> RequestGroup | None:
         group = self._live.get(request_id)
         return None if group is None or group.cancelled else group
 

@@ -295,7 +295,7 @@ class EngineCore:
         """Send the masks of a step with grammars, once it is the oldest in flight: only then are
         all tokens known that its masks depend on."""
         step = self._in_flight[0][0] if self._in_flight else None
-        if step is None or not step.is_masked or step.batch.step == self._masked_step:
+        if step is None or not step.has_grammar_mask or step.batch.step == self._masked_step:
             return
         self._masked_step = step.batch.step
         masks, ends = self._masks.make(step, self._last_step_time)
@@ -319,7 +319,7 @@ class EngineCore:
         self._last_step_time = now - launched_at
         for event in self.scheduler.update(step, result):
             self.output_processor.deliver(event, now)
-        if step.is_masked:
+        if step.has_grammar_mask:
             self._masks.make_ahead(step)
         self.scheduler.budget.recover()
         self._send_masks()

@@ -46,7 +46,7 @@ class FullAttentionGroup:
             found.append(block)
         return found
 
-    def shorten(self, request: Request, found: list[Block], num_tokens: int) -> list[Block]:
+    def truncate_hit(self, request: Request, found: list[Block], num_tokens: int) -> list[Block]:
         """Cut a hit down to at most ``num_tokens``, fewer than it covers."""
         return found[: num_tokens // self.block_size]
 
@@ -106,7 +106,7 @@ class SlidingWindowGroup(FullAttentionGroup):
                 seen.append(block)
         return [self.pool.null_block] * (end - len(seen)) + seen[::-1]
 
-    def shorten(self, request: Request, found: list[Block], num_tokens: int) -> list[Block]:
+    def truncate_hit(self, request: Request, found: list[Block], num_tokens: int) -> list[Block]:
         return self.find_prefix(request, num_tokens)
 
     def _first_unpublished(self, request: Request) -> int:
@@ -215,7 +215,7 @@ class KVCacheManager:
             agreed = True
             for i, group in enumerate(self.groups):
                 if len(found[i]) * group.block_size > length:
-                    found[i] = group.shorten(request, found[i], length)
+                    found[i] = group.truncate_hit(request, found[i], length)
                     length = len(found[i]) * group.block_size
                     agreed = False
         return length

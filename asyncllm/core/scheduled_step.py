@@ -19,7 +19,7 @@ class ScheduledStep:
         admitted: requests that got a slot with this step.
         published, snapshots: KV blocks and states that entered the prefix cache because of this
             step, and are withdrawn if it fails.
-        is_masked: whether any sampling row has a grammar.
+        has_grammar_mask: whether any sampling row has a grammar.
     """
 
     batch: StepBatch
@@ -28,7 +28,7 @@ class ScheduledStep:
     admitted: list[Request] = field(default_factory=list)
     published: list[Block] = field(default_factory=list)
     snapshots: list[Block] = field(default_factory=list)
-    is_masked: bool = False
+    has_grammar_mask: bool = False
 
     def order_decodes_first(self) -> None:
         """Move the decode rows to the front, where ``StepBatch`` needs them."""

@@ -160,7 +160,7 @@ class Scheduler:
                 batch.new_blocks.append((request.req_index, new))
                 if freed:
                     batch.trimmed += [(request.req_index, *entries) for entries in freed]
-        if step.is_masked:
+        if step.has_grammar_mask:
             batch.masked_rows = masked_rows(step)
         if batch.num_decodes < len(step.requests):
             batch.prompt_logprobs = prompt_spans(step, self.info.vocab_size)
@@ -294,7 +294,7 @@ class Scheduler:
             if count == 1:
                 batch.num_decodes += 1
             if request.structured_output is not None:
-                step.is_masked = True
+                step.has_grammar_mask = True
         if end >= request.publish_at:
             step.published += self.kv.publish(request)
             if end == request.snapshot_at:

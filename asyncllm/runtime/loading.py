@@ -35,14 +35,14 @@ class LoadedModel:
     response_formats: ResponseFormats | None = None
 
 
-def make_grammar_compiler(config: EngineConfig, loaded: LoadedModel) -> GrammarCompiler:
+def make_grammar_compiler(config: EngineConfig, loaded_model: LoadedModel) -> GrammarCompiler:
     """Grammar compiler of an engine. A backend that the configuration names is prepared now, which
     holds the GIL for up to a second if the vocabulary is large.
 
     Raises:
         InvalidRequestError: if the configured backend is not installed.
     """
-    tokenizer, size = loaded.tokenizer, loaded.executor.info.vocab_size
+    tokenizer, size = loaded_model.tokenizer, loaded_model.executor.info.vocab_size
 
     def vocabulary() -> Vocabulary:
         names = {i: tokenizer.backend.id_to_token(i) for i in tokenizer.special_token_ids}

@@ -38,10 +38,10 @@ MAX_FRAGMENTS = 1024
 """Maximum number of fragments of a WebSocket message. Without a limit, a client could send empty
 fragments for ever."""
 
-HTTP_SLICE = 1 << 14
+HTTP_SLICE_BYTES = 1 << 14
 """Number of bytes that the HTTP parser gets at a time; it checks its bounds after each slice."""
 
-FRAME_SLICE = 256, 4096
+FRAME_SLICE_BYTES = 256, 4096
 """Minimum and maximum number of bytes that the WebSocket parser gets at a time. It parses every
 frame in them."""
 
@@ -66,8 +66,8 @@ class ConnectionLimits:
             are answered with 503. To send this answer, the server accepts twice as many
             connections, but at most 128 fewer than the process may open files. At both bounds the
             oldest connections between requests, or without a whole header, are closed first.
-        max_header_size: bytes of a request's line and fields.
-        max_message_size: bytes of a WebSocket message.
+        max_header_size: maximum number of bytes of a request line with its header fields.
+        max_message_size: maximum number of bytes of a WebSocket message.
         header_timeout: seconds that a client has to send a header, or the rest of a body after its
             answer.
         send_timeout: seconds that a client may leave its answer unread.
@@ -292,18 +292,18 @@ class HttpProtocol(_BoundedProtocol, H11Protocol):
         self.conn.begin_turn()
         while True:
             if self._unparsed and self.conn.needs_data:
-                self.conn.receive_data(self._take_unparsed(HTTP_SLICE))
+                self.conn.receive_data(self._take_unparsed(HTTP_SLICE_BYTES))
             super().handle_events()
             if self._num_discarded is not None or self.transport.is_closing():
                 return
             if self.transport.get_protocol() is not self:
                 return
-            if not (self._unparsed and self.conn.needs_data) or self.conn.is_spent:
+            if not (self._unparsed and self.conn.needs_data) or self.conn.is_turn_over:
                 break
         is_idle = self.conn.their_state is h11.IDLE
         if not is_idle:
             self.idle.pop(self, None)
-        if self.conn.is_spent:
+        if self.conn.is_turn_over:
             self._wait_for_turn()
         elif is_idle:
             self._header_timer.start()
@@ -493,7 +493,7 @@ class WebSocketProtocol(_BoundedProtocol, WebSocketsSansIOProtocol):
         self.transport.write(_text_frame(text.encode()))
 
     def _parse(self) -> None:
-        least, most = FRAME_SLICE
+        least, most = FRAME_SLICE_BYTES
         size, self._num_frames = least, 0
         while self._unparsed and self._may_parse() and not self.transport.is_closing():
             if self._num_frames >= EVENTS_PER_TURN:

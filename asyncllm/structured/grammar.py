@@ -19,7 +19,7 @@ class GrammarError(Exception):
     """
 
 
-def refuse_work(spec: StructuredOutputs, why: str) -> InvalidRequestError:
+def too_complex_error(spec: StructuredOutputs, why: str) -> InvalidRequestError:
     """Make the error for an output whose next token exceeds the limits of the parser."""
     what = f"{spec.param}.{spec.kind}" if spec.param == "structured_outputs" else spec.param
     return InvalidRequestError(
