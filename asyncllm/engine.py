@@ -482,7 +482,7 @@ class AsyncLLMEngine(Handle):
         await wait_for(core.call(core.suspend, suspended))
 
     async def reset_prefix_cache(self) -> bool:
-        """Evict all cached prefixes. False, with nothing done, while requests hold KV blocks."""
+        """Evict all cached prefixes. While requests hold KV blocks, only returns False."""
         core = self._running().submitter.core
         return await wait_for(core.call(core.scheduler.kv.reset_prefix_cache))
 
