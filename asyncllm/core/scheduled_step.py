@@ -15,7 +15,8 @@ class ScheduledStep:
     """A step and the requests behind its rows.
 
     Attributes:
-        requests, epochs: of each row. A result counts only if its request still has that epoch.
+        requests, epochs: request of each row, and the request's epoch. A result counts only if the
+            request still has that epoch.
         admitted: requests that got a slot with this step.
         published, snapshots: KV blocks and states that entered the prefix cache because of this
             step, and are withdrawn if it fails.

@@ -30,7 +30,7 @@ as long."""
 
 
 class Scheduler:
-    """Decides how many tokens each request computes in a step.
+    """Decides which requests run in a step, and how many tokens each computes.
 
     It accounts for blocks, slots and tokens in flight.
 
@@ -39,7 +39,7 @@ class Scheduler:
         policy: "fcfs", "priority" or "deadline".
         enable_prefix_caching: find and publish shared prefixes, if the executor has no states or
             keeps snapshots of them.
-        in_process: the executor's, if it has one.
+        in_process: the executor's InProcess, if it has one.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class Scheduler:
         self.in_process.processors.pop(request.arrival_index, None)
 
     def pause(self, request: Request) -> None:
-        """Compute nothing more for a request until ``resume``. It loses its slot, keeps its blocks
-        until another request needs them, and still accepts a token in flight. With recurrent states
-        it frees its blocks too: the state is lost with the slot, and blocks without it are worth no
-        more than a cached prefix."""
+        """Do not schedule a request until ``resume``. It loses its slot, keeps its blocks until
+        another request needs them, and still accepts a token in flight. With recurrent states the
+        request frees its blocks too, because they are of no use without the state, which is lost
+        with the slot."""
         if request.status in (Status.FINISHED, Status.PAUSED):
             return
         self._leave(request)
@@ -139,8 +139,8 @@ class Scheduler:
     # --- one step ----------------------------------------------------------------------
 
     def schedule(self) -> ScheduledStep | None:
-        """Next step; None if there is nothing to compute now. Requests that can never run are put
-        into ``failed``."""
+        """Make the next step; None if there is nothing to compute now. Requests that can never run
+        are put into ``failed``."""
         step = ScheduledStep(StepBatch(self._num_steps))
         if self.kv.states is not None:
             self.kv.states.publish_saved()
@@ -175,8 +175,8 @@ class Scheduler:
         scheduled: dict[Request, int],
         grown: dict[Request, tuple[tuple[list[int], ...], list[OutOfWindow]]],
     ) -> tuple[int, bool]:
-        """Schedule running requests in order, and preempt when blocks run out. Returns the budget
-        left and whether a request was preempted."""
+        """Schedule running requests in order, and preempt when blocks run out. Returns the rest of
+        the token budget, and whether a request was preempted."""
         budget = self.budget.tokens
         lookahead = self.num_lookahead_tokens
         preempted = False
@@ -225,8 +225,8 @@ class Scheduler:
             if request is None or len(awaiting) > most:
                 break
             if request.num_placeholders or (states is not None and states.is_saving(request)):
-                # It has to wait a step: for its token in flight, or for a snapshot of its prefix
-                # that this step saves. Others may pass it meanwhile.
+                # The request has to wait for a step: for its token in flight, or for a snapshot of
+                # its prefix that this step saves. Other requests may pass it meanwhile.
                 self.waiting.discard(request)
                 awaiting.append(request)
                 continue
@@ -245,7 +245,7 @@ class Scheduler:
             self.waiting.push(request)
 
     def _admit(self, request: Request) -> bool:
-        # Blocks of requests that do not run serve as the reserve: they are taken first.
+        # Blocks of requests that do not run serve as the reserve, because they are evicted first.
         others_idle = len(self._evictable_requests) > (request in self._evictable_requests)
         reserve = self.kv.watermark if self.running and not others_idle else 0
         while not self._take_blocks(request, reserve):
@@ -272,7 +272,7 @@ class Scheduler:
         return self.kv.admit(request, num_tokens, self.kv.find_prefix(request), reserve)
 
     def _num_reserved_tokens(self, request: Request) -> int:
-        """Number of tokens to have blocks for on admission, drafts included."""
+        """Number of tokens that a request needs blocks for on admission, drafts included."""
         return min(len(request.token_ids) + self.num_lookahead_tokens, self.info.max_model_len)
 
     def _commit(self, request: Request, count: int, step: ScheduledStep) -> None:
@@ -372,7 +372,7 @@ class Scheduler:
                 if request.structured_output is not None:
                     try:
                         reason = request.structured_output.advance(request, token_id, reason)
-                    except BaseException as error:  # native code of a backend may raise it
+                    except BaseException as error:  # A grammar backend's native code may raise BaseException (a Rust panic).
                         self.finish(request, None)
                         yield request, -1, None, error
                         break
@@ -406,8 +406,8 @@ class Scheduler:
         return self._evictable_victim() or max(self.running, key=lambda r: r.sort_key)
 
     def _evictable_victim(self, besides: Request | None = None) -> Request | None:
-        """Best victim among requests that hold blocks without running, paused ones first; None
-        without any."""
+        """Best victim among requests that hold blocks without running, paused ones first; None if
+        there is none."""
         candidates = [r for r in self._evictable_requests if r is not besides]
         return max(candidates, key=lambda r: (r.status is Status.PAUSED, r.sort_key), default=None)
 
@@ -417,8 +417,8 @@ class Scheduler:
         self._reset_for_recompute(request)
 
     def _reset_for_recompute(self, request: Request) -> None:
-        """Free the request's blocks and void its results in flight; known tokens stay. A running
-        request waits again, ahead of its owner's later arrivals."""
+        """Free the request's blocks and void its results in flight; it keeps its known tokens. A
+        running request is queued again, ahead of its owner's later arrivals."""
         if request.status is Status.RUNNING:
             self._leave(request)
             self.add(request)
