@@ -162,7 +162,7 @@ class LLM(Handle):
             AsyncLLMError: the first error of any prompt; the other requests are then aborted.
             EngineOverloadedError: only if not even the first prompt is accepted.
         """
-        one = isinstance(prompts, str) or _begins_with(prompts, "prompts", numbers.Integral)
+        one = isinstance(prompts, str) or _first_item_is(prompts, "prompts", numbers.Integral)
         name = None if one else "prompts"
         return self._complete(self.engine.stream, name, prompts, sampling_params, progress, options)
 
@@ -176,7 +176,7 @@ class LLM(Handle):
     ) -> Any:
         """Answer one conversation, or a sequence of conversations as one batch. Arguments and
         errors are those of ``generate`` and of ``AsyncLLMEngine.chat``."""
-        one = _begins_with(messages, "messages", Mapping) or len(messages) == 0
+        one = _first_item_is(messages, "messages", Mapping) or len(messages) == 0
         name = None if one else "messages"
         return self._complete(self.engine.chat, name, messages, sampling_params, progress, options)
 
@@ -246,7 +246,7 @@ class LLM(Handle):
 
         def read() -> Completion:
             nonlocal num_read
-            with _naming(name, num_read):
+            with _adding_index_to_error(name, num_read):
                 completion = live[0].result()
             live.popleft()
             num_read += 1
@@ -256,7 +256,7 @@ class LLM(Handle):
             for index, (prompt, sampling_params) in enumerate(requests):
                 while True:
                     try:
-                        with _naming(name, index):
+                        with _adding_index_to_error(name, index):
                             stream = submit(prompt, sampling_params, **options)
                         live.append(LLMStream(stream, self._mailbox))
                         break
@@ -303,7 +303,7 @@ class LLM(Handle):
 
 
 @contextlib.contextmanager
-def _naming(name: str | None, index: int) -> Iterator[None]:
+def _adding_index_to_error(name: str | None, index: int) -> Iterator[None]:
     """Add the index of a batch's item to the message of its error."""
     try:
         yield
@@ -314,7 +314,7 @@ def _naming(name: str | None, index: int) -> Iterator[None]:
         raise
 
 
-def _begins_with(value: Any, name: str, kind: type) -> bool:
+def _first_item_is(value: Any, name: str, kind: type) -> bool:
     """Whether the first item is an instance of ``kind``.
 
     Raises:

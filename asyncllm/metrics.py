@@ -242,7 +242,7 @@ class EngineMetrics(Collector):
         engines = list(engine) if isinstance(engine, Sequence) else [engine]
         if not engines:
             raise InvalidRequestError("engine=[]: expected at least one engine", param="engine")
-        extra = _checked(labels)
+        extra = _check_labels(labels)
         model_name = extra.pop("model_name", None)
         self._prefix = "asyncllm:" if compat is None else "vllm:"
         self._label_names = ("model_name", "engine", *extra)
@@ -331,7 +331,7 @@ class EngineMetrics(Collector):
         return kind(name, documentation, labels=(*self._label_names, *labels))
 
 
-def _checked(labels: Mapping[str, str] | None) -> dict[str, str]:
+def _check_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
     """Check the labels; returns a copy of them."""
     checked = dict(labels or {})
     for name, value in checked.items():

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 from asyncllm import validation as check
-from asyncllm.core.channel import Channel, End, merged
+from asyncllm.core.channel import Channel, End, merge_pending
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.request import Request, RequestGroup
 from asyncllm.errors import RequestError, copy_for_raise
@@ -164,7 +164,7 @@ class TokenStream(Handle):
                 self._reading = False
                 channel.has_reader = False
                 channel.waiter = None
-        return self._take()
+        return self._take_delta()
 
     def with_heartbeat(self, seconds: float) -> StreamWithHeartbeat:
         """Iterate over the deltas, and yield None after every ``seconds`` without one, to keep a
@@ -215,7 +215,7 @@ class TokenStream(Handle):
                 channel.has_reader = True
                 if not items and channel.final is None:
                     mailbox.wait(waiter)
-            delta = self._take()
+            delta = self._take_delta()
         except BaseException:
             self.abort()
             raise
@@ -225,7 +225,7 @@ class TokenStream(Handle):
             channel.waiter = None
         return delta
 
-    def _take(self) -> Delta:
+    def _take_delta(self) -> Delta:
         """Take the next unread delta, and merge the end into it if that comes next. A delta or the
         end must be unread."""
         channel = self._channel
@@ -234,7 +234,7 @@ class TokenStream(Handle):
         items = channel.items
         delta = items.popleft() if items else _NO_TOKENS
         if not isinstance(delta, Delta):
-            delta = merged(delta)
+            delta = merge_pending(delta)
         if final is not None and not items:
             delta = self._finish(delta, final)
         if self._parser is not None:

@@ -34,9 +34,10 @@ MAX_ITEMS = 2**19
 while an event loop waits."""
 
 MAX_DATA = 2**16
+"""Maximum number of values and characters of plain data. It is copied while an event loop waits."""
+
 MAX_DEPTH = 16
-"""Most values and characters, and most levels, of plain data, which is copied while an event loop
-waits."""
+"""Maximum nesting depth of plain data, which is copied recursively."""
 
 MAX_SECONDS = 1e7
 """Maximum duration: 115 days, less than any platform's longest wait for a lock."""
@@ -162,12 +163,12 @@ def plain_data(name: str, value: Any, **how: Any) -> Any:
     dicts with text for keys."""
     with suppress(Exception):
         if isinstance(value, Mapping):
-            return _copied(value, [MAX_DATA], MAX_DEPTH)
+            return _copy_plain_data(value, [MAX_DATA], MAX_DEPTH)
     accepted = f"a dict of plain data, {MAX_DEPTH} deep, {MAX_DATA} values and characters at most"
     return _refuse(name, value, accepted, **how)
 
 
-def _copied(value: Any, left: list[int], depth: int) -> Any:
+def _copy_plain_data(value: Any, left: list[int], depth: int) -> Any:
     """Copy plain data. Raises for anything else, and for more than ``left[0]`` values and
     characters."""
     left[0] -= 1 + len(value) if isinstance(value, str) else 1
@@ -180,11 +181,13 @@ def _copied(value: Any, left: list[int], depth: int) -> Any:
     if isinstance(value, Mapping):
         pairs = itertools.islice(value.items(), left[0] + 1)
         return {
-            string("", _copied(key, left, depth), empty=True): _copied(one, left, depth - 1)
+            string("", _copy_plain_data(key, left, depth), empty=True): _copy_plain_data(
+                one, left, depth - 1
+            )
             for key, one in pairs
         }
     if isinstance(value, (list, tuple)):
-        return [_copied(one, left, depth - 1) for one in value]
+        return [_copy_plain_data(one, left, depth - 1) for one in value]
     if isinstance(value, numbers.Integral):
         return integer("", value, -(2**63), 2**64 - 1)
     return number("", value, -sys.float_info.max, sys.float_info.max)

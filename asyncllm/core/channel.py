@@ -72,7 +72,7 @@ request in its group, and either every token has log-probabilities or none has. 
 because one is made with every token, and a NamedTuple takes seven times as long."""
 
 
-def merged(pending: PendingDelta) -> Delta:
+def merge_pending(pending: PendingDelta) -> Delta:
     """Merge unread tokens into one Delta."""
     size, texts, token_ids, logprobs, index = pending
     return Delta(
@@ -165,7 +165,7 @@ class Channel:
                 all_logprobs.append(logprobs)
             size += 1
             pending = (size, texts, token_ids, all_logprobs, index)
-            items[-1] = pending if size < self.max_merged else merged(pending)
+            items[-1] = pending if size < self.max_merged else merge_pending(pending)
         except IndexError:
             return False
         return True

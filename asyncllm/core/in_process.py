@@ -37,7 +37,7 @@ class InProcess:
         return replace(assignment, sampling=_changed(assignment.sampling, processors))
 
 
-def plain(sampling: SamplingParams) -> SamplingParams:
+def picklable_params(sampling: SamplingParams) -> SamplingParams:
     """Copy the parameters to a picklable object, without callables, grammar or shared mappings."""
     if (
         not sampling.logits_processors

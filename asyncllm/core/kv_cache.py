@@ -172,7 +172,7 @@ class KVCacheManager:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
-    def blocks_for(self, num_tokens: int) -> int:
+    def max_blocks_for(self, num_tokens: int) -> int:
         """Maximum number of blocks, over all groups, that a sequence of ``num_tokens`` holds at
         once."""
         return sum(group.spec.max_blocks(num_tokens, self._step_tokens) for group in self.groups)

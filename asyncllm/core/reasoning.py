@@ -18,15 +18,15 @@ class Reasoning:
         thinking: reasoning is open; initially, whether the prompt has opened it.
         may_begin: the output may still begin with reasoning; initially, whether the prompt has
             neither opened nor closed it.
-        once: reasoning may not follow the beginning of the answer. Set if there is a grammar,
-            because ``begin`` is then part of the answer.
+        only_at_start: no reasoning after the answer has begun. Set if there is a grammar, because
+            ``begin`` is then part of the answer.
     """
 
     begin: tuple[int, ...]
     end: tuple[int, ...]
     thinking: bool
     may_begin: bool
-    once: bool = False
+    only_at_start: bool = False
     _recent: list[int] = field(default_factory=list)
 
     def next_of_begin(self) -> int | None:
@@ -41,7 +41,7 @@ class Reasoning:
         """Process the next token; returns whether it belongs to the reasoning or its delimiters."""
         recent = self._recent
         was_thinking = self.thinking
-        if self.once and not was_thinking and token_id != self.next_of_begin():
+        if self.only_at_start and not was_thinking and token_id != self.next_of_begin():
             self.may_begin = False
             return False
         recent.append(token_id)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from asyncllm.core.batch import RequestAssignment, StepBatch, StepResult
 from asyncllm.core.executor import ExecutorInfo
-from asyncllm.core.in_process import InProcess, plain
+from asyncllm.core.in_process import InProcess, picklable_params
 from asyncllm.core.kv_cache import KVCacheManager, OutOfWindow, block_ids
 from asyncllm.core.prompt_logprobs import keep_prompt_logprobs, prompt_spans
 from asyncllm.core.request import Request, Status
@@ -72,7 +72,7 @@ class Scheduler:
         self._evictable_requests: dict[Request, None] = {}
         self._free_req_indices = list(range(info.max_num_seqs - 1, -1, -1))
         self._released_req_indices: list[int] = []
-        self._latest: ScheduledStep | None = None
+        self._latest_step: ScheduledStep | None = None
         self._num_steps = 0
 
     # --- requests come, pause and go ---------------------------------------------------
@@ -167,7 +167,7 @@ class Scheduler:
         batch.released, self._released_req_indices = self._released_req_indices, []
         batch.assignments = [self._assignment(r) for r in step.admitted]
         self._num_steps += 1
-        self._latest = step
+        self._latest_step = step
         return step
 
     def _schedule_running(
@@ -317,7 +317,7 @@ class Scheduler:
             token_ids=request.token_ids.copy(),
             num_prompt_tokens=request.num_prompt_tokens,
             block_ids=block_ids(request.blocks),
-            sampling=plain(request.sampling),
+            sampling=picklable_params(request.sampling),
             eos_token_ids=request.eos_token_ids,
             processors_key=processors_key,
             bad_words=request.bad_words,
@@ -366,13 +366,13 @@ class Scheduler:
                 request.token_ids.append(token_id)
                 self.num_generated_tokens += 1
                 if request.num_computed_tokens >= request.publish_at:
-                    assert self._latest is not None
-                    self._latest.published += self.kv.publish(request)
+                    assert self._latest_step is not None
+                    self._latest_step.published += self.kv.publish(request)
                 reason = request.check_stop(token_id)
                 if request.structured_output is not None:
                     try:
                         reason = request.structured_output.advance(request, token_id, reason)
-                    except BaseException as error:  # A grammar backend's native code may raise BaseException (a Rust panic).
+                    except BaseException as error:  # a backend's native code may panic
                         self.finish(request, None)
                         yield request, -1, None, error
                         break
@@ -428,7 +428,7 @@ class Scheduler:
         request.epoch += 1
 
     def _fail_too_large(self, request: Request, num_tokens: int) -> None:
-        needed, usable = self.kv.blocks_for(num_tokens), self.kv.pool.num_usable
+        needed, usable = self.kv.max_blocks_for(num_tokens), self.kv.pool.num_usable
         self.finish(request, None)
         error = KVCacheTooSmallError(
             f"request {request.request_id!r} needs {needed} KV blocks for {num_tokens} tokens, "

@@ -59,4 +59,4 @@ class DelimiterTokens:
         end = self.end
         if self.end_before_call and grammar is not None and grammar.param == "tools":
             end = self.end_before_call
-        return Reasoning(self.begin, end, opened, may_begin, once=grammar is not None)
+        return Reasoning(self.begin, end, opened, may_begin, only_at_start=grammar is not None)

@@ -145,7 +145,7 @@ async def wait_for(future: Future[Any]) -> Any:
     try:
         return future.result()
     finally:
-        del future  # else the exception's traceback would refer to the future, and the future to the exception
+        del future  # break the cycle of exception, traceback and future
 
 
 async def join(thread: threading.Thread, timeout: float) -> None:

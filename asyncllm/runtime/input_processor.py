@@ -21,7 +21,7 @@ from asyncllm.logits_processor import applicable_processors
 from asyncllm.runtime.delimiter_tokens import DelimiterTokens
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.runtime.prompt_encoder import Encode, PromptEncoder
-from asyncllm.runtime.request_options import ChatOptions, RequestOptions, take
+from asyncllm.runtime.request_options import ChatOptions, RequestOptions, pop_fields
 from asyncllm.runtime.submitter import CallInfo, Submission, Submitter
 from asyncllm.sampling_params import SamplingParams, with_response_format
 from asyncllm.text.bad_words import bad_words_token_ids
@@ -126,11 +126,11 @@ class InputProcessor:
     ) -> Submission:
         """Check a call of ``AsyncLLMEngine.submit``: ``conversation`` for messages, else
         ``prompt``."""
-        request, first = take(RequestOptions, options), None
+        request, first = pop_fields(RequestOptions, options), None
         with suppress(Exception):  # methods of the caller's object may raise
             first = prompt[0]
         if isinstance(first, Mapping):
-            chat = take(ChatOptions, options)
+            chat = pop_fields(ChatOptions, options)
             return self.conversation(prompt, sampling_params, request, chat, options)
         return self.prompt(prompt, sampling_params, request, options)
 
@@ -169,7 +169,7 @@ class InputProcessor:
         prompt that will be truncated only has to be short enough to be tokenised."""
         if self._max_prompt_tokens(request) is None:
             if least >= request.max_model_len:
-                raise self.prompts.too_long(least, "at least ")
+                raise self.prompts.too_long_error(least, "at least ")
         elif num_characters > _MAX_TRUNCATED:
             raise ContextLengthExceededError(
                 f"prompt: has {num_characters} characters, expected at most {_MAX_TRUNCATED} "
@@ -270,7 +270,7 @@ class InputProcessor:
             request.group.num_truncated_tokens = len(token_ids) - kept
             token_ids = token_ids[-kept:]
         if len(token_ids) >= request.max_model_len:
-            raise self.prompts.too_long(len(token_ids))
+            raise self.prompts.too_long_error(len(token_ids))
         vocab_size = self.loaded.executor.info.vocab_size
         if max(token_ids) >= vocab_size:
             # A tokenizer may know more tokens than the model has embeddings.

@@ -75,7 +75,7 @@ class PromptEncoder:
                 raise check.invalid(name, value, f"{neutral} with a text: it is for messages")
         least = self.loaded.tokenizer.min_tokens(len(text))
         if max_tokens is not None and least > max_tokens:
-            raise self.too_long(least, "at least ")
+            raise self.too_long_error(least, "at least ")
         return partial(self.encode_text, text, special is not False)
 
     def prepare_detokenize(
@@ -168,10 +168,10 @@ class PromptEncoder:
         with suppress(Exception):  # the prompt has no length, or its length exceeds 64 bits
             length = len(prompt)
         if length >= info.max_model_len:
-            raise self.too_long(length)
+            raise self.too_long_error(length)
         return list(check.token_ids("prompt", prompt, info.vocab_size, info.max_model_len))
 
-    def too_long(self, num_tokens: int, how: str = "") -> ContextLengthExceededError:
+    def too_long_error(self, num_tokens: int, how: str = "") -> ContextLengthExceededError:
         longest = self.loaded.executor.info.max_model_len
         return ContextLengthExceededError(
             f"prompt: has {how}{num_tokens} tokens, expected at most {longest - 1}, so "

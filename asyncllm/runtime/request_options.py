@@ -70,7 +70,7 @@ class ChatOptions(TemplateOptions):
     response_format: Any = None
 
 
-def take(kind: type[T], given: dict[str, Any]) -> T:
+def pop_fields(kind: type[T], given: dict[str, Any]) -> T:
     """Move the fields of a dataclass out of ``given`` into a new instance."""
     names: Any = [one.name for one in fields(kind)]  # pyright: ignore[reportArgumentType]
     return kind(**{name: given.pop(name) for name in names if name in given})

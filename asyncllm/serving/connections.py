@@ -98,8 +98,8 @@ class ConnectionLimits:
 
 
 def make_protocols(limits: ConnectionLimits) -> tuple[type[HttpProtocol], type[WebSocketProtocol]]:
-    """Make subclasses of both protocols, for uvicorn to instantiate. The connections of one server
-    share their class attributes."""
+    """Make subclasses of HttpProtocol and WebSocketProtocol, for uvicorn to instantiate. The
+    connections of one server share their class attributes."""
     max_open = min(2 * limits.max_connections, max(1, _max_open_files() - SPARE_FILES))
     shared = {"limits": limits, "max_open": max_open, "turns": Turns(), "idle": {}}
     return (
@@ -138,8 +138,8 @@ class _Timer:
 
 
 class _BoundedProtocol(asyncio.Protocol):
-    """Mixin of both protocols: parses in turns, and closes the connection of a client that leaves
-    its answer unread.
+    """Mixin of the HTTP and WebSocket protocols: parses in turns, and closes the connection of a
+    client that leaves its answer unread.
 
     The transport pauses its protocol as soon as the kernel accepts no more data, with TLS after 64
     KiB. So no stream runs ahead of its client, and the timer runs for a whole answer too.
@@ -349,7 +349,7 @@ class HttpProtocol(_BoundedProtocol, H11Protocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._refuse(400, self.conn.fault or msg)
         else:
-            self.transport.abort()  # an answer is under way, or complete
+            self.transport.abort()  # the answer has begun, or is complete
 
     def _refuse(self, status: int, text: str, *more: tuple[str, str]) -> None:
         """Answer in place of the application, and tell it that the client is gone."""
@@ -467,7 +467,7 @@ class WebSocketProtocol(_BoundedProtocol, WebSocketsSansIOProtocol):
         """Close with 1001, and wait for the client's answer as after a close by the application."""
         if not self.handshake_complete:
             super().shutdown()
-        elif self.conn.state is State.OPEN:  # else a close is under way
+        elif self.conn.state is State.OPEN:  # otherwise the connection is already closing
             self.queue.put_nowait({"type": "websocket.disconnect", "code": CloseCode.GOING_AWAY})
             self.conn.send_close(CloseCode.GOING_AWAY, "the server is closing")
             self.transport.write(b"".join(self.conn.data_to_send()))

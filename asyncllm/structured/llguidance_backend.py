@@ -19,10 +19,10 @@ from asyncllm.structured.grammar import (
 from asyncllm.structured.parser_limits import (
     MAX_ITEMS,
     MAX_LEXER_FUEL,
+    check_first_states,
     explain,
     max_items_in_row,
     refuse_past_llguidance,
-    try_states,
 )
 from asyncllm.structured.spec import StructuredOutputs
 from asyncllm.structured.structural_tag import to_lark
@@ -69,7 +69,7 @@ class LLGuidanceBackend:
         )
         if matcher.is_error():
             raise GrammarError(explain(matcher.get_error()))
-        try_states(matcher, self._vocabulary.mask_size, len(spec.text))
+        check_first_states(matcher, self._vocabulary.mask_size, len(spec.text))
         vocabulary = self._vocabulary
         return Grammar(
             lambda: LLGuidanceMatcher(matcher.deep_copy(), vocabulary, spec), vocabulary.special
