@@ -304,7 +304,7 @@ class LLM(Handle):
 
 @contextlib.contextmanager
 def _adding_index_to_error(name: str | None, index: int) -> Iterator[None]:
-    """Add the index of a batch's item to the message of its error."""
+    """Context that adds the index of a batch's item to the message of its error."""
     try:
         yield
     except RequestError as error:
