@@ -27,7 +27,8 @@ MAX_BEAM_WIDTH = 1024
 
 @dataclass(frozen=True, slots=True)
 class BeamOutput(CompletionOutput):
-    """One output of a beam search. ``logprobs`` are those of its tokens, without alternatives.
+    """One output of a beam search. ``logprobs`` has the log-probabilities of its tokens, without
+    alternatives.
 
     Attributes:
         score: ``cumulative_logprob / len(token_ids) ** length_penalty``.
@@ -51,25 +52,26 @@ async def beam_search(
     cache_salt: str | None = None,
     owner: str | None = None,
 ) -> Completion:
-    """Find the ``beam_width`` outputs with the highest scores by beam search. They are those of
-    transformers' ``generate(num_beams=beam_width, do_sample=False)``.
+    """Find the ``beam_width`` outputs with the highest scores by beam search. The results equal
+    those of transformers' ``generate(num_beams=beam_width, do_sample=False)``.
 
     In each step every beam is a request of one token, which finds the KV of the beam's full blocks
     in the prefix cache. Observers see these requests.
 
     Args:
         prompt: text or token ids, as for ``AsyncLLMEngine.stream``.
-        beam_width: beams kept in each step, and number of outputs. A step asks for that many
-            ``logprobs``, and one more for each token that ends a beam.
-        max_tokens: output tokens at most; a beam ends at the end of the context as well.
-        length_penalty: in [-10, 10]; above 0 favours long outputs. See ``BeamOutput.score``.
+        beam_width: beams kept in each step, and number of outputs. Each step asks for
+            ``beam_width`` top log-probabilities, and one more for each stop token.
+        max_tokens: maximum number of output tokens; a beam also ends at the end of the context.
+        length_penalty: in [-10, 10]; a value above 0 favours long outputs. See
+            ``BeamOutput.score``.
         early_stopping: when the search ends once ``beam_width`` outputs have ended. True: at once.
             False: when no running beam, at its present length, has a better score than the worst of
             them. "never": when none can reach a better score at any length.
-        ignore_eos: go on past the model's end-of-sequence tokens.
+        ignore_eos: continue past the model's end-of-sequence tokens.
         stop_token_ids: further token ids that end a beam.
         priority, cache_salt, owner: as for ``AsyncLLMEngine.stream``.
-        timeout: seconds for the whole search.
+        timeout: maximum duration of the whole search, in seconds.
 
     Returns:
         A Completion whose ``outputs`` are BeamOutputs, the best first; its usage counts the
@@ -78,8 +80,9 @@ async def beam_search(
     Raises:
         InvalidRequestError: for an invalid argument, or a ``beam_width`` for which the engine does
             not report enough log-probabilities.
-        DeadlineExceededError: with the best outputs so far, ended or not.
-        EngineOverloadedError: if the queue is full at the beginning. Later the search waits.
+        DeadlineExceededError: after ``timeout``; its ``partial`` has the best outputs so far.
+        EngineOverloadedError: if the queue is full at the beginning. Later requests of the search
+            wait for a place.
         AsyncLLMError: any other error of one of its requests.
 
     Cancelling the search aborts its requests.
@@ -115,7 +118,7 @@ def _not_early_stopping(name: str, value: object, _: str) -> InvalidRequestError
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A sequence of tokens with their log-probabilities."""
+    """Sequence of output tokens with their log-probabilities."""
 
     entries: tuple[Logprob, ...] = ()
     logprob: float = 0.0
@@ -134,7 +137,7 @@ class BeamSearch:
     token. These are among the w + s likeliest of each beam.
 
     Attributes:
-        running: beams that go on, the most likely first.
+        running: beams that have not ended, the most likely first.
         ended: at most ``beam_width`` beams that have ended, the highest score first.
         length: tokens of each running beam.
         done: no running beam can change ``ended`` any more.
@@ -152,8 +155,8 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Number of continuations of each beam to consider in a step: ``beam_width`` of them go on
-        even if all stop tokens are likelier."""
+        """Number of continuations of each beam to consider in a step. So ``beam_width`` of them
+        remain even if all stop tokens are likelier."""
         return self.beam_width + len(self.stop_token_ids)
 
     def advance(self, top_tokens: Iterable[Sequence[Logprob]]) -> None:
@@ -176,7 +179,8 @@ class BeamSearch:
                 break
             ends = self.length == self.max_tokens or entry.token_id in self.stop_token_ids
             chosen = self.ended if ends else going
-            # Only the ``width`` likeliest candidates may end; the others replace those that ended.
+            # Only the ``width`` likeliest candidates may end a beam; the further ones replace the
+            # beams that ended.
             if rank < width if ends else len(going) < width:
                 chosen.append(Beam((*beam.entries, entry), logprob, logprob / divisor))
         self.running = going
@@ -196,7 +200,7 @@ class BeamSearch:
         return best <= self.ended[-1].score
 
     def cut(self) -> None:
-        """End the search with the running beams as they are, because none can go on."""
+        """End the search early: the running beams become outputs as they are."""
         self.ended = self.best()
         self.running, self.done = [], True
 
@@ -208,10 +212,10 @@ class BeamSearch:
 
 @dataclass(slots=True, eq=False)
 class _Driver:
-    """Runner of a search on an engine.
+    """Runs a beam search on an engine.
 
     Attributes:
-        _first: completion of the first request, whose prompt is that of all beams.
+        _first: completion of the first request, which has the prompt of the whole search.
     """
 
     _engine: AsyncLLMEngine
@@ -254,8 +258,8 @@ class _Driver:
                 stream.close()
 
     async def _submit(self, prompt: str | Sequence[int]) -> TokenStream:
-        """Submit a request of one token. The first one is refused if the queue is full, and later
-        ones wait for a place."""
+        """Submit a request for one token. If the queue is full, the first request of the search is
+        refused; later ones wait."""
         timeout = None
         if self._timeout is not None:
             timeout = self._timeout - (time.monotonic() - self._began)

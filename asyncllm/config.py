@@ -46,7 +46,7 @@ _MAX_NAMES = 64
 _MAX_NAME_LENGTH = 1024
 _MAX_SEQS = 2**16
 _MAX_TOKENS = 2**31 - 1
-"""Largest number of tokens or blocks: positions and block ids are int32 on a device."""
+"""Maximum number of tokens or blocks: positions and block ids are int32 on a device."""
 
 
 @check.known_fields("setting")
@@ -62,90 +62,92 @@ class EngineConfig:
             model in the package.
         tokenizer: directory, hub id or GGUF file of the tokenizer, if it is not the model's own.
         revision: branch, tag or commit on the hub.
-        served_model_name: what servers, metrics, traces, callbacks and integrations call the model:
-            a name, or 64 at most of 1024 characters, of which clients of a server may use each and
-            the first is used by all else. Kept as a tuple. None is ``model`` as it was asked for,
-            and to a server's clients the last part of a directory.
-        dtype: of weights and KV; "auto" is the checkpoint's on a GPU, and on a CPU bfloat16 for
-            a 16-bit checkpoint of 32 million parameters or more, where native ops run or the
-            processor computes in it, else float32.
-        device: "auto", "cpu", "cuda" or "cuda:N"; without a number it is the first GPU, not
-            the one current in the caller's thread, because the engine has a thread of its own.
-        max_model_len: longest sequence in tokens; None is the model's context or what the
-            KV cache holds, whichever is less.
+        served_model_name: name of the model for servers, metrics, traces, callbacks and
+            integrations: one name or up to 64, of at most 1024 characters each. Clients of a server
+            may use any of them; everything else uses the first. Kept as a tuple. None uses
+            ``model``; a server's clients see only the last part of a directory.
+        dtype: type of weights and KV. "auto" is the checkpoint's type on a GPU. On a CPU it is
+            bfloat16 for a 16-bit checkpoint of 32 million parameters or more, if native ops run or
+            the processor has bfloat16 arithmetic; else float32.
+        device: "auto", "cpu", "cuda" or "cuda:N"; "cuda" is the first GPU, even if the caller's
+            thread has another current device, because the engine runs on its own thread.
+        max_model_len: longest sequence in tokens; None is the model's context or the capacity of
+            the KV cache, whichever is less.
         max_num_seqs: requests in a batch; None is 256 on a GPU, 64 on a CPU.
         max_num_batched_tokens: token budget of a step; "auto" is measured at start, so that a full
             step takes about 50 ms on a GPU, with 8192 tokens at most, and 250 ms on a CPU.
         block_size: tokens per KV block; None is what the attention backend prefers: 16 on a
-            GPU, 32 on a CPU, 256 for "flash_attn". Layers with smaller heads than others may have
-            a multiple of it.
+            GPU, 32 on a CPU, 256 for "flash_attn". Layers with smaller heads than others may use a
+            multiple of it.
         kv_cache_memory: bytes for the KV cache, as a number or as "4GiB"; None is a quarter
-            of the available memory, at most 4 GiB, on a CPU. On a GPU it is half
-            of what ``gpu_memory_utilization`` leaves, at most ``max_num_seqs`` sequences of
-            ``max_model_len``, and at least one.
+            of the available memory, at most 4 GiB, on a CPU. On a GPU it is half of the memory that
+            weights and steps leave within ``gpu_memory_utilization``: at most enough for
+            ``max_num_seqs`` sequences of ``max_model_len``, and at least enough for one.
         gpu_memory_utilization: share of the GPU's memory that the engine may use. By default the KV
-            cache takes at most half of what weights and steps leave of it.
+            cache gets at most half of what weights and steps leave.
         num_blocks: usable KV blocks; overrides ``kv_cache_memory``. A block has the KV of all
             layers, or of those of one KV group in a model with sliding windows.
-        enable_prefix_caching: keep and find the KV of shared prefixes; None is True, but for models
-            with recurrent layers where there is no memory for ``num_state_snapshots``.
-        num_state_snapshots: recurrent states to keep of cached prefixes, beside those of running
-            requests, in a model with recurrent layers. Each is as large as the KV of hundreds of
-            tokens or more. "auto" is four for each of ``max_num_seqs``, within an eighth of the
-            memory beside the weights, and on a CPU within 1 GiB.
+        enable_prefix_caching: reuse the KV of shared prefixes. None is True, except for a model
+            with recurrent layers without memory for ``num_state_snapshots``.
+        num_state_snapshots: number of recurrent states to keep for cached prefixes, in addition to
+            those of running requests, in a model with recurrent layers. Each is as large as the KV
+            of hundreds of tokens or more. "auto" is four times ``max_num_seqs``, within an eighth
+            of the memory that the weights leave, and on a CPU within 1 GiB.
         attention_backend: "auto" ("triton" on CUDA, "native" or "torch" on a CPU), "torch",
             "native", "triton", "flash_attn", "flash_attn_3", or one that another distribution
             registers.
-        cuda_graphs: "auto" captures decode steps, and pieces of those with a prefill, when the
-            engine starts; "decode" captures decode steps alone and launches the others op by op;
+        cuda_graphs: "auto" captures decode steps, and pieces of steps with a prefill, when the
+            engine starts; "decode" captures only decode steps and launches other steps op by op;
             "off" launches all steps op by op.
         cudagraph_capture_sizes: batch sizes to capture; None is the default set.
         async_scheduling: run one step ahead of the results; None is True on a GPU, and
             on a CPU where native ops take at most 10 ms for a full decode step, measured when the
-            engine starts. Without native ops a CPU runs nothing ahead: it changes the accounting
-            there, not the speed.
+            engine starts. On a CPU without native ops it changes the accounting but not the speed,
+            because no step runs ahead.
         scheduling_policy: "fcfs", "priority" (smaller first) or "deadline" (earliest first
-            within a priority). It orders admission and victims, not what runs already.
-        max_queued_requests: most waiting requests; beyond it EngineOverloadedError is raised.
-        max_queued_tokens: most prompt tokens of waiting requests.
-        max_logprobs: the most ``logprobs`` that a request may ask for; -1 is any number, up to the
-            whole vocabulary.
+            within a priority). The policy orders admission and preemption, not the requests that
+            already run.
+        max_queued_requests: maximum number of waiting requests; further ones raise
+            EngineOverloadedError.
+        max_queued_tokens: maximum number of prompt tokens of all waiting requests.
+        max_logprobs: maximum ``logprobs`` of a request; -1 allows any number, up to the whole
+            vocabulary.
         seed: seed of the generator that draws seeds for requests without one; None seeds it from
             the operating system.
         quantization: "int8" rounds the weights of linear layers to 8 bits while they are loaded,
-            with a scale per output channel, "int4" to 4 bits with a scale for 32 inputs of one,
-            and the output head to 8; None computes with them as they are. On a CPU with
-            native ops, from a checkpoint that is not quantised itself.
+            with a scale per output channel. "int4" rounds them to 4 bits, with a scale per 32
+            inputs of an output channel, and the output head to 8 bits. None does not quantise.
+            Needs a CPU with native ops, and a checkpoint that is not quantised itself.
         load_format: "auto", "safetensors", or "dummy" for random weights.
-        model_impl: "native" is the engine's own decoder. "transformers" is transformers' modules
-            with the engine's attention and linear layers, for any architecture whose results stay
-            the same. "auto" is "native" for the architectures that it supports.
+        model_impl: "native" is the engine's own decoder. "transformers" runs transformers' modules
+            with the engine's attention and linear layers, for any architecture whose results this
+            does not change. "auto" is "native" for the architectures that it supports.
         hf_overrides: values that replace those of the checkpoint's ``config.json``: a dict of plain
             data, 16 deep, 65,536 values and characters at most. A dict is merged into a nested
             configuration such as ``text_config``, and replaces any other value. Not with a GGUF
             file, nor for ``quantization_config``.
-        chat_template: one template in place of all that the model has: its text, or the path of a
-            file with it. A string without "{" is a path, and kept as one.
-        generation_config: "auto" takes sampling parameters that a request leaves open from the
-            model's ``generation_config``, "none" takes the neutral values. EOS tokens are read from
-            it with either.
-        trust_remote_code: let transformers run code that the checkpoint brings, for its tokenizer
-            and its model.
-        num_threads: CPU threads for the model; None is one per core, and 1 for a model of
-            less than 32 million parameters, which more of them only slow down.
+        chat_template: template that replaces all templates of the model: its text, or the path of
+            its file. A string without "{" is a path, and stored as one.
+        generation_config: "auto" takes sampling parameters that a request leaves out from the
+            model's ``generation_config``; "none" takes neutral values. EOS tokens are read from it
+            in both cases.
+        trust_remote_code: let transformers run the checkpoint's own code for its tokenizer and
+            model.
+        num_threads: CPU threads for the model; None is one per core; 1 for a model of less than 32
+            million parameters, because more threads would slow it down.
         step_timeout: seconds after which a step counts as hung; None is 60 on a GPU, whose kernels
             are compiled before the first step, and 600 on a CPU.
         tool_call_parser: how the model writes tool calls: "auto" is the tokenizer's own
             ``response_template``, else what its chat template shows; or "hermes", "qwen3_coder",
             "llama3_json", "mistral", "mistral_v11", "deepseek_v3", "deepseek_v31", "gpt_oss".
-        reasoning_parser: how it writes its thoughts, likewise: "auto", "deepseek_r1", "qwen3",
-            "mistral", "gpt_oss"; None leaves them in the text.
-        structured_outputs_backend: "llguidance" or "xgrammar", which is made ready when the
-            engine starts; "auto" makes llguidance ready at its first use, and hands what it
-            refuses to xgrammar where that is installed.
+        reasoning_parser: how the model writes its reasoning: "auto" as above, or "deepseek_r1",
+            "qwen3", "mistral", "gpt_oss"; None leaves reasoning in the text.
+        structured_outputs_backend: "llguidance" or "xgrammar" loads that backend when the engine
+            starts. "auto" loads llguidance at its first use, and compiles grammars that it refuses
+            with xgrammar if that is installed.
         logits_processors: subclasses of LogitsProcessor, or their names as "module:Class", 64 at
-            most; those of other distributions come by the entry points
-            ``asyncllm.logits_processors``.
+            most. Processors of the entry point group ``asyncllm.logits_processors`` are added to
+            them.
         grammar_timeout: seconds that compiling a grammar may take before its requests fail.
 
     Raises:
@@ -265,7 +267,7 @@ class EngineConfig:
         if value is None:
             return
         path: Any = None
-        with suppress(Exception):  # a path object of the application may raise anything
+        with suppress(Exception):  # ``__fspath__`` of the application's object may raise anything
             path = os.fspath(value)
         try:
             path = check.string(name, path)
@@ -297,13 +299,13 @@ class EngineConfig:
         object.__setattr__(self, "served_model_name", found)
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> EngineConfig:
-        """A copy with some fields replaced, checked anew."""
+        """Copy the configuration with some fields replaced; the copy is checked again."""
         return replace(self, **overrides) if overrides else self
 
     @property
     def model_name(self) -> str:
-        """First ``served_model_name``; else the name or path of the model as given, PACKAGED_MODEL
-        for the one in the package."""
+        """Name of the model: the first ``served_model_name``, else the model's name or path as
+        given, or PACKAGED_MODEL for the packaged model."""
         if self.served_model_name is not None:
             return self.served_model_name[0]
         return PACKAGED_MODEL if self.model is None else os.fspath(self.model)
@@ -327,7 +329,7 @@ def make_config(
 
 
 def parse_bytes(value: int | str) -> int:
-    """Bytes from a number or from text such as "512MiB", "4 GiB" or "2.5GB".
+    """Convert a number, or a text such as "512MiB", "4 GiB" or "2.5GB", to bytes.
 
     Raises:
         InvalidRequestError: if it is neither, or not positive.

@@ -1,4 +1,4 @@
-"""COUNTERPARTS: names in vLLM or an earlier asyncllm, to the names used here."""
+"""COUNTERPARTS: map from names in vLLM or an earlier asyncllm to asyncllm's names."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ COUNTERPARTS: Mapping[str, Mapping[str, str]] = {
         "params": "sampling_params",
     },
 }
-"""Names used here, by kind of name as in error messages and by the other name. Names that are equal
-are left out."""
+"""asyncllm's names by kind of name (as in error messages), then by the foreign name. Names that are
+equal are left out."""

@@ -49,7 +49,7 @@ class AsyncLLMEngine(Handle):
     Args:
         model: local directory or hub id in the Hugging Face layout; None is the model in the
             package.
-        config: every other setting; ``overrides`` are fields of it, and win.
+        config: every other setting. ``overrides`` replace fields of it.
 
     Raises:
         InvalidRequestError: for a configuration that makes no sense in itself. Files, threads
@@ -73,7 +73,7 @@ class AsyncLLMEngine(Handle):
 
     @classmethod
     def _with_loader(cls, loader: Loader, **overrides: Any) -> Self:
-        """Make an engine with another loader than that of model files, for tests."""
+        """Make an engine whose model another function loads, for tests."""
         engine = cls(**overrides)
         engine._loader = loader
         return engine
@@ -81,12 +81,12 @@ class AsyncLLMEngine(Handle):
     # --- lifecycle ---------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load the model and start the engine thread. Cancelled, it leaves the engine as if it had
-        never been called.
+        """Load the model and start the engine thread. If the call is cancelled, the engine is as if
+        it had never been started.
 
         Raises:
             ModelLoadError, InvalidRequestError, KVCacheTooSmallError: for a model that cannot be
-                loaded, or not with this configuration.
+                loaded at all, or not with this configuration.
             EngineError: if the engine was started already.
         """
         with self._starting() as thread:
@@ -95,8 +95,8 @@ class AsyncLLMEngine(Handle):
             thread.supervise()
 
     def _start_blocking(self) -> ThreadMailbox:
-        """``start`` for a thread without an event loop; returns the mailbox for reading its
-        streams."""
+        """``start`` for a thread without an event loop; returns the mailbox for reading the
+        engine's streams."""
         with self._starting() as thread:
             thread.ready.result()
             self._adopt_thread(thread)
@@ -104,8 +104,8 @@ class AsyncLLMEngine(Handle):
 
     @contextlib.contextmanager
     def _starting(self) -> Iterator[EngineThread]:
-        """Context of a new engine thread. If the start fails or is cancelled, the engine is as if
-        it had never been called."""
+        """Context of starting an engine thread. If the start fails or is cancelled, the engine is
+        as if it had never been started."""
         if self.state == "closed":
             raise EngineClosedError("start(): the engine is closed; expected a new engine")
         if self.state != "new":
@@ -170,7 +170,7 @@ class AsyncLLMEngine(Handle):
         return thread
 
     def _clean_up(self, thread: EngineThread) -> list[threading.Thread]:
-        """Drop mailboxes and work that waits for a thread; returns the threads to join."""
+        """Drop the mailboxes and the queued jobs of worker threads; returns the threads to join."""
         assert self._input_processor is not None
         self._mailboxes.clear()
         leftovers = (
@@ -181,7 +181,8 @@ class AsyncLLMEngine(Handle):
         return [thread_to_join for thread_to_join in leftovers if thread_to_join is not None]
 
     async def wait_closed(self) -> None:
-        """Wait until the engine has ended, by ``aclose`` or otherwise; any task, any loop.
+        """Wait until the engine has ended, by ``aclose`` or otherwise. Any task on any loop may
+        wait.
 
         Raises:
             EngineDeadError, EngineClosedError: ``error``, if it ended by anything but
@@ -198,9 +199,9 @@ class AsyncLLMEngine(Handle):
 
     @property
     def state(self) -> EngineState:
-        """State of the engine's life cycle; any thread. It takes requests while it is "running".
-        It is "dead" if the model or the device failed, and "closed" once ``aclose`` was called
-        or the loop that it was started on has ended."""
+        """State of the engine's life cycle; any thread may read it. Requests are accepted while it
+        is "running". It is "dead" if the model or the device failed, and "closed" once ``aclose``
+        was called or the loop that the engine was started on has ended."""
         thread = self._thread
         if self._closed:
             return "closed"
@@ -214,7 +215,7 @@ class AsyncLLMEngine(Handle):
     def error(self) -> EngineError | None:
         """Why the engine ended; None after the application's own ``aclose``. An EngineDeadError,
         whose ``__cause__`` is the failure, or an EngineClosedError, for example because the event
-        loop that it was started on has ended. Any thread."""
+        loop that it was started on has ended. Any thread may read it."""
         return None if self._input_processor is None else self._started().error
 
     async def __aenter__(self) -> Self:
@@ -225,7 +226,7 @@ class AsyncLLMEngine(Handle):
         await self.aclose()
 
     def __del__(self) -> None:
-        # May run on any thread, in the middle of anything, and so takes no lock.
+        # A destructor may run on any thread, in the middle of any operation, so it takes no lock.
         if getattr(self, "_input_processor", None) is None or self.state != "running":
             return
         assert self._thread is not None
@@ -234,13 +235,13 @@ class AsyncLLMEngine(Handle):
 
     @property
     def load_progress(self) -> tuple[int, int]:
-        """``(done, total)`` while ``start`` runs: bytes of weights, then, on a GPU, steps that
-        compile kernels, and CUDA graphs; see ``load_stage``."""
+        """``(done, total)`` while ``start`` runs. It counts bytes of weights first; on a GPU then
+        steps that compile kernels, and at last CUDA graphs. ``load_stage`` says which."""
         return self._thread.progress if self._thread is not None else (0, 0)
 
     @property
     def load_stage(self) -> LoadStage:
-        """Stage of the start, and unit of ``load_progress``."""
+        """Current stage of the start, which is also what ``load_progress`` counts."""
         return self._thread.stage if self._thread is not None else "weights"
 
     # --- requests ----------------------------------------------------------------------
@@ -263,18 +264,20 @@ class AsyncLLMEngine(Handle):
 
         Args:
             prompt: text, to which the tokenizer adds its special tokens, or token ids.
-            sampling_params: how to sample; ``sampling`` are fields of it, and win.
-            request_id: unique among live requests; None makes one up.
-            priority: smaller is sooner; only with the "priority" or "deadline" policy.
+            sampling_params: how to sample. ``sampling`` replaces fields of it.
+            request_id: unique among live requests; None generates one.
+            priority: a smaller number is scheduled sooner; only with the "priority" or "deadline"
+                policy.
             timeout: seconds after which the request fails with DeadlineExceededError.
-            max_unread: with "coalesce" the most tokens merged into one delta; otherwise the
-                number of unread tokens at which ``on_slow`` applies.
-            on_slow: for a slow reader: "coalesce" merges unread deltas, "pause" stops
-                generating until the stream is read down to half of ``max_unread``, "abort"
-                aborts.
+            max_unread: with "coalesce" the maximum number of tokens merged into one delta;
+                otherwise the number of unread tokens at which ``on_slow`` applies.
+            on_slow: policy for a slow reader: "coalesce" merges unread deltas, "pause" stops
+                generating until at most half of ``max_unread`` tokens are unread, "abort" aborts
+                the request.
             cache_salt: requests share cached prefixes only with equal salts.
-            owner: whom the request is for, in at most 256 characters; None is one of them. Requests
-                of equal rank are admitted in turns by owner; see docs/streaming.md.
+            owner: name of the user that the request is for, of at most 256 characters; None is an
+                owner like any other. Requests of equal rank are admitted in turns by owner; see
+                docs/streaming.md.
 
         Raises:
             InvalidRequestError: for an argument that cannot be served, with ``param`` set.
@@ -282,8 +285,9 @@ class AsyncLLMEngine(Handle):
             EngineOverloadedError: if the queue is full.
             EngineClosedError, EngineDeadError: if the engine is closed, not started, or dead.
 
-        A text of more than a few thousand characters is tokenised on a worker thread. Its errors
-        are raised at the first read, except when its length alone is too large.
+        A text of more than a few thousand characters is tokenised on a worker thread. Errors of
+        tokenising are raised at the first read; a text that is too long by its length alone is
+        refused at once.
         """
         inputs = self._running()
         options = RequestOptions(
@@ -307,21 +311,21 @@ class AsyncLLMEngine(Handle):
         sampling_params: SamplingParams | None = None,
         **options: Any,
     ) -> TokenStream:
-        """Submit a request once the queue has a place; returns its stream. So a batch may be larger
-        than the queue.
+        """Submit a request, waiting while the queue is full; returns its stream. So a batch may be
+        larger than the queue.
 
         Args:
             prompt: text or token ids, as for ``stream``; or messages, as for ``chat``.
             options: as for ``stream``, or ``chat``. ``timeout`` counts from the submission on.
 
         Raises:
-            InvalidRequestError, ContextLengthExceededError: as ``stream``, before it waits; and
-                for a ``request_id`` that another request took meanwhile.
-            EngineClosedError, EngineDeadError: if the engine closes or dies meanwhile. While it is
-                paused, the call waits.
+            InvalidRequestError, ContextLengthExceededError: as ``stream``, before the call waits;
+                and if another request took the ``request_id`` meanwhile.
+            EngineClosedError, EngineDeadError: if the engine closes or dies meanwhile. While the
+                engine is paused, the call waits.
 
-        Those that wait get their places in the order of their calls, before ``stream`` and ``chat``
-        get any. A cancelled call leaves nothing behind.
+        Waiting calls are admitted first in, first out, before new calls of ``stream`` and ``chat``.
+        A cancelled call leaves nothing behind.
         """
         inputs = self._running()
         submission = inputs.prompt_or_conversation(prompt, sampling_params, options)
@@ -348,7 +352,7 @@ class AsyncLLMEngine(Handle):
         owner: str | None = None,
         **sampling: Any,
     ) -> TokenStream:
-        """Submit a conversation, rendered by the model's own chat template or the call's.
+        """Submit a conversation, which a chat template renders; returns its stream.
 
         Args:
             messages: ``{"role": …, "content": …}`` each.
@@ -357,17 +361,18 @@ class AsyncLLMEngine(Handle):
             tool_choice: "auto"; "none" does not show the tools to the model; "required" and
                 ``{"type": "function", "function": {"name": …}}`` force calls whose arguments fit
                 the tool's schema, by a grammar as for ``structured_outputs``.
-            parallel_tool_calls: several calls in one answer; False ends it with the first.
+            parallel_tool_calls: allow several calls in one answer; False ends the answer with the
+                first call.
             response_format: OpenAI's: ``{"type": "text"}``, ``{"type": "json_object"}``, or
                 ``{"type": "json_schema", "json_schema": {"name": …, "schema": {…}}}``; or a
-                Pydantic model, a dataclass or a TypedDict. See docs/structured_output.md. With
-                tools that the model may call, it calls some or answers in that format.
+                Pydantic model, a dataclass or a TypedDict. See docs/structured_output.md. If tools
+                are given too, the model either calls tools or answers in that format.
             chat_template: a template's text, or the name of one of the model's, in place of the
-                usual one. It is a program: take it from where you would take code.
-            chat_template_kwargs: further variables of the template, as ``enable_thinking``.
-            split_special_tokens: special tokens written in the messages, tools and variables
-                are ordinary text, so that a user cannot write another's turn. False makes
-                control tokens of them, as of those that the template writes.
+                usual one. A template is a program: use only templates that you would trust as code.
+            chat_template_kwargs: further variables of the template, such as ``enable_thinking``.
+            split_special_tokens: special tokens written in the messages, tools and variables are
+                ordinary text, so that a user cannot forge another role's turn. With False they are
+                control tokens, like those that the template writes.
 
         Other arguments and exceptions are those of ``stream``. Messages are copied. A conversation
         or prompt of more than a few thousand characters is rendered and tokenised on a worker
@@ -390,15 +395,15 @@ class AsyncLLMEngine(Handle):
         return inputs.submitter.enqueue(submission)
 
     def abort(self, request_id: str | Iterable[str]) -> None:
-        """Abort one request or several; unknown and finished ids are ignored. Any thread, any
-        number of times. The id is free again when this returns.
+        """Abort one request or several; unknown and finished ids are ignored. Any thread may call
+        it, any number of times. The ids are free again when this returns.
 
         Raises:
-            InvalidRequestError: for anything but a string, or strings; none is aborted then.
+            InvalidRequestError: for anything but a string or strings; no request is aborted then.
         """
         core = self._running().submitter.core
         for one in request_ids(request_id):
-            group = core.admission.get(one)
+            group = core.admission.get_live(one)
             if group is not None:
                 core.abort(group)
 
@@ -415,22 +420,22 @@ class AsyncLLMEngine(Handle):
         chat_template_kwargs: dict[str, Any] | None = None,
         split_special_tokens: bool = True,
     ) -> list[int]:
-        """Token ids of the prompt that ``stream`` makes of a text, or ``chat`` of messages.
+        """Tokenise a text as ``stream`` does, or messages as ``chat`` does.
 
         Args:
             prompt: a text, which may be empty, or messages.
-            add_special_tokens: add the tokenizer's to a text; None is True, and False with
-                messages, whose template writes them.
-            add_generation_prompt: begin the assistant's turn behind the messages.
-            tools, chat_template, chat_template_kwargs, split_special_tokens: as for ``chat``; with
-                messages alone.
+            add_special_tokens: add the tokenizer's special tokens. None adds them to a text, but
+                not to messages, whose template already writes them.
+            add_generation_prompt: begin the assistant's turn after the messages.
+            tools, chat_template, chat_template_kwargs, split_special_tokens: as for ``chat``; only
+                with messages.
 
         Raises:
             InvalidRequestError: for an argument that cannot be tokenised, with ``param`` set. A
                 prompt longer than the context is no error.
             EngineClosedError: if the engine is not started, or closed.
 
-        What takes long is done on another thread, one text at a time.
+        Long texts are tokenised on a worker thread, one at a time.
         """
         prompts = self._running().prompts
         encode = prompts.prepare_tokenize(
@@ -450,8 +455,8 @@ class AsyncLLMEngine(Handle):
     async def detokenize(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = False
     ) -> str:
-        """Text of up to 524,288 token ids; ids that the vocabulary lacks are no text. What takes
-        long is done on another thread.
+        """Text of up to 524,288 token ids; ids outside the vocabulary have no text. Long lists are
+        decoded on a worker thread.
 
         Raises:
             InvalidRequestError: for anything but integers from 0 to 2**32 - 1.
@@ -465,11 +470,11 @@ class AsyncLLMEngine(Handle):
 
     async def pause(self) -> None:
         """Stop scheduling; returns when no step is in flight. Streams wait, requests keep their KV
-        blocks, deadlines run on."""
+        blocks, and deadlines still expire."""
         await self._suspend(True)
 
     async def resume(self) -> None:
-        """Schedule again after ``pause``; without one it changes nothing."""
+        """Schedule again after ``pause``; changes nothing if the engine is not paused."""
         await self._suspend(False)
 
     async def _suspend(self, suspended: bool) -> None:
@@ -477,16 +482,16 @@ class AsyncLLMEngine(Handle):
         await wait_for(core.call(core.suspend, suspended))
 
     async def reset_prefix_cache(self) -> bool:
-        """Evict all cached prefixes. False, with nothing done, while requests hold KV blocks."""
+        """Evict all cached prefixes. While requests hold KV blocks, only returns False."""
         core = self._running().submitter.core
         return await wait_for(core.call(core.scheduler.kv.reset_prefix_cache))
 
     async def execution_report(self) -> ExecutionReport:
-        """Ops, threads and attention backends of this engine, and the memory bandwidth of a CPU.
-        While that is measured, no step runs for some tenths of a second.
+        """Report which ops, threads and attention backends this engine uses, and on a CPU the
+        measured memory bandwidth. Measuring it blocks steps for a few tenths of a second.
 
         Raises:
-            EngineError: for an executor without a report, or one that fails.
+            EngineError: for an executor without a report, or if measuring fails.
         """
         core = self._running().submitter.core
         report = getattr(core.executor, "report", None)
@@ -494,7 +499,8 @@ class AsyncLLMEngine(Handle):
             raise EngineError(f"a {type(core.executor).__name__} has no report of its execution")
 
         def run() -> ExecutionReport | Exception:
-            # Returned and not raised: an exception of a call kills the engine.
+            # Return the error instead of raising it: an exception raised in a call kills the
+            # engine.
             try:
                 return report()
             except Exception as error:
@@ -508,12 +514,12 @@ class AsyncLLMEngine(Handle):
         return found
 
     def stats(self) -> EngineStats:
-        """A snapshot; never blocks, any thread."""
+        """Snapshot of the engine's counters. Never blocks; any thread may call it."""
         return self._running().submitter.core.stats()
 
     def add_observer(self, observer: Observer) -> None:
         """Register an observer of requests accepted from now on; see
-        ``asyncllm.observer.Observer``. In any state of the engine, any thread.
+        ``asyncllm.observer.Observer``. Allowed in any state of the engine and on any thread.
 
         Raises:
             InvalidRequestError: for an object without the methods of an Observer.
@@ -521,8 +527,8 @@ class AsyncLLMEngine(Handle):
         self._observers.add(observer)
 
     def remove_observer(self, observer: Observer) -> None:
-        """Unregister an observer. It is still called for the ends of requests that it knows. One
-        that was never added is ignored."""
+        """Unregister an observer. It is still called for the ends of requests whose submission it
+        saw. An observer that was never added is ignored."""
         self._observers.remove(observer)
 
     @property
@@ -537,14 +543,14 @@ class AsyncLLMEngine(Handle):
 
     @property
     def max_model_len(self) -> int:
-        """Longest sequence in tokens, prompt and output: ``EngineConfig.max_model_len``, or what
-        was chosen at the start where that is None."""
+        """Longest sequence in tokens, prompt and output: ``EngineConfig.max_model_len``; if that is
+        None, the length that the engine chose at start."""
         return self._started().loaded.executor.info.max_model_len
 
     # --- checks of the state -----------------------------------------------------------
 
     def _started(self) -> EngineThread:
-        """Engine thread of a started engine; it may have ended since."""
+        """Engine thread of a started engine; the thread may have ended since."""
         if self._thread is None or self._input_processor is None:
             raise self._not_started()
         return self._thread

@@ -15,7 +15,7 @@
 
 DeadlineExceededError is in ``core/deadlines.py``, above the outputs that it holds.
 
-Every message names the field, the value it had and what would have been accepted.
+Every message names the field, its value and the accepted values.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ class AsyncLLMError(Exception):
     """Base of every exception that asyncllm raises on purpose. Each survives pickle and copy."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exception's own calls the type with ``args`` alone, without keyword-only arguments.
+        # ``Exception.__reduce__`` would call the type with ``args`` alone, without keyword-only
+        # arguments.
         make = copyreg.__newobj__  # pyright: ignore[reportAttributeAccessIssue]
         return make, (type(self),), {**vars(self), "args": self.args}
 
 
-def to_raise(error: BaseException) -> BaseException:
-    """Copy of an exception that a stream keeps, to raise to its reader. Raising the kept one would
-    make a cycle: its traceback refers to the reader's frames, and these to the stream. An exception
-    of the application that cannot be copied is returned as it is."""
+def copy_for_raise(error: BaseException) -> BaseException:
+    """Copy an exception that a stream stores, to raise the copy to its reader. Raising the stored
+    one would make a cycle: its traceback refers to the reader's frames, and these to the stream. An
+    application's exception that cannot be copied is returned as it is."""
     try:
         found = copy(error).with_traceback(error.__traceback__)
         found.__cause__, found.__context__ = error.__cause__, error.__context__
@@ -52,7 +53,7 @@ class RequestError(AsyncLLMError):
 
 
 class InvalidRequestError(RequestError, ValueError):
-    """A request, or a configuration, that cannot be served as it is written.
+    """A request or a configuration is invalid.
 
     Attributes:
         param: name of the argument at fault, or None where no single one is.
@@ -64,11 +65,11 @@ class InvalidRequestError(RequestError, ValueError):
 
 
 class InvalidOutputError(RequestError, ValueError):
-    """An output that ``parsed()`` cannot parse: cut off, or not of the requested form.
+    """``parsed()`` cannot parse the output: it is cut off, or not of the requested form.
 
     Attributes:
-        text: the output, as far as it came.
-        finish_reason: why it ended; "length" is what cuts a value off.
+        text: the output, possibly cut off.
+        finish_reason: why the output ended; "length" means that it was cut off.
     """
 
     def __init__(self, message: str, *, text: str, finish_reason: str | None) -> None:
@@ -82,11 +83,11 @@ class ContextLengthExceededError(RequestError):
 
 
 class EngineOverloadedError(AsyncLLMError):
-    """The queue is full; the request was refused at once and left no trace.
+    """The queue is full; the request was refused and no state of it is left.
 
     Attributes:
-        retry_after: seconds after which a place is likely to be free, from the rate at
-            which the queue was drained lately.
+        retry_after: seconds after which a place is likely to be free, estimated from the recent
+            rate at which requests left the queue.
     """
 
     def __init__(self, message: str, *, retry_after: float) -> None:

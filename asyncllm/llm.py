@@ -27,7 +27,7 @@ from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
 
 _MAX_WAIT = 0.1
-"""Most seconds between a batch's attempts to submit to a full queue."""
+"""Maximum number of seconds between a batch's attempts to submit to a full queue."""
 
 Prompt = str | Sequence[int]
 Messages = Sequence[dict[str, Any]]
@@ -35,8 +35,8 @@ Messages = Sequence[dict[str, Any]]
 
 @dataclass(eq=False, repr=False)
 class LLMStream(Handle, Iterator[Delta]):
-    """A request as a plain iterator. One thread reads it at a time; ``close``, the end of a
-    ``with`` block and losing the last reference abort it."""
+    """Output of a request as a plain iterator. One thread at a time may read it. ``close``, the end
+    of a ``with`` block, or losing the last reference aborts the request."""
 
     _stream: TokenStream
     _mailbox: ThreadMailbox
@@ -63,7 +63,7 @@ class LLMStream(Handle, Iterator[Delta]):
         return delta
 
     def result(self) -> Completion:
-        """Read to the end; returns the completion."""
+        """Read the output to its end; returns the completion."""
         for _ in self:
             pass
         return self._stream.completion()
@@ -89,9 +89,9 @@ class LLM(Handle):
         with LLM() as llm:
             print(llm.generate("Tell me a story about Mia and a boat.").text)
 
-    It needs no event loop and starts none: a call waits on the engine thread directly. So it
-    works in a notebook and below a running loop (which it blocks, as every synchronous call
-    does), and any number of threads may use it at once.
+    It needs no event loop and starts none: a call waits on the engine thread directly. So it works
+    in a notebook, and in a thread with a running loop (which it blocks, as every synchronous call
+    does). Any number of threads may use it at once.
 
     Args:
         model, config, overrides: as for ``AsyncLLMEngine``; the engine is started here and
@@ -154,15 +154,15 @@ class LLM(Handle):
         Args:
             prompts: text or token ids; or a sequence of these.
             sampling_params: for all prompts, or one for each.
-            progress: show a bar on standard error; None shows one for a batch if that is a
-                terminal.
+            progress: show a bar on standard error; None shows a bar for a batch if standard error
+                is a terminal.
             options: as for ``AsyncLLMEngine.stream``.
 
         Raises:
-            AsyncLLMError: the first one of any prompt; the others are aborted then.
+            AsyncLLMError: the first error of any prompt; the other requests are then aborted.
             EngineOverloadedError: only if not even the first prompt is accepted.
         """
-        one = isinstance(prompts, str) or _begins_with(prompts, "prompts", numbers.Integral)
+        one = isinstance(prompts, str) or _first_item_is(prompts, "prompts", numbers.Integral)
         name = None if one else "prompts"
         return self._complete(self.engine.stream, name, prompts, sampling_params, progress, options)
 
@@ -176,7 +176,7 @@ class LLM(Handle):
     ) -> Any:
         """Answer one conversation, or a sequence of conversations as one batch. Arguments and
         errors are those of ``generate`` and of ``AsyncLLMEngine.chat``."""
-        one = _begins_with(messages, "messages", Mapping) or len(messages) == 0
+        one = _first_item_is(messages, "messages", Mapping) or len(messages) == 0
         name = None if one else "messages"
         return self._complete(self.engine.chat, name, messages, sampling_params, progress, options)
 
@@ -210,8 +210,8 @@ class LLM(Handle):
         progress: bool | None,
         options: dict[str, Any],
     ) -> Any:
-        """Complete a batch in its order, or, without ``name``, one prompt. The error of an item of
-        a batch has the argument's ``name`` and the item's index in its message."""
+        """Complete a batch in order; one prompt if ``name`` is None. If an item of a batch fails,
+        the error message has the argument's ``name`` and the item's index."""
         if name is None:
             prompts, sampling_params, progress = [prompts], [sampling_params], bool(progress)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -246,7 +246,7 @@ class LLM(Handle):
 
         def read() -> Completion:
             nonlocal num_read
-            with _naming(name, num_read):
+            with _adding_index_to_error(name, num_read):
                 completion = live[0].result()
             live.popleft()
             num_read += 1
@@ -256,7 +256,7 @@ class LLM(Handle):
             for index, (prompt, sampling_params) in enumerate(requests):
                 while True:
                     try:
-                        with _naming(name, index):
+                        with _adding_index_to_error(name, index):
                             stream = submit(prompt, sampling_params, **options)
                         live.append(LLMStream(stream, self._mailbox))
                         break
@@ -271,12 +271,13 @@ class LLM(Handle):
             while live:
                 yield read()
         finally:
-            # Not left to destructors: an exception that the caller keeps also keeps the streams.
+            # Close the streams here: if the caller keeps the exception, its traceback keeps them
+            # alive, and no destructor runs.
             for stream in live:
                 stream.close()
 
     def stats(self) -> EngineStats:
-        """A snapshot of the engine."""
+        """Snapshot of the engine's counters."""
         return self.engine.stats()
 
     @property
@@ -302,19 +303,19 @@ class LLM(Handle):
 
 
 @contextlib.contextmanager
-def _naming(name: str | None, index: int) -> Iterator[None]:
-    """Put a batch's item into the message of its own error."""
+def _adding_index_to_error(name: str | None, index: int) -> Iterator[None]:
+    """Context that adds the index of a batch's item to the message of its error."""
     try:
         yield
     except RequestError as error:
-        # Errors of other parameters are every item's.
+        # An error of another parameter concerns every item.
         if name is not None and getattr(error, "param", None) in (None, "prompt", "messages"):
             error.args = (f"{name}[{index}]: {error}", *error.args[1:])
         raise
 
 
-def _begins_with(value: Any, name: str, kind: type) -> bool:
-    """Whether the first item is a ``kind``; False if there is none.
+def _first_item_is(value: Any, name: str, kind: type) -> bool:
+    """Whether the first item is an instance of ``kind``.
 
     Raises:
         InvalidRequestError: if ``value`` has no items.
@@ -340,7 +341,7 @@ def _progress_bar(total: int, wanted: bool | None) -> Iterator[Callable[[], None
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
-    # A file cannot be rewritten, so it only gets the full bar.
+    # A bar cannot be redrawn in a file, so only the full bar is written.
     with Progress(*columns, console=console, transient=console.is_terminal) as bar:
         task = bar.add_task("prompts", total=total)
         yield lambda: bar.advance(task)

@@ -12,7 +12,7 @@ from typing import Any
 
 class GuardedLogger(logging.LoggerAdapter[logging.Logger]):
     """Logger whose calls do not raise: an error in the application's handlers must not end the
-    engine. It is reported as by ``logging.Handler.handleError``; a Ctrl-C is passed on."""
+    engine. The error is reported as ``logging.Handler.handleError`` does; a Ctrl-C is raised."""
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         try:

@@ -15,20 +15,20 @@ ENTRY_POINTS = "asyncllm.logits_processors"
 """Entry point group by which other distributions add processors to every engine."""
 
 AddedRequest = tuple[int, SamplingParams, Sequence[int], Sequence[int]]
-"""``(index, params, prompt_token_ids, output_token_ids)``. The output is a live view: whenever
-``apply`` is called, it has all tokens before the one to sample."""
+"""``(index, params, prompt_token_ids, output_token_ids)``. ``output_token_ids`` is a live view:
+whenever ``apply`` is called, it has all tokens before the one to sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchUpdate:
-    """Changes of a processor's requests since its last update: ``removed``, then ``added``. An
-    index occurs at most once in each.
+    """Requests that left and entered a processor since its last update. Apply ``removed`` before
+    ``added``; an index occurs at most once in each.
 
     Attributes:
         batch_size: number of the processor's requests after the update.
         removed: indices of requests that left.
-        added: requests that entered. One that continues after a preemption or a pause has output
-            already.
+        added: requests that entered. A request that continues after a preemption or a pause already
+            has output.
         moved: always empty, because a request keeps its index while it runs. For processors written
             for vLLM.
     """
@@ -40,7 +40,7 @@ class BatchUpdate:
 
 
 class ProcessorConfig(Protocol):
-    """Limits of the EngineConfig that a processor may read; both are set."""
+    """Limits of the EngineConfig that a processor may read; neither is None."""
 
     @property
     def max_num_seqs(self) -> int | None: ...
@@ -50,12 +50,12 @@ class ProcessorConfig(Protocol):
 
 
 class LogitsProcessor(ABC):
-    """Processor of the logits of all requests that it claims; made once per engine.
+    """Base of the engine's logits processors; an engine makes one instance of each.
 
-    The interface is vLLM v1's, with two differences. It only gets requests that it claims. State is
-    by request index: a step has some of the requests, in any order, and ``apply`` gets their
-    indices. Methods run on the engine thread, class methods on the thread that submits. An
-    exception ends claimed requests only.
+    The interface is vLLM v1's, with two differences. A processor only gets requests for which
+    ``claims`` is true. State is stored by request index: a step has some of the requests, in any
+    order, and ``apply`` gets their indices. Methods run on the engine thread, class methods on the
+    thread that submits. An exception ends claimed requests only.
 
     Args:
         config: the engine's EngineConfig, with ``max_num_seqs`` and ``max_model_len`` set.
@@ -63,7 +63,7 @@ class LogitsProcessor(ABC):
         is_pin_memory: whether tensors to copy to the device should be pinned.
 
     Attributes:
-        extra_args: the keys of ``SamplingParams.extra_args`` that it reads.
+        extra_args: the keys of ``SamplingParams.extra_args`` that the processor reads.
     """
 
     extra_args: ClassVar[Sequence[str]] = ()
@@ -78,21 +78,23 @@ class LogitsProcessor(ABC):
 
     @classmethod
     def claims(cls, sampling_params: SamplingParams) -> bool:
-        """Whether it applies to a request. By default: if the request's ``extra_args`` have a key
-        that it reads."""
+        """Whether the processor applies to a request. By default it does if the request's
+        ``extra_args`` have a key that it reads."""
         given = sampling_params.extra_args or {}
         return any(name in given for name in cls.extra_args)
 
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
-        """Whether it never changes the likeliest token. It is then left out of greedy requests."""
+        """Whether the processor never changes the likeliest token. If so, it is not applied to
+        greedy requests."""
 
     @abstractmethod
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Update the state, before each ``apply``; None if its requests have not changed.
+        """Update the state before each ``apply``. ``batch_update`` is None if the requests have not
+        changed.
 
-        If it raises, all its requests end without a further update about them. Others may enter at
-        their indices."""
+        If it raises, all requests of the processor end, and no update reports their removal. New
+        requests may enter at their indices."""
 
     @abstractmethod
     def apply(self, logits: Any, indices: Sequence[int]) -> Any:
@@ -102,8 +104,8 @@ class LogitsProcessor(ABC):
             logits: ``[R, vocab_size]`` float32 on ``device``; may be changed in place.
             indices: request index of each of the R rows.
 
-        If it raises, or returns anything else, these R requests end. A row that is not finite ends
-        its request.
+        If it raises, or returns anything but such a tensor, these R requests end. A row that is not
+        finite ends its request.
 
         Returns:
             A tensor of that shape.
@@ -116,7 +118,8 @@ def applicable_processors(
     """Indices of the processors that apply to a request.
 
     Raises:
-        InvalidRequestError: for ``extra_args`` that no processor reads, or that one refuses.
+        InvalidRequestError: for ``extra_args`` that no processor reads, or that a processor
+            refuses.
     """
     known = {name for processor in processors for name in processor.extra_args}
     for name in sampling_params.extra_args or ():

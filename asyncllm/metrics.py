@@ -37,9 +37,9 @@ F = TypeVar("F", bound=Metric)
 
 
 TOKEN_BUCKETS = (*(digit * 10.0**power for power in range(6) for digit in (1, 2, 5)), 1e6)
-"""Buckets of token counts: 1, 2, 5, 10, 20, 50 … up to a million."""
+"""Bucket bounds of token counts: 1, 2, 5, 10, 20, 50 … up to a million."""
 TIME_BUCKETS = tuple(value / 1000 for value in TOKEN_BUCKETS)
-"""Buckets of times: 1 ms to 1000 s, for small models as well as long queues."""
+"""Bucket bounds of times: 1 ms to 1000 s, for small models as well as long queues."""
 OUTPUT_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 # vLLM's buckets, which its dashboards and alerts expect.
 _VLLM_FIRST_TOKEN = (
@@ -79,7 +79,7 @@ _HISTOGRAMS = (
     ("request_params_max_tokens", "The max_tokens of requests that set it.", TOKEN_BUCKETS),
     ("request_params_n", "The n of requests: outputs asked for.", OUTPUT_BUCKETS),
 )
-"""Histograms: name, documentation, vLLM's buckets."""
+"""Name, documentation and vLLM's bucket bounds of each histogram."""
 
 # Name, field of EngineStats, documentation. Names with a colon do not exist in vLLM.
 _GAUGES = (
@@ -130,10 +130,10 @@ class _Histogram:
 
 
 class _EngineRecord:
-    """Observations of one engine. The step loop writes, a scrape reads."""
+    """Observations of one engine, written by the step loop and read by a scrape."""
 
     def __init__(self, engine: AsyncLLMEngine, labels: tuple[str, ...], vllm_buckets: bool) -> None:
-        # Weak: the engine thread refers to its requests, and these to this observer.
+        # A weak reference: the engine thread refers to its requests, and these to this observer.
         self.engine = weakref.ref(engine)
         self.labels = labels
         self.lock = threading.Lock()
@@ -150,10 +150,10 @@ class _EngineRecord:
         self._stats = EngineStats()
 
     def on_submit(self, request: Request, submission: RequestInfo) -> None:
-        """Nothing to count yet."""
+        """Do nothing: requests are counted when they end."""
 
     def on_first_token(self, request: Request) -> None:
-        """Observe the time to first token now: slow requests end long after it."""
+        """Record the time to first token now, because a slow request ends long after it."""
         assert request.first_token_at is not None
         waited = request.first_token_at - request.arrived_at
         with self.lock:
@@ -173,7 +173,7 @@ class _EngineRecord:
                 intervals.observe(usage.inter_token_time, usage.longest_output - 1)
 
     def stats(self) -> EngineStats:
-        """Statistics of the engine; once it is closed, the last ones, without live requests."""
+        """Statistics of the engine; of a closed engine the last ones, without live requests."""
         engine = self.engine()
         try:
             if engine is None:
@@ -187,7 +187,7 @@ class _EngineRecord:
 
 
 def _values_of(request: Request, usage: Usage) -> Iterator[tuple[str, float]]:
-    """Histograms that count a request once, with its values."""
+    """Observed values of a finished request, by histogram."""
     yield "e2e_request_latency_seconds", usage.total_time
     yield "request_queue_time_seconds", usage.queue_time
     yield "request_inference_time_seconds", usage.total_time - usage.queue_time
@@ -210,8 +210,9 @@ class EngineMetrics(Collector):
         metrics = EngineMetrics(engine)
         body = metrics.render()
 
-    Histograms are filled when requests end, that of the time to first token when it arrives. Gauges
-    and counters are read from the engine at each scrape, so an idle engine costs nothing.
+    Histograms are updated when requests end; the time to first token is recorded when that token
+    arrives. Gauges and counters are read from the engine at each scrape, so an idle engine costs
+    nothing.
 
     Args:
         engine: an engine in any state, or several; the label ``engine`` counts them from 0.
@@ -223,7 +224,7 @@ class EngineMetrics(Collector):
             ``EngineConfig.model_name``.
 
     Raises:
-        InvalidRequestError: for another ``compat``, or invalid labels.
+        InvalidRequestError: for an unknown ``compat``, or invalid labels.
         ValueError: if the registry has these metrics already. Engines that share a registry
             share one EngineMetrics.
     """
@@ -241,7 +242,7 @@ class EngineMetrics(Collector):
         engines = list(engine) if isinstance(engine, Sequence) else [engine]
         if not engines:
             raise InvalidRequestError("engine=[]: expected at least one engine", param="engine")
-        extra = _checked(labels)
+        extra = _check_labels(labels)
         model_name = extra.pop("model_name", None)
         self._prefix = "asyncllm:" if compat is None else "vllm:"
         self._label_names = ("model_name", "engine", *extra)
@@ -290,7 +291,7 @@ class EngineMetrics(Collector):
         return self._families(self._records)
 
     def _families(self, records: Sequence[_EngineRecord]) -> list[Metric]:
-        """All metric families, with the samples of ``records``."""
+        """Make all metric families, with samples from ``records``."""
         stats = [(record.labels, record.stats()) for record in records]
         families: list[Metric] = []
         for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
@@ -330,8 +331,8 @@ class EngineMetrics(Collector):
         return kind(name, documentation, labels=(*self._label_names, *labels))
 
 
-def _checked(labels: Mapping[str, str] | None) -> dict[str, str]:
-    """Check the labels; returns a copy."""
+def _check_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
+    """Check the labels; returns a copy of them."""
     checked = dict(labels or {})
     for name, value in checked.items():
         usable = isinstance(name, str) and name.isidentifier() and name.isascii()

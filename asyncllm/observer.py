@@ -20,7 +20,7 @@ Operation = Literal["chat", "text_completion"]
 
 @dataclass(frozen=True, slots=True)
 class RequestInfo:
-    """The call behind a request.
+    """Call that submitted a request.
 
     Attributes:
         operation: "chat" for a conversation, else "text_completion".
@@ -32,12 +32,12 @@ class RequestInfo:
 
 
 class Observer(Protocol):
-    """Receives a call when a request is accepted, and when it ends. Requests that were refused
-    (overload, bad arguments) are not reported. A request for several outputs is reported once:
-    ``request`` is its first output, and ``outputs_of(request)`` returns all.
+    """Object that is called when a request is accepted, and when it ends. Requests that were
+    refused (overload, bad arguments) are not reported. A request for several outputs is reported
+    once: ``request`` is its first output, and ``outputs_of(request)`` returns all.
 
-    An optional method ``on_first_token(request)`` is called once, between the other two, if the
-    request gets a token; its time is ``request.first_token_at``.
+    An optional method ``on_first_token(request)`` is called once, between ``on_submit`` and
+    ``on_finish``, if the request gets a token; its time is ``request.first_token_at``.
 
     The methods must be quick: the first runs in the application's call, the others in the step
     loop. Exceptions, even CancelledError and SystemExit, are logged and affect no request; only
@@ -51,8 +51,8 @@ class Observer(Protocol):
         prompt may not be tokenised yet."""
 
     def on_finish(self, request: Request, usage: Usage, error: BaseException | None) -> None:
-        """Called once, after ``on_submit`` and before the reader can see the end. Usually on the
-        engine thread; if that is stuck or gone, on the thread that found out.
+        """Called once, after ``on_submit`` and before the reader can see the end. It is called on
+        the engine thread; if that is stuck or gone, on the thread that noticed it.
 
         Args:
             usage: counts and timings up to the end, or up to the failure.
@@ -61,23 +61,23 @@ class Observer(Protocol):
 
 
 def outputs_of(request: Request) -> list[Request]:
-    """All outputs of a request, in order of index; for an observer's methods. Only the first if the
-    engine died while the request was submitted."""
+    """All outputs of a request, in order of index, for the methods of observers. If the engine died
+    during the submission, only the first output."""
     return request.group.members or [request]
 
 
 @dataclass(slots=True, eq=False)
 class ObserverNotifier:
-    """Calls the observers of one request. Submission and end may run on two threads at once (the
-    engine may die in the middle of ``stream()``): the later one reports the end. A first token
-    before the submission was reported is reported just before the end."""
+    """Calls the observers of one request. ``submitted`` and ``finished`` may run on two threads at
+    once (the engine may die in the middle of ``stream()``): the later of them reports the end. A
+    first token that arrives before ``on_submit`` has returned is reported just before the end."""
 
     _request: Request
     _observers: tuple[Observer, ...]
     _submitted: bool = False
     _first_token_seen: bool = False
     _end: tuple[Usage, BaseException | None] | None = None
-    # Popping from a list is atomic: it decides which thread delivers.
+    # Popping from a list is atomic: the thread that gets the item delivers the end.
     _undelivered: list[bool] = field(default_factory=lambda: [True])
     _first_token_observers: list[Observer] = field(init=False)
 
@@ -122,7 +122,7 @@ class ObserverNotifier:
 
 
 class Observers:
-    """Observers of one engine; any thread may add and remove.
+    """Observers of one engine; any thread may add and remove them.
 
     Attributes:
         all: the current observers, an immutable tuple.
@@ -133,7 +133,7 @@ class Observers:
         self.all: tuple[Observer, ...] = ()
 
     def add(self, observer: Observer) -> None:
-        """Add an observer of requests from now on; adding it twice changes nothing.
+        """Add an observer, which is called for requests from now on. Adding it twice has no effect.
 
         Raises:
             InvalidRequestError: for an object without the methods of an Observer.
@@ -146,7 +146,7 @@ class Observers:
                 self.all = (*self.all, observer)
 
     def remove(self, observer: Observer) -> None:
-        """Remove an observer. It is still called for the ends of requests that it knows."""
+        """Remove an observer. It is still called when requests end whose submission it saw."""
         with self._lock:
             self.all = tuple(one for one in self.all if one is not observer)
 
@@ -156,8 +156,8 @@ def _notify(observer: Observer, method: str, *args: Any) -> None:
         if method != "on_first_token" or getattr(observer, method, None) is not None:
             getattr(observer, method)(*args)
     except BaseException as error:
-        # An end has to reach all observers, so only ``on_submit``, in the application's call, may
-        # be interrupted.
+        # Ctrl-C may interrupt only ``on_submit``, which runs in the application's call: the end of
+        # a request has to reach all observers.
         if method == "on_submit" and is_interrupt(error):
             raise
         logger.exception("an observer failed in %s.%s", type(observer).__name__, method)

@@ -10,11 +10,11 @@ from asyncllm.outputs import CompletionOutput, Delta, FinishReason, TokenLogprob
 
 @dataclass(slots=True, eq=False)
 class OutputReader:
-    """Reading side of one output, on the loop that reads its stream.
+    """The part of one output that was read, on the loop that reads its stream.
 
     Attributes:
-        num_read: tokens read; the first ones of the request's output, to which the engine thread
-            only appends.
+        num_read: number of tokens read. They are the first ones of the request's output, to which
+            the engine thread only appends.
         finish_reason, stop_reason: None until the output's last delta was read.
     """
 
@@ -33,7 +33,7 @@ class OutputReader:
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
     def output(self) -> CompletionOutput:
-        """Make the output read so far."""
+        """Make a CompletionOutput of what was read so far."""
         request = self.request
         begin = request.num_prompt_tokens
         return CompletionOutput(

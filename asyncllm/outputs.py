@@ -15,7 +15,7 @@ FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 class Logprob(NamedTuple):
     """A candidate token at a position, with its natural log-probability.
 
-    That is the one under the model's own distribution, before temperature, penalties and
+    The log-probability is that of the model's own distribution, before temperature, penalties and
     truncation. ``rank`` counts from 1."""
 
     token_id: int
@@ -27,8 +27,8 @@ class TokenLogprobs(NamedTuple):
     """Log-probabilities at one position of the output or the prompt.
 
     ``top`` holds the ``logprobs=k`` or ``prompt_logprobs=k`` most likely tokens in descending
-    order; the sampled token, or the one that the prompt has there, is in ``sampled`` whether it
-    is among them or not.
+    order; ``sampled`` is the sampled token, or the prompt's own token at that position, even if it
+    is among ``top`` too.
     """
 
     sampled: Logprob
@@ -52,8 +52,8 @@ class Usage:
         completion_tokens: tokens generated, by all outputs.
         cached_tokens: prompt tokens whose KV was in the prefix cache when the request was first
             scheduled; KV that its own outputs share is not counted.
-        queue_time: from ``stream()`` to the first step that computes a token of it; for a
-            request that was never scheduled, to its end.
+        queue_time: from ``stream()`` to the request's first step; to its end, if it was never
+            scheduled.
         ttft: from ``stream()`` to the first generated token; None if there was none.
         total_time: from ``stream()`` to the end of the request.
         longest_output: tokens of the longest output; the default is ``completion_tokens``.
@@ -80,7 +80,8 @@ class Usage:
 
     @property
     def inter_token_time(self) -> float | None:
-        """Mean seconds between two tokens of the longest output; None with fewer than two."""
+        """Mean seconds between two tokens of the longest output; None if it has fewer than two
+        tokens."""
         if self.ttft is None or self.longest_output < 2:
             return None
         return (self.total_time - self.ttft) / (self.longest_output - 1)
@@ -88,10 +89,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A whole call of a tool that was offered.
+    """Complete call of one of the request's tools.
 
     Attributes:
-        id: unique; nine letters and digits, which every model's chat template takes.
+        id: unique id of nine letters and digits, which every model's chat template accepts.
         name: of the tool.
         arguments: a JSON object, as the model wrote it. It is not validated against the tool's
             schema unless a grammar enforced that.
@@ -103,26 +104,27 @@ class ToolCall:
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """The arguments, to call a Python function with."""
+        """Parse the arguments, as keyword arguments of a Python function."""
         return json.loads(self.arguments)
 
     def as_dict(self) -> dict[str, Any]:
-        """Convert to OpenAI's form in messages."""
+        """Convert the call to the dict that OpenAI's messages contain."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A fragment of a call, with OpenAI's meanings: the first one of a call has its id and name,
-    those that follow have more of its arguments.
+    """Fragment of a tool call, as in OpenAI's protocol: the first fragment has the call's id and
+    name, the following ones have more of its arguments.
 
     Attributes:
-        index: of the call in its output. Calls come one after the other.
-        id, name: None but in the first fragment.
+        index: index of the call in its output. One call is complete before the next begins.
+        id, name: id of the call and name of the tool; None except in the first fragment.
         arguments: more of the JSON text.
-        done: the call is whole. One that never becomes so was malformed, or the output ended in
-            it: all of it comes as text then, and it is not among ``CompletionOutput.tool_calls``.
+        done: the call is complete. A call that is malformed, or that the end of the output cuts
+            off, never is: all of it then comes as text, and it is not in
+            ``CompletionOutput.tool_calls``.
     """
 
     index: int
@@ -142,7 +144,7 @@ class Delta:
     the last of the stream. ``stop_reason`` is the stop string or stop token id that ended the
     output, None for EOS and for ``length``.
 
-    ``reasoning`` is new text of the model's thoughts, and ``tool_calls`` are fragments of its
+    ``reasoning`` is new text of the model's reasoning, and ``tool_calls`` are fragments of its
     calls; neither is in ``text``. Only ``chat()`` sets them.
     """
 
@@ -161,9 +163,9 @@ class Delta:
 
 
 class _DeltaOfOneToken:
-    """Mutable twin of Delta, converted by assigning ``__class__``. A frozen dataclass sets each
-    field through ``object.__setattr__``, which takes four times as long, and each step makes a
-    delta per stream."""
+    """Mutable twin of Delta, which becomes a Delta by assigning ``__class__``. A frozen dataclass
+    sets each field through ``object.__setattr__``, which takes four times as long, and each step
+    makes a delta per stream."""
 
     __slots__ = tuple(field.name for field in fields(Delta))
 
@@ -184,7 +186,7 @@ class _DeltaOfOneToken:
 def make_token_delta(
     token_id: int, text: str, logprobs: TokenLogprobs | None, index: int = 0
 ) -> Delta:
-    """Make the usual delta, of one token."""
+    """Make a delta of one token, the usual case."""
     delta: Any = _DeltaOfOneToken(token_id, text, logprobs, index)
     delta.__class__ = Delta
     return delta
@@ -192,8 +194,8 @@ def make_token_delta(
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One of a request's ``n`` outputs, whole. ``reasoning`` and ``tool_calls`` are not in
-    ``text``; all of it is in ``token_ids``."""
+    """One of a request's ``n`` outputs, complete. ``reasoning`` and ``tool_calls`` are not in
+    ``text``; ``token_ids`` has the tokens of all three."""
 
     index: int
     text: str
@@ -206,7 +208,7 @@ class CompletionOutput:
 
     @property
     def message(self) -> dict[str, Any]:
-        """The assistant's turn, to be appended to the messages of a conversation."""
+        """The answer as an assistant message, to append to the messages of a conversation."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
@@ -217,7 +219,7 @@ class CompletionOutput:
     @property
     def cumulative_logprob(self) -> float | None:
         """Sum of the log-probabilities of ``token_ids`` under the model's own distribution, to rank
-        outputs by; None unless ``logprobs`` was set, where 0 is enough."""
+        outputs by. None unless ``logprobs`` was set; ``logprobs=0`` is enough."""
         if self.logprobs is None:
             return None
         return math.fsum(entry.logprob for entry in self.logprobs)
@@ -298,23 +300,24 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot of the engine; counters count since ``start()``. A request with ``n`` outputs
-    is n of those that run, wait or are paused, and of preemptions and prompt tokens, and one
-    where requests are counted. ``dataclasses.asdict`` makes a dict of it, for JSON.
+    """Snapshot of the engine's counters, which count from ``start()``. A request with ``n`` outputs
+    counts n times in ``num_running``, ``num_waiting``, ``num_paused``, ``num_preemptions`` and
+    ``prompt_tokens``, and once in the counts of whole requests. ``dataclasses.asdict`` converts it
+    to a dict for JSON.
 
     Attributes:
         num_running: requests in the running batch.
-        num_waiting: requests accepted and not yet in the batch, those being tokenised and
-            those that were preempted included.
+        num_waiting: requests accepted but not in the batch, including requests that are being
+            tokenised or were preempted.
         num_paused: requests held back because their readers are late.
         num_blocks: KV blocks that requests can use (the null block is not counted).
         num_free_blocks: blocks that no request holds; cached ones are free as well.
-        kv_cache_usage: share of the blocks that requests hold, 0 to 1.
+        kv_cache_usage: fraction of the blocks that requests hold, 0 to 1.
         prefix_cache_queries: prompt tokens looked up in the prefix cache.
-        prefix_cache_hits: of these, tokens found.
+        prefix_cache_hits: prompt tokens found in the prefix cache.
         num_state_snapshots: recurrent states that can be kept for prefixes, in a model with
             recurrent layers whose prefixes are cached; else 0.
-        num_cached_states: of these, states that a request can go on from.
+        num_cached_states: recurrent states that are saved now, from which a request can continue.
         state_snapshot_bytes: memory of ``num_state_snapshots``.
         num_preemptions: times a request lost its blocks to another.
         prompt_tokens: prompt tokens of the requests that were scheduled.

@@ -1,4 +1,4 @@
-"""SamplingParams: sampling of one request, and its end."""
+"""SamplingParams: how one request is sampled, and when its output ends."""
 
 from __future__ import annotations
 
@@ -32,21 +32,23 @@ NUMBER_BOUNDS: Mapping[str, tuple[float, float]] = {
     "frequency_penalty": (-2, 2),
     "repetition_penalty": (0.01, 100),
 }
-"""Least and greatest value of each number field; ``top_p`` has to be above its least."""
+"""Minimum and maximum of each number field; ``top_p`` must be above its minimum."""
 
 BIAS_RANGE = (-100, 100)
-"""Least and greatest value of a number in ``logit_bias``."""
+"""Minimum and maximum of a bias in ``logit_bias``."""
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
-"""Most characters of a stop string. Each token's text is searched for all of them while the batch
-waits."""
+"""Maximum number of characters of a stop string. Each token's text is searched for all stop strings
+while the batch waits."""
 
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_LENGTH = 1024
-"""Most characters of a bad word. All are looked for at each token while the batch waits."""
+"""Maximum number of characters of a bad word. All bad words are checked at each token while the
+batch waits."""
 MAX_BAD_CHARACTERS = 2**14
-"""Most characters of all bad words: they are tokenised, twice, while an event loop waits."""
+"""Maximum number of characters of all bad words together: they are tokenised, twice, while an event
+loop waits."""
 
 MAX_BIAS = 1024
 MAX_STOP_IDS = 128
@@ -54,7 +56,8 @@ MAX_STOP_IDS = 128
 have room for as many per request, so that sampling does not wait for the host."""
 
 MAX_LOGITS_PROCESSORS = 64
-"""Most processors of a request. Each is called for each token while the batch waits."""
+"""Maximum number of logits processors of a request. Each is called for each token while the batch
+waits."""
 
 RequestLogitsProcessor = Callable[[Sequence[int], Any], Any]
 """``(output_token_ids, logits) -> logits``: called for each token of the request, on the
@@ -67,53 +70,58 @@ may change in place. A processor that raises ends its own request and no other."
 class SamplingParams:
     """Sampling and stopping, with vLLM's names and meanings.
 
-    A field that is None takes the model's ``generation_config`` where that has one, else the
-    neutral value given in brackets. Numbers may be numpy's, and are stored as Python's. Unless
+    A field that is None takes its value from the model's ``generation_config`` if that sets it,
+    else the neutral value in brackets. Numbers may be numpy's, and are stored as Python's. Unless
     stated otherwise, an integer has at most 63 bits.
 
     Attributes:
         n: outputs per request, 1 to 256; the prompt is computed once. Not with
             ``temperature=0``, which would give n equal ones.
         temperature: [1.0] in [0, 100]; 0 is greedy.
-        top_p: [1.0] in (0, 1]; keep the smallest set of tokens whose mass reaches it.
+        top_p: [1.0] in (0, 1]; keep the smallest set of the likeliest tokens whose total
+            probability reaches it.
         top_k: [0] keep the k most likely tokens; 0 and -1 keep all, and so does a number that
             is larger than the vocabulary.
-        min_p: [0.0] in [0, 1]; drop tokens less likely than this share of the likeliest.
-        presence_penalty: in [-2, 2]; subtracted once from the logit of each token that the
-            output holds already.
-        frequency_penalty: in [-2, 2]; subtracted as often as the output holds the token.
-        repetition_penalty: [1.0] in [0.01, 100]; divides positive and multiplies negative
-            logits of tokens that the prompt or the output holds (Keskar et al. 2019, CTRL).
-        seed: 64-bit seed; None draws one. A token depends on (seed, position) alone. Each
-            output has its own, the first this one; see ``of_output``.
+        min_p: [0.0] in [0, 1]; drop tokens less likely than this fraction of the likeliest token's
+            probability.
+        presence_penalty: in [-2, 2]; subtracted once from the logit of each token that the output
+            already contains.
+        frequency_penalty: in [-2, 2]; subtracted from a token's logit once per occurrence of the
+            token in the output.
+        repetition_penalty: [1.0] in [0.01, 100]; divides positive and multiplies negative logits of
+            tokens that the prompt or the output contains (Keskar et al. 2019, CTRL).
+        seed: 64-bit seed; None draws one. A token depends on (seed, position) alone. The first
+            output uses this seed, and each further output a seed derived from it; see
+            ``of_output``.
         stop: strings that end the output, 64 of 1024 characters at most; they may span tokens.
         stop_token_ids: token ids that end the output. This and every other field of token ids
             has at most 524,288; repeats are dropped here and in ``allowed_token_ids``.
         ignore_eos: go on past the model's end-of-sequence tokens.
-        max_tokens: output tokens at most; None goes up to the context.
-        min_tokens: neither EOS nor a stop token or string before so many tokens. With it, and with
-            ``structured_outputs``, there are 128 stop tokens at most, ``stop_token_ids`` and the
-            model's EOS tokens together.
+        max_tokens: maximum number of output tokens; None allows all that fit the context.
+        min_tokens: minimum number of output tokens, before which EOS, stop tokens and stop strings
+            do not end the output. With it, or with ``structured_outputs``, at most 128 stop tokens
+            are allowed: ``stop_token_ids`` and the model's EOS tokens together.
         logprobs: number of most likely tokens to report at each position, at most
             ``EngineConfig.max_logprobs``; -1 for all, where that is -1. The sampled token is always
             reported; None reports nothing.
-        truncate_prompt_tokens: keep the last so many tokens of a prompt that has more, at most
-            ``max_model_len - 1``; -1 is that many. ``Usage.truncated_prompt_tokens`` counts the
-            others. None refuses a prompt that leaves no room for one token.
+        truncate_prompt_tokens: number of tokens to keep at the end of a longer prompt, at most
+            ``max_model_len - 1``; -1 is ``max_model_len - 1``. ``Usage.truncated_prompt_tokens``
+            counts the tokens cut off. None refuses a prompt that leaves no room for one output
+            token.
         logit_bias: token id to a number added to its logit, in [-100, 100]; 1024 entries at most.
-        allowed_token_ids: nothing else may be sampled.
+        allowed_token_ids: the only token ids that may be sampled.
         bad_words: texts, 1024 of 1024 characters at most and 16,384 in all, whose token sequences
             may not occur in the output, with or without a space before them. Words of one token
-            cost nothing; longer ones are looked for on the host.
+            cost nothing; longer ones are checked on the host.
         detokenize: make text of the tokens; False leaves ``text`` empty and spends no time on it.
-            Not with ``stop``, nor in a chat whose answer is read from its text: with tools,
-            thoughts or a response format.
+            Not with ``stop``, nor in a chat whose answer is parsed: with tools, reasoning or a
+            response format.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string at the end of the text.
         logits_processors: callables ``(output_token_ids, logits) -> logits``, 64 at most.
-        structured_outputs: what form the output has: a dict with exactly one of ``json`` (a
-            JSON schema as a dict or text, a Pydantic model, a dataclass or a TypedDict),
-            ``regex``, ``choice`` (strings), ``grammar`` (Lark or GBNF), ``json_object`` (True) and
+        structured_outputs: grammar of the output: a dict with exactly one of ``json`` (a JSON
+            schema as a dict or text, a Pydantic model, a dataclass or a TypedDict), ``regex``,
+            ``choice`` (strings), ``grammar`` (Lark or GBNF), ``json_object`` (True) and
             ``structural_tag``; see docs/structured_output.md. Kept as a StructuredOutputs.
         prompt_logprobs: number of most likely tokens to report at each position of the prompt but
             the first, with the bounds of ``logprobs``; the prompt's own token is always reported.
@@ -201,7 +209,7 @@ class SamplingParams:
         for name in ("stop_token_ids", "allowed_token_ids"):
             check.field(self, check.token_ids, name)
             if found := getattr(self, name):
-                # Without repeats there are no more than tokens in the vocabulary.
+                # Without repeats there are at most as many ids as tokens in the vocabulary.
                 self._set(name, tuple(dict.fromkeys(found)))
         if self.allowed_token_ids == ():
             raise check.invalid("allowed_token_ids", (), "at least one token id, or None")
@@ -229,7 +237,7 @@ class SamplingParams:
     def check_limits(
         self, vocab_size: int, max_logprobs: int, eos_token_ids: Sequence[int] = ()
     ) -> None:
-        """Check what depends on the model and the engine.
+        """Check the limits that depend on the model and the engine.
 
         Args:
             max_logprobs: -1 is any number.
@@ -265,7 +273,7 @@ class SamplingParams:
         defaults: Mapping[str, Any],
         draw_seed: Callable[[], int],
     ) -> SamplingParams:
-        """Copy with ``overrides`` applied and no open fields left.
+        """Copy with ``overrides`` applied and every unset field filled in.
 
         Args:
             overrides: fields by name.
@@ -277,8 +285,8 @@ class SamplingParams:
             InvalidRequestError: for a name that does not exist, a value out of range, or an
                 ``n`` above 1 where the defaults are greedy.
         """
-        # Not ``replace`` for the defaults below: they are valid, and checking every field again
-        # would double the time of a call that an event loop waits for.
+        # Do not use ``replace`` for the defaults below: they are valid, and checking every field
+        # again would double the time of a call that an event loop waits for.
         resolved = replace(self, **overrides) if overrides else copy(self)
         for name, neutral in NEUTRAL.items():
             if getattr(resolved, name) is None:
@@ -312,10 +320,11 @@ class SamplingParams:
 
 
 def with_response_format(sampling: dict[str, Any], params: Any, value: Any) -> dict[str, Any]:
-    """Fields of ``SamplingParams``, with the grammar of a ``response_format``.
+    """Add the grammar of a ``response_format`` to fields of ``SamplingParams``.
 
     Raises:
-        InvalidRequestError: as ``parse_response_format``, and beside ``structured_outputs``.
+        InvalidRequestError: as ``parse_response_format``, and if ``structured_outputs`` is given
+            too.
     """
     structured = parse_response_format(value)
     if structured is None:

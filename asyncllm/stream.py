@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 from asyncllm import validation as check
-from asyncllm.core.channel import Channel, End, merged
+from asyncllm.core.channel import Channel, End, merge_pending
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.request import Request, RequestGroup
-from asyncllm.errors import RequestError, to_raise
+from asyncllm.errors import RequestError, copy_for_raise
 from asyncllm.output_reader import OutputReader
 from asyncllm.outputs import (
     Completion,
@@ -45,13 +45,14 @@ class TokenStream(Handle):
     One task reads a stream at a time, always on the same event loop; anything else is a
     RuntimeError.
 
-    A request for several outputs (``n``) has one stream: each delta is of one output, its
-    ``index``, and each output's last one has its ``finish_reason``. The stream ends with the
+    A request for several outputs (``n``) has one stream: each delta belongs to the output
+    ``index``, and the last delta of each output has its ``finish_reason``. The stream ends with the
     output that ends last, and ``usage`` comes with it.
 
     Attributes:
         request_id: the request's id.
-        finish_reason: that of the output that ended last; None until the last delta was read.
+        finish_reason: finish reason of the output that ended last; None until the last delta was
+            read.
         usage: None until the last delta was read.
     """
 
@@ -75,7 +76,7 @@ class TokenStream(Handle):
 
     def __post_init__(self) -> None:
         self._group = self._request.group
-        # Copied, because a group drops its members when it ends.
+        # Copy the list, because a group drops its members when it ends.
         self._outputs = list(map(OutputReader, self._group.members))
         if len(self._outputs) == 1:
             self._texts_of_only = self._outputs[0].texts
@@ -90,7 +91,7 @@ class TokenStream(Handle):
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
-        """As ``Completion.prompt_logprobs``; complete when the first delta arrives."""
+        """Prompt log-probabilities as in ``Completion``; complete when the first delta arrives."""
         return self._request.whole_prompt_logprobs
 
     @property
@@ -130,7 +131,8 @@ class TokenStream(Handle):
         channel = self._channel
         items = channel.items
         if not items and channel.final is None:
-            # Inlined: every reader runs this in every step, so each call would count.
+            # This code is inlined: every reader runs it in every step, so a function call would be
+            # noticeable.
             backend = self._backend or self._bind()
             waiter = backend.make_waiter()
             if waiter is None:
@@ -140,8 +142,8 @@ class TokenStream(Handle):
                 while True:
                     channel.waiter = waiter
                     channel.has_reader = True
-                    # Checked after setting the flag: output written before it is found here; output
-                    # written after it wakes this reader.
+                    # Check for output after setting the flag: output written before the flag is
+                    # found here; output written after it wakes this reader.
                     if items or channel.final is not None:
                         break
                     if timeout is None:
@@ -162,11 +164,11 @@ class TokenStream(Handle):
                 self._reading = False
                 channel.has_reader = False
                 channel.waiter = None
-        return self._take()
+        return self._take_delta()
 
     def with_heartbeat(self, seconds: float) -> StreamWithHeartbeat:
-        """This stream, with a None after every ``seconds`` without a delta, to keep a connection
-        alive. No read is cancelled for it.
+        """Iterate over the deltas, and yield None after every ``seconds`` without one, to keep a
+        connection alive. No read is cancelled.
 
             async for delta in stream.with_heartbeat(15):
                 await send(": keep-alive\\n\\n" if delta is None else event(delta))
@@ -213,7 +215,7 @@ class TokenStream(Handle):
                 channel.has_reader = True
                 if not items and channel.final is None:
                     mailbox.wait(waiter)
-            delta = self._take()
+            delta = self._take_delta()
         except BaseException:
             self.abort()
             raise
@@ -223,16 +225,16 @@ class TokenStream(Handle):
             channel.waiter = None
         return delta
 
-    def _take(self) -> Delta:
-        """Take the next unread delta, together with the end if that is next. Something must be
-        unread."""
+    def _take_delta(self) -> Delta:
+        """Take the next unread delta, and merge the end into it if that comes next. A delta or the
+        end must be unread."""
         channel = self._channel
-        # Read before ``items``, which then have everything that was written before the end.
+        # Read the end before ``items``: once the end is set, ``items`` is complete.
         final = channel.final
         items = channel.items
         delta = items.popleft() if items else _NO_TOKENS
         if not isinstance(delta, Delta):
-            delta = merged(delta)
+            delta = merge_pending(delta)
         if final is not None and not items:
             delta = self._finish(delta, final)
         if self._parser is not None:
@@ -254,9 +256,8 @@ class TokenStream(Handle):
         return delta
 
     def _finish(self, delta: Delta, final: End | BaseException) -> Delta:
-        """Merge the end into ``delta``. It is left for the next read if it is an exception, which
-        follows everything that was generated; if merging its token would exceed ``max_merged``; or
-        if it belongs to another output."""
+        """Merge the end into ``delta``. The end is left for the next read if it is an exception, if
+        merging its last token would exceed ``max_merged``, or if it belongs to another output."""
         if isinstance(final, End) and delta is not _NO_TOKENS and delta.index != final.output:
             return delta
         if isinstance(final, End) and final.finish_reason == "abort" and self._cut_off:
@@ -271,7 +272,7 @@ class TokenStream(Handle):
                 return delta
             self._done = True
             self._error = final
-            raise to_raise(final)
+            raise copy_for_raise(final)
         last = final.last or _NO_TOKENS
         if len(delta.token_ids) + len(last.token_ids) > self._channel.max_merged:
             return delta
@@ -297,12 +298,13 @@ class TokenStream(Handle):
         )
 
     def abort(self) -> None:
-        """End the request with finish reason ``abort``; any thread, any number of times. Its output
-        so far can still be read. Its blocks are free before the next step."""
+        """End the request with finish reason ``abort``. Any thread may call it, any number of
+        times. The output so far can still be read. The request's blocks are free before the next
+        step."""
         self._core.abort(self._group)
 
     def close(self) -> None:
-        """Abort the request and end the iteration. Idempotent; waits for nothing."""
+        """Abort the request and end the iteration. Idempotent; returns at once."""
         self.abort()
         self._done = True
 
@@ -321,7 +323,7 @@ class TokenStream(Handle):
         return self.result().__await__()
 
     async def result(self) -> Completion:
-        """Read to the end; returns the completion, with deltas that were read before.
+        """Read the stream to its end; returns the completion, which includes deltas read before.
 
         Raises:
             AsyncLLMError: if the request failed; raised at every call.
@@ -337,7 +339,7 @@ class TokenStream(Handle):
             AsyncLLMError: if the request failed.
         """
         if self._error is not None:
-            raise to_raise(self._error)
+            raise copy_for_raise(self._error)
         prompt = tuple(self.prompt_token_ids or ())
         outputs = self._outputs_read()
         if self._parser is not None:

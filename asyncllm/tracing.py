@@ -27,7 +27,8 @@ _NANOSECONDS = 1_000_000_000
 
 
 class EngineTracing:
-    """A span for every request of an engine, by OpenTelemetry's conventions for generative AI.
+    """Makes a span for every request of an engine, by OpenTelemetry's conventions for generative
+    AI.
 
     The span is a child of the caller's current span at ``stream()`` or ``chat()``; it begins there
     and ends with the request, however late its output is read. It ends on the engine thread, so the
@@ -35,8 +36,8 @@ class EngineTracing:
     exporting them while the engine waits.
 
     Args:
-        engine: in any state.
-        tracer_provider: None takes OpenTelemetry's global one.
+        engine: an engine in any state.
+        tracer_provider: tracer provider; None uses OpenTelemetry's global one.
         capture_content: record prompts and outputs too. If False, spans have no text of a request,
             and only the type of an error, because messages may quote texts.
     """
@@ -50,7 +51,7 @@ class EngineTracing:
     ) -> None:
         from asyncllm import __version__
 
-        # Weak: the engine thread refers to its requests, and these to this observer.
+        # A weak reference: the engine thread refers to its requests, and these to this observer.
         self._engine = weakref.ref(engine)
         self._model = engine.config.model_name
         self._capture_content = capture_content
@@ -82,7 +83,7 @@ class EngineTracing:
             attributes["gen_ai.input.messages"] = _input_messages(request, submission)
         span = self._tracer.start_span(
             f"{submission.operation} {self._model}",
-            kind=SpanKind.INTERNAL,  # the conventions' kind for a model in the same process
+            kind=SpanKind.INTERNAL,  # the conventions' span kind for a model in the same process
             attributes=attributes,
             start_time=start,
         )
@@ -122,8 +123,8 @@ def trace_engine(
 
 
 def _request_attributes(request: Request, submission: RequestInfo, model: str) -> dict[str, Any]:
-    """Span attributes that are known at submission. As the conventions ask, settings without effect
-    are left out. The seed is the one in use, given or drawn, so that a sampled output can be
+    """Span attributes that are known at submission. The conventions leave out settings without
+    effect. The seed is always included, even if the engine drew it, so that a sampled output can be
     reproduced."""
     sampling = request.sampling
     optional = {
@@ -148,8 +149,8 @@ def _request_attributes(request: Request, submission: RequestInfo, model: str) -
 
 
 def _signed(seed: int) -> int:
-    """Convert a 64-bit seed to a signed integer, as attributes need; a negative number means the
-    same seed."""
+    """Convert a 64-bit seed to a signed integer, because attributes are signed. SamplingParams
+    accepts the negative number as the same seed."""
     return seed if seed < 1 << 63 else seed - (1 << 64)
 
 
@@ -187,7 +188,7 @@ def _input_messages(request: Request, submission: RequestInfo) -> str:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """Convert a message of a conversation to the conventions' form, as far as possible."""
+    """Convert a message of a conversation to the dict that OpenTelemetry's conventions define."""
     if not isinstance(message, Mapping):
         return {"role": "user", "parts": [message]}
     content = message.get("content")

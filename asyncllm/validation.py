@@ -30,24 +30,25 @@ T = TypeVar("T")
 MAX_INTEGER = 2**63 - 1
 
 MAX_ITEMS = 2**19
-"""Most items of a list of tokens, which is read while an event loop waits: twice the largest
-vocabularies."""
+"""Maximum number of items of a list of token ids: twice the largest vocabularies. The list is read
+while an event loop waits."""
 
 MAX_DATA = 2**16
+"""Maximum number of values and characters of plain data. It is copied while an event loop waits."""
+
 MAX_DEPTH = 16
-"""Most values and characters, and most levels, of plain data, which is copied while an event loop
-waits."""
+"""Maximum nesting depth of plain data, which is copied recursively."""
 
 MAX_SECONDS = 1e7
-"""Longest duration, 115 days: less than any platform's longest wait for a lock."""
+"""Maximum duration: 115 days, less than any platform's longest wait for a lock."""
 
 Refuse = Callable[[str, object, str], Exception]
-"""Function of ``(name, value, accepted)`` that makes an exception."""
+"""Function that makes an exception from a field's name, its value and the accepted values."""
 
 
 class _ShortRepr(reprlib.Repr):
     def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        # reprlib would sort all keys, which takes 0.1 s for those of a long body.
+        # reprlib would sort all keys, which takes 0.1 s for a large request body.
         return super().repr_dict(dict(itertools.islice(x.items(), self.maxdict + 1)), level)
 
 
@@ -57,16 +58,16 @@ _SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = 8
 
 
 def describe(value: object) -> str:
-    """Short ``repr`` for messages that never raises. Python's raises ValueError for an integer of
-    more than 4300 digits, and an object's own may raise anything."""
+    """Short ``repr`` for messages, which never raises. Python's ``repr`` raises ValueError for an
+    integer of more than 4300 digits, and an object's own ``__repr__`` may raise anything."""
     try:
-        return str.__str__(_SHORT.repr(value))  # a subclass's methods may raise too
+        return str.__str__(_SHORT.repr(value))  # the methods of a subclass of str may raise too
     except BaseException:
         return f"<{type(value).__name__}>"
 
 
 def explain(error: BaseException) -> str:
-    """Type and message of an exception, in full; as from ``describe`` if it cannot be printed."""
+    """Type and full message of an exception; its ``describe`` text if it cannot be printed."""
     try:
         return f"{type(error).__name__}: {error}"
     except BaseException:
@@ -74,8 +75,8 @@ def explain(error: BaseException) -> str:
 
 
 def plain_text(value: object) -> str | None:
-    """Plain ``str`` of a text; None for anything else. A subclass's methods would run on the engine
-    thread."""
+    """Copy a text as a plain ``str``; None for anything but text. Methods of a subclass of ``str``
+    would otherwise run on the engine thread."""
     return str.__str__(value) if isinstance(value, str) else None
 
 
@@ -104,7 +105,7 @@ def _integer_in(value: Any, low: int, high: int) -> int | None:
         return None
     try:
         found = int(operator.index(value))
-    except Exception:  # such as a tensor with several elements, whose truth value is an error
+    except Exception:  # a tensor of several elements raises in a comparison
         return None
     return found if low <= found <= high else None
 
@@ -119,8 +120,8 @@ def number(
     what: str = "a finite number",
     **how: Any,
 ) -> Any:
-    """Check a float in ``[low, high]``, or ``(low, high]`` with ``above``. Negative zero becomes
-    zero."""
+    """Check a float in ``[low, high]``, or in ``(low, high]`` if ``above`` is set. Negative zero
+    becomes zero."""
     found = math.nan
     if isinstance(value, numbers.Real) and type(value) is not bool:
         try:
@@ -134,7 +135,7 @@ def number(
 
 
 def seconds(name: str, value: Any, **how: Any) -> Any:
-    """Check a duration in seconds; with ``above`` not 0."""
+    """Check a duration in seconds. If ``above`` is set, 0 is refused too."""
     return number(name, value, 0, MAX_SECONDS, what="a number of seconds", **how)
 
 
@@ -148,7 +149,7 @@ def boolean(name: str, value: Any, **how: Any) -> Any:
 
 
 def string(name: str, value: Any, *, empty: bool = False, **how: Any) -> Any:
-    """Check a text that UTF-8 can express: no lone surrogates."""
+    """Check a text: it must be valid UTF-8, without lone surrogates."""
     text = plain_text(value)
     if text or (empty and text is not None):
         with suppress(UnicodeEncodeError):
@@ -162,13 +163,14 @@ def plain_data(name: str, value: Any, **how: Any) -> Any:
     dicts with text for keys."""
     with suppress(Exception):
         if isinstance(value, Mapping):
-            return _copied(value, [MAX_DATA], MAX_DEPTH)
+            return _copy_plain_data(value, [MAX_DATA], MAX_DEPTH)
     accepted = f"a dict of plain data, {MAX_DEPTH} deep, {MAX_DATA} values and characters at most"
     return _refuse(name, value, accepted, **how)
 
 
-def _copied(value: Any, left: list[int], depth: int) -> Any:
-    """Copy plain data; raises for anything else, and beyond ``left[0]`` values and characters."""
+def _copy_plain_data(value: Any, left: list[int], depth: int) -> Any:
+    """Copy plain data. Raises for anything else, and for more than ``left[0]`` values and
+    characters."""
     left[0] -= 1 + len(value) if isinstance(value, str) else 1
     if left[0] < 0 or depth < 0:
         raise ValueError
@@ -179,11 +181,13 @@ def _copied(value: Any, left: list[int], depth: int) -> Any:
     if isinstance(value, Mapping):
         pairs = itertools.islice(value.items(), left[0] + 1)
         return {
-            string("", _copied(key, left, depth), empty=True): _copied(one, left, depth - 1)
+            string("", _copy_plain_data(key, left, depth), empty=True): _copy_plain_data(
+                one, left, depth - 1
+            )
             for key, one in pairs
         }
     if isinstance(value, (list, tuple)):
-        return [_copied(one, left, depth - 1) for one in value]
+        return [_copy_plain_data(one, left, depth - 1) for one in value]
     if isinstance(value, numbers.Integral):
         return integer("", value, -(2**63), 2**64 - 1)
     return number("", value, -sys.float_info.max, sys.float_info.max)
@@ -197,12 +201,12 @@ def choice(name: str, value: Any, choices: Sequence[str], **how: Any) -> Any:
 
 
 def items(name: str, value: Any, accepted: str, most: int = MAX_ITEMS, **how: Any) -> Any:
-    """The items of a sequence or a set, as a tuple; None has none. No more than ``most`` are
-    accepted, and of an endless iterable no more are read."""
+    """Read the items of a sequence or a set into a tuple, empty for None. More than ``most`` items
+    are refused; an endless iterable is read no further than that."""
     found: Any = value or () if value is None or type(value) is tuple else None
     is_text = isinstance(value, (str, bytes, bytearray, Mapping))
     if found is None and not is_text and isinstance(value, Iterable):
-        with suppress(TypeError):  # of an array without dimensions
+        with suppress(TypeError):  # an array without dimensions raises it
             found = tuple(itertools.islice(value, most + 1))
     if found is not None and len(found) <= most:
         return found
@@ -215,7 +219,7 @@ def strings(
     """Check a sequence of at most ``most`` non-empty strings; returns a tuple.
 
     Args:
-        longest: most characters of a string.
+        longest: maximum number of characters of a string.
     """
     accepted = "a sequence of strings"
     if longest < MAX_INTEGER:
@@ -223,7 +227,7 @@ def strings(
     if value is None:
         return _refuse(name, value, accepted, **how)
     found = items(name, value, accepted, most, **how)
-    # The field may be None, but not an item.
+    # ``optional`` concerns the field; its items may not be None.
     found = tuple([string(name, one, **{**how, "optional": False}) for one in found])
     if max(map(len, found), default=0) > longest:
         _refuse(name, found, accepted, **how)
@@ -242,13 +246,13 @@ def token_ids(
         if not ids or (min(ids) >= 0 and max(ids) < below and bool not in kinds):
             return ids
     wrong = (one for one in found if _integer_in(one, 0, below - 1) is None)
-    # The field may be None, but not an item.
+    # ``optional`` concerns the field; its items may not be None.
     return _refuse(name, next(wrong, value), accepted, **{**how, "optional": False})
 
 
 def field(owner: Any, validator: Callable[..., Any], name: str, *limits: Any, **how: Any) -> None:
-    """Validate a field of a frozen dataclass, and store the plain value. The default is always
-    accepted, None if it is the default."""
+    """Validate a field of a frozen dataclass, and store the plain value. The default value is
+    always accepted, even if it is None."""
     value, default = getattr(owner, name), owner.__dataclass_fields__[name].default
     if value is not default:
         found = validator(name, value, *limits, optional=default is None, **how)
@@ -256,7 +260,7 @@ def field(owner: Any, validator: Callable[..., Any], name: str, *limits: Any, **
 
 
 def equal_json(value: Any, other: Any) -> bool:
-    """Equality of JSON values: 1 is not True, and an array equals nothing."""
+    """Compare JSON values: 1 does not equal True, and a numpy array equals no value."""
     if type(value) is not type(other):
         return False
     if isinstance(value, dict):
@@ -267,7 +271,8 @@ def equal_json(value: Any, other: Any) -> bool:
 
 
 def refuse_unknown(kind: str, given: Iterable[Any], known: Collection[str]) -> None:
-    """Raise InvalidRequestError for a name that does not exist, and name its counterpart."""
+    """Raise InvalidRequestError for an unknown name; the message gives its counterpart here, if
+    there is one."""
     for name in given:
         if name not in known:
             name = f"{name:.80}" if isinstance(name, str) else describe(name)

@@ -16,7 +16,7 @@ from asyncllm.core.batch import (
     StepResult,
 )
 from asyncllm.core.executor import Executor
-from asyncllm.core.in_process import plain
+from asyncllm.core.in_process import picklable_params
 from asyncllm.outputs import TokenLogprobs
 from asyncllm.sampling_params import SamplingParams
 
@@ -230,7 +230,7 @@ class Driver:
                 token_ids=seq.tokens.copy(),
                 num_prompt_tokens=len(seq.prompt),
                 block_ids=tuple(list(blocks) for blocks in seq.blocks),
-                sampling=plain(seq.sampling),
+                sampling=picklable_params(seq.sampling),
                 eos_token_ids=seq.eos,
                 processors_key=processors_key,
             )

@@ -112,13 +112,13 @@ def test_ids_ranks_and_closing(clock):
     with pytest.raises(InvalidRequestError):
         admission.reserve(request("a"), 1)
     first.cancelled = True
-    assert admission.get("a") is None
+    assert admission.get_live("a") is None
     again = request("a")
     admission.reserve(again, 1)
-    assert admission.get("a") is again
+    assert admission.get_live("a") is again
     assert set(admission.close(lambda: EngineClosedError("closed"))) == {first, second, again}
     admission.forget(first)
-    assert admission.get("a") is again
+    assert admission.get_live("a") is again
     assert admission.num_live == 2
     with pytest.raises(EngineClosedError):
         admission.reserve(request("c"), 1)
@@ -138,7 +138,7 @@ def test_queue_is_full_at_its_limits_and_not_before(clock):
     assert "2 requests are queued, max_queued_requests=2" in str(refused(admission, 0))
     assert (admission.num_queued, admission.num_live) == (2, 2)
     assert (admission.num_requests, admission.num_rejected) == (2, 2)
-    assert admission.get("one more") is None
+    assert admission.get_live("one more") is None
 
 
 def test_a_prompt_that_is_longer_than_the_queue_waits_alone(clock):
@@ -244,7 +244,7 @@ def test_an_id_that_was_aborted_is_free_and_both_requests_live_until_forgotten(c
     admission = Admission(10, 100, clock)
     first = request("a")
     admission.reserve(first, 1)
-    assert admission.get("a") is first
+    assert admission.get_live("a") is first
     with pytest.raises(InvalidRequestError, match="request_id='a'") as caught:
         admission.reserve(request("a"), 1)
     assert caught.value.param == "request_id"
@@ -253,7 +253,7 @@ def test_an_id_that_was_aborted_is_free_and_both_requests_live_until_forgotten(c
     admission.reserve(second, 1)
     assert (admission.num_live, admission.num_queued) == (2, 2)
     admission.forget(second)
-    assert (admission.num_live, admission.get("a")) == (1, None)
+    assert (admission.num_live, admission.get_live("a")) == (1, None)
     admission.forget(first)
     assert (admission.num_live, admission.num_queued) == (0, 0)
     assert admission.close(lambda: EngineClosedError("closed")) == []

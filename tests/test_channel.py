@@ -12,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncllm.core.channel import Channel, End, merged
+from asyncllm.core.channel import Channel, End, merge_pending
 from asyncllm.core.output_processor import OutputProcessor
 from asyncllm.errors import EngineError
 from asyncllm.outputs import Delta, Usage
@@ -146,7 +146,7 @@ def test_unread_tokens_merge_up_to_the_most_that_a_delta_may_have(max_unread, lo
         ]
         assert sizes == [max_unread] * full + [rest] * (rest > 0)
     assert channel.num_unread == 9
-    deltas = [item if isinstance(item, Delta) else merged(item) for item in channel.items]
+    deltas = [item if isinstance(item, Delta) else merge_pending(item) for item in channel.items]
     assert [token for delta in deltas for token in delta.token_ids] == list(range(9))
     assert [delta.text for delta in deltas] == [
         "".join(f"{token_id} " for token_id in delta.token_ids) for delta in deltas
@@ -174,7 +174,7 @@ def test_last_delta_of_a_member_stays_by_itself():
     channel.put(5, "5 ", None)
     channel.put(6, "6 ", None)
     assert channel.num_written == 4
-    items = [item if isinstance(item, Delta) else merged(item) for item in channel.items]
+    items = [item if isinstance(item, Delta) else merge_pending(item) for item in channel.items]
     assert [item.text for item in items] == ["3 ", "4 ", "held", "5 6 "]
 
 

@@ -34,7 +34,7 @@ def test_watermark_is_a_hundredth_and_at_least_a_block(num_blocks, watermark):
     ("num_tokens", "blocks"), [(0, 0), (1, 2), (4, 3), (5, 5), (6, 5), (7, 6), (8, 6), (9, 8)]
 )
 def test_blocks_of_all_groups_are_counted(num_tokens, blocks):
-    assert manager(sizes=(4, 2)).blocks_for(num_tokens) == blocks
+    assert manager(sizes=(4, 2)).max_blocks_for(num_tokens) == blocks
 
 
 def test_an_admission_takes_what_is_there_and_nothing_if_it_is_too_little():

@@ -8,7 +8,7 @@ import pytest
 
 from asyncllm import EngineOverloadedError
 from asyncllm.core.batch import RowError
-from asyncllm.core.channel import End, merged
+from asyncllm.core.channel import End, merge_pending
 from asyncllm.core.request import Request
 from asyncllm.outputs import Delta
 from tests.core_rig import Rig
@@ -16,7 +16,7 @@ from tests.core_rig import Rig
 
 def read(group):
     """Tokens and finish reasons by index, and the end."""
-    deltas = [one if isinstance(one, Delta) else merged(one) for one in group.channel.items]
+    deltas = [one if isinstance(one, Delta) else merge_pending(one) for one in group.channel.items]
     group.channel.items.clear()
     final = group.channel.final
     if isinstance(final, End) and final.last is not None:
@@ -37,14 +37,14 @@ def test_one_end_after_the_last_member():
         assert group.channel.final is None
         assert rig.core.stats().num_running == 3 - (step >= 2) - (step >= 4)
         assert rig.core.admission.num_live == 3 - (step >= 2) - (step >= 4)
-        assert rig.core.admission.get("g") is group
+        assert rig.core.admission.get_live("g") is group
     rig.steps(1)
     tokens, reasons, final = read(group)
     assert tokens == rig.reference(group)
     assert reasons == {0: "length", 2: "length"}
     assert (final.finish_reason, final.last.index) == ("length", 1)
     assert (final.usage.prompt_tokens, final.usage.completion_tokens) == (4, 12)
-    assert rig.core.admission.get("g") is None
+    assert rig.core.admission.get_live("g") is None
     assert rig.core.admission.num_live == 0
     assert rig.core.stats().num_finished == 1
     assert rig.core.stats().num_free_blocks == rig.core.stats().num_blocks
@@ -54,11 +54,11 @@ def test_deltas_of_two_members_do_not_merge():
     rig = Rig()
     group = rig.group(5, 5)
     rig.steps(3)
-    found = [one if isinstance(one, Delta) else merged(one) for one in group.channel.items]
+    found = [one if isinstance(one, Delta) else merge_pending(one) for one in group.channel.items]
     assert [delta.index for delta in found] == [0, 1, 0, 1, 0, 1]
     alone = rig.group(1, 9, name="alone")
     rig.steps(4)
-    found = [one if isinstance(one, Delta) else merged(one) for one in alone.channel.items]
+    found = [one if isinstance(one, Delta) else merge_pending(one) for one in alone.channel.items]
     assert [(d.index, len(d.token_ids)) for d in found] == [(0, 1), (1, 4)]
 
 

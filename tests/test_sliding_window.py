@@ -127,7 +127,7 @@ def test_an_admission_takes_what_a_window_holds_at_once():
     # 4 blocks for 1 + 8 tokens of a window, wherever they begin, and 25 for all 50.
     kv = manager((2, None), (3, 4), num_blocks=31)
     one = request(range(50))
-    assert kv.blocks_for(50) == 25 + 5
+    assert kv.max_blocks_for(50) == 25 + 5
     assert kv.admit(one, 50, ([], []))
     assert [len(table) for table in ids(one)] == [25, 5]
     assert kv.pool.num_free == 0

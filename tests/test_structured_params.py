@@ -22,7 +22,7 @@ from asyncllm import (
     SamplingParams,
 )
 from asyncllm import validation as check
-from asyncllm.core.in_process import plain
+from asyncllm.core.in_process import picklable_params
 from asyncllm.structured.response_format import parse_response_format
 from asyncllm.structured.spec import MAX_CHARACTERS, MAX_CHOICES, MAX_DEPTH, StructuredOutputs
 
@@ -82,7 +82,7 @@ def test_each_kind_is_kept_as_text(value, kind, text):
     assert found == StructuredOutputs(kind, text)
     assert kept(found) is found
     # The executor is sent masks, and no grammar.
-    assert plain(SamplingParams(structured_outputs=value)).structured_outputs is None
+    assert picklable_params(SamplingParams(structured_outputs=value)).structured_outputs is None
 
 
 def test_a_later_change_of_the_schema_is_not_seen():

@@ -98,7 +98,7 @@ def stream_with_callbacks(
         refusal = error
     if isinstance(prompt, str):
         text = prompt
-    else:  # after a refusal, the prompt may be objects of any kind and number
+    else:  # a refused prompt may be an object of any type
         text = " ".join(map(str, prompt)) if stream is not None else describe(prompt)
     run = CallbackRun(
         handlers=tuple(handlers),

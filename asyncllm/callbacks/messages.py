@@ -34,7 +34,7 @@ _ROLE_LABELS: Mapping[MessageType, str] = {
 
 
 class _ModelDump:
-    """Base of dataclasses with pydantic's ``model_dump``, which tracers and loggers call."""
+    """Base class with pydantic's ``model_dump``, which tracers and loggers call."""
 
     def model_dump(self, **_: Any) -> dict[str, Any]:
         assert is_dataclass(self)
@@ -149,13 +149,16 @@ def buffer_string(messages: Sequence[CallbackMessage]) -> str:
     return "\n".join(f"{_ROLE_LABELS.get(m.type, m.role)}: {m.text}" for m in messages)
 
 
-def make_chunk(delta: Delta, several: bool, *, chat: bool, run_id: uuid.UUID) -> CallbackGeneration:
+def make_chunk(
+    delta: Delta, several_outputs: bool, *, chat: bool, run_id: uuid.UUID
+) -> CallbackGeneration:
     """Convert a delta to a handler's chunk.
 
     Args:
-        several: whether the request has several outputs; the chunk then has its output's index.
+        several_outputs: whether the request has several outputs; the chunk then has its output's
+            index.
     """
-    index = delta.index if several else None
+    index = delta.index if several_outputs else None
     return _make_generation(delta, delta.usage, chat, run_id, "Chunk", index)
 
 
@@ -164,7 +167,7 @@ def make_result(
 ) -> CallbackResult:
     """Convert a completion, which may be partial, to a handler's result."""
     usage = completion.usage
-    several = len(completion.outputs) > 1
+    several_outputs = len(completion.outputs) > 1
     generations = [
         # Usage counts the tokens of all outputs. Only the first generation has it, because handlers
         # may add up those of all generations.
@@ -173,7 +176,7 @@ def make_result(
             None if output.index else usage,
             chat,
             run_id,
-            index=output.index if several else None,
+            index=output.index if several_outputs else None,
             model_name=model_name,
         )
         for output in completion.outputs
@@ -201,8 +204,8 @@ def _make_generation(
 
     Args:
         usage: token counts for the message's ``usage_metadata``.
-        chat: add a message, as for a conversation.
-        suffix: end of the generation's type: "Chunk" for a delta.
+        chat: whether to add a message, as for a conversation.
+        suffix: suffix of the generation's type name: "Chunk" for a delta.
         index: index of the output, if there are several.
         metadata: further entries of the message's ``response_metadata``.
     """

@@ -98,7 +98,7 @@ class CallbackRun:
         """Call the method ``event`` of a handler.
 
         Args:
-            ignore: attribute of a handler that does not want the event.
+            ignore: name of the attribute by which a handler declines the event.
 
         Returns:
             False if the handler lacks the method, or if ``on_chat_model_start`` raises
@@ -125,7 +125,8 @@ class CallbackRun:
                 raise
             _log_exception(handler, event)
             if _get_attribute(handler, "raise_error") and not quiet:
-                # StopAsyncIteration would end the reader's ``async for`` as if it were complete.
+                # A handler's StopAsyncIteration would end the reader's ``async for`` as if the
+                # stream were complete.
                 if isinstance(error, StopAsyncIteration):
                     name = type(handler).__name__
                     raise RuntimeError(f"{name}.{event} raised StopAsyncIteration") from error
@@ -135,8 +136,9 @@ class CallbackRun:
     async def _call_on_thread(self, call: Any) -> None:
         """Run a call on the run's own thread.
 
-        anyio's threads would not do: when a task is cancelled, its call continues on the thread.
-        With one thread it ends before the next call begins, and handlers may use thread-local data.
+        anyio's threads do not fit: when a task is cancelled, its call continues on a thread while
+        the next begins. On a single thread, calls run one after the other, and handlers may use
+        thread-local data.
         """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-callbacks")
@@ -163,7 +165,7 @@ def _get_attribute(handler: Any, name: str) -> Any:
 
 
 def _cancels_reading(error: BaseException) -> bool:
-    """Whether an exception cancels the task that reads the stream, and is not the handler's own."""
+    """Whether an exception cancels the reading task, rather than coming from the handler itself."""
     if isinstance(error, GeneratorExit):
         # If the exception was thrown into this task, its traceback has no frame of the handler.
         assert error.__traceback__ is not None

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     try:
         code = arguments.run(arguments)
-        sys.stdout.flush()  # raises here, not at exit
+        sys.stdout.flush()  # flush here, so that an error is raised now instead of at exit
         return code
     except InvalidRequestError as error:
         return _print_error(error, 2)
@@ -36,23 +36,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        _drop_output()  # the reader of the pipe has left
+        _drop_output()  # the process that reads the pipe has ended
         return 1
-    except OSError as error:  # a full disk, say
+    except OSError as error:  # for example a full disk
         _drop_output()
         return _print_error(error, 1)
 
 
 def _open_missing_streams() -> None:
-    """Open the null device for standard streams that the caller has closed. Python has None for
-    them, and the next files or sockets would get their numbers."""
+    """Open the null device for standard streams that the caller has closed. Python sets them to
+    None, and the next files or sockets would get their file descriptors."""
     sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115  # until the end
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # likewise
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # likewise
 
 
 def _drop_output() -> None:
-    """Discard the rest of the buffer, so that it does not raise at exit."""
+    """Discard the buffered output, so that flushing it does not raise at exit."""
     with suppress(OSError):  # standard output may have no file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

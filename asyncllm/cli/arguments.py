@@ -13,7 +13,7 @@ from asyncllm import __version__
 from asyncllm.validation import describe
 
 _Option = tuple[str, Callable[[str], Any], str, str | None]
-"""Option: field, type, metavar, help."""
+"""Command-line option: field name, type, metavar and help text."""
 
 
 def _parse_json(text: str) -> Any:
@@ -49,8 +49,8 @@ _MAX_COUNT = 1_000_000
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the arguments; ``run`` among them is the command's function. Exits with code 2 for an
-    invalid command line, and 0 after ``--help`` and ``--version``."""
+    """Parse the arguments; their attribute ``run`` is the command's function. Exits with code 2 for
+    an invalid command line, and 0 after ``--help`` and ``--version``."""
     parser = argparse.ArgumentParser(
         prog="asyncllm",
         description="A streaming LLM engine that runs inside your application. Without a model "
@@ -189,8 +189,8 @@ def _add_command(
     samples: bool = True,
     loop: Literal["--uvloop", "--no-uvloop"] = "--uvloop",
 ) -> argparse.ArgumentParser:
-    """Add a command with the common options, and with ``samples`` those of sampling. ``loop`` is
-    the option that changes the event loop."""
+    """Add a command with the common options; if ``samples``, with sampling options too. ``loop`` is
+    the flag that changes the event loop."""
     parser = commands.add_parser(name, help=summary, description=description)
     parser.add_argument(
         "model", nargs="?", help="directory or hub id; the model in the package if left out"

@@ -101,7 +101,7 @@ async def _main(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check_writable(file: str) -> None:
-    """Check the output file before the benchmark, not after minutes of work."""
+    """Check that the output file can be written, before a benchmark of minutes."""
     try:
         Path(file).open("a", encoding="utf-8").close()
     except OSError as error:
@@ -109,7 +109,7 @@ def _check_writable(file: str) -> None:
 
 
 def _check_lengths(engine: AsyncLLMEngine, arguments: argparse.Namespace) -> None:
-    """Refuse lengths beyond the context: shortened answers would be another workload."""
+    """Refuse lengths beyond the context, because shortened answers would be another workload."""
     prompt_len, output_len = arguments.prompt_len, arguments.output_len
     context = context_length(engine)
     if prompt_len + output_len > context:
@@ -121,7 +121,7 @@ def _check_lengths(engine: AsyncLLMEngine, arguments: argparse.Namespace) -> Non
 
 
 class Load:
-    """Workload of random prompts of one length and answers of another."""
+    """Workload: random prompts of one length, and answers of one length."""
 
     def __init__(self, engine: AsyncLLMEngine, prompt_len: int, output_len: int, seed: int) -> None:
         self._engine = engine
@@ -135,7 +135,7 @@ class Load:
             yield [self._random.randrange(vocab_size) for _ in range(length)]
 
     async def warm_up(self) -> None:
-        """Run one request, so that the first row includes no work of the start."""
+        """Run one request, so that the first row does not measure one-time initialisation."""
         await self._engine.generate(
             next(self._prompts), max_tokens=min(8, self._output_len), ignore_eos=True
         )
@@ -163,7 +163,7 @@ class Load:
                 if seen == 0 and delta.token_ids:
                     row.ttft.append(now - began)
                 elif delta.token_ids:
-                    # The tokens of one delta came together: this is one gap.
+                    # The tokens of a delta arrived together, so they count as one gap.
                     row.between_tokens.append(now - last)
                 last, seen, usage = now, seen + len(delta.token_ids), delta.usage
             assert usage is not None
@@ -171,8 +171,8 @@ class Load:
             row.tokens += seen
 
     async def _measure_aborts(self, row: Row) -> None:
-        """Measure aborts of running streams, one by one, under the load of the others. A stream
-        ends when its blocks are free."""
+        """Measure the time from an abort until the stream's blocks are free, one stream at a time,
+        while the others run."""
         streams = [
             self._engine.stream(next(self._prompts), ignore_eos=True)
             for _ in range(row.concurrency)
@@ -191,7 +191,7 @@ class Load:
 
 
 def describe_path(report: ExecutionReport, attention_backend: str) -> str:
-    """Text about the ops that run, the reason, and the bytes that a step reads."""
+    """Describe which ops run and why, and how many bytes a step reads."""
     count = report.num_threads
     threads = "" if count is None else f" on {count} thread{'s' * (count != 1)}"
     what = report.op_set

@@ -64,7 +64,7 @@ class Chat:
         }
 
     def converse(self) -> int:
-        """Take turns until the person leaves; returns the exit code."""
+        """Run the conversation until the user leaves; returns the exit code."""
         if self._terminal:
             self._greet()
         leaving = False
@@ -101,7 +101,8 @@ class Chat:
         )
 
     def _exit_code(self) -> int:
-        """Exit code 1 after a failure, but only for scripts: a person has seen the message."""
+        """Exit code: 1 after a failure if input is a pipe; 0 on a terminal, where the user has seen
+        the message."""
         return 1 if self._failed and not self._terminal else 0
 
     def _take_turn(self, message: str) -> None:
@@ -137,7 +138,8 @@ class Chat:
             self._note(_format_figures(answer.usage, answer.finish_reason))
 
     def _stream_answer(self) -> tuple[int, Completion]:
-        """Send as many turns as fit; returns the index of the first, and the answer."""
+        """Send as many of the latest turns as fit; returns the index of the first one sent, and the
+        answer."""
         sampling = dict(self._sampling)
         if self._seed is not None:
             sampling["seed"] = self._seed + len(self._conversation.messages)
@@ -147,7 +149,7 @@ class Chat:
                 stream = self._engine.chat(self._conversation.to_send(starts[0]), **sampling)
                 self._print_stream(stream)
             except ContextLengthExceededError:
-                # The KV cache may set a lower limit than the context.
+                # The KV cache may hold fewer tokens than the context allows.
                 if len(starts) == 1:
                     raise
                 del starts[0]
@@ -155,8 +157,8 @@ class Chat:
                 return starts[0], self._loop.call(stream.result)
 
     def _starts_that_fit(self) -> list[int]:
-        """Indices of turns, oldest first, from which on the messages leave room for an answer. If
-        the newest turn alone is too long, only its index: dropping others cannot help."""
+        """Indices of turns, oldest first, such that the messages from there on leave room for an
+        answer. If even the newest turn alone is too long, only its index."""
         starts = self._conversation.turn_starts()
         room = room_for_messages(self._engine, self._sampling.get("max_tokens"))
         if not self._fits(starts[-1], room):
@@ -221,7 +223,7 @@ class Chat:
         )
 
     def _note(self, text: str) -> None:
-        """Print a line that is not part of the conversation, on standard error for a pipe."""
+        """Print a line outside the conversation; on standard error if output is a pipe."""
         if self._terminal:
             text = textwrap.fill(text, _line_width(), initial_indent="  ", subsequent_indent="  ")
             print(f"\033[2m{text}\033[0m", flush=True)
@@ -234,7 +236,7 @@ class Chat:
 
 
 async def _print(stream: TokenStream, flow: WordWrapper | None) -> None:
-    """Print the answer, and on a terminal the thoughts before it."""
+    """Print the answer, and on a terminal the reasoning before it."""
     thinking = False
     async for delta in stream:
         text = printable(delta.text)

@@ -16,8 +16,8 @@ class Conversation:
     """Messages of a chat.
 
     Attributes:
-        system: the system prompt, if there is one; it is never left out.
-        messages: those of user and assistant in turn, oldest first.
+        system: the system prompt, or None; it is always sent.
+        messages: messages of user and assistant in turn, oldest first.
     """
 
     def __init__(self, system: str | None = None) -> None:
@@ -25,7 +25,7 @@ class Conversation:
         self.messages: list[Message] = []
 
     def to_send(self, start: int = 0) -> list[Message]:
-        """The system prompt, and the messages from ``start`` on."""
+        """Messages to send: the system prompt, and the messages from ``start`` on."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, *self.messages[start:]]
 
@@ -33,7 +33,7 @@ class Conversation:
         self.messages.append({"role": role, "content": text})
 
     def turn_starts(self) -> list[int]:
-        """Starts of the turns: the indices of the user's messages."""
+        """Indices at which turns start: those of the user's messages."""
         return [i for i, message in enumerate(self.messages) if message["role"] == "user"]
 
     def save(self, file: Path) -> None:
@@ -43,8 +43,8 @@ class Conversation:
 
 
 def room_for_messages(engine: AsyncLLMEngine, max_tokens: int | None) -> int:
-    """Maximum number of tokens of the messages, which leaves room for an answer of ``max_tokens``,
-    by default a quarter of the context."""
+    """Maximum number of tokens of the messages. The rest of the context is for the answer:
+    ``max_tokens``, by default a quarter of the context."""
     context = context_length(engine)
     answer = context // 4 if max_tokens is None else min(max_tokens, context // 2)
     return context - answer

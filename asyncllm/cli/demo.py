@@ -42,7 +42,7 @@ def _choose_display() -> Callable[[Show], Any]:
 
 
 def _submit(engine: AsyncLLMEngine, arguments: argparse.Namespace) -> Show:
-    """Start every stream. Streams run whether or not they are read."""
+    """Submit every prompt. Streams run whether or not they are read."""
     seed = arguments.seed
     chosen = prompts(arguments.streams, random.Random(0 if seed is None else seed))
     given = sampling_options(arguments)

@@ -85,7 +85,7 @@ class View:
         return header
 
     def _grid(self, tracks: Sequence[Track], columns: int, height: int | None) -> RenderableType:
-        """Panels side by side; with ``height`` None as high as the longest text."""
+        """Panels side by side. If ``height`` is None, they are as high as the longest text."""
         if not tracks:
             return Group()
         width = self._console.width // columns
@@ -126,7 +126,7 @@ class View:
         )
 
     def _marks(self) -> Text:
-        """One mark for each stream, cut to the width of the console."""
+        """Status marks, one character per stream, cut to the width of the console."""
         strip = Text(" ")
         for track in self._show.tracks:
             mark = "✗" if track.error else "●" if track.done else "◐" if track.first_at else "·"

@@ -9,7 +9,7 @@ _PARTS = re.compile(r"\n|[^\S\n]+|\S+")
 
 
 class WordWrapper:
-    """Writer of text with a margin and lines broken between words. An incomplete word is held back,
+    """Writer that indents text and breaks lines between words. An incomplete word is held back,
     because it may not fit the line.
 
     Args:

@@ -18,7 +18,7 @@ _TICK_SECONDS = 0.001
 
 
 def percentile(values: Sequence[float], fraction: float) -> float | None:
-    """Percentile ``fraction`` (0 to 1) of ``values`` by nearest rank; None without values."""
+    """Percentile ``fraction`` (0 to 1) of ``values`` by nearest rank; None for no values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -84,7 +84,7 @@ def describe(facts: dict[str, str]) -> str:
 
 
 def _num_cores() -> int | None:
-    """Cores that this process may use, if the system tells; else all."""
+    """Number of cores that this process may use; all cores if the system does not say."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 

@@ -1,4 +1,4 @@
-"""Terminal input: reading a message, and hiding input meanwhile."""
+"""Terminal input: reads messages, and hides input while an answer is printed."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ class Prompt:
     Attributes:
         kind: one word for the heading.
         title: the question in a few words.
-        long: whether the answer is a text rather than a line. Short answers are right or wrong,
-            and sampled greedily.
+        long: whether the answer is a longer text. A short answer is right or wrong, so it is
+            sampled greedily.
         tools: JSON schemas of tools for the chat template.
     """
 
@@ -45,7 +45,8 @@ def prompts(count: int, rng: random.Random) -> list[Prompt]:
 
 
 def _first_prompts() -> tuple[Prompt, ...]:
-    """The first prompts. Two questions about the same facts share a cached prefix."""
+    """The first prompts, one of each kind. Two of them ask about the same facts, so they share a
+    cached prefix."""
     return (
         _prompt("story", "Tell me a story about Mia and a boat.", long=True),
         _prompt("story", "Write a short story about Tom and a kite.", long=True),

@@ -19,7 +19,7 @@ from asyncllm.errors import EngineError, InvalidRequestError
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_SECONDS = 0.05
 _CLOSING_SECONDS = 5.0
-"""Seconds to send remaining data after the engine is idle."""
+"""Seconds for sending the remaining data once the engine is idle."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -30,7 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _main(arguments: argparse.Namespace) -> None:
-    # Imported first: a missing extra or a wrong argument is reported before a model is loaded.
+    # Import the server first, so that a missing extra or a wrong argument is reported before a
+    # model is loaded.
     from asyncllm.serving import create_app
     from asyncllm.serving.http_server import ConnectionLimits, HttpServer
     from asyncllm.serving.loopback import is_loopback
@@ -97,7 +98,7 @@ async def _wait_for_signal_or_death(signalled: asyncio.Event, engine: AsyncLLMEn
 async def _wait_until_idle(
     engine: AsyncLLMEngine, seconds: float, signalled: asyncio.Event
 ) -> None:
-    """Wait until no request is left, ``seconds`` have passed, or a second signal comes."""
+    """Wait until no request is left, ``seconds`` have passed, or another signal arrives."""
     with anyio.move_on_after(seconds):
         while not signalled.is_set() and engine.state == "running":
             try:
@@ -119,7 +120,8 @@ def _watch_signals() -> asyncio.Event:
 
 
 def _read_tokens(arguments: argparse.Namespace) -> list[str] | None:
-    """Tokens from a file and the command line; other users of the machine can read the latter."""
+    """Bearer tokens from a file and the command line. Prefer the file: other users of the machine
+    can read command lines."""
     tokens: list[str] = list(arguments.token or ())
     if arguments.token_file is not None:
         try:

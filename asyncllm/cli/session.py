@@ -21,7 +21,7 @@ _POLL_SECONDS = 0.05
 
 
 def loop_factory(arguments: argparse.Namespace) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Factory of the event loop; None is asyncio's own.
+    """Factory of the event loop; None selects asyncio's default loop.
 
     Raises:
         InvalidRequestError: for ``--uvloop`` if uvloop is not installed.
@@ -55,7 +55,7 @@ def checked_config(arguments: argparse.Namespace) -> EngineConfig:
 
 @asynccontextmanager
 async def open_engine(given: EngineConfig | AsyncLLMEngine) -> AsyncIterator[AsyncLLMEngine]:
-    """Start an engine, or the given one, and close it at the end. A terminal shows the progress of
+    """Start a new or given engine, and close it at the end. On a terminal, show the progress of
     loading."""
     engine = given if isinstance(given, AsyncLLMEngine) else AsyncLLMEngine(config=given)
     if sys.stderr.isatty():

@@ -20,7 +20,7 @@ _REFRESH_SECONDS = 0.08
 
 @dataclass(eq=False)
 class Track:
-    """One stream with its text, and its times by ``time.perf_counter``."""
+    """One stream, its text, and its timestamps by ``time.perf_counter``."""
 
     number: int
     prompt: Prompt
@@ -89,7 +89,7 @@ class Show:
 
     @property
     def num_at_once(self) -> int:
-        """Maximum number of streams that were between first and last token at the same time."""
+        """Maximum number of streams that generated tokens at the same time."""
         spans = [(t.first_at, t.last_at) for t in self.tracks if t.first_at and t.last_at]
         return max((sum(a <= at <= b for a, b in spans) for at, _ in spans), default=0)
 

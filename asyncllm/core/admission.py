@@ -2,7 +2,7 @@
 
 Threads that submit and the engine thread share it behind a lock. Aborts and destructors take no
 lock: they set the group's ``cancelled`` flag, which frees its id at once, and send a command to the
-engine thread. An id belongs to a group, a place in the queue to each of its members.
+engine thread. A group has one id, and each of its members has a place in the queue.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_RETRY_AFTER = 60.0
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """A group's place in the line before a full queue.
+    """Group that waits in line for a place in the full queue.
 
     Attributes:
         reserved: done when the group has its place in the queue, or failed with the error of
@@ -71,10 +71,10 @@ class Admission:
 
     @property
     def num_live(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return self._num_members - len(self._ended)
 
-    def get(self, request_id: str) -> RequestGroup | None:
+    def get_live(self, request_id: str) -> RequestGroup | None:
         group = self._live.get(request_id)
         return None if group is None or group.cancelled else group
 
@@ -102,16 +102,17 @@ class Admission:
     def reserve_or_wait(
         self, group: RequestGroup, num_tokens: int, is_gone: Callable[[], bool]
     ) -> Future[None] | None:
-        """``reserve``, or a place in the line before a full queue.
+        """Reserve places for a group; if the queue is full, wait in line for them.
 
         Args:
-            is_gone: tells whether nobody waits for the result any more; any thread.
+            is_gone: function that tells whether nobody waits for the result any more; called on any
+                thread.
 
         Returns:
             None if the group has its place in the queue; else a future, done when it has one. The
-            first in line gets the places that become free, and the line holds back ``reserve``.
-            To leave the line, set the group's ``cancelled`` and send the abort. A group that
-            leaves it without a place has no members any more.
+            first in line gets the places that become free, and ``reserve`` fails while a line
+            exists. To leave the line, set the group's ``cancelled`` and send the abort. A group
+            that leaves the line without a place loses its members.
 
         Raises:
             InvalidRequestError, EngineError: as ``reserve``; the future fails with them too.
@@ -123,7 +124,7 @@ class Admission:
             return waiter.reserved
 
     def withdraw(self, group: RequestGroup) -> None:
-        """Remove a group from the line; ignored if it is not there."""
+        """Remove a group from the line; does nothing if it is not in it."""
         if group in self._line:
             with self._lock:
                 if self._line.pop(group, None) is not None:
@@ -131,8 +132,8 @@ class Admission:
             self._advance_line()
 
     def _advance_line(self) -> None:
-        """Reserve for those in line, in order, until one does not fit. Call it without the lock,
-        whenever a place becomes free: ``reserved`` runs callbacks."""
+        """Reserve places for the groups in line, in order, until one does not fit. Call it without
+        the lock, whenever a place becomes free: ``reserved`` runs callbacks."""
         while self._line:
             with self._lock:
                 if not self._line:
@@ -156,7 +157,8 @@ class Admission:
                 waiter.reserved.set_exception(error)
 
     def _admit(self, group: RequestGroup, num_tokens: int) -> tuple[str, int] | None:
-        """Register a group if the queue has room and nobody waits; else as ``_lacks``."""
+        """Register a group if the queue has room and nobody waits in line; otherwise returns what
+        ``_lacks`` does."""
         self._check(group)
         if self._line:
             return f"{len(self._line)} wait for a place in the queue", len(self._line)
@@ -183,7 +185,8 @@ class Admission:
     def _register(self, group: RequestGroup, num_tokens: int) -> None:
         other, members = self._live.get(group.request_id), group.members
         if other is not None:
-            # Aborted, but still known to the engine thread: ``forget`` will come for it.
+            # An aborted group frees its id at once, but the engine thread will still call
+            # ``forget`` for it.
             self._replaced.add(other)
         self._live[group.request_id] = group
         self._num_members += len(members)
@@ -195,11 +198,11 @@ class Admission:
         self.num_requests += 1
 
     def _lacks(self, num_requests: int, num_tokens: int) -> tuple[str, int] | None:
-        """What the queue lacks for a group: message, and requests that have to leave first; None
-        if there is room.
+        """Why a group does not fit the queue: the message, and how many requests have to leave
+        first. None if it fits.
 
         Args:
-            num_tokens: prompt tokens of each of ``num_requests``.
+            num_tokens: number of prompt tokens of each of the ``num_requests`` requests.
         """
         requests, tokens = len(self._queued), self._queued_tokens
         num_tokens *= num_requests
@@ -217,7 +220,7 @@ class Admission:
 
     def _retry_after(self, surplus: int) -> float:
         if self._rate == 0.0:
-            return 1.0  # nothing was measured yet
+            return 1.0  # the drain rate was not measured yet
         rate = self._rate * 0.5 ** ((self._clock() - self._rate_at) / _RATE_HALF_LIFE)
         if rate * _MAX_RETRY_AFTER <= surplus:
             return _MAX_RETRY_AFTER
@@ -234,8 +237,9 @@ class Admission:
             self._advance_line()
 
     def leave_queue(self, request: Request) -> None:
-        """Remove a request from the queue: first scheduled, or ended before that. Updates the rate
-        at which the queue drains, an exponential average with a half-life of 5 s."""
+        """Remove a request from the queue, because it was scheduled for the first time or has
+        ended. Updates the rate at which the queue drains, an exponential average with a half-life
+        of 5 s."""
         with self._lock:
             num_tokens = self._queued.pop(request, None)
             if num_tokens is None:
@@ -255,7 +259,7 @@ class Admission:
             self._ended.add(request)
 
     def forget(self, group: RequestGroup) -> None:
-        """Remove a group that has ended. Frees its id, unless a later group has it already."""
+        """Remove a group that has ended, and free its id unless a later group already uses it."""
         for request in group.members:
             self.leave_queue(request)
         with self._lock:
@@ -269,8 +273,8 @@ class Admission:
             self._ended.difference_update(group.members)
 
     def close(self, error: Callable[[], AsyncLLMError]) -> list[RequestGroup]:
-        """Refuse new groups: ``reserve`` raises ``error()`` from now on, and those in line get it.
-        Returns every group that has not ended, aborted ones included."""
+        """Refuse new groups: ``reserve`` raises ``error()`` from now on, and so do the waits of
+        groups in line. Returns every group that has not ended, including aborted ones."""
         with self._lock:
             self._closed = error
             line, self._line = self._line, {}

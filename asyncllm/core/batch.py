@@ -19,21 +19,21 @@ from asyncllm.validation import describe
 
 @dataclass(slots=True)
 class RequestAssignment:
-    """A request as it enters a slot: at its start, or after a preemption or a pause.
+    """State of a request that enters a slot: at its start, or after a preemption or a pause.
 
     Attributes:
         req_index: index from 0 to ``max_num_seqs - 1``; the request keeps it while it runs.
-        request_id: for messages only.
+        request_id: id of the request, only for error messages.
         token_ids: every token, prompt and output; none is in flight when a request is assigned.
-        num_prompt_tokens: number of prompt tokens among them.
-        block_ids: per KV group the blocks it holds, this step's included, in order of position; the
-            null block in place of those it has given back.
+        num_prompt_tokens: number of prompt tokens in ``token_ids``.
+        block_ids: per KV group the ids of its blocks, including those added for this step, in order
+            of position; the null block in place of blocks that it has given back.
         sampling: resolved parameters: fields with a neutral value are not None, ``seed`` is set,
             and there are no ``logits_processors``.
         eos_token_ids: EOS token ids, which ``min_tokens`` suppresses together with
             ``stop_token_ids``; empty with ``ignore_eos``.
-        processors_key: key in ``InProcess.processors`` of its own logits processors, which stay
-            with the engine; -1 if it has none.
+        processors_key: key of the request's own logits processors in ``InProcess.processors``; -1
+            if it has none.
         bad_words: token sequences of ``sampling.bad_words``, which may not occur in the output.
         claimed_by: indices into ``InProcess.logits_processors`` of the engine's processors that
             apply to it.
@@ -71,7 +71,7 @@ class StepBatch:
     """One step: which rows compute which tokens.
 
     Row i computes ``counts[i]`` tokens of the request in ``req_indices[i]``, from position
-    ``starts[i]`` on; the KV of the tokens before that is in its blocks. A row with ``samples[i]``
+    ``starts[i]`` on; the KV of earlier tokens is in the request's blocks. A row with ``samples[i]``
     yields one token, at position ``starts[i] + counts[i]``, and up to
     ``ExecutorInfo.max_tokens_per_row - 1`` more after it. The runner keeps these tokens, because
     the next step may be launched before the core has seen them. Decode rows (one token, sampled)
@@ -93,8 +93,8 @@ class StepBatch:
         num_tokens: sum of ``counts``.
         masked_rows: sampling rows, in ascending order, whose tokens a grammar restricts. The step
             is not sampled before ``Executor.sample`` brings their masks.
-        prompt_logprobs: for rows whose request asks for prompt log-probabilities, the span. Never a
-            decode row.
+        prompt_logprobs: row to its PromptSpan, for rows whose request asks for prompt
+            log-probabilities; never a decode row.
     """
 
     step: int
@@ -154,18 +154,18 @@ class StepResult:
     """Tokens of a step, row by row in the order of its StepBatch.
 
     Attributes:
-        step: number of that StepBatch. Results come in the order of the launches; out of order they
-            would give every request another's tokens.
+        step: number of the StepBatch. Results come in the order of the launches; otherwise requests
+            would get each other's tokens.
         token_ids: sampled tokens of all rows, row after row.
-        counts: tokens of each row: none for a row that does not sample or is in ``errors``,
-            else 1 to ``max_tokens_per_row``. The KV of all of them but the last is written.
+        counts: number of tokens of each row: 0 for a row that does not sample or is in ``errors``,
+            else 1 to ``max_tokens_per_row``. The KV of all its tokens but the last is written.
         logprobs: row to log-probabilities of each of its tokens, for rows whose request asked
             for them.
         prompt_logprobs: row to prompt log-probabilities, one for each position of its
             ``PromptSpan``, in order; for every row that has a span and no error.
-        errors: row to the error that ends this row's request and no other (a logits
-            processor that raised, logits that are not numbers). An executor in the engine's
-            process leaves the exceptions in ``InProcess.errors``.
+        errors: row to the error that ends only this row's request (a logits processor that raised,
+            logits that are NaN or infinite). An executor in the engine's process leaves the
+            exceptions in ``InProcess.errors``.
     """
 
     step: int

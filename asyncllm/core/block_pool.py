@@ -118,17 +118,17 @@ class BlockPool:
 
     @property
     def num_usable(self) -> int:
-        """Blocks that requests can hold."""
+        """Number of blocks that requests can hold."""
         return len(self.blocks) - 1
 
     @property
     def num_free(self) -> int:
-        """Blocks that no request holds, cached or not."""
+        """Number of blocks that no request holds, cached or not."""
         return self._free.count
 
     @property
     def num_cached(self) -> int:
-        """Blocks that can be found by their hash, held or free."""
+        """Number of blocks that can be found by their hash, held or free."""
         return len(self._by_hash)
 
     def find(self, block_hash: bytes) -> Block | None:
@@ -139,7 +139,7 @@ class BlockPool:
         evicts cached blocks; freeing a block does not.
 
         Raises:
-            IndexError: if fewer are free; nothing is taken then.
+            IndexError: if fewer blocks are free; then no block is taken.
         """
         if count > self._free.count:
             raise IndexError(f"{count} blocks wanted, {self._free.count} are free")
@@ -171,8 +171,8 @@ class BlockPool:
                     self._free.append(block)
 
     def publish(self, block: Block, block_hash: bytes) -> bool:
-        """Enter a held block into the prefix cache. False if another block has this hash already:
-        that one stays, and this one is reused first once it is free."""
+        """Enter a held block into the prefix cache. Returns False if another block already has this
+        hash: the other block stays cached, and this block is reused first once it is free."""
         if block.hash is not None:
             raise ValueError(f"{block} is published already")
         if self._by_hash.setdefault(block_hash, block) is not block:
@@ -181,7 +181,7 @@ class BlockPool:
         return True
 
     def unpublish(self, block: Block) -> None:
-        """Remove a block from the prefix cache; a free one goes to the head of the free list."""
+        """Remove a block from the prefix cache; a free block moves to the head of the free list."""
         if block.hash is None:
             return
         del self._by_hash[block.hash]
@@ -191,7 +191,7 @@ class BlockPool:
             self._free.appendleft(block)
 
     def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache. False, with nothing done, while requests hold blocks."""
+        """Empty the prefix cache. Does nothing and returns False while requests hold blocks."""
         if self.num_free != self.num_usable:
             return False
         for block in list(self._by_hash.values()):

@@ -48,7 +48,7 @@ OnSlow = Literal["coalesce", "pause", "abort"]
 
 
 class End(NamedTuple):
-    """End of a request with a finish reason; one that fails ends with an exception instead.
+    """End of a request with a finish reason; a failed request ends with an exception instead.
 
     Attributes:
         text: output text that the detokenizer held back until the end.
@@ -68,12 +68,12 @@ class End(NamedTuple):
 PendingDelta = tuple[int, list[str], list[int], list[TokenLogprobs], int]
 """Unread tokens that are read as one Delta: ``(count, texts, token ids, log-probabilities,
 index)``. Only the first ``count`` entries of the lists belong to it; ``index`` is that of the
-request in its group, and log-probabilities are there for every token or for none. A plain tuple,
+request in its group, and either every token has log-probabilities or none has. A plain tuple,
 because one is made with every token, and a NamedTuple takes seven times as long."""
 
 
-def merged(pending: PendingDelta) -> Delta:
-    """Convert unread tokens to one Delta."""
+def merge_pending(pending: PendingDelta) -> Delta:
+    """Merge unread tokens into one Delta."""
     size, texts, token_ids, logprobs, index = pending
     return Delta(
         "".join(texts[:size]), tuple(token_ids[:size]), index, tuple(logprobs[:size]) or None
@@ -84,8 +84,8 @@ class Mailbox(Protocol):
     """Wakes the readers of one event loop from the engine thread."""
 
     def notify(self, channels: Iterable[Channel]) -> bool:
-        """Wake the readers of ``channels`` with at most one call into the loop; False if the loop
-        is gone. Any thread; never waits for the loop."""
+        """Wake the readers of ``channels`` with at most one call into the loop; returns False if
+        the loop is closed. Any thread may call it; it never waits for the loop."""
         ...
 
     def is_closed(self) -> bool: ...
@@ -96,8 +96,8 @@ class Channel:
     """Output of one request group. Consecutive unread tokens of one sequence merge into one delta.
 
     Attributes:
-        max_unread: tokens that may be unread before ``on_slow`` applies.
-        max_merged: the most tokens that are merged into one delta.
+        max_unread: maximum number of unread tokens before ``on_slow`` applies.
+        max_merged: maximum number of tokens that are merged into one delta.
         items: unread output in order, without the end.
         final: the end, once there is one: an End, or the exception that the reader gets.
         num_written, num_read: counts of tokens, kept by the engine thread and by the reader.
@@ -131,7 +131,8 @@ class Channel:
         return self.final is not None
 
     def put(self, token_id: int, text: str, logprobs: TokenLogprobs | None, index: int = 0) -> None:
-        """Write a token other than its request's last; drop it after the end. Engine thread."""
+        """Write a token other than its request's last one; drop it after the end. Engine thread
+        only."""
         if self.final is not None:
             return
         items = self.items
@@ -140,14 +141,14 @@ class Channel:
         self.num_written += 1
 
     def append(self, last: Delta) -> None:
-        """Write the last delta of a request whose group goes on. Engine thread."""
+        """Write the last delta of a request whose group continues. Engine thread only."""
         if self.final is None:
             self.items.append(last)
             self.num_written += len(last.token_ids)
 
     def _merge(self, token_id: int, text: str, logprobs: TokenLogprobs | None, index: int) -> bool:
-        """Merge a token into the last unread item. False if that item is full, belongs to another
-        request, or has just been read."""
+        """Merge a token into the last unread item. Returns False if that item is full, belongs to
+        another request, or has just been read."""
         items = self.items
         try:
             last = items[-1]
@@ -164,14 +165,14 @@ class Channel:
                 all_logprobs.append(logprobs)
             size += 1
             pending = (size, texts, token_ids, all_logprobs, index)
-            items[-1] = pending if size < self.max_merged else merged(pending)
+            items[-1] = pending if size < self.max_merged else merge_pending(pending)
         except IndexError:
             return False
         return True
 
     def offer_end(self, final: End | BaseException) -> bool:
-        """Propose ``final`` as the end; any thread. True for the first proposal, the one that
-        ``end`` makes readable."""
+        """Propose ``final`` as the end. Any thread may call it. Returns True for the first
+        proposal, which is the one that ``end`` makes readable."""
         offer = (final,)
         self._ends.append(offer)
         if self._ends[0] is not offer:
@@ -181,8 +182,8 @@ class Channel:
         return True
 
     def end(self) -> None:
-        """Make the first offered end readable; any thread, after ``offer_end``. Nothing is written
-        or read after it."""
+        """Make the first proposed end readable. Any thread may call it after ``offer_end``. No
+        token is written or read after the end."""
         (self.final,) = self._ends[0]
 
 

@@ -15,7 +15,7 @@ class DeadlineExceededError(RequestError, TimeoutError):
     """The request's ``timeout`` passed.
 
     Attributes:
-        partial: what was generated before the deadline, or None if nothing was.
+        partial: the output before the deadline, or None if there was none.
     """
 
     def __init__(self, message: str, *, partial: Completion | None = None) -> None:
@@ -35,7 +35,7 @@ class Deadlines:
 
     @property
     def soonest(self) -> float:
-        """The earliest deadline in seconds of the clock; infinity without any."""
+        """The earliest deadline in seconds of the clock; infinity if no group has one."""
         return self._heap[0][0] if self._heap else math.inf
 
     def add(self, group: RequestGroup, num_live: int) -> None:

@@ -1,4 +1,4 @@
-"""EngineCore: the step loop. It runs on the engine thread, except for methods that say
+"""EngineCore: the step loop. Methods run on the engine thread unless their docstring says
 otherwise."""
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ logger = get_logger("asyncllm")
 
 
 class _DeclaredHung(BaseException):
-    """Unwinds the engine thread that returns from a device call after it was declared hung."""
+    """Exception that unwinds the engine thread if a device call returns after the thread was
+    declared hung."""
 
 
 class EngineCore:
@@ -51,7 +52,7 @@ class EngineCore:
     Args:
         executor: the device; closed when ``run`` returns.
         scheduler: the executor's scheduler.
-        admission: shared with the submitting side.
+        admission: the registry of requests, shared with threads that submit.
         clock: seconds, monotonic.
 
     Attributes:
@@ -103,13 +104,14 @@ class EngineCore:
         self.inbox.put(partial(run, *args))
 
     def call(self, run: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Run ``run(*args)`` while no step is in flight; any thread but the engine's. The future
-        gets its result, or ``shutdown_error`` if the loop ends first."""
+        """Run ``run(*args)`` on the engine thread while no step is in flight. Any other thread may
+        call it. The future gets the result, or ``shutdown_error`` if the loop ends first."""
         self.check_waiting()
         return self._calls.submit(run, args)
 
     def check_waiting(self) -> None:
-        """Raise RuntimeError on the engine thread, which would wait for itself for ever."""
+        """Raise RuntimeError if the caller is the engine thread, which would wait for itself for
+        ever."""
         if threading.current_thread() is self.thread:
             raise RuntimeError(
                 "the engine thread cannot wait for the engine: in a logits processor, an observer "
@@ -117,15 +119,15 @@ class EngineCore:
             )
 
     def abort(self, group: RequestGroup) -> None:
-        """Abort a group; any thread, any number of times. The flag is set before the command is
-        sent, so that an abort counts even if it arrives before the group."""
+        """Abort a group. Any thread may call it, any number of times. The flag is set before the
+        command is sent, so that an abort takes effect even if it arrives before the group."""
         if not group.cancelled:
             group.cancelled = True
             self.send(self.on_abort, group)
 
     def abandon(self, group: RequestGroup) -> None:
-        """``abort`` for destructors: does nothing in a forked child, which has no engine thread and
-        may have a copy of the queue in mid-operation."""
+        """Abort a group from a destructor. Does nothing in a forked child, which has no engine
+        thread and may have copied the queue in the middle of an operation."""
         if os.getpid() == self.pid:
             self.abort(group)
 
@@ -139,7 +141,7 @@ class EngineCore:
         num_running, num_paused = len(scheduler.running), len(scheduler.paused)
         num_blocks, num_free = pool.num_usable, pool.num_free
         if self.fatal_error is not None:
-            # The scheduler of a dead engine still holds what it had in its last step.
+            # The scheduler of a dead engine still has the requests of its last step.
             num_running, num_paused, num_free = 0, 0, num_blocks
         return EngineStats(
             num_running=num_running,
@@ -166,7 +168,8 @@ class EngineCore:
         )
 
     def shutdown_error(self) -> EngineError:
-        """Error for a request to an engine that has closed or died; any thread."""
+        """Make the error for a request to an engine that has closed or died. Any thread may call
+        it."""
         if self.fatal_error is None:
             return EngineClosedError(self.close_reason)
         error = EngineDeadError(f"the engine died: {explain(self.fatal_error)}")
@@ -174,11 +177,11 @@ class EngineCore:
         return error
 
     def fail_hung(self, timeout: float, cause: Exception) -> bool:
-        """Fail every request if one call of the executor has taken ``timeout`` seconds; any thread.
-        True for the one caller that found this.
+        """Fail every request if one call of the executor has taken ``timeout`` seconds. Any thread
+        may call it. Returns True for the one caller that declares the engine hung.
 
-        The lock makes sure that the engine thread is inside that call and in the middle of nothing
-        else. Should the call ever return, the thread touches nothing.
+        The lock guarantees that the engine thread is inside that call. If the call ever returns,
+        the thread changes no state.
         """
         with self._lock:
             since = self._on_device_since
@@ -202,7 +205,8 @@ class EngineCore:
         except BaseException as error:
             self.fatal_error = error
             self._fail_all()
-            # The error lives as long as the engine; the objects in its frames need not.
+            # The error lives as long as the engine, but the objects in its traceback should be
+            # freed now.
             clear_frames(error)
         finally:
             self._calls.close()
@@ -224,15 +228,15 @@ class EngineCore:
                     raise _DeclaredHung
 
     def step(self) -> None:
-        """One turn of the loop. With a pipeline of depth 2, step N+1 runs on the device while N's
-        results are processed and N+2 is scheduled. Readers are woken last, right before the thread
-        waits and gives up the GIL."""
+        """Run one turn of the loop. With a pipeline of depth 2, step N+1 runs on the device while
+        N's results are processed and N+2 is scheduled. Readers are woken last, right before the
+        thread waits and gives up the GIL."""
         self._drain()
         self._expire_deadlines()
         if self._closing_at is not None:
             self._check_closing(self._closing_at)
         if self._calls.due and not self._in_flight:
-            # An exception of a call ends the engine, as one of a step does.
+            # An exception in a call ends the engine, as an exception in a step does.
             self._calls.run_due()
         launched = not self.closed and self._launch()
         self.output_processor.flush_wakeups()
@@ -276,7 +280,7 @@ class EngineCore:
             self.output_processor.fail(request.group, error)
         self.scheduler.failed.clear()
         if step is None:
-            # Requests that can never run were failed; the next turn schedules the others.
+            # Requests that can never run have failed; the next turn schedules the others.
             return False
         now = self.clock()
         for request in step.admitted:
@@ -292,10 +296,10 @@ class EngineCore:
         return True
 
     def _send_masks(self) -> None:
-        """Send the masks of a step with grammars, once it is the oldest in flight: only then are
-        all tokens known that its masks depend on."""
+        """Send the masks of a step with grammars once it is the oldest step in flight, because its
+        masks depend on the tokens of all earlier steps."""
         step = self._in_flight[0][0] if self._in_flight else None
-        if step is None or not step.is_masked or step.batch.step == self._masked_step:
+        if step is None or not step.has_grammar_mask or step.batch.step == self._masked_step:
             return
         self._masked_step = step.batch.step
         masks, ends = self._masks.make(step, self._last_step_time)
@@ -319,7 +323,7 @@ class EngineCore:
         self._last_step_time = now - launched_at
         for event in self.scheduler.update(step, result):
             self.output_processor.deliver(event, now)
-        if step.is_masked:
+        if step.has_grammar_mask:
             self._masks.make_ahead(step)
         self.scheduler.budget.recover()
         self._send_masks()
@@ -347,7 +351,7 @@ class EngineCore:
     # --- commands ----------------------------------------------------------------------
 
     def on_add(self, group: RequestGroup) -> None:
-        """Queue a group that has its prompt, unless it was aborted meanwhile."""
+        """Queue a group whose prompt is ready, unless it was aborted meanwhile."""
         if all(member.status is not Status.NEW for member in group.members):
             return
         if group.cancelled:
@@ -376,14 +380,14 @@ class EngineCore:
         self.output_processor.release(group)
 
     def suspend(self, suspended: bool) -> None:
-        """Stop or resume scheduling; run through ``call``. A closing engine goes on, because it
-        could not be resumed."""
+        """Stop or resume scheduling; runs through ``call``. A closing engine is not stopped,
+        because it could not be resumed."""
         self._suspended = suspended and self._closing_at is None
 
     def on_close(self, drain: float | None) -> None:
-        """End the loop: at once, after ``drain`` seconds, or, for None, when all requests have
-        finished. Resumes a suspended engine for that; new requests are refused already, and those
-        in line for a place are told now."""
+        """End the loop after ``drain`` seconds (0: at once), or, for None, when all requests have
+        finished. A suspended engine is resumed for that. New requests are already refused; the
+        groups in line for a place fail now."""
         self._suspended = False
         self.admission.close(self.shutdown_error)
         closing_at = math.inf if drain is None else self.clock() + drain
@@ -423,8 +427,8 @@ class EngineCore:
             self.closed = True
 
     def _time_to_next_event(self) -> float | None:
-        """Seconds to the next deadline or the end of closing, an hour at most; None without
-        either."""
+        """Seconds to the next deadline or the end of closing, at most an hour; None if there is no
+        such time."""
         soonest = self._deadlines.soonest
         if self._closing_at is not None:
             soonest = min(soonest, self._closing_at)
@@ -433,8 +437,8 @@ class EngineCore:
         return None if soonest == math.inf else min(soonest - self.clock(), 3600.0)
 
     def _fail_all(self) -> None:
-        """Fail every live request of a dead engine, and all later calls. On the engine thread, or
-        on the one that declared it hung."""
+        """Fail every live request of a dead engine, and all later calls. Runs on the engine thread,
+        or on the thread that declared it hung."""
         self._calls.close()
         for group in self.admission.close(self.shutdown_error):
             for request in group.members[-1:]:
@@ -443,7 +447,7 @@ class EngineCore:
 
 
 def close_executor(executor: Executor) -> None:
-    """Close a device that may have failed. An error in doing so is only logged."""
+    """Close a device that may have failed. An error of closing is only logged."""
     try:
         executor.close()
     except BaseException:

@@ -14,14 +14,15 @@ class ExecutionReport:
 
     Attributes:
         device: "cpu" or "cuda:N".
-        dtype: of weights and KV, as torch names it.
+        dtype: torch's name of the type of weights and KV.
         op_set: "native", "onednn", "cpu", "torch" or "triton".
         attention_backend: names of the backends, one for each kind of layer.
-        instruction_set: of the native ops; None without.
-        num_threads: of the ops; None is torch's own number.
+        instruction_set: instruction set of the native ops; None if they do not run.
+        num_threads: number of threads of the ops; None is torch's default.
         weight_bytes: bytes of all linear layers as stored, the output head included; of experts
             only those that one token uses.
-        kv_bytes_per_token: of all layers, as far as the windows of those reach that have one.
+        kv_bytes_per_token: bytes of KV per token, over all layers. It holds within the windows of
+            layers that have one.
         memory_bandwidth: bytes per second that the engine's own threads read, measured as the
             median of five reads of 256 MiB; None on a GPU.
     """
@@ -37,8 +38,8 @@ class ExecutionReport:
     memory_bandwidth: float | None
 
     def floor(self, num_kv_tokens: int) -> float | None:
-        """Least seconds of a decode step whose sequences have ``num_kv_tokens`` in all; None on a
-        GPU."""
+        """Minimum duration, in seconds, of a decode step whose sequences have ``num_kv_tokens`` in
+        all; None on a GPU."""
         if self.memory_bandwidth is None:
             return None
         bytes_read = self.weight_bytes + num_kv_tokens * self.kv_bytes_per_token

@@ -18,7 +18,7 @@ class StepOutOfMemoryError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SamplingLimits:
-    """Limits within which an executor samples without the host.
+    """Limits of the requests that an executor samples without the host.
 
     Attributes:
         max_logprobs: largest ``logprobs``.
@@ -29,8 +29,8 @@ class SamplingLimits:
     def exceeded_by(
         self, sampling: SamplingParams, bad_words: Sequence[Sequence[int]] = ()
     ) -> bool:
-        """Whether a request needs the host: beyond a limit, with processors of its own, or with
-        ``bad_words`` of several tokens.
+        """Whether a request must be sampled on the host, because it exceeds a limit, has its own
+        logits processors, or has ``bad_words`` of several tokens.
 
         Args:
             bad_words: token sequences of ``sampling.bad_words``.
@@ -50,27 +50,26 @@ class ExecutorInfo:
     Attributes:
         vocab_size: tokens are 0 to ``vocab_size - 1``.
         num_blocks: KV blocks including the null block 0, which is never allocated.
-        kv_groups: the groups of layers that have a block table each.
+        kv_groups: groups of layers; each group has its own block table.
         max_model_len: longest sequence, prompt and output, in tokens.
-        max_num_seqs: slots.
+        max_num_seqs: number of slots, one per running request.
         max_num_batched_tokens: token budget of a step.
         pipeline_depth: steps that may be in flight at once, 1 or 2.
-        max_tokens_per_row: the most tokens that a sampling row yields in a step. All but the
-            first are drafts that the executor made and verified itself. The scheduler
-            reserves blocks for the KV of ``max_tokens_per_row - 1`` of them, within
-            ``max_model_len`` (vLLM's lookahead slots). ``max_num_batched_tokens`` does not
-            count them.
+        max_tokens_per_row: maximum number of tokens that a sampling row yields in a step. All but
+            the first are drafts that the executor made and verified itself. The scheduler reserves
+            blocks for the KV of ``max_tokens_per_row - 1`` of them, within ``max_model_len``
+            (vLLM's lookahead slots). ``max_num_batched_tokens`` does not count them.
         sampling_limits: for an executor that launches steps before earlier ones are sampled. A
             request beyond the limits skips each step until its token in flight is known. None if no
             request has to wait.
-        step_timeout: seconds after which a step counts as hung, where the application has not
-            said.
-        has_states: the model is recurrent: each slot has a state of all tokens computed there. A
-            request that loses its slot computes its tokens again, from position 0 or from a
-            snapshot.
-        num_state_snapshots: further states that the executor keeps, each of a cached prefix,
-            numbered from 1. With 0, a recurrent model has no prefix cache.
-        state_bytes: size of one state.
+        step_timeout: seconds after which a step counts as hung, unless the application sets
+            ``EngineConfig.step_timeout``.
+        has_states: the model is recurrent: each slot has a recurrent state of the tokens computed
+            so far. A request that loses its slot computes its tokens again, from position 0 or from
+            a snapshot.
+        num_state_snapshots: number of further states that the executor keeps, each for a cached
+            prefix, numbered from 1. With 0, a recurrent model has no prefix cache.
+        state_bytes: size of one recurrent state in bytes.
 
     Raises:
         ValueError: for several tokens per row with two steps in flight (only the device would know
@@ -109,7 +108,7 @@ class ExecutorInfo:
 
     @property
     def max_step_tokens(self) -> int:
-        """Tokens that a step computes of one sequence at most, drafts included."""
+        """Maximum number of tokens that a step computes of one sequence, drafts included."""
         return self.max_num_batched_tokens + self.max_tokens_per_row - 1
 
     @property
@@ -129,7 +128,7 @@ class Executor(Protocol):
     ``execute_model`` and ``sample_tokens``). The next step may be launched before ``sample``, and
     runs after it. An executor without a device that runs by itself (the CPU) does the work in
     ``collect``. An executor in the engine's process has an attribute ``in_process``, an
-    ``InProcess``. A method ``report() -> ExecutionReport`` is optional.
+    ``InProcess``. The method ``report() -> ExecutionReport`` is optional.
 
     Raises:
         StepOutOfMemoryError: from ``launch`` or ``collect``. Every step in flight is void, and the

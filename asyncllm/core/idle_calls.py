@@ -18,7 +18,7 @@ class IdleCalls:
 
     Args:
         inbox: the engine thread's command queue, which delivers the calls.
-        shutdown_error: makes the error of calls that never run.
+        shutdown_error: function that makes the error of calls that never run.
 
     Attributes:
         due: calls that the engine thread has received and not yet run; touched by it alone.
@@ -38,7 +38,8 @@ class IdleCalls:
         return len(self._unfinished or ())
 
     def submit(self, run: Callable[..., Any], args: tuple[Any, ...]) -> Future[Any]:
-        """Queue a call; any thread. After ``close`` the future has ``shutdown_error()`` at once."""
+        """Queue a call. Any thread may call it. After ``close`` the future has ``shutdown_error()``
+        at once."""
         future: Future[Any] = Future()
         with self._lock:
             if self._unfinished is None:
@@ -49,8 +50,8 @@ class IdleCalls:
         return future
 
     def run_due(self) -> None:
-        """Run the calls that are due; engine thread, no step in flight. Raises what a call
-        raises."""
+        """Run the due calls. Must run on the engine thread with no step in flight. An exception of
+        a call is raised."""
         while self.due:
             future, run, args = self.due.popleft()
             result = run(*args)
@@ -60,7 +61,7 @@ class IdleCalls:
             future.set_result(result)
 
     def close(self) -> None:
-        """Fail the calls that have not run, and all later ones; any thread."""
+        """Fail the calls that have not run, and all later ones. Any thread may call it."""
         with self._lock:
             unfinished, self._unfinished = self._unfinished or set(), None
         for future in unfinished:

@@ -20,8 +20,8 @@ class InProcess:
 
     Attributes:
         processors: logits processors of each live request, by ``RequestAssignment.processors_key``.
-        logits_processors: the engine's, run by the executor. Which of them apply to a request
-            follows from its parameters, before it is submitted.
+        logits_processors: the engine's logits processors, which the executor runs.
+            ``RequestAssignment.claimed_by`` says which of them apply to a request.
         errors: step to row to the exception behind ``StepResult.errors``, for the latest results.
     """
 
@@ -30,15 +30,15 @@ class InProcess:
     errors: dict[int, dict[int, Exception]] = field(default_factory=dict)
 
     def with_processors(self, assignment: RequestAssignment) -> RequestAssignment:
-        """Copy of an assignment with its request's own logits processors."""
+        """Copy an assignment, with its request's own logits processors added."""
         processors = self.processors.get(assignment.processors_key, ())
         if not processors:
             return assignment
         return replace(assignment, sampling=_changed(assignment.sampling, processors))
 
 
-def plain(sampling: SamplingParams) -> SamplingParams:
-    """Copy of the parameters that can be pickled: no callables, grammar or shared mappings."""
+def picklable_params(sampling: SamplingParams) -> SamplingParams:
+    """Copy the parameters to a picklable object, without callables, grammar or shared mappings."""
     if (
         not sampling.logits_processors
         and not sampling.logit_bias
@@ -56,7 +56,7 @@ def plain(sampling: SamplingParams) -> SamplingParams:
 def _changed(
     sampling: SamplingParams, processors: Sequence[RequestLogitsProcessor]
 ) -> SamplingParams:
-    # Not ``dataclasses.replace``, which would validate every field again.
+    # Copy the object directly: ``dataclasses.replace`` would validate every field again.
     found = copy(sampling)
     object.__setattr__(found, "logits_processors", processors)
     return found

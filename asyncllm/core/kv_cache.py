@@ -11,8 +11,8 @@ from asyncllm.core.request import NEVER, Request
 from asyncllm.core.state_snapshots import StateSnapshots
 
 OutOfWindow = tuple[int, int, int]
-"""Freed entries ``first`` to ``end - 1`` of a KV group's block table:
-``(KV group, first, end)``."""
+"""Range of freed block table entries, ``first`` to ``end - 1``, of a KV group: ``(KV group, first,
+end)``."""
 
 
 class FullAttentionGroup:
@@ -31,7 +31,7 @@ class FullAttentionGroup:
         self._hash_suffix = index.to_bytes(index > 0, "big")
 
     def first_visible(self, num_computed: int) -> int:
-        """First table entry that the query at position ``num_computed`` reads."""
+        """Index of the first table entry that the query at position ``num_computed`` reads."""
         return 0
 
     def find_prefix(self, request: Request, num_tokens: int) -> list[Block]:
@@ -46,13 +46,13 @@ class FullAttentionGroup:
             found.append(block)
         return found
 
-    def shorten(self, request: Request, found: list[Block], num_tokens: int) -> list[Block]:
-        """Cut a hit down to at most ``num_tokens``, fewer than it covers."""
+    def truncate_hit(self, request: Request, found: list[Block], num_tokens: int) -> list[Block]:
+        """Truncate a prefix hit to at most ``num_tokens``, which is less than it covers."""
         return found[: num_tokens // self.block_size]
 
     def publish(self, request: Request, end: int, published: list[Block]) -> None:
-        """Publish the blocks that are full once ``end`` tokens are computed. Those that are new in
-        the cache are appended to ``published``."""
+        """Publish the blocks that are full once ``end`` tokens are computed. Append the blocks that
+        are new in the cache to ``published``."""
         blocks = request.blocks[self.index]
         hashes = request.extend_hashes(self.block_size)
         for i in range(self._first_unpublished(request), end // self.block_size):
@@ -73,7 +73,8 @@ class SlidingWindowGroup(FullAttentionGroup):
         assert spec.window is not None
         self.window = spec.window
         self._most = spec.max_blocks(NEVER, step_tokens)
-        # Cached prefixes end with a whole block; the query after one sees this many blocks of it.
+        # Number of blocks at the end of a cached prefix that the next query sees. A cached prefix
+        # ends with a full block.
         self._num_visible_blocks = -(-(self.window - 1) // self.block_size)
 
     def first_visible(self, num_computed: int) -> int:
@@ -81,8 +82,8 @@ class SlidingWindowGroup(FullAttentionGroup):
         return first_key // self.block_size if first_key > 0 else 0
 
     def max_entries(self, num_computed: int) -> int:
-        """Most entries that a table needs with ``num_computed`` tokens computed: the null blocks
-        before the window, and as many blocks as a sequence holds at once."""
+        """Maximum number of table entries with ``num_computed`` tokens computed: the null blocks
+        before the window, and the blocks that a sequence holds at once."""
         return self.first_visible(num_computed) + self._most
 
     def next_out_of_window(self, num_out_of_window: int) -> int:
@@ -106,12 +107,12 @@ class SlidingWindowGroup(FullAttentionGroup):
                 seen.append(block)
         return [self.pool.null_block] * (end - len(seen)) + seen[::-1]
 
-    def shorten(self, request: Request, found: list[Block], num_tokens: int) -> list[Block]:
+    def truncate_hit(self, request: Request, found: list[Block], num_tokens: int) -> list[Block]:
         return self.find_prefix(request, num_tokens)
 
     def _first_unpublished(self, request: Request) -> int:
-        """First full block to publish that is still held: with tokens in flight, one may be given
-        back before it is published."""
+        """First full block to publish that the request still holds: with tokens in flight, a block
+        may be given back before it is published."""
         return max(super()._first_unpublished(request), request.num_out_of_window[self.index])
 
 
@@ -131,10 +132,10 @@ class KVCacheManager:
     Args:
         num_blocks: blocks in all, the null block included.
         specs: the KV groups.
-        step_tokens: most tokens that a step computes of one sequence, drafts included.
+        step_tokens: maximum number of tokens that a step computes of one sequence, drafts included.
         enable_prefix_caching: publish full blocks and look prefixes up.
-        num_state_snapshots: snapshots that the executor keeps of a recurrent model's states; else
-            0.
+        num_state_snapshots: number of snapshots that the executor keeps of a recurrent model's
+            states; 0 for other models.
 
     Attributes:
         watermark: blocks that stay free when a request is admitted beside running ones, so that
@@ -171,14 +172,15 @@ class KVCacheManager:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Most blocks, over all groups, that a sequence of ``num_tokens`` holds at once."""
+    def max_blocks_for(self, num_tokens: int) -> int:
+        """Maximum number of blocks, over all groups, that a sequence of ``num_tokens`` holds at
+        once."""
         return sum(group.spec.max_blocks(num_tokens, self._step_tokens) for group in self.groups)
 
     def _missing_blocks(
         self, tables: Sequence[list[Block]], num_tokens: int, num_computed: int
     ) -> list[int]:
-        """Blocks per group that the tables lack to hold ``num_tokens``."""
+        """Number of missing blocks per group, for tables that hold ``num_tokens``."""
         missing = []
         for group in self.groups:
             count = -(-num_tokens // group.block_size) - len(tables[group.index])
@@ -190,9 +192,9 @@ class KVCacheManager:
         return missing
 
     def find_prefix(self, request: Request) -> tuple[list[Block], ...]:
-        """Longest prefix that all groups have cached, as a block table per group. It has at most
-        ``Request.max_cached_tokens``, so that at least one token is left to compute and sample
-        from. With recurrent states it ends at a snapshot."""
+        """Longest prefix that all groups have cached, as a block table per group. The prefix has at
+        most ``Request.max_cached_tokens``, so that at least one token is left to compute and sample
+        from. With recurrent states, the prefix ends at a snapshot."""
         if not self.enable_prefix_caching:
             return tuple([] for _ in self.groups)
         length = request.max_cached_tokens
@@ -215,7 +217,7 @@ class KVCacheManager:
             agreed = True
             for i, group in enumerate(self.groups):
                 if len(found[i]) * group.block_size > length:
-                    found[i] = group.shorten(request, found[i], length)
+                    found[i] = group.truncate_hit(request, found[i], length)
                     length = len(found[i]) * group.block_size
                     agreed = False
         return length
@@ -223,10 +225,10 @@ class KVCacheManager:
     def admit(
         self, request: Request, num_tokens: int, prefix: tuple[list[Block], ...], reserve: int = 0
     ) -> bool:
-        """Give a request without blocks the cached ``prefix`` and new blocks up to ``num_tokens``.
-        The blocks for the whole prompt are taken at once, so that later chunks of it need not
-        preempt others. (With a window they still may: a block that others share does not come
-        free.) False, with nothing taken, if fewer than ``reserve`` blocks would be left."""
+        """Assign the cached ``prefix``, and new blocks up to ``num_tokens``, to a request without
+        blocks. The blocks for the whole prompt are taken at once, so that later chunks of it need
+        not preempt others. (With a window they still may: a block that others share does not come
+        free.) Returns False, and takes no block, if fewer than ``reserve`` blocks would be left."""
         num_computed = len(prefix[0]) * self.groups[0].block_size
         missing = self._missing_blocks(prefix, num_tokens, num_computed)
         num_taken = sum(missing)
@@ -275,8 +277,8 @@ class KVCacheManager:
         self, request: Request, num_tokens: int, reserve: int = 0
     ) -> tuple[list[int], ...] | None:
         """Append blocks until the tables hold ``num_tokens``, or all known tokens if those are
-        more; call ``free_out_of_window`` first. Returns the new ids per group; None, with nothing
-        taken, if fewer than ``reserve`` blocks would be left."""
+        more. Call ``free_out_of_window`` first. Returns the new block ids per group; returns None,
+        and takes no block, if fewer than ``reserve`` blocks would be left."""
         if num_tokens < len(request.token_ids):
             num_tokens = len(request.token_ids)
         missing = self._missing_blocks(request.blocks, num_tokens, request.num_computed_tokens)
@@ -286,7 +288,7 @@ class KVCacheManager:
         return block_ids(self._append(request, missing))
 
     def _append(self, request: Request, counts: list[int]) -> list[list[Block]]:
-        # A row ends where a snapshot is due.
+        # End the row where the next state snapshot is due.
         appended, num_slots = [], request.snapshot_at
         for group in self.groups:
             blocks = request.blocks[group.index]
@@ -298,16 +300,16 @@ class KVCacheManager:
                 num_slots = len(blocks) * group.block_size
         for group in self._sliding:
             next_out_of_window = group.next_out_of_window(request.num_out_of_window[group.index])
-            # A single block is given back only when the tables grow, or they would change twice
-            # as often.
+            # Give back a single block only when the tables grow anyway; otherwise they would change
+            # twice as often.
             if next_out_of_window + group.block_size <= num_slots:
                 num_slots = next_out_of_window
         request.num_slots = num_slots
         return appended
 
     def publish(self, request: Request) -> list[Block]:
-        """Publish full blocks, and return those that are new in the cache. Their tokens are known,
-        and launched steps or the one being scheduled compute their KV."""
+        """Publish full blocks; returns the blocks that are new in the cache. Their tokens are
+        known, and their KV is computed by launched steps or by the step being scheduled."""
         end, known = request.num_computed_tokens, len(request.token_ids)
         if end > known:
             end = known
@@ -334,15 +336,15 @@ class KVCacheManager:
         snapshots.clear()
 
     def unpublish(self, request: Request) -> None:
-        """Remove the blocks that a failed request computed from the prefix cache. NaN spreads in
-        attention: keys that a query does not see are masked, and zero times their values is NaN."""
+        """Remove from the prefix cache the blocks that a failed request computed. They may contain
+        NaN, which spreads in attention even where it is masked: zero times NaN is NaN."""
         for group, blocks in zip(self.groups, request.blocks, strict=False):
             for block in blocks[request.num_cached_tokens // group.block_size :]:
                 self.pool.unpublish(block)
 
     def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache. False, with nothing done, while requests hold blocks. No step may
-        be in flight."""
+        """Empty the prefix cache. Does nothing and returns False while requests hold blocks. No
+        step may be in flight."""
         if not self.pool.reset_prefix_cache():
             return False
         if self.states is not None:

@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """Layers whose KV lies in the same blocks, so that one table per request serves all.
+    """Group of layers whose KV lies in the same blocks, so that they share one table per request.
 
     Attributes:
         layers: indices of the layers.
@@ -33,12 +33,13 @@ class KVCacheSpec:
             raise ValueError(f"window={self.window}: expected {expected} for kind={self.kind!r}")
 
     def max_blocks(self, num_tokens: int, step_tokens: int) -> int:
-        """Most blocks that a sequence of ``num_tokens`` holds at once. With a window: blocks for
-        the keys that the first of ``step_tokens`` queries sees and for the queries' own keys, at
-        the worst alignment.
+        """Maximum number of blocks that a sequence of ``num_tokens`` holds at once. With a window:
+        blocks for the keys that the first of ``step_tokens`` queries sees and for the queries' own
+        keys, at the worst alignment.
 
         Args:
-            step_tokens: most tokens that a step computes of one sequence, drafts included.
+            step_tokens: maximum number of tokens that a step computes of one sequence, drafts
+                included.
         """
         whole = -(-num_tokens // self.block_size)
         if self.window is None:

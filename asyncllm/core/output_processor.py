@@ -84,7 +84,7 @@ class OutputProcessor:
         channel = group.channel
         try:
             text = self._detokenize(request, request.output.detokenizer, token_id)
-        except BaseException as error:  # a panic of the tokenizer's Rust is no Exception
+        except BaseException as error:  # a Rust panic in the tokenizer is a BaseException
             self.fail(group, as_request_error(group, error))
             return
         if request.status is Status.FINISHED:
@@ -104,19 +104,20 @@ class OutputProcessor:
             self._apply_backpressure(group, channel)
 
     def _end_member(self, request: Request, channel: Channel, last: Delta) -> None:
-        """End a member whose group goes on, with a delta of its own."""
+        """End a member whose group continues; its last delta has the finish reason."""
         reason, stop_reason = request.finish_reason, request.stop_reason
         channel.append(replace(last, finish_reason=reason, stop_reason=stop_reason))
         self._admission.leave(request)
 
     def _detokenize(self, request: Request, detokenizer: Detokenizer, token_id: int) -> str:
-        """New text of the request. As in vLLM, a stop token's own text is left out unless
-        ``include_stop_str_in_output`` is set. A stop string ends the request here, even in the
-        middle of a token."""
+        """Detokenise a token; returns the new text. As in vLLM, a stop token's own text is left out
+        unless ``include_stop_str_in_output`` is set. A stop string ends the request here, even in
+        the middle of a token."""
         sampling = request.sampling
         by_token = request.status is Status.FINISHED and request.finish_reason == "stop"
         if by_token and request.structured_output is not None:
-            # A grammar may end the request with an ordinary token, whose text counts.
+            # A grammar may end the request with an ordinary token, whose text belongs to the
+            # output.
             by_token = token_id in request.stop_token_ids
         text = ""
         if not by_token or sampling.include_stop_str_in_output:
@@ -145,13 +146,14 @@ class OutputProcessor:
             self._scheduler.pause(request)
         channel.is_backpressured = True
         if channel.num_unread < channel.max_unread:
-            # The reader read on before the flag was set, so it will not release the group.
+            # The reader has read more before the flag was set, so it will not release the group.
             self.release(group)
 
     def close(self, request: Request, error: Exception | None, last: Delta | None = None) -> None:
-        """End a group's channel with ``request``, its last member: finished by the scheduler, or
-        ended with the engine. If several threads do so, the first decides the end, counts it and
-        tells the observers. Each of them wakes the reader, because the others may be stuck."""
+        """End a group's channel. ``request`` is its last member, which the scheduler finished or
+        which ends with the engine. If several threads call it, the first one decides the end,
+        counts it and notifies the observers. Each of them wakes the reader, because the others may
+        be stuck."""
         group = request.group
         channel = group.channel
         if not channel.ended:
@@ -169,7 +171,7 @@ class OutputProcessor:
         group, now = request.group, self._clock()
         members = group.members
         if not members:
-            return  # another thread has ended it
+            return  # another thread has ended the group
         usage = make_usage(group, members, now)
         reason: FinishReason = request.finish_reason or "abort"
         text = _remaining_text(request) if reason == "abort" and error is None else ""
@@ -185,11 +187,12 @@ class OutputProcessor:
         else:
             self.num_finished += 1
         if group.notifier is not None:
-            # Before the reader can see the end, so that metrics include every result that was read.
+            # Notify the observers before the reader can see the end, so that metrics include every
+            # result that was read.
             group.notifier.finished(usage, error)
 
     def flush_wakeups(self) -> None:
-        """Wake the readers of new output, with one call per event loop. Aborts the streams of a
+        """Wake the readers of new output, with one call per event loop. Abort the streams of a
         closed loop."""
         if self._unread_in:
             mailboxes, self._unread_in = self._unread_in, set()
@@ -198,8 +201,8 @@ class OutputProcessor:
                     self._abort_readers_of(mailbox)
         if not self._to_wake:
             return
-        # Only this thread removes entries. One that another thread appends is in the copy, or stays
-        # for ``flush_all_wakeups``.
+        # Only this thread removes entries. An entry that another thread appends is either in the
+        # copy or left for ``flush_all_wakeups``.
         channels = self._to_wake.copy()
         del self._to_wake[: len(channels)]
         by_mailbox: dict[Mailbox, list[Channel]] = {}
@@ -237,7 +240,7 @@ class OutputProcessor:
                 self._end_member(request, group.channel, held)
 
     def complete(self, request: Request) -> None:
-        """End a request whose grammar is complete, without a further token."""
+        """End a request whose grammar is complete, without another token."""
         self._scheduler.finish(request, "stop")
         try:
             text = request.output.detokenizer.finish()
@@ -251,7 +254,7 @@ class OutputProcessor:
             self.close(request, None, last)
 
     def fail(self, group: RequestGroup, error: Exception) -> None:
-        """End the whole group with an exception, also when only one member failed."""
+        """End the whole group with an exception, even if only one member failed."""
         if not group.channel.ended:
             for request in group.members:
                 self._scheduler.finish(request, None)
@@ -282,7 +285,7 @@ def make_usage(group: RequestGroup, members: Sequence[Request], now: float) -> U
 
 
 def make_partial(group: RequestGroup, now: float) -> Completion | None:
-    """Output of a group so far; None without any token."""
+    """Output of a group so far; None if it has no token."""
     members = group.members
     if not any(member.num_output_tokens for member in members):
         return None
@@ -307,10 +310,12 @@ def _partial_output(request: Request) -> CompletionOutput:
 
 
 def as_request_error(group: RequestGroup, error: BaseException) -> Exception:
-    """RequestError for the reader, from an exception in the request's own code. One of another type
-    is wrapped: raised as it is, it might pass for an error of the engine, or for the reader's own
-    cancellation."""
-    if issubclass(type(error), RequestError):  # isinstance may run its ``__class__``
+    """Convert an exception in the request's own code to a RequestError for the reader. Raised as it
+    is, the exception might look like an error of the engine, or like the reader's own cancellation.
+    """
+    if issubclass(
+        type(error), RequestError
+    ):  # isinstance may run the exception's own ``__class__`` property
         return error  # pyright: ignore[reportReturnType]  # narrows by isinstance only
     wrapped = RequestError(f"request {group.request_id!r} failed: {describe(error)}")
     wrapped.__cause__ = error

@@ -1,8 +1,8 @@
 """Prompt log-probabilities: the positions where a step computes them, and their collection.
 
-Each chunk of a prompt yields those of its own positions, so they arrive in order. A position whose
-KV comes from the prefix cache has no logits. So a request's cached prefix may only cover positions
-whose log-probabilities it has: none at first, more after a preemption.
+Each chunk of a prompt yields the log-probabilities of its own positions, so they arrive in order. A
+position whose KV comes from the prefix cache has no logits. So a request's cached prefix may only
+cover positions whose log-probabilities are already known: none at first, more after a preemption.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ if TYPE_CHECKING:
 
 
 def prompt_spans(step: ScheduledStep, vocab_size: int) -> dict[int, PromptSpan]:
-    """Spans of the rows whose requests still lack prompt log-probabilities. Decode rows come first
-    in the step, and have none."""
+    """Spans of the rows whose requests still lack prompt log-probabilities. Decode rows, which come
+    first in the step, have no span."""
     batch, spans = step.batch, {}
     for row in range(batch.num_decodes, len(batch)):
         request = step.requests[row]
         if request.prompt_logprobs is None:
             continue
         start = batch.starts[row]
-        # After a preemption the prompt is computed again, but some of them are known already.
+        # After a preemption the prompt is computed again, but some log-probabilities are already
+        # known.
         first = max(start, len(request.prompt_logprobs))
         end = min(start + batch.counts[row], request.num_prompt_tokens - 1)
         if first < end:
@@ -36,7 +37,7 @@ def prompt_spans(step: ScheduledStep, vocab_size: int) -> dict[int, PromptSpan]:
 
 
 def keep_prompt_logprobs(step: ScheduledStep, result: StepResult) -> None:
-    """Append a step's prompt log-probabilities to its requests whose epoch has not changed."""
+    """Append a step's prompt log-probabilities to those requests whose epoch has not changed."""
     for row, values in result.prompt_logprobs.items():
         request = step.requests[row]
         if request.epoch == step.epochs[row]:

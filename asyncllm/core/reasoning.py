@@ -7,30 +7,30 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False)
 class Reasoning:
-    """Tracker of the thoughts in one output; the engine thread pushes each token.
+    """Tracker of the reasoning in one output; the engine thread pushes each token.
 
-    Stop strings and grammars apply to the answer alone, after the thoughts. While ``may_begin`` is
+    Stop strings and grammars apply only to the answer after the reasoning. While ``may_begin`` is
     set, the output so far is a prefix of ``begin``, and it is open whether the model thinks or
     answers.
 
     Attributes:
-        begin, end: token ids that open and close thoughts.
-        thinking: thoughts are open; initially, whether the prompt has opened them.
-        may_begin: the output may still begin with thoughts; initially, whether the prompt has
-            neither opened nor closed them.
-        once: no thoughts after the answer has begun. Set under a grammar: there ``begin`` is a part
-            of the answer.
+        begin, end: token ids that open and close reasoning.
+        thinking: reasoning is open; initially, whether the prompt has opened it.
+        may_begin: the output may still begin with reasoning; initially, whether the prompt has
+            neither opened nor closed it.
+        only_at_start: no reasoning after the answer has begun. Set if there is a grammar, because
+            ``begin`` is then part of the answer.
     """
 
     begin: tuple[int, ...]
     end: tuple[int, ...]
     thinking: bool
     may_begin: bool
-    once: bool = False
+    only_at_start: bool = False
     _recent: list[int] = field(default_factory=list)
 
     def next_of_begin(self) -> int | None:
-        """Next token of ``begin``, if the output may still open thoughts; else None."""
+        """Next token of ``begin``, if the output may still open reasoning; else None."""
         return self.begin[len(self._recent)] if self.may_begin else None
 
     def is_last_of_begin(self) -> bool:
@@ -38,11 +38,10 @@ class Reasoning:
         return len(self._recent) + 1 == len(self.begin)
 
     def push(self, token_id: int) -> bool:
-        """Take the next token; returns whether it belongs to thoughts, their delimiters
-        included."""
+        """Process the next token; returns whether it belongs to the reasoning or its delimiters."""
         recent = self._recent
         was_thinking = self.thinking
-        if self.once and not was_thinking and token_id != self.next_of_begin():
+        if self.only_at_start and not was_thinking and token_id != self.next_of_begin():
             self.may_begin = False
             return False
         recent.append(token_id)

@@ -28,7 +28,7 @@ _ROOT = hashlib.blake2b(digest_size=_DIGEST_SIZE, person=_PERSON).digest()
 
 
 class Status(enum.IntEnum):
-    """State of a request. PAUSED: it gets no tokens until its stream is read."""
+    """State of a request. A PAUSED request gets no tokens until its stream is read."""
 
     NEW = 0
     WAITING = 1
@@ -38,8 +38,8 @@ class Status(enum.IntEnum):
 
 
 def root_hash(cache_salt: str | None) -> bytes:
-    """Parent hash of a sequence's first block. Anything else that changes the KV of equal tokens
-    belongs in here; the chain of hashes carries it to every later block."""
+    """Parent hash of a sequence's first block. Whatever else changes the KV of equal tokens must be
+    hashed here; the chain of hashes carries it to every later block."""
     if cache_salt is None:
         return _ROOT
     # BLAKE2's ``person`` differs from that of block hashes, so no salt can imitate one.
@@ -48,7 +48,7 @@ def root_hash(cache_salt: str | None) -> bytes:
 
 
 class Notifier(Protocol):
-    """Notifies observers of a group's first token and of its end."""
+    """Protocol: notifies observers of a group's first token and of its end."""
 
     def first_token(self) -> None: ...
 
@@ -56,7 +56,8 @@ class Notifier(Protocol):
 
 
 class OutputGrammar(Protocol):
-    """The grammar that a request's tokens follow; see ``StructuredOutput``, which is one."""
+    """Protocol of the grammar that a request's tokens follow; ``StructuredOutput``
+    implements it."""
 
     def advance(
         self, request: Request, token_id: int, reason: FinishReason | None
@@ -69,9 +70,9 @@ class OutputGrammar(Protocol):
 class RequestGroup:
     """One or more sequences with one id, one channel, one deadline and one end.
 
-    A group ends once: when its last member has ended, or whole, when it is aborted, its deadline
-    passes or a member fails. A failed member ends the others because the exception is the end of
-    the channel, after which nothing is read. Observers get a group's first member.
+    A group ends once: when its last member has ended; or all at once, when it is aborted, its
+    deadline passes or a member fails. A failed member ends the others, because the exception ends
+    the channel, after which nothing is read. Observers are called with the group's first member.
 
     Attributes:
         channel: carries all members' output to the reader.
@@ -92,8 +93,8 @@ class RequestGroup:
     num_truncated_tokens: int = 0
 
     def restart(self, now: float) -> None:
-        """Let the group's time begin ``now``, before it is sent to the engine thread: it had to
-        wait for a place in the queue."""
+        """Restart the group's clock at ``now``, because it had to wait for a place in the queue.
+        Called before it is sent to the engine thread."""
         self.deadline += now - self.arrived_at
         self.arrived_at = now
         for member in self.members:
@@ -114,17 +115,18 @@ class Request:
         token_ids: prompt, then output; empty until the prompt is tokenised.
         sampling: resolved: every field with a neutral value is set, and ``seed``.
         arrival_index: order of submission; breaks ties in every policy.
-        owner: name of whom it is admitted for; equal ranks are admitted in turns by owner.
-        max_total_tokens: most tokens of prompt and output together.
+        owner: name of the user that the request is for; requests of equal rank are admitted in
+            turns by owner.
+        max_total_tokens: maximum number of tokens of prompt and output together.
         run_ahead_end: number of tokens, placeholders included, from which on it is scheduled only
             when no token is in flight: ``max_total_tokens``, or 0 with ``needs_host``.
         num_computed_tokens: tokens whose KV is computed by steps already launched; at most
             ``len(token_ids) + num_placeholders``.
         num_placeholders: sampled tokens of steps in flight, whose values are not known yet; 1 while
             its next mask is made ahead, which keeps it from being scheduled.
-        epoch: bumped when in-flight results become void, by preemption or rollback.
+        epoch: incremented when in-flight results become void, by preemption or rollback.
         blocks: per KV group the blocks held, in order of position; empty if none are. The KV cache
-            manager owns this and the next five.
+            manager owns this attribute and the next five.
         num_out_of_window: per KV group the leading entries of ``blocks`` that are the null block,
             because their tokens lie before the group's window.
         block_hashes: by block size, hashes of the full blocks of ``token_ids`` computed so far.
@@ -133,7 +135,7 @@ class Request:
         num_published: leading tokens whose full blocks were offered to the pool.
         publish_at: number of tokens at which the next block is full and can be offered.
         snapshot_at: number of tokens at which its recurrent state is saved; never reached without
-            states. StateSnapshots owns this and the next two.
+            states. StateSnapshots owns this attribute and the next two.
         num_shared_tokens: leading tokens whose KV was cached at the last look-up, whether or not
             there was a snapshot.
         output_snapshot: the newest snapshot of its output, and that snapshot's hash.
@@ -141,13 +143,15 @@ class Request:
         claimed_by: indices of the engine's logits processors that apply to it.
         needs_host: its sampling needs the host, so its next step waits until its last token is
             known; see SamplingLimits.
-        output: its detokenisation; the core only passes it along.
-        reasoning: tracker of the model's thoughts, set with the prompt; None if it has none.
+        output: state of its detokenisation; the core only passes it along.
+        reasoning: tracker of the model's reasoning, set with the prompt; None if the output has no
+            reasoning.
         first: first member of its group, whose prompt and block hashes it shares; None for the
             first itself.
-        structured_output: the grammar that its tokens follow; None without.
-        prompt_logprobs: those of the prompt's tokens from the second on, as far as computed; None
-            if ``sampling`` does not ask for them. Only the engine thread appends.
+        structured_output: the grammar that its tokens follow, or None.
+        prompt_logprobs: log-probabilities of the prompt's tokens from the second on, as far as
+            computed; None if ``sampling`` does not ask for them. Only the engine thread appends to
+            it.
     """
 
     group: RequestGroup
@@ -209,7 +213,7 @@ class Request:
             self.eos_token_ids = ()
         if self.first is None:
             self.stop_token_ids = frozenset((*sampling.stop_token_ids, *self.eos_token_ids))
-        else:  # shared: each of 256 outputs may have a vocabulary of stop tokens
+        else:  # share the set: each of 256 outputs may have as many stop tokens as the vocabulary
             self.stop_token_ids = self.first.stop_token_ids
         if sampling.prompt_logprobs is not None:
             self.prompt_logprobs = []
@@ -217,8 +221,8 @@ class Request:
             self.set_prompt(self.token_ids)
 
     def set_prompt(self, token_ids: list[int]) -> None:
-        """Set the prompt, which for a long text is known only after the request was queued. The
-        request owns the list from now on."""
+        """Set the prompt, which for a long text is known only after the request was queued. From
+        now on the request owns the list."""
         self.token_ids = token_ids
         self.num_prompt_tokens = len(token_ids)
         self.min_total_tokens = self.num_prompt_tokens + self.sampling.min_tokens
@@ -238,8 +242,8 @@ class Request:
 
     @property
     def max_cached_tokens(self) -> int:
-        """Leading tokens whose KV may come from the prefix cache. The last token is never one of
-        them, because it is sampled from; nor is one whose prompt log-probability is still
+        """Maximum number of leading tokens whose KV may come from the prefix cache. It excludes the
+        last token, whose logits are sampled, and tokens whose prompt log-probability is still
         missing."""
         found = self.prompt_logprobs
         if found is None or len(found) >= self.num_prompt_tokens - 1:
@@ -248,8 +252,8 @@ class Request:
 
     @property
     def whole_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
-        """Log-probabilities of every prompt token, None for the first; None until all are computed,
-        and if they were not asked for."""
+        """Log-probabilities of every prompt token, with None for the first token. None as a whole
+        until all are computed, and if the request does not ask for them."""
         found = self.prompt_logprobs
         if found is None or len(found) != self.num_prompt_tokens - 1:
             return None

@@ -15,11 +15,12 @@ class ScheduledStep:
     """A step and the requests behind its rows.
 
     Attributes:
-        requests, epochs: of each row. A result counts only if its request still has that epoch.
+        requests, epochs: request of each row, and the request's epoch. A result counts only if the
+            request still has that epoch.
         admitted: requests that got a slot with this step.
         published, snapshots: KV blocks and states that entered the prefix cache because of this
             step, and are withdrawn if it fails.
-        is_masked: whether any sampling row has a grammar.
+        has_grammar_mask: whether any sampling row has a grammar.
     """
 
     batch: StepBatch
@@ -28,7 +29,7 @@ class ScheduledStep:
     admitted: list[Request] = field(default_factory=list)
     published: list[Block] = field(default_factory=list)
     snapshots: list[Block] = field(default_factory=list)
-    is_masked: bool = False
+    has_grammar_mask: bool = False
 
     def order_decodes_first(self) -> None:
         """Move the decode rows to the front, where ``StepBatch`` needs them."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from asyncllm.core.batch import RequestAssignment, StepBatch, StepResult
 from asyncllm.core.executor import ExecutorInfo
-from asyncllm.core.in_process import InProcess, plain
+from asyncllm.core.in_process import InProcess, picklable_params
 from asyncllm.core.kv_cache import KVCacheManager, OutOfWindow, block_ids
 from asyncllm.core.prompt_logprobs import keep_prompt_logprobs, prompt_spans
 from asyncllm.core.request import Request, Status
@@ -30,7 +30,7 @@ as long."""
 
 
 class Scheduler:
-    """Decides how many tokens each request computes in a step.
+    """Decides which requests run in a step, and how many tokens each computes.
 
     It accounts for blocks, slots and tokens in flight.
 
@@ -39,7 +39,7 @@ class Scheduler:
         policy: "fcfs", "priority" or "deadline".
         enable_prefix_caching: find and publish shared prefixes, if the executor has no states or
             keeps snapshots of them.
-        in_process: the executor's, if it has one.
+        in_process: the executor's InProcess, if it has one.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Scheduler:
         self._evictable_requests: dict[Request, None] = {}
         self._free_req_indices = list(range(info.max_num_seqs - 1, -1, -1))
         self._released_req_indices: list[int] = []
-        self._latest: ScheduledStep | None = None
+        self._latest_step: ScheduledStep | None = None
         self._num_steps = 0
 
     # --- requests come, pause and go ---------------------------------------------------
@@ -96,10 +96,10 @@ class Scheduler:
         self.in_process.processors.pop(request.arrival_index, None)
 
     def pause(self, request: Request) -> None:
-        """Compute nothing more for a request until ``resume``. It loses its slot, keeps its blocks
-        until another request needs them, and still accepts a token in flight. With recurrent states
-        it frees its blocks too: the state is lost with the slot, and blocks without it are worth no
-        more than a cached prefix."""
+        """Do not schedule a request until ``resume``. It loses its slot, keeps its blocks until
+        another request needs them, and still accepts a token in flight. With recurrent states the
+        request frees its blocks too, because they are of no use without the state, which is lost
+        with the slot."""
         if request.status in (Status.FINISHED, Status.PAUSED):
             return
         self._leave(request)
@@ -139,8 +139,8 @@ class Scheduler:
     # --- one step ----------------------------------------------------------------------
 
     def schedule(self) -> ScheduledStep | None:
-        """Next step; None if there is nothing to compute now. Requests that can never run are put
-        into ``failed``."""
+        """Make the next step; None if there is nothing to compute now. Requests that can never run
+        are put into ``failed``."""
         step = ScheduledStep(StepBatch(self._num_steps))
         if self.kv.states is not None:
             self.kv.states.publish_saved()
@@ -160,14 +160,14 @@ class Scheduler:
                 batch.new_blocks.append((request.req_index, new))
                 if freed:
                     batch.trimmed += [(request.req_index, *entries) for entries in freed]
-        if step.is_masked:
+        if step.has_grammar_mask:
             batch.masked_rows = masked_rows(step)
         if batch.num_decodes < len(step.requests):
             batch.prompt_logprobs = prompt_spans(step, self.info.vocab_size)
         batch.released, self._released_req_indices = self._released_req_indices, []
         batch.assignments = [self._assignment(r) for r in step.admitted]
         self._num_steps += 1
-        self._latest = step
+        self._latest_step = step
         return step
 
     def _schedule_running(
@@ -175,8 +175,8 @@ class Scheduler:
         scheduled: dict[Request, int],
         grown: dict[Request, tuple[tuple[list[int], ...], list[OutOfWindow]]],
     ) -> tuple[int, bool]:
-        """Schedule running requests in order, and preempt when blocks run out. Returns the budget
-        left and whether a request was preempted."""
+        """Schedule running requests in order, and preempt when blocks run out. Returns the rest of
+        the token budget, and whether a request was preempted."""
         budget = self.budget.tokens
         lookahead = self.num_lookahead_tokens
         preempted = False
@@ -225,8 +225,8 @@ class Scheduler:
             if request is None or len(awaiting) > most:
                 break
             if request.num_placeholders or (states is not None and states.is_saving(request)):
-                # It has to wait a step: for its token in flight, or for a snapshot of its prefix
-                # that this step saves. Others may pass it meanwhile.
+                # The request has to wait for a step: for its token in flight, or for a snapshot of
+                # its prefix that this step saves. Other requests may pass it meanwhile.
                 self.waiting.discard(request)
                 awaiting.append(request)
                 continue
@@ -245,7 +245,7 @@ class Scheduler:
             self.waiting.push(request)
 
     def _admit(self, request: Request) -> bool:
-        # Blocks of requests that do not run serve as the reserve: they are taken first.
+        # Blocks of requests that do not run serve as the reserve, because they are evicted first.
         others_idle = len(self._evictable_requests) > (request in self._evictable_requests)
         reserve = self.kv.watermark if self.running and not others_idle else 0
         while not self._take_blocks(request, reserve):
@@ -272,7 +272,7 @@ class Scheduler:
         return self.kv.admit(request, num_tokens, self.kv.find_prefix(request), reserve)
 
     def _num_reserved_tokens(self, request: Request) -> int:
-        """Number of tokens to have blocks for on admission, drafts included."""
+        """Number of tokens that a request needs blocks for on admission, drafts included."""
         return min(len(request.token_ids) + self.num_lookahead_tokens, self.info.max_model_len)
 
     def _commit(self, request: Request, count: int, step: ScheduledStep) -> None:
@@ -294,7 +294,7 @@ class Scheduler:
             if count == 1:
                 batch.num_decodes += 1
             if request.structured_output is not None:
-                step.is_masked = True
+                step.has_grammar_mask = True
         if end >= request.publish_at:
             step.published += self.kv.publish(request)
             if end == request.snapshot_at:
@@ -317,7 +317,7 @@ class Scheduler:
             token_ids=request.token_ids.copy(),
             num_prompt_tokens=request.num_prompt_tokens,
             block_ids=block_ids(request.blocks),
-            sampling=plain(request.sampling),
+            sampling=picklable_params(request.sampling),
             eos_token_ids=request.eos_token_ids,
             processors_key=processors_key,
             bad_words=request.bad_words,
@@ -366,13 +366,13 @@ class Scheduler:
                 request.token_ids.append(token_id)
                 self.num_generated_tokens += 1
                 if request.num_computed_tokens >= request.publish_at:
-                    assert self._latest is not None
-                    self._latest.published += self.kv.publish(request)
+                    assert self._latest_step is not None
+                    self._latest_step.published += self.kv.publish(request)
                 reason = request.check_stop(token_id)
                 if request.structured_output is not None:
                     try:
                         reason = request.structured_output.advance(request, token_id, reason)
-                    except BaseException as error:  # native code of a backend may raise it
+                    except BaseException as error:  # a backend's native code may panic
                         self.finish(request, None)
                         yield request, -1, None, error
                         break
@@ -406,8 +406,8 @@ class Scheduler:
         return self._evictable_victim() or max(self.running, key=lambda r: r.sort_key)
 
     def _evictable_victim(self, besides: Request | None = None) -> Request | None:
-        """Best victim among requests that hold blocks without running, paused ones first; None
-        without any."""
+        """Best victim among requests that hold blocks without running, paused ones first; None if
+        there is none."""
         candidates = [r for r in self._evictable_requests if r is not besides]
         return max(candidates, key=lambda r: (r.status is Status.PAUSED, r.sort_key), default=None)
 
@@ -417,8 +417,8 @@ class Scheduler:
         self._reset_for_recompute(request)
 
     def _reset_for_recompute(self, request: Request) -> None:
-        """Free the request's blocks and void its results in flight; known tokens stay. A running
-        request waits again, ahead of its owner's later arrivals."""
+        """Free the request's blocks and void its results in flight; it keeps its known tokens. A
+        running request is queued again, ahead of its owner's later arrivals."""
         if request.status is Status.RUNNING:
             self._leave(request)
             self.add(request)
@@ -428,7 +428,7 @@ class Scheduler:
         request.epoch += 1
 
     def _fail_too_large(self, request: Request, num_tokens: int) -> None:
-        needed, usable = self.kv.blocks_for(num_tokens), self.kv.pool.num_usable
+        needed, usable = self.kv.max_blocks_for(num_tokens), self.kv.pool.num_usable
         self.finish(request, None)
         error = KVCacheTooSmallError(
             f"request {request.request_id!r} needs {needed} KV blocks for {num_tokens} tokens, "

@@ -10,12 +10,12 @@ from asyncllm.core.block_pool import Block, BlockPool
 from asyncllm.core.request import Request
 
 OUTPUT_INTERVAL = 256
-"""Output tokens between two snapshots."""
+"""Number of output tokens between two snapshots."""
 
 
 @dataclass(slots=True)
 class _Save:
-    """A snapshot written by a launched step, or by the one being scheduled.
+    """Snapshot that is written by a launched step, or by the step being scheduled.
 
     Attributes:
         num_tokens: length of the prefix.
@@ -49,8 +49,8 @@ class StateSnapshots:
 
     Args:
         num_snapshots: slots for snapshots, in addition to those of running requests.
-        block_sizes: those of the KV groups; a prefix ends where a block of every group ends.
-        interval: tokens of output between two snapshots, rounded up to whole blocks.
+        block_sizes: block sizes of the KV groups; a prefix ends where a block of every group ends.
+        interval: number of output tokens between two snapshots, rounded up to whole blocks.
 
     Attributes:
         pool: its block i is the executor's snapshot i.
@@ -82,8 +82,8 @@ class StateSnapshots:
         return 0
 
     def is_saving(self, request: Request) -> bool:
-        """Whether a waiting request gains by waiting a step: the one being scheduled saves a longer
-        prefix of it than any snapshot has."""
+        """Whether a waiting request should wait one more step, because the step being scheduled
+        saves a longer prefix of it than any snapshot has."""
         if not self._saving:
             return False
         for end in range(
@@ -99,8 +99,8 @@ class StateSnapshots:
         return False
 
     def admit(self, request: Request) -> None:
-        """Choose the first snapshot of a request that has its blocks and
-        ``num_computed_tokens``."""
+        """Choose where to save the first snapshot of an admitted request, whose blocks and
+        ``num_computed_tokens`` are set."""
         request.snapshot_at = self._next_snapshot_at(request)
 
     def load(self, request: Request) -> int:
@@ -134,8 +134,8 @@ class StateSnapshots:
         return block.block_id
 
     def publish_saved(self) -> None:
-        """Publish the snapshots that earlier steps have saved. Those whose last token is in flight
-        stay, those of an outdated epoch are dropped."""
+        """Publish the snapshots that earlier steps have saved. A snapshot whose last token is in
+        flight stays unpublished; one of an outdated epoch is dropped."""
         if not self._saves:
             return
         waiting = []
@@ -164,8 +164,8 @@ class StateSnapshots:
         request.output_snapshot = save.block, key
 
     def _next_snapshot_at(self, request: Request) -> int:
-        """Number of tokens at the request's next snapshot. Recomputed output gets one at its end: a
-        request that was paused or preempted may be so again."""
+        """Number of tokens at the request's next snapshot. Recomputed output gets a snapshot at its
+        end, because a request that was paused or preempted may be paused or preempted again."""
         computed = request.num_computed_tokens
         last = (request.num_prompt_tokens - 1) // self._tokens_per_unit * self._tokens_per_unit
         if computed < last:
@@ -177,7 +177,7 @@ class StateSnapshots:
         return last + ((computed - last) // self._interval + 1) * self._interval
 
     def reset(self) -> None:
-        """Forget every snapshot; no step may be in flight."""
+        """Drop every snapshot; no step may be in flight."""
         for save in self._saves:
             self.pool.release((save.block,))
         self._saves.clear()

@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class StructuredOutput:
-    """A request's grammar. Its state depends only on the tokens that the request has accepted, so
-    preemption, rollback and late results do not touch it.
+    """Grammar of a request, with its state. The state depends only on the tokens that the request
+    has accepted, so preemption, rollback and late results do not touch it.
 
-    The grammar applies after the model's thoughts. Output that begins like the opening of thoughts
-    may also be an answer, if the grammar admits those tokens: the matcher then follows them, and
-    rolls back if thoughts are opened after all.
+    The grammar applies after the model's reasoning. Output that begins like the opening delimiter
+    of reasoning may also be an answer, if the grammar admits those tokens: the matcher then follows
+    them, and rolls back if reasoning is opened after all.
 
     Attributes:
         special: ids of tokens that add no text. A stop token among them that the grammar names is
             part of the output, and ends it only where the grammar may end.
         allowed: ``allowed_token_ids`` as the bits of an integer, made at first use.
-        num_ahead: masks that are still to be made ahead of their step, by MaskMaker; 0 if they are
-            quick.
-        ahead: the next mask, made or in the making on another thread, which owns the matcher
-            until it is done.
-        num_opening: tokens of a possible opening of thoughts that the matcher has followed; None if
-            the grammar does not admit them.
+        num_ahead: number of masks that MaskMaker must still make ahead of their step; 0 if its
+            masks are quick.
+        ahead: future of the next mask, which another thread makes; that thread owns the matcher
+            until the mask is done.
+        num_opening: number of tokens of a possible reasoning delimiter that the matcher has
+            followed; None if the grammar does not admit them.
     """
 
     matcher: GrammarMatcher
@@ -101,8 +101,8 @@ class StructuredOutput:
                 self.num_opening = None
 
     def mask(self, request: Request) -> bytes | None:
-        """Bitmask of the tokens that may come next. Empty, which allows all, while the model
-        thinks; None if the output is complete and no token can follow.
+        """Bitmask of the tokens that may come next. The mask is empty, which allows all tokens,
+        during reasoning; None if the output is complete and no token can follow.
 
         Stop tokens are allowed where the grammar may end, from ``min_tokens`` on, and where the
         grammar names them. A grammar that cannot go on ends the output before ``min_tokens``.
@@ -169,14 +169,14 @@ def masked_rows(step: ScheduledStep) -> list[int]:
 
 
 _NUM_AHEAD = 16
-"""Quick masks after a slow one that are made ahead as well."""
+"""Number of masks after a slow one that are made ahead too, even if they are quick."""
 
 _SLOW_SHARE = 1 / 8
 """A mask is slow if it takes more than this share of the time that a step may wait for masks."""
 
 
 class MaskMaker:
-    """Makes the masks of steps, and slow ones ahead of their step on a thread.
+    """Makes the masks of steps; slow masks are made ahead of their step on a thread.
 
     A step may wait ``max(2 ms, a tenth of its time)`` for its masks. If they take longer and other
     rows wait for them, the slow requests are scheduled from then on only once their mask is made:
@@ -201,7 +201,7 @@ class MaskMaker:
         self, step: ScheduledStep, step_time: float
     ) -> tuple[GrammarMask, list[tuple[Request, BaseException | None]]]:
         """Make the masks of a step, once all tokens before it are known. Also returns the requests
-        that end instead, with None if their output is complete, else with their error.
+        that end without a mask: with None if their output is complete, else with their error.
 
         Args:
             step_time: seconds that a step takes.
@@ -214,17 +214,17 @@ class MaskMaker:
         for row in batch.masked_rows:
             request = step.requests[row]
             if request.epoch != step.epochs[row]:
-                continue  # its token is discarded
+                continue  # the request has ended, so its token is discarded
             grammar = request.structured_output
             try:
                 assert isinstance(grammar, StructuredOutput)
                 if grammar.ahead is None:
                     mask, seconds = self._timed(grammar, request)
                     total += seconds
-                else:  # it is made, unless the request was preempted meanwhile
+                else:  # the mask was made ahead, unless the request was preempted meanwhile
                     mask, seconds = grammar.ahead.result()
                     grammar.ahead = None
-            except BaseException as error:  # native code of a backend may raise it
+            except BaseException as error:  # a backend's native code may panic
                 ends.append((request, error))
                 continue
             if seconds > limit * _SLOW_SHARE:
@@ -251,7 +251,7 @@ class MaskMaker:
             if not grammar.num_ahead or request.epoch != step.epochs[row]:
                 continue
             if request.num_placeholders:
-                continue  # it was already scheduled; that step makes the mask
+                continue  # the request is already scheduled; its step makes the mask
             if self._worker is None:
                 self._worker = ThreadPoolExecutor(1, "asyncllm-masks")
             try:
@@ -265,7 +265,7 @@ class MaskMaker:
             grammar.ahead.add_done_callback(lambda _, done=done: done())
 
     def close(self) -> None:
-        """Drop the masks that have not begun, and wait for the one in the making."""
+        """Cancel the masks that were not begun, and wait for the mask being made."""
         if self._worker is not None:
             self._worker.shutdown(cancel_futures=True)
 

@@ -1,4 +1,4 @@
-"""TokenBudget: most tokens of a step, lowered after one that ran out of memory."""
+"""TokenBudget: maximum number of tokens of a step, lowered after an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _STEPS_TO_RECOVER = 32
 
 class TokenBudget:
     """Token budget of a step: halved when a step runs out of memory, and doubled after every 32
-    that succeed, up to ``limit``.
+    successful steps, up to ``limit``.
 
     Args:
         limit: ``max_num_batched_tokens``.
@@ -26,8 +26,8 @@ class TokenBudget:
         self._steps_since_shrink = 0
 
     def shrink(self, steps: Iterable[ScheduledStep]) -> list[Request]:
-        """Halve the budget after ``steps`` ran out of memory. If the largest was a single token
-        already, returns its requests, which have to fail."""
+        """Halve the budget after ``steps`` ran out of memory. If the largest of them had a single
+        token, return its requests, which have to fail."""
         largest = max(steps, key=lambda step: step.batch.num_tokens)
         self._steps_since_shrink = 0
         if largest.batch.num_tokens == 1:
@@ -36,7 +36,7 @@ class TokenBudget:
         return []
 
     def recover(self) -> None:
-        """Count a step that succeeded, and raise the budget after enough of them."""
+        """Count a successful step, and raise the budget after enough successes."""
         if self.tokens < self.limit:
             self._steps_since_shrink += 1
             if self._steps_since_shrink >= _STEPS_TO_RECOVER:

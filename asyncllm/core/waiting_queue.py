@@ -1,4 +1,4 @@
-"""WaitingQueue: requests that wait, by a scheduling policy and in turns by owner."""
+"""WaitingQueue: waiting requests, ordered by a scheduling policy and in turns by owner."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ POLICIES: Mapping[str, Callable[[Request], Rank]] = {
     "priority": lambda r: (r.priority,),
     "deadline": lambda r: (r.priority, r.group.deadline),
 }
-"""Rank of requests by policy; smaller ones come first. Owners take turns within a rank. The request
-with the largest rank, and then the latest arrival, is preempted first."""
+"""Rank of requests by policy; smaller ranks come first. Owners take turns within a rank. The
+request with the largest rank, and then the latest arrival, is preempted first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,9 +25,9 @@ class _Owner:
     """The requests of one owner.
 
     Attributes:
-        heap: ``(sort key, serial, request)`` of those that wait, and of some that were discarded;
-            the first one waits.
-        num_running: those that hold a slot.
+        heap: ``(sort key, serial, request)`` of waiting requests, and of some discarded ones; the
+            first entry is a waiting request.
+        num_running: number of requests that hold a slot.
         served: number as of ``_turn``, behind which the owner is in line since its last admission.
         entry: its entry in the heap of owners; None while none of its requests waits.
     """
@@ -48,11 +48,12 @@ _RUNNING, _ARRIVAL = 128, 64
 
 
 class WaitingQueue:
-    """Requests by rank; within a rank the next is of the owner with the fewest running ones, and
-    of these the one that has waited longest since it came or was last admitted.
+    """Waiting requests by rank. Within a rank, the owner with the fewest running requests is next;
+    of several such owners, the one that has waited longest since its arrival or last admission.
 
-    So an owner is admitted to at most its share while others wait: the slots divided by the waiting
-    owners, rounded up. An owner's own requests go by arrival, which puts a preempted one first.
+    So while others wait, an owner gets at most its share of the slots: the slots divided by the
+    number of waiting owners, rounded up. An owner's own requests are ordered by arrival, so a
+    preempted request comes first.
 
     Heaps with lazy deletion: every operation takes O(log n). An owner is known while one of its
     requests waits or runs.
@@ -89,7 +90,7 @@ class WaitingQueue:
             self._line_up(owner)
 
     def peek(self) -> Request | None:
-        """The next request to admit; None if none waits."""
+        """The next request to admit; None if no request waits."""
         line = self._line
         while line:
             entry = line[0]
@@ -100,7 +101,7 @@ class WaitingQueue:
         return None
 
     def discard(self, request: Request) -> None:
-        """Remove a request that does not wait any more; one that does not wait is ignored."""
+        """Remove a request from the queue; does nothing if it is not waiting."""
         if self._members.pop(request, None) is not None:
             self._drop(request, self._owners[request.owner])
 
@@ -114,13 +115,13 @@ class WaitingQueue:
         self._drop(request, owner)
 
     def release(self, request: Request) -> None:
-        """Count a request that was admitted as running no more."""
+        """Record that an admitted request does not run any more."""
         owner = self._owners[request.owner]
         owner.num_running -= 1
         self._line_up(owner)
 
     def _drop(self, request: Request, owner: _Owner) -> None:
-        """Drop the entry of a request that waits no more: now if it is the first, else later."""
+        """Drop the entry of a request that left the queue: now if it is the first, else later."""
         members, heap = self._members, owner.heap
         if heap[0][2] is request:
             heapq.heappop(heap)
@@ -133,7 +134,7 @@ class WaitingQueue:
             self._compact()
 
     def _line_up(self, owner: _Owner) -> None:
-        """Put an owner into the line anew, by its first request; forget one without requests."""
+        """Requeue an owner by its first request, or forget an owner without requests."""
         old = owner.entry
         if not owner.heap:
             owner.entry = None

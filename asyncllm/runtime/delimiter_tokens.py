@@ -19,9 +19,9 @@ class DelimiterTokens:
     """Delimiters of a response format as token ids.
 
     Attributes:
-        special: ids of the special tokens among them, which detokenisation must not skip.
-        begin, end, end_before_call: the reasoning delimiters; empty for one that tokens may share
-            with its neighbours.
+        special: ids of the special tokens in delimiters, which detokenisation must not skip.
+        begin, end, end_before_call: token ids of the reasoning delimiters; empty for a delimiter
+            that may share a token with the text around it.
     """
 
     special: frozenset[int]
@@ -41,7 +41,8 @@ class DelimiterTokens:
         """Initial reasoning state of an output, after its prompt.
 
         Raises:
-            InvalidRequestError: for a grammar if the prompt opens thoughts that no token closes.
+            InvalidRequestError: if the request has a grammar and the prompt opens reasoning that no
+                token closes.
         """
         prompt_end = prompt_end.rstrip()
         opened = bool(form.begin) and prompt_end.endswith(form.begin)
@@ -58,4 +59,4 @@ class DelimiterTokens:
         end = self.end
         if self.end_before_call and grammar is not None and grammar.param == "tools":
             end = self.end_before_call
-        return Reasoning(self.begin, end, opened, may_begin, once=grammar is not None)
+        return Reasoning(self.begin, end, opened, may_begin, only_at_start=grammar is not None)

@@ -28,13 +28,13 @@ from asyncllm.validation import explain
 
 _JOIN_AT_EXIT = 2.0
 _FOREVER = 1e9
-"""Seconds: 31 years."""
+"""Seconds in 31 years, the timeout of waits without a limit."""
 
 logger = get_logger("asyncllm")
 
 
 class _GivenUp(BaseException):
-    """Unwinds the loading of a model that was cancelled."""
+    """Exception that unwinds a cancelled loading of a model."""
 
 
 class EngineThread:
@@ -43,11 +43,12 @@ class EngineThread:
     Attributes:
         ready: future, done when the model is loaded, or failed with the error of loading it.
         exited: future, done when the thread has released everything, or is stuck.
-        progress: (done, total) bytes of weights, steps that compile kernels, or CUDA graphs.
+        progress: (done, total) in units of ``stage``: bytes of weights, steps that compile kernels,
+            or CUDA graphs.
         stage: the unit of ``progress``.
         closing: ``close`` was called.
         pid: process in which the thread runs.
-        loaded, core, grammars: valid once ``ready`` is.
+        loaded, core, grammars: model, step loop and grammar compiler; set once ``ready`` is done.
     """
 
     def __init__(self, config: EngineConfig, loader: Loader) -> None:
@@ -139,7 +140,8 @@ class EngineThread:
         )
 
     def _exit(self) -> None:
-        """Complete ``exited``, unless it is: the thread has finished, or is stuck."""
+        """Complete ``exited``, unless it is complete already. Called when the thread has finished
+        or is stuck."""
         atexit.unregister(self._at_exit)
         with contextlib.suppress(InvalidStateError):
             self.exited.set_result(None)
@@ -154,7 +156,7 @@ class EngineThread:
     def start(self) -> None:
         """Start the thread; EngineError if the system cannot."""
         if sys.is_finalizing():
-            # At exit no other thread runs any more, so Thread.start would wait for ever.
+            # At interpreter exit no other thread runs, so Thread.start would wait for ever.
             raise EngineError("the engine could not start: the interpreter is exiting")
         try:
             self._thread.start()
@@ -162,7 +164,7 @@ class EngineThread:
             raise _as_start_error(error) from error
 
     def give_up(self) -> None:
-        """End a thread whose start failed or was cancelled."""
+        """Make a thread end whose start failed or was cancelled."""
         self._given_up = True
         if self.ready.done() and self.ready.exception() is None:
             self.close(0.0)
@@ -222,7 +224,7 @@ class EngineThread:
         the loop ends, and notices a step that hangs."""
         loop = running_loop()
         if isinstance(loop, asyncio.AbstractEventLoop):
-            # The loop keeps weak references to tasks only.
+            # Keep a reference to the task: the loop has only weak references to tasks.
             self._task = loop.create_task(_watch(self), name="asyncllm-engine")
             # A loop that is closed never ends its tasks, but drops its timers: that reveals its
             # end.
@@ -292,7 +294,9 @@ async def _watch(thread: EngineThread) -> None:
 
 
 def _as_start_error(error: BaseException) -> AsyncLLMError:
-    if issubclass(type(error), AsyncLLMError):  # isinstance may run its ``__class__``
+    if issubclass(
+        type(error), AsyncLLMError
+    ):  # isinstance may run the exception's own ``__class__`` property
         return error  # pyright: ignore[reportReturnType]  # narrows by isinstance only
     wrapped = EngineError(f"the engine could not start: {explain(error)}")
     wrapped.__cause__ = error

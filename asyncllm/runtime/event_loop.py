@@ -26,7 +26,8 @@ import anyio
 import anyio.lowlevel
 
 with contextlib.suppress(ImportError):
-    # Imported now: at its first use, in start(), it would block the loop for 30 ms.
+    # Import anyio's backend now: at its first use, in start(), the import would block the loop for
+    # 30 ms.
     import anyio._backends._asyncio
 
 
@@ -34,8 +35,9 @@ class AsyncioBackend:
     """Backend of one asyncio loop. ``TrioBackend`` has the same methods.
 
     Attributes:
-        post: schedules a function on the loop; any thread. RuntimeError if the loop is closed.
-        is_closed: tells whether the loop is closed; any thread.
+        post: thread-safe function that schedules a function on the loop; raises RuntimeError if the
+            loop is closed.
+        is_closed: thread-safe function that tells whether the loop is closed.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -45,9 +47,9 @@ class AsyncioBackend:
         self._thread = threading.get_ident()
 
     def make_waiter(self) -> Any:
-        """Awaitable of one wait, ended by ``set_result`` on the loop's thread; None if the caller
-        does not run on this loop. The test is cheap, because every wait makes it: a second asyncio
-        loop of the same thread passes, and fails in asyncio itself."""
+        """Make an awaitable that ``set_result`` ends on the loop's thread; None if the caller does
+        not run on this loop. The check of the loop is cheap, because every wait makes it: a second
+        asyncio loop of the same thread passes, and fails in asyncio itself."""
         if threading.get_ident() != self._thread or self.is_closed():
             return None
         return self._loop.create_future()
@@ -135,15 +137,15 @@ def post_when_done(future: Future[Any], callback: Callable[[], Any]) -> None:
 
 
 async def wait_for(future: Future[Any]) -> Any:
-    """Wait for a future that another thread completes. Cancelling the wait leaves the future
-    alone."""
+    """Wait for a future that another thread completes. Cancelling the wait does not cancel the
+    future."""
     completed = anyio.Event()
     post_when_done(future, completed.set)
     await completed.wait()
     try:
         return future.result()
     finally:
-        del future  # which an exception's traceback would refer to, and the future to the exception
+        del future  # break the cycle of exception, traceback and future
 
 
 async def join(thread: threading.Thread, timeout: float) -> None:

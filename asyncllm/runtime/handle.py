@@ -1,4 +1,5 @@
-"""Handle: base of objects that stand for something running, and end it when they are dropped."""
+"""Handle: base of objects that own a running request or engine, and end it when they
+are dropped."""
 
 from __future__ import annotations
 

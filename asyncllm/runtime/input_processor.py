@@ -21,7 +21,7 @@ from asyncllm.logits_processor import applicable_processors
 from asyncllm.runtime.delimiter_tokens import DelimiterTokens
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.runtime.prompt_encoder import Encode, PromptEncoder
-from asyncllm.runtime.request_options import ChatOptions, RequestOptions, take
+from asyncllm.runtime.request_options import ChatOptions, RequestOptions, pop_fields
 from asyncllm.runtime.submitter import CallInfo, Submission, Submitter
 from asyncllm.sampling_params import SamplingParams, with_response_format
 from asyncllm.text.bad_words import bad_words_token_ids
@@ -33,7 +33,7 @@ from asyncllm.tool_calls.tool_grammar import with_tool_grammar
 from asyncllm.tool_calls.tool_use import ToolUse
 
 _PROMPT_END = 32
-"""Last tokens of a prompt in which the beginning of the answer is searched."""
+"""Number of tokens at the end of a prompt that are searched for the beginning of the answer."""
 
 _MAX_TRUNCATED = 2**20
 """Maximum number of characters of a prompt with ``truncate_prompt_tokens``. All of it is tokenised,
@@ -42,7 +42,7 @@ which takes up to 180 bytes per character."""
 
 @dataclass(eq=False, repr=False)
 class InputProcessor:
-    """Makes requests of prompts for one running engine.
+    """Converts prompts and conversations to requests for one running engine.
 
     Short texts are tokenised in the call. Long ones take their place in the queue at once and are
     tokenised on a worker thread: they keep their arrival order and delay no other request.
@@ -65,7 +65,7 @@ class InputProcessor:
         options: RequestOptions,
         sampling: dict[str, Any],
     ) -> Submission:
-        """Check a call with text or token ids."""
+        """Make the submission of a text or token ids."""
         text = check.plain_text(prompt)
         if prompt is None or text == "":
             raise check.invalid("prompt", prompt, "text or token ids, not empty")
@@ -91,7 +91,7 @@ class InputProcessor:
         chat: ChatOptions,
         sampling: dict[str, Any],
     ) -> Submission:
-        """Check a call with messages."""
+        """Make the submission of a conversation."""
         use = ToolUse.of(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
         sampling = with_response_format(sampling, sampling_params, chat.response_format)
         form, free = self.prompts.response_format(use, chat), True
@@ -126,11 +126,11 @@ class InputProcessor:
     ) -> Submission:
         """Check a call of ``AsyncLLMEngine.submit``: ``conversation`` for messages, else
         ``prompt``."""
-        request, first = take(RequestOptions, options), None
-        with suppress(Exception):  # the argument's own methods may raise
+        request, first = pop_fields(RequestOptions, options), None
+        with suppress(Exception):  # methods of the caller's object may raise
             first = prompt[0]
         if isinstance(first, Mapping):
-            chat = take(ChatOptions, options)
+            chat = pop_fields(ChatOptions, options)
             return self.conversation(prompt, sampling_params, request, chat, options)
         return self.prompt(prompt, sampling_params, request, options)
 
@@ -142,7 +142,7 @@ class InputProcessor:
         estimate: int,
         parser: MessageParser | None = None,
     ) -> Submission:
-        """Submission of a request, with its prompt if that is quick to make.
+        """Make a submission. Its prompt is set at once if it is quick to tokenise.
 
         Args:
             estimate: tokens of a prompt that takes long.
@@ -159,16 +159,17 @@ class InputProcessor:
         return Submission(request, call, min(estimate, most), parser, make_prompt)
 
     def _max_prompt_tokens(self, request: Request) -> int | None:
-        """Most prompt tokens that a request keeps; None for a prompt that is not cut."""
+        """Maximum number of prompt tokens that a request keeps; None if the prompt is not
+        truncated."""
         kept = request.sampling.truncate_prompt_tokens
         return request.max_model_len - 1 if kept == -1 else kept
 
     def _check_length(self, request: Request, num_characters: int, least: int) -> None:
-        """Refuse a text by its length alone. ``least`` is a lower bound of its tokens; a prompt
-        that will be cut only has to be short enough to be tokenised."""
+        """Refuse a text by its length alone. ``least`` is a lower bound of its number of tokens. A
+        prompt that will be truncated only has to be short enough to be tokenised."""
         if self._max_prompt_tokens(request) is None:
             if least >= request.max_model_len:
-                raise self.prompts.too_long(least, "at least ")
+                raise self.prompts.too_long_error(least, "at least ")
         elif num_characters > _MAX_TRUNCATED:
             raise ContextLengthExceededError(
                 f"prompt: has {num_characters} characters, expected at most {_MAX_TRUNCATED} "
@@ -222,8 +223,8 @@ class InputProcessor:
         sampling: dict[str, Any],
         options: RequestOptions,
     ) -> Request:
-        """Make the group with its channel and members; returns the first member. Everything but the
-        prompt is checked."""
+        """Make the group with its channel and members; returns the first member. All arguments but
+        the prompt are already checked."""
         resolved, claimed_by, bad_words = self._resolve(sampling_params, sampling, options)
         model, info = self.loaded.model_config, self.loaded.executor.info
         now = self.submitter.core.clock()
@@ -269,7 +270,7 @@ class InputProcessor:
             request.group.num_truncated_tokens = len(token_ids) - kept
             token_ids = token_ids[-kept:]
         if len(token_ids) >= request.max_model_len:
-            raise self.prompts.too_long(len(token_ids))
+            raise self.prompts.too_long_error(len(token_ids))
         vocab_size = self.loaded.executor.info.vocab_size
         if max(token_ids) >= vocab_size:
             # A tokenizer may know more tokens than the model has embeddings.
@@ -295,7 +296,7 @@ class InputProcessor:
             member.set_prompt(token_ids if member is request else token_ids.copy())
 
     def _delimiters(self, form: ResponseFormat) -> DelimiterTokens:
-        """A format's delimiters as tokens; cached, because each conversation asks for them."""
+        """Delimiters of a format as tokens; cached, because every conversation needs them."""
         found = self._delimiter_tokens.get(form)
         if found is None:
             found = DelimiterTokens.of(form, self.loaded.tokenizer)

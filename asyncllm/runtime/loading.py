@@ -1,4 +1,4 @@
-"""Loading: makes everything that an engine runs on from its configuration."""
+"""Loading: makes an engine's executor, tokenizer and grammar compiler from its configuration."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class LoadedModel:
     response_formats: ResponseFormats | None = None
 
 
-def make_grammar_compiler(config: EngineConfig, loaded: LoadedModel) -> GrammarCompiler:
-    """Grammar compiler of an engine. A backend that the configuration names is prepared now, which
-    holds the GIL for up to a second if the vocabulary is large.
+def make_grammar_compiler(config: EngineConfig, loaded_model: LoadedModel) -> GrammarCompiler:
+    """Make the grammar compiler of an engine. If the configuration names a backend, it is prepared
+    now, which holds the GIL for up to a second if the vocabulary is large.
 
     Raises:
         InvalidRequestError: if the configured backend is not installed.
     """
-    tokenizer, size = loaded.tokenizer, loaded.executor.info.vocab_size
+    tokenizer, size = loaded_model.tokenizer, loaded_model.executor.info.vocab_size
 
     def vocabulary() -> Vocabulary:
         names = {i: tokenizer.backend.id_to_token(i) for i in tokenizer.special_token_ids}
@@ -106,7 +106,7 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
     try:
         executor = build_model_runner(config, model_config, partial(_report, text, progress))
     except BaseException:
-        # An error of the tokenizer comes first, as if it had been read before the weights.
+        # Raise an error of the tokenizer first, as if it had been read before the weights.
         text.result()
         raise
     try:

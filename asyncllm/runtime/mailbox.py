@@ -1,4 +1,4 @@
-"""Mailboxes: how the engine thread wakes the readers of streams."""
+"""Mailboxes, through which the engine thread wakes the readers of streams."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ThreadMailbox:
 
     Args:
         interval: seconds between two calls of ``watchdog`` while a thread waits.
-        watchdog: notices a step that hangs.
+        watchdog: function that checks for a step that hangs.
     """
 
     interval: float
@@ -90,7 +90,8 @@ class MailboxRegistry:
         key = running_loop()
         mailbox = self._by_loop.get(key)
         if mailbox is None:
-            # A copy, which is atomic: other threads add and remove loops meanwhile.
+            # Copy the values, which is atomic, because other threads add and remove loops
+            # meanwhile.
             for old in [k for k, m in self._by_loop.copy().items() if m.is_closed()]:
                 self._by_loop.pop(old, None)
             mailbox = self._by_loop.setdefault(key, LoopMailbox(running_backend()))

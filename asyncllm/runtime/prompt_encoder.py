@@ -1,4 +1,4 @@
-"""PromptEncoder: makes token ids of texts and conversations, and text of token ids."""
+"""PromptEncoder: converts texts and conversations to token ids, and token ids to text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asyncllm.tool_calls.response_format import ResponseFormat, ResponseFormats
 from asyncllm.tool_calls.tool_use import ToolUse
 
 Encode = Callable[..., list[int] | None]
-"""Function that makes the token ids of a prompt; any thread. With ``at_once=True`` it returns None
+"""Thread-safe function that makes the token ids of a prompt. With ``at_once=True`` it returns None
 for a prompt that takes long."""
 
 
@@ -29,7 +29,8 @@ class PromptEncoder:
     """Converts prompts to token ids for one running engine.
 
     Attributes:
-        long_texts: runs what takes long of ``tokenize`` and ``detokenize``, apart from prompts.
+        long_texts: worker thread for long inputs of ``tokenize`` and ``detokenize``; prompts of
+            requests have another.
     """
 
     loaded: LoadedModel
@@ -50,7 +51,8 @@ class PromptEncoder:
         """Check the arguments of ``AsyncLLMEngine.tokenize``.
 
         Args:
-            max_tokens: a prompt that certainly has more is refused before it is tokenised.
+            max_tokens: maximum number of tokens; a prompt that certainly has more is refused before
+                it is tokenised.
             template: fields of TemplateOptions.
         """
         special = check.boolean("add_special_tokens", add_special_tokens, optional=True)
@@ -73,7 +75,7 @@ class PromptEncoder:
                 raise check.invalid(name, value, f"{neutral} with a text: it is for messages")
         least = self.loaded.tokenizer.min_tokens(len(text))
         if max_tokens is not None and least > max_tokens:
-            raise self.too_long(least, "at least ")
+            raise self.too_long_error(least, "at least ")
         return partial(self.encode_text, text, special is not False)
 
     def prepare_detokenize(
@@ -108,7 +110,7 @@ class PromptEncoder:
         options: TemplateOptions,
         add_generation_prompt: bool = True,
     ) -> TemplateInput:
-        """Check and copy a conversation's input to its template."""
+        """Check and copy the messages and variables of a conversation for its template."""
         variables = options.chat_template_kwargs
         accepted = "a dict of names to values, or None"
         if variables is None:
@@ -150,8 +152,8 @@ class PromptEncoder:
         return made or ResponseFormats.of_tokenizer(self.loaded.tokenizer, self.config)
 
     def check_ids(self, prompt: Any, kept: int | None) -> list[int]:
-        """Check a prompt of token ids, of which the last ``kept`` are kept; None keeps all. Returns
-        plain integers."""
+        """Check a prompt of token ids; returns the last ``kept`` of them (None: all) as plain
+        integers."""
         info = self.loaded.executor.info
         first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else None
         if isinstance(prompt, dict) or isinstance(first, dict):
@@ -163,13 +165,13 @@ class PromptEncoder:
             most = max(check.MAX_ITEMS, info.max_model_len)
             return list(check.token_ids("prompt", prompt, info.vocab_size, most))
         length = 0
-        with suppress(Exception):  # the prompt has no length, or one beyond 64 bits
+        with suppress(Exception):  # the prompt has no length, or its length exceeds 64 bits
             length = len(prompt)
         if length >= info.max_model_len:
-            raise self.too_long(length)
+            raise self.too_long_error(length)
         return list(check.token_ids("prompt", prompt, info.vocab_size, info.max_model_len))
 
-    def too_long(self, num_tokens: int, how: str = "") -> ContextLengthExceededError:
+    def too_long_error(self, num_tokens: int, how: str = "") -> ContextLengthExceededError:
         longest = self.loaded.executor.info.max_model_len
         return ContextLengthExceededError(
             f"prompt: has {how}{num_tokens} tokens, expected at most {longest - 1}, so "

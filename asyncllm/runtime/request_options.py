@@ -16,7 +16,7 @@ _MAX_OWNER_LENGTH = 256
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """Scheduling and delivery of a request; see ``AsyncLLMEngine.stream``.
+    """Options for scheduling and delivering a request; see ``AsyncLLMEngine.stream``.
 
     Raises:
         InvalidRequestError: for an invalid value, with ``param`` set.
@@ -45,7 +45,7 @@ class RequestOptions:
 
 @dataclass(frozen=True, slots=True)
 class TemplateOptions:
-    """Rendering of a conversation; see ``AsyncLLMEngine.chat``.
+    """Options for rendering a conversation; see ``AsyncLLMEngine.chat``.
 
     Raises:
         InvalidRequestError: for an invalid value, with ``param`` set.
@@ -63,21 +63,21 @@ class TemplateOptions:
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions(TemplateOptions):
-    """Rendering and answer of a conversation; see ``AsyncLLMEngine.chat``."""
+    """Options for rendering and answering a conversation; see ``AsyncLLMEngine.chat``."""
 
     tool_choice: str | dict[str, Any] | None = "auto"
     parallel_tool_calls: bool = True
     response_format: Any = None
 
 
-def take(kind: type[T], given: dict[str, Any]) -> T:
+def pop_fields(kind: type[T], given: dict[str, Any]) -> T:
     """Move the fields of a dataclass out of ``given`` into a new instance."""
     names: Any = [one.name for one in fields(kind)]  # pyright: ignore[reportArgumentType]
     return kind(**{name: given.pop(name) for name in names if name in given})
 
 
 def request_ids(given: Any) -> list[str]:
-    """One id or several, as plain strings.
+    """Normalise one request id or several to plain strings.
 
     Raises:
         InvalidRequestError: for anything but a string, or strings.

@@ -24,7 +24,7 @@ from asyncllm.structured.grammar import Grammar
 from asyncllm.tool_calls.message_parser import MessageParser
 
 CallInfo = tuple[Operation, Any]
-"""Operation and prompt; they become a RequestInfo only if there are observers."""
+"""Operation and prompt of a call; converted to a RequestInfo only if there are observers."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +35,8 @@ class Submission:
         request: first member of its group.
         num_tokens: tokens of the prompt, or an estimate if ``make_prompt`` makes it.
         parser: parser of a conversation's answer; None for a plain prompt.
-        make_prompt: gives the request its prompt, on a worker thread; None if it has one.
+        make_prompt: function that sets the request's prompt, called on a worker thread; None if the
+            prompt is already set.
     """
 
     request: Request
@@ -73,7 +74,7 @@ class Submitter:
         return stream
 
     async def enqueue_or_wait(self, submission: Submission) -> TokenStream:
-        """``enqueue``, once the queue has a place. The request's time begins with that."""
+        """Queue a request once the queue has a place; its timeout begins then."""
         core, group = self.core, submission.request.group
         notifier = self._observe(submission)
         is_gone = self.mailboxes.of_running_loop().is_closed
@@ -109,8 +110,8 @@ class Submitter:
         return TokenStream(submission.request, self.core, mailbox_of_loop, submission.parser)
 
     def _begin(self, submission: Submission, notifier: ObserverNotifier | None) -> None:
-        """Begin a request that has its place in the queue and its stream: an observer that is
-        interrupted drops the stream, which aborts the request."""
+        """Begin a request that has a place in the queue and a stream. If Ctrl-C interrupts an
+        observer, the stream is dropped, which aborts the request."""
         if notifier is not None:
             notifier.submitted(RequestInfo(*submission.call))
         if submission.make_prompt is None:
@@ -132,7 +133,7 @@ class Submitter:
                 core.admission.correct_estimate(group, request.num_prompt_tokens)
                 self._send(request)
             except BaseException as error:
-                if not issubclass(type(error), Exception):  # a panic inside the tokenizer
+                if not issubclass(type(error), Exception):  # a Rust panic in the tokenizer
                     error = InvalidRequestError(f"prompt: {check.describe(error)}", param="prompt")
                 core.send(core.on_fail, group, error)
 
@@ -169,7 +170,7 @@ class Submitter:
         try:
             for member in group.members:
                 member.structured_output = StructuredOutput(grammar.new_matcher(), grammar.special)
-        except BaseException as failure:  # native code of a backend may raise it
+        except BaseException as failure:  # a backend's native code may panic
             core.send(core.on_fail, group, failure)
             return
         core.send(core.on_add, group)

@@ -12,9 +12,9 @@ Read = TypeVar("Read")
 
 
 class TokenizerLoad(Generic[Read]):
-    """Reads a tokenizer on a thread. That holds the GIL for half a second if the vocabulary is
-    large, and packing weights does not need the GIL. So it begins with the embedding, the first
-    weight, whose packing takes longest.
+    """Reads a tokenizer on a thread while weights are packed. Reading holds the GIL for half a
+    second if the vocabulary is large; packing does not need the GIL. The thread starts with the
+    first weight, the embedding, whose packing takes longest.
 
     Args:
         read: reads the tokenizer; called once.
@@ -26,8 +26,8 @@ class TokenizerLoad(Generic[Read]):
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Start the thread, if it was not started yet. Called during loading, again and again;
-        raises the error of ``read``, if it has failed."""
+        """Start the thread unless it has started. Called repeatedly during loading; raises the
+        error of ``read`` if it has failed."""
         if self._found.done():
             self._found.result()
         elif self._thread is None:

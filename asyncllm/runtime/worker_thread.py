@@ -20,15 +20,16 @@ T = TypeVar("T")
 
 
 class WorkerThread:
-    """Runs jobs on a daemon thread that lives only while there are any.
+    """Runs jobs on a daemon thread that lives only while there are jobs.
 
-    One job at a time, so that many take no more memory or processor time than one. Smaller jobs
-    go first, and those of equal size in order: a large one delays only others like it.
+    It runs one job at a time, so that many jobs take no more memory or processor time than one.
+    Smaller jobs go first, and jobs of equal size in order: a large job delays only other large
+    jobs.
 
     Args:
         name: the thread's name.
-        rest: seconds without work after each second of work. Jobs in Python leave other threads
-            the GIL only every 5 ms, which makes a step of many short waits several times longer.
+        rest: seconds without work after each second of work. A job in Python releases the GIL only
+            every 5 ms, so a step that waits many times for the GIL takes several times as long.
     """
 
     def __init__(self, name: str, rest: float = 0.0) -> None:
@@ -41,10 +42,10 @@ class WorkerThread:
         self._closed = threading.Event()
 
     def submit(self, job: Callable[[], T], size: int = 0) -> Future[T]:
-        """Queue a job; any thread.
+        """Queue a job. Any thread may call this method.
 
         Args:
-            size: rank in the queue, the smallest first.
+            size: amount of work; smaller jobs run first.
 
         Raises:
             RequestError: if no thread can be started; a later job may succeed.
@@ -64,8 +65,8 @@ class WorkerThread:
         return future
 
     async def call(self, job: Callable[[], T], size: int = 0) -> T:
-        """Run a job on the thread and in the caller's context, which has its trace; returns the
-        result. A job whose caller is cancelled does not begin.
+        """Run a job on the thread, and return its result. The job runs in the caller's context, so
+        that it belongs to the caller's trace. If the caller is cancelled, the job does not begin.
 
         Raises:
             RequestError: as ``submit``.
@@ -78,7 +79,7 @@ class WorkerThread:
             raise EngineClosedError("the engine was closed before a long text's turn") from None
         finally:
             future.cancel()
-            del future  # as in ``wait_for``
+            del future  # break the cycle of future, exception and traceback, as in ``wait_for``
 
     def close(self) -> threading.Thread | None:
         """Drop jobs that have not begun; returns the thread if one is running."""
@@ -95,7 +96,8 @@ class WorkerThread:
             pass
 
     def _run_next(self) -> bool:
-        """Run a job; False if there is none. What it holds is free when this returns."""
+        """Run a job; False if there is none. The objects that the job refers to are freed when this
+        returns."""
         with self._lock:
             if not self._jobs:
                 self._thread = None

@@ -165,7 +165,9 @@ def create_app(
         check.seconds("stats_interval", stats_interval, above=True),
         EngineMetrics(engine) if metrics is None else metrics,
         needs_token=token is not None,
-        unsupported=UnsupportedFields(check.boolean("ignore_unsupported", ignore_unsupported)),
+        unsupported_fields=UnsupportedFields(
+            check.boolean("ignore_unsupported", ignore_unsupported)
+        ),
         max_body_size=check.integer("max_body_size", max_body_size, 1, 2**30),
         body_timeout=check.seconds("body_timeout", body_timeout, above=True),
     )

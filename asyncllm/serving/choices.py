@@ -61,7 +61,7 @@ async def answer_choices(
     body = await exchange.body()
 
     def submit() -> tuple[RequestT, Sequence[TokenStream], ChoicesWriter]:
-        request = request_type.parse(parse_json(body), serving.unsupported)
+        request = request_type.parse(parse_json(body), serving.unsupported_fields)
         model = serving.model_name(request.model)
         streams = request.submit(serving.engine, serving.options(exchange.owner))
         return request, streams, writer_type(model, request, serving.engine.tokenizer)

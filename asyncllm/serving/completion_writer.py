@@ -23,7 +23,7 @@ class _Choice:
     """Progress of one choice's output.
 
     Attributes:
-        echoed: whether its prompt was sent.
+        echoed: whether the choice's prompt was sent.
     """
 
     logprobs: LegacyLogprobs | None

@@ -38,10 +38,10 @@ MAX_FRAGMENTS = 1024
 """Maximum number of fragments of a WebSocket message. Without a limit, a client could send empty
 fragments for ever."""
 
-HTTP_SLICE = 1 << 14
+HTTP_SLICE_BYTES = 1 << 14
 """Number of bytes that the HTTP parser gets at a time; it checks its bounds after each slice."""
 
-FRAME_SLICE = 256, 4096
+FRAME_SLICE_BYTES = 256, 4096
 """Minimum and maximum number of bytes that the WebSocket parser gets at a time. It parses every
 frame in them."""
 
@@ -66,8 +66,8 @@ class ConnectionLimits:
             are answered with 503. To send this answer, the server accepts twice as many
             connections, but at most 128 fewer than the process may open files. At both bounds the
             oldest connections between requests, or without a whole header, are closed first.
-        max_header_size: bytes of a request's line and fields.
-        max_message_size: bytes of a WebSocket message.
+        max_header_size: maximum number of bytes of a request line with its header fields.
+        max_message_size: maximum number of bytes of a WebSocket message.
         header_timeout: seconds that a client has to send a header, or the rest of a body after its
             answer.
         send_timeout: seconds that a client may leave its answer unread.
@@ -98,8 +98,8 @@ class ConnectionLimits:
 
 
 def make_protocols(limits: ConnectionLimits) -> tuple[type[HttpProtocol], type[WebSocketProtocol]]:
-    """Make subclasses of both protocols, for uvicorn to instantiate. The connections of one server
-    share their class attributes."""
+    """Make subclasses of HttpProtocol and WebSocketProtocol, for uvicorn to instantiate. The
+    connections of one server share their class attributes."""
     max_open = min(2 * limits.max_connections, max(1, _max_open_files() - SPARE_FILES))
     shared = {"limits": limits, "max_open": max_open, "turns": Turns(), "idle": {}}
     return (
@@ -138,8 +138,8 @@ class _Timer:
 
 
 class _BoundedProtocol(asyncio.Protocol):
-    """Mixin of both protocols: parses in turns, and closes the connection of a client that leaves
-    its answer unread.
+    """Mixin of the HTTP and WebSocket protocols: parses in turns, and closes the connection of a
+    client that leaves its answer unread.
 
     The transport pauses its protocol as soon as the kernel accepts no more data, with TLS after 64
     KiB. So no stream runs ahead of its client, and the timer runs for a whole answer too.
@@ -292,18 +292,18 @@ class HttpProtocol(_BoundedProtocol, H11Protocol):
         self.conn.begin_turn()
         while True:
             if self._unparsed and self.conn.needs_data:
-                self.conn.receive_data(self._take_unparsed(HTTP_SLICE))
+                self.conn.receive_data(self._take_unparsed(HTTP_SLICE_BYTES))
             super().handle_events()
             if self._num_discarded is not None or self.transport.is_closing():
                 return
             if self.transport.get_protocol() is not self:
                 return
-            if not (self._unparsed and self.conn.needs_data) or self.conn.is_spent:
+            if not (self._unparsed and self.conn.needs_data) or self.conn.is_turn_over:
                 break
         is_idle = self.conn.their_state is h11.IDLE
         if not is_idle:
             self.idle.pop(self, None)
-        if self.conn.is_spent:
+        if self.conn.is_turn_over:
             self._wait_for_turn()
         elif is_idle:
             self._header_timer.start()
@@ -349,7 +349,7 @@ class HttpProtocol(_BoundedProtocol, H11Protocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._refuse(400, self.conn.fault or msg)
         else:
-            self.transport.abort()  # an answer is under way, or complete
+            self.transport.abort()  # the answer has begun, or is complete
 
     def _refuse(self, status: int, text: str, *more: tuple[str, str]) -> None:
         """Answer in place of the application, and tell it that the client is gone."""
@@ -467,7 +467,7 @@ class WebSocketProtocol(_BoundedProtocol, WebSocketsSansIOProtocol):
         """Close with 1001, and wait for the client's answer as after a close by the application."""
         if not self.handshake_complete:
             super().shutdown()
-        elif self.conn.state is State.OPEN:  # else a close is under way
+        elif self.conn.state is State.OPEN:  # otherwise the connection is already closing
             self.queue.put_nowait({"type": "websocket.disconnect", "code": CloseCode.GOING_AWAY})
             self.conn.send_close(CloseCode.GOING_AWAY, "the server is closing")
             self.transport.write(b"".join(self.conn.data_to_send()))
@@ -493,7 +493,7 @@ class WebSocketProtocol(_BoundedProtocol, WebSocketsSansIOProtocol):
         self.transport.write(_text_frame(text.encode()))
 
     def _parse(self) -> None:
-        least, most = FRAME_SLICE
+        least, most = FRAME_SLICE_BYTES
         size, self._num_frames = least, 0
         while self._unparsed and self._may_parse() and not self.transport.is_closing():
             if self._num_frames >= EVENTS_PER_TURN:

@@ -179,7 +179,8 @@ class Exchange:
         self.started, self._status = True, status
         fields = {"x-content-type-options": "nosniff", "x-request-id": self._id, **headers}
         if not self._has_read and "transfer-encoding" in self.headers:
-            # A server would go on to parse chunks; the rest of a body of known length costs little.
+            # The server would continue to parse the chunks of a chunked body; skipping the rest of
+            # a body of known length costs little.
             fields |= CLOSE_HEADERS
         encoded = [(name.lower().encode(), value.encode()) for name, value in fields.items()]
         is_http = self.scope["type"] == "http"

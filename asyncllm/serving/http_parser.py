@@ -1,4 +1,4 @@
-"""HttpParser: h11's parser with bounds on lines and chunks, which parses in turns."""
+"""HttpParser: h11's parser with bounds on header lines and body chunks, which parses in turns."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ MAX_HEADER_LINES = 128
 microseconds per line."""
 
 MAX_CHUNK_LINE = 4096
-"""Maximum number of bytes of a chunk's line, or of trailers, that is still incomplete."""
+"""Maximum number of bytes of an incomplete chunk header, or of incomplete trailers."""
 
 FREE_CHUNKS = 1024
 BYTES_PER_CHUNK = 64
-"""A body may have FREE_CHUNKS chunks, and one more for each BYTES_PER_CHUNK bytes."""
+"""Bytes of a body per allowed chunk: a body may have FREE_CHUNKS chunks, and one more for each
+BYTES_PER_CHUNK bytes."""
 
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 
@@ -27,26 +28,26 @@ class HttpParser(h11.Connection):
     """HTTP/1.1 parser of a server's connection.
 
     Args:
-        max_header_size: bytes of a request's line and fields.
+        max_header_size: maximum number of bytes of a request line with its header fields.
 
     Attributes:
-        fault: message of the bound of this class that the request breaks, if any.
-        needs_data: whether everything received has been parsed.
-        is_spent: whether the turn ended with data left to parse.
+        fault: error message if the request exceeds a bound of this parser, else None.
+        needs_data: whether all received data has been parsed.
+        is_turn_over: whether the turn ended with data left to parse.
     """
 
     def __init__(self, max_header_size: int) -> None:
         super().__init__(h11.SERVER, max_header_size)
         self.fault: str | None = None
         self.needs_data = True
-        self.is_spent = False
+        self.is_turn_over = False
         self._events_left = 0
         self._num_lines = 0
         self._num_chunks = self._num_bytes = 0
 
     def begin_turn(self) -> None:
         self._events_left = EVENTS_PER_TURN
-        self.is_spent = False
+        self.is_turn_over = False
 
     def receive_data(self, data: bytes) -> None:
         if self.their_state is h11.IDLE:
@@ -55,7 +56,7 @@ class HttpParser(h11.Connection):
 
     def next_event(self) -> Any:
         if not self._events_left:
-            self.is_spent = True
+            self.is_turn_over = True
             return h11.NEED_DATA
         if self._num_lines > MAX_HEADER_LINES and self.their_state is h11.IDLE:
             head = _BLANK_LINE.split(self.trailing_data[0], 1)[0]

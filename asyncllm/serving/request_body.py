@@ -1,7 +1,7 @@
 """RequestBody: parses and checks a request's body, and describes its fields.
 
-pydantic checks types and writes the OpenAPI schema, so that the two agree. The engine's own
-validators check the values, as for every caller.
+pydantic both checks types and writes the OpenAPI schema, so that the schema matches the checks. The
+engine's own validators check the values, as for every caller.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ class RequestBody(BaseModel):
         """Check the fields. Raises ProtocolError with the field at fault in ``param``."""
         fields = {name: value for name, value in given.items() if value is not None}
         for name in fields.keys() - cls.model_fields.keys() - cls.NEUTRAL.keys():
-            # Refuse the first unknown field here: pydantic would make an error for every one.
+            # Refuse the first unknown field here: pydantic would report an error for every unknown
+            # field.
             raise _unknown(name[:MAX_PARAM], cls.model_fields)
         for name in cls.NEUTRAL.keys() & fields.keys():
             value = fields.pop(name)

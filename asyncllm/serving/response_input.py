@@ -17,7 +17,8 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class ItemText(TypedDict):
-    """Text part of a message. Its other fields come from answers; the model does not get them."""
+    """Text part of a message. Its other fields are those of output texts that a client sends back;
+    they are ignored."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -37,7 +38,8 @@ ItemContent = Annotated[
 
 
 class _Item(TypedDict):
-    """Fields that answers add to items; the model does not get them."""
+    """Base of input items. Accepts and ignores the fields that only output items have, because
+    clients send output items back as input."""
 
     id: NotRequired[str | None]
     status: NotRequired[Status | None]
@@ -95,7 +97,7 @@ InputItem = Annotated[
 
 
 def messages_of(items: Iterable[Any]) -> list[Message]:
-    """Convert items to messages for chat templates. A turn's calls and thoughts go into its
+    """Convert items to messages for chat templates. A turn's calls and reasoning become part of its
     message."""
     found: list[Message] = []
     thoughts: list[str] = []
@@ -134,8 +136,8 @@ def _message_content(content: Any) -> Any:
 
 
 def memory_size(messages: Iterable[Message]) -> int:
-    """Approximate number of bytes of messages in memory: an object of a few short fields takes 256
-    beside its texts."""
+    """Approximate size of messages in memory, in bytes: 256 for each object with a few short
+    fields, plus its texts."""
     return sum(map(_size, messages))
 
 

@@ -123,7 +123,7 @@ class ResponseRequest(ConversationFields):
         "stream_id": (),
         "truncation": ("disabled",),
     }
-    # Thoughts are not summarised; with "auto" the server decides.
+    # Reasoning is not summarised, and "auto" leaves that choice to the server.
     NEUTRAL_PARTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "text.verbosity": ("medium",),
         "reasoning.summary": ("auto",),

@@ -134,7 +134,7 @@ class ResponseSession:
 
     def _begin_turn(self, event: dict[str, Any]) -> ResponseTurn:
         fields = {name: value for name, value in event.items() if name != "type"}
-        request = ResponseRequest.parse(fields, self.serving.unsupported)
+        request = ResponseRequest.parse(fields, self.serving.unsupported_fields)
         if request.stream is False:
             raise unsupported("stream", False, (True,))
         return ResponseTurn.begin(self.serving, self.owner, request, self._unstored)

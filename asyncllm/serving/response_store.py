@@ -63,7 +63,7 @@ class ResponseStore:
             self._left += _response_size(oldest)
 
     def remove(self, owner: str, response_id: str) -> bool:
-        """Remove a response; False if there was none."""
+        """Remove a response; returns False if there was none."""
         found = self._stored.pop((owner, response_id), None)
         if found is not None:
             self._left += _response_size(found)

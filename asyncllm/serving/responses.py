@@ -20,7 +20,7 @@ async def create_response(serving: Serving, exchange: Exchange) -> None:
     body = await exchange.body()
 
     def begin() -> tuple[ResponseRequest, ResponseTurn]:
-        request = ResponseRequest.parse(parse_json(body), serving.unsupported)
+        request = ResponseRequest.parse(parse_json(body), serving.unsupported_fields)
         return request, ResponseTurn.begin(serving, exchange.owner, request)
 
     request, turn = await serving.run(begin, len(body))

@@ -169,7 +169,7 @@ class ChoicesRequest(SamplingFields):
 
     @property
     def usage_of_stream(self) -> Literal["none", "end", "each chunk"]:
-        """Chunks of a stream that have ``usage``."""
+        """Which chunks of a stream have ``usage``."""
         options = self.stream_options
         if not options or not options.get("include_usage"):
             return "none"

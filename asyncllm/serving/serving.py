@@ -21,8 +21,8 @@ from asyncllm.validation import describe
 T = TypeVar("T")
 
 LONG_JSON = 4096
-"""Number of bytes from which a thread reads or writes JSON: a byte takes up to a quarter of a
-microsecond, most of it in logit biases and tools."""
+"""Minimum number of bytes of JSON that a worker thread reads or writes instead of the event loop. A
+byte takes up to a quarter of a microsecond; logit biases and tools take longest."""
 
 
 @dataclass(eq=False, repr=False)
@@ -38,13 +38,13 @@ class Serving:
         stats_interval: seconds between two snapshots of the statistics.
         needs_token: whether clients have to send a bearer token.
         description: OpenAPI description as JSON, made at first use.
-        unsupported: refuses fields that ask for what the server does not do, or ignores them.
+        unsupported_fields: policy that refuses or ignores unsupported fields.
         max_body_size: maximum number of bytes of a request's body.
         body_timeout: seconds that a client has to send the body.
         draining: the server is about to close and refuses requests.
         sessions: sessions of the open WebSockets.
         worker: thread that reads and writes long JSON. It rests as long as it works, so that
-            streams keep half their speed however many bodies come.
+            streams keep half their speed under any load of long bodies.
     """
 
     engine: AsyncLLMEngine
@@ -56,7 +56,7 @@ class Serving:
     stats_interval: float
     metrics: EngineMetrics
     needs_token: bool
-    unsupported: UnsupportedFields
+    unsupported_fields: UnsupportedFields
     max_body_size: int
     body_timeout: float
     draining: bool = False
@@ -66,7 +66,7 @@ class Serving:
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def run(self, job: Callable[[], T], size: int) -> T:
-        """Return the result of ``job()``, which the worker thread calls if it takes long.
+        """Run a job, on the worker thread if it is long; returns its result.
 
         Args:
             size: approximate number of JSON bytes that the job reads or writes.
@@ -77,7 +77,7 @@ class Serving:
         """Name of the model in an answer.
 
         Raises:
-            ProtocolError: for another model.
+            ProtocolError: for a name that is not one of ``model_names``.
         """
         if asked is None:
             return self.model_names[0]
@@ -96,7 +96,7 @@ class Serving:
         """Options of a client's requests, for ``AsyncLLMEngine.stream`` and ``chat``.
 
         Args:
-            owner: digest of the client's token; "" is the engine's owner None.
+            owner: digest of the client's token; "" (no token required) becomes ``owner=None``.
         """
         return {"timeout": self.timeout, "owner": owner or None}
 
@@ -112,8 +112,8 @@ class Serving:
 
 
 def default_model_names(engine: AsyncLLMEngine) -> Sequence[str]:
-    """``EngineConfig.served_model_name``, else the model as given; for a directory, its last
-    part."""
+    """Names of the model for clients: ``EngineConfig.served_model_name``, else the model as given
+    to the engine, or the last part of its directory."""
     config = engine.config
     if config.served_model_name is not None:
         return config.served_model_name

@@ -86,7 +86,7 @@ async def answer_long_text(
 
 
 def tokenize(serving: Serving, data: bytes, at_once: bool) -> bytes | None:
-    request = TokenizeRequest.parse(parse_json(data), serving.unsupported)
+    request = TokenizeRequest.parse(parse_json(data), serving.unsupported_fields)
     serving.model_name(request.model)
     engine = serving.engine
     token_ids = request.prepare(engine)(at_once=at_once)
@@ -100,7 +100,7 @@ def tokenize(serving: Serving, data: bytes, at_once: bool) -> bytes | None:
 
 
 def detokenize(serving: Serving, data: bytes, _: bool) -> bytes:
-    request = DetokenizeRequest.parse(parse_json(data), serving.unsupported)
+    request = DetokenizeRequest.parse(parse_json(data), serving.unsupported_fields)
     serving.model_name(request.model)
     decode = serving.engine._running().prompts.prepare_detokenize(request.tokens, False)[1]
     return to_json(Text(prompt=decode()))

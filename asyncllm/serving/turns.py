@@ -1,4 +1,4 @@
-"""Turns: bounds the event loop's time for connections with much to parse."""
+"""Turns: bounds the event loop's time for connections with much data to parse."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ REST = 0.004
 """Minimum number of seconds between two turns."""
 
 REST_FACTOR = 4
-"""Minimum rest after a turn, as a multiple of the turn's time. So turns take at most a fifth of the
-loop's time."""
+"""Minimum pause after a turn, as a multiple of the turn's duration. So turns take at most a fifth
+of the loop's time."""
 
 
 class Turns:
-    """Queue of one server's connections that have received more than a turn may parse.
+    """Queue of the connections with more unparsed data than one turn may parse.
 
-    A connection parses one turn's worth of data as soon as it is received. The rest waits here in
-    the order of arrival, so that neither one connection nor many hold up the loop.
+    A connection parses one turn's worth of data as soon as it is received. For the rest,
+    connections wait here in order of arrival, so that neither one connection nor many block the
+    loop.
     """
 
     def __init__(self) -> None:
@@ -29,7 +30,8 @@ class Turns:
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, begin_turn: Callable[[], None]) -> None:
-        """Call a connection's ``begin_turn`` when its turn has come."""
+        """Queue a connection for its next slice of the event loop's time; ``begin_turn`` is called
+        when the slice begins."""
         self._waiting[begin_turn] = None
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(REST, self._next_turn)

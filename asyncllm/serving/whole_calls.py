@@ -22,7 +22,7 @@ class WholeCalls:
     _open: dict[int, tuple[str, str, list[str]]] = field(default_factory=dict)
 
     def push(self, fragments: tuple[ToolCallDelta, ...]) -> list[ToolCall]:
-        """Take fragments; returns the calls that are now complete."""
+        """Add fragments; returns the calls that are now complete."""
         found = []
         for fragment in fragments:
             if fragment.id is not None:

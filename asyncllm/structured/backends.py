@@ -68,7 +68,7 @@ class Backends:
         for name in self._backend_names():
             try:
                 if refusals:
-                    check_second(spec)
+                    check_xgrammar_can_compile(spec)
                 backend = self._backend(name)
                 begin()
                 grammar = backend.compile(spec)
@@ -100,7 +100,7 @@ class Backends:
             return backend
 
 
-def check_second(spec: StructuredOutputs) -> None:
+def check_xgrammar_can_compile(spec: StructuredOutputs) -> None:
     """Raise GrammarError for a specification that xgrammar cannot compile either.
 
     xgrammar would partly ignore it, or enforces its kind no better than llguidance. The check

@@ -19,7 +19,7 @@ class GrammarError(Exception):
     """
 
 
-def refuse_work(spec: StructuredOutputs, why: str) -> InvalidRequestError:
+def too_complex_error(spec: StructuredOutputs, why: str) -> InvalidRequestError:
     """Make the error for an output whose next token exceeds the limits of the parser."""
     what = f"{spec.param}.{spec.kind}" if spec.param == "structured_outputs" else spec.param
     return InvalidRequestError(
@@ -40,9 +40,9 @@ def is_gbnf(text: str) -> bool:
 class GrammarMatcher(Protocol):
     """State of one output in a compiled grammar; used by one thread at a time.
 
-    It gets tokens of text, and only those special tokens that the grammar names. EOS and stop
-    tokens are not its task, but that of ``StructuredOutput``. If a method raises, only the output's
-    request ends.
+    It gets tokens of text, and only those special tokens that the grammar names.
+    ``StructuredOutput`` handles EOS and stop tokens. If a method raises, only the output's request
+    ends.
     """
 
     def accept(self, token_id: int) -> bool:

@@ -37,7 +37,8 @@ _SINGLE_SCHEMAS = frozenset(
 
 
 def subschemas(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """Iterate over a schema and its subschemas, without data (``enum``, ``const``, examples)."""
+    """Iterate over a schema and its subschemas. Values that are data (``enum``, ``const``,
+    examples) are not subschemas."""
     pending = [schema]
     while pending:
         item = pending.pop()

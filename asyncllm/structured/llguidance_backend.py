@@ -14,15 +14,15 @@ from asyncllm.structured.grammar import (
     GrammarError,
     Vocabulary,
     is_gbnf,
-    refuse_work,
+    too_complex_error,
 )
 from asyncllm.structured.parser_limits import (
     MAX_ITEMS,
     MAX_LEXER_FUEL,
+    check_first_states,
     explain,
     max_items_in_row,
     refuse_past_llguidance,
-    try_states,
 )
 from asyncllm.structured.spec import StructuredOutputs
 from asyncllm.structured.structural_tag import to_lark
@@ -69,7 +69,7 @@ class LLGuidanceBackend:
         )
         if matcher.is_error():
             raise GrammarError(explain(matcher.get_error()))
-        try_states(matcher, self._vocabulary.mask_size, len(spec.text))
+        check_first_states(matcher, self._vocabulary.mask_size, len(spec.text))
         vocabulary = self._vocabulary
         return Grammar(
             lambda: LLGuidanceMatcher(matcher.deep_copy(), vocabulary, spec), vocabulary.special
@@ -111,11 +111,11 @@ class LLGuidanceMatcher:
         error = self._matcher.get_error()
         if "satisfy the grammar" in error:
             return False
-        raise refuse_work(self._spec, explain(error))
+        raise too_complex_error(self._spec, explain(error))
 
     def rollback(self, num_tokens: int) -> None:
         if not self._matcher.rollback(num_tokens):
-            raise refuse_work(self._spec, explain(self._matcher.get_error()))
+            raise too_complex_error(self._spec, explain(self._matcher.get_error()))
 
     def bitmask(self) -> bytearray:
         mask = self._matcher.compute_bitmask()
@@ -123,7 +123,7 @@ class LLGuidanceMatcher:
             return self._vocabulary.cut(mask)
         if self._matcher.stop_reason() == "NoExtensionBias":
             return bytearray(self._vocabulary.mask_size)  # no token can follow: an empty mask
-        raise refuse_work(self._spec, explain(self._matcher.get_error()))
+        raise too_complex_error(self._spec, explain(self._matcher.get_error()))
 
     def may_end(self) -> bool:
         return self._matcher.is_accepting()

@@ -50,7 +50,7 @@ class _Merges:
         Args:
             known: ids of lists of alternatives one of which is among ``schemas``, or was.
         """
-        applied = self._applied(schemas)
+        applied = self._included_schemas(schemas)
         key = frozenset(map(id, applied)), known
         if key in self._examined:
             return
@@ -71,8 +71,9 @@ class _Merges:
             for choice in choices:
                 self.examine([*applied, choice], known)
 
-    def _applied(self, schemas: Iterable[Any]) -> list[Schema]:
-        """The schemas, and those that they include by ``allOf`` and ``$ref``."""
+    def _included_schemas(self, schemas: Iterable[Any]) -> list[Schema]:
+        """Schemas that apply to the value: ``schemas``, and those that they include by ``allOf``
+        and ``$ref``."""
         found: dict[int, Schema] = {}
         pending = list(schemas)
         while pending:
@@ -90,7 +91,7 @@ class _Merges:
     def _check(self, applied: list[Schema], lists: list[list[Any]]) -> None:
         # One alternative of each list applies, in any combination.
         count = len(_patterns(applied)) + sum(
-            max((len(_patterns(self._applied([choice]))) for choice in choices), default=0)
+            max((len(_patterns(self._included_schemas([choice]))) for choice in choices), default=0)
             for choices in lists
         )
         if count > MAX_PATTERNS:

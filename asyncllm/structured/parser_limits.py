@@ -52,7 +52,7 @@ def refuse_past_llguidance(schema: Any) -> None:
     refuse_large_merges(schema)
 
 
-def try_states(matcher: Any, mask_size: int, num_characters: int) -> None:
+def check_first_states(matcher: Any, mask_size: int, num_characters: int) -> None:
     """Raise GrammarError if the parser exceeds a limit in one of a grammar's first states.
 
     Args:

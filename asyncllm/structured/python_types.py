@@ -1,4 +1,5 @@
-"""Python types of outputs: converts them to JSON schemas, and JSON text to their values.
+"""Python types as output formats: converts a type to a JSON schema, and JSON text to a value of the
+type.
 
 A type is a Pydantic model, a dataclass or a TypedDict.
 """

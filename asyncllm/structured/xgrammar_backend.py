@@ -16,7 +16,7 @@ from asyncllm.structured.grammar import (
     GrammarError,
     Vocabulary,
     is_gbnf,
-    refuse_work,
+    too_complex_error,
 )
 from asyncllm.structured.json_schema import refuse_ignored_by_xgrammar
 from asyncllm.structured.spec import StructuredOutputs
@@ -27,7 +27,7 @@ MAX_WORK = 2**16
 square of the output's bytes. xgrammar's parser has no limits of its own. With ambiguous rules, its
 time grows with the cube of the output's length; at this limit it is half a second."""
 
-MAX_FREE_TEXTS = 4
+MAX_FREE_TEXT_SPANS = 4
 """Maximum number of ``any_text`` parts in a structural tag without a limit of work. With more, the
 tag may be ambiguous, and MAX_WORK applies to it."""
 
@@ -94,7 +94,15 @@ class XGrammarBackend:
 class XGrammarMatcher:
     """State of one output in a grammar; see GrammarMatcher."""
 
-    __slots__ = ("_bytes_left", "_mask", "_matcher", "_max_bytes", "_spec", "_vocabulary", "_words")
+    __slots__ = (
+        "_bytes_left",
+        "_mask",
+        "_matcher",
+        "_max_output_bytes",
+        "_spec",
+        "_vocabulary",
+        "_words",
+    )
 
     def __init__(
         self, matcher: Any, vocabulary: Vocabulary, spec: StructuredOutputs, max_bytes: float
@@ -102,7 +110,7 @@ class XGrammarMatcher:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._spec = spec
-        self._max_bytes = self._bytes_left = max_bytes
+        self._max_output_bytes = self._bytes_left = max_bytes
         num_words = len(vocabulary.tokens) // 32 + 1  # with the token that ends a grammar
         self._words = np.zeros((1, num_words), dtype=np.int32)
         self._mask: bytearray | None = None
@@ -111,9 +119,9 @@ class XGrammarMatcher:
         self._mask = None
         self._bytes_left -= len(self._vocabulary.tokens[token_id])
         if self._bytes_left < 0:
-            raise refuse_work(
+            raise too_complex_error(
                 self._spec,
-                f"xgrammar takes at most {self._max_bytes} bytes under rules of "
+                f"xgrammar takes at most {self._max_output_bytes} bytes under rules of "
                 f"{len(self._spec.text)} characters; expected fewer of one, or llguidance",
             )
         return self._matcher.accept_token(token_id)
@@ -149,7 +157,7 @@ def max_output_bytes(spec: StructuredOutputs) -> float:
         rules = len(re.findall('"(?:regex|grammar)"', spec.text))
         repeated = len(re.findall('"(?:tags_with_separator|optional|plus|star|repeat)"', spec.text))
         texts = spec.text.count('"any_text"')
-        own_rules = rules > 0 or repeated > 1 or texts > MAX_FREE_TEXTS
+        own_rules = rules > 0 or repeated > 1 or texts > MAX_FREE_TEXT_SPANS
     return math.isqrt(MAX_WORK // len(spec.text)) if own_rules else math.inf
 
 

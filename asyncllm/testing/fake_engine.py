@@ -114,7 +114,7 @@ class ScriptedExecutor(FakeExecutor):
         except Exception as error:  # raised by the test's own function
             return [error]
         except BaseException as error:
-            # An exception that is no Exception would end the engine instead of the request.
+            # A BaseException that is not an Exception would end the engine instead of the request.
             failure = RuntimeError(f"answers raised {check.describe(error)}")
             failure.__cause__ = error
             return [failure]

@@ -134,7 +134,7 @@ class ChatTemplate:
         try:
             values = conversation.values
             if change is not None:
-                values = conversation.with_texts(change, keep=self.special_tokens)
+                values = conversation.with_changed_strings(change, unchanged=self.special_tokens)
             return self._sandbox.render(template, {**self.special_tokens, **values}, limits)
         except TemplateLimitError:
             raise

@@ -171,8 +171,8 @@ class ControlTokens:
         return strict
 
     def _only_drops_text(self, prompt: str, strict: str) -> bool:
-        """Whether ``prompt`` is ``strict`` without some of the text between control tokens. If so,
-        no message has moved a control token."""
+        """Whether ``prompt`` equals ``strict`` except for dropped text between control tokens. If
+        so, no message has moved a control token."""
         parts = zip(self._pattern.split(prompt), self._pattern.split(strict), strict=True)
         for part, whole in parts:
             rest = iter(self._restore_delimiters(whole))

@@ -35,7 +35,7 @@ def read_gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str
             loaded: Any = PreTrainedTokenizerFast.from_pretrained(
                 str(path.parent), gguf_file=path.name, local_files_only=True
             )
-            backend = _without_tokens_from(
+            backend = _truncate_vocabulary(
                 loaded.backend_tokenizer, metadata["tokenizer.ggml.tokens"]
             )
         except Exception as error:  # transformers' converters raise errors of any class
@@ -72,7 +72,7 @@ def _check_pre_tokenizer(path: Path, metadata: Mapping[str, Any]) -> None:
         )
 
 
-def _without_tokens_from(backend: tokenizers.Tokenizer, size: int) -> tokenizers.Tokenizer:
+def _truncate_vocabulary(backend: tokenizers.Tokenizer, size: int) -> tokenizers.Tokenizer:
     """Copy of ``backend`` without tokens from id ``size`` on.
 
     transformers adds the special tokens of the model that its tokenizer class was written for. The

@@ -80,16 +80,16 @@ class TemplateInput:
         """Number of characters of all strings. A rendered prompt may have more, or fewer."""
         return sum(map(len, self.texts)) + len(self.chat_template or "")
 
-    def with_texts(
-        self, change: Callable[[str], str], keep: Collection[str] = ()
+    def with_changed_strings(
+        self, change: Callable[[str], str], unchanged: Collection[str] = ()
     ) -> dict[str, Any]:
         """Copy of ``values`` with ``change`` applied to every string.
 
         Args:
-            keep: names of variables that are not changed.
+            unchanged: names of variables that are not changed.
         """
         return {
-            name: value if name in keep else _change_strings(value, change)
+            name: value if name in unchanged else _change_strings(value, change)
             for name, value in self.values.items()
         }
 

@@ -350,9 +350,9 @@ class WindowDecoder:
         text = self._decode(self._window)
         if text.startswith(self._prefix):
             return text[len(self._prefix) :]
-        # The new tokens changed the context's text, so together the bytes are invalid UTF-8,
-        # perhaps only until more follow. Decoding the new tokens alone distinguishes the two: a
-        # text that ends in replacement characters is held back.
+        # The new tokens changed the context's text, so the bytes of the window are invalid UTF-8.
+        # They may become valid with the next tokens. Decode the new tokens alone: if their text
+        # ends in replacement characters, more bytes may follow, so it is held back.
         return self._decode(self._window[self._context :])
 
     def _without_prompt(self, text: str) -> str:

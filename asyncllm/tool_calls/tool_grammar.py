@@ -21,7 +21,7 @@ only these, additional properties are refused."""
 
 
 def with_tool_grammar(
-    sampling: dict[str, Any], params: Any, use: ToolUse, template: ResponseFormat
+    sampling: dict[str, Any], params: Any, tool_use: ToolUse, template: ResponseFormat
 ) -> tuple[dict[str, Any], bool]:
     """Add the grammar that a call's tools need to the fields of its ``SamplingParams``.
 
@@ -30,7 +30,7 @@ def with_tool_grammar(
     Args:
         sampling: fields of ``SamplingParams`` that the caller passed by name.
         params: the caller's ``SamplingParams``, or None.
-        use: the tools and the tool choice.
+        tool_use: the tools and the tool choice.
         template: format of the model's calls.
 
     Returns:
@@ -48,8 +48,8 @@ def with_tool_grammar(
     if given is None and isinstance(params, SamplingParams):
         given = params.structured_outputs
     answer, form = parse_structured_outputs(given), template.form
-    if answer is None and (not use.is_constrained or _ends_with_a_call(use, form)):
-        if use.is_strict:
+    if answer is None and (not tool_use.is_constrained or _ends_with_a_call(tool_use, form)):
+        if tool_use.is_strict:
             raise InvalidRequestError(
                 "tools: strict=true with tool_choice='auto' and a model whose calls stand before "
                 "its answer, where no grammar begins; expected tool_choice='required' or "
@@ -63,19 +63,21 @@ def with_tool_grammar(
             "expected None",
             param=answer.param,
         )
-    if answer is not None and (use.choice != "auto" or answer.kind not in ("json", "json_object")):
-        accepted = "a JSON schema or any JSON object" if use.choice == "auto" else "None"
+    if answer is not None and (
+        tool_use.choice != "auto" or answer.kind not in ("json", "json_object")
+    ):
+        accepted = "a JSON schema or any JSON object" if tool_use.choice == "auto" else "None"
         raise InvalidRequestError(
-            f"{answer.param}: with tools and tool_choice={use.choice!r}, expected {accepted}",
+            f"{answer.param}: with tools and tool_choice={tool_use.choice!r}, expected {accepted}",
             param=answer.param,
         )
-    grammar = tool_grammar(template, use.schemas, use.choice, use.parallel, answer)
+    grammar = tool_grammar(template, tool_use.schemas, tool_use.choice, tool_use.parallel, answer)
     try:
         found = parse_structured_outputs({"structural_tag": grammar})
     except InvalidRequestError as error:
         raise InvalidRequestError(f"tools: their grammar: {error}", param="tools") from error
     assert found is not None
-    free = use.choice == "auto" and answer is None
+    free = tool_use.choice == "auto" and answer is None
     return {**sampling, "structured_outputs": replace(found, param="tools")}, free
 
 
@@ -130,10 +132,10 @@ def tool_grammar(
     return {"type": "structural_tag", "format": found}
 
 
-def _ends_with_a_call(use: ToolUse, form: CallForm | None) -> bool:
+def _ends_with_a_call(tool_use: ToolUse, form: CallForm | None) -> bool:
     """Whether an answer ends with its first call in this format, so that no grammar is needed to
     prevent a second."""
-    return use.choice == "auto" and form is not None and not form.parallel
+    return tool_use.choice == "auto" and form is not None and not form.parallel
 
 
 def _tool_tag(form: CallForm, function: dict[str, Any], before: str, free: bool) -> dict[str, Any]:
