@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncllm.core.batch import RequestAssignment
-from asyncllm.core.in_process import InProcess, plain
+from asyncllm.core.in_process import InProcess, picklable_params
 from asyncllm.sampling_params import SamplingParams
 
 
@@ -33,14 +33,14 @@ def test_an_assignment_gets_back_the_processors_of_its_request():
 
 def test_parameters_that_travel_have_no_callable_and_a_mapping_of_their_own():
     empty = SamplingParams(temperature=0.5)
-    assert plain(empty) is empty
+    assert picklable_params(empty) is empty
     biased = SamplingParams(temperature=0.5, logit_bias={3: 1.0})
-    found = plain(biased)
+    found = picklable_params(biased)
     assert found is not biased
     assert found.logit_bias == {3: 1.0}
     assert found.logit_bias is not biased.logit_bias
     processed = SamplingParams(temperature=0.5, logits_processors=(processor,))
-    found = plain(processed)
+    found = picklable_params(processed)
     assert found.logits_processors == ()
     assert found.temperature == 0.5
     assert processed.logits_processors == (processor,)

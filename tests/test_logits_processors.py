@@ -324,10 +324,12 @@ async def test_one_that_raises_ends_the_requests_that_it_claimed(
     runner = runners(decoder, lambda: [force(), Negate(CONFIG, CPU, False)])[path]
     kept = {"keep": True}
     async with engine_of(runner) as engine:
+        await engine.pause()  # so that all are in one batch
         streams = [
             engine.stream([4 + i, 9], temperature=0.8, seed=i, max_tokens=8, extra_args=args)
             for i, args in enumerate([kept, kept | {"force": 7}, kept | bad, {}])
         ]
+        await engine.resume()
         results = await asyncio.gather(*(s.result() for s in streams), return_exceptions=True)
         for result in results[1:3]:
             assert type(result) is RequestError

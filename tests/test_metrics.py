@@ -88,7 +88,7 @@ async def test_gauges_and_counters_are_the_engines_own():
             engine.stream([9])
         waiting = samples(metrics)
         await engine.resume()
-        slow = engine.stream([7, 7], max_tokens=30, max_unread=2, on_slow="pause")
+        slow = await engine.submit([7, 7], max_tokens=30, max_unread=2, on_slow="pause")
         for stream in streams:
             await stream.result()
         await until(lambda: engine.stats().num_paused)

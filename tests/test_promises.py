@@ -105,7 +105,7 @@ def destructors_do_nothing(patch):
 
 
 def an_id_is_free_only_when_the_abort_is_drained(patch):
-    patch.setattr(Admission, "get", lambda self, request_id: self._live.get(request_id))
+    patch.setattr(Admission, "get_live", lambda self, request_id: self._live.get(request_id))
     reserve = Admission.reserve
 
     def strict(self, request, num_tokens):

@@ -23,7 +23,7 @@ _CLOSING_SECONDS = 5.0
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+    """Serve the model over HTTP until a signal ends it; returns the exit code."""
     _log_to_stderr(arguments.log_level)
     run_async(arguments, lambda: _main(arguments))
     return 0

@@ -124,7 +124,7 @@ class Admission:
             return waiter.reserved
 
     def withdraw(self, group: RequestGroup) -> None:
-        """Remove a group from the line; does nothing if it is not in it."""
+        """Remove a group from the line of waiting calls, if it stands there."""
         if group in self._line:
             with self._lock:
                 if self._line.pop(group, None) is not None:

@@ -31,8 +31,8 @@ SEGMENT_BYTES = 2 * 2**20
 """Granularity in which torch takes large allocations from the device."""
 
 RELEASE_SECONDS = 5.0
-"""Seconds that ``release`` waits for the device's work, and the same again for its turn among the
-process's engines."""
+"""Timeout in seconds of each of the two waits of ``release``: for the lock that the process's
+engines share, and for the device to finish."""
 
 _OUT_OF_MEMORY_TEXTS = (
     "out of memory",
@@ -143,9 +143,8 @@ class CacheBudget:
     def available(self) -> int:
         """Bytes for the KV cache; negative if weights, step and graphs alone exceed the share.
 
-        Memory that the host application or another process held when the engine began reduces the
-        share only if less than the share was free. Memory taken since then, by others or by the
-        driver, is subtracted.
+        The share is ``gpu_memory_utilization`` of the GPU's memory, or what was free at the start
+        if that was less. Memory that others or the driver took since then is subtracted.
         """
         share = min(self.allowed, self.free_at_start) - self.graph_reserve
         left = min(share - self.weights, self.free - self.graph_reserve) - self.peak

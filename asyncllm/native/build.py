@@ -43,7 +43,7 @@ ISA_FLAGS: dict[str, dict[str, Sequence[str]]] = {
     },
     "aarch64": {"neon": []},
 }
-"""Instruction sets beyond the baseline, by architecture, with the compiler flags of their units."""
+"""Instruction sets beyond the baseline, by architecture, with the compiler flags of their files."""
 
 
 def fingerprint() -> str:

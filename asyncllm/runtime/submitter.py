@@ -50,8 +50,8 @@ class Submission:
 class Submitter:
     """Submits requests to one running engine.
 
-    A request takes its place in the queue at once. If its prompt is a long text, or its grammar is
-    not compiled, other threads make these first, so that it delays no other request.
+    A request takes its place in the queue at once. Long prompts are tokenised and grammars compiled
+    on other threads, so that they delay no other request.
     """
 
     core: EngineCore

@@ -63,7 +63,7 @@ class CompletionRequest(ChoicesRequest):
 
     @property
     def generates(self) -> bool:
-        """Whether tokens are generated; a request may only score its prompts."""
+        """Whether tokens are generated; false for a request that only scores its prompts."""
         return self.max_tokens != 0
 
     def submit(self, engine: AsyncLLMEngine, options: Mapping[str, Any]) -> Sequence[TokenStream]:

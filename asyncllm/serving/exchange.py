@@ -175,12 +175,12 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": b""})
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> str:
-        """Send the head of the answer; returns the prefix of its messages' types."""
+        """Send status and headers; returns the prefix of the ASGI message types."""
         self.started, self._status = True, status
         fields = {"x-content-type-options": "nosniff", "x-request-id": self._id, **headers}
         if not self._has_read and "transfer-encoding" in self.headers:
-            # The server would continue to parse the chunks of a chunked body; skipping the rest of
-            # a body of known length costs little.
+            # Close the connection, because the server would parse all chunks that remain. To skip
+            # the rest of a body of known length costs little.
             fields |= CLOSE_HEADERS
         encoded = [(name.lower().encode(), value.encode()) for name, value in fields.items()]
         is_http = self.scope["type"] == "http"

@@ -75,10 +75,10 @@ class ProtocolError(Exception):
 
 
 def from_engine_error(error: AsyncLLMError, names: Mapping[str, str]) -> ProtocolError:
-    """Convert an exception of the engine.
+    """Convert an engine exception to a protocol error.
 
     Args:
-        names: names of engine parameters to the protocol's names, where they differ.
+        names: mapping from engine parameters to the protocol's fields, where names differ.
     """
     message = str(error)
     if isinstance(error, (InvalidRequestError, ContextLengthExceededError)):

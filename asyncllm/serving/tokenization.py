@@ -43,7 +43,7 @@ class TokenizeRequest(TemplateFields):
 
         Raises:
             ProtocolError, InvalidRequestError: for an invalid input.
-            ContextLengthExceededError: for a text that is too long by its length alone.
+            ContextLengthExceededError: for a text with more characters than can fit.
         """
         if (self.prompt is None) == (self.messages is None):
             raise ProtocolError(

@@ -111,7 +111,7 @@ class XGrammarMatcher:
         self._vocabulary = vocabulary
         self._spec = spec
         self._max_output_bytes = self._bytes_left = max_bytes
-        num_words = len(vocabulary.tokens) // 32 + 1  # with the token that ends a grammar
+        num_words = len(vocabulary.tokens) // 32 + 1  # one more: the token that ends a grammar
         self._words = np.zeros((1, num_words), dtype=np.int32)
         self._mask: bytearray | None = None
 

@@ -237,10 +237,10 @@ class Tokenizer:
 
     @cached_property
     def bytes_of(self) -> Callable[[int], bytes]:
-        """Function from token id to the token's bytes in the middle of a text.
+        """Function from a token id to the bytes that the token adds to a text.
 
-        They may be half a character. Those of a special token are its name. If a token's bytes
-        depend on its neighbours, they are those of the token alone.
+        The bytes may be an incomplete character. A special token's are its name. A token whose
+        bytes depend on its neighbours is decoded alone.
         """
         decode = self.decode
         return token_table(self.backend) or (

@@ -26,8 +26,8 @@ class _Job(HostBuffer):
     """A queued step's buffer and its arguments for the native library.
 
     Attributes:
-        args: arguments for the library's thread, which copies the given sections into the
-            program's own, runs the program, draws, and writes the tokens to the persistent batch.
+        args: arguments for the library's thread, which copies the step's inputs into the program's
+            buffer, runs the program, samples, and writes the tokens to the persistent batch.
     """
 
     def __init__(

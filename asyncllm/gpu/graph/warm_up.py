@@ -119,5 +119,5 @@ def _run_mixed(runner: StepRunner, prefix: int, num_tokens: int = PROMPT_TOKENS)
     batch.samples[2:] = [False] * (len(counts) - 2)
     rows = InputBatch(len(counts), info.max_model_len, info.kv_groups)
     output = runner.model.forward(step_inputs(batch, rows, runner.device), runner.cache)
-    # The rows in the step memory are padding, so that the draw writes no token.
+    # All rows in the step memory are padding, so sampling writes no token.
     runner.draw(output.logits[: info.max_num_seqs], Stages.NONE)

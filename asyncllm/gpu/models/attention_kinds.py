@@ -94,7 +94,7 @@ def rope_specs(model: ModelConfig) -> tuple[RopeSpec, ...]:
 
 
 class LayerAttention(NamedTuple):
-    """Attention of a layer, and its mixer's indices into a StepContext; see AttentionMixer."""
+    """A layer's attention op, and the indices in a StepContext that its mixer reads."""
 
     kind: AttentionKind
     attention: Attention

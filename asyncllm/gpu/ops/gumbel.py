@@ -101,8 +101,8 @@ def kept_tokens(
 
     Args:
         values: ``[S, C]``, the largest logits divided by the temperature, descending.
-        total: ``[S]`` float64, mass of all tokens of the row, in units of the first token's mass;
-            infinity in rows whose ``values`` include every token that min_p and top_k keep.
+        total: ``[S]`` float64, probability mass of the row divided by the likeliest token's;
+            infinity where ``values`` include every token that min_p and top_k keep.
     """
     largest, count = values[:, :1], values.shape[1]
     kept = values >= (largest + min_p.unsqueeze(1).log()).clamp(min=_MOST_NEGATIVE)

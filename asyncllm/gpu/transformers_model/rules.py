@@ -66,7 +66,7 @@ def rope_kinds(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def check_calls(model: TransformersConfig, probe: Probe) -> list[int | None]:
-    """Refuses a model by its layers' calls of attention and recurrent modules.
+    """Checks that layers call attention and recurrent modules in a supported way.
 
     Returns:
         The attention window of each call, in keys; None for all keys.
