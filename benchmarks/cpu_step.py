@@ -118,7 +118,7 @@ def main() -> None:
     replays = state.replay, Replay(state.model, state.cache, state.memory)
     for replay in replays:
         clock.watch(replay, "forward", "forward")
-    clock.watch(state, "_sample", "sampling")
+    clock.watch(state, "_sample_rows", "sampling")
     for rows in ROWS:
         found = step_times(runner, replays, clock, rows, 10 if arguments.quick else 30)
         for recorded, times in found.items():
