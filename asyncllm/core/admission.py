@@ -27,7 +27,7 @@ class _Waiter:
     Attributes:
         reserved: done when the group has its place in the queue, or failed with the error of
             ``reserve``.
-        is_gone: tells whether nobody waits for ``reserved`` any more.
+        is_gone: tells whether the caller that waited for ``reserved`` has left.
     """
 
     num_tokens: int
@@ -105,7 +105,7 @@ class Admission:
         """Reserve places for a group; if the queue is full, wait in line for them.
 
         Args:
-            is_gone: function that tells whether nobody waits for the result any more; called on any
+            is_gone: function that tells whether the caller has stopped waiting; called on any
                 thread.
 
         Returns:
@@ -157,7 +157,7 @@ class Admission:
                 waiter.reserved.set_exception(error)
 
     def _admit(self, group: RequestGroup, num_tokens: int) -> tuple[str, int] | None:
-        """Register a group if the queue has room and nobody waits in line; otherwise returns what
+        """Register a group if the queue has room and no call waits for it; otherwise returns what
         ``_lacks`` does."""
         self._check(group)
         if self._line:

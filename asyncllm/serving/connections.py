@@ -179,7 +179,7 @@ class _BoundedProtocol(asyncio.Protocol):
         raise NotImplementedError
 
     def _may_read(self) -> bool:
-        """Whether the connection may read, unless it waits for its turn."""
+        """Whether reading may resume. A connection that waits for its turn does not ask."""
         raise NotImplementedError
 
     def _take_unparsed(self, size: int) -> bytes:

@@ -45,7 +45,7 @@ class FakeModelConfig:
 
 
 class ScriptedExecutor(FakeExecutor):
-    """FakeExecutor that returns scripted tokens, whatever the sampling parameters are. It computes
+    """FakeExecutor that returns scripted tokens and ignores sampling parameters. It computes
     the fake KV cache too, so a read of a block that no step wrote raises an error.
 
     Args:

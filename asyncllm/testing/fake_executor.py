@@ -93,7 +93,7 @@ class FakeExecutor:
     - Prompt log-probabilities are computed from the digests: the token that follows from the
       digest has rank 1, the next higher ids have the next ranks, and rank r has -r / 10.
     - Under a grammar's mask, a row keeps its token if that is allowed; otherwise the digest selects
-      an allowed one. Such a row yields one token, whatever ``max_tokens_per_row`` is.
+      an allowed one. Such a row yields one token, also if ``max_tokens_per_row`` is larger.
 
     Args:
         info: limits that the executor reports to the engine.

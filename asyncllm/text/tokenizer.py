@@ -433,7 +433,7 @@ def _convert_with_transformers(path: Path, trust_remote_code: bool) -> tokenizer
             f"{path}: no tokenizer.json, and {type(loaded).__name__} is a slow tokenizer, "
             "expected a fast one"
         )
-    # If the files are missing, transformers makes a tokenizer that only has special tokens.
+    # If the files are missing, transformers returns a tokenizer with special tokens alone.
     if len(backend.get_vocab(with_added_tokens=True).keys() - set(loaded.all_special_tokens)) < 2:
         others = ", ".join(sorted(set(loaded.vocab_files_names.values()) - {"tokenizer.json"}))
         made_of = f", or what makes a {type(loaded).__name__}: {others}" if others else ""

@@ -75,7 +75,7 @@ class ToolUse:
 
     @property
     def is_strict(self) -> bool:
-        """Whether any tool is strict: arguments of its calls must fit its schema."""
+        """Whether a tool is ``strict``, so that call arguments must match its schema."""
         return any(schema["function"].get("strict") for schema in self.schemas)
 
 

@@ -1,4 +1,4 @@
-"""SCALARS: the numbers that sampling keeps per request index, with dtype and neutral value."""
+"""SCALARS: per-request sampling parameters on the device, with dtype and neutral value."""
 
 from __future__ import annotations
 

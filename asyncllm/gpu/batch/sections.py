@@ -48,7 +48,7 @@ class Sections:
 
     @cached_property
     def arrays(self) -> dict[str, np.ndarray]:
-        """The sections as numpy views; the allocation has to be on the host."""
+        """Numpy views of the sections. The buffer must be in host memory."""
         return {name: tensor.numpy() for name, tensor in self.tensors.items()}
 
     def copy_from(self, source: Sections, last: str) -> None:

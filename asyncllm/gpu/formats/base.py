@@ -170,7 +170,7 @@ def group_size(config: ConfigFile) -> int | None:
 
 
 def block_size(config: ConfigFile, name: str) -> tuple[int, int]:
-    """Reads the field ``name``: rows and columns of a block that shares a scale.
+    """Reads the field ``name``: size of a quantisation block, as rows and columns.
 
     Raises:
         ModelLoadError: the value is no list of two integers from 1 to 65536.

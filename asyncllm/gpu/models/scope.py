@@ -70,7 +70,7 @@ class Scope:
         return self.tensor(name, stored or name, size, suffix="", dtype="float32", **fields)
 
     def plain_values(self, parameter: Parameter) -> Tensor:
-        """Plain values of a parameter that is never packed or quantised."""
+        """Tensor of a parameter that is never quantised, such as a norm's weight."""
         values = self.source(parameter)
         assert isinstance(values, Tensor)
         return values

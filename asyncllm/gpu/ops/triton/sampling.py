@@ -290,7 +290,7 @@ def choose_kernel(
                 mass, following = race_ahead(
                     *among, largest, key, scaled_logit_of(logits, token, factor), token
                 )
-    # If a chunk contains NaN, the total is NaN, whatever its maximum is.
+    # NaN in a chunk makes the total NaN; the maximum may hide it.
     invalid = tl.where(total == 0.0, NO_TOKEN_LEFT, -1)
     tl.store(out + row, tl.where(valid, token, invalid).to(tl.int64))
     tl.store(last_sampled_tokens + req_index, tl.where(valid, token, 0).to(tl.int64))
