@@ -37,9 +37,13 @@ def prompt_spans(step: ScheduledStep, vocab_size: int) -> dict[int, PromptSpan]:
 
 
 def keep_prompt_logprobs(step: ScheduledStep, result: StepResult) -> None:
-    """Append a step's prompt log-probabilities to those requests whose epoch has not changed."""
+    """Append a step's prompt log-probabilities to those requests whose epoch has not changed.
+
+    A recurrent request that is paused while a step is in flight starts over, and may compute the
+    positions of that step again. Each position is kept once."""
     for row, values in result.prompt_logprobs.items():
         request = step.requests[row]
         if request.epoch == step.epochs[row]:
-            assert request.prompt_logprobs is not None
-            request.prompt_logprobs.extend(values)
+            known = request.prompt_logprobs
+            assert known is not None
+            known.extend(values[len(known) - step.batch.prompt_logprobs[row].first :])
