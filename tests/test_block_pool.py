@@ -175,15 +175,15 @@ def is_held_though_null(pool, holders):
 
 
 def is_free_though_null(pool, holders):
-    pool._free.append(pool.blocks[NULL_BLOCK_ID])
+    pool._free_list.append(pool.blocks[NULL_BLOCK_ID])
 
 
 def is_free_though_held(pool, holders):
-    pool._free.append(holders[0][0])
+    pool._free_list.append(holders[0][0])
 
 
 def is_miscounted(pool, holders):
-    pool._free.count += 1
+    pool._free_list.count += 1
 
 
 def has_another_hash(pool, holders):
@@ -308,7 +308,7 @@ class PoolMachine(RuleBasedStateMachine):
     def agrees(self):
         if hasattr(self, "pool"):
             self.pool.check_integrity(self.holders)
-            assert [b.block_id for b in self.pool._free] == self.free
+            assert [b.block_id for b in self.pool._free_list] == self.free
             assert self.pool.num_cached == len(self.hash_of)
 
 

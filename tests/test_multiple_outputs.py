@@ -339,7 +339,7 @@ def test_any_order_of_tokens_ends_and_reads(actions):
     rig = Rig()
     group = rig.group(9, 9, 9, max_unread=3)
     stream = stream_of(rig, group)
-    rig.core._drain()
+    rig.core._run_commands()
     written = {0: [], 1: [], 2: []}
     open_members, deltas = dict(enumerate(group.members)), []
     for action, index in [*actions, ("end", 0), ("end", 1), ("end", 2), *[("read", 0)] * 999]:

@@ -14,7 +14,7 @@ from asyncllm.errors import EngineError
 
 
 class IdleCalls:
-    """Queue of calls, each with a future that is completed in every case.
+    """Queue of calls. The future of each call is completed in every case.
 
     Args:
         inbox: the engine thread's command queue, which delivers the calls.
@@ -31,21 +31,21 @@ class IdleCalls:
         self._inbox = inbox
         self._shutdown_error = shutdown_error
         self._lock = threading.Lock()
-        self._unfinished: set[Future[Any]] | None = set()
+        self._unfinished_futures: set[Future[Any]] | None = set()
 
     def __len__(self) -> int:
         """Number of calls whose future is not completed."""
-        return len(self._unfinished or ())
+        return len(self._unfinished_futures or ())
 
     def submit(self, run: Callable[..., Any], args: tuple[Any, ...]) -> Future[Any]:
         """Queue a call. Any thread may call it. After ``close`` the future has ``shutdown_error()``
         at once."""
         future: Future[Any] = Future()
         with self._lock:
-            if self._unfinished is None:
+            if self._unfinished_futures is None:
                 future.set_exception(self._shutdown_error())
                 return future
-            self._unfinished.add(future)
+            self._unfinished_futures.add(future)
         self._inbox.put(partial(self.due.append, (future, run, args)))
         return future
 
@@ -56,13 +56,13 @@ class IdleCalls:
             future, run, args = self.due.popleft()
             result = run(*args)
             with self._lock:
-                assert self._unfinished is not None
-                self._unfinished.discard(future)
+                assert self._unfinished_futures is not None
+                self._unfinished_futures.discard(future)
             future.set_result(result)
 
     def close(self) -> None:
         """Fail the calls that have not run, and all later ones. Any thread may call it."""
         with self._lock:
-            unfinished, self._unfinished = self._unfinished or set(), None
+            unfinished, self._unfinished_futures = self._unfinished_futures or set(), None
         for future in unfinished:
             future.set_exception(self._shutdown_error())

@@ -151,8 +151,8 @@ class PromptEncoder:
         made = self.loaded.response_formats
         return made or ResponseFormats.of_tokenizer(self.loaded.tokenizer, self.config)
 
-    def check_ids(self, prompt: Any, kept: int | None) -> list[int]:
-        """Check a prompt of token ids; returns the last ``kept`` of them (None: all) as plain
+    def check_ids(self, prompt: Any, num_kept: int | None) -> list[int]:
+        """Check a prompt of token ids; returns the last ``num_kept`` of them (None: all) as plain
         integers."""
         info = self.loaded.executor.info
         first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else None
@@ -161,11 +161,11 @@ class PromptEncoder:
         if isinstance(first, (str, list)):
             accepted = "one text or its token ids; several prompts are a call each, or LLM.generate"
             raise check.invalid("prompt", prompt, accepted)
-        if kept is not None:
+        if num_kept is not None:
             most = max(check.MAX_ITEMS, info.max_model_len)
             return list(check.token_ids("prompt", prompt, info.vocab_size, most))
         length = 0
-        with suppress(Exception):  # the prompt has no length, or its length exceeds 64 bits
+        with suppress(Exception):  # The prompt has no length, or its length exceeds 64 bits.
             length = len(prompt)
         if length >= info.max_model_len:
             raise self.too_long_error(length)

@@ -34,9 +34,9 @@ class WorkerThread:
 
     def __init__(self, name: str, rest: float = 0.0) -> None:
         self._name = name
-        self._rest = rest
+        self._rest_factor = rest
         self._lock = threading.Lock()
-        self._count = itertools.count()
+        self._job_numbers = itertools.count()
         self._jobs: list[tuple[int, int, Callable[[], Any], Future[Any]]] = []
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
@@ -61,7 +61,7 @@ class WorkerThread:
                         f"a long text needs a thread, and none can be started ({explain(error)})"
                     ) from error
                 self._thread = thread
-            heappush(self._jobs, (size, next(self._count), job, future))
+            heappush(self._jobs, (size, next(self._job_numbers), job, future))
         return future
 
     async def call(self, job: Callable[[], T], size: int = 0) -> T:
@@ -79,7 +79,7 @@ class WorkerThread:
             raise EngineClosedError("the engine was closed before a long text's turn") from None
         finally:
             future.cancel()
-            del future  # break the cycle of future, exception and traceback, as in ``wait_for``
+            del future  # Break the cycle of future, exception and traceback, as in ``wait_for``.
 
     def close(self) -> threading.Thread | None:
         """Drop jobs that have not begun; returns the thread if one is running."""
@@ -96,8 +96,8 @@ class WorkerThread:
             pass
 
     def _run_next(self) -> bool:
-        """Run a job; False if there is none. The objects that the job refers to are freed when this
-        returns."""
+        """Run a job; returns False if there is none. The objects that the job refers to are then
+        freed."""
         with self._lock:
             if not self._jobs:
                 self._thread = None
@@ -111,6 +111,6 @@ class WorkerThread:
         except BaseException as error:
             future.set_exception(error)
         del job, future
-        if self._rest:
-            self._closed.wait(self._rest * (time.perf_counter() - began))
+        if self._rest_factor:
+            self._closed.wait(self._rest_factor * (time.perf_counter() - began))
         return True
