@@ -24,5 +24,5 @@ COUNTERPARTS: Mapping[str, Mapping[str, str]] = {
         "params": "sampling_params",
     },
 }
-"""asyncllm's names by kind of name (as in error messages), then by the foreign name. Names that are
-equal are left out."""
+"""Map from a kind of name (as in error messages) and the foreign name to asyncllm's name. Equal
+names are left out."""

@@ -139,7 +139,7 @@ class AsyncLLMEngine(Handle):
 
         Idempotent, and safe to call from several tasks. Closing goes on if the call is cancelled.
         """
-        thread = self._end(drain)
+        thread = self._begin_close(drain)
         if thread is not None:
             await wait_for(thread.exited)
             until = time.monotonic() + _JOIN_TIMEOUT
@@ -149,14 +149,14 @@ class AsyncLLMEngine(Handle):
 
     def _close_blocking(self, drain: float | None = 0.0) -> None:
         """``aclose`` for a thread without an event loop."""
-        thread = self._end(drain)
+        thread = self._begin_close(drain)
         if thread is not None:
             thread.wait_exited()
             until = time.monotonic() + _JOIN_TIMEOUT
             for thread_to_join in self._clean_up(thread):
                 thread_to_join.join(max(0.0, until - time.monotonic()))
 
-    def _end(self, drain: float | None) -> EngineThread | None:
+    def _begin_close(self, drain: float | None) -> EngineThread | None:
         drain = check.seconds("drain", drain, optional=True)
         if self.state == "starting":
             raise EngineError("aclose(): the engine is starting; cancel start() instead")

@@ -86,7 +86,7 @@ class ObserverNotifier:
 
     def submitted(self, submission: RequestInfo) -> None:
         for observer in self._observers:
-            _notify(observer, "on_submit", self._request, submission)
+            _call_method(observer, "on_submit", self._request, submission)
         self._submitted = True
         if self._end is not None:
             self._deliver()
@@ -110,7 +110,7 @@ class ObserverNotifier:
         if self._first_token_seen:
             self._deliver_first_token()
         for observer in self._observers:
-            _notify(observer, "on_finish", self._request, *self._end)
+            _call_method(observer, "on_finish", self._request, *self._end)
 
     def _deliver_first_token(self) -> None:
         while True:
@@ -118,7 +118,7 @@ class ObserverNotifier:
                 observer = self._first_token_observers.pop(0)
             except IndexError:
                 return
-            _notify(observer, "on_first_token", self._request)
+            _call_method(observer, "on_first_token", self._request)
 
 
 class Observers:
@@ -151,7 +151,7 @@ class Observers:
             self.all = tuple(one for one in self.all if one is not observer)
 
 
-def _notify(observer: Observer, method: str, *args: Any) -> None:
+def _call_method(observer: Observer, method: str, *args: Any) -> None:
     try:
         if method != "on_first_token" or getattr(observer, method, None) is not None:
             getattr(observer, method)(*args)

@@ -18,7 +18,7 @@ from asyncllm.cli.conversation import Conversation
 from asyncllm.cli.flow import WordWrapper
 from asyncllm.cli.measure import percentile
 from asyncllm.cli.prompts import prompts
-from asyncllm.cli.text import printable, rate
+from asyncllm.cli.text import format_rate, printable
 from tests.processes import hear_ctrl_c
 from tests.slow import slow_but
 from tests.terminal import QUICK, Terminal, asyncllm
@@ -157,8 +157,8 @@ def test_text_from_a_model_cannot_control_the_terminal() -> None:
 
 
 def test_rate() -> None:
-    assert rate(30, 0.5) == "60 tok/s"
-    assert rate(30, 0.0) == "–"
+    assert format_rate(30, 0.5) == "60 tok/s"
+    assert format_rate(30, 0.0) == "–"
 
 
 def test_percentile() -> None:
@@ -207,13 +207,13 @@ def test_conversation_forgets_whole_turns(tmp_path: Path) -> None:
         conversation.say(role, text)
     conversation.say("user", "5")
     assert conversation.turn_starts() == [0, 2, 4]
-    assert [m["content"] for m in conversation.to_send(2)] == ["Be brief.", "3", "4", "5"]
+    assert [m["content"] for m in conversation.messages_to_send(2)] == ["Be brief.", "3", "4", "5"]
     conversation.messages.pop()
     del conversation.messages[:2]
-    assert [m["content"] for m in conversation.to_send()] == ["Be brief.", "3", "4"]
+    assert [m["content"] for m in conversation.messages_to_send()] == ["Be brief.", "3", "4"]
     conversation.save(tmp_path / "saved.json")
     saved = json.loads((tmp_path / "saved.json").read_text(encoding="utf-8"))
-    assert saved == conversation.to_send()
+    assert saved == conversation.messages_to_send()
 
 
 def test_prompts_are_as_many_as_asked_for() -> None:

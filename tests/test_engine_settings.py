@@ -202,7 +202,7 @@ def test_only_the_last_templates_of_calls_are_kept_compiled() -> None:
         llm.tokenize(HELLO, chat_template="39{{ 'x' }}")
         found = template._compile_cached.cache_info()
         assert (found.currsize, found.hits, found.misses) == (8, 1, 40)
-        assert len(template._compiled) == 1
+        assert len(template._compiled_templates) == 1
 
 
 # --- hf_overrides -----------------------------------------------------------------------

@@ -324,7 +324,7 @@ def test_a_thread_reads_all_outputs():
     engine = rig.engine()
     engine._start_blocking()
     with LLM(engine=engine) as llm:
-        llm._owned = True
+        llm._owns_engine = True
         tokens, _, _ = by_index(list(llm.stream(PROMPT, params)))
         batch = llm.generate([PROMPT, [1, 2]], params)
     outputs = expected(rig, params, 4)

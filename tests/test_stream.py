@@ -592,7 +592,7 @@ async def test_a_delta_that_arrives_with_a_cancellation_is_not_lost():
         rig.executor.gate.release(100)
         with pytest.raises(RequestError, match="a read of its stream was cancelled"):
             await stream.result()
-        tokens = stream._outputs_read()[0].token_ids
+        tokens = stream._make_outputs()[0].token_ids
         assert tokens
         assert list(tokens) == rig.executor.reference([1], len(tokens))
 

@@ -207,10 +207,10 @@ async def test_what_is_refused_has_no_span(trace):
         held = engine.stream([1], max_tokens=1)
         with pytest.raises(EngineOverloadedError):
             engine.stream([1])
-        assert len(tracing._open) == 1
+        assert len(tracing._open_spans) == 1
         await engine.resume()
         await held.result()
-        assert tracing._open == {}
+        assert tracing._open_spans == {}
     assert len(trace.spans()) == 1
 
 
@@ -299,7 +299,7 @@ async def test_a_sampler_that_drops_spans_costs_no_description():
     async with fake().engine() as engine:
         tracing = trace_engine(engine, trace.provider)
         await engine.generate([1], max_tokens=3)
-        assert tracing._open == {}
+        assert tracing._open_spans == {}
     assert trace.spans() == []
 
 

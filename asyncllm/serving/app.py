@@ -55,7 +55,7 @@ from asyncllm.serving.request_body import UnsupportedFields
 from asyncllm.serving.response_store import ResponseStore
 from asyncllm.serving.serving import Serving, default_model_names
 
-Page = Callable[[str], "tuple[str, bytes] | None"]
+PageFunction = Callable[[str], "tuple[str, bytes] | None"]
 
 OPEN_PATHS = ("/health", "/health/live", "/health/ready")
 """Paths that need no token, because health checks send none."""
@@ -100,7 +100,7 @@ def create_app(
     origins: Sequence[str] | None = None,
     local: bool = False,
     model_names: Sequence[str] | None = None,
-    page: Page | None = None,
+    page: PageFunction | None = None,
     timeout: float | None = None,
     ping_interval: float = 15.0,
     max_body_size: int = 4 << 20,
@@ -183,7 +183,7 @@ def create_app(
     return ServerApp(app, serving)
 
 
-def _router(serving: Serving, rules: AccessRules, page: Page | None) -> ASGIApp:
+def _router(serving: Serving, rules: AccessRules, page: PageFunction | None) -> ASGIApp:
     chat = partial(answer_choices, ChatRequest, ChatWriter)
     completions = partial(answer_choices, CompletionRequest, CompletionWriter)
     stored: dict[str, Handler] = {"GET": get_response, "DELETE": delete_response}
@@ -216,13 +216,13 @@ def _router(serving: Serving, rules: AccessRules, page: Page | None) -> ASGIApp:
     return Router(
         routes,
         redirect_slashes=False,
-        default=_OtherPath(serving, {}, rules, {}, [path for path, _, _ in table], page),
+        default=_FallbackEndpoint(serving, {}, rules, {}, [path for path, _, _ in table], page),
         lifespan=lambda _: _lifespan(serving),
     )  # pyright: ignore[reportReturnType]
 
 
 @dataclass(eq=False, repr=False)
-class _OtherPath(Endpoint):
+class _FallbackEndpoint(Endpoint):
     """Endpoint of the paths without a route: the page's files, and unknown paths.
 
     Args:
@@ -230,7 +230,7 @@ class _OtherPath(Endpoint):
     """
 
     _paths: Collection[str]
-    _page: Page | None
+    _page: PageFunction | None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         file = None
@@ -244,11 +244,11 @@ class _OtherPath(Endpoint):
 
     def _handler(self, scope: Scope) -> Handler:
         path = _path_in_app(scope)
-        # A base URL without /v1, or one to which a client has added its own.
-        meant = {f"/v1{path}", path.removeprefix("/v1")} & set(self._paths)
+        # The client's base URL lacks /v1, or has it twice.
+        intended_paths = {f"/v1{path}", path.removeprefix("/v1")} & set(self._paths)
         hint = (
-            f"; {min(meant)} is"
-            if meant
+            f"; {min(intended_paths)} is"
+            if intended_paths
             else _PATH_HINTS.get(path, "; /openapi.json has all paths")
         )
         raise ProtocolError(f"there is nothing at this path{hint}", code="not_found", status=404)

@@ -28,7 +28,7 @@ RequestT = TypeVar("RequestT", bound=ChoicesRequest)
 
 
 class ChoicesWriter(Protocol):
-    """Writer of one answer in a protocol. ``base`` is the index of a stream's first choice."""
+    """Interface of writers of one answer. ``base`` is the index of a stream's first choice."""
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]: ...
 
@@ -151,7 +151,7 @@ class ChoicesSender:
                     continue
                 text, num_read = await self._write_chunks(list(unsent.values()), base, stream), 0
                 unsent.clear()
-            else:  # fast path of nearly every token
+            else:  # Nearly every token takes this fast path.
                 text = chunks(delta, base, stream)
             if text:
                 await send(text)

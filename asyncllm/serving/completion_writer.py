@@ -23,7 +23,7 @@ class _Choice:
     """Progress of one choice's output.
 
     Attributes:
-        echoed: whether the choice's prompt was sent.
+        echoed: whether the prompt of the choice was sent.
     """
 
     logprobs: LegacyLogprobs | None
@@ -31,7 +31,7 @@ class _Choice:
 
 
 class CompletionWriter:
-    """Writer of one answer. Choices are ordered by prompt.
+    """Writer of one completion. Choices are ordered by prompt.
 
     Args:
         model: the client's name for the model.

@@ -25,7 +25,7 @@ from websockets.protocol import State
 
 try:
     import resource
-except ModuleNotFoundError:  # Windows has no such limits
+except ModuleNotFoundError:  # Windows has no limit on open files.
     resource = None
 
 from starlette.types import Receive, Scope, Send
@@ -52,7 +52,7 @@ unread."""
 SPARE_FILES = 128
 """Number of open files that the process may need besides connections."""
 
-LINGER = 1.0
+LINGER_SECONDS = 1.0
 """Seconds until a connection is closed after an answer that left the request's body unread. Closed
 at once, a client that still sends would get a reset, and would lose the answer."""
 
@@ -120,21 +120,21 @@ def _max_open_files() -> float:
 class _Timer:
     """Timer of one call; starting it again does not postpone the call."""
 
-    __slots__ = ("_call", "_handle", "_seconds")
+    __slots__ = ("_call", "_seconds", "_timer_handle")
 
     def __init__(self, seconds: float, call: Callable[[], Any]) -> None:
         self._seconds = seconds
         self._call = call
-        self._handle: asyncio.TimerHandle | None = None
+        self._timer_handle: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        if self._handle is None:
-            self._handle = asyncio.get_running_loop().call_later(self._seconds, self._call)
+        if self._timer_handle is None:
+            self._timer_handle = asyncio.get_running_loop().call_later(self._seconds, self._call)
 
     def stop(self) -> None:
-        if self._handle is not None:
-            self._handle.cancel()
-            self._handle = None
+        if self._timer_handle is not None:
+            self._timer_handle.cancel()
+            self._timer_handle = None
 
 
 class _BoundedProtocol(asyncio.Protocol):
@@ -163,7 +163,8 @@ class _BoundedProtocol(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        # A TLS transport pauses when its buffer reaches the limit: with 0 an empty one would.
+        # A TLS transport pauses when its buffer reaches the limit; with 0 it would pause when
+        # empty.
         transport.set_write_buffer_limits(high=1)
 
     def data_received(self, data: bytes) -> None:
@@ -179,7 +180,7 @@ class _BoundedProtocol(asyncio.Protocol):
         raise NotImplementedError
 
     def _may_read(self) -> bool:
-        """Whether reading may resume. A connection that waits for its turn does not ask."""
+        """Whether reading may resume. Not called while the connection waits for its turn."""
         raise NotImplementedError
 
     def _take_unparsed(self, size: int) -> bytes:
@@ -238,7 +239,7 @@ class HttpProtocol(_BoundedProtocol, H11Protocol):
         super().__init__(*args, **options)
         self.conn = HttpParser(self.limits.max_header_size)
         self._header_timer = _Timer(self.limits.header_timeout, lambda: self.transport.abort())
-        self._linger_timer = _Timer(LINGER, lambda: self.transport.close())
+        self._linger_timer = _Timer(LINGER_SECONDS, lambda: self.transport.close())
         self._num_discarded: int | None = None
         self._application: Any = self.app
         self.app: Any = self._run_application
@@ -263,7 +264,8 @@ class HttpProtocol(_BoundedProtocol, H11Protocol):
             else:
                 return False
             del self.idle[other]
-            self.connections.discard(other)  # uvicorn would discard it one iteration later
+            # uvicorn would discard it an iteration of the loop later.
+            self.connections.discard(other)
             other.transport.abort()
         return True
 
@@ -349,15 +351,15 @@ class HttpProtocol(_BoundedProtocol, H11Protocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._refuse(400, self.conn.fault or msg)
         else:
-            self.transport.abort()  # the answer has begun, or is complete
+            self.transport.abort()  # The answer has begun, or is complete.
 
-    def _refuse(self, status: int, text: str, *more: tuple[str, str]) -> None:
+    def _refuse(self, status: int, text: str, *more_headers: tuple[str, str]) -> None:
         """Answer in place of the application, and tell it that the client is gone."""
         fields = [
             ("content-type", "text/plain; charset=utf-8"),
             ("content-length", str(len(text))),
             ("connection", "close"),
-            *more,
+            *more_headers,
         ]
         head = h11.Response(status_code=status, headers=fields, reason=HTTPStatus(status).phrase)
         for part in (head, h11.Data(data=text.encode()), h11.EndOfMessage()):
@@ -391,21 +393,21 @@ class _Answer:
     """ASGI ``send`` of one request, and the transport of its answer.
 
     The head is sent with the body's first part, as ASGI requires: one system call less before the
-    first text. Parts of a chunked answer do not pass through h11: its event, checks and writer
-    would be most of the cost of a streamed event."""
+    first text. Parts of a chunked answer do not pass through h11: h11's objects and checks would be
+    most of the cost of a streamed event."""
 
     def __init__(self, protocol: HttpProtocol, send: Send) -> None:
         self._cycle: RequestResponseCycle = protocol.cycle
         self._flow = protocol.flow
         self._linger = protocol.linger
         self._send = send
-        self._chunked = self._is_starting = False
+        self._is_chunked = self._is_starting = False
         self._head = b""
         self._transport = protocol.transport
         self._cycle.transport = cast(asyncio.Transport, self)
 
     async def send(self, message: Any) -> None:
-        if not self._chunked or not message.get("more_body"):
+        if not self._is_chunked or not message.get("more_body"):
             if message["type"] == "http.response.start":
                 await self._start(message)
             else:
@@ -428,7 +430,7 @@ class _Answer:
             self._is_starting = False
         scope = self._cycle.scope
         # The conditions under which h11 chunks the answer.
-        self._chunked = (
+        self._is_chunked = (
             scope["http_version"] == "1.1"
             and scope["method"] != "HEAD"
             and message["status"] not in (204, 304)
@@ -467,7 +469,7 @@ class WebSocketProtocol(_BoundedProtocol, WebSocketsSansIOProtocol):
         """Close with 1001, and wait for the client's answer as after a close by the application."""
         if not self.handshake_complete:
             super().shutdown()
-        elif self.conn.state is State.OPEN:  # otherwise the connection is already closing
+        elif self.conn.state is State.OPEN:  # In another state the connection is already closing.
             self.queue.put_nowait({"type": "websocket.disconnect", "code": CloseCode.GOING_AWAY})
             self.conn.send_close(CloseCode.GOING_AWAY, "the server is closing")
             self.transport.write(b"".join(self.conn.data_to_send()))
@@ -490,7 +492,7 @@ class WebSocketProtocol(_BoundedProtocol, WebSocketsSansIOProtocol):
             await super().send(message)
             return
         # websockets would make a Frame and a buffer for each text, at more than half of the cost.
-        self.transport.write(_text_frame(text.encode()))
+        self.transport.write(_encode_text_frame(text.encode()))
 
     def _parse(self) -> None:
         least, most = FRAME_SLICE_BYTES
@@ -518,7 +520,7 @@ class WebSocketProtocol(_BoundedProtocol, WebSocketsSansIOProtocol):
     def _may_parse(self) -> bool:
         # Before the handshake is answered, the client may turn out to have no access.
         is_decided = self.handshake_complete or not self.handshake_initiated
-        return is_decided and not self.read_paused  # paused: an unread message
+        return is_decided and not self.read_paused  # Reading is paused while a message is unread.
 
     def _may_read(self) -> bool:
         # Pongs would pile up while writing is paused.
@@ -546,7 +548,7 @@ class WebSocketProtocol(_BoundedProtocol, WebSocketsSansIOProtocol):
             self.handle_parser_exception()
 
 
-def _text_frame(data: bytes) -> bytes:
+def _encode_text_frame(data: bytes) -> bytes:
     """Encode a text message as one server frame without extensions (RFC 6455, section 5.2)."""
     length = len(data)
     if length < 126:

@@ -24,12 +24,12 @@ MAX_SEPARATORS = 2**18
 value and holds the GIL; the length of texts hardly matters."""
 
 UNSUPPORTED_TYPE = "unsupported_type"
-"""Error type of a union without an alternative for an item's ``type``."""
+"""pydantic's error type if no alternative of a union has an item's ``type``."""
 
 MAX_FIELDS = 64
 """Maximum number of fields of an object within a body."""
 
-MAX_PARAM = 200
+MAX_PARAM_CHARACTERS = 200
 """Maximum number of characters of an error's ``param``."""
 
 
@@ -92,8 +92,7 @@ class RequestBody(BaseModel):
     values that this server does not support.
 
     Class attributes:
-        NEUTRAL: unsupported fields to the values that have no effect, which are accepted; null
-            always is.
+        NEUTRAL: for each unsupported field, the values without effect; these and null are accepted.
         NEUTRAL_PARTS: the same for parts of supported fields, by their paths: "field.part".
     """
 
@@ -108,9 +107,9 @@ class RequestBody(BaseModel):
         """Check the fields. Raises ProtocolError with the field at fault in ``param``."""
         fields = {name: value for name, value in given.items() if value is not None}
         for name in fields.keys() - cls.model_fields.keys() - cls.NEUTRAL.keys():
-            # Refuse the first unknown field here: pydantic would report an error for every unknown
+            # Refuse the first unknown field here: pydantic would make an error for each unknown
             # field.
-            raise _unknown(name[:MAX_PARAM], cls.model_fields)
+            raise _unknown_field_error(name[:MAX_PARAM_CHARACTERS], cls.model_fields)
         for name in cls.NEUTRAL.keys() & fields.keys():
             value = fields.pop(name)
             if not any(check.equal_json(value, neutral) for neutral in cls.NEUTRAL[name]):
@@ -159,8 +158,8 @@ def unsupported(name: str, value: Any, accepted: tuple[Any, ...] = ()) -> Protoc
 
 
 def _limit_fields(value: Any) -> Any:
-    """Validate the number of an object's fields: pydantic would make an error for every unknown
-    one."""
+    """Check the number of an object's fields: pydantic would make an error for each unknown
+    field."""
     if isinstance(value, dict) and len(value) > MAX_FIELDS:
         raise ValueError(f"at most {MAX_FIELDS} fields")
     return value
@@ -179,7 +178,7 @@ Metadata = Limited[
 """The client's labels of a request, which its answer repeats."""
 
 
-def _unknown(param: str, known: Collection[str] = ()) -> ProtocolError:
+def _unknown_field_error(param: str, known: Collection[str] = ()) -> ProtocolError:
     ours = COUNTERPARTS["sampling parameter"].get(param, "")
     hint = f", expected {ours}" if ours.partition("=")[0] in known else ""
     message = f"{check.describe(param)}: no such field{hint}"
@@ -189,9 +188,9 @@ def _unknown(param: str, known: Collection[str] = ()) -> ProtocolError:
 def _to_protocol_error(error: ValidationError) -> ProtocolError:
     """Convert the first of pydantic's errors."""
     first = error.errors(include_url=False, include_context=True)[0]
-    param = _path(first["loc"])[:MAX_PARAM]
+    param = _field_path(first["loc"])[:MAX_PARAM_CHARACTERS]
     if first["type"] == "extra_forbidden":
-        return _unknown(param)
+        return _unknown_field_error(param)
     if first["type"] == UNSUPPORTED_TYPE:
         accepted = first["msg"]
         refused = invalid(f"{param}.type", first["input"].get("type"), accepted)
@@ -205,7 +204,7 @@ def _to_protocol_error(error: ValidationError) -> ProtocolError:
     return invalid(param, first["input"], accepted)
 
 
-def _path(loc: tuple[int | str, ...]) -> str:
+def _field_path(loc: tuple[int | str, ...]) -> str:
     """Path such as ``messages[0].content``, without tags of unions, which begin with "#"."""
     path = ""
     for part in loc:

@@ -37,7 +37,7 @@ class ResponseEvents:
     Attributes:
         id: id of the response.
         num_tokens: tokens generated so far.
-        generates: whether tokens are generated; a request may only warm the cache.
+        generates: whether tokens are generated; a request may only fill the prefix cache.
         body: response object of the last event, as JSON.
     """
 
@@ -115,7 +115,7 @@ class ResponseEvents:
     def completed(self, finish_reason: str | None, usage: Usage | None) -> Iterator[Event]:
         """Events of a normal end; with ``abort``, the client cancelled the response."""
         if not self.generates:
-            yield self._end_response("response.completed", self._response("completed", usage))
+            yield self._final_event("response.completed", self._response("completed", usage))
             return
         whole = finish_reason in ("stop", "tool_calls")
         ended: ItemStatus = "completed" if whole else "incomplete"
@@ -128,7 +128,7 @@ class ResponseEvents:
             finish_reason or "", "completed"
         )
         kind = "response.completed" if whole else "response.incomplete"
-        yield self._end_response(kind, self._response(status, usage))
+        yield self._final_event(kind, self._response(status, usage))
 
     def failed(self, error: ProtocolError) -> Iterator[Event]:
         """Events of an error after the request was accepted."""
@@ -137,9 +137,9 @@ class ResponseEvents:
         response = self._response("failed")
         code = "invalid_prompt" if error.is_clients_fault else "server_error"
         if error.code == "context_length_exceeded":
-            code = error.code  # as from OpenAI's servers
+            code = error.code  # OpenAI's servers send this code.
         response["error"] = {"code": code, "message": str(error), "param": error.param}
-        yield self._end_response("response.failed", response)
+        yield self._final_event("response.failed", response)
 
     # --- parts --------------------------------------------------------------------------
 
@@ -148,14 +148,16 @@ class ResponseEvents:
             self._thoughts = TextItem(len(self._items), is_reasoning=True)
             yield from self._open_item(self._thoughts)
         self._thoughts.texts.append(text)
-        yield self._event("response.reasoning_text.delta", **self._thoughts.place, delta=text)
+        yield self._event(
+            "response.reasoning_text.delta", **self._thoughts.event_fields, delta=text
+        )
 
     def _add_text(self, text: str) -> Iterator[Event]:
         yield from self._close_thoughts("completed")
         if self._message is None:
             self._message = TextItem(len(self._items), is_reasoning=False)
             yield from self._open_item(self._message)
-            place = encode(self._message.place)[1:-1]
+            place = encode(self._message.event_fields)[1:-1]
             self._delta_head = f'{{"type":"response.output_text.delta",{place},"delta":'
         logprobs, self._unsent_logprobs = self._unsent_logprobs, []
         if not text and not logprobs:
@@ -165,7 +167,7 @@ class ResponseEvents:
         yield self._text_event(text, encode(logprobs))
 
     def _text_event(self, text: str, logprobs: str) -> Event:
-        """Event of new text. One per token, so the JSON is written by hand."""
+        """Event of new text. Its JSON is written by hand, because there is an event per token."""
         number = self._sequence_number
         self._sequence_number = number + 1
         return (
@@ -191,7 +193,7 @@ class ResponseEvents:
     def _open_item(self, item: TextItem) -> Iterator[Event]:
         self._items.append(item)
         yield self._item_event("added", item)
-        yield self._event("response.content_part.added", **item.place, part=item.part())
+        yield self._event("response.content_part.added", **item.event_fields, part=item.part())
 
     def _close_thoughts(self, status: ItemStatus) -> Iterator[Event]:
         if self._thoughts is not None:
@@ -203,8 +205,8 @@ class ResponseEvents:
         kind, more = "response.output_text.done", {"logprobs": item.logprobs}
         if item.is_reasoning:
             kind, more = "response.reasoning_text.done", {}
-        yield self._event(kind, **item.place, text=item.text, **more)
-        yield self._event("response.content_part.done", **item.place, part=item.part())
+        yield self._event(kind, **item.event_fields, text=item.text, **more)
+        yield self._event("response.content_part.done", **item.event_fields, part=item.part())
         yield self._item_event("done", item)
 
     def _item_event(self, change: str, item: TextItem | CallItem) -> Event:
@@ -223,7 +225,7 @@ class ResponseEvents:
             usage=usage,
         )
 
-    def _end_response(self, kind: str, response: dict[str, Any]) -> Event:
+    def _final_event(self, kind: str, response: dict[str, Any]) -> Event:
         self.body = encode(response)
         number = self._next_number()
         return kind, f'{{"type":"{kind}","sequence_number":{number},"response":{self.body}}}'

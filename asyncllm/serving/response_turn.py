@@ -44,25 +44,27 @@ class ResponseTurn:
         serving: Serving,
         owner: str,
         request: ResponseRequest,
-        local: ResponseStore | None = None,
+        connection_store: ResponseStore | None = None,
     ) -> Self:
         """Submit a request.
 
         Args:
             owner: owner of the request, and of the responses that it may continue.
-            local: store of one connection, for responses with ``store=false``.
+            connection_store: store of one connection, for responses with ``store=false``.
 
         Raises:
             ProtocolError, AsyncLLMError: if it cannot be served.
         """
         engine = serving.engine
         model = serving.model_name(request.model)
-        conversation = _find_conversation(request.previous_response_id, owner, serving.store, local)
+        conversation = _find_conversation(
+            request.previous_response_id, owner, serving.store, connection_store
+        )
         conversation = conversation.followed_by(request.messages)
         stream = request.submit(engine, conversation.messages, serving.options(owner))
         defaults = engine.model_config.generation_defaults or {}
         events = ResponseEvents(request, model, defaults, engine.tokenizer.bytes_of)
-        keep_in = serving.store if request.stores else local
+        keep_in = serving.store if request.stores else connection_store
         return cls(stream, events, serving, owner, conversation, keep_in)
 
     async def run(self, send: SendEvents, *, before_end: Callable[[], None] = lambda: None) -> None:
@@ -93,11 +95,14 @@ class ResponseTurn:
 
 
 def _find_conversation(
-    response_id: str | None, owner: str, store: ResponseStore, local: ResponseStore | None
+    response_id: str | None,
+    owner: str,
+    store: ResponseStore,
+    connection_store: ResponseStore | None,
 ) -> Conversation:
     if response_id is None:
         return Conversation()
-    found = None if local is None else local.get(owner, response_id)
+    found = None if connection_store is None else connection_store.get(owner, response_id)
     found = found or store.get(owner, response_id)
     if found is None:
         raise response_not_found(response_id, "previous_response_id")

@@ -9,10 +9,10 @@ EVENTS_PER_TURN = 64
 """Maximum number of events that a connection parses in one turn. An event takes 5 to 15
 microseconds."""
 
-REST = 0.004
+MIN_PAUSE_SECONDS = 0.004
 """Minimum number of seconds between two turns."""
 
-REST_FACTOR = 4
+PAUSE_FACTOR = 4
 """Minimum pause after a turn, as a multiple of the turn's duration. So turns take at most a fifth
 of the loop's time."""
 
@@ -34,7 +34,7 @@ class Turns:
         when the slice begins."""
         self._waiting[begin_turn] = None
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(REST, self._next_turn)
+            self._timer = asyncio.get_running_loop().call_later(MIN_PAUSE_SECONDS, self._next_turn)
 
     def discard(self, begin_turn: Callable[[], None]) -> None:
         self._waiting.pop(begin_turn, None)
@@ -48,5 +48,5 @@ class Turns:
                 del self._waiting[begin_turn]
                 begin_turn()
         finally:
-            rest = max(REST, REST_FACTOR * (loop.time() - began))
-            self._timer = loop.call_later(rest, self._next_turn) if self._waiting else None
+            pause = max(MIN_PAUSE_SECONDS, PAUSE_FACTOR * (loop.time() - began))
+            self._timer = loop.call_later(pause, self._next_turn) if self._waiting else None

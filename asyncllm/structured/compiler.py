@@ -43,7 +43,7 @@ class _Job:
 
 
 class GrammarCompiler:
-    """Compiler of an engine's grammars, with a cache of the ``CACHE_SIZE`` most recently used.
+    """Compiler of an engine's grammars; it caches the ``CACHE_SIZE`` most recently used ones.
 
     At most ``MAX_THREADS`` grammars are compiled at a time, and requests for the same one share its
     compilation. A compilation that takes longer than ``timeout`` is overdue: the requests that wait
@@ -86,7 +86,7 @@ class GrammarCompiler:
         """
         with self._lock:
             if self._closed:
-                return  # the engine has ended, and so has the request
+                return  # The engine has ended, and so has the request.
             if self._num_overdue >= MAX_OVERDUE:
                 raise RequestError(
                     f"structured_outputs: {self._num_overdue} grammars that took longer than "
@@ -121,7 +121,7 @@ class GrammarCompiler:
             thread.start()
         except (RuntimeError, MemoryError) as error:
             if len(self._threads) > self._num_overdue:
-                return  # a thread that is not overdue takes the job
+                return  # A thread that is not overdue takes the job.
             raise RequestError(
                 "structured_outputs: a grammar needs a thread to be compiled on, and none can be "
                 f"started ({check.explain(error)})"
@@ -143,13 +143,13 @@ class GrammarCompiler:
             self._backends.prepare()
             return self._backends.compile(job.spec, partial(self._start_timer, job)), None
         except GrammarError as error:
-            return None, _refusal(job.spec, str(error))
+            return None, _refusal_error(job.spec, str(error))
         except Exception as error:
-            refused = _refusal(job.spec, check.explain(error))
+            refused = _refusal_error(job.spec, check.explain(error))
             refused.__cause__ = error
             return None, refused
-        except BaseException as error:  # a Rust panic in a backend's native code
-            return None, _refusal(job.spec, check.describe(error))
+        except BaseException as error:  # A backend's native code may panic (Rust).
+            return None, _refusal_error(job.spec, check.describe(error))
 
     def _start_timer(self, job: _Job) -> None:
         timer = threading.Timer(self._timeout, self._expire_job, (job,))
@@ -166,7 +166,7 @@ class GrammarCompiler:
             if job.waiting is None or self._closed:
                 return
             late = f"was not compiled within grammar_timeout={self._timeout:g} s"
-            refused: list[tuple[_Job, Exception]] = [(job, _refusal(job.spec, late))]
+            refused: list[tuple[_Job, Exception]] = [(job, _refusal_error(job.spec, late))]
             self._num_overdue += 1
             if self._queue:
                 try:
@@ -180,7 +180,8 @@ class GrammarCompiler:
                 done(None, copy(error))
 
     def _drop_job(self, job: _Job) -> list[DoneCallback]:
-        """Remove a failed job; returns its waiting callbacks. The caller holds the lock."""
+        """Remove a failed job; returns the callbacks that wait for it. The caller holds the
+        lock."""
         waiting, job.waiting = job.waiting, None
         self._jobs.pop(job.spec, None)
         return waiting or []
@@ -193,7 +194,7 @@ class GrammarCompiler:
             if waiting is None:
                 self._num_overdue -= 1
             elif self._closed:
-                waiting = None  # the engine has ended, and so have these requests
+                waiting = None  # The engine has ended, and so have these requests.
             else:
                 self._jobs.pop(job.spec, None)
             if grammar is not None and not self._closed:
@@ -202,11 +203,11 @@ class GrammarCompiler:
                 if len(self._cache) > CACHE_SIZE:
                     self._cache.popitem(last=False)
         for done in waiting or ():
-            done(grammar, copy(error))  # each request raises its own copy
+            done(grammar, copy(error))  # Each request raises its own copy of the error.
 
 
-def _refusal(spec: StructuredOutputs, why: str) -> InvalidRequestError:
+def _refusal_error(spec: StructuredOutputs, reason: str) -> InvalidRequestError:
     what = spec.param
     if what == "structured_outputs":
         what += f".{spec.kind}={check.describe(spec.text)}"
-    return InvalidRequestError(f"{what}: {why}", param=spec.param)
+    return InvalidRequestError(f"{what}: {reason}", param=spec.param)

@@ -48,7 +48,8 @@ class _Merges:
         """Check the value that all ``schemas`` apply to, and its items and properties.
 
         Args:
-            known: ids of lists of alternatives one of which is among ``schemas``, or was.
+            known: ids of the lists of alternatives that are already examined: one alternative of
+                each is, or was, among ``schemas``.
         """
         applied = self._included_schemas(schemas)
         key = frozenset(map(id, applied)), known
@@ -57,17 +58,17 @@ class _Merges:
         self._examined.add(key)
         if len(self._examined) > MAX_VALUES:
             raise GrammarError("too many combinations of schemas apply to one value")
-        lists = [
+        alternative_lists = [
             choices
             for schema in applied
             for keyword in ("anyOf", "oneOf")
             if isinstance(choices := schema.get(keyword), list) and id(choices) not in known
         ]
-        self._check(applied, lists)
+        self._check_patterns(applied, alternative_lists)
         for group in _children(applied):
             self.examine(group)
-        known |= set(map(id, lists))
-        for choices in lists:
+        known |= set(map(id, alternative_lists))
+        for choices in alternative_lists:
             for choice in choices:
                 self.examine([*applied, choice], known)
 
@@ -84,15 +85,15 @@ class _Merges:
             if isinstance(included := schema.get("allOf"), list):
                 pending += included
             if is_local(pointer := schema.get("$ref")):
-                with suppress(LookupError):  # the backend refuses it
+                with suppress(LookupError):  # The backend refuses such a schema.
                     pending.append(resolve(pointer, self._root))
         return list(found.values())
 
-    def _check(self, applied: list[Schema], lists: list[list[Any]]) -> None:
+    def _check_patterns(self, applied: list[Schema], alternative_lists: list[list[Any]]) -> None:
         # One alternative of each list applies, in any combination.
         count = len(_patterns(applied)) + sum(
             max((len(_patterns(self._included_schemas([choice]))) for choice in choices), default=0)
-            for choices in lists
+            for choices in alternative_lists
         )
         if count > MAX_PATTERNS:
             raise GrammarError(

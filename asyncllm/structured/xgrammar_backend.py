@@ -57,7 +57,7 @@ class XGrammarBackend:
             RuntimeError,
             TypeError,
             ValueError,
-        ) as error:  # xgrammar's own errors are RuntimeErrors
+        ) as error:  # xgrammar's own errors are RuntimeErrors.
             raise GrammarError(_shorten_message(error)) from None
         max_bytes = max_output_bytes(spec)
 
@@ -97,11 +97,11 @@ class XGrammarMatcher:
     __slots__ = (
         "_bytes_left",
         "_mask",
+        "_mask_words",
         "_matcher",
         "_max_output_bytes",
         "_spec",
         "_vocabulary",
-        "_words",
     )
 
     def __init__(
@@ -111,8 +111,9 @@ class XGrammarMatcher:
         self._vocabulary = vocabulary
         self._spec = spec
         self._max_output_bytes = self._bytes_left = max_bytes
-        num_words = len(vocabulary.tokens) // 32 + 1  # one more: the token that ends a grammar
-        self._words = np.zeros((1, num_words), dtype=np.int32)
+        # One token more than the vocabulary's: it ends a grammar.
+        num_words = len(vocabulary.tokens) // 32 + 1
+        self._mask_words = np.zeros((1, num_words), dtype=np.int32)
         self._mask: bytearray | None = None
 
     def accept(self, token_id: int) -> bool:
@@ -132,8 +133,8 @@ class XGrammarMatcher:
 
     def bitmask(self) -> bytearray:
         if self._mask is None:
-            self._matcher.fill_next_token_bitmask(self._words, 0)
-            self._mask = self._vocabulary.cut(self._words.tobytes())
+            self._matcher.fill_next_token_bitmask(self._mask_words, 0)
+            self._mask = self._vocabulary.cut(self._mask_words.tobytes())
         return self._mask.copy()
 
     def may_end(self) -> bool:

@@ -205,7 +205,7 @@ def fake_llm(answers: Answers, **options: Any) -> LLM:
     engine = fake_engine(answers, **options)
     engine._start_blocking()
     llm = LLM(engine=engine)
-    llm._owned = True
+    llm._owns_engine = True
     return llm
 
 

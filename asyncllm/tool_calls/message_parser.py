@@ -12,7 +12,7 @@ from typing import Any
 from asyncllm.outputs import CompletionOutput, Delta, ToolCall, ToolCallDelta
 from asyncllm.tool_calls.call_reader import CallReader, Event
 from asyncllm.tool_calls.delimiters import DelimiterScanner, Found
-from asyncllm.tool_calls.response_format import CALLS, SKIP, ResponseFormat
+from asyncllm.tool_calls.response_format import CALLS, IGNORED, ResponseFormat
 
 _PIECE_CHARACTERS = 4096
 """Maximum number of characters that are parsed at a time. After each call the rest of the piece is
@@ -58,7 +58,7 @@ class TrimmedText:
         self.begun = True
         return space + body if space else body
 
-    def delimit(self) -> None:
+    def add_delimiter(self) -> None:
         self._behind_delimiter = True
 
     def finish(self) -> str:
@@ -160,7 +160,7 @@ class OutputParser:
                 if found is None:
                     return
                 self._thinking = None
-                self._thoughts.delimit()
+                self._thoughts.add_delimiter()
             else:
                 content, found, rest = self._scanner.feed(text, last)
                 self._add_text(content)
@@ -184,8 +184,8 @@ class OutputParser:
         if found.name == CALLS:
             self._reader = self._form.call_reader(self._tools, found)
             return
-        self._content.delimit()
-        if found.name != SKIP and self._form.thoughts_close is not None:
+        self._content.add_delimiter()
+        if found.name != IGNORED and self._form.thoughts_close is not None:
             self._thinking = DelimiterScanner(self._form.thoughts_close)
 
     def _add_text(self, text: str) -> None:
@@ -215,7 +215,7 @@ class OutputParser:
             else:
                 self._new_calls.append(ToolCallDelta(self._num_calls_begun - 1, done=True))
                 self.calls.append(ToolCall(self._id, self._name, "".join(self._arguments)))
-                self._content.delimit()
+                self._content.add_delimiter()
         events.clear()
 
 
@@ -245,18 +245,18 @@ class MessageParser:
             OutputParser, form, tools, one_call=one_call, text_is_free=text_is_free
         )
         self._outputs: dict[int, OutputParser] = {}
-        self._unfinished: set[int] = set()
-        self._interrupted = False
+        self._unfinished_outputs: set[int] = set()
+        self._is_interrupted = False
 
     def push(self, delta: Delta) -> Delta:
         """Copy of ``delta`` with its text split into text, reasoning and calls."""
-        if self._interrupted and self._unfinished and not delta.finish_reason:
-            delta = replace(delta, index=min(self._unfinished))
+        if self._is_interrupted and self._unfinished_outputs and not delta.finish_reason:
+            delta = replace(delta, index=min(self._unfinished_outputs))
         output = self.output(delta.index)
         output.push(delta.text)
-        if delta.finish_reason is not None or self._interrupted:
+        if delta.finish_reason is not None or self._is_interrupted:
             output.finish()
-            self._unfinished.discard(delta.index)
+            self._unfinished_outputs.discard(delta.index)
         reason = delta.finish_reason
         if reason == "stop" and output.calls:
             reason = "tool_calls"
@@ -281,8 +281,8 @@ class MessageParser:
         Returns:
             Whether text may be held back. If so, pushing an empty delta releases it.
         """
-        self._interrupted = True
-        return bool(self._unfinished)
+        self._is_interrupted = True
+        return bool(self._unfinished_outputs)
 
     def complete(self, output: CompletionOutput) -> CompletionOutput:
         """Copy of ``output`` with its reasoning and tool calls."""
@@ -294,7 +294,7 @@ class MessageParser:
         if found is None:
             found = self._make_output(self.answer_begin)
             self._outputs[index] = found
-            self._unfinished.add(index)
+            self._unfinished_outputs.add(index)
         return found
 
 
