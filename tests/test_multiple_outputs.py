@@ -52,8 +52,8 @@ class SeededExecutor(FakeExecutor):
         self._seed = self._seeds[batch.req_indices[row]]
         super()._sample(batch, row, states, result, mask)
 
-    def _token(self, states):
-        return mix(super()._token(states), self._seed) % self.info.vocab_size
+    def _next_token(self, states):
+        return mix(super()._next_token(states), self._seed) % self.info.vocab_size
 
     def of_seed(self, prompt, count, seed):
         self._seed = seed

@@ -98,7 +98,7 @@ def stream_with_callbacks(
         refusal = error
     if isinstance(prompt, str):
         text = prompt
-    else:  # a refused prompt may be an object of any type
+    else:  # A refused prompt may be an object of any type.
         text = " ".join(map(str, prompt)) if stream is not None else describe(prompt)
     run = CallbackRun(
         handlers=tuple(handlers),
@@ -144,7 +144,7 @@ class CallbackStream(Handle):
         self._stream = stream
         self._refusal = refusal
         self._run = run
-        self._started = False
+        self._has_started = False
         self._ended = False
 
     @property
@@ -175,14 +175,14 @@ class CallbackStream(Handle):
         try:
             return await self._read_next()
         except GeneratorExit:
-            raise  # the task is being destroyed with its event loop: handlers cannot be called
+            raise  # The task is being destroyed with its event loop, so handlers cannot be called.
         except BaseException as error:
-            await self._fail(error)
+            await self._end_run_with_error(error)
             raise
 
     async def _read_next(self) -> Delta:
-        if not self._started:
-            self._started = True
+        if not self._has_started:
+            self._has_started = True
             await self._run.start()
         if self._refusal is not None:
             raise self._refusal
@@ -193,25 +193,25 @@ class CallbackStream(Handle):
             chunk = make_chunk(delta, several, chat=self._is_chat, run_id=self.run_id)
             await self._run.notify("on_llm_new_token", delta.text, chunk=chunk)
         if delta.usage is not None:
-            await self._finish(self._stream)
+            await self._end_run(self._stream)
         return delta
 
-    async def _finish(self, stream: TokenStream) -> None:
+    async def _end_run(self, stream: TokenStream) -> None:
         self._ended = True
         try:
             await self._run.notify("on_llm_end", self._make_result(stream.completion()))
         finally:
             self._run.close()
 
-    async def _fail(self, error: BaseException) -> None:
+    async def _end_run_with_error(self, error: BaseException) -> None:
         if self._ended:
             return
         self._ended = True
         completion = getattr(error, "partial", None)
         if self._stream is not None:
             self._stream.close()
-            # A stream that exceeded its deadline has a partial completion. A failed stream has
-            # none, and raises.
+            # After an exceeded deadline ``completion()`` returns the output so far; after another
+            # failure it raises.
             with contextlib.suppress(Exception):
                 completion = self._stream.completion()
         partial = {} if completion is None else {"response": self._make_result(completion)}
@@ -240,11 +240,11 @@ class CallbackStream(Handle):
         """Abort the request and end the iteration; calls ``on_llm_end`` if the run had started."""
         if self._stream is not None:
             self._stream.close()
-        if self._ended or not self._started or self._stream is None:
+        if self._ended or not self._has_started or self._stream is None:
             self._ended = True
             self._run.close()
             return
-        await self._finish(self._stream)
+        await self._end_run(self._stream)
 
     async def __aenter__(self) -> Self:
         return self

@@ -49,7 +49,7 @@ class CallbackRun:
         self.handlers = sorted(self.handlers, key=lambda h: not _get_attribute(h, "run_inline"))
 
     @property
-    def ids(self) -> dict[str, Any]:
+    def run_ids(self) -> dict[str, Any]:
         return {"run_id": self.run_id, "parent_run_id": self.parent_run_id, "tags": self.tags}
 
     async def start(self) -> None:
@@ -62,7 +62,7 @@ class CallbackRun:
             "repr": f"AsyncLLMEngine({self.model_name!r})",
         }
         extra = {
-            **self.ids,
+            **self.run_ids,
             "metadata": self.metadata,
             "name": self.name,
             "invocation_params": self.invocation_params,
@@ -83,14 +83,14 @@ class CallbackRun:
         """
         for handler in self.handlers:
             await self._call_handler(
-                handler, event, "ignore_llm", args, {**self.ids, **extra}, quiet
+                handler, event, "ignore_llm", args, {**self.run_ids, **extra}, quiet
             )
 
     async def _call_handler(
         self,
         handler: Any,
         event: str,
-        ignore: str,
+        ignore_attribute: str,
         args: tuple[Any, ...],
         extra: dict[str, Any],
         quiet: bool = False,
@@ -98,7 +98,7 @@ class CallbackRun:
         """Call the method ``event`` of a handler.
 
         Args:
-            ignore: name of the attribute by which a handler declines the event.
+            ignore_attribute: name of the attribute by which a handler declines the event.
 
         Returns:
             False if the handler lacks the method, or if ``on_chat_model_start`` raises
@@ -107,7 +107,7 @@ class CallbackRun:
         method = _get_attribute(handler, event)
         if method is None:
             return False
-        if _get_attribute(handler, ignore):
+        if _get_attribute(handler, ignore_attribute):
             return True
         try:
             if inspect.iscoroutinefunction(method):
@@ -165,17 +165,17 @@ def _get_attribute(handler: Any, name: str) -> Any:
 
 
 def _cancels_reading(error: BaseException) -> bool:
-    """Whether an exception cancels the reading task, rather than coming from the handler itself."""
+    """Whether an exception is a cancellation of the reading task, and not the handler's own."""
     if isinstance(error, GeneratorExit):
         # If the exception was thrown into this task, its traceback has no frame of the handler.
         assert error.__traceback__ is not None
         return error.__traceback__.tb_next is None
     if isinstance(error, asyncio.CancelledError):
-        with contextlib.suppress(RuntimeError):  # on trio, CancelledError is an ordinary exception
+        with contextlib.suppress(RuntimeError):  # On trio, CancelledError is an ordinary exception.
             task = asyncio.current_task()
             return task is None or task.cancelling() > 0
     elif isinstance(error, anyio.get_cancelled_exc_class()):
-        return True  # this is trio's Cancelled, which only trio can create
+        return True  # The exception is trio's Cancelled, which only trio can create.
     return isinstance(error, KeyboardInterrupt)
 
 

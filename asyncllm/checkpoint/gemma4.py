@@ -67,8 +67,9 @@ def _read_gemma4(config: ConfigFile, sizes: Sizes) -> Fields:
 
 
 def _read_layers(config: ConfigFile, is_sliding: tuple[bool, ...]) -> list[LayerConfig]:
-    """Read the sizes of each layer. Full-attention layers have other heads than sliding ones: files
-    of transformers 5.20 and later list the heads of each such layer, earlier files give them once.
+    """Read the sizes of each layer. Full-attention layers have another number and size of heads
+    than sliding ones: files of transformers 5.20 and later list them per layer, earlier files once
+    for all.
     """
     shared = config.boolean("attention_k_eq_v", False)
     near = LayerConfig(

@@ -30,20 +30,21 @@ MAX_EXPERTS = 1024
 
 
 def read_expert_counts(
-    config: ConfigFile, *names: str, per_token: str = "num_experts_per_tok"
+    config: ConfigFile, *names: str, per_token_name: str = "num_experts_per_tok"
 ) -> tuple[int, int]:
     """Read the number of experts per layer, and per token.
 
     Args:
-        names: fields that may have the number per layer; the first that is present counts.
-        per_token: field with the number per token.
+        names: fields that may have the number of experts per layer; the first that is present
+            counts.
+        per_token_name: name of the field with the number of experts per token.
     """
     config.choice("hidden_act", ("silu", "swish"), "silu")
     name = next((name for name in names if name in config), names[0])
     count = config.integer(name, high=MAX_EXPERTS)
-    top_k = config.integer(per_token, high=MAX_EXPERTS)
+    top_k = config.integer(per_token_name, high=MAX_EXPERTS)
     if top_k > count:
-        raise config.invalid_field(per_token, f"at most {name}={count}")
+        raise config.invalid_field(per_token_name, f"at most {name}={count}")
     return count, top_k
 
 
@@ -64,8 +65,8 @@ def read_sparse_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
 
 
 def _read_groups(config: ConfigFile, count: int, top_k: int) -> tuple[int, int]:
-    """Read ``n_group`` and ``topk_group``. ``topk_group`` groups must have ``top_k`` experts or
-    more."""
+    """Read ``n_group`` and ``topk_group``. The chosen groups must have at least ``top_k`` experts
+    together."""
     groups = config.integer("n_group", 1, high=count)
     if count % groups or (groups > 1 and count // groups < 2):
         raise config.invalid_field(
@@ -203,7 +204,7 @@ def _read_glm4_moe(config: ConfigFile, sizes: Sizes) -> Fields:
 def _read_ernie4_5_moe(config: ConfigFile, sizes: Sizes) -> Fields:
     if config.boolean("use_bias", False):
         raise config.invalid_field("use_bias", "false: the output head has none")
-    count, top_k = read_expert_counts(config, "moe_num_experts", per_token="moe_k")
+    count, top_k = read_expert_counts(config, "moe_num_experts", per_token_name="moe_k")
     step = config.integer("moe_layer_interval", 1)
     first = config.integer("moe_layer_start_index", 1, low=0)
     last = config.integer("moe_layer_end_index", -1, low=-1)

@@ -102,8 +102,10 @@ class GGUFReader:
         plain = GGML_TYPES[stored.type][0] in PLAIN_TYPES
         rows = stored.shape[0] if plain or len(stored.shape) > 1 else 1
         read = self._row_bytes(name, rows)
-        for start, stop in row_ranges((rows, *stored.shape[1:])):
-            yield self._dequantise_bytes(read(start, stop), stored).view(-1, *stored.shape[1:])
+        for start_offset, stop in row_ranges((rows, *stored.shape[1:])):
+            yield self._dequantise_bytes(read(start_offset, stop), stored).view(
+                -1, *stored.shape[1:]
+            )
 
     def quantised_tensor(self, name: str) -> QuantisedTensor | None:
         """Codes of a Q4_0 or Q8_0 matrix, whose blocks have a scale and integers; else None."""
@@ -114,13 +116,13 @@ class GGUFReader:
         read = self._row_bytes(name, shape[0])
         unpacked = _unpack_q4_0 if label == "Q4_0" else _unpack_q8_0
 
-        def blocks(start: int, stop: int) -> Tensor:
+        def blocks(start_offset: int, stop: int) -> Tensor:
             _, _, size = GGML_TYPES[stored.type]
-            raw = np.ascontiguousarray(read(start, stop))
-            return torch.from_numpy(raw).view(stop - start, -1, size)
+            raw = np.ascontiguousarray(read(start_offset, stop))
+            return torch.from_numpy(raw).view(stop - start_offset, -1, size)
 
-        def rows(start: int, stop: int) -> Tensor:
-            return unpacked(blocks(start, stop)[:, :, 2:]).flatten(1)
+        def rows(start_offset: int, stop: int) -> Tensor:
+            return unpacked(blocks(start_offset, stop)[:, :, 2:]).flatten(1)
 
         ranges = row_ranges(shape)
         scales = torch.cat([blocks(*r)[:, :, :2].contiguous().view(torch.float16) for r in ranges])
@@ -137,11 +139,11 @@ class GGUFReader:
         stored, data = self._stored[name], self._data
         assert data is not None
         self._version.check()
-        raw = data[stored.start : stored.start + stored.num_bytes].reshape(rows, -1)
+        raw = data[stored.start_offset : stored.start_offset + stored.num_bytes].reshape(rows, -1)
         order = _row_order(self.path, name, rows, self._heads.get(name))
         if order is None:
-            return lambda start, stop: raw[start:stop]
-        return lambda start, stop: raw[order[start:stop]]
+            return lambda start_offset, stop: raw[start_offset:stop]
+        return lambda start_offset, stop: raw[order[start_offset:stop]]
 
     def _dequantise_bytes(self, raw: np.ndarray, stored: GGUFTensor) -> Tensor:
         label = GGML_TYPES[stored.type][0]
