@@ -207,8 +207,8 @@ class _Cursor:
         length, start_offset = self.read_number("Q"), self.position
         if length > MAX_NAME_BYTES:
             raise self.error(
-                f"the name at byte {start_offset} of the header has {length} bytes, expected at most "
-                f"{MAX_NAME_BYTES}"
+                f"the name at byte {start_offset} of the header has {length} bytes, "
+                f"expected at most {MAX_NAME_BYTES}"
             )
         return self.read_bytes(length).decode("utf-8", "replace")
 

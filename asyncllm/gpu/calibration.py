@@ -51,10 +51,10 @@ def calibrate(runner: ModelRunner, config: EngineConfig, mode: ExecutionMode) ->
     It chooses only settings that the configuration leaves open. Call it once the kernels are
     compiled.
     """
-    known: dict[int, float] = {}
+    known_seconds: dict[int, float] = {}
 
     def time_step(count: int) -> float:
-        known[count] = seconds = time_prefill(runner, count)
+        known_seconds[count] = seconds = time_prefill(runner, count)
         return seconds
 
     if config.max_num_batched_tokens == "auto":
@@ -67,7 +67,7 @@ def calibrate(runner: ModelRunner, config: EngineConfig, mode: ExecutionMode) ->
         logger.info("a step has at most %d tokens", measured)
     if config.async_scheduling is None and runner.can_run_ahead:
         most = min(runner.info.max_num_seqs, runner.info.max_num_batched_tokens)
-        found = min_tokens_ahead(time_step, most, known)
+        found = min_tokens_ahead(time_step, most, known_seconds)
         if found is not None:
             runner.run_ahead(found)
 
@@ -108,7 +108,7 @@ def calibrate_token_budget(
     time_step: Callable[[int], float],
     *,
     target: float = TARGET_SECONDS,
-    highest: int = HIGHEST_BUDGET,
+    max_budget: int = HIGHEST_BUDGET,
     repeats: int = 1,
 ) -> int:
     """Finds the token count of a prefill step that takes about ``target`` seconds.
@@ -121,12 +121,12 @@ def calibrate_token_budget(
 
     Args:
         time_step: runs a step of the given number of tokens and returns its seconds.
-        highest: largest budget in tokens, at least LOWEST_BUDGET.
+        max_budget: largest budget in tokens, at least LOWEST_BUDGET.
         repeats: number of steps timed per size. The shortest time counts, because the first step
             of a size may have to load kernels.
 
     Returns:
-        A multiple of 32 from 64 to ``highest``, or ``highest`` itself.
+        A multiple of 32 from 64 to ``max_budget``, or ``max_budget`` itself.
     """
 
     def time_best(count: int) -> float:
@@ -135,17 +135,17 @@ def calibrate_token_budget(
     size, second = _FIRST_TOKEN_COUNTS
     time_step(1)
     seconds = time_best(size)
-    while seconds < target / 2 and size * 2 <= highest:
+    while seconds < target / 2 and size * 2 <= max_budget:
         size = max(second, size * 2)
         seconds = time_best(size)
     tokens = int(size * target / max(seconds, 1e-9))
-    return max(LOWEST_BUDGET, min(highest, tokens // BUDGET_MULTIPLE * BUDGET_MULTIPLE))
+    return max(LOWEST_BUDGET, min(max_budget, tokens // BUDGET_MULTIPLE * BUDGET_MULTIPLE))
 
 
 def min_tokens_ahead(
     time_step: Callable[[int], float],
     max_num_seqs: int,
-    known: Mapping[int, float] = _NO_TIMINGS,
+    known_seconds: Mapping[int, float] = _NO_TIMINGS,
 ) -> int | None:
     """Finds the smallest step, in tokens, that is worth starting ahead on the native library's
     thread.
@@ -158,8 +158,8 @@ def min_tokens_ahead(
 
     Args:
         time_step: runs a step of the given number of tokens and returns its seconds.
-        known: seconds of steps that were timed before, by token count. If it has the step of eight
-            tokens, that step is not run again.
+        known_seconds: seconds of steps that were timed before, by token count. If it has the step
+            of eight tokens, that step is not run again.
 
     Returns:
         None if no second step should be in flight: a step of eight tokens takes more than 10 ms,
@@ -167,9 +167,9 @@ def min_tokens_ahead(
         in the best of three runs.
     """
     few = min(_FIRST_TOKEN_COUNTS[0], max_num_seqs)
-    if few not in known:
+    if few not in known_seconds:
         time_step(1)
-    if (known[few] if few in known else time_step(few)) > MAX_AHEAD_SECONDS:
+    if (known_seconds[few] if few in known_seconds else time_step(few)) > MAX_AHEAD_SECONDS:
         return None
     seconds = time_step(max_num_seqs)
     if seconds < 2 * MAX_AHEAD_SECONDS:

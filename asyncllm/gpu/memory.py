@@ -123,7 +123,7 @@ class CacheBudget:
         weights: memory of the model's weights.
         peak: memory of the largest step, beside weights and cache.
         graph_reserve: memory to keep for CUDA graphs.
-        free: free memory now, with the weights on the device and no step running.
+        free: free memory at present, with the weights on the device and no step running.
     """
 
     total: int

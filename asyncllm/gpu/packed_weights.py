@@ -11,7 +11,7 @@ from asyncllm.checkpoint.reader import QuantisedTensor
 from asyncllm.gpu.formats.reader import row_ranges
 from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme, WeightForm
 
-_SCHEMES: dict[int, QuantScheme] = {4: "int4", 8: "int8"}
+_SCHEME_BY_BITS: dict[int, QuantScheme] = {4: "int4", 8: "int8"}
 """Quantisation scheme by the number of bits of an integer."""
 
 
@@ -27,7 +27,7 @@ def packed_weights(
     if len(codes) < len(parts) or len(forms) != 1:
         return None
     bits, (columns,), group = forms.pop()
-    scheme = _SCHEMES.get(bits)
+    scheme = _SCHEME_BY_BITS.get(bits)
     if scheme is None or columns * bits % 8 or any(c.column_groups is not None for c in codes):
         return None
     zeros = torch.cat([_zero_points(part) for part in codes])
@@ -78,8 +78,8 @@ def _zero_points(part: QuantisedTensor) -> Tensor:
     return _expand_to_rows(part, zeros - shift)
 
 
-def _expand_to_rows(part: QuantisedTensor, grid: Tensor) -> Tensor:
-    """Expands ``grid`` to one row per row of the weights."""
+def _expand_to_rows(part: QuantisedTensor, block_values: Tensor) -> Tensor:
+    """Expands ``block_values`` to one row per row of the weights."""
     if part.block[0] == 1:
-        return grid
-    return grid.repeat_interleave(part.block[0], dim=0)[: part.shape[0]]
+        return block_values
+    return block_values.repeat_interleave(part.block[0], dim=0)[: part.shape[0]]

@@ -84,7 +84,7 @@ class StateCache:
         alike: dict[torch.dtype, list[Tensor]] = {}
         for tensor in self.tensors:
             alike.setdefault(tensor.dtype, []).append(tensor)
-        self._by_dtype = list(alike.values())
+        self._tensors_by_dtype = list(alike.values())
 
     @property
     def num_bytes(self) -> int:
@@ -111,6 +111,6 @@ class StateCache:
         kernel per layer.
         """
         copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-        for tensors in self._by_dtype:
+        for tensors in self._tensors_by_dtype:
             to = [tensor[slot] for slot, _ in pairs for tensor in tensors]
             copy(to, [tensor[slot] for _, slot in pairs for tensor in tensors])

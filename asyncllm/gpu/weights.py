@@ -47,7 +47,7 @@ def load_weights(
     twice. A yielded parameter is complete for work on the thread's current stream.
 
     Args:
-        dtype: the model's dtype; a parameter may have its own.
+        dtype: dtype of the model; a parameter may have a dtype of its own.
         staging: copies tensors to the device; None copies directly on a CPU, and through pinned
             buffers to a GPU.
         open_reader: opens the files in ``model.path`` as plain tensors.
@@ -111,8 +111,8 @@ class _TransientWeights:
         self._buffer = torch.empty(largest, dtype=dtype, device="cpu")
 
     def can_be_transient(self, parameter: Parameter) -> bool:
-        """Whether a weight can be transient. Expert weights cannot, because they are kept until all
-        experts of a layer are read."""
+        """Whether a weight may be valid only until the next one is requested. Expert weights
+        cannot, because they are kept until all experts of a layer are read."""
         held = ".experts." in parameter.name
         return parameter.linear and parameter.dtype is None and not held
 

@@ -63,7 +63,8 @@ class CaptureStats:
 
 
 class GraphCapturer:
-    """Captures a function over static tensors; this base runs every step eagerly."""
+    """Capturer of functions over static tensors; this base class captures nothing and runs every
+    step eagerly."""
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
         """Calls ``run`` once, and returns a function that repeats its work.
@@ -151,7 +152,7 @@ class StepGraphs:
         largest = replace(key, bucket=self.buckets[-1])
         if largest not in self._graphs and largest not in self._failed:
             key = largest
-        if self._retry_is_due(key):
+        if self._should_retry(key):
             self._capture(key)
         else:
             self._run(key)
@@ -171,7 +172,7 @@ class StepGraphs:
         self._graphs.clear()
         del self._run
 
-    def _retry_is_due(self, key: GraphKey) -> bool:
+    def _should_retry(self, key: GraphKey) -> bool:
         """Counts a step of a key without a graph, and returns whether to capture that step."""
         failed = self._failed.get(key)
         if failed is None:

@@ -23,8 +23,9 @@ from asyncllm.logger import get_logger
 
 logger = get_logger("asyncllm")
 
-Draw = Callable[[Tensor, Stages], None]
-"""Draws the tokens of the first rows, from their logits ``[S, vocab_size]``."""
+DrawFunction = Callable[[Tensor, Stages], None]
+"""Function that draws the tokens of the first S sampled rows from their logits ``[S,
+vocab_size]``."""
 
 
 class GraphReplay(Replay):
@@ -55,7 +56,7 @@ class GraphReplay(Replay):
         capturer: GraphCapturer,
         sizes: Sequence[int],
         token_sizes: Sequence[int],
-        draw: Draw,
+        draw: DrawFunction,
     ) -> None:
         super().__init__(model, cache, memory)
         self.graphs = StepGraphs(self._run, capturer, sizes)

@@ -10,7 +10,8 @@ from torch import Tensor
 from asyncllm.outputs import Logprob, TokenLogprobs
 
 MAX_BUFFERED_LOGPROBS = 64
-"""Maximum number of log-probabilities per token in a step's buffers; the host computes more."""
+"""Maximum number of log-probabilities per token in a step's buffers; further ones are computed on
+the host."""
 
 
 DEFAULT_BUFFERED_LOGPROBS = 20
