@@ -99,7 +99,7 @@ class ChatTemplate:
             with contextlib.suppress(InvalidRequestError):
                 self._compile(source)
 
-    def mentions_variable(self, variable: str, chosen: str | None = None) -> bool:
+    def reads(self, variable: str, chosen: str | None = None) -> bool:
         """Whether a template contains the name of a variable, such as ``tools``.
 
         Args:

@@ -42,7 +42,7 @@ class PackedSizes:
     """Sizes of the weights that stay quantised, for the log.
 
     Attributes:
-        forms: phrases that describe their quantisation.
+        forms: phrases that describe the weights' quantisation.
         num_bytes, elements: bytes and number of elements of all such weights.
     """
 

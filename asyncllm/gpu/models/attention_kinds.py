@@ -68,7 +68,7 @@ def layer_groups(model: ModelConfig) -> tuple[dict[int, AttentionKind], list[Lay
 
 
 def _layers_with_kv(model: ModelConfig) -> list[int]:
-    """The attention layers with keys and values of their own."""
+    """Indices of attention layers that compute keys and values of their own."""
     return [layer for layer in attention_layers(model) if model.layer(layer).kv_layer is None]
 
 

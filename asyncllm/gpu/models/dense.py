@@ -33,7 +33,7 @@ from asyncllm.gpu.models.layers import (
 from asyncllm.gpu.models.linear_attention import build_linear_attention, linear_attention_states
 from asyncllm.gpu.models.parameter import Parameter
 from asyncllm.gpu.models.rope import RopeSpec, rotary_order
-from asyncllm.gpu.models.scope import Scope, Source, stacked
+from asyncllm.gpu.models.scope import ParameterSource, Scope, stacked
 from asyncllm.gpu.ops.base import Attention, AttentionShape, Embedding, Linear, RMSNorm
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.quantise import Conversion
@@ -59,8 +59,8 @@ def build_decoder(
             twice.
         convert: quantisation of every linear layer's weights, the output head included, before
             they are handed to ``ops``; None for no quantisation.
-        dtype: the model's dtype; needed only if the embedding arrives as LinearWeights, which do
-            not name it.
+        dtype: dtype of the model; needed only if the embedding arrives as LinearWeights, which have
+            no model dtype.
     """
     source, by_layer = _OrderedSource(iter(weights)), attention_by_layer(model, attention)
     builder = DecoderBuilder(model, ops, by_layer, source, convert, dtype)
@@ -93,7 +93,8 @@ class DecoderBuilder:
 
     Args:
         attention_by_layer: LayerAttention of each attention layer, by layer index.
-        source: returns the weights of a parameter, requested in order.
+        source: function that returns the weights of a parameter; called in the order of the
+            parameters.
         convert, dtype: see ``build_decoder``.
 
     Attributes:
@@ -106,7 +107,7 @@ class DecoderBuilder:
         model: ModelConfig,
         ops: TorchOps,
         attention_by_layer: Mapping[int, LayerAttention],
-        source: Source,
+        source: ParameterSource,
         convert: Conversion | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -233,7 +234,7 @@ class DecoderBuilder:
         return SharedAttentionMixer(q=q, rope=rope, **rest)
 
     def common_attention_parts(self, scope: Scope, index: int, width: int) -> dict[str, Any]:
-        """Builds the parts that AttentionMixer and SharedAttentionMixer have in common.
+        """Builds the parts that are common to AttentionMixer and SharedAttentionMixer.
 
         Args:
             width: size of attention's output, over all heads.

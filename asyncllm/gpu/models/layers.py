@@ -121,7 +121,8 @@ class _AttentionParts:
         attention_index: index of the mixer's attention kind in StepContext.
         rope_index: index of the mixer's RoPE table in StepContext.
         kv_index: index in StepContext of the KV cache that the mixer reads.
-        sinks: the last argument of attention, ``[Hq]`` float32; () without sinks.
+        sinks: ``(sinks,)`` with ``[Hq]`` float32, passed as attention's last argument; () without
+            sinks.
     """
 
     attention: Attention
@@ -142,7 +143,7 @@ class AttentionMixer(_AttentionParts):
 
     Attributes:
         gate: gate on attention's output; None for no gate.
-        shares_kv: later layers attend to this layer's keys and values.
+        shares_kv: whether later layers attend to this layer's keys and values.
     """
 
     qkv: Linear
@@ -212,8 +213,8 @@ class DecoderLayer:
     """Mixer and MLP, each with a residual connection and norms before it, after it, or both.
 
     Attributes:
-        parallel_experts: adds the output of experts in parallel to the MLP, given the MLP's output
-            and the residual; None without such experts.
+        parallel_experts: function of the MLP's output and the residual that adds the output of
+            experts in parallel to the MLP; None without such experts.
     """
 
     kind: Hashable

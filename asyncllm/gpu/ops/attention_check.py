@@ -106,10 +106,10 @@ def _make_steps(request: AttentionRequest, size: int) -> Iterator[_Step]:
     for name, rows in (
         ("decode", decodes), ("prefill", prefills), ("decode and prefill", decodes + prefills),
     ):  # fmt: skip
-        yield _make_step(name, _Rows(rows, size), request)
+        yield _make_step(name, _RandomRows(rows, size), request)
 
 
-def _make_step(name: str, rows: _Rows, request: AttentionRequest) -> _Step:
+def _make_step(name: str, rows: _RandomRows, request: AttentionRequest) -> _Step:
     shape, device, random = request.shape, request.device, torch.Generator().manual_seed(len(name))
     pair = (shape.num_kv_heads, shape.head_dim)
     cache = torch.full((2, rows.blocks.size + 1, rows.size, *pair), UNOWNED_VALUE)
@@ -128,7 +128,7 @@ def _make_step(name: str, rows: _Rows, request: AttentionRequest) -> _Step:
     return _Step(name, shape, q, cache, torch.from_numpy(slots).to(device), inputs)
 
 
-class _Rows:
+class _RandomRows:
     """Rows of a step, decode rows first, from pairs (cached tokens, tokens of the step).
 
     Each row has its own blocks, in random order, and a request index other than its row number.

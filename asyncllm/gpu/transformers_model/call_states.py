@@ -37,7 +37,7 @@ class CallStates:
         state_idx: int = 0,
         conv_kernel_size: int | None = None,
     ) -> Tensor:
-        """Returns the last inputs followed by the new ones; keeps the new last inputs.
+        """Returns the stored inputs followed by the new ones; stores the last of these.
 
         Args:
             conv_states: ``[B, C, n]``, the new inputs.

@@ -21,7 +21,7 @@ class RecurrentModule:
 
     Args:
         forward: the module's own ``forward``.
-        places: index in StateCache.tensors of each of the module's states.
+        tensor_indices: index in StateCache.tensors of each of the module's states.
     """
 
     def __init__(
@@ -29,17 +29,21 @@ class RecurrentModule:
         step: Step,
         forward: Callable[..., Tensor],
         call: RecurrentCall,
-        places: Mapping[StateKey, int],
+        tensor_indices: Mapping[StateKey, int],
     ) -> None:
-        self.step, self.forward, self.places = step, forward, places
+        self.step, self.forward, self.tensor_indices = step, forward, tensor_indices
         self.hidden, self.cache = call.hidden, call.cache
 
     @classmethod
     def install(
-        cls, step: Step, module: nn.Module, call: RecurrentCall, places: Mapping[StateKey, int]
+        cls,
+        step: Step,
+        module: nn.Module,
+        call: RecurrentCall,
+        tensor_indices: Mapping[StateKey, int],
     ) -> None:
         """Replaces the ``forward`` of ``module``."""
-        module.__dict__["forward"] = cls(step, module.forward, call, places)
+        module.__dict__["forward"] = cls(step, module.forward, call, tensor_indices)
 
     def __call__(self, *args: Any, **options: Any) -> Tensor:
         hidden = args[0] if args else options.pop(self.hidden)
@@ -57,14 +61,14 @@ class RecurrentModule:
         """Computes all rows of one token in one call, ``[D, H] -> [D, H]``."""
         slots, states = rows.slots, self.step.states
         assert slots is not None
-        held = {key: rows.gather(states[place]) for key, place in self.places.items()}
+        held = {key: rows.gather(states[place]) for key, place in self.tensor_indices.items()}
         out = self.forward(hidden.unsqueeze(1), **options | {self.cache: CallStates(held)})
-        for key, place in self.places.items():
+        for key, place in self.tensor_indices.items():
             states[place].index_copy_(0, slots, held[key])
         return out.squeeze(1)
 
     def _compute_row(self, hidden: Tensor, span: RowSpan, options: dict[str, Any]) -> Tensor:
         """Computes one row in place on its state slot, ``[1, n, H] -> [n, H]``."""
         states = self.step.states
-        held = {key: span_state(states[place], span) for key, place in self.places.items()}
+        held = {key: span_state(states[place], span) for key, place in self.tensor_indices.items()}
         return self.forward(hidden, **options | {self.cache: CallStates(held)})[0]

@@ -69,8 +69,8 @@ def load_modules(
 def _check_dtypes(reader: CheckpointReader, model: TransformersConfig) -> None:
     """Raises ModelLoadError for a stored weight that is not of floating point.
 
-    It would be a quantised weight whose scales are missing, for example, and transformers would
-    cast it silently.
+    For example, it may be a quantised weight whose scales are missing; transformers would cast it
+    silently.
     """
     floats = {name for name, t in model.skeleton.state_dict().items() if t.is_floating_point()}
     for name, info in reader.tensors.items():
@@ -185,26 +185,26 @@ class _Loading:
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self.total, self.progress, self.num_bytes = total, progress, 0
-        self._read = self._taken = 0
+        self._num_bytes_read = self._num_bytes_taken = 0
 
     def count_read(self, num_bytes: int) -> None:
-        self._read += num_bytes
+        self._num_bytes_read += num_bytes
         self._report_progress()
 
     def count_taken(self, num_bytes: int) -> None:
         # Cap the sum: a tensor may be counted twice, for example because it was moved to a device
         # first.
-        self._taken = min(self._taken + num_bytes, self.num_bytes)
+        self._num_bytes_taken = min(self._num_bytes_taken + num_bytes, self.num_bytes)
         self._report_progress()
 
     def finish(self) -> None:
-        self._taken = self.num_bytes
+        self._num_bytes_taken = self.num_bytes
         self._report_progress()
 
     def _report_progress(self) -> None:
         if self.progress is not None:
-            taken = self.total * self._taken // self.num_bytes if self.num_bytes else 0
-            self.progress((self._read + taken) // 2, self.total)
+            taken = self.total * self._num_bytes_taken // self.num_bytes if self.num_bytes else 0
+            self.progress((self._num_bytes_read + taken) // 2, self.total)
 
 
 class Owner:

@@ -111,7 +111,7 @@ class TritonRMSNorm:
         if rows:
             kernel = self._add_norm_kernel if add else self._norm_kernel
             if kernel is None or self._width != width:
-                kernel = self._bind(width, add)
+                kernel = self._bind_kernels(width, add)
             kernel(
                 (rows, 1, 1),
                 out,
@@ -127,7 +127,7 @@ class TritonRMSNorm:
             )
         return out
 
-    def _bind(self, width: int, add: bool) -> Any:
+    def _bind_kernels(self, width: int, add: bool) -> Any:
         """Binds the kernels with and without a residual to rows of ``width``; returns the one that
         ``add`` selects."""
         if len(self.weight) != width:
