@@ -204,8 +204,8 @@ def test_flow_lets_a_word_that_is_too_long_stand_alone() -> None:
 def test_conversation_forgets_whole_turns(tmp_path: Path) -> None:
     conversation = Conversation("Be brief.")
     for role, text in (("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4")):
-        conversation.say(role, text)
-    conversation.say("user", "5")
+        conversation.add_message(role, text)
+    conversation.add_message("user", "5")
     assert conversation.turn_starts() == [0, 2, 4]
     assert [m["content"] for m in conversation.messages_to_send(2)] == ["Be brief.", "3", "4", "5"]
     conversation.messages.pop()

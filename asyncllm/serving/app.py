@@ -55,7 +55,7 @@ from asyncllm.serving.request_body import UnsupportedFields
 from asyncllm.serving.response_store import ResponseStore
 from asyncllm.serving.serving import Serving, default_model_names
 
-PageFunction = Callable[[str], "tuple[str, bytes] | None"]
+Page = Callable[[str], "tuple[str, bytes] | None"]
 
 OPEN_PATHS = ("/health", "/health/live", "/health/ready")
 """Paths that need no token, because health checks send none."""
@@ -100,7 +100,7 @@ def create_app(
     origins: Sequence[str] | None = None,
     local: bool = False,
     model_names: Sequence[str] | None = None,
-    page: PageFunction | None = None,
+    page: Page | None = None,
     timeout: float | None = None,
     ping_interval: float = 15.0,
     max_body_size: int = 4 << 20,
@@ -183,7 +183,7 @@ def create_app(
     return ServerApp(app, serving)
 
 
-def _router(serving: Serving, rules: AccessRules, page: PageFunction | None) -> ASGIApp:
+def _router(serving: Serving, rules: AccessRules, page: Page | None) -> ASGIApp:
     chat = partial(answer_choices, ChatRequest, ChatWriter)
     completions = partial(answer_choices, CompletionRequest, CompletionWriter)
     stored: dict[str, Handler] = {"GET": get_response, "DELETE": delete_response}
@@ -230,7 +230,7 @@ class _FallbackEndpoint(Endpoint):
     """
 
     _paths: Collection[str]
-    _page: PageFunction | None
+    _page: Page | None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         file = None

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from asyncllm import validation as check
 from asyncllm.engine import AsyncLLMEngine
-from asyncllm.serving.app import PageFunction, ServerApp, create_app
+from asyncllm.serving.app import Page, ServerApp, create_app
 from asyncllm.serving.http_server import ConnectionLimits, HttpServer
 from asyncllm.serving.loopback import is_loopback
 
@@ -33,7 +33,7 @@ def serve(
     token: str | Sequence[str] | None = None,
     origins: Sequence[str] | None = None,
     model_name: str | None = None,
-    page: PageFunction | None = None,
+    page: Page | None = None,
     max_connections: int = 256,
     max_message_size: int = 1 << 20,
     timeout: float | None = None,
