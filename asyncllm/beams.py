@@ -137,10 +137,10 @@ class BeamSearch:
     token. These are among the w + s likeliest of each beam.
 
     Attributes:
-        running: beams that have not ended, the most likely first.
-        ended: at most ``beam_width`` beams that have ended, the highest score first.
+        running_beams: beams that have not ended, the most likely first.
+        ended_beams: at most ``beam_width`` beams that have ended, the highest score first.
         length: number of tokens of each running beam.
-        done: whether no running beam can change ``ended`` any more.
+        done: whether no running beam can change ``ended_beams`` any more.
     """
 
     beam_width: int
@@ -148,8 +148,8 @@ class BeamSearch:
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
     stop_token_ids: frozenset[int] = frozenset()
-    running: list[Beam] = field(default_factory=lambda: [Beam()])
-    ended: list[Beam] = field(default_factory=list)
+    running_beams: list[Beam] = field(default_factory=lambda: [Beam()])
+    ended_beams: list[Beam] = field(default_factory=list)
     length: int = 0
     done: bool = False
 
@@ -167,7 +167,7 @@ class BeamSearch:
         """
         candidates = [
             (beam.logprob + entry.logprob, beam, entry)
-            for beam, top in zip(self.running, top_tokens, strict=True)
+            for beam, top in zip(self.running_beams, top_tokens, strict=True)
             for entry in top
         ]
         candidates.sort(key=lambda one: -one[0])
@@ -178,35 +178,35 @@ class BeamSearch:
             if rank >= width and len(going) == width:
                 break
             ends = self.length == self.max_tokens or entry.token_id in self.stop_token_ids
-            chosen = self.ended if ends else going
+            chosen = self.ended_beams if ends else going
             # Only the ``width`` likeliest candidates may end a beam; the further ones replace the
             # beams that ended.
             if rank < width if ends else len(going) < width:
                 chosen.append(Beam((*beam.entries, entry), logprob, logprob / divisor))
-        self.running = going
-        self.ended.sort(key=lambda beam: -beam.score)
-        del self.ended[self.beam_width :]
+        self.running_beams = going
+        self.ended_beams.sort(key=lambda beam: -beam.score)
+        del self.ended_beams[self.beam_width :]
         self.done = not going or self._cannot_improve()
 
     def _cannot_improve(self) -> bool:
-        if len(self.ended) < self.beam_width:
+        if len(self.ended_beams) < self.beam_width:
             return False
         if self.early_stopping is True:
             return True
         length = self.length
         if self.early_stopping == "never" and self.length_penalty > 0:
             length = self.max_tokens
-        best = self.running[0].logprob / length**self.length_penalty
-        return best <= self.ended[-1].score
+        best_beams = self.running_beams[0].logprob / length**self.length_penalty
+        return best_beams <= self.ended_beams[-1].score
 
     def end_early(self) -> None:
         """End the search early: the running beams become outputs as they are."""
-        self.ended = self.best()
-        self.running, self.done = [], True
+        self.ended_beams = self.best_beams()
+        self.running_beams, self.done = [], True
 
-    def best(self) -> list[Beam]:
+    def best_beams(self) -> list[Beam]:
         """Beams with the highest scores, ended or not."""
-        both = [*self.ended, *self.running] if self.length else self.ended
+        both = [*self.ended_beams, *self.running_beams] if self.length else self.ended_beams
         return sorted(both, key=lambda beam: -beam.score)[: self.beam_width]
 
 
@@ -233,18 +233,18 @@ class _Driver:
             assert self._first_completion is not None
             begin = self._first_completion.prompt_token_ids
             while not search.done:
-                prompts = [[*begin, *beam.token_ids] for beam in search.running]
+                prompts = [[*begin, *beam.token_ids] for beam in search.running_beams]
                 try:
                     search.advance(await self._next_tokens(prompts))
                 except ContextLengthExceededError:
                     search.end_early()
         except DeadlineExceededError as error:
-            outputs = search.best()
+            outputs = search.best_beams()
             raise DeadlineExceededError(
                 f"beam search passed its deadline after {search.length} tokens",
                 partial=self._completion(outputs) if outputs else None,
             ) from error
-        return self._completion(search.ended)
+        return self._completion(search.ended_beams)
 
     async def _next_tokens(self, prompts: Sequence[str | Sequence[int]]) -> list[Sequence[Logprob]]:
         """Compute the likeliest next tokens of each prompt."""

@@ -562,7 +562,7 @@ class AsyncLLMEngine(Handle):
         if thread is None or inputs is None:
             raise self._not_started()
         if os.getpid() != thread.pid:
-            raise thread.forked()
+            raise thread.forked_error()
         if self._closed or (thread.closing and thread.core.fatal_error is None):
             raise EngineClosedError(thread.core.close_reason)
         return inputs

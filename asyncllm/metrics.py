@@ -285,35 +285,35 @@ class EngineMetrics(Collector):
 
     def describe(self) -> Iterable[Metric]:
         """Describe the metrics without samples, so that a registry refuses duplicates."""
-        return self._families(())
+        return self._make_families(())
 
     def collect(self) -> Iterable[Metric]:
-        return self._families(self._records)
+        return self._make_families(self._records)
 
-    def _families(self, records: Sequence[_EngineRecord]) -> list[Metric]:
+    def _make_families(self, records: Sequence[_EngineRecord]) -> list[Metric]:
         """Make all metric families, with samples from ``records``."""
         stats = [(record.labels, record.stats()) for record in records]
         families: list[Metric] = []
         for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for name, field, documentation in table:
-                family = self._family(kind, name, documentation)
+                family = self._make_family(kind, name, documentation)
                 for labels, snapshot in stats:
                     family.add_metric(labels, getattr(snapshot, field))
                 families.append(family)
-        success = self._family(
+        success = self._make_family(
             CounterMetricFamily,
             "request_success",
             "Requests that ended, by finish reason; error is an exception.",
             "finished_reason",
         )
-        errors = self._family(
+        errors = self._make_family(
             CounterMetricFamily,
             "asyncllm:request_errors",
             "Requests that ended with an exception, by its type.",
             "error_type",
         )
         histograms = {
-            name: self._family(HistogramMetricFamily, name, documentation)
+            name: self._make_family(HistogramMetricFamily, name, documentation)
             for name, documentation, _ in _HISTOGRAMS
         }
         for record in records:
@@ -326,7 +326,7 @@ class EngineMetrics(Collector):
                     histograms[name].add_metric(record.labels, histogram.buckets(), histogram.total)
         return [*families, success, errors, *histograms.values()]
 
-    def _family(
+    def _make_family(
         self, kind: Callable[..., FamilyT], name: str, documentation: str, *labels: str
     ) -> FamilyT:
         name = name if ":" in name else self._prefix + name

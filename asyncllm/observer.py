@@ -74,9 +74,9 @@ class ObserverNotifier:
 
     _request: Request
     _observers: tuple[Observer, ...]
-    _submitted: bool = False
+    _is_submitted: bool = False
     _first_token_seen: bool = False
-    _end: tuple[Usage, BaseException | None] | None = None
+    _end_arguments: tuple[Usage, BaseException | None] | None = None
     # Popping from a list is atomic: the thread that gets the item delivers the end.
     _undelivered: list[bool] = field(default_factory=lambda: [True])
     _first_token_observers: list[Observer] = field(init=False)
@@ -87,18 +87,18 @@ class ObserverNotifier:
     def submitted(self, submission: RequestInfo) -> None:
         for observer in self._observers:
             _call_method(observer, "on_submit", self._request, submission)
-        self._submitted = True
-        if self._end is not None:
+        self._is_submitted = True
+        if self._end_arguments is not None:
             self._deliver()
 
     def first_token(self) -> None:
         self._first_token_seen = True
-        if self._submitted:
+        if self._is_submitted:
             self._deliver_first_token()
 
     def finished(self, usage: Usage, error: BaseException | None) -> None:
-        self._end = (usage, error)
-        if self._submitted:
+        self._end_arguments = (usage, error)
+        if self._is_submitted:
             self._deliver()
 
     def _deliver(self) -> None:
@@ -106,11 +106,11 @@ class ObserverNotifier:
             self._undelivered.pop()
         except IndexError:
             return
-        assert self._end is not None
+        assert self._end_arguments is not None
         if self._first_token_seen:
             self._deliver_first_token()
         for observer in self._observers:
-            _call_method(observer, "on_finish", self._request, *self._end)
+            _call_method(observer, "on_finish", self._request, *self._end_arguments)
 
     def _deliver_first_token(self) -> None:
         while True:

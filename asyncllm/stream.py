@@ -68,7 +68,7 @@ class TokenStream(Handle):
     _backend: EventLoopBackend | None = None
     _is_reading: bool = False
     _is_read_cancelled: bool = False
-    _done: bool = False
+    _is_done: bool = False
     _error: BaseException | None = None
     _stop_reason: str | int | None = None
     _outputs: list[OutputReader] = field(init=False)
@@ -126,7 +126,7 @@ class TokenStream(Handle):
         """
         if self._is_reading:
             raise RuntimeError(f"stream {self.request_id!r} is being read by another task")
-        if self._done:
+        if self._is_done:
             raise StopAsyncIteration
         channel = self._channel
         items = channel.items
@@ -199,7 +199,7 @@ class TokenStream(Handle):
         to no loop, and one thread may read it at a time."""
         if self._is_reading:
             raise RuntimeError(f"stream {self.request_id!r} is being read by another thread")
-        if self._done:
+        if self._is_done:
             return None
         channel = self._channel
         if channel.mailbox is None:
@@ -270,13 +270,13 @@ class TokenStream(Handle):
                 return delta
             if self._parser is not None and self._parser.interrupt():
                 return delta
-            self._done = True
+            self._is_done = True
             self._error = final
             raise copy_for_raise(final)
         last = final.last or _NO_TOKENS
         if len(delta.token_ids) + len(last.token_ids) > self._channel.max_merged:
             return delta
-        self._done = True
+        self._is_done = True
         self.finish_reason = final.finish_reason
         self.usage = final.usage
         self._stop_reason = final.stop_reason
@@ -306,7 +306,7 @@ class TokenStream(Handle):
     def close(self) -> None:
         """Abort the request and end the iteration. Idempotent; returns at once."""
         self.abort()
-        self._done = True
+        self._is_done = True
 
     async def aclose(self) -> None:
         """``close``, under the name that ``contextlib.aclosing`` and others expect."""
@@ -360,7 +360,7 @@ class TokenStream(Handle):
             self._core.abandon(group)
 
     def __repr__(self) -> str:
-        state = self.finish_reason or ("closed" if self._done else "open")
+        state = self.finish_reason or ("closed" if self._is_done else "open")
         return f"<TokenStream {self.request_id!r} {state}>"
 
 

@@ -31,11 +31,11 @@ def test_calls_run_in_order_once_they_are_drained():
     assert (ran, len(calls)) == ([], 2)
     for _ in futures:
         inbox.get_nowait()()
-    assert (len(calls.due), inbox.empty()) == (2, True)
+    assert (len(calls.due_calls), inbox.empty()) == (2, True)
     calls.run_due()
     assert ran == [5, 7]
     assert [future.result(0) for future in futures] == [5, 7]
-    assert (len(calls), len(calls.due)) == (0, 0)
+    assert (len(calls), len(calls.due_calls)) == (0, 0)
 
 
 def test_a_call_that_raises_is_failed_with_the_others_by_close():

@@ -92,8 +92,8 @@ class SlowRig(Rig):
         """Open the gate and take steps to the end; the tokens of the slow request."""
         self.matcher.gate.set()
         while not self.request.finished:
-            if self.grammar.ahead is not None and self.core._mask_maker.num_pending:
-                self.grammar.ahead.exception(10)
+            if self.grammar.next_mask is not None and self.core._mask_maker.num_pending:
+                self.grammar.next_mask.exception(10)
             self.steps(1)
             self.scheduler.check_integrity()
         return self.request.output_token_ids
@@ -153,8 +153,8 @@ def test_an_abort_leaves_the_mask_in_the_making_to_its_thread(rig: SlowRig) -> N
     rig.scheduler.check_integrity()
     assert rig.core._mask_maker.num_pending == 1
     rig.matcher.gate.set()
-    assert rig.grammar.ahead is not None
-    assert rig.grammar.ahead.result(10)[0] is not None
+    assert rig.grammar.next_mask is not None
+    assert rig.grammar.next_mask.result(10)[0] is not None
     rig.steps(1)
     assert rig.core._mask_maker.num_pending == 0
     before = rig.neighbour.num_output_tokens
@@ -197,8 +197,8 @@ def test_closing_waits_for_one_mask_and_drops_the_others(rig: SlowRig) -> None:
     dropped = waiting.submit(lambda: None)
     threading.Timer(0.05, rig.matcher.gate.set).start()
     rig.core._mask_maker.close()
-    assert rig.grammar.ahead is not None
-    assert rig.grammar.ahead.done()
+    assert rig.grammar.next_mask is not None
+    assert rig.grammar.next_mask.done()
     assert dropped.cancelled()
     assert not any(one.name.startswith("asyncllm-masks") for one in threading.enumerate())
 

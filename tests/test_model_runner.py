@@ -377,11 +377,11 @@ def test_on_a_gpu_the_budget_is_what_takes_50_ms():
         return 1e-3 + 23e-6 * count + slow
 
     options = {"target": GPU_TARGET_SECONDS, "repeats": 2}
-    assert calibrate_token_budget(time_step, max_budget=8192, **options) == 2112
+    assert calibrate_token_budget(time_step, highest=8192, **options) == 2112
     timed = 8, 32, 64, 128, 256, 512, 1024, 2048
     assert sizes == [1, *(size for size in timed for _ in range(2))]
-    assert calibrate_token_budget(time_step, max_budget=300, **options) == 300
-    assert calibrate_token_budget(lambda count: 1e-6 * count, max_budget=8192, **options) == 8192
+    assert calibrate_token_budget(time_step, highest=300, **options) == 300
+    assert calibrate_token_budget(lambda count: 1e-6 * count, highest=8192, **options) == 8192
 
 
 @pytest.mark.parametrize(("backend", "quantization", "threads"), [

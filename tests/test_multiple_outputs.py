@@ -344,7 +344,7 @@ def test_any_order_of_tokens_ends_and_reads(actions):
     open_members, deltas = dict(enumerate(group.members)), []
     for action, index in [*actions, ("end", 0), ("end", 1), ("end", 2), *[("read", 0)] * 999]:
         if action == "read":
-            if stream._done:
+            if stream._is_done:
                 break
             if channel_of(stream).items or channel_of(stream).final is not None:
                 deltas.append(stream._take_delta())

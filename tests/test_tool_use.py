@@ -397,7 +397,7 @@ def test_each_family_has_a_grammar(family: str) -> None:
     assert begins == [
         before + form.begin.replace("NAME", name)
         for name in ("add", "get_weather")
-        for before in (["", form.restart] if form.restart else [""])
+        for before in (["", form.restart_text] if form.restart_text else [""])
     ]
     assert json.loads(json.dumps(found)) == found
     assert found["stop_after_first"] == (family == "gpt_oss")

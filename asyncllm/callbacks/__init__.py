@@ -86,7 +86,7 @@ def stream_with_callbacks(
     chat = not isinstance(prompt, str) and len(prompt) > 0
     chat = chat and not isinstance(prompt[0], numbers.Integral)
     stream: TokenStream | None = None
-    refusal: Exception | None = None
+    refusal_error: Exception | None = None
     messages: list[CallbackMessage] = []
     try:
         if chat:
@@ -95,7 +95,7 @@ def stream_with_callbacks(
         else:
             stream = engine.stream(prompt, sampling_params, **options)  # pyright: ignore[reportArgumentType]
     except Exception as error:
-        refusal = error
+        refusal_error = error
     if isinstance(prompt, str):
         text = prompt
     else:  # A refused prompt may be an object of any type.
@@ -112,7 +112,7 @@ def stream_with_callbacks(
         prompt=buffer_string(messages) if chat else text,
         invocation_params={**_sampling_fields(sampling_params), **options},
     )
-    return CallbackStream(stream, refusal, run)
+    return CallbackStream(stream, refusal_error, run)
 
 
 def _sampling_fields(sampling_params: SamplingParams | None) -> dict[str, Any]:
@@ -138,14 +138,14 @@ class CallbackStream(Handle):
     """
 
     def __init__(
-        self, stream: TokenStream | None, refusal: Exception | None, run: CallbackRun
+        self, stream: TokenStream | None, refusal_error: Exception | None, run: CallbackRun
     ) -> None:
         self.run_id = run.run_id
         self._stream = stream
-        self._refusal = refusal
+        self._refusal_error = refusal_error
         self._run = run
         self._has_started = False
-        self._ended = False
+        self._has_ended = False
 
     @property
     def request_id(self) -> str | None:
@@ -170,7 +170,7 @@ class CallbackStream(Handle):
             StopAsyncIteration: after the last delta, an exception, or ``aclose()``.
             AsyncLLMError: if the request was refused or failed.
         """
-        if self._ended:
+        if self._has_ended:
             raise StopAsyncIteration
         try:
             return await self._read_next()
@@ -184,8 +184,8 @@ class CallbackStream(Handle):
         if not self._has_started:
             self._has_started = True
             await self._run.start()
-        if self._refusal is not None:
-            raise self._refusal
+        if self._refusal_error is not None:
+            raise self._refusal_error
         assert self._stream is not None
         delta = await anext(self._stream)
         if delta.text or delta.token_ids:
@@ -197,16 +197,16 @@ class CallbackStream(Handle):
         return delta
 
     async def _end_run(self, stream: TokenStream) -> None:
-        self._ended = True
+        self._has_ended = True
         try:
             await self._run.notify("on_llm_end", self._make_result(stream.completion()))
         finally:
             self._run.close()
 
     async def _end_run_with_error(self, error: BaseException) -> None:
-        if self._ended:
+        if self._has_ended:
             return
-        self._ended = True
+        self._has_ended = True
         completion = getattr(error, "partial", None)
         if self._stream is not None:
             self._stream.close()
@@ -240,8 +240,8 @@ class CallbackStream(Handle):
         """Abort the request and end the iteration; calls ``on_llm_end`` if the run had started."""
         if self._stream is not None:
             self._stream.close()
-        if self._ended or not self._has_started or self._stream is None:
-            self._ended = True
+        if self._has_ended or not self._has_started or self._stream is None:
+            self._has_ended = True
             self._run.close()
             return
         await self._end_run(self._stream)
@@ -257,8 +257,8 @@ class CallbackStream(Handle):
         async for _ in self:
             pass
         if self._stream is None:
-            assert self._refusal is not None
-            raise self._refusal
+            assert self._refusal_error is not None
+            raise self._refusal_error
         return self._stream.completion()
 
     def __del__(self) -> None:

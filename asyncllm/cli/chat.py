@@ -52,7 +52,7 @@ class Chat:
         self._sampling = sampling_options(arguments)
         self._seed: int | None = arguments.seed
         self._conversation = Conversation(arguments.system)
-        self._terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        self._is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         self._has_failed = False
         self._commands: dict[str, tuple[str, Callable[[str], None]]] = {
             "/help": ("what there is", self._help),
@@ -65,18 +65,18 @@ class Chat:
 
     def converse(self) -> int:
         """Run the conversation until the user leaves; returns the exit code."""
-        if self._terminal:
+        if self._is_terminal:
             self._greet()
         leaving = False
         while True:
             try:
-                message = read_message(_PROMPT if self._terminal else None)
+                message = read_message(_PROMPT if self._is_terminal else None)
             except EOFError:
-                if self._terminal:
+                if self._is_terminal:
                     print()
                 return self._exit_code()
             except KeyboardInterrupt:
-                if not self._terminal:
+                if not self._is_terminal:
                     raise
                 print()
                 if leaving:
@@ -103,7 +103,7 @@ class Chat:
     def _exit_code(self) -> int:
         """Exit code: 1 after a failure if input is a pipe; 0 on a terminal, where the user has seen
         the message."""
-        return 1 if self._has_failed and not self._terminal else 0
+        return 1 if self._has_failed and not self._is_terminal else 0
 
     def _take_turn(self, message: str) -> None:
         word, _, rest = message.partition(" ")
@@ -111,17 +111,17 @@ class Chat:
             self._commands[word][1](rest.strip())
         elif word.startswith("/") and "/" not in word[1:]:
             self._report_error(f"{word}: no such command; /help lists them.")
-        elif self._terminal:
+        elif self._is_terminal:
             with without_echo():
                 print()
-                self._answer(message)
+                self._answer_message(message)
                 print()
         else:
-            self._answer(message)
+            self._answer_message(message)
 
     # --- an answer ---------------------------------------------------------------------
 
-    def _answer(self, message: str) -> None:
+    def _answer_message(self, message: str) -> None:
         """Send the conversation with ``message``. A refused message is removed again."""
         self._conversation.add_message("user", message)
         try:
@@ -134,7 +134,7 @@ class Chat:
             self._print_note("The context is full: the oldest messages were forgotten.")
             del self._conversation.messages[:start]
         self._conversation.add_message("assistant", answer.text)
-        if self._terminal and answer.usage is not None:
+        if self._is_terminal and answer.usage is not None:
             self._print_note(_format_figures(answer.usage, answer.finish_reason))
 
     def _stream_answer(self) -> tuple[int, Completion]:
@@ -175,13 +175,13 @@ class Chat:
     def _print_stream(self, stream: TokenStream) -> None:
         """Print a stream as it arrives. Ctrl-C aborts it and keeps the text so far; if the engine
         hangs, a second Ctrl-C leaves the program."""
-        flow = WordWrapper(sys.stdout, _line_width()) if self._terminal else None
-        reading = self._loop.start_task_soon(_print, stream, flow)
+        flow = WordWrapper(sys.stdout, _line_width()) if self._is_terminal else None
+        reading = self._loop.start_task_soon(_print_answer, stream, flow)
         try:
             reading.result()
         except KeyboardInterrupt:
             stream.abort()
-            if not self._terminal:
+            if not self._is_terminal:
                 raise
             reading.result()
         if flow is not None:
@@ -228,7 +228,7 @@ class Chat:
 
     def _print_note(self, text: str) -> None:
         """Print a line outside the conversation; on standard error if output is a pipe."""
-        if self._terminal:
+        if self._is_terminal:
             text = textwrap.fill(text, _line_width(), initial_indent="  ", subsequent_indent="  ")
             print(f"\033[2m{text}\033[0m", flush=True)
         else:
@@ -239,7 +239,7 @@ class Chat:
         self._print_note(text)
 
 
-async def _print(stream: TokenStream, flow: WordWrapper | None) -> None:
+async def _print_answer(stream: TokenStream, flow: WordWrapper | None) -> None:
     """Print the answer, and on a terminal the reasoning before it."""
     thinking = False
     async for delta in stream:

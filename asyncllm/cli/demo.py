@@ -77,7 +77,7 @@ async def _print_when_done(show: Show) -> None:
 
     await follow_all(show, refresh)
     refresh()
-    print(f"\n{show.totals()}", flush=True)
+    print(f"\n{show.totals_text()}", flush=True)
 
 
 def _format_answer(track: Track) -> str:

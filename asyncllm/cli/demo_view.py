@@ -74,7 +74,7 @@ class View:
                 parts.append(self._grid(tracks[i : i + columns], columns, None))
         if len(self._show.tracks) <= _MAX_TABLE_ROWS:
             parts.append(self._table())
-        parts.append(Text(self._show.totals(), style="bold"))
+        parts.append(Text(self._show.totals_text(), style="bold"))
         return parts
 
     def _header(self) -> Text:

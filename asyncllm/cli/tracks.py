@@ -48,7 +48,7 @@ class Track:
             return "–"
         return format_rate(self.num_tokens - 1, self.last_token_at - self.first_token_at)
 
-    async def follow(self) -> None:
+    async def follow_stream(self) -> None:
         try:
             async for delta in self.stream:
                 self.last_token_at = time.perf_counter()
@@ -101,7 +101,7 @@ class Show:
     def prefix_hit_rate(self) -> float:
         return self.stats.prefix_cache_hits / max(self.stats.prefix_cache_queries, 1)
 
-    def totals(self) -> str:
+    def totals_text(self) -> str:
         """Summary of the demo in one line."""
         first = sorted(track.ttft for track in self.tracks if track.ttft is not None)
         median = format_seconds(first[len(first) // 2]) if first else "–"
@@ -115,7 +115,7 @@ class Show:
 
 async def follow_all(show: Show, refresh: Callable[[], None]) -> None:
     """Read every stream to its end, and call ``refresh`` about ten times a second."""
-    readers = [asyncio.create_task(track.follow()) for track in show.tracks]
+    readers = [asyncio.create_task(track.follow_stream()) for track in show.tracks]
     try:
         pending = set(readers)
         while pending:

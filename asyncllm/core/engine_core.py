@@ -87,7 +87,7 @@ class EngineCore:
         self._idle_calls = IdleCalls(self.inbox, self.shutdown_error)
         self._in_flight: deque[tuple[ScheduledStep, float]] = deque()
         self._deadlines = Deadlines()
-        self._suspended = False
+        self._is_suspended = False
         self._closing_at: float | None = None
         self._only_paused_since: float | None = None
         self.closed = False
@@ -133,7 +133,7 @@ class EngineCore:
 
     def is_idle(self) -> bool:
         """Whether no step is in flight and every call has returned."""
-        return not (self._in_flight or self._idle_calls.due or self._idle_calls)
+        return not (self._in_flight or self._idle_calls.due_calls or self._idle_calls)
 
     def stats(self) -> EngineStats:
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
@@ -210,7 +210,7 @@ class EngineCore:
         finally:
             self._idle_calls.close()
             self._in_flight.clear()
-            self._idle_calls.due.clear()
+            self._idle_calls.due_calls.clear()
             self._mask_maker.close()
             with contextlib.suppress(_DeclaredHung):
                 self._call_executor(close_executor, self.executor)
@@ -234,7 +234,7 @@ class EngineCore:
         self._expire_deadlines()
         if self._closing_at is not None:
             self._check_closing(self._closing_at)
-        if self._idle_calls.due and not self._in_flight:
+        if self._idle_calls.due_calls and not self._in_flight:
             # An exception in a call ends the engine, as an exception in a step does.
             self._idle_calls.run_due()
         launched = not self.closed and self._launch()
@@ -244,7 +244,7 @@ class EngineCore:
         if self._in_flight and (not launched or self._is_pipeline_full()):
             self._collect()
         elif not launched and (
-            self._suspended or self._mask_maker.num_pending or not self.scheduler.has_work()
+            self._is_suspended or self._mask_maker.num_pending or not self.scheduler.has_work()
         ):
             self._wait_for_command()
 
@@ -270,7 +270,7 @@ class EngineCore:
         command()
 
     def _launch(self) -> bool:
-        if self._suspended or self._idle_calls.due or self._is_pipeline_full():
+        if self._is_suspended or self._idle_calls.due_calls or self._is_pipeline_full():
             return False
         if not self.scheduler.has_work():
             return False
@@ -381,13 +381,13 @@ class EngineCore:
     def suspend(self, suspended: bool) -> None:
         """Stop or resume scheduling; runs through ``call``. A closing engine is not stopped,
         because it could not be resumed."""
-        self._suspended = suspended and self._closing_at is None
+        self._is_suspended = suspended and self._closing_at is None
 
     def on_close(self, drain: float | None) -> None:
         """End the loop after ``drain`` seconds (0: at once), or, for None, when all requests have
         finished. A suspended engine is resumed, so that its requests can finish. New requests are
         already refused; the groups in line for a place fail now."""
-        self._suspended = False
+        self._is_suspended = False
         self.admission.close(self.shutdown_error)
         closing_at = math.inf if drain is None else self.clock() + drain
         if self._closing_at is None or closing_at < self._closing_at:

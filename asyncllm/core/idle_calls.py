@@ -21,13 +21,13 @@ class IdleCalls:
         shutdown_error: function that makes the error of calls that never run.
 
     Attributes:
-        due: calls that the engine thread has received and not yet run; touched by it alone.
+        due_calls: calls that the engine thread has received and not yet run; touched by it alone.
     """
 
     def __init__(
         self, inbox: queue.SimpleQueue[Callable[[], Any]], shutdown_error: Callable[[], EngineError]
     ) -> None:
-        self.due: deque[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = deque()
+        self.due_calls: deque[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = deque()
         self._inbox = inbox
         self._shutdown_error = shutdown_error
         self._lock = threading.Lock()
@@ -46,14 +46,14 @@ class IdleCalls:
                 future.set_exception(self._shutdown_error())
                 return future
             self._unfinished_futures.add(future)
-        self._inbox.put(partial(self.due.append, (future, run, args)))
+        self._inbox.put(partial(self.due_calls.append, (future, run, args)))
         return future
 
     def run_due(self) -> None:
         """Run the due calls. Must run on the engine thread with no step in flight. An exception of
         a call is raised."""
-        while self.due:
-            future, run, args = self.due.popleft()
+        while self.due_calls:
+            future, run, args = self.due_calls.popleft()
             result = run(*args)
             with self._lock:
                 assert self._unfinished_futures is not None

@@ -31,7 +31,8 @@ class FullAttentionGroup:
         self._hash_suffix = index.to_bytes(index > 0, "big")
 
     def first_visible(self, num_computed: int) -> int:
-        """Index of the first table entry that the query at position ``num_computed`` reads."""
+        """Index of the first block table entry that the query at position ``num_computed``
+        reads."""
         return 0
 
     def find_prefix(self, request: Request, num_tokens: int) -> list[Block]:

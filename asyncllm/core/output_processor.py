@@ -228,7 +228,7 @@ class OutputProcessor:
             if channel.mailbox is not None:
                 channel.mailbox.notify((channel,))
 
-    # --- ends --------------------------------------------------------------------------
+    # --- ends of requests --------------------------------------------------------------
 
     def abort(self, group: RequestGroup) -> None:
         unfinished = group.unfinished

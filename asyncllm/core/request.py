@@ -38,8 +38,8 @@ class Status(enum.IntEnum):
 
 
 def root_hash(cache_salt: str | None) -> bytes:
-    """Parent hash of a sequence's first block. Whatever else changes the KV of equal tokens must be
-    hashed here; the chain of hashes carries it to every later block."""
+    """Parent hash of a sequence's first block. Anything besides the tokens that changes the KV must
+    be hashed here; the chain of hashes carries it to every later block."""
     if cache_salt is None:
         return _ROOT_HASH
     # BLAKE2's ``person`` differs from that of block hashes, so no salt can imitate one.

@@ -35,7 +35,7 @@ class StructuredOutput:
         allowed: ``allowed_token_ids`` as the bits of an integer, made at first use.
         num_ahead: number of masks that MaskMaker must still make ahead of their step; 0 if its
             masks are quick.
-        ahead: future of the next mask, which another thread makes; that thread owns the matcher
+        next_mask: future of the next mask, which another thread makes; that thread owns the matcher
             until the mask is done.
         num_opening: number of tokens of a possible reasoning delimiter that the matcher has
             followed; None if the grammar does not admit them.
@@ -45,7 +45,7 @@ class StructuredOutput:
     special: Collection[int] = ()
     allowed: int | None = field(init=False, default=None)
     num_ahead: int = field(init=False, default=0)
-    ahead: Future[tuple[bytes | None, float]] | None = field(init=False, default=None)
+    next_mask: Future[tuple[bytes | None, float]] | None = field(init=False, default=None)
     num_opening: int | None = field(init=False, default=0)
 
     def advance(
@@ -218,12 +218,12 @@ class MaskMaker:
             grammar = request.structured_output
             try:
                 assert isinstance(grammar, StructuredOutput)
-                if grammar.ahead is None:
+                if grammar.next_mask is None:
                     mask, seconds = self._make_mask(grammar, request)
                     total += seconds
                 else:  # The mask was made ahead, unless the request was preempted meanwhile.
-                    mask, seconds = grammar.ahead.result()
-                    grammar.ahead = None
+                    mask, seconds = grammar.next_mask.result()
+                    grammar.next_mask = None
             except BaseException as error:  # A grammar backend's native code may panic.
                 ends.append((request, error))
                 continue
@@ -255,14 +255,14 @@ class MaskMaker:
             if self._worker is None:
                 self._worker = ThreadPoolExecutor(1, "asyncllm-masks")
             try:
-                grammar.ahead = self._worker.submit(self._make_mask, grammar, request)
+                grammar.next_mask = self._worker.submit(self._make_mask, grammar, request)
             except RuntimeError:
                 self._worker = None  # No thread can be started: the step makes the mask.
                 continue
             request.num_placeholders = 1
             self.num_pending += 1
             done = partial(self._send, self._on_mask_made, request, request.epoch)
-            grammar.ahead.add_done_callback(lambda _, done=done: done())
+            grammar.next_mask.add_done_callback(lambda _, done=done: done())
 
     def close(self) -> None:
         """Cancel the masks that were not begun, and wait for the mask being made."""

@@ -108,7 +108,7 @@ def calibrate_token_budget(
     time_step: Callable[[int], float],
     *,
     target: float = TARGET_SECONDS,
-    max_budget: int = HIGHEST_BUDGET,
+    highest: int = HIGHEST_BUDGET,
     repeats: int = 1,
 ) -> int:
     """Finds the token count of a prefill step that takes about ``target`` seconds.
@@ -121,12 +121,12 @@ def calibrate_token_budget(
 
     Args:
         time_step: runs a step of the given number of tokens and returns its seconds.
-        max_budget: largest budget in tokens, at least LOWEST_BUDGET.
+        highest: largest budget in tokens, at least LOWEST_BUDGET.
         repeats: number of steps timed per size. The shortest time counts, because the first step
             of a size may have to load kernels.
 
     Returns:
-        A multiple of 32 from 64 to ``max_budget``, or ``max_budget`` itself.
+        A multiple of 32 from 64 to ``highest``, or ``highest`` itself.
     """
 
     def time_best(count: int) -> float:
@@ -135,11 +135,11 @@ def calibrate_token_budget(
     size, second = _FIRST_TOKEN_COUNTS
     time_step(1)
     seconds = time_best(size)
-    while seconds < target / 2 and size * 2 <= max_budget:
+    while seconds < target / 2 and size * 2 <= highest:
         size = max(second, size * 2)
         seconds = time_best(size)
     tokens = int(size * target / max(seconds, 1e-9))
-    return max(LOWEST_BUDGET, min(max_budget, tokens // BUDGET_MULTIPLE * BUDGET_MULTIPLE))
+    return max(LOWEST_BUDGET, min(highest, tokens // BUDGET_MULTIPLE * BUDGET_MULTIPLE))
 
 
 def min_tokens_ahead(

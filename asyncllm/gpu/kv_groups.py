@@ -51,7 +51,8 @@ class LayerGroup:
     scale: int = 1
 
     def spec(self, block_size: int) -> KVCacheSpec:
-        """Makes the KVCacheSpec; ``block_size`` is the fewest tokens per block of any group."""
+        """Makes the KVCacheSpec; ``block_size`` is the smallest number of tokens per block of any
+        group."""
         kind = "full_attention" if self.window is None else "sliding_window"
         return KVCacheSpec(self.layers, block_size * self.scale, kind, self.window)
 

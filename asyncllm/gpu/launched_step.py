@@ -53,7 +53,7 @@ class LaunchedStep:
             these differ much.
         blocks_to_zero: KV blocks to clear before the step runs.
         updates: updates of LogitsTables rows, to write before the step runs.
-        overflow: block table changes that do not fit into the buffer.
+        overflow_changes: block table changes that do not fit into the buffer.
         masks: grammar masks of the masked rows; None until ``sample`` brings them.
         started: whether the step's changes have been applied to the batch, and its work has begun.
         is_drawn: whether the host has no more work to do for drawing the tokens, so that later
@@ -90,7 +90,7 @@ class LaunchedStep:
         self.bucket: int | None = None
         self.balanced = False
         self.updates: list[TableUpdate] = []
-        self.overflow: list[TableChange] = []
+        self.overflow_changes: list[TableChange] = []
         self.masks: GrammarMask | None = None
         self.started = self.is_drawn = False
         self.sizes: StepSizes | None = None

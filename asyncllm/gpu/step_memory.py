@@ -90,7 +90,7 @@ class StepMemory:
         self.write_previous_tokens(step, host)
         host.set_scalars(self._state)
         table_changes = [table.pop_changes() for table in self._batch.tables]
-        step.overflow = host.set_table_changes(table_changes)
+        step.overflow_changes = host.set_table_changes(table_changes)
 
     def write_previous_tokens(self, step: LaunchedStep, buffer: StepBuffer) -> None:
         """Writes the token before each sampled token; -1 if only the device has it so far."""
@@ -106,7 +106,7 @@ class StepMemory:
             return
         tokens_end = next(reversed(self.buffer.tensors))
         self.buffer.copy_from(step.buffer, LAST_DECODE_SECTION if step.is_decode else tokens_end)
-        for group, indices, values in step.overflow:
+        for group, indices, values in step.overflow_changes:
             table_changes = (
                 copy_to_device(indices, self.device),
                 copy_to_device(values, self.device),

@@ -182,7 +182,7 @@ class EngineThread:
         """Error for calls to an engine that has ended; None after the application's own
         ``aclose``."""
         if not self.in_own_process():
-            return self.forked()
+            return self.forked_error()
         closed_by_application = self.core.fatal_error is None and self.core.close_reason == CLOSED
         return None if closed_by_application else self.core.shutdown_error()
 
@@ -204,9 +204,9 @@ class EngineThread:
     def check_process(self) -> None:
         """Raise EngineClosedError in a forked child, which has no engine thread."""
         if not self.in_own_process():
-            raise self.forked()
+            raise self.forked_error()
 
-    def forked(self) -> EngineClosedError:
+    def forked_error(self) -> EngineClosedError:
         return EngineClosedError(
             f"the engine belongs to process {self.pid}, this is process {os.getpid()}: "
             "after a fork, expected an engine that the child makes for itself"

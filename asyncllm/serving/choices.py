@@ -168,15 +168,15 @@ class ChoicesSender:
         return text
 
 
-def join_deltas(one: Delta, other: Delta) -> Delta:
+def join_deltas(earlier: Delta, later: Delta) -> Delta:
     """Join two consecutive deltas of an output."""
     return replace(
-        other,
-        text=one.text + other.text,
-        token_ids=one.token_ids + other.token_ids,
-        logprobs=((one.logprobs or ()) + (other.logprobs or ())) or None,
-        reasoning=one.reasoning + other.reasoning,
-        tool_calls=one.tool_calls + other.tool_calls,
+        later,
+        text=earlier.text + later.text,
+        token_ids=earlier.token_ids + later.token_ids,
+        logprobs=((earlier.logprobs or ()) + (later.logprobs or ())) or None,
+        reasoning=earlier.reasoning + later.reasoning,
+        tool_calls=earlier.tool_calls + later.tool_calls,
     )
 
 

@@ -50,7 +50,7 @@ MAX_DISCARDED = 1 << 16
 unread."""
 
 SPARE_FILES = 128
-"""Number of open files that the process may need besides connections."""
+"""Number of open files to leave for the process's other needs."""
 
 LINGER_SECONDS = 1.0
 """Seconds until a connection is closed after an answer that left the request's body unread. Closed

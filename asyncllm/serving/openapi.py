@@ -66,7 +66,7 @@ def openapi(*, needs_token: bool) -> dict[str, Any]:
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "asyncllm", "version": __version__},
-        "paths": _paths(),
+        "paths": _describe_paths(),
         "components": {"schemas": schemas},
     }
     if needs_token:
@@ -75,7 +75,7 @@ def openapi(*, needs_token: bool) -> dict[str, Any]:
     return document
 
 
-def _paths() -> dict[str, Any]:
+def _describe_paths() -> dict[str, Any]:
     state = _json_content(HealthState)
     health = {"get": {**_operation("Whether requests are taken.", state), "security": []}}
     health["get"]["responses"]["503"] = {**state, "description": "Not now."}
@@ -114,7 +114,7 @@ def _post(
     described = _json_content(answer)
     if event is not None:
         # In OpenAPI before 3.2, the schema of an event stream describes a single event.
-        described["content"]["text/event-stream"] = {"schema": _reference(event)}
+        described["content"]["text/event-stream"] = {"schema": _schema_reference(event)}
     operation = _operation(summary, described, (400, 404, 408, 413, 415, 422, 429, 504))
     operation["requestBody"] = {"required": True, **_json_content(body)}
     return {"post": operation}
@@ -132,8 +132,8 @@ def _operation(summary: str, answer: dict[str, Any], errors: Iterable[int] = ())
 
 
 def _json_content(kind: type) -> dict[str, Any]:
-    return {"content": {"application/json": {"schema": _reference(kind)}}}
+    return {"content": {"application/json": {"schema": _schema_reference(kind)}}}
 
 
-def _reference(kind: type) -> dict[str, Any]:
+def _schema_reference(kind: type) -> dict[str, Any]:
     return {"$ref": _REF_TEMPLATE.format(model=kind.__name__)}

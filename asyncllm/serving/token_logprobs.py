@@ -32,15 +32,15 @@ class LogprobWriter:
     def write(self, tokens: Iterable[TokenLogprobs]) -> list[TokenLogprob]:
         return [
             {
-                **self._entry(item.token_id, item.logprob),
+                **self._make_entry(item.token_id, item.logprob),
                 "top_logprobs": [
-                    self._entry(one.token_id, one.logprob) for one in item.top[: self.num_top]
+                    self._make_entry(one.token_id, one.logprob) for one in item.top[: self.num_top]
                 ],
             }
             for item in tokens
         ]
 
-    def _entry(self, token_id: int, logprob: float) -> TopLogprob:
+    def _make_entry(self, token_id: int, logprob: float) -> TopLogprob:
         data = self.bytes_of(token_id)
         return {
             "token": data.decode(errors="replace"),

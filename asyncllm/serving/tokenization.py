@@ -74,8 +74,8 @@ async def answer_long_text(
     serving: Serving,
     exchange: Exchange,
 ) -> None:
-    """Send ``make_answer(serving, body, at_once)``. The engine's thread for long texts makes the
-    answer of a long body, and one that is None with ``at_once``."""
+    """Send the answer of ``make_answer(serving, body, at_once)``. If the body is long, or the
+    answer is None with ``at_once``, the engine's thread for long texts makes the answer."""
     body = await exchange.body()
     answer = make_answer(serving, body, True) if len(body) < LONG_JSON_BYTES else None
     if answer is None:

@@ -52,7 +52,7 @@ class Backends:
     def prepare(self) -> None:
         """Make the first backend: import it and pass it the vocabulary. Takes about a second for a
         large vocabulary."""
-        self._backend(self._backend_names()[0])
+        self._get_backend(self._backend_names()[0])
 
     def compile(self, spec: StructuredOutputs, before_compile: Callable[[], None]) -> Grammar:
         """Compile a grammar with the first backend that can enforce it.
@@ -69,7 +69,7 @@ class Backends:
             try:
                 if refusals:
                     check_xgrammar_can_compile(spec)
-                backend = self._backend(name)
+                backend = self._get_backend(name)
                 before_compile()
                 grammar = backend.compile(spec)
                 break
@@ -91,7 +91,7 @@ class Backends:
             self._installed_names = found
         return self._installed_names
 
-    def _backend(self, name: str) -> GrammarBackend:
+    def _get_backend(self, name: str) -> GrammarBackend:
         with self._lock:
             backend = self._backends.get(name)
             if backend is None:

@@ -33,12 +33,12 @@ class _Job:
     """Compilation of one grammar.
 
     Attributes:
-        waiting: callbacks of the requests that wait for the grammar; None once they were called.
+        callbacks: callbacks of the requests that wait for the grammar; None once they were called.
         timer: timer that makes the compilation overdue; None before it begins.
     """
 
     spec: StructuredOutputs
-    waiting: list[DoneCallback] | None = field(default_factory=list)
+    callbacks: list[DoneCallback] | None = field(default_factory=list)
     timer: threading.Timer | None = None
 
 
@@ -99,8 +99,8 @@ class GrammarCompiler:
                     self._start_thread()
                 job = self._jobs[spec] = _Job(spec)
                 self._queue.append(job)
-            assert job.waiting is not None
-            job.waiting.append(done)
+            assert job.callbacks is not None
+            job.callbacks.append(done)
 
     def close(self) -> list[threading.Thread]:
         """Cancel the compilations that have not begun; returns the threads that still run."""
@@ -163,7 +163,7 @@ class GrammarCompiler:
 
     def _expire_job(self, job: _Job) -> None:
         with self._lock:
-            if job.waiting is None or self._closed:
+            if job.callbacks is None or self._closed:
                 return
             late = f"was not compiled within grammar_timeout={self._timeout:g} s"
             refused: list[tuple[_Job, Exception]] = [(job, _refusal_error(job.spec, late))]
@@ -175,26 +175,26 @@ class GrammarCompiler:
                     refused += [(queued, error) for queued in self._queue]
                     self._queue.clear()
             told = [(self._drop_job(one), error) for one, error in refused]
-        for waiting, error in told:
-            for done in waiting:
+        for callbacks, error in told:
+            for done in callbacks:
                 done(None, copy(error))
 
     def _drop_job(self, job: _Job) -> list[DoneCallback]:
         """Remove a failed job; returns the callbacks that wait for it. The caller holds the
         lock."""
-        waiting, job.waiting = job.waiting, None
+        callbacks, job.callbacks = job.callbacks, None
         self._jobs.pop(job.spec, None)
-        return waiting or []
+        return callbacks or []
 
     def _finish_job(self, job: _Job, grammar: Grammar | None, error: Exception | None) -> None:
         with self._lock:
             if job.timer is not None:
                 job.timer.cancel()
-            waiting, job.waiting = job.waiting, None
-            if waiting is None:
+            callbacks, job.callbacks = job.callbacks, None
+            if callbacks is None:
                 self._num_overdue -= 1
             elif self._closed:
-                waiting = None  # The engine has ended, and so have these requests.
+                callbacks = None  # The engine has ended, and so have these requests.
             else:
                 self._jobs.pop(job.spec, None)
             if grammar is not None and not self._closed:
@@ -202,7 +202,7 @@ class GrammarCompiler:
                 self._cache.move_to_end(job.spec)
                 if len(self._cache) > CACHE_SIZE:
                     self._cache.popitem(last=False)
-        for done in waiting or ():
+        for done in callbacks or ():
             done(grammar, copy(error))  # Each request raises its own copy of the error.
 
 

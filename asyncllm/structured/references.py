@@ -40,9 +40,9 @@ def refuse_endless(root: Any) -> None:
 
     A grammar would admit the beginning of such a value, and the output would go on for ever.
 
-    The references with a finite value are a least fixed point: those whose schema has a value that
-    needs no references, or only references that have a finite value. The time is linear in the size
-    of the schema, unless one schema has a long list of references.
+    The references with a finite value are a least fixed point: a reference has one if its schema
+    has a value that needs no references, or only references with a finite value. The time is linear
+    in the size of the schema, unless one schema has a long list of references.
     """
     targets = dict(_reachable_references(root))
     finite: set[str] = set()

@@ -30,7 +30,7 @@ def to_lark(tag: dict[str, Any], special: Mapping[int, str] = MappingProxyType({
         GrammarError: for an unsupported format.
     """
     lark = _Lark(special)
-    form = with_format(tag)["format"]
+    form = convert_to_format(tag)["format"]
     if _require_field(form, "type", str) == "triggered_tags":
         start = lark.triggered_tags(form)
     else:
@@ -58,7 +58,7 @@ class _Lark:
         """Add a rule for a format; returns its name."""
         kind = _require_field(form, "type", str)
         if kind == "const_string":
-            return self.add_rule(self._terminals(_require_field(form, "value", str)) or _EMPTY)
+            return self.add_rule(self._text_terminals(_require_field(form, "value", str)) or _EMPTY)
         if kind == "json_schema" and form.get("style", "json") == "json":
             return self.add_rule(_json_rule(form.get("json_schema")))
         if kind in ("sequence", "or"):
@@ -72,16 +72,16 @@ class _Lark:
 
     def _tag_body(self, form: Any, begin: str) -> str:
         content, end = self.add_expression(form.get("content")), _require_field(form, "end", str)
-        return f"{self._terminals(begin)} {content} {self._terminals(end)}"
+        return f"{self._text_terminals(begin)} {content} {self._text_terminals(end)}"
 
     def _with_separator(self, form: Any) -> str:
         tags = " | ".join(map(self.add_expression, _require_field(form, "tags", list))) or _EMPTY
         body = self.add_rule(tags)
         if not form.get("stop_after_first", False):
-            body += f" ({self._terminals(_require_field(form, 'separator', str))} {body})*"
+            body += f" ({self._text_terminals(_require_field(form, 'separator', str))} {body})*"
         return body if form.get("at_least_one", False) else f"({body})?"
 
-    def _terminals(self, text: str) -> str:
+    def _text_terminals(self, text: str) -> str:
         parts = []
         for part in self._name_pattern.split(text):
             if part in self._special:
@@ -102,7 +102,7 @@ class _Lark:
                 raise GrammarError(f"no trigger begins {begin!r}")
             # Free text cannot contain a special token. So only a trigger that is text needs a lazy
             # match, which ends the free text at the first trigger.
-            opens = self._terminals(trigger)
+            opens = self._text_terminals(trigger)
             head = self.add_rule(f"TEXT {opens}", "" if opens.startswith("<[") else "[lazy]")
             tags.append(self.add_rule(f"{head} {self._tag_body(tag, begin[len(trigger) :])}"))
         if not tags:
@@ -132,7 +132,7 @@ def _json_rule(schema: Any) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
 
 
-def with_format(tag: dict[str, Any]) -> dict[str, Any]:
+def convert_to_format(tag: dict[str, Any]) -> dict[str, Any]:
     """Convert a structural tag with "structures" and "triggers" to one with "format"."""
     if "format" in tag:
         return tag

@@ -20,7 +20,7 @@ from asyncllm.structured.grammar import (
 )
 from asyncllm.structured.json_schema import refuse_ignored_by_xgrammar
 from asyncllm.structured.spec import StructuredOutputs
-from asyncllm.structured.structural_tag import schemas_in_tag, with_format
+from asyncllm.structured.structural_tag import convert_to_format, schemas_in_tag
 
 MAX_WORK = 2**16
 """Maximum work for an output under a caller's own rules: the characters of the rules times the
@@ -51,7 +51,7 @@ class XGrammarBackend:
 
     def compile(self, spec: StructuredOutputs) -> Grammar:
         try:
-            compiled = self._compile(spec)
+            compiled = self._compile_spec(spec)
         except (
             AttributeError,
             RuntimeError,
@@ -67,7 +67,7 @@ class XGrammarBackend:
 
         return Grammar(new_matcher)
 
-    def _compile(self, spec: StructuredOutputs) -> Any:
+    def _compile_spec(self, spec: StructuredOutputs) -> Any:
         compiler, text = self._compiler, spec.text
         match spec.kind:
             case "json" | "json_object":
@@ -81,7 +81,7 @@ class XGrammarBackend:
                 choices = " | ".join(json.dumps(one) for one in json.loads(text))
                 return compiler.compile_grammar(f"root ::= {choices}")
             case "structural_tag":
-                tag = with_format(json.loads(text))
+                tag = convert_to_format(json.loads(text))
                 for schema in schemas_in_tag(tag):
                     refuse_ignored_by_xgrammar(schema)
                 return compiler.compile_structural_tag(tag)

@@ -314,7 +314,7 @@ class _Namespace(jinja2.utils.Namespace):
     __repr__ = object.__repr__
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        # No parameter is named ``self``, as in Jinja: an attribute may have this name.
+        # As in Jinja, no parameter is named ``self``, because an attribute may have this name.
         jinja2.utils.Namespace.__init__(args[0])
         for name, value in dict(*args[1:], **kwargs).items():
             args[0][name] = value

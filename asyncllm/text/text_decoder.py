@@ -97,8 +97,8 @@ class ByteLevelDecoder:
         return self._without_prompt(text, b"") if self._boundary_bytes else text
 
     def _without_prompt(self, text: str, data: bytes) -> str:
-        """Remove the replacement character of the prompt's unfinished character, if the output did
-        not complete it.
+        """Remove the replacement character that stands for the prompt's unfinished character, if
+        the output did not complete that character.
 
         Args:
             text: new text, of which only the first non-empty one is changed.

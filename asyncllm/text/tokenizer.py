@@ -95,10 +95,10 @@ class Tokenizer:
                 a fast tokenizer.
         """
         with _load_errors(Path(path)):
-            return cls._read(Path(path), trust_remote_code)
+            return cls._read_directory(Path(path), trust_remote_code)
 
     @classmethod
-    def _read(cls, path: Path, trust_remote_code: bool) -> Tokenizer:
+    def _read_directory(cls, path: Path, trust_remote_code: bool) -> Tokenizer:
         if path.suffix == GGUF_SUFFIX:
             backend, special_tokens, templates = read_gguf_tokenizer(path)
             return cls(backend, ChatTemplate(templates, special_tokens), special_tokens)
@@ -280,10 +280,10 @@ class Tokenizer:
             min_tokens=params.min_tokens,
         )
 
-    def special_ids_where(self, holds: Callable[[str], bool]) -> frozenset[int]:
-        """Ids of the special tokens whose text fulfils ``holds``."""
+    def special_ids_where(self, predicate: Callable[[str], bool]) -> frozenset[int]:
+        """Ids of the special tokens for whose text ``predicate`` is true."""
         added = self.backend.get_added_tokens_decoder()
-        return frozenset(i for i in self.special_token_ids if holds(added[i].content))
+        return frozenset(i for i in self.special_token_ids if predicate(added[i].content))
 
     def delimiter_ids(self, text: str) -> tuple[int, ...]:
         """Token ids of ``text`` that are the same in any context.

@@ -57,8 +57,8 @@ class Delimiters:
             last: whether this is the last text.
 
         Returns:
-            The match, or None if there is none that more text could not change; and whether more
-            text could lead to a match.
+            The match, or None if there is none or more text could change it; and whether more text
+            could lead to a match.
         """
         pending = False
         for _, pattern, literal in self.patterns:

@@ -83,22 +83,22 @@ class JsonCallReader:
         self.events: list[Event] = []
         self._syntax = syntax
         self._tools = tools
-        self._close = close
-        # Text since the last complete call: ``_raw`` is parsed, ``_text`` is an unfinished token.
-        self._raw = [opening]
+        self._delimiters = close
+        # Text since the last complete call: ``_raw_texts`` is parsed, ``_text`` is not.
+        self._raw_texts = [opening]
         self._text = ""
         self._raw_end = 0
         self._close_text: str | None = None
         self._state: _State = syntax.kind
         self._name = name
         self._has_ended = False
-        self._reset()
+        self._reset_call()
 
-    def _reset(self) -> None:
+    def _reset_call(self) -> None:
         self._has_begun = False
-        self._key = ""
+        self._current_key = ""
         self._arguments: list[str] | None = None
-        self._depth = 0
+        self._bracket_depth = 0
         self._is_in_string = self._is_escaped = False
 
     def push(self, text: str) -> str | None:
@@ -109,13 +109,13 @@ class JsonCallReader:
             position = self._parse(text)
         except _NotACallError as error:
             position = error.args[0]
-            self._raw.append(text[self._raw_end : position])
+            self._raw_texts.append(text[self._raw_end : position])
             return self._return_as_text(text[position:])
-        self._raw.append(text[self._raw_end : position])
+        self._raw_texts.append(text[self._raw_end : position])
         self._text = text[position:]
         if not self._has_ended:
             return None
-        return self._text if self._close is None else self._push_close(self._text)
+        return self._text if self._delimiters is None else self._push_close(self._text)
 
     def _parse(self, text: str) -> int:
         """Parse tokens and arguments; returns the position of the first unfinished token."""
@@ -147,39 +147,39 @@ class JsonCallReader:
 
     def _push_close(self, text: str) -> str | None:
         """Parse white space and the closing delimiter. After anything else, the text is no call."""
-        assert self._close is not None
+        assert self._delimiters is not None
         self._close_text = (self._close_text or "") + text
         rest = self._close_text.lstrip()
-        match, pending = self._close.match(rest)
+        match, pending = self._delimiters.match(rest)
         if match is not None:
             self._complete_call(0)
             return rest[match.end() :]
         if pending or not rest:
             return None
-        self._raw.append(self._close_text[: len(self._close_text) - len(rest)])
+        self._raw_texts.append(self._close_text[: len(self._close_text) - len(rest)])
         return self._return_as_text(rest)
 
     def finish(self) -> str:
         if self._close_text is not None:
-            assert self._close is not None
+            assert self._delimiters is not None
             rest = self._close_text.lstrip()
-            match, _ = self._close.match(rest, last=True)
+            match, _ = self._delimiters.match(rest, last=True)
             self._complete_call(0)
             return rest[match.end() :] if match is not None else ""
-        self._raw.append(self._text)
+        self._raw_texts.append(self._text)
         return "" if self._state == "next" else self._return_as_text("")
 
     def _return_as_text(self, rest: str) -> str:
         """Report the text of the call so far as text; returns ``rest``, the text after it."""
-        self.events.append(Event("text", "".join(self._raw)))
+        self.events.append(Event("text", "".join(self._raw_texts)))
         return rest
 
     def _process_token(self, token: str, start: int, end: int) -> int:
         """Process a token; returns the position at which parsing continues."""
         state = self._state
         if state == "key":
-            self._key = _parse_string(token, end)
-            if self._key not in (self._syntax.name, self._syntax.arguments, "id", "type"):
+            self._current_key = _parse_string(token, end)
+            if self._current_key not in (self._syntax.name, self._syntax.arguments, "id", "type"):
                 raise _NotACallError(end)
         elif state == "name":
             self._begin_call(_parse_string(token, end), end)
@@ -193,9 +193,9 @@ class JsonCallReader:
         elif state == "other" and token[0] == '"':
             _parse_string(token, end)
         self._state = "after" if state == "other" else _TRANSITIONS[state][token[0]]
-        if state == "colon" and self._key == self._syntax.arguments:
+        if state == "colon" and self._current_key == self._syntax.arguments:
             self._state = "arguments"
-        elif state == "colon" and self._key == self._syntax.name:
+        elif state == "colon" and self._current_key == self._syntax.name:
             if self._name is not None:
                 raise _NotACallError(end)
             self._state = "name"
@@ -251,10 +251,10 @@ class JsonCallReader:
                     return None
                 position += 1
             elif sign in "{[":
-                self._depth += 1
+                self._bracket_depth += 1
             else:
-                self._depth -= 1
-                if self._depth == 0:
+                self._bracket_depth -= 1
+                if self._bracket_depth == 0:
                     return position
 
     def _end_call(self, end: int) -> None:
@@ -264,15 +264,15 @@ class JsonCallReader:
             self.events.append(Event("arguments", "{}"))
         is_array = self._syntax.kind == "array"
         self._has_ended = not is_array
-        if is_array or self._close is None:
+        if is_array or self._delimiters is None:
             self._complete_call(end)
 
     def _complete_call(self, end: int) -> None:
         self.events.append(Event("done"))
-        self._raw = []
+        self._raw_texts = []
         self._raw_end = end
         self._name = None
-        self._reset()
+        self._reset_call()
 
 
 def _parse_string(string: str, end: int) -> str:

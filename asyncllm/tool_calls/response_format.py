@@ -228,7 +228,7 @@ class ResponseFormats:
             )
         else:
             calling = known if tool_call_parser == "auto" else TOOL_FAMILIES[tool_call_parser]
-        self._thinking = thinking
+        self._reasoning_family = thinking
         self._tool_family = calling
         self._formats: dict[bool, ResponseFormat] = {}
 
@@ -260,10 +260,10 @@ class ResponseFormats:
                 param="tools",
             )
         calling = self._tool_family if with_tools else None
-        if calling is None and self._thinking is None:
+        if calling is None and self._reasoning_family is None:
             return None
         if with_tools not in self._formats:
-            self._formats[with_tools] = ResponseFormat(calling, self._thinking)
+            self._formats[with_tools] = ResponseFormat(calling, self._reasoning_family)
         return self._formats[with_tools]
 
     @property

@@ -46,11 +46,11 @@ class CudaGraphCapturer(GraphCapturer):
         run()
         with CAPTURES.turn(), _no_garbage_collection():
             try:
-                return self._record(run, self._pool)
+                return self._record_graph(run, self._pool)
             except Exception as error:
-                reason, is_out_of_memory_error = explain(error), is_out_of_memory(error)
+                reason, is_memory_error = explain(error), is_out_of_memory(error)
             self._reset_generator()
-        self._report(reason, is_out_of_memory_error)
+        self._log_failure(reason, is_memory_error)
         return None
 
     def cut(self, work: Callable[[], None]) -> None:
@@ -62,7 +62,7 @@ class CudaGraphCapturer(GraphCapturer):
     def memory(self) -> int:
         return pool_bytes(self._pool, self.device)
 
-    def _record(self, run: Callable[[], None], pool: _POOL_HANDLE) -> Callable[[], None]:
+    def _record_graph(self, run: Callable[[], None], pool: _POOL_HANDLE) -> Callable[[], None]:
         recording = self._recording = _Recording(pool)
         try:
             recording.begin()
@@ -109,15 +109,13 @@ class CudaGraphCapturer(GraphCapturer):
             def run() -> None:
                 scratch.zero_()
 
-            self._record(run, torch.cuda.graph_pool_handle())
+            self._record_graph(run, torch.cuda.graph_pool_handle())
 
-    def _report(self, reason: str, is_out_of_memory_error: bool) -> None:
+    def _log_failure(self, reason: str, is_memory_error: bool) -> None:
         if reason in self._logged_reasons:
             return
         self._logged_reasons.add(reason)
-        remedy = (
-            ": lower gpu_memory_utilization or kv_cache_memory" if is_out_of_memory_error else ""
-        )
+        remedy = ": lower gpu_memory_utilization or kv_cache_memory" if is_memory_error else ""
         logger.warning(
             "a CUDA graph could not be captured, its steps run eagerly and are tried again later%s "
             "(%s)",

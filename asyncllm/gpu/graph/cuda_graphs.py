@@ -153,7 +153,7 @@ class StepGraphs:
         if largest not in self._graphs and largest not in self._failed:
             key = largest
         if self._should_retry(key):
-            self._capture(key)
+            self._capture_graph(key)
         else:
             self._run(key)
 
@@ -164,7 +164,7 @@ class StepGraphs:
         Graphs of half steps and of balanced attention are captured later, when a batch needs them.
         """
         for bucket in reversed(self.buckets):
-            self._capture(GraphKey(bucket, part))
+            self._capture_graph(GraphKey(bucket, part))
             yield
 
     def close(self) -> None:
@@ -180,7 +180,7 @@ class StepGraphs:
         failed.steps += 1
         return failed.steps >= RETRY_STEPS**failed.captures
 
-    def _capture(self, key: GraphKey) -> None:
+    def _capture_graph(self, key: GraphKey) -> None:
         """Runs the step, and keeps its graph."""
         began, before = time.perf_counter(), self._capturer.memory()
         run = partial(self._run, key)

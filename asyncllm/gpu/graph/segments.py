@@ -47,7 +47,7 @@ class Segments:
     ) -> None:
         self.model, self.cache, self.memory = model, cache, memory
         self.graphs = StepGraphs(self._run, capturer, sizes)
-        self._cut = capturer.cut
+        self._cut_capture = capturer.cut
         self._tensors: dict[tuple[object, ...], Tensor] = {}
         self._num_filled_rows: dict[tuple[int, torch.dtype], int] = {}
         self._ends: dict[object, Tensor] = {}
@@ -100,7 +100,7 @@ class Segments:
             self._copy_to_static_tensor(place, tensor) for place, tensor in enumerate(tensors)
         ]
         out = self._static_tensor("out", (width,), example)
-        self._cut(partial(self._run_core, core, core_inputs, out))
+        self._cut_capture(partial(self._run_core, core, core_inputs, out))
         return out[:count]
 
     def _run_core(self, core: Core, core_inputs: Sequence[Tensor], out: Tensor) -> None:

@@ -33,7 +33,7 @@ from asyncllm.gpu.models.layers import (
 from asyncllm.gpu.models.linear_attention import build_linear_attention, linear_attention_states
 from asyncllm.gpu.models.parameter import Parameter
 from asyncllm.gpu.models.rope import RopeSpec, rotary_order
-from asyncllm.gpu.models.scope import ParameterSource, Scope, stacked
+from asyncllm.gpu.models.scope import ParameterSource, Scope, stack_with_rows
 from asyncllm.gpu.ops.base import Attention, AttentionShape, Embedding, Linear, RMSNorm
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.quantise import Conversion
@@ -203,7 +203,7 @@ class DecoderBuilder:
             # Values equal keys in this layer: projecting the key's rows a second time costs less
             # than a branch in every kernel.
             names = (*names[:2], names[1])
-        rows = stacked(names, (queries + gates, keys, keys))
+        rows = stack_with_rows(names, (queries + gates, keys, keys))
         order = self.qkv_order(shape)
         qkv = scope.linear("qkv", rows, model.hidden_size, model.attention_bias, order)
         q_norm = self.qk_norm_weight(scope, "q_norm", shape, queries)

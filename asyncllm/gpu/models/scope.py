@@ -130,7 +130,7 @@ class Scope:
         """Makes the gated MLP of this scope, of intermediate size ``size``."""
         names, hidden, bias = self.model.names, self.model.hidden_size, self.model.mlp_bias
         return GatedMLP(
-            self.linear("gate_up", stacked(names.gate_up, (size, size)), hidden, bias),
+            self.linear("gate_up", stack_with_rows(names.gate_up, (size, size)), hidden, bias),
             self.activation,
             self.linear("down", ((names.down, hidden),), size, bias),
         )
@@ -141,7 +141,7 @@ class Scope:
         return self.ops.gelu_mul if self.model.activation == "gelu_tanh" else self.ops.silu_mul
 
 
-def stacked(names: tuple[str, ...], rows: tuple[int, ...]) -> Parts:
+def stack_with_rows(names: tuple[str, ...], rows: tuple[int, ...]) -> Parts:
     """Pairs modules with their numbers of rows; a single fused module has all rows."""
     return tuple(zip(names, (sum(rows),) if len(names) == 1 else rows, strict=True))
 

@@ -153,17 +153,17 @@ class _RandomRows:
 
     def planned_inputs(self, device: torch.device) -> StepInputs:
         """Inputs of an eager step, whose lengths the host knows."""
-        return self._inputs(device, 0)
+        return self._make_inputs(device, 0)
 
     def captured_inputs(self, device: torch.device) -> StepInputs:
         """Inputs of a captured step: the same rows, then padded rows; no lengths on the host."""
         return replace(
-            self._inputs(device, NUM_PADDED_ROWS),
+            self._make_inputs(device, NUM_PADDED_ROWS),
             max_len=self.table.shape[1] * self.size,
             host=None,
         )
 
-    def _inputs(self, device: torch.device, padded: int) -> StepInputs:
+    def _make_inputs(self, device: torch.device, padded: int) -> StepInputs:
         def padded_on_device(array: np.ndarray, dtype: torch.dtype, padding: int = 0) -> Tensor:
             padded_rows = np.concatenate((array, np.full(padded, padding)))
             return torch.from_numpy(padded_rows).to(device, dtype)

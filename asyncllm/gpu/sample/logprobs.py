@@ -15,7 +15,7 @@ the host."""
 
 
 DEFAULT_BUFFERED_LOGPROBS = 20
-"""Number of log-probabilities per token in a step's buffers if the configuration has no limit."""
+"""Number of log-probabilities per token in a step's buffers if ``max_logprobs`` sets no limit."""
 
 
 def token_logprobs(

@@ -58,7 +58,7 @@ class RecurrentModule:
         return (results[0] if len(results) == 1 else torch.cat(results)).unsqueeze(0)
 
     def _compute_batch(self, hidden: Tensor, rows: StateRows, options: dict[str, Any]) -> Tensor:
-        """Computes all rows of one token in one call, ``[D, H] -> [D, H]``."""
+        """Computes the rows that have one token, all in one call, ``[D, H] -> [D, H]``."""
         slots, states = rows.slots, self.step.states
         assert slots is not None
         held = {key: rows.gather(states[place]) for key, place in self.tensor_indices.items()}
