@@ -433,7 +433,8 @@ def test_avx512_computes_the_same(tmp_path):
     library, program = tmp_path / "libops.so", tmp_path / "fuzz"
     build_emulated(library, SANITIZED)
     link(program, library, find_compiler(), SANITIZED)
-    run_fuzz(program, 1, 10, "avx512")
+    for isa in ("avx512", "avx512bf16"):
+        run_fuzz(program, 1, 10, isa)
     build_emulated(library)
     files = ("native", "native_sampling", "int4", "ops", "recorded_step")
     tests = [str(Path(__file__).parent / f"test_{name}.py") for name in files]

@@ -178,6 +178,9 @@ extern const Kernels kernels_avx2;
 #ifdef ASYNCLLM_AVX512
 extern const Kernels kernels_avx512;
 #endif
+#ifdef ASYNCLLM_AVX512BF16
+extern const Kernels kernels_avx512bf16;
+#endif
 #ifdef ASYNCLLM_NEON
 extern const Kernels kernels_neon;
 #endif
