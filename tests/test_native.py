@@ -142,7 +142,7 @@ def test_attention_is_that_of_a_plain_model(isa, step):
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_token_attends_alike_in_any_chunk_and_company(isa, dtype, window):
     """Bit by bit: alone, among others, in a chunk of any size, on any number of threads."""
-    shape = AttentionShape(6, 2, 40, 40**-0.5)
+    shape = AttentionShape(6, 2, 40, 40**-0.5, softcap=20.0 if window else None)
     lengths = [1100, 3, 37, 700]
     sequences = Sequences(lengths, shape, dtype, 16, seed=5)
     attention = NativeAttention(context(1, isa), shape, dtype)
