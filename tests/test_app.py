@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from asyncllm import InvalidRequestError
 from asyncllm.metrics import EngineMetrics
 from asyncllm.serving import create_app
-from asyncllm.serving.connections import _Answer
+from asyncllm.serving.http_protocol import _Answer
 from asyncllm.testing import fake_engine
 from tests.app_clients import (
     BODY,
