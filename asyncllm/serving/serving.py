@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from asyncllm.engine import AsyncLLMEngine
-from asyncllm.metrics import EngineMetrics
 from asyncllm.runtime.worker_thread import WorkerThread
 from asyncllm.serving.frame_pacer import FramePacer
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.request_body import UnsupportedFields
 from asyncllm.serving.response_store import ResponseStore
+from asyncllm.serving.scrapes import Scrapes
 from asyncllm.validation import describe
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class Serving:
     pacer: FramePacer
     store: ResponseStore
     stats_interval: float
-    metrics: EngineMetrics
+    scrapes: Scrapes
     needs_token: bool
     unsupported_fields: UnsupportedFields
     max_body_size: int
