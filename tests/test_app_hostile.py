@@ -14,14 +14,11 @@ import h11
 import httpx
 import pytest
 
-from asyncllm.serving import connections
-from asyncllm.serving.connections import (
-    MAX_FRAGMENTS,
-    SPARE_FILES,
-    WebSocketProtocol,
-)
+from asyncllm.serving import http_protocol
+from asyncllm.serving.connections import SPARE_FILES
 from asyncllm.serving.http_parser import HttpParser
 from asyncllm.serving.turns import EVENTS_PER_TURN
+from asyncllm.serving.websocket_protocol import MAX_FRAGMENTS, WebSocketProtocol
 from asyncllm.testing import fake_engine
 from tests.app_clients import BODY, CHAT, HEAD, open_to, read_to_end, served_app, url_of, user
 from tests.idle import until
@@ -117,7 +114,7 @@ async def test_nonsense_behind_an_answer(caplog):
 @pytest.mark.parametrize("sent", [b"x", b""])
 async def test_a_body_that_nothing_reads_holds_no_connection(caplog, monkeypatch, sent):
     """It may be sent byte by byte, or begun and not gone on with."""
-    monkeypatch.setattr(connections, "LINGER", 0.2)
+    monkeypatch.setattr(http_protocol, "LINGER", 0.2)
     async with attacked(caplog) as server:
         reader, writer = await open_to(server)
         writer.write(GET + b"Content-Length: 100000\r\n\r\n")
@@ -162,7 +159,7 @@ REFUSED = [
 @pytest.mark.parametrize(("asked", "fields", "status"), REFUSED)
 async def test_chunks_behind_an_answer_are_not_parsed(monkeypatch, turns, asked, fields, status):
     """The client gets its answer, although it sends on."""
-    monkeypatch.setattr(connections, "LINGER", 0.2)
+    monkeypatch.setattr(http_protocol, "LINGER", 0.2)
     head = f"{asked} HTTP/1.1\r\nHost: x\r\n".encode() + fields
     async with served_app(fake_engine("x"), token="right") as server:
         reader, writer = await open_to(server)

@@ -11,6 +11,7 @@ import pytest
 from asyncllm import AsyncLLMEngine
 from asyncllm.sampling_params import MAX_BIAS
 from asyncllm.serving.request_body import RequestBody
+from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.serving.token_logprobs import LegacyLogprobs, LogprobWriter
 from asyncllm.testing import fake_engine
 from asyncllm.text.tokenizer import Tokenizer
@@ -73,6 +74,19 @@ async def test_a_long_body_is_read_on_one_thread_and_a_short_one_at_once(path, m
     assert len(found) == 8
     assert {most for _, most in found} == {1}
     assert here not in {thread for thread, _ in found}
+
+
+async def test_a_short_request_behind_a_long_conversation_is_checked_on_the_thread(threads_of):
+    submits, here = threads_of(ResponseRequest, "submit"), threading.get_ident()
+    engine = fake_engine("x", max_model_len=40_000, num_blocks=3000)
+    async with app_client(engine) as client:
+        for count, is_here in ((100, True), (1000, False)):
+            items = [{"role": "user", "content": "a"}] * count
+            first = await client.post("/v1/responses", json={"input": items})
+            submits["threads"].clear()
+            body = {"input": "b", "previous_response_id": first.json()["id"]}
+            assert (await client.post("/v1/responses", json=body)).status_code == 200
+            assert (submits["threads"] == {here}) is is_here
 
 
 async def test_tokenize_refuses_what_cannot_fit_before_it_is_tokenised(threads_of):

@@ -8,7 +8,7 @@ import hashlib
 import anyio
 import pytest
 
-from asyncllm import LLM, InvalidRequestError, RequestError, beam_search
+from asyncllm import LLM, EngineOverloadedError, InvalidRequestError, RequestError, beam_search
 from asyncllm.testing import fake_engine
 from tests.app_clients import CHAT, app_client, user
 from tests.fakes import entered, fake
@@ -41,6 +41,20 @@ async def test_a_crowd_of_one_owner_does_not_keep_another_waiting():
         for stream in (*crowd, *late):
             await stream.result()
     assert entered(rig) == [1, 2, 3, 1, 2, 1, 2, *[1] * 37]
+
+
+async def test_a_queue_that_one_owner_has_filled_takes_another():
+    async with fake(max_num_seqs=1).engine(max_queued_requests=4) as engine:
+        await engine.pause()
+        crowd = [engine.stream([1], max_tokens=2, owner="a") for _ in range(4)]
+        with pytest.raises(EngineOverloadedError):
+            engine.stream([1], max_tokens=2, owner="a")
+        late = [engine.stream([2], max_tokens=2, owner="b") for _ in range(2)]
+        with pytest.raises(EngineOverloadedError):
+            engine.stream([2], max_tokens=2, owner="b")
+        await engine.resume()
+        for stream in (*crowd, *late):
+            assert (await stream.result()).finish_reason == "length"
 
 
 async def test_each_output_counts():

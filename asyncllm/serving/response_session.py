@@ -128,16 +128,18 @@ class ResponseSession:
                 status=409,
             )
         self.serving.check_open()
-        self.current = turn = await self.serving.run(partial(self._begin_turn, event), size)
+        request = await self.serving.run(partial(self._parse_request, event), size)
+        turn = await ResponseTurn.begin(self.serving, self.owner, request, size, self._unstored)
+        self.current = turn
         self.serving.pacer.begin()
         self._tasks.start_soon(self._respond, turn)
 
-    def _begin_turn(self, event: dict[str, Any]) -> ResponseTurn:
+    def _parse_request(self, event: dict[str, Any]) -> ResponseRequest:
         fields = {name: value for name, value in event.items() if name != "type"}
         request = ResponseRequest.parse(fields, self.serving.unsupported_fields)
         if request.stream is False:
             raise unsupported("stream", False, (True,))
-        return ResponseTurn.begin(self.serving, self.owner, request, self._unstored)
+        return request
 
     def _cancel_response(self) -> None:
         if self.current is None:

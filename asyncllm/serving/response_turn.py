@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import anyio
@@ -18,6 +19,10 @@ from asyncllm.serving.response_store import (
 )
 from asyncllm.serving.serving import Serving
 from asyncllm.stream import TokenStream
+
+MEMORY_PER_JSON = 32
+"""Bytes of a conversation in memory that take as long as a byte of JSON: a short message has about
+360, and is checked and converted in 3 microseconds."""
 
 SendEvents = Callable[[Iterable[Event]], Awaitable[None]]
 
@@ -39,26 +44,40 @@ class ResponseTurn:
     _store: ResponseStore | None
 
     @classmethod
-    def begin(
+    async def begin(
         cls,
         serving: Serving,
         owner: str,
         request: ResponseRequest,
+        size: int,
         local: ResponseStore | None = None,
     ) -> Self:
-        """Submit a request.
+        """Submit a request; a long conversation is checked on the worker thread.
 
         Args:
             owner: owner of the request, and of the responses that it may continue.
+            size: number of bytes of the request's JSON.
             local: store of one connection, for responses with ``store=false``.
 
         Raises:
             ProtocolError, AsyncLLMError: if it cannot be served.
         """
+        past = _find_conversation(request.previous_response_id, owner, serving.store, local)
+        submit = partial(cls._submit, serving, owner, request, past, local)
+        return await serving.run(submit, size + past.size // MEMORY_PER_JSON)
+
+    @classmethod
+    def _submit(
+        cls,
+        serving: Serving,
+        owner: str,
+        request: ResponseRequest,
+        past: Conversation,
+        local: ResponseStore | None,
+    ) -> Self:
         engine = serving.engine
         model = serving.model_name(request.model)
-        conversation = _find_conversation(request.previous_response_id, owner, serving.store, local)
-        conversation = conversation.followed_by(request.messages)
+        conversation = past.followed_by(request.messages)
         stream = request.submit(engine, conversation.messages, serving.options(owner))
         defaults = engine.model_config.generation_defaults or {}
         events = ResponseEvents(request, model, defaults, engine.tokenizer.bytes_of)

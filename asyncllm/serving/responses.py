@@ -18,12 +18,10 @@ from asyncllm.serving.serving import Serving
 
 async def create_response(serving: Serving, exchange: Exchange) -> None:
     body = await exchange.body()
-
-    def begin() -> tuple[ResponseRequest, ResponseTurn]:
-        request = ResponseRequest.parse(parse_json(body), serving.unsupported_fields)
-        return request, ResponseTurn.begin(serving, exchange.owner, request)
-
-    request, turn = await serving.run(begin, len(body))
+    request = await serving.run(
+        lambda: ResponseRequest.parse(parse_json(body), serving.unsupported_fields), len(body)
+    )
+    turn = await ResponseTurn.begin(serving, exchange.owner, request, len(body))
     if request.stream:
         await _send_events(serving, exchange, turn)
         return
