@@ -122,6 +122,8 @@ class Request:
             when no token is in flight: ``max_total_tokens``, or 0 with ``needs_host``.
         num_computed_tokens: tokens whose KV is computed by steps already launched; at most
             ``len(token_ids) + num_placeholders``.
+        token_cost: how many tokens of a step's budget each token of its next chunk takes; see
+            ``prompt_logprobs.token_cost``.
         num_placeholders: sampled tokens of steps in flight, whose values are not known yet; 1 while
             its next mask is made ahead, which keeps it from being scheduled.
         epoch: incremented when in-flight results become void, by preemption or rollback.
@@ -183,6 +185,7 @@ class Request:
     req_index: int = field(init=False, default=-1)
     epoch: int = field(init=False, default=0)
     num_computed_tokens: int = field(init=False, default=0)
+    token_cost: int = field(init=False, default=1)
     num_placeholders: int = field(init=False, default=0)
     blocks: tuple[list[Block], ...] = field(init=False, default=())
     num_out_of_window: list[int] = field(init=False, default_factory=list)
@@ -245,10 +248,15 @@ class Request:
         """Maximum number of leading tokens whose KV may come from the prefix cache. It excludes the
         last token, whose logits are sampled, and tokens whose prompt log-probability is still
         missing."""
-        found = self.prompt_logprobs
-        if found is None or len(found) >= self.num_prompt_tokens - 1:
+        if not self.lacks_prompt_logprobs:
             return len(self.token_ids) - 1
-        return len(found)
+        return len(self.prompt_logprobs or ())
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether prompt log-probabilities that it asks for are not known yet."""
+        found = self.prompt_logprobs
+        return found is not None and len(found) < self.num_prompt_tokens - 1
 
     @property
     def whole_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:

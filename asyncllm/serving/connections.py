@@ -32,7 +32,7 @@ from starlette.types import Receive, Scope, Send
 
 from asyncllm import validation as check
 from asyncllm.serving.http_parser import HttpParser
-from asyncllm.serving.turns import EVENTS_PER_TURN, Turns
+from asyncllm.serving.turns import EVENTS_PER_TURN, Starts, Turns
 
 MAX_FRAGMENTS = 1024
 """Maximum number of fragments of a WebSocket message. Without a limit, a client could send empty
@@ -101,7 +101,8 @@ def make_protocols(limits: ConnectionLimits) -> tuple[type[HttpProtocol], type[W
     """Make subclasses of HttpProtocol and WebSocketProtocol, for uvicorn to instantiate. The
     connections of one server share their class attributes."""
     max_open = min(2 * limits.max_connections, max(1, _max_open_files() - SPARE_FILES))
-    shared = {"limits": limits, "max_open": max_open, "turns": Turns(), "idle": {}}
+    shared = {"limits": limits, "max_open": max_open, "idle": {}}
+    shared |= {"turns": Turns(), "starts": Starts()}
     return (
         type("HttpProtocol", (HttpProtocol,), shared),
         type("WebSocketProtocol", (WebSocketProtocol,), shared),
@@ -146,12 +147,14 @@ class _BoundedProtocol(asyncio.Protocol):
 
     Class attributes:
         max_open: maximum number of connections that are accepted.
+        turns, starts: queues for parsing and for beginning requests, of all connections.
         idle: the server's connections without a whole header, the oldest first.
     """
 
     limits: ClassVar[ConnectionLimits]
     max_open: ClassVar[int]
     turns: ClassVar[Turns]
+    starts: ClassVar[Starts]
     idle: ClassVar[dict[HttpProtocol, None]]
     transport: asyncio.Transport
 
@@ -244,6 +247,10 @@ class HttpProtocol(_BoundedProtocol, H11Protocol):
         self.app: Any = self._run_application
 
     async def _run_application(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.starts.wait(self.transport.is_closing)
+        if self.transport.is_closing():
+            self.cycle.disconnected = True  # uvicorn expects an answer to every other request
+            return
         answer = _Answer(self, send)
         has_room = self._make_room(self.limits.max_connections)
         application: Any = self._application if has_room else service_unavailable
