@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from asyncllm.core.block_pool import Block
 from asyncllm.core.channel import Channel
 from asyncllm.core.reasoning import Reasoning
+from asyncllm.core.token_rules import TokenRules
 from asyncllm.outputs import FinishReason, TokenLogprobs, Usage
 from asyncllm.sampling_params import SamplingParams
 
@@ -141,7 +142,7 @@ class Request:
         num_shared_tokens: leading tokens whose KV was cached at the last look-up, whether or not
             there was a snapshot.
         output_snapshot: the newest snapshot of its output, and that snapshot's hash.
-        bad_words: token sequences that may not occur in the output.
+        token_rules: rules of ``allowed_token_ids`` and ``bad_words``; None without them.
         claimed_by: indices of the engine's logits processors that apply to it.
         needs_host: its sampling needs the host, so its next step waits until its last token is
             known; see SamplingLimits.
@@ -169,7 +170,7 @@ class Request:
     reasoning: Reasoning | None = None
     first: Request | None = None
     structured_output: OutputGrammar | None = None
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    token_rules: TokenRules | None = None
     claimed_by: tuple[int, ...] = ()
     needs_host: bool = False
     index: int = field(init=False)

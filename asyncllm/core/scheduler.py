@@ -322,7 +322,7 @@ class Scheduler:
             sampling=picklable_params(request.sampling),
             eos_token_ids=request.eos_token_ids,
             processors_key=processors_key,
-            bad_words=request.bad_words,
+            token_rules=request.token_rules,
             claimed_by=request.claimed_by,
         )
 

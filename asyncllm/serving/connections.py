@@ -247,13 +247,14 @@ class HttpProtocol(_BoundedProtocol, H11Protocol):
         self.app: Any = self._run_application
 
     async def _run_application(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.starts.wait(self.transport.is_closing)
+        application: Any = service_unavailable
+        if self._make_room(self.limits.max_connections):
+            application = self._application
+            await self.starts.wait(self.transport.is_closing)
         if self.transport.is_closing():
             self.cycle.disconnected = True  # uvicorn expects an answer to every other request
             return
         answer = _Answer(self, send)
-        has_room = self._make_room(self.limits.max_connections)
-        application: Any = self._application if has_room else service_unavailable
         await application(scope, receive, answer.send)
 
     def _make_room(self, count: int) -> bool:
