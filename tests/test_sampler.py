@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from asyncllm.core.batch import RequestAssignment
 from asyncllm.core.executor import SamplingLimits
+from asyncllm.core.token_rules import TokenRules
 from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS
 from asyncllm.gpu.sample.host_rules import HostRules, apply_processors
@@ -342,9 +343,10 @@ def test_the_core_knows_which_requests_need_the_host(fields, eos, bad_words):
     limits = SamplingLimits(64)
     params = SamplingParams(**fields)
     known = () if params.ignore_eos else eos
+    rules = TokenRules.of(params.allowed_token_ids, bad_words, 2000)
     bench.enter(1, [1, 2], [], known, bad_words, **fields)
     needs = bench.sampler.state.rows_needing_host(np.array([0, 1])).tolist()
-    assert needs == ([1] if limits.exceeded_by(params, bad_words) else [])
+    assert needs == ([1] if limits.exceeded_by(params, rules) else [])
 
 
 class Unprintable(Exception):

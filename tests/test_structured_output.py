@@ -188,9 +188,9 @@ async def test_allowed_tokens_and_the_grammar_both_count():
         asked = {"structured_outputs": {"regex": "[a-e]{20}"}, "allowed_token_ids": list(b"bd")}
         assert set((await engine.generate("x", **asked)).text) == {"b", "d"}
         # What may go on by the grammar and may not by them ends, where it may.
-        asked = {"structured_outputs": {"regex": "ab[0-9]*"}, "allowed_token_ids": list(b"ab")}
-        found = await engine.generate("x", **asked)
-        assert (found.text, found.finish_reason) == ("ab", "stop")
+        for rule in ({"allowed_token_ids": list(b"ab")}, {"bad_words": [*"0123456789"]}):
+            found = await engine.generate("x", structured_outputs={"regex": "ab[0-9]*"}, **rule)
+            assert (found.text, found.finish_reason) == ("ab", "stop")
 
 
 async def test_nothing_that_may_follow_is_an_error_of_that_request():
@@ -278,6 +278,7 @@ def _thinker(**reasoning: Any) -> Any:
         min_total_tokens=0,
         stop_token_ids=frozenset({TURN_END}),
         sampling=SamplingParams(),
+        token_rules=None,
         reasoning=Reasoning(**(state | reasoning)),
     )
 

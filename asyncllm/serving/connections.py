@@ -17,7 +17,7 @@ except ModuleNotFoundError:  # Windows has no such limits
 
 from asyncllm.serving.connection_limits import ConnectionLimits
 from asyncllm.serving.http_protocol import HttpProtocol
-from asyncllm.serving.turns import Turns
+from asyncllm.serving.turns import Starts, Turns
 from asyncllm.serving.websocket_protocol import WebSocketProtocol
 
 SPARE_FILES = 128
@@ -28,7 +28,8 @@ def make_protocols(limits: ConnectionLimits) -> tuple[type[HttpProtocol], type[W
     """Make subclasses of HttpProtocol and WebSocketProtocol, for uvicorn to instantiate. The
     connections of one server share their class attributes."""
     max_open = min(2 * limits.max_connections, max(1, _max_open_files() - SPARE_FILES))
-    shared = {"limits": limits, "max_open": max_open, "turns": Turns(), "idle": {}}
+    shared = {"limits": limits, "max_open": max_open, "idle": {}}
+    shared |= {"turns": Turns(), "starts": Starts()}
     return (
         type("HttpProtocol", (HttpProtocol,), shared),
         type("WebSocketProtocol", (WebSocketProtocol,), shared),

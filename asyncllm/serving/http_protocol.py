@@ -14,6 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from asyncllm.serving.bounded_protocol import BoundedProtocol, Timer
 from asyncllm.serving.http_parser import HttpParser
+from asyncllm.serving.turns import Starts
 
 HTTP_SLICE_BYTES = 1 << 14
 """Number of bytes that the HTTP parser gets at a time; it checks its bounds after each slice."""
@@ -46,9 +47,11 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
     Class attributes:
         max_open: maximum number of connections that are accepted.
         idle: the server's connections without a whole header, the oldest first.
+        starts: queue in which requests of all connections begin.
     """
 
     max_open: ClassVar[int]
+    starts: ClassVar[Starts]
     idle: ClassVar[dict[HttpProtocol, None]]
     conn: HttpParser
 
@@ -62,9 +65,14 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
         self.app: Any = self._run_application
 
     async def _run_application(self, scope: Scope, receive: Receive, send: Send) -> None:
+        application: Any = service_unavailable
+        if self._make_room(self.limits.max_connections):
+            application = self._application
+            await self.starts.wait(self.transport.is_closing)
+        if self.transport.is_closing():
+            self.cycle.disconnected = True  # uvicorn expects an answer to every other request
+            return
         answer = _Answer(self, send)
-        has_room = self._make_room(self.limits.max_connections)
-        application: Any = self._application if has_room else service_unavailable
         await application(scope, receive, answer.send)
 
     def _make_room(self, count: int) -> bool:
