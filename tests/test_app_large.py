@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import json
 import threading
+import tracemalloc
 
 import pytest
 
 from asyncllm import AsyncLLMEngine
 from asyncllm.sampling_params import MAX_BIAS
+from asyncllm.serving import create_app
 from asyncllm.serving.request_body import RequestBody
 from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.serving.token_logprobs import LegacyLogprobs, LogprobWriter
 from asyncllm.testing import fake_engine
 from asyncllm.text.tokenizer import Tokenizer
-from tests.app_clients import app_client
+from tests.app_clients import RawRequest, app_client
+from tests.idle import until
+from tests.websocket_clients import ENDS, client_of, served
 
 pytestmark = pytest.mark.asyncio
 
@@ -87,6 +93,62 @@ async def test_a_short_request_behind_a_long_conversation_is_checked_on_the_thre
             body = {"input": "b", "previous_response_id": first.json()["id"]}
             assert (await client.post("/v1/responses", json=body)).status_code == 200
             assert (submits["threads"] == {here}) is is_here
+
+
+@contextlib.contextmanager
+def held_by(count):
+    """Yields a function: the memory held per request since the block began, in bytes."""
+
+    def held():
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0] / count
+
+    gc.collect()
+    tracemalloc.start()
+    try:
+        yield held
+    finally:
+        tracemalloc.stop()
+
+
+PADDED = " " * 1_000_000
+"""As part of a body, memory that nothing but the body itself takes."""
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+async def test_a_body_is_not_held_while_its_answer_is_made(path):
+    engine = fake_engine("x")
+    app, fields = create_app(engine), json.dumps(BODIES[path]("a"))
+    async with engine, contextlib.AsyncExitStack() as stack:
+        await engine.pause()
+        with held_by(6) as held:
+            requests = [
+                await stack.enter_async_context(RawRequest(app, (fields + PADDED).encode(), path))
+                for _ in range(6)
+            ]
+            try:
+                await until(lambda: engine.stats().num_waiting == 6)
+                await until(lambda: held() < 200_000, 5.0)
+            finally:
+                await engine.resume()
+        for one in requests:
+            await one.whole()
+            assert one.status == 200
+
+
+async def test_a_message_is_not_held_once_it_is_answered():
+    async with served(fake_engine("x"), max_message_size=1 << 21) as server:
+        async with contextlib.AsyncExitStack() as stack:
+            clients = [await stack.enter_async_context(client_of(server)) for _ in range(6)]
+            for one in clients:
+                await one.ask("a")
+            with held_by(6) as held:
+                for one in clients:
+                    body = json.dumps({"type": "response.create", "input": "a"})
+                    await one.connection.send(body + PADDED)
+                    assert (await one.until(*ENDS))[-1]["type"] == "response.completed"
+                del body
+                await until(lambda: held() < 200_000, 5.0)
 
 
 async def test_tokenize_refuses_what_cannot_fit_before_it_is_tokenised(threads_of):

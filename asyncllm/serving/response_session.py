@@ -73,6 +73,7 @@ class ResponseSession:
                 async for message in self.connection:
                     if not self._is_closing:
                         await self._handle_message(message)
+                    del message  # the next may come in an hour
             self._tasks.cancel_scope.cancel()
 
     # --- requests -----------------------------------------------------------------------

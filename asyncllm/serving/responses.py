@@ -17,11 +17,7 @@ from asyncllm.serving.serving import Serving
 
 
 async def create_response(serving: Serving, exchange: Exchange) -> None:
-    body = await exchange.body()
-    request = await serving.run(
-        lambda: ResponseRequest.parse(parse_json(body), serving.unsupported_fields), len(body)
-    )
-    turn = await ResponseTurn.begin(serving, exchange.owner, request, len(body))
+    request, turn = await _begin(serving, exchange)
     if request.stream:
         await _send_events(serving, exchange, turn)
         return
@@ -30,6 +26,15 @@ async def create_response(serving: Serving, exchange: Exchange) -> None:
     if turn.stream.finish_reason == "abort":
         raise aborted_error()
     await exchange.respond(200, turn.events.body.encode())
+
+
+async def _begin(serving: Serving, exchange: Exchange) -> tuple[ResponseRequest, ResponseTurn]:
+    """Read and submit a request. The body is freed when this returns."""
+    body = await exchange.body()
+    request = await serving.run(
+        lambda: ResponseRequest.parse(parse_json(body), serving.unsupported_fields), len(body)
+    )
+    return request, await ResponseTurn.begin(serving, exchange.owner, request, len(body))
 
 
 async def _drop_events(events: Iterable[Event]) -> None:

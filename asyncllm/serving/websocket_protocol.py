@@ -78,8 +78,12 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
         self._resume_reading()
 
     def handle_events(self) -> None:
-        self._num_frames += len(self.conn.events)
+        events = self.conn.events
+        self._num_frames += len(events)
         super().handle_events()
+        for event in events:
+            if isinstance(event, Frame):
+                event.data = b""  # websockets' parser refers to the last frame until the next one
 
     def _may_parse(self) -> bool:
         # Before the handshake is answered, the client may turn out to have no access.
