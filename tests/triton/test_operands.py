@@ -105,7 +105,7 @@ def rotate(qkv: Tensor) -> None:
         (lambda x: norm.TritonRMSNorm(HALF, 1e-6).add(torch.zeros(TOKENS, 8), x), "residual"),
         (activation.silu_mul, "gate"),
         (lambda x: activation.gelu_mul(torch.zeros(TOKENS, 8), x), "up"),
-        (lambda x: activation.sigmoid_mul(x, x), "x"),
+        (lambda x: activation.sigmoid_mul(x, x), "gate"),
         (lambda x: activation.softcap(x, 3.0), "x"),
         (gated_norm.TritonGatedNorm(HALF[:4], 1e-6), "x"),
         (sample, "logits"),

@@ -283,7 +283,7 @@ def variants() -> list[Variant]:
         add(kernel, kernel, of_causal_conv, 90)
     add("gated-norm", "gated_norm", of_gated_norm, 90)
     gate = empty(64, 9216)[:, 5120:]
-    add("sigmoid-mul", "sigmoid_mul", lambda _: activation.sigmoid_mul(empty(64, 4096), gate), 90)
+    add("sigmoid-mul", "gated_mul", lambda _: activation.sigmoid_mul(empty(64, 4096), gate), 90)
     add("norm-sum-scaled", "norm", norm_add(floats(2560), 1.0, 0.7), 90)
     add("rope-values", "rope_cache", rope(32, 256, norms=True, values=True), 90)
     add("rope-queries", "rope_cache", rope_of_queries, 90)

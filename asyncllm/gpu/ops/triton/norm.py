@@ -3,8 +3,6 @@
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # To a type checker, a Triton kernel is a plain Python function, without ``kernel[grid]``.
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -81,12 +79,19 @@ class TritonRMSNorm:
     def __init__(
         self, weight: Tensor, eps: float, multiplier: float = 1.0, scale: float = 1.0
     ) -> None:
-        self.weight = weight
-        self.eps = eps
+        self.weight, self.eps = weight, eps
         self.multiplier, self.scale = multiplier, scale
-        self._width = 0
-        self._norm_kernel: Any = None
-        self._add_norm_kernel: Any = None
+        self._norm_kernel, self._add_norm_kernel = (
+            norm_kernel.bind(
+                WIDTH=len(weight),
+                BLOCK=next_power_of_2(len(weight)),
+                ADD=adds,
+                SCALED=adds and multiplier != 1.0,
+                SUM_SCALED=adds and scale != 1.0,
+                num_warps=row_warps(len(weight)),
+            )
+            for adds in (False, True)
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """The norm of ``x [T, H]``, or of each part of ``x [T, parts, H]``."""
@@ -108,10 +113,10 @@ class TritonRMSNorm:
 
     def _launch(self, x: Tensor, residual: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
         rows, width = x.shape
+        if width != len(self.weight):
+            raise ValueError(f"rows of {width} elements: expected {len(self.weight)}")
         if rows:
             kernel = self._add_norm_kernel if add else self._norm_kernel
-            if kernel is None or self._width != width:
-                kernel = self._bind(width, add)
             kernel(
                 (rows, 1, 1),
                 out,
@@ -126,22 +131,3 @@ class TritonRMSNorm:
                 row_stride("residual", residual),
             )
         return out
-
-    def _bind(self, width: int, add: bool) -> Any:
-        """Binds the kernels with and without a residual to rows of ``width``; returns the one that
-        ``add`` selects."""
-        if len(self.weight) != width:
-            raise ValueError(f"rows of {width} elements: expected {len(self.weight)}")
-        self._width = width
-        self._norm_kernel, self._add_norm_kernel = (
-            norm_kernel.bind(
-                WIDTH=width,
-                BLOCK=next_power_of_2(width),
-                ADD=adds,
-                SCALED=adds and self.multiplier != 1.0,
-                SUM_SCALED=adds and self.scale != 1.0,
-                num_warps=row_warps(width),
-            )
-            for adds in (False, True)
-        )
-        return self._add_norm_kernel if add else self._norm_kernel
