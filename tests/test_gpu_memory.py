@@ -34,8 +34,7 @@ from asyncllm.gpu.memory import (
     is_out_of_memory,
     release,
 )
-from asyncllm.gpu.models.attention_kinds import attention_kinds
-from asyncllm.gpu.models.attention_kinds import kv_groups as own_kv_groups
+from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_plan
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops.torch_attention import TorchAttention
@@ -478,7 +477,7 @@ def test_one_layer_of_each_window_stands_for_all():
     model = replace(MODEL, num_layers=8, sliding_window=20, sliding_layers=sliding)
     decoder = make_decoder(model)
     run = {"max_num_batched_tokens": 40, "max_num_seqs": 1, "max_model_len": 40}
-    profile_run(decoder, own_kv_groups(model, decoder.attention, 8), **run)
+    profile_run(decoder, kv_plan(model).kv_groups(decoder.attention, 8), **run)
     # Layers 0 and 1 see all, 4 and 7 a window, in two steps of which both kinds were planned.
     assert [kind.window for kind in decoder.attention] == [None, 20]
     for attention in decoder.attention.values():

@@ -23,7 +23,7 @@ from asyncllm.gpu.graph.replay import Replay
 from asyncllm.gpu.huge_pages import warn_without_huge_pages
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.model_runner import ModelRunner
-from asyncllm.gpu.models.attention_kinds import kv_groups
+from asyncllm.gpu.models.attention_kinds import kv_plan
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.ops import recorder as recording
 from asyncllm.gpu.ops.native_attention import NativeAttention
@@ -367,7 +367,7 @@ def test_activations_are_counted_before_the_cache(monkeypatch):
     taken = program_of(runner).program.num_bytes
     # The MLP's two halves, beside the hidden states of 32 elements.
     assert taken > 4096 * (128 + 32) * 4
-    groups = kv_groups(state.model.model, state.model.attention, runner.info.block_size)
+    groups = kv_plan(state.model.model).kv_groups(state.model.attention, runner.info.block_size)
     limits = {"max_num_batched_tokens": 4096, "max_num_seqs": 64}
     assert recorded_bytes(state.model, groups, **limits) == taken
     per_block = state.cache.tensor.nbytes // runner.info.num_blocks

@@ -108,15 +108,9 @@ class _Recorder:
         self.keys: list[Tensor] = []
 
     def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Any,
-        scaling: float | None,
-        options: dict[str, Any],
-    ) -> Tensor:
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+        attention_mask: Any = None, scaling: float | None = None, **options: Any,
+    ) -> Tensor:  # fmt: skip
         given = {name: value for name, value in options.items() if _is_option_set(value)}
         shared = next((i for i, earlier in enumerate(self.keys) if earlier is key), None)
         self.keys.append(key)
@@ -130,7 +124,7 @@ class _Recorder:
                 num_queries=query.shape[2],
                 num_keys=key.shape[2],
                 scale=None if scaling is None else float(scaling),
-                mask=mask,
+                mask=attention_mask,
                 window=given.pop("sliding_window", None),
                 softcap=given.pop("softcap", None),
                 sinks=given.pop("s_aux", None) is not None,

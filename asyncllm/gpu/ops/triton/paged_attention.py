@@ -18,12 +18,12 @@ class Merge(NamedTuple):
     """The merge of partial results.
 
     Attributes:
-        count: number of partial results per query head.
+        num_partials: number of partial results per query head.
         num_rows: number of rows of ``out`` to merge, from ``first_row`` on.
         seq_lens, splits, first_row, window, max_rows, prefill: see ``merge_kernel``.
     """
 
-    count: int
+    num_partials: int
     num_rows: int
     seq_lens: Tensor
     splits: int
@@ -78,7 +78,7 @@ class PagedAttention:
         self._merge, self._num_heads = merge, shape.num_heads
         if merge is not None:
             assert plan.workspace is not None
-            size = merge.count * shape.num_heads
+            size = merge.num_partials * shape.num_heads
             workspace = plan.workspace[: size * (block_dim + 2)]
             self._partials = workspace.split([size * block_dim, size, size])
             self._merge_kernel = merge_kernel.bind(
