@@ -102,15 +102,19 @@ def stream_with_callbacks(
         text = " ".join(map(str, prompt)) if stream is not None else describe(prompt)
     run = CallbackRun(
         handlers=tuple(handlers),
-        run_id=run_id or uuid.uuid4(),
-        parent_run_id=parent_run_id,
-        tags=list(tags),
-        metadata=dict(metadata or {}),
-        name=run_name or "AsyncLLMEngine",
+        ids={
+            "run_id": run_id or uuid.uuid4(),
+            "parent_run_id": parent_run_id,
+            "tags": list(tags),
+        },
+        options={
+            "metadata": dict(metadata or {}),
+            "name": run_name or "AsyncLLMEngine",
+            "invocation_params": {**_sampling_fields(sampling_params), **options},
+        },
         model_name=engine.config.model_name,
         messages=messages if chat else None,
         prompt=buffer_string(messages) if chat else text,
-        invocation_params={**_sampling_fields(sampling_params), **options},
     )
     return CallbackStream(stream, refusal, run)
 
@@ -140,10 +144,11 @@ class CallbackStream(Handle):
     def __init__(
         self, stream: TokenStream | None, refusal: Exception | None, run: CallbackRun
     ) -> None:
-        self.run_id = run.run_id
+        self.run_id: uuid.UUID = run.ids["run_id"]
         self._stream = stream
         self._refusal = refusal
         self._run = run
+        self._message_id = None if run.messages is None else f"run-{self.run_id}"
         self._started = False
         self._ended = False
 
@@ -189,8 +194,7 @@ class CallbackStream(Handle):
         assert self._stream is not None
         delta = await anext(self._stream)
         if delta.text or delta.token_ids:
-            several = self._stream.num_outputs > 1
-            chunk = make_chunk(delta, several, chat=self._is_chat, run_id=self.run_id)
+            chunk = make_chunk(delta, self._stream.num_outputs > 1, self._message_id)
             await self._run.notify("on_llm_new_token", delta.text, chunk=chunk)
         if delta.usage is not None:
             await self._finish(self._stream)
@@ -222,14 +226,8 @@ class CallbackStream(Handle):
         finally:
             self._run.close()
 
-    @property
-    def _is_chat(self) -> bool:
-        return self._run.messages is not None
-
     def _make_result(self, completion: Completion) -> Any:
-        return make_result(
-            completion, chat=self._is_chat, run_id=self.run_id, model_name=self._run.model_name
-        )
+        return make_result(completion, self._message_id, self._run.model_name)
 
     def abort(self) -> None:
         """End the request with finish reason "abort"; its output so far can still be read."""

@@ -9,7 +9,6 @@ import functools
 import inspect
 import logging
 import sys
-import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,29 +27,24 @@ class CallbackRun:
     """The handlers of one run, and the arguments of their calls.
 
     Attributes:
+        ids: arguments of every call: ``run_id``, ``parent_run_id`` and ``tags``.
+        options: further arguments of the first call: ``metadata``, ``name`` and
+            ``invocation_params``.
         messages: the conversation; None if the request has a prompt instead.
         prompt: the prompt, or the conversation as one text.
     """
 
     handlers: Sequence[Any]
-    run_id: uuid.UUID
-    parent_run_id: uuid.UUID | None
-    tags: list[str]
-    metadata: dict[str, Any]
-    name: str
+    ids: dict[str, Any]
+    options: dict[str, Any]
     model_name: str
     messages: list[CallbackMessage] | None
     prompt: str
-    invocation_params: dict[str, Any]
     _thread: ThreadPoolExecutor | None = None
 
     def __post_init__(self) -> None:
         # Handlers that run inline are tracers, whose state other handlers read. Call them first.
         self.handlers = sorted(self.handlers, key=lambda h: not _get_attribute(h, "run_inline"))
-
-    @property
-    def ids(self) -> dict[str, Any]:
-        return {"run_id": self.run_id, "parent_run_id": self.parent_run_id, "tags": self.tags}
 
     async def start(self) -> None:
         """Call ``on_chat_model_start`` or ``on_llm_start`` of every handler."""
@@ -61,12 +55,7 @@ class CallbackRun:
             "name": "AsyncLLMEngine",
             "repr": f"AsyncLLMEngine({self.model_name!r})",
         }
-        extra = {
-            **self.ids,
-            "metadata": self.metadata,
-            "name": self.name,
-            "invocation_params": self.invocation_params,
-        }
+        extra = self.ids | self.options
         chat, llm = (model, [self.messages]), (model, [self.prompt])
         for handler in self.handlers:
             if self.messages is None or not await self._call_handler(
@@ -82,9 +71,7 @@ class CallbackRun:
                 being raised.
         """
         for handler in self.handlers:
-            await self._call_handler(
-                handler, event, "ignore_llm", args, {**self.ids, **extra}, quiet
-            )
+            await self._call_handler(handler, event, "ignore_llm", args, self.ids | extra, quiet)
 
     async def _call_handler(
         self,
