@@ -1,4 +1,4 @@
-"""MIXED_FAMILIES: architectures with experts, recurrent layers or layers of several sizes, as data."""
+"""MIXED_FAMILIES: architectures with experts, recurrent layers or unequal layers, as data."""
 
 from __future__ import annotations
 
