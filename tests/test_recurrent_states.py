@@ -21,8 +21,8 @@ from asyncllm.gpu.model_runner import Graphs, ModelRunner
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateCache, StateSpec, slot_bytes
 from asyncllm.gpu.transformers_model import families
-from asyncllm.gpu.transformers_model.call_states import CallStates
 from asyncllm.gpu.transformers_model.config import TransformersConfig
+from asyncllm.gpu.transformers_model.recurrent_probe import CallStates
 from tests.driver import Driver, state_of
 from tests.families import NEMOTRON_H, TINY, make
 from tests.recurrent_checkpoint import MISTAKES, OUTPUT, PROMPTS, Checkpoint

@@ -24,7 +24,7 @@ from asyncllm.gpu.transformers_model.interface import (
     experts_implementation,
     set_handler,
 )
-from asyncllm.gpu.transformers_model.linear import OpEmbedding, OpExperts, OpLinear, look_up_in
+from asyncllm.gpu.transformers_model.linear import OpExperts, OpLinear, look_up_in
 from asyncllm.gpu.transformers_model.probe import Probe, linear_kinds, probe
 from asyncllm.gpu.transformers_model.recurrent import RecurrentModule
 from asyncllm.gpu.transformers_model.rules import check_calls, check_modules
@@ -79,9 +79,9 @@ def build_transformers_decoder(
 
     place = 0
     for call in found.recurrent:
-        places = {key: place + i for i, key in enumerate(call.states)}
-        place += len(places)
-        RecurrentModule.install(step, modules.get_submodule(call.module), call, places)
+        module = modules.get_submodule(call.module)
+        module.__dict__["forward"] = RecurrentModule(step, module.forward, call, place)
+        place += len(call.states)
     head = modules.get_output_embeddings()
 
     def make(weights: LinearWeights) -> Linear:
@@ -137,10 +137,7 @@ def _replace_tied_head(
     weights = convert.head(weights) if convert else weights
     if bias is None and (type(embedding) is nn.Embedding or found.processes_lookup):
         table, linear = ops.tied_embedding(weights, dtype)
-        if found.processes_lookup:
-            look_up_in(embedding, table)
-        else:
-            _replace_module(modules, names[embedding], OpEmbedding(table))
+        look_up_in(embedding, table)
     else:
         # This embedding computes more than a look-up, so it keeps its own table.
         linear = ops.linear(weights)
