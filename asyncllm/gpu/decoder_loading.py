@@ -121,23 +121,21 @@ def _make_attention(
     alike: dict[tuple[AttentionShape, int | None], Attention] = {}
     block_size = config.block_size
     for kind in dict.fromkeys(kinds):
-        if (kind.shape, kind.window) in alike:
-            # Kinds that differ only in their KV group share one Attention; each gets its own plan
-            # in a step.
-            attention[kind] = alike[kind.shape, kind.window]
-            continue
-        windows = frozenset({kind.window})
-        request = AttentionRequest(
-            kind.shape,
-            dtype,
-            device,
-            block_size,
-            windows,
-            num_threads=num_threads or available_cpus(),
-            peer=next(iter(attention.values()), None),
-        )
-        attention[kind], block_size = make_attention(config.attention_backend, request)
-        alike[kind.shape, kind.window] = attention[kind]
+        # Kinds that differ only in their KV group share one Attention; each gets its own plan in a
+        # step.
+        key = kind.shape, kind.window
+        if key not in alike:
+            request = AttentionRequest(
+                kind.shape,
+                dtype,
+                device,
+                block_size,
+                frozenset({kind.window}),
+                num_threads=num_threads or available_cpus(),
+                peer=next(iter(attention.values()), None),
+            )
+            alike[key], block_size = make_attention(config.attention_backend, request)
+        attention[kind] = alike[key]
     return attention, block_size or ATTENTION_FREE_BLOCK_SIZE
 
 

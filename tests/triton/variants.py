@@ -25,7 +25,6 @@ from asyncllm.gpu.ops.triton import (
     decode_inputs,
     experts,
     gated_delta,
-    gated_norm,
     norm,
     prefill_attention,
     rope_cache,
@@ -183,7 +182,7 @@ def of_causal_conv(capability: int) -> None:
 
 
 def of_gated_norm(capability: int) -> None:
-    gated_norm.TritonGatedNorm(empty(128), 1e-6)(empty(64, 4096), empty(64, 12_288)[:, 8192:])
+    norm.TritonGatedNorm(empty(128), 1e-6)(empty(64, 4096), empty(64, 12_288)[:, 8192:])
 
 
 def of_decode_inputs(capability: int) -> None:

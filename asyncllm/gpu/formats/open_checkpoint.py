@@ -15,9 +15,8 @@ from asyncllm.checkpoint.reader import CheckpointReader
 from asyncllm.checkpoint.safetensors_reader import SafetensorsReader
 from asyncllm.gpu.formats.base import WeightFormat
 from asyncllm.gpu.formats.compressed_tensors import CompressedTensors
-from asyncllm.gpu.formats.fp8 import Fp8
+from asyncllm.gpu.formats.floats import Fp8, Mxfp4
 from asyncllm.gpu.formats.gguf_reader import GGUFReader
-from asyncllm.gpu.formats.mxfp4 import Mxfp4
 from asyncllm.gpu.formats.packed_words import Awq, Gptq
 from asyncllm.gpu.formats.reader import DequantisingReader
 from asyncllm.gpu.ops.linear_weights import LinearWeights

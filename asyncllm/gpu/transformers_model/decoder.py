@@ -18,7 +18,7 @@ from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateSpec
 from asyncllm.gpu.transformers_model.attention import Step
 from asyncllm.gpu.transformers_model.config import TransformersConfig
-from asyncllm.gpu.transformers_model.head import logits_of, output_head
+from asyncllm.gpu.transformers_model.probe import logits_of, output_head
 
 
 @dataclass(frozen=True, slots=True)
