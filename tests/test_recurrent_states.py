@@ -215,9 +215,10 @@ class NearlyFull(MemoryProbe):
 @pytest.mark.parametrize("device", [CPU, torch.device("cuda:0")])
 def test_states_that_do_not_fit(monkeypatch, device):
     monkeypatch.setattr("asyncllm.gpu.memory.available_memory", lambda: 10_000)
-    check_states(device, 9, 1000, NearlyFull())
+    monkeypatch.setattr("asyncllm.gpu.memory.GPU_MEMORY", NearlyFull())
+    check_states(device, 9, 1000)
     with pytest.raises(EngineError) as caught:
-        check_states(device, 10, 1000, NearlyFull())
+        check_states(device, 10, 1000)
     assert str(caught.value) == (
         "max_num_seqs=10 needs 11000 bytes for recurrent states, 1000 a slot; 10000 are free "
         "beside the weights: lower max_num_seqs to 9 at most"

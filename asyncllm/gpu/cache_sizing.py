@@ -16,13 +16,12 @@ from asyncllm.gpu.kv_cache import (
     MAX_CPU_CACHE_BYTES,
     KVCacheSize,
     KVGroup,
-    available_memory,
     block_bytes,
     cpu_cache_bytes,
     min_cache_bytes,
     size_cache,
 )
-from asyncllm.gpu.memory import GPU_MEMORY, MemoryProbe, check_cache, check_states, cuda_cache_bytes
+from asyncllm.gpu.memory import check_cache, check_states, cuda_cache_bytes, free_memory
 from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.profile import profile_run, recorded_bytes
 from asyncllm.gpu.state_cache import StateCache, slot_bytes
@@ -156,11 +155,7 @@ def largest_token_budget(
 
 
 def choose_snapshots(
-    config: EngineConfig,
-    device: torch.device,
-    max_num_seqs: int,
-    slot_bytes: int,
-    probe: MemoryProbe = GPU_MEMORY,
+    config: EngineConfig, device: torch.device, max_num_seqs: int, slot_bytes: int
 ) -> int:
     """Chooses the number of snapshots of recurrent states; 0 if prefixes are not cached.
 
@@ -179,13 +174,9 @@ def choose_snapshots(
             accepted = '"auto" with enable_prefix_caching=False'
             raise invalid("num_state_snapshots", asked, accepted)
         return 0
-    held = (max_num_seqs + 1) * slot_bytes
-    if device.type == "cuda":
-        free, total = probe.info(device)
-        spared = int((1 - config.gpu_memory_utilization) * total)
-    else:
-        free, spared = available_memory(), 0
-    left = max(0, free - held)
+    free, total = free_memory(device)
+    spared = int((1 - config.gpu_memory_utilization) * total)
+    left = max(0, free - (max_num_seqs + 1) * slot_bytes)
     if asked != "auto":
         if asked * slot_bytes > left:
             raise EngineError(

@@ -176,7 +176,6 @@ def cuda_cache_bytes(
     graph_reserve: int,
     captured_fraction: float = 0.0,
     min_bytes: int,
-    probe: MemoryProbe = GPU_MEMORY,
 ) -> int:
     """Measures the bytes left for a KV cache whose size is not configured.
 
@@ -200,15 +199,15 @@ def cuda_cache_bytes(
         EngineError: the step does not fit beside the weights, or the process uses an allocator
             without pools, in which a step cannot be measured.
     """
-    if not probe.has_pools():
+    if not GPU_MEMORY.has_pools():
         raise EngineError(
             "what a step takes can be measured only in torch's native allocator, and the process "
             "has another: set kv_cache_memory or num_blocks"
         )
-    probe.empty_cache(device)
-    peak, failure = _measure_peak(profile_run, device, probe)
-    probe.empty_cache(device)
-    free, total = probe.info(device)
+    GPU_MEMORY.empty_cache(device)
+    peak, failure = _measure_peak(profile_run, device)
+    GPU_MEMORY.empty_cache(device)
+    free, total = GPU_MEMORY.info(device)
     budget = CacheBudget(
         total=total,
         free_at_start=free_at_start,
@@ -232,11 +231,9 @@ def cuda_cache_bytes(
     return budget.available
 
 
-def _measure_peak(
-    run: Callable[[], None], device: torch.device, probe: MemoryProbe
-) -> tuple[int, Exception | None]:
+def _measure_peak(run: Callable[[], None], device: torch.device) -> tuple[int, Exception | None]:
     """Returns the peak bytes of ``run``, and its error if it ran out of memory."""
-    with probe.pool(device) as reserved:
+    with GPU_MEMORY.pool(device) as reserved:
         try:
             run()
         except Exception as error:
@@ -247,9 +244,7 @@ def _measure_peak(
         return reserved(), None
 
 
-def check_weights(
-    config: EngineConfig, device: torch.device, weights_bytes: int, probe: MemoryProbe = GPU_MEMORY
-) -> int:
+def check_weights(config: EngineConfig, device: torch.device, weights_bytes: int) -> int:
     """Checks that the weights will fit, before gigabytes of them are read.
 
     torch's cache is emptied first, because the application's freed tensors leave blocks there.
@@ -261,8 +256,8 @@ def check_weights(
     Raises:
         EngineError: the weights will not fit.
     """
-    probe.empty_cache(device)
-    free, total = probe.info(device)
+    GPU_MEMORY.empty_cache(device)
+    free, total = GPU_MEMORY.info(device)
     measured = config.num_blocks is None and config.kv_cache_memory is None
     share = int(config.gpu_memory_utilization * total) if measured else total
     if weights_bytes <= min(share, free):
@@ -278,18 +273,19 @@ def check_weights(
     )
 
 
-def check_states(
-    device: torch.device, max_num_seqs: int, slot_bytes: int, probe: MemoryProbe = GPU_MEMORY
-) -> None:
+def free_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes that tensors on a device may still take, and the memory of the GPU; 0 on a CPU."""
+    return GPU_MEMORY.info(device) if device.type == "cuda" else (available_memory(), 0)
+
+
+def check_states(device: torch.device, max_num_seqs: int, slot_bytes: int) -> None:
     """Checks that recurrent states fit beside the weights.
 
     Raises:
         EngineError: a slot for each of ``max_num_seqs`` requests, and one for padded rows, need
             more memory than is free.
     """
-    free = available_memory()
-    if device.type == "cuda":
-        free, _ = probe.info(device)
+    free, _ = free_memory(device)
     needed = (max_num_seqs + 1) * slot_bytes
     if needed > free:
         raise EngineError(
@@ -299,9 +295,7 @@ def check_states(
         )
 
 
-def check_cache(
-    config: EngineConfig, device: torch.device, num_bytes: int, probe: MemoryProbe = GPU_MEMORY
-) -> None:
+def check_cache(config: EngineConfig, device: torch.device, num_bytes: int) -> None:
     """Checks that a KV cache of configured size fits the device.
 
     Raises:
@@ -309,7 +303,7 @@ def check_cache(
     """
     if config.num_blocks is None and config.kv_cache_memory is None:
         return
-    free, total = probe.info(device)
+    free, total = GPU_MEMORY.info(device)
     if num_bytes > free:
         knob = "kv_cache_memory" if config.num_blocks is None else "num_blocks"
         value = getattr(config, knob)
@@ -319,7 +313,7 @@ def check_cache(
         )
 
 
-def release(device: torch.device, probe: MemoryProbe = GPU_MEMORY) -> None:
+def release(device: torch.device) -> None:
     """Returns the memory of freed tensors to the device.
 
     Call it last, on the thread and stream that ran the steps. It never raises, and waits for at
@@ -335,8 +329,8 @@ def release(device: torch.device, probe: MemoryProbe = GPU_MEMORY) -> None:
     if device.type != "cuda":
         return
     try:
-        if probe.finish(device, RELEASE_SECONDS):
-            probe.empty_cache(device, RELEASE_SECONDS)
+        if GPU_MEMORY.finish(device, RELEASE_SECONDS):
+            GPU_MEMORY.empty_cache(device, RELEASE_SECONDS)
         else:
             logger.warning(
                 "%s was still busy after %g s: the engine's memory stays in torch's cache until "
