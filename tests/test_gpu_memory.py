@@ -23,9 +23,10 @@ from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineDeadError, EngineError, KVCacheTooSmallError
 from asyncllm.gpu import build, cache_sizing, decoder_loading, memory, model_runner
 from asyncllm.gpu.build import build_model_runner
+from asyncllm.gpu.cache_sizing import KVCacheSize, min_cache_bytes, size_cache
 from asyncllm.gpu.execution_mode import graph_reserve
 from asyncllm.gpu.graph.capturer import CudaGraphCapturer
-from asyncllm.gpu.kv_cache import KVCacheSize, block_bytes, min_cache_bytes, size_cache
+from asyncllm.gpu.kv_cache import block_bytes
 from asyncllm.gpu.memory import (
     SEGMENT_BYTES,
     MemoryProbe,

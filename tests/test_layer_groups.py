@@ -11,7 +11,8 @@ import torch
 from asyncllm.config import EngineConfig
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.errors import KVCacheTooSmallError
-from asyncllm.gpu.kv_cache import KVCache, KVGroup, block_bytes, blocks_per_seq, size_cache
+from asyncllm.gpu.cache_sizing import blocks_per_seq, size_cache
+from asyncllm.gpu.kv_cache import KVCache, KVGroup, block_bytes
 from asyncllm.gpu.kv_groups import MAX_GROUPS, KVPlan, LayerCache, LayerGroup, group_layers
 from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_plan
 from asyncllm.gpu.models.layers import AttentionKind

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asyncllm.core.batch import StepBatch
 from asyncllm.errors import EngineError
-from asyncllm.gpu import kv_cache
+from asyncllm.gpu import cache_sizing
 from asyncllm.gpu.batch.step_buffer import StepBuffer, StepLimits
 from asyncllm.gpu.graph.recorded_step import RecordedStep, record_step
 from asyncllm.gpu.graph.replay import Replay
@@ -360,7 +360,7 @@ def test_no_two_values_in_use_share_memory(model):
 
 def test_activations_are_counted_before_the_cache(monkeypatch):
     available = 64 * 2**20
-    monkeypatch.setattr(kv_cache, "available_memory", lambda: available)
+    monkeypatch.setattr(cache_sizing, "available_memory", lambda: available)
     runner = make(attention_backend="native", max_num_batched_tokens=4096, max_model_len=4096,
                   model=replace(LLAMA, max_position_embeddings=4096))  # fmt: skip
     state = state_of(runner)

@@ -7,12 +7,15 @@ cache live in torch's own caching allocator, with the host application's tensors
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +24,6 @@ import torch
 from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineError, KVCacheTooSmallError
 from asyncllm.gpu.graph.captures import CAPTURES
-from asyncllm.gpu.kv_cache import available_memory
 from asyncllm.logger import get_logger
 from asyncllm.validation import explain
 
@@ -276,6 +278,45 @@ def check_weights(config: EngineConfig, device: torch.device, weights_bytes: int
 def free_memory(device: torch.device) -> tuple[int, int]:
     """Bytes that tensors on a device may still take, and the memory of the GPU; 0 on a CPU."""
     return GPU_MEMORY.info(device) if device.type == "cuda" else (available_memory(), 0)
+
+
+def available_memory() -> int:
+    """Bytes that the process may still allocate: the kernel's estimate, within its cgroup."""
+    try:
+        available = _meminfo_available()
+    except (OSError, KeyError, ValueError):
+        available = _memory_without_procfs()
+    return min(available, _cgroup_available(available))
+
+
+def _meminfo_available() -> int:
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _memory_without_procfs() -> int:
+    """Memory that systems without ``/proc`` let a process use: on Windows the available memory,
+    elsewhere half of the physical memory.
+
+    On Windows the structure MEMORYSTATUSEX has it in the fourth field. The first two fields have 32
+    bits, of which the first is the structure's length; the other seven have 64.
+    """
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    status = (ctypes.c_uint64 * 8)(64)
+    ctypes.windll.kernel32.GlobalMemoryStatusEx(status)  # pyright: ignore[reportAttributeAccessIssue]
+    return status[2]
+
+
+def _cgroup_available(fallback: int) -> int:
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text(encoding="ascii").strip()
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+        return fallback if limit == "max" else max(0, int(limit) - used)
+    except (OSError, ValueError):
+        return fallback
 
 
 def check_states(device: torch.device, max_num_seqs: int, slot_bytes: int) -> None:
