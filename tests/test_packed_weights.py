@@ -19,8 +19,7 @@ from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.formats import reader as reader_module
 from asyncllm.gpu.ops.linear_weights import LinearWeights, WeightForm
 from asyncllm.gpu.ops.native_weights import native_type
-from asyncllm.gpu.packed_weights import packed_weights
-from asyncllm.gpu.weights import load_weights
+from asyncllm.gpu.weights import load_weights, packed_weights
 from tests.checkpoints import make_checkpoint
 from tests.driver import Driver, state_of
 from tests.linear_weights import dequantised

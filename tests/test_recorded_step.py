@@ -16,14 +16,14 @@ from torch import Tensor
 
 from asyncllm.core.batch import StepBatch
 from asyncllm.errors import EngineError
-from asyncllm.gpu import kv_cache
+from asyncllm.gpu import cache_sizing
 from asyncllm.gpu.batch.step_buffer import StepBuffer, StepLimits
 from asyncllm.gpu.graph.recorded_step import RecordedStep, record_step
 from asyncllm.gpu.graph.replay import Replay
 from asyncllm.gpu.huge_pages import warn_without_huge_pages
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.model_runner import ModelRunner
-from asyncllm.gpu.models.attention_kinds import kv_groups
+from asyncllm.gpu.models.attention_kinds import kv_plan
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.ops import recorder as recording
 from asyncllm.gpu.ops.native_attention import NativeAttention
@@ -360,14 +360,14 @@ def test_no_two_values_in_use_share_memory(model):
 
 def test_activations_are_counted_before_the_cache(monkeypatch):
     available = 64 * 2**20
-    monkeypatch.setattr(kv_cache, "available_memory", lambda: available)
+    monkeypatch.setattr(cache_sizing, "available_memory", lambda: available)
     runner = make(attention_backend="native", max_num_batched_tokens=4096, max_model_len=4096,
                   model=replace(LLAMA, max_position_embeddings=4096))  # fmt: skip
     state = state_of(runner)
     taken = program_of(runner).program.num_bytes
     # The MLP's two halves, beside the hidden states of 32 elements.
     assert taken > 4096 * (128 + 32) * 4
-    groups = kv_groups(state.model.model, state.model.attention, runner.info.block_size)
+    groups = kv_plan(state.model.model).kv_groups(state.model.attention, runner.info.block_size)
     limits = {"max_num_batched_tokens": 4096, "max_num_seqs": 64}
     assert recorded_bytes(state.model, groups, **limits) == taken
     per_block = state.cache.tensor.nbytes // runner.info.num_blocks

@@ -21,8 +21,8 @@ from asyncllm.gpu.model_runner import Graphs, ModelRunner
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateCache, StateSpec, slot_bytes
 from asyncllm.gpu.transformers_model import families
-from asyncllm.gpu.transformers_model.call_states import CallStates
 from asyncllm.gpu.transformers_model.config import TransformersConfig
+from asyncllm.gpu.transformers_model.recurrent_probe import CallStates
 from tests.driver import Driver, state_of
 from tests.families import NEMOTRON_H, TINY, make
 from tests.recurrent_checkpoint import MISTAKES, OUTPUT, PROMPTS, Checkpoint
@@ -215,9 +215,10 @@ class NearlyFull(MemoryProbe):
 @pytest.mark.parametrize("device", [CPU, torch.device("cuda:0")])
 def test_states_that_do_not_fit(monkeypatch, device):
     monkeypatch.setattr("asyncllm.gpu.memory.available_memory", lambda: 10_000)
-    check_states(device, 9, 1000, NearlyFull())
+    monkeypatch.setattr("asyncllm.gpu.memory.GPU_MEMORY", NearlyFull())
+    check_states(device, 9, 1000)
     with pytest.raises(EngineError) as caught:
-        check_states(device, 10, 1000, NearlyFull())
+        check_states(device, 10, 1000)
     assert str(caught.value) == (
         "max_num_seqs=10 needs 11000 bytes for recurrent states, 1000 a slot; 10000 are free "
         "beside the weights: lower max_num_seqs to 9 at most"

@@ -17,9 +17,9 @@ from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.ops import torch_attention
 from asyncllm.gpu.transformers_model import attention as paged
 from asyncllm.gpu.transformers_model.config import TransformersConfig
+from asyncllm.gpu.transformers_model.decoder import LongRope
 from asyncllm.gpu.transformers_model.families import TESTED_ARCHITECTURES, is_tested
 from asyncllm.gpu.transformers_model.linear import OpExperts
-from asyncllm.gpu.transformers_model.rope import LongRope
 from tests.driver import Driver, state_of
 from tests.families import CASES, make
 from tests.native_library import native_library

@@ -420,16 +420,17 @@ def test_dummy_weights_are_the_same_every_time_and_leave_the_global_seed(source)
     assert first["layers.0.qkv.weight"].std().item() == pytest.approx(1 / 8, rel=0.05)
 
 
-class LateTransfers:
+class LateUploader(PinnedUploader):
     """A device that does nothing before it is waited for: a buffer that is filled again too
     early arrives with the wrong contents."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: int) -> None:
+        super().__init__(CPU, pin=False, **options)
         self.started: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.done = 0
         self.most = 0
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+    def queue_copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         self.started.append((source, target))
         self.most = max(self.most, len(self.started) - self.done)
 
@@ -442,10 +443,9 @@ class LateTransfers:
         self.done = max(self.done, mark)
 
 
-def staged(config: ModelConfig, dtype: torch.dtype, chunk_bytes: int) -> tuple[dict, LateTransfers]:
-    transfers = LateTransfers()
-    staging = PinnedUploader(CPU, chunk_bytes=chunk_bytes, pin=False, transfers=transfers)
-    return dict(load_weights(config, dtype, CPU, staging=staging)), transfers
+def staged(config: ModelConfig, dtype: torch.dtype, chunk_bytes: int) -> tuple[dict, LateUploader]:
+    staging = LateUploader(chunk_bytes=chunk_bytes)
+    return dict(load_weights(config, dtype, CPU, staging=staging)), staging
 
 
 @pytest.mark.parametrize("chunk_bytes", [64, 1000, 4096, 2**20])
@@ -478,13 +478,12 @@ def test_staged_conversion_is_exact(copy, stored):
 def test_staging_takes_its_buffers_and_no_more(source, dtype, buffers):
     """Beside the parameters: two chunks on the host, and two on the device to convert in."""
     chunk = 2048
-    transfers = LateTransfers()
     with LiveBytes() as live:
-        staging = PinnedUploader(CPU, chunk_bytes=chunk, pin=False, transfers=transfers)
+        staging = LateUploader(chunk_bytes=chunk)
         loaded = []
         for _, tensor in load_weights(source, dtype, CPU, staging=staging):
             loaded.append(tensor)
-        transfers.started.clear()
+        staging.started.clear()
         parameters = sum(tensor.nbytes for tensor in loaded)
         assert live.peak == parameters + buffers * chunk
         assert max(tensor.nbytes for tensor in loaded) > 10 * chunk
@@ -549,9 +548,7 @@ def test_two_files_of_a_checkpoint_are_mapped_at_once(copy):
 
 def test_staged_progress_is_the_same(source):
     calls: list[list[tuple[int, int]]] = [[], []]
-    for index, staging in enumerate(
-        (None, PinnedUploader(CPU, pin=False, transfers=LateTransfers()))
-    ):
+    for index, staging in enumerate((None, LateUploader())):
         report = calls[index].append
         for _ in load_weights(
             source, torch.float32, CPU, lambda *now, report=report: report(now), staging
@@ -563,8 +560,7 @@ def test_staged_progress_is_the_same(source):
 
 def test_loading_that_is_given_up_waits_for_nothing(source):
     """A progress callback may raise, and the checkpoint is closed."""
-    transfers = LateTransfers()
-    staging = PinnedUploader(CPU, chunk_bytes=4096, pin=False, transfers=transfers)
+    staging = LateUploader(chunk_bytes=4096)
 
     def give_up(done: int, total: int) -> None:
         if done > total / 2:
@@ -572,4 +568,4 @@ def test_loading_that_is_given_up_waits_for_nothing(source):
 
     with pytest.raises(KeyboardInterrupt):
         list(load_weights(source, torch.float32, CPU, give_up, staging))
-    assert 0 < transfers.done <= len(transfers.started)
+    assert 0 < staging.done <= len(staging.started)
