@@ -293,7 +293,7 @@ async def test_second_reader_and_second_loop_are_clear_errors():
 
         async def elsewhere():
             with pytest.raises(RuntimeError, match="event loop that read it first"):
-                await anext(other)
+                await other.result()
 
         other = engine.stream([1], max_tokens=60)
         await anext(other)
