@@ -55,26 +55,6 @@ async def test_each_output_counts():
     assert entered(rig)[:8] == [1, 2, 1, 2, 1, 2, 1, 2]
 
 
-async def test_ranks_come_before_owners():
-    rig = fake(max_num_seqs=1, record=True)
-    async with rig.engine(scheduling_policy="priority") as engine:
-        await engine.pause()
-        streams = [
-            engine.stream([token], max_tokens=1, priority=priority, owner=owner)
-            for token, priority, owner in (
-                (1, 1, "a"),
-                (2, 0, "b"),
-                (3, 0, "b"),
-                (4, 0, "a"),
-                (5, 1, "b"),
-            )
-        ]
-        await engine.resume()
-        for stream in streams:
-            await stream.result()
-    assert entered(rig) == [2, 4, 3, 1, 5]
-
-
 async def test_nothing_that_runs_is_preempted_for_an_owner():
     rig = fake(max_num_seqs=2, step_time=0.001)
     async with rig.engine() as engine:

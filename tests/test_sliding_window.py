@@ -15,8 +15,8 @@ from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.scheduler import Scheduler
 from tests.hypothesis_settings import quick_and_slow
 from tests.kv_requests import ids, request
-from tests.scheduler_machine import SchedulerMachine
-from tests.scheduler_rig import Rig, group, info, longest_context
+from tests.scheduler_machine import DEPTHS, LIMITS, SchedulerMachine, room_for
+from tests.scheduler_rig import Rig, group, info
 
 GROUPS = [
     [(2, 3)],
@@ -331,29 +331,15 @@ class WindowMachine(SchedulerMachine):
     @initialize(
         num_blocks=st.integers(2, 14),
         groups=st.sampled_from(GROUPS),
-        seqs=st.integers(1, 5),
-        budget=st.integers(1, 24),
-        depth=st.sampled_from([(1, 1), (2, 1), (1, 2), (1, 4)]),
-        policy=st.sampled_from(["fcfs", "priority", "deadline"]),
+        depth=DEPTHS,
         caching=st.booleans(),
+        **LIMITS,
     )
-    def make(self, num_blocks, groups, seqs, budget, depth, policy, caching):
-        specs = [group(i, *one) for i, one in enumerate(groups)]
-        step_tokens = budget + depth[1] - 1
-        while (longest := longest_context(specs, num_blocks - 1, step_tokens)) < 2:
-            num_blocks += 1
-        self.rig = rig(
-            *groups,
-            policy=policy,
-            caching=caching,
-            num_blocks=num_blocks,
-            max_model_len=longest,
-            max_num_seqs=seqs,
-            max_num_batched_tokens=budget,
-            pipeline_depth=depth[0],
-            max_tokens_per_row=depth[1],
-        )
-        self.requests = []
+    def make(self, num_blocks, groups, depth, **changes):
+        step_tokens = changes["max_num_batched_tokens"] + depth["max_tokens_per_row"] - 1
+        num_blocks, longest = room_for(groups, num_blocks, step_tokens)
+        changes |= depth | {"num_blocks": num_blocks, "max_model_len": longest}
+        self.begin(rig(*groups, **changes))
 
 
 TestWindowMachine, TestManyWindows = quick_and_slow(WindowMachine, 80)
