@@ -493,7 +493,6 @@ def test_threads_by_affinity_and_quota(tmp_path, monkeypatch):
         (folder / "cpu.cfs_quota_us").write_text("-1\n")
 
 
-@pytest.mark.asyncio
 async def test_threads_end_with_the_engine():
     """When ``aclose()`` returns, and not when the collector comes."""
     if not ISAS:
@@ -518,7 +517,6 @@ def time_slice(thread: int) -> int:
     return attributes[3]
 
 
-@pytest.mark.asyncio
 async def test_threads_that_compute_have_long_slices():
     """So that the application's thread preempts them as soon as it wakes."""
     if not ISAS:

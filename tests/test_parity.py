@@ -351,7 +351,6 @@ def test_layers_of_a_checkpoint_are_as_asked(load_case, tmp_path: Path):
     assert len(list(load_case("llama3-rope").config.path.glob("*.safetensors"))) > 1
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("backend", ["torch", "native"])
 async def test_a_prompt_whose_logits_are_not_finite_spoils_no_prefix(tmp_path: Path, backend: str):
     """Attention multiplies the values of later tokens by zero, and zero times NaN is NaN."""

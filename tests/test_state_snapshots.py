@@ -261,7 +261,6 @@ def test_resetting_the_cache_forgets_states():
     rig.finish_all(one)
 
 
-@pytest.mark.asyncio
 async def test_an_engine_tells_of_its_states():
     limits = info(num_blocks=40, has_states=True, num_state_snapshots=5, state_bytes=300)
     device = Fake(limits, FakeExecutor(limits), FakeTokenizer(), FakeModelConfig())

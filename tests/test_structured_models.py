@@ -123,7 +123,6 @@ def test_many_fuzzed_tools_end_their_own_request_alone() -> None:
 # --- calls that come back ----------------------------------------------------------------------
 
 
-@pytest.mark.asyncio
 async def test_results_with_one_call_id_twice_and_unknown_ones_are_rendered() -> None:
     """Ids are the application's business once they come back: what the template makes of them."""
     call = {"id": "same", "type": "function", "function": {"name": "f", "arguments": "{}"}}

@@ -25,6 +25,7 @@ from asyncllm import validation as check
 from asyncllm.core.in_process import picklable_params
 from asyncllm.structured.response_format import parse_response_format
 from asyncllm.structured.spec import MAX_CHARACTERS, MAX_CHOICES, MAX_DEPTH, StructuredOutputs
+from tests.refusals import refused
 
 
 class Model(pydantic.BaseModel):
@@ -188,9 +189,8 @@ def done(text: str, reason: Any = "stop") -> Completion:
 @pytest.mark.parametrize("kind", ["x", "list[nowhere]", 7, print, "int("])
 def test_what_is_no_type_is_refused(kind):
     output = CompletionOutput(0, "1", (), "stop")
-    with pytest.raises(InvalidRequestError, match=r"^type=.* a type that Pydantic knows") as caught:
+    with refused("type", r"^type=.* a type that Pydantic knows"):
         output.parsed(kind)
-    assert caught.value.param == "type"
 
 
 def test_parsed_reads_json_and_raises_with_the_text_of_what_is_none():
@@ -207,9 +207,8 @@ def test_parsed_reads_json_and_raises_with_the_text_of_what_is_none():
         done('{"name": "Mi', "length").parsed(Model)
     with pytest.raises(InvalidOutputError, match="cannot be parsed"):
         done("[" * 100_000).parsed()
-    with pytest.raises(InvalidRequestError, match="type=") as refused:
+    with refused("type", "type="):
         done("{}").parsed(object())
-    assert refused.value.param == "type"
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "null"}}}
@@ -256,9 +255,8 @@ def test_response_formats(value, expected):
     ids=str,
 )
 def test_other_response_formats_are_refused(value):
-    with pytest.raises(InvalidRequestError) as caught:
+    with refused("response_format"):
         parse_response_format(value)
-    assert caught.value.param == "response_format"
 
 
 def test_every_example_of_the_page_runs():
