@@ -47,16 +47,22 @@ def assert_fits(name: str, arguments: str) -> None:
 def form_of(family: str) -> ResponseFormat:
     form = ResponseFormats([], None, family, None).format_for(True)
     assert form is not None
+    assert form.form is not None
     return form
 
 
-def grammar_of(family: str, choice: Any, parallel: bool, backend: Any) -> tuple[Grammar, ToolUse]:
-    use = ToolUse.of(TOOLS, choice, parallel)
-    assert use is not None
-    sampling, _ = with_tool_grammar({}, None, use, form_of(family))
+def use_of(tools: list[Any], choice: Any = "auto", parallel: bool = True) -> ToolUse:
+    found = ToolUse.of(tools, choice, parallel)
+    assert found is not None
+    return found
+
+
+def compiled(use: ToolUse, family: str, backend: Any) -> tuple[Grammar, bool]:
+    """The grammar of a use of tools, and whether text is free under it."""
+    sampling, free = with_tool_grammar({}, None, use, form_of(family))
     spec = sampling["structured_outputs"]
     assert isinstance(spec, StructuredOutputs)
-    return backend.compile(spec), use
+    return backend.compile(spec), free
 
 
 def draw(grammar: Grammar, seed: int, most: int = 600) -> bytes | None:
@@ -80,13 +86,12 @@ def draw(grammar: Grammar, seed: int, most: int = 600) -> bytes | None:
 
 @pytest.mark.parametrize("family", TOOL_FAMILIES)
 def test_what_a_grammar_admits_its_parser_reads(family: str) -> None:
-    form = TOOL_FAMILIES[family].form
-    assert form is not None
-    name = "xgrammar" if form.style != "json" else "llguidance"
+    name = "xgrammar" if form_of(family).form.style != "json" else "llguidance"
     backend = make_backend(name, byte_vocabulary())
     seen = set()
     for choice, parallel in (("required", True), ("required", False), (NAMED, True)):
-        grammar, use = grammar_of(family, choice, parallel, backend)
+        use = use_of(TOOLS, choice, parallel)
+        grammar, _ = compiled(use, family, backend)
         for seed in range(12):
             text = draw(grammar, seed)
             if text is None:
@@ -185,39 +190,34 @@ def admits(grammar: Grammar, text: str) -> bool:
 )
 def test_the_arguments_of_a_strict_tool_fit_where_the_model_may_call(family: str) -> None:
     """Text is free, and so are the arguments of the other tool."""
-    use = ToolUse.of([{**WEATHER, "strict": True}, NOW], "auto", True)
-    form = form_of(family)
-    assert use is not None
-    assert form.form is not None
-    sampling, free = with_tool_grammar({}, None, use, form)
-    spec = sampling["structured_outputs"]
-    assert isinstance(spec, StructuredOutputs)
-    grammar = make_backend("llguidance", byte_vocabulary()).compile(spec)
+    form = form_of(family).form
+    backend = make_backend("llguidance", byte_vocabulary())
+    grammar, free = compiled(use_of([{**WEATHER, "strict": True}, NOW]), family, backend)
 
     def call(name: str, arguments: str) -> str:
-        written = form.form.begin.replace("NAME", name) + arguments + form.form.end
-        return form.form.prefix + written + form.form.suffix
+        written = form.begin.replace("NAME", name) + arguments + form.end
+        return form.prefix + written + form.suffix
 
     assert free
     assert admits(grammar, "Hm.")
     assert admits(grammar, call("get_weather", '{"city":"Oslo","days":3}'))
     assert admits(grammar, "Hm. " + call("now", '{"in":["Oslo",1]}'))
-    assert not admits(grammar, call("get_weather", '{"city":"Bonn"}'))
-    assert not admits(grammar, call("get_weather", '{"city":"Oslo","more":1}'))
-    assert not admits(grammar, call("now", "[1]"))
-    assert not admits(grammar, call("then", "{}"))
+    for name, arguments in (
+        ("get_weather", '{"city":"Bonn"}'),
+        ("get_weather", '{"city":"Oslo","more":1}'),
+        ("now", "[1]"),
+        ("then", "{}"),
+    ):
+        assert not admits(grammar, call(name, arguments))
 
 
 def test_strict_tools_that_cannot_be_held_to_a_schema_are_refused() -> None:
-    strict = ToolUse.of([{**WEATHER, "strict": True}], "auto", True)
-    free = ToolUse.of([{**WEATHER, "strict": False}], "auto", True)
-    assert strict is not None
-    assert free is not None
+    strict, free = ([{**WEATHER, "strict": strict}] for strict in (True, False))
     with refused("tools", "strict=true with tool_choice='auto'"):
-        with_tool_grammar({}, None, strict, form_of("gpt_oss"))
-    assert with_tool_grammar({}, None, free, form_of("gpt_oss")) == ({}, True)
+        with_tool_grammar({}, None, use_of(strict), form_of("gpt_oss"))
+    assert with_tool_grammar({}, None, use_of(free), form_of("gpt_oss")) == ({}, True)
     with pytest.raises(InvalidRequestError, match=r"function\.strict: has 'yes', expected true"):
-        ToolUse.of([{**WEATHER, "strict": "yes"}], "auto", True)
+        use_of([{**WEATHER, "strict": "yes"}])
 
 
 async def test_a_model_that_would_break_a_strict_schema_does_not() -> None:
@@ -236,35 +236,33 @@ async def test_a_model_that_would_break_a_strict_schema_does_not() -> None:
             assert json.loads(found.arguments) == arguments
 
 
-def test_a_parser_for_one_call_takes_the_next_for_text() -> None:
-    for family in ("hermes", "llama3_json"):
-        form = form_of(family).form
-        assert form is not None
-        call = form.begin.replace("NAME", "now") + "{}" + form.end
-        for text in (call + form.separator + call, call + form.separator + call + " x"):
-            for size in (1, 3, 999):
-                parser = OutputParser(form_of(family), {"now": {}}, "", one_call=True)
-                for begin in range(0, len(text), size):
-                    parser.push(text[begin : begin + size])
-                parser.finish()
-                said, _, _ = parser.take_increments()
-                assert [call.name for call in parser.calls] == ["now"]
-                assert said.strip() == text[len(call) :].strip()
+@pytest.mark.parametrize("family", ["hermes", "llama3_json"])
+@pytest.mark.parametrize("tail", ["", " x"])
+def test_a_parser_for_one_call_takes_the_next_for_text(family: str, tail: str) -> None:
+    form = form_of(family).form
+    call = form.begin.replace("NAME", "now") + "{}" + form.end
+    text = call + form.separator + call + tail
+    for size in (1, 3, 999):
+        parser = OutputParser(form_of(family), {"now": {}}, "", one_call=True)
+        for begin in range(0, len(text), size):
+            parser.push(text[begin : begin + size])
+        parser.finish()
+        said, _, _ = parser.take_increments()
+        assert [call.name for call in parser.calls] == ["now"]
+        assert said.strip() == text[len(call) :].strip()
 
 
 def test_special_tokens_stand_where_a_delimiter_has_their_names() -> None:
     names = {256: "[TOOL_CALLS]", 257: "[ARGS]", 258: "<|im_end|>"}
-    vocabulary = Vocabulary(
-        [*byte_vocabulary().tokens, b"", b"", b""], names, lambda text: list(text.encode())
-    )
-    backend = make_backend("llguidance", vocabulary)
-    grammar, _ = grammar_of("mistral_v11", NAMED, True, backend)
+    tokens = byte_vocabulary(b"", b"", b"").tokens
+    backend = make_backend("llguidance", Vocabulary(tokens, names, lambda t: list(t.encode())))
+    grammar, _ = compiled(use_of(TOOLS, NAMED), "mistral_v11", backend)
     matcher = grammar.new_matcher()
     for token in (256, *b"get_weather", 257, *b'{"city":"Oslo"}'):
         assert token in tokens_of(matcher.bitmask())
         assert matcher.accept(token)
     assert matcher.may_end()
-    free, _ = grammar_of("mistral_v11", "auto", False, backend)
+    free, _ = compiled(use_of(TOOLS, "auto", False), "mistral_v11", backend)
     matcher = free.new_matcher()
     for token in (*b"Hm. ", 256):
         assert {256, ord("[")} <= tokens_of(matcher.bitmask())

@@ -69,14 +69,18 @@ CONTENT = {"hermes": "Let me see: é🙂.", "qwen3_coder": "Hm.", "llama3_json":
 Parsed = tuple[str, str, list[tuple[str, dict[str, Any]]]]
 
 
-def form_of(family: str) -> ResponseFormat:
-    thinking = "gpt_oss" if family == "gpt_oss" else "qwen3"
-    form = ResponseFormats([], None, family, thinking).format_for(True)
+def form_for(
+    sources: list[str], tools: str | None, thoughts: str | None, own: Any = None
+) -> ResponseFormat:
+    form = ResponseFormats(sources, own, tools, thoughts).format_for(True)
     assert form is not None
     return form
 
 
-FORMS = {family: form_of(family) for family in TOOL_FAMILIES}
+FORMS = {
+    family: form_for([], family, "gpt_oss" if family == "gpt_oss" else "qwen3")
+    for family in TOOL_FAMILIES
+}
 
 
 def parse(form: ResponseFormat, pieces: Iterable[str], begin: str = "") -> Parsed:
@@ -105,6 +109,11 @@ def parse(form: ResponseFormat, pieces: Iterable[str], begin: str = "") -> Parse
 
 def begin_of(family: str) -> str:
     return "<|start|>assistant" if family == "gpt_oss" else ""
+
+
+def test_the_configuration_names_every_family() -> None:
+    assert get_args(ToolParser) == ("auto", *TOOL_FAMILIES)
+    assert get_args(ReasoningParser) == ("auto", *REASONING_FAMILIES)
 
 
 @pytest.mark.parametrize("family", TEXTS)
@@ -312,15 +321,9 @@ def test_what_the_prompt_has_written_of_the_answer() -> None:
     ],
 )
 def test_a_chat_template_shows_its_family(family: str, source: str) -> None:
-    form = ResponseFormats([source], None, "auto", "auto").format_for(True)
-    assert form is not None
+    form = form_for([source], "auto", "auto")
     assert form.calls is TOOL_FAMILIES[family].calls
-    assert (form.thoughts is None) == (family != "gpt_oss" or "analysis" not in source)
-
-
-def test_the_configuration_names_every_family() -> None:
-    assert get_args(ToolParser) == ("auto", *TOOL_FAMILIES)
-    assert get_args(ReasoningParser) == ("auto", *REASONING_FAMILIES)
+    assert form.thoughts is None
 
 
 def test_a_family_is_named_or_unknown() -> None:
@@ -332,10 +335,8 @@ def test_a_family_is_named_or_unknown() -> None:
     for source in ("<tool_call>{{ name }}<arg_key>a</arg_key><arg_value>1</arg_value>",
                    '<tool_call><function name="f"></function></tool_call>'):  # fmt: skip
         with pytest.raises(InvalidRequestError, match="tool_call_parser"):
-            ResponseFormats([source], None, "auto", "auto").format_for(True)
-        named = ResponseFormats([source], None, "hermes", "auto").format_for(True)
-        assert named is not None
-        assert named.calls is TOOL_FAMILIES["hermes"].calls
+            form_for([source], "auto", "auto")
+        assert form_for([source], "hermes", "auto").calls is TOOL_FAMILIES["hermes"].calls
     thinking = ResponseFormats(["<think>"], None, "auto", "auto").format_for(False)
     assert thinking is not None
     assert thinking.thoughts is REASONING_FAMILIES["qwen3"].thoughts
@@ -364,22 +365,16 @@ OWN = {
 
 def test_the_tokenizers_own_template_comes_first() -> None:
     """Gemma's, as transformers serves it: JSON that is none, parsed a region at a time."""
-    form = ResponseFormats(["<tool_call> <think>"], OWN, "auto", "auto").format_for(True)
-    assert form is not None
+    form = form_for(["<tool_call> <think>"], "auto", "auto", OWN)
     text = (
         "<|channel>thought\nHm.<channel|>Ok.<|tool_call>call:get_weather{city:"
         '<|"|>Os"lo<|"|>}<tool_call|><|tool_call>call:rm{}<tool_call|><turn|>'
     )
-    expected = (
-        "Ok.<|tool_call>call:rm{}<tool_call|>",
-        "Hm.",
-        [("get_weather", {"city": 'Os"lo'})],
-    )
+    calls = [("get_weather", {"city": 'Os"lo'})]
+    expected = ("Ok.<|tool_call>call:rm{}<tool_call|>", "Hm.", calls)
     assert parse(form, [text]) == parse(form, text) == expected
     assert (form.begin, form.end) == ("<|channel>thought\n", "<channel|>")
-    named = ResponseFormats([], OWN, "hermes", "auto").format_for(True)
-    assert named is not None
-    assert named.calls is TOOL_FAMILIES["hermes"].calls
+    assert form_for([], "hermes", "auto", OWN).calls is TOOL_FAMILIES["hermes"].calls
 
 
 @pytest.mark.parametrize(
@@ -414,9 +409,7 @@ def test_text_that_begins_no_delimiter_is_not_searched() -> None:
         def search(self, *_: Any, **__: Any) -> None:
             raise AssertionError("searched")
 
-    delimiters = FORMS["hermes"].delimiters
     mine = Delimiters([("x", ["<tool_call>"])])
     mine.patterns = [("x", Never(), True)]
     assert DelimiterScanner(mine).feed(" word é\n") == (" word é\n", None, "")
-    assert not delimiters.may_begin_in(" word é\n")
     assert FORMS["llama3_json"].delimiters.may_begin_in("{")

@@ -10,7 +10,6 @@ import tokenizers
 
 from asyncllm import (
     DeadlineExceededError,
-    Delta,
     EngineConfig,
     InvalidRequestError,
     RequestError,
@@ -127,14 +126,11 @@ async def test_without_tools_and_with_none_text_is_as_it_was() -> None:
         assert (await engine.generate("Ask.")).text == ONE
 
 
-async def test_a_malformed_call_and_one_of_no_tool_are_text() -> None:
-    broken = '<tool_call>\n{"name": "add", "arguments": {a}}\n</tool_call>'
-    async with fake_engine({"Ask.": broken, "Go.": ONE}) as engine:
-        completion = await engine.chat(ASK, tools=TOOLS).result()
-        assert (completion.text, completion.finish_reason) == (broken, "stop")
-        assert completion.tool_calls == ()
-        stream = engine.chat([{"role": "user", "content": "Go."}], tools=[get_weather])
-        assert (await stream.result()).text == ONE
+async def test_a_call_of_no_tool_is_text() -> None:
+    async with fake_engine(ONE) as engine:
+        completion = await engine.chat(ASK, tools=[get_weather]).result()
+    assert (completion.text, completion.finish_reason) == (ONE, "stop")
+    assert completion.tool_calls == ()
 
 
 async def test_an_output_cut_in_a_call_says_so() -> None:
@@ -296,7 +292,7 @@ def test_past_arguments_are_a_dict_or_text_as_the_template_wants_them() -> None:
 
 # --- reasoning ------------------------------------------------------------------------------
 
-THINK, END_THINK = 258, 259
+END_THINK = 259
 
 
 async def test_thoughts_come_as_reasoning() -> None:
@@ -307,7 +303,6 @@ async def test_thoughts_come_as_reasoning() -> None:
     assert "".join(delta.reasoning for delta in deltas) == completion.reasoning == "Hm."
     assert "".join(map(str, deltas)) == completion.text == "Yes."
     assert completion.message["reasoning_content"] == "Hm."
-    assert completion.finish_reason == "stop"
 
 
 async def test_a_chat_in_a_terminal_shows_thoughts_and_a_pipe_has_the_answer(
@@ -367,43 +362,24 @@ async def test_stop_strings_begin_behind_thoughts() -> None:
 
 
 async def test_thoughts_stay_in_the_text_without_a_parser() -> None:
-    text = "<think>Hm.</think>Yes."
-    async with thinking_engine(text, reasoning_parser=None) as engine:
+    async with thinking_engine("<think>Hm.</think>Yes.", reasoning_parser=None) as engine:
         completion = await engine.chat(ASK).result()
-        assert (completion.reasoning, completion.text) == ("", text)
+        assert (completion.reasoning, completion.text) == ("", "<think>Hm.</think>Yes.")
 
 
-async def test_a_request_carries_where_its_thoughts_begin_and_end() -> None:
-    """What a grammar's mask waits for."""
-    async with thinking_engine("Yes.") as engine:
-        states = {}
-        for kwargs in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
-            await engine.pause()
-            stream = engine.chat(ASK, chat_template_kwargs=kwargs)
-            reasoning = stream._request.reasoning
-            assert isinstance(reasoning, Reasoning)
-            assert (reasoning.begin, reasoning.end) == ((THINK,), (END_THINK,))
-            states[str(kwargs)] = reasoning.thinking, reasoning.may_begin
-            await engine.resume()
-            await stream.result()
-            assert not reasoning.may_begin
-        assert list(states.values()) == [(False, True), (True, False), (False, False)]
-        assert engine.stream("x")._request.reasoning is None
+@pytest.mark.parametrize(
+    ("kwargs", "answer"),
+    [({"enable_thinking": True}, "Hm.</think>yes"), ({"enable_thinking": False}, "yes")],
+)
+async def test_a_grammar_begins_where_the_prompt_leaves_thoughts(kwargs: Any, answer: str) -> None:
+    async with thinking_engine(answer) as engine:
+        asked: Any = {"structured_outputs": {"choice": ["yes"]}, "chat_template_kwargs": kwargs}
+        assert (await engine.chat(ASK, **asked).result()).text == "yes"
 
 
-def test_reasoning_follows_tokens() -> None:
-    reasoning = Reasoning((1, 2), (3,), thinking=False, may_begin=True)
-    pushed = [(token, reasoning.push(token), reasoning.thinking) for token in (1, 2, 5, 3, 6, 1)]
-    assert [row[1:] for row in pushed] == [
-        (False, False),
-        (True, True),
-        (True, True),
-        (True, False),
-        (False, False),
-        (False, False),
-    ]
-    long_end = Reasoning((1,), (2, 3), thinking=True, may_begin=False)
-    assert [long_end.push(token) for token in (2, 2, 3, 2)] == [True, True, True, False]
+def test_reasoning_ends_behind_a_begin_of_its_delimiter() -> None:
+    reasoning = Reasoning((1,), (2, 3), thinking=True, may_begin=False)
+    assert [reasoning.push(token) for token in (2, 2, 3, 2)] == [True, True, True, False]
 
 
 def test_delimiters_that_are_special_tokens_are_kept_in_the_text() -> None:
@@ -411,14 +387,9 @@ def test_delimiters_that_are_special_tokens_are_kept_in_the_text() -> None:
     backend.add_special_tokens([tokenizers.AddedToken(t, normalized=False) for t in MARKS])
     tokenizer = Tokenizer(backend, ChatTemplate({}, {}), {})
     visible = tokenizer.special_ids_where(lambda text: text == "<think>")
-    assert visible == {THINK}
     ids = tokenizer.encode("a<think>b</think>")
     for keep, expected in ((visible, "a<think>b"), (frozenset(), "ab")):
         detokenizer = tokenizer.detokenizer(SamplingParams(), visible=keep)
         assert "".join(map(detokenizer.push, ids)) == expected
-    assert tokenizer.delimiter_ids("<think>") == (THINK,)
+    assert tokenizer.delimiter_ids("</think>") == (END_THINK,)
     assert tokenizer.delimiter_ids("think") == tokenizer.delimiter_ids("") == ()
-
-
-def test_a_delta_has_neither_by_default() -> None:
-    assert (Delta("", ()).reasoning, Delta("", ()).tool_calls) == ("", ())
