@@ -226,13 +226,6 @@ async def test_a_removed_observer_hears_the_end_of_what_it_knows():
     assert [name for name, *_ in seen.finished] == ["known"]
 
 
-async def test_without_observers_a_request_carries_nothing():
-    async with fake().engine() as engine:
-        stream = engine.stream([1], max_tokens=1)
-        assert stream._group.notifier is None
-        await stream.result()
-
-
 async def test_an_end_that_overtakes_the_announcement_waits_for_it():
     order = []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import weakref
 from dataclasses import replace
 
@@ -151,19 +150,6 @@ def test_only_tiny_weights_are_kept_in_two_layouts(monkeypatch):
     assert shared.linear.weight is large
 
 
-@pytest.mark.parametrize("rows", [1, 17, 40])
-def test_a_shared_head_is_computed_from_the_plain_weight(rows):
-    generator = torch.Generator().manual_seed(rows)
-    weight = torch.randn(2_000, 256, generator=generator)
-    bias = torch.randn(2_000, generator=generator)
-    x = torch.randn(rows, 256, generator=generator)
-    layer = OneDNNOps().linear(LinearWeights(weight, bias, shared=True))
-    expected = x.double() @ weight.double().T + bias.double()
-    torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-4)
-    # Its rows do not depend on those beside them.
-    torch.testing.assert_close(layer(x[:1]), layer(x)[:1], rtol=1e-5, atol=1e-4)
-
-
 QUANTISED = [
     ("int8", 6, 32, (1, 32)),
     ("int4", 6, 32, (1, 8)),
@@ -213,12 +199,6 @@ def test_plain_weights_have_a_bias_and_nothing_else():
         LinearWeights(torch.zeros(6, 32), torch.zeros(5))
     with pytest.raises(ModelLoadError, match=r"'plain'.*int8.*bfloat16"):
         LinearWeights(torch.zeros(6, 32, dtype=torch.int8))
-
-
-def test_bundles_pickle():
-    found = pickle.loads(pickle.dumps(LinearWeights(**quantised("int4", 6, 32, (1, 8)))))
-    assert (found.scheme, found.shape, found.scale_block) == ("int4", (6, 32), (1, 8))
-    assert torch.equal(found.scales, torch.ones(6, 4))
 
 
 @pytest.mark.skipif(not onednn_works(), reason="this torch has no packed linear layers")

@@ -179,24 +179,6 @@ def test_logits_that_are_not_finite_end_their_own_request(
 # --- the core ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_chunks_bring_their_own_positions(depth: int) -> None:
-    rig = Rig(max_num_batched_tokens=4, pipeline_depth=depth)
-    request = rig.add(range(10), max_tokens=1, prompt_logprobs=3)
-    spans = []
-    while rig.scheduler.has_work():
-        step = rig.launch()
-        if step is not None:
-            spans.append(step.batch.prompt_logprobs)
-        rig.collect()
-    assert spans == [{0: PromptSpan(0, 4, 3)}, {0: PromptSpan(4, 8, 3)}, {0: PromptSpan(8, 9, 3)}]
-    rig.expect(request)
-    assert request.whole_prompt_logprobs == (
-        None,
-        *rig.executor.reference_prompt_logprobs(range(10), 3),
-    )
-
-
 def test_the_prefix_cache_is_written_and_not_read() -> None:
     rig = Rig()
     first, again = (rig.add(range(12), max_tokens=1, prompt_logprobs=0) for _ in range(2))
@@ -218,21 +200,6 @@ def test_a_preempted_request_goes_on_behind_what_it_has() -> None:
     step = rig.launch()
     assert step is not None
     assert (step.batch.starts, step.batch.prompt_logprobs) == ([12], {0: PromptSpan(12, 15, 1)})
-    rig.collect()
-    rig.finish_all(request)
-
-
-def test_positions_that_are_computed_twice_are_kept_once() -> None:
-    """A recurrent request that pauses with a step in flight starts over, and that step counts."""
-    rig = Rig(max_num_batched_tokens=6, pipeline_depth=2, has_states=True)
-    request = rig.add(range(16), max_tokens=3, prompt_logprobs=1)
-    first = rig.launch()
-    rig.scheduler.pause(request)
-    rig.scheduler.resume(request)
-    second = rig.launch()
-    spans = [step.batch.prompt_logprobs for step in (first, second) if step is not None]
-    assert spans == [{0: PromptSpan(0, 6, 1)}] * 2
-    rig.collect()
     rig.collect()
     rig.finish_all(request)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from asyncllm import (
 from asyncllm.callbacks import stream_with_callbacks
 from asyncllm.testing import fake_engine, fake_llm
 from tests.app_clients import app_client, events_of, user
-from tests.fakes import fake
 from tests.refusals import refused
 
 TEXT = "abcdefghij" * 3
@@ -107,17 +105,6 @@ async def test_values_out_of_range_are_refused(value: Any) -> None:
     async with fake_engine("x", max_model_len=20) as engine:
         with refused("truncate_prompt_tokens", r"^truncate_prompt_tokens="):
             engine.stream("a", truncate_prompt_tokens=value)
-
-
-async def test_an_abort_while_it_is_tokenised() -> None:
-    rig = fake(num_blocks=3001)
-    rig.tokenizer.gate = threading.Event()
-    async with rig.engine() as engine:
-        stream = engine.stream("5 " * 3000, truncate_prompt_tokens=3)
-        stream.abort()
-        rig.tokenizer.gate.set()
-        done = await stream.result()
-        assert (done.finish_reason, done.prompt_token_ids) == ("abort", ())
 
 
 async def test_over_http() -> None:

@@ -19,7 +19,7 @@ from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.memory import MemoryProbe, check_states
 from asyncllm.gpu.model_runner import Graphs, ModelRunner
 from asyncllm.gpu.ops.torch_ops import TorchOps
-from asyncllm.gpu.state_cache import StateCache, StateSpec, slot_bytes
+from asyncllm.gpu.state_cache import StateSpec
 from asyncllm.gpu.transformers_model import families
 from asyncllm.gpu.transformers_model.call_states import CallStates
 from asyncllm.gpu.transformers_model.config import TransformersConfig
@@ -197,14 +197,6 @@ def test_the_memory_of_states_is_said(lfm2, caplog, settings, count, words):
         f"recurrent states take {states.num_bytes} bytes, in a slot for each of max_num_seqs=4; "
         f"{words}"
     ) in caplog.text
-
-
-def test_bytes_of_states():
-    specs = [StateSpec((6, 4)), StateSpec((2, 8, 8), torch.float32)]
-    assert slot_bytes(specs, torch.bfloat16) == 6 * 4 * 2 + 2 * 8 * 8 * 4
-    cache = StateCache(specs, 3, torch.bfloat16, CPU)
-    assert cache.num_bytes == 4 * slot_bytes(specs, torch.bfloat16)
-    assert not any(tensor.any() for tensor in cache.tensors)
 
 
 class NearlyFull(MemoryProbe):

@@ -253,31 +253,6 @@ def test_counts_of_a_slot_do_not_leak_into_the_next_request():
     assert bench.sample(logits, [4]).token_ids.tolist() == [9]
 
 
-def test_bias_allowed_and_min_tokens():
-    bench = Bench(10)
-    logits = torch.arange(10.0).unsqueeze(0)
-    bench.enter(0, [1], [], temperature=0.0, logit_bias={2: 20.0, 9: -100.0})
-    assert bench.sample(logits, [0]).token_ids.tolist() == [2]
-    bench.enter(0, [1], [], temperature=0.0, allowed_token_ids=[3, 4], logit_bias={9: 90.0})
-    assert bench.sample(logits, [0]).token_ids.tolist() == [4]
-    bench.enter(0, [1], [], eos=(9,), temperature=0.0, min_tokens=2, stop_token_ids=[8])
-    for expected in (7, 7, 9):
-        assert bench.sample(logits, [0]).token_ids.tolist() == [expected]
-        bench.append([0], [expected])
-
-
-def test_allowed_tokens_bound_random_draws():
-    bench = Bench(40)
-    bench.enter(0, [1], [], allowed_token_ids=[5, 6], temperature=5.0)
-    bench.enter(1, [1], [], temperature=5.0)
-    seen = set()
-    for _ in range(60):
-        tokens = bench.sample(torch.zeros(2, 40), [0, 1]).token_ids.tolist()
-        seen.add(tokens[0])
-        bench.append([0, 1], tokens)
-    assert seen == {5, 6}
-
-
 def test_processors_see_the_output_and_fail_alone():
     calls = []
 

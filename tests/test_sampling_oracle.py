@@ -235,19 +235,3 @@ def test_bad_words_are_spelt_with_and_without_a_space() -> None:
         assert (other in found) == (len(one) == len(other) and one[0] != other[0])
     with pytest.raises(InvalidRequestError, match="tokens the model has"):
         bad_words_token_ids(["house"], tokenizer, 1)
-
-
-def test_all_logprobs() -> None:
-    bench = Bench(VOCAB)
-    bench.enter(0, PROMPT, [], logprobs=-1, temperature=0.0)
-    bench.enter(1, PROMPT, [], logprobs=70, temperature=1.0)
-    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
-    output = bench.sample(logits, [0, 1])
-    for row, count in ((0, VOCAB), (1, 70)):
-        exact, found = logits[row].log_softmax(-1), output.logprobs[row]
-        assert found.token_id == output.token_ids[row]
-        assert found.sampled.rank == int((exact > exact[found.token_id]).sum()) + 1
-        assert [one.rank for one in found.top] == list(range(1, count + 1))
-        order = exact.sort(descending=True)
-        assert [one.token_id for one in found.top] == order.indices[:count].tolist()
-        assert [one.logprob for one in found.top] == order.values[:count].tolist()

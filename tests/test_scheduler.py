@@ -227,20 +227,6 @@ def test_finish_is_idempotent_in_every_state():
     rig.scheduler.check_integrity()
 
 
-def test_paused_request_keeps_its_kv_and_goes_on_where_it_was():
-    rig = Rig(max_num_seqs=1)
-    first, second = rig.add(range(6), max_tokens=6), rig.add(range(30, 33), max_tokens=3)
-    rig.step()
-    rig.scheduler.pause(first)
-    # Its slot is free for the next, its blocks are not.
-    assert rig.step() == {"r1": 3}
-    assert first.blocks
-    rig.scheduler.resume(first)
-    rig.finish_all()
-    assert first.num_preemptions == 0
-    rig.expect(first, second)
-
-
 def test_paused_request_is_the_first_victim():
     rig = Rig(num_blocks=6, max_model_len=20)
     paused = rig.add(range(8), max_tokens=8)
@@ -267,21 +253,6 @@ def test_a_step_that_takes_blocks_away_admits_nothing():
     assert rig.step() == {"r0": 1}
     assert paused.num_preemptions == 1
     assert rig.step() == {"r0": 1, "r2": 3}
-
-
-def test_pause_while_a_token_is_in_flight():
-    rig = Rig(pipeline_depth=2, max_num_seqs=2)
-    request = rig.add(range(3), max_tokens=6)
-    rig.launch()
-    rig.launch()
-    rig.scheduler.pause(request)
-    rig.scheduler.resume(request)
-    # Its tokens are in flight: it cannot enter a slot before they are known.
-    assert rig.launch() is None
-    rig.collect()
-    rig.collect()
-    assert request.num_output_tokens == 2
-    rig.finish_all(request)
 
 
 def test_a_request_that_needs_the_host_waits_alone():

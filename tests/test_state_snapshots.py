@@ -68,20 +68,6 @@ def test_a_prompt_leaves_its_state_at_its_last_full_block():
         assert again.num_cached_tokens == sum(shapes[:-1])
 
 
-def test_output_that_is_computed_anew_ends_a_row_once():
-    rig = StateRig(interval=4, num_blocks=40, max_num_seqs=1)
-    first = rig.add(range(6), max_tokens=30)
-    for _ in range(22):
-        rig.step()
-    assert len(first.token_ids) == 27
-    rig.scheduler.pause(first)
-    assert rig.scheduler.kv.reset_prefix_cache()
-    rig.scheduler.resume(first)
-    # The prompt's last block, and the last one of what is known.
-    assert [rig.step() for _ in range(3)] == [{"r0": 4}, {"r0": 20}, {"r0": 3}]
-    rig.finish_all(first)
-
-
 def test_a_prefix_ends_where_a_block_of_every_group_does():
     rig = StateRig((4, None), (3, 5), num_blocks=80)
     assert rig.run(range(30))[1] == [24, 6]
@@ -185,25 +171,6 @@ def test_the_state_of_an_output_waits_for_its_last_token():
 
 
 # --- what voids them -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_failed_step_takes_its_states_with_it(depth):
-    rig = StateRig(num_blocks=60, pipeline_depth=depth)
-    requests = [rig.add([*range(8), 50 + i], max_tokens=3) for i in range(2)]
-    for _ in range(depth):
-        rig.launch()
-    if depth == 2:
-        assert rig.in_flight[1].batch.state_loads
-        assert rig.states.pool.num_cached == 1
-    rig.executor.discard()
-    rig.scheduler.rollback(rig.in_flight)
-    rig.in_flight.clear()
-    assert rig.states.pool.num_cached == 0
-    # Both start over, and nothing is left of the step that never ran.
-    assert rig.step() == {"r0": 8}
-    assert rig.states.pool.num_free == 7
-    rig.finish_all(*requests)
 
 
 def test_a_state_of_an_aborted_request_is_given_back():

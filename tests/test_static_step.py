@@ -637,24 +637,6 @@ def test_what_fails_at_its_start_is_raised_when_it_is_collected(llama: Decoder) 
         runner.collect()
 
 
-def test_discarded_steps_leave_nothing_behind(llama: Decoder) -> None:
-    stream = LateStream()
-    runner = make_runner(llama, capturer=GraphCapturer(), stream=stream)
-    driver = Driver(runner)
-    seq = driver.add([1, 2, 3], 6, GREEDY)
-    driver.launch([(seq, 0)])
-    driver.launch([(seq, 0)])
-    runner.discard()
-    assert not stream._queue
-    with pytest.raises(RuntimeError, match="no step is in flight"):
-        runner.collect()
-    driver.in_flight.clear()
-    seq.in_flight = 0
-    driver.release(seq)
-    driver.run([seq], depth=2)
-    assert seq.outputs == one(llama, [1, 2, 3], 6, GREEDY)
-
-
 # --- under the scheduler -----------------------------------------------------------------
 
 

@@ -538,29 +538,6 @@ async def test_a_delta_that_arrives_with_a_cancellation_is_not_lost():
         assert list(tokens) == rig.executor.reference([1], len(tokens))
 
 
-async def test_read_after_a_cancelled_read_says_what_became_of_the_request():
-    """``wait_for(anext(stream), …)`` aborts, and would otherwise look like a short answer."""
-    rig = fake(num_blocks=3001, gate=3)
-    async with engine_of(rig) as engine:
-        stream = engine.stream([1], max_tokens=60)
-        got = []
-        while len(got) < 3:
-            got += (await anext(stream)).token_ids
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(anext(stream), 0.02)
-        rig.executor.gate.release(100)
-        with pytest.raises(RequestError, match=r"with_heartbeat\(seconds\).*asyncio\.wait"):
-            while True:
-                got += (await anext(stream)).token_ids
-        assert len(got) >= 3
-        assert got == rig.executor.reference([1], len(got))
-        assert engine.stats().num_aborted == 1
-        # As after any other exception.
-        assert [delta async for delta in stream] == []
-        with pytest.raises(RequestError, match="a read of its stream was cancelled"):
-            await stream.result()
-
-
 async def test_read_in_a_task_of_its_own_outlives_every_timeout():
     rig = fake(gate=0)
     async with engine_of(rig) as engine:

@@ -11,7 +11,6 @@ import random
 import re
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,27 +20,21 @@ from asyncllm import (
     EngineClosedError,
     InvalidRequestError,
     RequestError,
-    SamplingParams,
 )
 from asyncllm.core.executor import StepOutOfMemoryError
-from asyncllm.core.reasoning import Reasoning
-from asyncllm.core.structured_output import StructuredOutput
 from asyncllm.structured import compiler as compiler_module
 from asyncllm.structured.llguidance_backend import LLGuidanceBackend, LLGuidanceMatcher
 from asyncllm.structured.spec import parse_structured_outputs
-from asyncllm.testing.byte_tokenizer import TURN_END, TURN_START
+from asyncllm.testing.byte_tokenizer import TURN_END
 from tests.fakes import core_of, thread_of
 from tests.idle import until
 from tests.refusals import refused
 from tests.structured import (
     ByteRig,
-    accepts,
     assert_valid,
-    byte_vocabulary,
     mixed_requests,
     random_schema,
     texts_of,
-    tokens_of,
 )
 
 PERSON = {
@@ -269,36 +262,6 @@ async def test_aborted_requests_leave_the_others_masks_in_their_rows():
             assert len(text) == 30 or i in (1, 4)
 
 
-def _thinker(**reasoning: Any) -> Any:
-    state = {"begin": (TURN_START,), "end": (7,), "thinking": False, "may_begin": False}
-    return SimpleNamespace(
-        request_id="r",
-        token_ids=[1],
-        min_total_tokens=0,
-        stop_token_ids=frozenset({TURN_END}),
-        sampling=SamplingParams(),
-        reasoning=Reasoning(**(state | reasoning)),
-    )
-
-
-async def test_the_grammar_begins_behind_the_thoughts():
-    grammar = LLGuidanceBackend(byte_vocabulary(b"", b"")).compile(
-        parse_structured_outputs({"regex": "ab"})
-    )
-    output = StructuredOutput(grammar.new_matcher())
-    thinking = _thinker(thinking=True)
-    assert output.mask(thinking) == b""  # as if there were none
-    assert output.advance(thinking, 99, None) is None
-    assert output.advance(thinking, 99, "length") == "length"
-    opening = _thinker(may_begin=True)
-    assert tokens_of(output.mask(opening)) == {ord("a"), TURN_START}
-    assert output.advance(opening, TURN_START, None) is None
-    answering = _thinker()
-    assert tokens_of(output.mask(answering)) == {ord("a")}
-    assert output.advance(answering, ord("a"), None) is None
-    assert output.advance(answering, ord("b"), None) == "stop"
-
-
 # --- compiles --------------------------------------------------------------------------------
 
 
@@ -516,10 +479,3 @@ async def test_fuzzed_grammars_leave_the_engine_as_it_was():
     for one in threading.enumerate():
         if one.name == "asyncllm-grammar":  # of a compile past its time, which nothing ends
             await asyncio.to_thread(one.join, 60)
-
-
-async def test_accepts_helper_tells_right_from_wrong():
-    grammar = LLGuidanceBackend(byte_vocabulary()).compile(
-        parse_structured_outputs({"choice": ["ab"]})
-    )
-    assert [accepts(grammar, text) for text in ("ab", "a", "abc", "b")] == [True] + [False] * 3
