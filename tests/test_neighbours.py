@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from asyncllm import AsyncLLMEngine, InvalidRequestError, RequestError
+from asyncllm import AsyncLLMEngine, InvalidRequestError, RequestError, SamplingParams
 from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.stream import TokenStream
 from tests.fakes import fake
@@ -32,30 +32,9 @@ from tests.websocket_clients import ENDS, Client, client_of, served
 # On the engine thread too: the filters are the process's.
 pytestmark = pytest.mark.filterwarnings("error")
 
-SAMPLING_FIELDS = [
-    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens",
-    "min_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", "logit_bias",
-    "allowed_token_ids", "bad_words",
-    "detokenize", "skip_special_tokens", "include_stop_str_in_output", "structured_outputs",
-    "logits_processors", "extra_args",
-]  # fmt: skip
-OPTIONS = [
-    "request_id",
-    "priority",
-    "timeout",
-    "max_unread",
-    "on_slow",
-    "cache_salt",
-    "sampling_params",
-]
-CHAT_OPTIONS = [
-    "tools",
-    "tool_choice",
-    "response_format",
-    "chat_template",
-    "chat_template_kwargs",
-]
+SAMPLING_FIELDS = [one.name for one in fields(SamplingParams)]
+OPTIONS = "request_id priority timeout max_unread on_slow cache_salt sampling_params".split()
+CHAT_OPTIONS = "tools tool_choice response_format chat_template chat_template_kwargs".split()
 
 # --- what is sent ------------------------------------------------------------------------
 

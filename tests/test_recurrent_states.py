@@ -66,16 +66,10 @@ def test_mixed_steps_in_used_slots(lfm2, depth):
 def test_states_of_two_kinds(qwen):
     runner = qwen.runner()
     kernel, matrix = (64, 4), (4, 8, 8)
-    assert list(state_of(runner).model.states) == [
-        StateSpec(kernel),
-        StateSpec(matrix, torch.float32),
-        StateSpec(kernel),
-        StateSpec(matrix, torch.float32),
-    ]
-    assert [tuple(t.shape) for t in state_of(runner).cache.states.tensors[:2]] == [
-        (5 + 16, *kernel),
-        (5 + 16, *matrix),
-    ]
+    pair = [StateSpec(kernel), StateSpec(matrix, torch.float32)]
+    assert list(state_of(runner).model.states) == pair * 2
+    tensors = state_of(runner).cache.states.tensors
+    assert [tuple(t.shape) for t in tensors[:2]] == [(5 + 16, *kernel), (5 + 16, *matrix)]
     run_twice(qwen, runner)
 
 

@@ -206,30 +206,6 @@ def test_five_of_six_layers_with_a_window_take_a_quarter_of_the_memory():
     assert 5 * last < full[0]
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_blocks_pass_from_one_request_to_another_while_a_step_is_in_flight(depth):
-    """The pool is as large as both need at once, so that each takes what the other gives back."""
-    one = rig(
-        (2, 4),
-        num_blocks=12,
-        max_model_len=100,
-        max_num_batched_tokens=6,
-        pipeline_depth=depth,
-    )
-    requests = [one.add(range(50 * i, 50 * i + 3), max_tokens=60) for i in range(2)]
-    owners: dict[int, set[str]] = {}
-    while one.scheduler.has_work() or one.in_flight:
-        if len(one.in_flight) == depth or one.launch() is None:
-            one.collect()
-        for each in requests:
-            for block in itertools.chain(*each.blocks):
-                owners.setdefault(block.block_id, set()).add(each.request_id)
-    assert sum(len(found) == 2 for block, found in owners.items() if block) > 5
-    assert one.scheduler.num_preemptions == 0
-    for each in requests:
-        one.expect(each)
-
-
 def test_a_request_that_waits_gives_back_what_it_no_longer_sees():
     """It paused in the middle of its prompt; what it takes up again fits where it just fitted."""
     one = rig((2, 5), num_blocks=9, max_model_len=60, max_num_batched_tokens=8)

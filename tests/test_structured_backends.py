@@ -22,7 +22,7 @@ from asyncllm.structured.grammar import Grammar, GrammarError, GrammarMatcher, V
 from asyncllm.structured.llguidance_backend import LLGuidanceBackend
 from asyncllm.structured.spec import StructuredOutputs, parse_structured_outputs
 from tests import tokenizer_kinds
-from tests.structured import accepts, assert_valid, byte_vocabulary, random_schema, tokens_of
+from tests.structured import accepts, byte_vocabulary, check_outputs, tokens_of
 
 
 def backend(name: str, vocabulary: Vocabulary | None = None) -> Any:
@@ -426,33 +426,16 @@ def test_special_tokens_have_names_in_lark():
 # --- the model -------------------------------------------------------------------------------
 
 
-def generated_schemas_validate(llm: LLM, seeds: range) -> None:
-    schemas = [random_schema(random.Random(seed)) for seed in seeds]
-    requests = [
-        llm.stream(
-            "Answer with JSON.", structured_outputs={"json": schema}, max_tokens=100, seed=seed
-        )
-        for seed, schema in zip(seeds, schemas, strict=True)
-    ]
-    finished = 0
-    for schema, stream in zip(schemas, requests, strict=True):
-        completion = stream.result()
-        if completion.finish_reason == "stop":
-            assert_valid(schema, completion.text)
-            finished += 1
-    assert finished > len(schemas) / 2
-
-
 @pytest.mark.parametrize("ahead", [False, True])
 def test_the_packaged_model_writes_what_schemas_admit(ahead):
     with LLM(async_scheduling=ahead) as llm:
-        generated_schemas_validate(llm, range(8))
+        check_outputs(llm, range(8), 100)
 
 
 @pytest.mark.slow
 def test_the_packaged_model_writes_what_some_hundred_schemas_admit():
     with LLM(max_num_seqs=32) as llm:
-        generated_schemas_validate(llm, range(100, 400))
+        check_outputs(llm, range(100, 400), 100)
 
 
 def test_logit_bias_chooses_among_what_the_grammar_allows():

@@ -12,7 +12,7 @@ import pytest
 from asyncllm import LLM, InvalidRequestError, RequestError
 from asyncllm.testing import fake_engine
 from tests.checkpoints import DEMO_MODEL, copy_tokenizer, make_checkpoint
-from tests.structured import assert_valid, random_schema
+from tests.structured import check_outputs, random_schema
 
 ARCHITECTURES = ["Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"]
 
@@ -27,18 +27,7 @@ def checkpoint(path: Path, architecture: str) -> Path:
 
 def outputs_are_valid(path: Path, seeds: range, **overrides: Any) -> None:
     with LLM(path, dtype="float32", num_threads=1, max_num_seqs=16, **overrides) as llm:
-        asked = [(random_schema(random.Random(seed)), seed) for seed in seeds]
-        streams = [
-            llm.stream("x", structured_outputs={"json": one}, max_tokens=200, seed=seed)
-            for one, seed in asked
-        ]
-        finished = 0
-        for (schema, _), stream in zip(asked, streams, strict=True):
-            completion = stream.result()
-            if completion.finish_reason == "stop":
-                assert_valid(schema, completion.text)
-                finished += 1
-    assert finished > len(seeds) / 2
+        check_outputs(llm, seeds, 200)
 
 
 def test_random_weights_write_what_schemas_admit(tmp_path: Path) -> None:

@@ -102,44 +102,26 @@ for _ in range(MAX_DEPTH - 2):
 DEEP = '{"items":' * 5000 + "{}" + "}" * 5000
 
 
+REFUSED: dict[str, list[Any]] = {
+    "json": [5, "{", "5", np.zeros(2), {5: 6}, int, CYCLE, {"enum": SHARED}, DEEP],
+    "regex": ["", 5, "a" * 2**14],
+    "grammar": ["a" * (MAX_CHARACTERS + 1)],
+    "choice": [[], "ab", ["a", "a"], ["a", ""], ["a", 5], ["a" * MAX_CHARACTERS]],
+    "json_object": [False, "yes"],
+    "structural_tag": [{"type": "structural_tag"}, []],
+    "yaml": ["a"],
+}
+REFUSED["json"] += [{"const": one} for one in (float("nan"), {1, 2}, "\ud800")]
+REFUSED["json"].append({"title": "x" * MAX_CHARACTERS})
+REFUSED["structural_tag"].append({"type": "structural_tag", "format": {}, "structures": []})
+NO_KIND: list[Any] = [{}, 5, "regex", {"json": {}, "regex": "a"}, {5: 6}]
+
+
 @pytest.mark.parametrize(
     "value",
     [
-        {},
-        5,
-        "regex",
-        {"json": {}, "regex": "a"},
-        {"json_object": False},
-        {"yaml": "a"},
-        {5: 6},
-        {"json": 5},
-        {"json": "{"},
-        {"json": "5"},
-        {"json": np.zeros(2)},
-        {"json": {5: 6}},
-        {"json": {"const": float("nan")}},
-        {"json": {"const": {1, 2}}},
-        {"json": {"const": "\ud800"}},
-        {"json": int},
-        {"json": CYCLE},
-        {"json": {"enum": SHARED}},
-        {"json": DEEP},
-        {"json": {"title": "x" * MAX_CHARACTERS}},
-        {"regex": ""},
-        {"regex": 5},
-        {"regex": "a" * 2**14},
-        {"grammar": "a" * (MAX_CHARACTERS + 1)},
-        {"choice": []},
-        {"choice": "ab"},
-        {"choice": ["a", "a"]},
-        {"choice": ["a", ""]},
-        {"choice": ["a", 5]},
+        *(NO_KIND + [{kind: one} for kind, ones in REFUSED.items() for one in ones]),
         pytest.param({"choice": map(str, range(MAX_CHOICES + 1))}, id="too many choices"),
-        {"choice": ["a" * MAX_CHARACTERS]},
-        {"json_object": "yes"},
-        {"structural_tag": {"type": "structural_tag"}},
-        {"structural_tag": {"type": "structural_tag", "format": {}, "structures": []}},
-        {"structural_tag": []},
     ],
     ids=check.describe,  # a repr of one would never end
 )

@@ -18,12 +18,7 @@ from asyncllm import (
 )
 from tests.event_loops import run as run  # a fixture
 from tests.fakes import entered, fake
-
-
-async def until(condition):
-    with anyio.fail_after(5):
-        while not condition():
-            await anyio.sleep(0.001)
+from tests.idle import until
 
 
 def in_line(engine):
