@@ -8,7 +8,7 @@ from typing import Any
 
 import jsonschema
 
-from asyncllm import LLM, AsyncLLMEngine, EngineConfig
+from asyncllm import AsyncLLMEngine, EngineConfig
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.runtime.loading import LoadedModel
@@ -103,22 +103,6 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
 
 def assert_valid(schema: Any, text: str) -> None:
     jsonschema.Draft202012Validator(schema).validate(json.loads(text))
-
-
-def check_outputs(llm: LLM, seeds: range, max_tokens: int) -> None:
-    """Most of the outputs under random schemas are finished, and those are of their schemas."""
-    schemas = [random_schema(random.Random(seed)) for seed in seeds]
-    streams = [
-        llm.stream("x", structured_outputs={"json": schema}, max_tokens=max_tokens, seed=seed)
-        for seed, schema in zip(seeds, schemas, strict=True)
-    ]
-    finished = 0
-    for schema, stream in zip(schemas, streams, strict=True):
-        completion = stream.result()
-        if completion.finish_reason == "stop":
-            assert_valid(schema, completion.text)
-            finished += 1
-    assert finished > len(schemas) / 2
 
 
 def mixed_requests(count: int) -> list[dict[str, Any]]:

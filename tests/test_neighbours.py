@@ -36,8 +36,6 @@ SAMPLING_FIELDS = [one.name for one in fields(SamplingParams)]
 OPTIONS = "request_id priority timeout max_unread on_slow cache_salt sampling_params".split()
 CHAT_OPTIONS = "tools tool_choice response_format chat_template chat_template_kwargs".split()
 
-# --- what is sent ------------------------------------------------------------------------
-
 
 class Unprintable(Exception):
     def __repr__(self) -> str:
@@ -105,9 +103,6 @@ def requests(fields: list[str]) -> st.SearchStrategy[dict[str, Any]]:
             {name: VALUES | PROCESSORS if name == "logits_processors" else VALUES for name in names}
         )
     )
-
-
-# --- who is beside it --------------------------------------------------------------------
 
 
 @dataclass
@@ -197,9 +192,6 @@ async def read(submit: Callable[[], TokenStream], names: set[str]) -> None:
         assert told.param in names
 
 
-# --- the tests ---------------------------------------------------------------------------
-
-
 EXAMPLES = examples(20)
 
 
@@ -270,7 +262,6 @@ JSON_FIELDS = sorted({*ResponseRequest.model_fields, *ResponseRequest.NEUTRAL, "
 @example({"repetition_penalty": "1e300"})
 @example({"input": json.dumps("x" * 5000)})
 def test_odd_messages(street: Street, fields: dict[str, str]) -> None:
-    """Any JSON value in any field is answered, on a connection that stays open."""
     plain = {"type": '"response.create"', "input": '"1 2"', "max_output_tokens": "4"}
     message = ",".join(f'"{name}":{value}' for name, value in (plain | fields).items())
 

@@ -160,7 +160,6 @@ QUANTISED = [
 
 @pytest.mark.parametrize(("scheme", "rows", "columns", "block"), QUANTISED)
 def test_weights_of_a_scheme_that_an_op_set_lacks_are_refused(ops, scheme, rows, columns, block):
-    """By name, and never computed with as if they were plain."""
     weights = LinearWeights(**quantised(scheme, rows, columns, block))
     assert weights.shape == (rows, columns)
     accepted = "'plain', or 'int8' and 'int4'" if ops.name == "native" else "'plain' only"
@@ -203,7 +202,6 @@ def test_plain_weights_have_a_bias_and_nothing_else():
 
 @pytest.mark.skipif(not onednn_works(), reason="this torch has no packed linear layers")
 def test_a_decoder_holds_no_second_copy_while_it_is_built():
-    """Of weights that are packed, which float32 is everywhere."""
     sizes = {"vocab_size": 1024, "hidden_size": 640, "intermediate_size": 1024, "head_dim": 64}
     model = replace(MODEL, **sizes, num_layers=3, num_heads=10, num_kv_heads=10)
     dtype = torch.float32
@@ -282,9 +280,6 @@ def test_activations(ops, dtype):
     checks.check_activations(ops, 35, dtype, "cpu")
 
 
-# --- layers with a state of each sequence ------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("channels", "width"), [(37, 4), (70, 2)])
 def test_causal_conv(ops, dtype, channels, width):
@@ -310,7 +305,6 @@ def test_sigmoid_mul(ops, dtype):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_the_winner_of_the_race(ops, dtype):
-    """Of greedy rows, rows with a top_k, and rows that race in rounds."""
     vocab_size, rows, kept = 1500, 9, 70
     logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(5)) * 4
     logits, lines = logits.to(dtype), torch.arange(rows)

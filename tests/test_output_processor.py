@@ -340,6 +340,24 @@ def test_an_abort_needs_no_text(detokenizer):
     assert end_of(group) == ("abort", None, "")
 
 
+def test_an_abort_ends_each_member_that_lives():
+    rig = Rig()
+    group = rig.group(4)
+    members = list(group.members)
+    done, held, _, last = members
+    rig.deliver(done, 5, "length")
+    rig.deliver(held, 99)
+    group.channel.items.clear()
+    rig.processor.abort(group)
+    assert [(d.index, d.text, d.finish_reason) for d in group.channel.items] == [
+        (1, "99 ", "abort"),
+        (2, "", "abort"),
+    ]
+    assert end_of(group) == ("abort", None, "")
+    assert [m.finish_reason for m in members] == ["length", "abort", "abort", "abort"]
+    assert (rig.left, rig.forgotten, last.finished) == (members[:3], [group], True)
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_an_error_ends_the_whole_group(own):
     rig = Rig()
@@ -372,7 +390,6 @@ def test_text_that_cannot_be_decoded_fails_the_request():
 
 
 def test_an_error_of_a_member_that_was_to_be_aborted_holds_nothing_back():
-    """The text that an abort would have given is no part of an exception."""
     rig = Rig()
     group = rig.group()
     rig.deliver(group.members[0], 99)

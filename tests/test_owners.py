@@ -91,9 +91,6 @@ async def test_an_owner_that_is_no_short_text_is_refused(owner):
         assert (await engine.generate("x", owner="x" * 256)).text == "x"
 
 
-# --- behind a server --------------------------------------------------------------------
-
-
 def digest(token):
     return hashlib.sha256(token.encode()).hexdigest()
 

@@ -176,9 +176,6 @@ def test_logits_that_are_not_finite_end_their_own_request(
     assert (len(sound.outputs), len(sound.prompt_logprobs)) == (3, 4)
 
 
-# --- the core ----------------------------------------------------------------------------
-
-
 def test_the_prefix_cache_is_written_and_not_read() -> None:
     rig = Rig()
     first, again = (rig.add(range(12), max_tokens=1, prompt_logprobs=0) for _ in range(2))
@@ -217,7 +214,6 @@ def test_results_without_what_was_asked_for_are_noticed() -> None:
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])
 async def test_ends_before_the_prompt_is_computed() -> None:
-    """An error of the row, an abort and a deadline each leave the others their results."""
     rig = fake(max_num_batched_tokens=4)
     prompt = [*range(1, 11)]
     async with rig.engine() as engine:

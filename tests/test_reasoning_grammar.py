@@ -150,7 +150,6 @@ async def test_the_engine_holds_the_answer_and_not_the_thoughts(
 
 @pytest.mark.parametrize("depth", [1, 2])
 async def test_what_follows_the_thoughts_is_a_call(depth: int) -> None:
-    """The script answers in text, which the grammar does not let through."""
     scripts = iter([f"<think>{ONE}</think>{ONE}", "<think>a</think>No.", "No."])
     async with thinking_engine(lambda _: next(scripts), depth=depth) as engine:
         stream = engine.chat(ASK, tools=TOOLS, tool_choice="required", n=3, max_tokens=300)

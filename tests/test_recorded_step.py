@@ -149,9 +149,6 @@ def test_a_step_is_one_native_call(monkeypatch):
     assert calls == ["run"] * driver.step
 
 
-# --- what is wrong with a step ------------------------------------------------------------
-
-
 BROKEN = [
     *(("token", value, "(gather|select)") for value in (-1, 128, 2**31 - 1)),
     *(("block", value, "rope_and_cache") for value in (-1, 81, 2**31 - 1)),
@@ -226,11 +223,7 @@ def test_a_forked_child_is_refused():
     assert len(seq.outputs) == 3
 
 
-# --- what is not recorded -----------------------------------------------------------------
-
-
 def test_a_model_with_another_op_runs_as_before():
-    """With the same tokens, and it says which op that is."""
     outputs = []
     for activation in (None, TorchOps.silu_mul):
         decoder = make_decoder(QWEN3)
@@ -324,9 +317,6 @@ def test_huge_pages_that_are_off_are_told_of(text, said, tmp_path, caplog):
         warn_without_huge_pages(setting)
     assert len(caplog.records) == said
     assert all("more slowly" in record.getMessage() for record in caplog.records)
-
-
-# --- memory -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", ["tied", "windows"])

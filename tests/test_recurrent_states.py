@@ -55,9 +55,6 @@ def run_twice(checkpoint: Checkpoint, runner: ModelRunner, depth: int = 1) -> No
         checkpoint.check(seqs)
 
 
-# --- rows and slots ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("depth", [1, 2])
 def test_mixed_steps_in_used_slots(lfm2, depth):
     run_twice(lfm2, lfm2.runner(async_scheduling=depth == 2), depth)
@@ -84,7 +81,6 @@ def test_a_state_keeps_its_own_dtype(qwen):
 
 
 def test_the_static_step_on_a_late_device(lfm2):
-    """Graphs that bake everything in, two steps in flight, and padded rows."""
     plain, recorder = lfm2.runner(), TraceRecorder()
     stream: Any = LateStream()
     decoder, cache, info = state_of(plain).model, state_of(plain).cache, plain.info
@@ -111,9 +107,6 @@ def test_a_state_that_is_no_number_stays_its_own(lfm2):
     for tensor in state_of(runner).cache.states.tensors:
         tensor.fill_(torch.nan)
     run_twice(lfm2, runner)
-
-
-# --- failures ------------------------------------------------------------------------------
 
 
 def test_a_failed_step_leaves_no_state_advanced(lfm2, monkeypatch):
@@ -168,9 +161,6 @@ def _tokenizer() -> Path:
     import asyncllm
 
     return Path(asyncllm.__file__).parent / "demo_model"
-
-
-# --- sizes and settings --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -246,9 +236,6 @@ def test_settings_of_a_model_without_attention(tmp_path, name, value, accepted):
         build_model_runner(EngineConfig(**settings | {name: value}), model)
     assert caught.value.param == name
     assert str(caught.value).endswith(accepted)
-
-
-# --- rules ---------------------------------------------------------------------------------
 
 
 def refusal(path: Path, name: str, **settings: Any) -> str:

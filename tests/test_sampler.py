@@ -151,28 +151,21 @@ def test_a_row_draws_the_same_alone_and_in_company(ops, dtype):
         {"temperature": 0.8, "top_p": 0.999, "logit_bias": {3: 5.0}},
         {"temperature": 1.0, "top_k": 3000, "top_p": 0.5, "logprobs": 0},
     ]
-    company = Bench(vocab_size, ops=ops)
-    for req_index in range(24):
-        company.enter(
-            req_index,
-            [1, 2, 3],
-            [4] * (req_index % 5),
-            **fields[req_index % 8],
-        )
+
+    def bench(rows: list[int]) -> Bench:
+        found = Bench(vocab_size, ops=ops)
+        for req_index, row in enumerate(rows):
+            found.enter(req_index, [1, 2, 3], [4] * (row % 5), **fields[row % 8])
+        return found
+
     order = list(range(24))
-    together = company.sample(logits, order)
-    for req_index in order:
-        alone = Bench(vocab_size, ops=ops)
-        alone.enter(0, [1, 2, 3], [4] * (req_index % 5), **fields[req_index % 8])
-        single = alone.sample(logits[req_index : req_index + 1], [0])
-        assert single.token_ids[0] == together.token_ids[req_index]
-        assert single.logprobs.get(0) == together.logprobs.get(req_index)
-    turned = order[::-1]
-    again = Bench(vocab_size, ops=ops)
-    for req_index in order:
-        again.enter(req_index, [1, 2, 3], [4] * (req_index % 5), **fields[req_index % 8])
-    reversed_ = again.sample(logits[torch.tensor(turned)], turned)
-    assert reversed_.token_ids[::-1].tolist() == together.token_ids.tolist()
+    together = bench(order).sample(logits, order)
+    for row in order:
+        single = bench([row]).sample(logits[row : row + 1], [0])
+        assert single.token_ids[0] == together.token_ids[row]
+        assert single.logprobs.get(0) == together.logprobs.get(row)
+    turned = bench(order).sample(logits.flip(0), order[::-1])
+    assert turned.token_ids[::-1].tolist() == together.token_ids.tolist()
 
 
 def test_greedy_is_the_likeliest_token_and_ignores_truncation():
@@ -362,7 +355,6 @@ def test_any_error_of_a_processor_ends_its_own_row(error):
 
 
 def test_rules_that_cannot_be_applied_end_their_row_alone():
-    """Validation knows the vocabulary; the sampler does not rely on that."""
     bench = Bench(30)
     rules: list[dict[str, Any]] = [
         {"logit_bias": {30: 1.0}},

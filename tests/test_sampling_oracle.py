@@ -104,7 +104,6 @@ def expected_of(logits: torch.Tensor, processors: list[Any]) -> torch.Tensor:
 @pytest.mark.parametrize("ops", CPU_OPS)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_processed_logits_equal_transformers_to_the_bit(ops: str, seed: int) -> None:
-    """Each alone and all in one batch."""
     rules = list(RULES.values())
     logits = torch.randn(len(rules), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
     bench = Bench(VOCAB, ops=ops)
@@ -162,7 +161,6 @@ TRUNCATIONS: list[tuple[dict[str, Any], list[Any]]] = [
 
 @pytest.mark.parametrize("ops", CPU_OPS[:2])
 def test_draws_of_a_mixed_batch_follow_transformers(ops: str) -> None:
-    """Many seeds; chi-square over the likely tokens, and none that is cut off."""
     rounds, kinds = 800, len(TRUNCATIONS)
     logits = torch.randn(kinds, VOCAB, generator=torch.Generator().manual_seed(11)) * 2
     counts = np.zeros((kinds, VOCAB))
@@ -218,7 +216,6 @@ def test_two_rounds_have_the_distribution_of_one() -> None:
 
 
 def test_bad_words_have_a_bound_on_all_of_their_characters() -> None:
-    """Each is within its own bound, and so is their number."""
     words = ["x" * MAX_BAD_WORD_LENGTH] * (MAX_BAD_CHARACTERS // MAX_BAD_WORD_LENGTH)
     assert SamplingParams(bad_words=words).bad_words == tuple(words)
     with refused("bad_words", "at most 16384 characters in all"):

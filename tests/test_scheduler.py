@@ -133,7 +133,6 @@ def test_blocks_of_a_paused_request_are_spare_enough():
 
 
 def test_a_resumed_request_grows_by_what_another_can_spare():
-    """It holds one block, and needs one more to go on."""
     rig = Rig(num_blocks=5, max_model_len=16)
     request, other = rig.add(range(4), max_tokens=6), rig.add(range(20, 27), max_tokens=4)
     rig.launch()

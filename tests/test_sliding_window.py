@@ -236,9 +236,6 @@ def test_outputs_of_one_prompt_share_its_last_window(depth):
         one.expect(member)
 
 
-# --- mistakes that have to show ---------------------------------------------------------
-
-
 def _finish(one: Rig) -> None:
     requests = [one.add(range(20 * i, 20 * i + 23), max_tokens=20) for i in range(3)]
     one.finish_all()
@@ -296,9 +293,6 @@ def test_the_fake_device_notices(break_it, groups, depth, monkeypatch):
     break_it(monkeypatch)
     with pytest.raises((RuntimeError, AssertionError)):
         _run(groups, depth)
-
-
-# --- everything at once -----------------------------------------------------------------
 
 
 class WindowMachine(SchedulerMachine):

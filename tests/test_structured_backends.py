@@ -22,7 +22,7 @@ from asyncllm.structured.grammar import Grammar, GrammarError, GrammarMatcher, V
 from asyncllm.structured.llguidance_backend import LLGuidanceBackend
 from asyncllm.structured.spec import StructuredOutputs, parse_structured_outputs
 from tests import tokenizer_kinds
-from tests.structured import accepts, byte_vocabulary, check_outputs, tokens_of
+from tests.structured import accepts, assert_valid, byte_vocabulary, random_schema, tokens_of
 
 
 def backend(name: str, vocabulary: Vocabulary | None = None) -> Any:
@@ -285,7 +285,6 @@ def cases_of(source: Path, draft: str) -> Iterator[tuple[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", ["draft6", "draft7", "draft2019-09", "draft2020-12"])
 def test_the_json_schema_suite(either, draft):
-    """Each schema is refused, or admits its valid instances and no other."""
     name, compiler = either
     counts: collections.Counter[str] = collections.Counter()
     for file, cases in cases_of(suite(), draft):
@@ -424,6 +423,22 @@ def test_special_tokens_have_names_in_lark():
 
 
 # --- the model -------------------------------------------------------------------------------
+
+
+def check_outputs(llm: LLM, seeds: range, max_tokens: int) -> None:
+    """Most of the outputs under random schemas are finished, and those are of their schemas."""
+    schemas = [random_schema(random.Random(seed)) for seed in seeds]
+    streams = [
+        llm.stream("x", structured_outputs={"json": schema}, max_tokens=max_tokens, seed=seed)
+        for seed, schema in zip(seeds, schemas, strict=True)
+    ]
+    finished = 0
+    for schema, stream in zip(schemas, streams, strict=True):
+        completion = stream.result()
+        if completion.finish_reason == "stop":
+            assert_valid(schema, completion.text)
+            finished += 1
+    assert finished > len(schemas) / 2
 
 
 @pytest.mark.parametrize("ahead", [False, True])

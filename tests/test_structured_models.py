@@ -1,49 +1,16 @@
-"""Outputs of models with random weights: each that is finished is of its schema or its tool's."""
+"""Fuzzed tools on the packaged model, and calls that come back."""
 
 from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncllm import LLM, InvalidRequestError, RequestError
 from asyncllm.testing import fake_engine
-from tests.checkpoints import DEMO_MODEL, copy_tokenizer, make_checkpoint
-from tests.structured import check_outputs, random_schema
-
-ARCHITECTURES = ["Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"]
-
-
-def checkpoint(path: Path, architecture: str) -> Path:
-    vocab_size = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
-    path.mkdir()
-    make_checkpoint(path, architecture, vocab_size=vocab_size, max_position_embeddings=512)
-    copy_tokenizer(path)
-    return path
-
-
-def outputs_are_valid(path: Path, seeds: range, **overrides: Any) -> None:
-    with LLM(path, dtype="float32", num_threads=1, max_num_seqs=16, **overrides) as llm:
-        check_outputs(llm, seeds, 200)
-
-
-def test_random_weights_write_what_schemas_admit(tmp_path: Path) -> None:
-    outputs_are_valid(checkpoint(tmp_path / "model", ARCHITECTURES[0]), range(8))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_random_weights_write_what_some_hundred_schemas_admit(
-    tmp_path: Path, architecture: str
-) -> None:
-    path = checkpoint(tmp_path / "model", architecture)
-    outputs_are_valid(path, range(1000, 1100), async_scheduling=architecture != "LlamaForCausalLM")
-
-
-# --- fuzzed tools ------------------------------------------------------------------------------
+from tests.structured import random_schema
 
 
 def broken(tool: Any, rng: random.Random) -> Any:
@@ -107,9 +74,6 @@ def test_fuzzed_tools_end_their_own_request_alone() -> None:
 @pytest.mark.slow
 def test_many_fuzzed_tools_end_their_own_request_alone() -> None:
     fuzzed_tools(range(100, 300))
-
-
-# --- calls that come back ----------------------------------------------------------------------
 
 
 async def test_results_with_one_call_id_twice_and_unknown_ones_are_rendered() -> None:

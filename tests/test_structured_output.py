@@ -125,7 +125,6 @@ async def test_it_ends_with_the_last_token_of_its_grammar_or_with_a_stop_token()
 
 
 async def test_stop_tokens_come_only_where_the_grammar_may_end():
-    """A stop token that is text too is no part of the output, as without a grammar."""
     async with ByteRig(eos=False).engine() as engine:
         asked = {"structured_outputs": {"regex": "[ab]{4}c*"}, "stop_token_ids": list(b"ac")}
         found = await engine.generate("x", max_tokens=50, **asked)
@@ -439,7 +438,6 @@ async def test_a_device_that_drafts_refuses_grammars():
 
 @pytest.mark.slow
 async def test_fuzzed_grammars_leave_the_engine_as_it_was():
-    """Random and catastrophic ones: an error or an output, and the neighbours' outputs the same."""
     rng = random.Random(11)
     pieces = ["a", "b", "(", ")", "*", "+", "?", "|", "[", "]", "{2,900}", "{1,3}", "\\", "^", ".",
               "\\p{L}", "&", "~", "é", "(?i)", "\\x{10ffff}", "\\d", "$"]  # fmt: skip

@@ -226,7 +226,6 @@ def test_concurrent_encoding(make: Callable[..., Path]) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_length_is_proven_only_where_it_is(name: str) -> None:
-    """Some drop spaces, make one token of any number of unknown characters, or compose."""
     tokenizer = make_kind(KINDS[name]())
     rng = random.Random(4)
     print("seed 4")

@@ -113,27 +113,6 @@ def test_what_a_grammar_admits_its_parser_reads(family: str) -> None:
     assert seen == {"get_weather", "now"}
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-async def test_random_tokens_under_masks_make_calls_that_fit(depth: int) -> None:
-    async with ByteRig(depth=depth).engine() as engine:
-        for choice, parallel in (("required", True), ("required", False), (NAMED, True)):
-            stream = engine.chat(
-                ASK, tools=TOOLS, tool_choice=choice, parallel_tool_calls=parallel, n=3,
-                seed=3, max_tokens=700,
-            )  # fmt: skip
-            completion = await stream.result()
-            ids = []
-            for output in completion.outputs:
-                assert output.text == ""
-                assert output.tool_calls
-                assert output.finish_reason in ("tool_calls", "length")
-                assert len(output.tool_calls) == 1 or (choice == "required" and parallel)
-                for call in output.tool_calls:
-                    assert_fits(call.name, call.arguments)
-                    ids.append(call.id)
-            assert len(set(ids)) == len(ids)
-
-
 @pytest.mark.parametrize(
     "options",
     [{"tool_choice": "required"}, {"tool_choice": NAMED}, {"parallel_tool_calls": False}],
@@ -153,7 +132,6 @@ def test_the_packaged_model_makes_calls_that_fit(options: Any) -> None:
 
 
 async def test_an_answer_in_a_form_or_calls() -> None:
-    """With a form of the answer beside tools that the model may call, it does either."""
     schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
     answers = iter([json.dumps({"a": ONE}), ONE, "No."])
     async with fake_engine(lambda _: next(answers)) as engine:
@@ -169,7 +147,6 @@ async def test_an_answer_in_a_form_or_calls() -> None:
 
 
 async def test_one_call_at_most() -> None:
-    """Text is free up to a call, which ends the answer."""
     answers = iter([f"Hm. {ONE}\n{ONE}", "Just text.", f'x<tool_call>{{"name": "add"{ONE}'])
     async with fake_engine(lambda _: next(answers)) as engine:
         stream = engine.chat(ASK, tools=[add], parallel_tool_calls=False, n=3, max_tokens=300)
@@ -189,7 +166,6 @@ def admits(grammar: Grammar, text: str) -> bool:
     "family", [name for name in TOOL_FAMILIES if name not in ("gpt_oss", "qwen3_coder")]
 )
 def test_the_arguments_of_a_strict_tool_fit_where_the_model_may_call(family: str) -> None:
-    """Text is free, and so are the arguments of the other tool."""
     form = form_of(family).form
     backend = make_backend("llguidance", byte_vocabulary())
     grammar, free = compiled(use_of([{**WEATHER, "strict": True}, NOW]), family, backend)

@@ -205,7 +205,6 @@ def test_calls_are_those_of_transformers(family: str) -> None:
 
 @pytest.mark.parametrize("family", TOOL_FAMILIES)
 def test_calls_as_the_form_writes_them_are_read(family: str) -> None:
-    """What a grammar makes a model write is what its parser takes."""
     form = TOOL_FAMILIES[family].form
     assert form is not None
     arguments = '{"city": "Oslo"}'

@@ -119,9 +119,6 @@ def test_parallel_tool_calls_is_true_or_false() -> None:
         use([ADD], "auto", 3)
 
 
-# --- functions -----------------------------------------------------------------------------
-
-
 def get_weather(city: str, days: int = 3, unit: Literal["c", "f"] = "c") -> str:
     """Get the weather in a city.
 
@@ -307,8 +304,6 @@ def test_methods_have_no_self() -> None:
     assert found["parameters"]["properties"] == {"x": {"type": "integer"}}
     assert found["parameters"]["required"] == ["x"]
 
-
-# --- grammars ------------------------------------------------------------------------------
 
 WEATHER = {"name": "get_weather", "parameters": {"properties": {"city": {"type": "string"}}}}
 TWO = [{"type": "function", "function": one} for one in (ADD, WEATHER)]

@@ -159,9 +159,6 @@ async def test_errors_have_their_type_and_no_text(trace):
         assert "secret" not in span.to_json()
 
 
-# --- content ----------------------------------------------------------------------------
-
-
 async def test_no_text_is_recorded_by_default(trace):
     async with fake().engine() as engine:
         trace_engine(engine, trace.provider)
@@ -207,9 +204,6 @@ async def test_texts_are_recorded_on_demand(trace):
     ]
     assert "why it failed" in bad.status.description
     assert read(bad, "output")[0]["finish_reason"] == "error"
-
-
-# --- the host is left alone -------------------------------------------------------------
 
 
 async def test_closing_ends_the_spans_that_are_open_and_makes_no_more(trace):

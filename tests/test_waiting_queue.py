@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import random
 
-import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -33,35 +31,6 @@ def drained(queue):
         order.append(first)
         queue.discard(first)
     return order
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", range(5))
-def test_order_is_the_policys_after_any_pushes_and_discards(policy, seed):
-    rng = random.Random(seed)
-    queue, members, known = WaitingQueue(policy), [], []
-    for index in range(300):
-        if members and rng.random() < 0.4:
-            gone = members.pop(rng.randrange(len(members)))
-            queue.discard(gone)
-            known.append(gone)
-        elif known and rng.random() < 0.3:
-            back = known.pop(rng.randrange(len(known)))
-            queue.push(back)
-            members.append(back)
-        else:
-            new = request(index, rng.randrange(3), rng.choice([math.inf, 5.0, 9.0]))
-            queue.push(new)
-            members.append(new)
-        assert len(queue) == len(members)
-        assert set(queue) == set(members)
-    key = {
-        "fcfs": lambda r: r.arrival_index,
-        "priority": lambda r: (r.priority, r.arrival_index),
-        "deadline": lambda r: (r.priority, r.group.deadline, r.arrival_index),
-    }[policy]
-    assert drained(queue) == sorted(members, key=key)
-    assert len(queue) == 0
 
 
 def test_push_gives_the_rank_that_victims_are_chosen_by():
@@ -100,8 +69,6 @@ def test_discarded_requests_are_let_go():
         queue.discard(one)
     assert queue._num_entries <= 65
 
-
-# --- owners -----------------------------------------------------------------------------
 
 RANKS = {
     "fcfs": lambda r: 0,

@@ -176,7 +176,6 @@ def test_what_a_reader_says_of_a_file(source):
 
 
 def test_a_parameter_may_have_a_dtype_of_its_own(source):
-    """Norms in float32 in a model of bfloat16: as they are loaded, drawn, and counted."""
     plain = weights_bytes(source, torch.bfloat16)
     assert plain == sum(t.nbytes for t in read(source, torch.bfloat16).values())
     source = replace(source, float32_norm_weights=True)
@@ -189,7 +188,6 @@ def test_a_parameter_may_have_a_dtype_of_its_own(source):
 
 
 def test_sizes_take_one_layer_for_all(source, monkeypatch):
-    """Also of a number of layers that no machine could list."""
     of_layer = DecoderBuilder.layer
 
     def first(builder: DecoderBuilder, layer: int):
@@ -208,7 +206,6 @@ def test_sizes_take_one_layer_for_all(source, monkeypatch):
 
 
 def test_parameters_are_listed_without_memory_for_them(source):
-    """And without the files: an embedding of 2 PB."""
     huge = replace(source, vocab_size=2**43, path=Path("nowhere"))
     found, expected = parameters(huge), parameters(source)
     assert [p.name for p in found] == [p.name for p in expected]
@@ -241,7 +238,6 @@ def test_a_listing_imports_nothing(tmp_path):
 
 
 def test_weights_are_taken_by_name(source):
-    """Those of another are refused, as are any that no part of the decoder takes."""
     drawn = list(dummy_weights(source, torch.float32, CPU))
     with pytest.raises(RuntimeError, match=r"layers\.1\.down\.weight where norm\.weight is due"):
         make_decoder(source, [*drawn[:-2], drawn[-3], drawn[-1]])
@@ -349,7 +345,6 @@ def shards(path: Path, value: float) -> None:
 
 @pytest.mark.parametrize("read", [1, 5])
 def test_another_checkpoint_in_its_place_is_not_mixed_with_it(tmp_path, read):
-    """Valid files of the same tensors, as of a training that goes on: mapped or not."""
     shards(tmp_path / "model", 1.0)
     shards(tmp_path / "next", 2.0)
     reader = SafetensorsReader(tmp_path / "model")
@@ -464,7 +459,6 @@ def test_staged_weights_are_those_that_are_copied_directly(source, dtype, chunk_
 
 @pytest.mark.parametrize("stored", [torch.float64, torch.bfloat16])
 def test_staged_conversion_is_exact(copy, stored):
-    """From wider and from narrower numbers, and of tensors that are no multiple of a chunk."""
     edit(copy, lambda tensors: tensors.update({k: t.to(stored) for k, t in tensors.items()}))
     expected = read(copy, torch.float32)
     found, _ = staged(copy, torch.float32, 1000)
@@ -523,7 +517,6 @@ def test_lent_weights_share_a_buffer_or_are_the_file(source, dtype):
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc")
 def test_two_files_of_a_checkpoint_are_mapped_at_once(copy):
-    """Those that are read; the others' pages are not held beside what is packed."""
     expected = read(copy)
     path = copy.path / "model.safetensors"
     shard(load_file(path), copy.path, 7)
@@ -552,7 +545,6 @@ def test_staged_progress_is_the_same(source):
 
 
 def test_loading_that_is_given_up_waits_for_nothing(source):
-    """A progress callback may raise, and the checkpoint is closed."""
     transfers = LateTransfers()
     staging = PinnedUploader(CPU, chunk_bytes=4096, pin=False, transfers=transfers)
 
