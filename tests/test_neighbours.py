@@ -27,6 +27,7 @@ from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.stream import TokenStream
 from tests.fakes import fake
 from tests.hypothesis_settings import examples
+from tests.idle import idle
 from tests.websocket_clients import ENDS, Client, client_of, served
 
 # On the engine thread too: the filters are the process's.
@@ -124,9 +125,7 @@ class Street:
             await odd()
             found = [(await stream.result()).token_ids for stream in streams]
         assert found == self.expected
-        stats = self.engine.stats()
-        assert (stats.num_running, stats.num_waiting) == (0, 0)
-        assert stats.num_free_blocks == stats.num_blocks
+        await idle(self.engine)
 
     def _residents(self) -> list[TokenStream]:
         return [self.engine.stream(**asked) for asked in self.residents]

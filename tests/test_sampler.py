@@ -168,20 +168,19 @@ def test_a_row_draws_the_same_alone_and_in_company(ops, dtype):
     assert turned.token_ids[::-1].tolist() == together.token_ids.tolist()
 
 
-def test_greedy_is_the_likeliest_token_and_ignores_truncation():
-    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(2))
-    bench = Bench(300)
-    for req_index, extra in enumerate(({}, {"top_k": 5}, {"top_p": 0.1}, {"min_p": 0.9})):
-        bench.enter(req_index, [1], [], temperature=0.0, **extra)
-    assert bench.sample(logits, [0, 1, 2, 3]).token_ids.tolist() == logits.argmax(-1).tolist()
+GREEDY = [
+    {"temperature": 0.0} | more for more in ({}, {"top_k": 5}, {"top_p": 0.1}, {"min_p": 0.9})
+]
+GREEDY += [{"temperature": tiny} for tiny in (1e-300, 1e-6, 1e-4)]
 
 
-def test_a_tiny_temperature_is_greedy():
-    logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(2)) * 50
+def test_greedy_and_tiny_temperatures_take_the_likeliest_token():
+    logits = torch.randn(len(GREEDY), 300, generator=torch.Generator().manual_seed(2)) * 50
     bench = Bench(300)
-    for temperature in (1e-300, 1e-6, 1e-4):
-        bench.enter(0, [1], [], temperature=temperature)
-        assert bench.sample(logits, [0]).token_ids.tolist() == logits.argmax(-1).tolist()
+    for req_index, fields in enumerate(GREEDY):
+        bench.enter(req_index, [1], [], **fields)
+    found = bench.sample(logits, list(range(len(GREEDY)))).token_ids
+    assert found.tolist() == logits.argmax(-1).tolist()
 
 
 def penalised(

@@ -22,7 +22,6 @@ from transformers.generation.logits_process import (
 
 from asyncllm.checkpoint.model_files import resolve_model
 from asyncllm.errors import InvalidRequestError
-from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.gpu.ops.gumbel import gumbel_keys, gumbel_sample
 from asyncllm.sampling_params import (
     MAX_BAD_CHARACTERS,
@@ -181,20 +180,6 @@ def test_draws_of_a_mixed_batch_follow_transformers(ops: str) -> None:
         p_value = chi_square(found, wanted)
         print(fields, f"p = {p_value:.4f}")
         assert p_value > 1e-4, fields
-
-
-def test_presence_and_frequency() -> None:
-    """vLLM's: what transformers has not."""
-    bench = Bench(VOCAB)
-    bench.enter(0, PROMPT, OUTPUT, presence_penalty=0.5, frequency_penalty=0.25, temperature=1.0)
-    logits = torch.zeros(1, VOCAB)
-    found = bench.process(logits, [0])[0]
-    assert {t: found[t].item() for t in found.nonzero().flatten().tolist()} == {
-        4: -0.75,
-        7: -1.0,
-        9: -0.75,
-    }
-    assert Stages(int(bench.sampler.state.stages[0])) is Stages.PENALTIES
 
 
 def test_two_rounds_have_the_distribution_of_one() -> None:

@@ -140,28 +140,6 @@ def test_an_admission_takes_what_a_window_holds_at_once():
         kv.check_integrity([one])
 
 
-def test_prompts_that_full_attention_could_not_hold_run():
-    prompt = [i % 50 for i in range(300)]
-    full = rig((4, None), num_blocks=41, max_model_len=400, max_num_batched_tokens=16)
-    full.add(prompt)
-    full.step()
-    assert "needs 75 KV blocks for 300 tokens" in str(full.scheduler.failed[0][1])
-    for groups in ([(4, 9)], [(4, 9), (8, 3)], [(16, None), (4, 9), (4, 9)]):
-        for depth in (1, 2):
-            one = rig(
-                *groups,
-                num_blocks=41,
-                max_model_len=400,
-                max_num_batched_tokens=16,
-                pipeline_depth=depth,
-            )
-            first = one.add(prompt, max_tokens=20)
-            one.finish_all()
-            one.expect(first)
-            assert one.scheduler.num_preemptions == 0
-            assert one.scheduler.kv.pool.num_free == 40
-
-
 def test_a_prompt_that_is_admitted_never_preempts_another_to_go_on():
     one = rig((4, None), (4, 10), num_blocks=61, max_model_len=120, max_num_batched_tokens=12)
     requests = [one.add(range(100 * i, 100 * i + 60), max_tokens=3) for i in range(4)]

@@ -54,6 +54,12 @@ def patterns(count: int) -> list[dict]:
     return [{"type": "string", "pattern": f".*{chr(97 + i)}.*"} for i in range(count)]
 
 
+CHAIN = {str(i): {"$ref": f"#/$defs/{i + 1}", **one} for i, one in enumerate(patterns(9))}
+CHAIN["9"] = {"type": "string"}
+OWN = {"properties": {f"q{i}": one for i, one in enumerate(patterns(20))}}
+DATES = {"type": "object", "properties": {f"b{i}": {"format": "date"} for i in range(20)}}
+
+
 @pytest.mark.parametrize(
     "schema",
     [
@@ -66,15 +72,7 @@ def patterns(count: int) -> list[dict]:
         {"allOf": [{"items": one} for one in patterns(9)]},
         {"allOf": [{"additionalProperties": one} for one in patterns(9)]},
         {"allOf": [{"anyOf": [one, {"type": "null"}]} for one in patterns(36)]},
-        {
-            "$ref": "#/$defs/0",
-            "$defs": {
-                **{
-                    str(i): {"$ref": f"#/$defs/{i + 1}", **one} for i, one in enumerate(patterns(9))
-                },
-                "9": {"type": "string"},
-            },
-        },
+        {"$ref": "#/$defs/0", "$defs": CHAIN},
     ],
     ids=str,
 )
@@ -91,18 +89,7 @@ def test_what_would_be_merged_for_hours_is_refused_at_once(llguidance, schema) -
         {"anyOf": patterns(26)},
         {"anyOf": [{"anyOf": patterns(9)}, {"anyOf": patterns(12)}]},
         {"type": "object", "properties": dict(zip("abcdefghijkl", patterns(12), strict=True))},
-        {
-            "allOf": [
-                {"$ref": "#/$defs/base"},
-                {"properties": {f"q{i}": one for i, one in enumerate(patterns(20))}},
-            ],
-            "$defs": {
-                "base": {
-                    "type": "object",
-                    "properties": {f"b{i}": {"format": "date"} for i in range(20)},
-                }
-            },
-        },
+        {"allOf": [{"$ref": "#/$defs/base"}, OWN], "$defs": {"base": DATES}},
         {"$ref": "#/$defs/n", "$defs": {"n": {"properties": {"n": {"$ref": "#/$defs/n"}}}}},
     ],
     ids=str,

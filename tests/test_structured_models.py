@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from asyncllm import LLM, InvalidRequestError, RequestError
-from asyncllm.testing import fake_engine
 from tests.structured import random_schema
 
 
@@ -74,18 +73,3 @@ def test_fuzzed_tools_end_their_own_request_alone() -> None:
 @pytest.mark.slow
 def test_many_fuzzed_tools_end_their_own_request_alone() -> None:
     fuzzed_tools(range(100, 300))
-
-
-async def test_results_with_one_call_id_twice_and_unknown_ones_are_rendered() -> None:
-    """Ids are the application's business once they come back: what the template makes of them."""
-    call = {"id": "same", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    messages = [
-        {"role": "user", "content": "x"},
-        {"role": "assistant", "tool_calls": [call, call]},
-        {"role": "tool", "tool_call_id": "same", "content": "1"},
-        {"role": "tool", "tool_call_id": "same", "content": "2"},
-        {"role": "tool", "tool_call_id": "nowhere", "content": "3"},
-    ]
-    async with fake_engine("fine") as engine:
-        stream = engine.chat(messages, tools=[{"name": "f"}])
-        assert (await stream.result()).text == "fine"

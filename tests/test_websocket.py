@@ -25,7 +25,7 @@ from asyncllm.serving.websocket import serve
 from tests.fakes import fake
 from tests.idle import idle, until
 from tests.missing_package import import_error
-from tests.websocket_clients import ENDS, MALFORMED, Client, client_of, served, text_of
+from tests.websocket_clients import ENDS, Client, client_of, served, text_of
 from tests.websocket_frames import CLOSE, FIN, TEXT, UPGRADE, frame, heard
 
 
@@ -352,18 +352,6 @@ async def test_values_that_ask_for_nothing_are_accepted():
     assert response.get("error") is None, response
     assert response["parallel_tool_calls"] is False
     assert response["tool_choice"] == "none"
-
-
-async def test_malformed_messages_are_answered():
-    async with served(fake().engine()) as server, client_of(server) as client:
-        for message in MALFORMED:
-            await client.connection.send(message)
-            error = await client.recv()
-            assert error["type"] == "error", error
-            assert error["status"] in (400, 404, 413)
-            assert len(json.dumps(error)) < 1000
-            assert (await client.ask(max_output_tokens=1))["status"] == "incomplete"
-        await idle(server.engine)
 
 
 async def test_too_many_errors_in_a_row_close_the_connection():

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -436,10 +437,13 @@ class LateTransfers:
         self.done = max(self.done, mark)
 
 
-def staged(config: ModelConfig, dtype: torch.dtype, chunk_bytes: int) -> tuple[dict, LateTransfers]:
+def staged(
+    config: ModelConfig, dtype: torch.dtype, chunk_bytes: int, *report: Any
+) -> tuple[dict, LateTransfers]:
     transfers = LateTransfers()
     staging = PinnedUploader(CPU, chunk_bytes=chunk_bytes, pin=False, transfers=transfers)
-    return dict(load_weights(config, dtype, CPU, staging=staging)), transfers
+    found = load_weights(config, dtype, CPU, *report or [None], staging=staging)
+    return dict(found), transfers
 
 
 @pytest.mark.parametrize("chunk_bytes", [64, 1000, 4096, 2**20])
@@ -458,11 +462,15 @@ def test_staged_weights_are_those_that_are_copied_directly(source, dtype, chunk_
 
 
 @pytest.mark.parametrize("stored", [torch.float64, torch.bfloat16])
-def test_staged_conversion_is_exact(copy, stored):
+def test_staged_conversion_is_exact_and_reports_the_same(copy, stored):
     edit(copy, lambda tensors: tensors.update({k: t.to(stored) for k, t in tensors.items()}))
-    expected = read(copy, torch.float32)
-    found, _ = staged(copy, torch.float32, 1000)
+    calls: list[list[tuple[int, int]]] = [[], []]
+    plain = load_weights(copy, torch.float32, CPU, lambda *now: calls[0].append(now))
+    expected = {name: tensor.clone() for name, tensor in plain}
+    found, _ = staged(copy, torch.float32, 1000, lambda *now: calls[1].append(now))
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert calls[0] == calls[1]
+    assert calls[0][-1][0] == calls[0][-1][1] > 0
 
 
 @pytest.mark.parametrize(
@@ -528,20 +536,6 @@ def test_two_files_of_a_checkpoint_are_mapped_at_once(copy):
         most = max(most, sum(f"{copy.path}/part{n}.safetensors" in maps for n in range(7)))
     # And that of the tensor which was handed out before.
     assert 1 <= most <= 3
-
-
-def test_staged_progress_is_the_same(source):
-    calls: list[list[tuple[int, int]]] = [[], []]
-    for index, staging in enumerate(
-        (None, PinnedUploader(CPU, pin=False, transfers=LateTransfers()))
-    ):
-        report = calls[index].append
-        for _ in load_weights(
-            source, torch.float32, CPU, lambda *now, report=report: report(now), staging
-        ):
-            pass
-    assert calls[0] == calls[1]
-    assert calls[0][-1][0] == calls[0][-1][1] > 0
 
 
 def test_loading_that_is_given_up_waits_for_nothing(source):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -42,17 +41,6 @@ def script(*answers: str) -> Callable[[str], str]:
 
 def call_of(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-
-
-async def test_an_agent_calls_a_tool_and_answers(llm: LLM) -> None:
-    agent = agents.create_agent(ChatAsyncLLM(engine=llm, temperature=0), [get_weather])
-    for state in (await agent.ainvoke(OSLO), await asyncio.to_thread(agent.invoke, OSLO)):
-        _, asked, said, answered = state["messages"]
-        assert [call["args"] for call in asked.tool_calls] == [{"city": "Oslo"}]
-        assert isinstance(said, ToolMessage)
-        assert said.content == "snow"
-        assert answered.text == "It is snow in Oslo."
-        assert answered.usage_metadata["input_tokens"] > asked.usage_metadata["input_tokens"]
 
 
 @pytest.mark.parametrize("kind", ["native", "tool"])
