@@ -174,9 +174,6 @@ def test_preemption_and_failed_steps(hybrid, name):
     crowd(RIGS[name](hybrid, num_blocks=40, max_num_batched_tokens=9))
 
 
-# --- mistakes that have to show --------------------------------------------------------------
-
-
 def _not_loaded(monkeypatch) -> None:
     monkeypatch.setattr(StateCache, "load", lambda self, loads: None)
 
@@ -232,9 +229,6 @@ def test_mistakes_are_seen(hybrid, monkeypatch, name, break_it):
         hit_at(rig, [6])
 
 
-# --- the slots -------------------------------------------------------------------------------
-
-
 def test_states_are_copied_between_slots_and_snapshots():
     specs = [StateSpec((3, 2)), StateSpec((4,), torch.bfloat16), StateSpec((5,))]
     cache = StateCache(specs, 3, torch.float32, CPU, num_snapshots=2)
@@ -274,9 +268,6 @@ def test_a_recorded_step_lies_between_its_copies(hybrid, monkeypatch):
     batch = StepBatch(0, state_loads=[(1, 2)], state_saves=[(0, 1)])
     state._run_forward(LaunchedStep(batch))
     assert found == [("load", [(1, 2)]), "run", ("save", [(0, 1)])]
-
-
-# --- how many --------------------------------------------------------------------------------
 
 
 class Probe(MemoryProbe):

@@ -269,7 +269,6 @@ def test_results_without_what_was_asked_for_are_noticed() -> None:
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])
 async def test_ends_before_the_prompt_is_computed() -> None:
-    """An error of the row, an abort and a deadline each leave the others their results."""
     rig = fake(max_num_batched_tokens=4)
     prompt = [*range(1, 11)]
     async with rig.engine() as engine:

@@ -46,14 +46,12 @@ def test_one_job_at_a_time_and_smaller_ones_first():
     assert threading.get_ident() not in idents
 
 
-@pytest.mark.asyncio
 async def test_a_call_runs_in_the_callers_context():
     variable = contextvars.ContextVar("variable", default="none")
     variable.set("the caller's")
     assert await WorkerThread("w").call(variable.get) == "the caller's"
 
 
-@pytest.mark.asyncio
 async def test_a_call_has_its_result_or_error_and_does_not_begin_when_cancelled():
     thread, told = WorkerThread("w"), []
     assert await thread.call(lambda: 7) == 7
@@ -69,7 +67,6 @@ async def test_a_call_has_its_result_or_error_and_does_not_begin_when_cancelled(
     assert told == ["last"]
 
 
-@pytest.mark.asyncio
 async def test_close_drops_what_waits_and_cuts_the_rest_short():
     rest = Rest()
     thread = WorkerThread("w", rest)
