@@ -276,7 +276,7 @@ def check_weights(config: EngineConfig, device: torch.device, weights_bytes: int
 
 
 def free_memory(device: torch.device) -> tuple[int, int]:
-    """Bytes that tensors on a device may still take, and the memory of the GPU; 0 on a CPU."""
+    """Free bytes of a device, and all bytes of a GPU; 0 on a CPU."""
     return GPU_MEMORY.info(device) if device.type == "cuda" else (available_memory(), 0)
 
 

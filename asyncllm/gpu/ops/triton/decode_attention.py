@@ -142,8 +142,7 @@ def decode_kernel(
 
 
 class DecodeAttention(PagedAttention):
-    """Attention of the decode rows of a plan, one query token each, over their cached keys and
-    values.
+    """Attention of a plan's decode rows, one query token each, over the cache.
 
     Args:
         block_size: a multiple of 16.

@@ -180,10 +180,10 @@ def prefill_kernel(
 
 
 class PrefillAttention(PagedAttention):
-    """Causal attention of the prefill rows of a plan, the last tokens of each sequence, over their
-    cached keys and values.
+    """Causal attention of a plan's prefill rows over the cache.
 
-    Padding tokens of ``out``, and its rows of decodes, are not written.
+    The queries are the last tokens of each sequence. Padding tokens of ``out``, and its rows of
+    decodes, are not written.
 
     Args:
         tiles: launch shape with at least as many rows as query heads per key/value head.
