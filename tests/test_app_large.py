@@ -15,6 +15,7 @@ from asyncllm import AsyncLLMEngine
 from asyncllm.sampling_params import MAX_BIAS
 from asyncllm.serving import create_app
 from asyncllm.serving.request_body import RequestBody
+from asyncllm.serving.response_events import ResponseEvents
 from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.serving.token_logprobs import LegacyLogprobs, LogprobWriter
 from asyncllm.testing import fake_engine
@@ -149,6 +150,18 @@ async def test_a_message_is_not_held_once_it_is_answered():
                     assert (await one.until(*ENDS))[-1]["type"] == "response.completed"
                 del body
                 await until(lambda: held() < 200_000, 5.0)
+
+
+@pytest.mark.parametrize("size", [10_000, 50_000])
+@pytest.mark.parametrize("kept", [5, None])
+async def test_a_long_response_is_written_on_the_thread(threads_of, size, kept):
+    written, here = threads_of(ResponseEvents, "_response"), threading.get_ident()
+    fields = {"instructions": "b" * size, "truncate_prompt_tokens": kept}
+    engine = fake_engine("x", max_model_len=5000, num_blocks=2000)
+    async with served(engine) as server, client_of(server) as client:
+        end = (await client.ask("a", **fields))["status"]
+    assert end == ("failed" if kept is None else "completed")
+    assert (here in written["threads"]) is (size == 10_000)
 
 
 async def test_tokenize_refuses_what_cannot_fit_before_it_is_tokenised(threads_of):

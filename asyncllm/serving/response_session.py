@@ -152,12 +152,13 @@ class ResponseSession:
     async def _respond(self, turn: ResponseTurn) -> None:
         try:
             async with turn.stream:
-                await self._send_all(turn.events.created())
+                await self._send_all(await turn.written(turn.events.created()))
                 await turn.run(self._send_all, before_end=self._end_current)
         except AsyncLLMError as error:
             self._end_current()
             with contextlib.suppress(*DISCONNECT_ERRORS):
-                await self._send_all(turn.events.failed(from_engine_error(error, ENGINE_NAMES)))
+                failed = turn.events.failed(from_engine_error(error, ENGINE_NAMES))
+                await self._send_all(await turn.written(failed))
                 self._close_with(error)
         except DISCONNECT_ERRORS:
             return

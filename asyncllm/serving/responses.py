@@ -43,11 +43,12 @@ async def _drop_events(events: Iterable[Event]) -> None:
 
 
 async def _send_events(serving: Serving, exchange: Exchange, turn: ResponseTurn) -> None:
+    created = await turn.written(turn.events.created())
     async with sending_events(
         serving,
         exchange,
         [turn.stream],
-        _encode_events(turn.events.created()),
+        _encode_events(created),
         lambda error: _encode_events(turn.events.failed(error)),
     ) as sender:
 
