@@ -201,6 +201,21 @@ def test_a_preempted_request_goes_on_behind_what_it_has() -> None:
     rig.finish_all(request)
 
 
+def test_positions_that_are_computed_twice_are_kept_once() -> None:
+    """A recurrent request that pauses with a step in flight starts over, and that step counts."""
+    rig = Rig(max_num_batched_tokens=6, pipeline_depth=2, has_states=True)
+    request = rig.add(range(16), max_tokens=3, prompt_logprobs=1)
+    first = rig.launch()
+    rig.scheduler.pause(request)
+    rig.scheduler.resume(request)
+    second = rig.launch()
+    spans = [step.batch.prompt_logprobs for step in (first, second) if step is not None]
+    assert spans == [{0: PromptSpan(0, 6, 1)}] * 2
+    rig.collect()
+    rig.collect()
+    rig.finish_all(request)
+
+
 def test_results_without_what_was_asked_for_are_noticed() -> None:
     rig = Rig()
     rig.add(range(3), prompt_logprobs=0)
