@@ -15,7 +15,6 @@ from asyncllm.gpu.batch.sampling_inputs import (
     LogitsTables,
     SamplingRows,
     Stages,
-    TopLogprobs,
 )
 from asyncllm.gpu.batch.sampling_table import LOGITS_STAGE_SCALARS
 from asyncllm.gpu.models.attention_kinds import attention_kinds
@@ -364,17 +363,3 @@ def test_processed_logits(ops, dtype):
     assert found[2, token] == pytest.approx(float(counted), rel=1e-6)
     assert tables.counts.sum(1).tolist() == [0, 4, 1, 0]
     assert torch.equal(found[2, token + 1 :], logits[2, token + 1 :].float())
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_top_logprobs(ops, dtype):
-    logits = (torch.randn(4, 3000, generator=torch.Generator().manual_seed(7)) * 3).to(dtype)
-    tokens, out = torch.tensor([0, 2999, 4, 17]), TopLogprobs(5, 6, CPU)
-    ops.top_logprobs(logits, tokens, out)
-    exact = logits.double().log_softmax(-1)
-    own = exact.gather(1, tokens.unsqueeze(1))
-    expected = torch.cat((exact.topk(6).values, own), 1)
-    torch.testing.assert_close(out.values[:4].double(), expected, rtol=1e-6, atol=1e-6)
-    assert torch.equal(exact.gather(1, out.ids[:4, :6]), expected[:, :6])
-    assert out.ids[:4, 6].tolist() == ((exact > own).sum(1) + 1).tolist()
-    assert not out.values[4].any()

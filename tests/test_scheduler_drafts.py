@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import pytest
 
@@ -48,6 +49,18 @@ def test_a_stop_token_in_the_middle_drops_the_later_ones():
     assert (request.finish_reason, request.output_token_ids) == ("stop", tokens)
     assert rig.scheduler.num_generated_tokens == count
     assert rig.scheduler.kv.pool.num_free == 16
+
+
+@pytest.mark.parametrize("max_model_len", range(5, 24))
+def test_the_context_ends_in_the_middle(max_model_len):
+    rig = Rig(max_tokens_per_row=4, max_model_len=max_model_len, num_blocks=7)
+    request = rig.add(PROMPT, max_tokens=None)
+    while rig.scheduler.has_work():
+        rig.step()
+        blocks = math.ceil(max_model_len / 4)
+        assert all(len(table) <= blocks for table in request.blocks)
+    assert (request.finish_reason, len(request.token_ids)) == ("length", max_model_len)
+    rig.expect(request)
 
 
 def test_blocks_are_reserved_for_every_draft():

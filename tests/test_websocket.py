@@ -543,6 +543,7 @@ async def test_the_token_is_asked_for():
         for path in ("/v1/responses", "/v1/stats"):
             assert await status("Bearer secret", path=path) == 200
         assert await status("Bearer secret", "Bearer x") == 400
+        assert await status("Basic secret") == 401
 
 
 @pytest.mark.parametrize(
