@@ -10,7 +10,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from asyncllm.gpu.ops.triton.attention import TritonAttention, TritonPlan
+from asyncllm.gpu.ops.triton.attention import TritonAttention
+from asyncllm.gpu.ops.triton.attention_plan import TritonPlan
 from benchmarks.gpu import baselines, decode, engine
 from benchmarks.gpu.paged_inputs import decode_calls, make_inputs, prefill_calls
 from benchmarks.gpu.shapes import AttentionLoad

@@ -13,14 +13,8 @@ from asyncllm.config import EngineConfig
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.errors import KVCacheTooSmallError
 from asyncllm.gpu.batch.block_table import BlockTable
-from asyncllm.gpu.kv_cache import (
-    KVCache,
-    KVGroup,
-    block_bytes,
-    blocks_per_seq,
-    min_cache_bytes,
-    size_cache,
-)
+from asyncllm.gpu.cache_sizing import blocks_per_seq, min_cache_bytes, size_cache
+from asyncllm.gpu.kv_cache import KVCache, KVGroup, block_bytes
 from asyncllm.gpu.ops.base import AttentionShape, BlockLayout, block_layout
 from tests.dummy_runner import MODEL
 from tests.static_runner import CPU, kv_groups
