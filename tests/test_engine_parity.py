@@ -210,8 +210,10 @@ def tensor_bytes():
 async def test_settings_that_cannot_be_honoured(checkpoint, settings, error, says):
     path, _ = checkpoint("Qwen3ForCausalLM")
     engine = AsyncLLMEngine(path, **(SETTINGS | settings))
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=says) as caught:
         await engine.start()
+    if error is InvalidRequestError:
+        assert caught.value.param in settings
 
 
 async def test_unset_max_model_len_is_what_the_pool_holds(checkpoint):

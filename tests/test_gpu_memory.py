@@ -3,7 +3,6 @@ which runs on the CPU as well."""
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import logging
 import re
@@ -19,7 +18,8 @@ import pytest
 import torch
 
 from asyncllm.config import EngineConfig
-from asyncllm.errors import EngineDeadError, EngineError, KVCacheTooSmallError
+from asyncllm.core.batch import StepBatch
+from asyncllm.errors import EngineError, KVCacheTooSmallError
 from asyncllm.gpu import build, cache_sizing, decoder_loading, memory, model_runner
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.execution_mode import graph_reserve
@@ -47,7 +47,6 @@ from tests.ahead_on_cpu import AheadOnCPU
 from tests.cuda_captures import Captures
 from tests.driver import Driver, state_of
 from tests.dummy_runner import MODEL, make
-from tests.fakes import Fake, fake
 from tests.live_bytes import LiveBytes
 from tests.static_runner import kv_groups
 
@@ -182,25 +181,6 @@ def test_two_engines_share_a_gpu():
     assert gpu.free == 0
     with pytest.raises(EngineError, match="0 are free"):
         size(gpu, weights=2 * GIB, step=1 * GIB, config=config)
-
-
-def test_blocks_follow_from_the_bytes():
-    """The formula of the whole: (budget - weights - peak) // bytes per block."""
-    config = EngineConfig(max_model_len=256)
-    available = size(SimulatedGPU(total=GIB), weights=500 * MIB, step=100 * MIB)
-    groups = kv_groups(MODEL, 16)
-    per_block = block_bytes(groups, torch.bfloat16)
-    sized = size_cache(
-        config,
-        MODEL,
-        groups,
-        torch.bfloat16,
-        max_num_seqs=10**6,
-        step_tokens=8,
-        available=available,
-    )
-    assert sized.num_blocks == available // per_block
-    assert (int(0.9 * GIB) - 600 * MIB - available) < SEGMENT_BYTES
 
 
 @pytest.mark.parametrize(
@@ -339,15 +319,17 @@ def test_a_configured_cache_that_does_not_fit_names_its_knob():
     check_cache(EngineConfig(), GPU, 100 * GIB, gpu)
 
 
-@pytest.mark.parametrize(("asked", "blocks"), [(None, 2), (16, 2), (17, 3), (256, 17)])
-def test_the_least_cache_has_the_null_block_and_one_sequence(asked, blocks):
-    config = EngineConfig(max_model_len=asked)
-    sized = (kv_groups(MODEL, 16), torch.bfloat16)
-    least = min_cache_bytes(config, *sized, 8)
-    assert least == blocks * block_bytes(*sized)
-    size_cache(config, MODEL, *sized, max_num_seqs=4, step_tokens=8, available=least)
+@pytest.mark.parametrize("layers", [((0, 1),), ((0,), (1,))], ids=["one group", "two groups"])
+@pytest.mark.parametrize(("asked", "blocks"), [(None, 1), (16, 1), (17, 2), (256, 16)])
+def test_the_least_cache_has_the_null_block_and_one_sequence(asked, blocks, layers):
+    config, groups = EngineConfig(max_model_len=asked), kv_groups(MODEL, 16, *layers)
+    least = min_cache_bytes(config, groups, torch.bfloat16, 8)
+    assert least == (blocks * len(layers) + 1) * block_bytes(groups, torch.bfloat16)
+    sized, limits = (groups, torch.bfloat16), {"max_num_seqs": 4, "step_tokens": 8}
+    found = size_cache(config, MODEL, *sized, **limits, available=least)
+    assert found.max_model_len == (asked or 16)
     with pytest.raises(KVCacheTooSmallError):
-        size_cache(config, MODEL, *sized, max_num_seqs=4, step_tokens=8, available=least - 1)
+        size_cache(config, MODEL, *sized, **limits, available=least - 1)
 
 
 def test_nothing_is_measured_where_the_configuration_says(monkeypatch):
@@ -593,11 +575,12 @@ def test_the_runner_drops_everything_before_it_gives_memory_back(monkeypatch):
     runner = make()
     driver = Driver(runner)
     driver.run([driver.add([1, 2, 3], 3)])
+    runner.launch(StepBatch(99))
     state = state_of(runner)
-    tensors = [weakref.ref(state.cache.tensor), weakref.ref(state.model.embedding)]
+    held = [weakref.ref(x) for x in (state.cache.tensor, state.model.embedding, state.inputs)]
     alive = []
     monkeypatch.setattr(
-        model_runner, "release", lambda device: alive.append((device, [t() for t in tensors]))
+        model_runner, "release", lambda device: alive.append((device, [x() for x in held]))
     )
     del state
     gc.collect()
@@ -607,7 +590,11 @@ def test_the_runner_drops_everything_before_it_gives_memory_back(monkeypatch):
         runner.close()
     finally:
         gc.enable()
-    assert alive == [(CPU, [None, None])]
+    assert alive == [(CPU, [None] * 3)]
+    for call in (runner.collect, lambda: runner.launch(StepBatch(0))):
+        with pytest.raises(RuntimeError, match="closed"):
+            call()
+    runner.discard()
 
 
 @pytest.mark.parametrize("failure", ["step", "memory"])
@@ -818,45 +805,3 @@ def test_release_does_not_wait_for_a_capture_that_hangs(
 )
 def test_errors_that_a_smaller_step_may_avoid(error, is_memory):
     assert is_out_of_memory(error) == is_memory
-
-
-def failing(error: Exception) -> Fake:
-    """An engine whose device fails in its second step, and again when it is closed."""
-    broken = fake()
-    broken.executor.faults[1] = error
-
-    def close() -> None:
-        broken.executor.closed = True
-        raise error
-
-    broken.executor.close = close
-    return broken
-
-
-@pytest.mark.parametrize("error", [ILLEGAL, LAUNCH])
-@pytest.mark.asyncio
-async def test_a_device_that_fails_ends_the_engine_and_nothing_hangs(error, caplog):
-    broken = failing(error)
-    broken.executor.gate = threading.Semaphore(0)
-    engine = broken.engine()
-    await engine.start()
-    streams = [engine.stream("3 5 8", max_tokens=20) for _ in range(3)]
-    broken.executor.gate.release(5)
-    for stream in streams:
-        with pytest.raises(EngineDeadError, match="CUDA error") as caught:
-            await asyncio.wait_for(stream.result(), 10)
-        assert caught.value.__cause__ is error
-    with pytest.raises(EngineDeadError):
-        engine.stream("1 2")
-    await asyncio.wait_for(engine.aclose(), 10)
-    assert broken.executor.closed
-    assert "could not be closed" in caplog.text
-
-
-@pytest.mark.asyncio
-async def test_a_device_that_fails_only_at_the_end_does_not_disturb_closing(caplog):
-    broken = failing(RuntimeError("CUDA error: unspecified launch failure"))
-    broken.executor.faults.clear()
-    async with broken.engine() as engine:
-        assert len((await engine.generate("3 5 8", max_tokens=4)).outputs[0].token_ids) == 4
-    assert "could not be closed" in caplog.text
