@@ -15,9 +15,8 @@ from asyncllm.core.admission import Admission
 from asyncllm.core.channel import Channel, End
 from asyncllm.core.deadlines import DeadlineExceededError
 from asyncllm.core.engine_core import CLOSED, EngineCore, close_executor
-from asyncllm.core.executor import ExecutorInfo, StepOutOfMemoryError
+from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.core.idle_calls import IdleCalls
-from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.output_processor import Output
 from asyncllm.core.request import Request, RequestGroup, Status
 from asyncllm.core.scheduler import Scheduler
@@ -30,6 +29,9 @@ from asyncllm.errors import (
 )
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.testing import FakeExecutor
+from tests.fakes import FakeTokenizer, fake
+
+TOKENIZER = FakeTokenizer()
 
 
 class Inbox:
@@ -57,62 +59,31 @@ class Inbox:
         raise queue.Empty
 
 
+def noting(name):
+    def method(self, *args):
+        self.calls.append(name)
+        self.rig.now += self.seconds * (name == "collect")
+        return getattr(FakeExecutor, name)(self, *args)
+
+    return method
+
+
 class Device(FakeExecutor):
     """Notes what it is asked for. A step takes ``seconds`` of the rig's clock."""
 
     def __init__(self, info, rig):
         super().__init__(info)
-        self.rig = rig
+        self.rig, self.seconds = rig, 0.0
         self.calls: list[str] = []
-        self.seconds = 0.0
 
-    def launch(self, batch):
-        self.calls.append("launch")
-        super().launch(batch)
-
-    def collect(self):
-        self.calls.append("collect")
-        self.rig.now += self.seconds
-        return super().collect()
-
-    def discard(self):
-        self.calls.append("discard")
-        super().discard()
-
-    def close(self):
-        self.calls.append("close")
-        super().close()
-
-
-class Text:
-    """A detokenizer of nothing: token 17 is "17 "."""
-
-    stopped = None
-
-    def push(self, token_id):
-        return f"{token_id} "
-
-    def finish(self):
-        return ""
-
-
-def decode(token_ids):
-    return "".join(f"{token_id} " for token_id in token_ids)
+    launch, collect, discard, close = map(noting, ("launch", "collect", "discard", "close"))
 
 
 class Rig:
     def __init__(self, *, depth=1, **limits):
         self.now = 100.0
-        values = dict(
-            vocab_size=997,
-            num_blocks=33,
-            kv_groups=(KVCacheSpec((0,), 4),),
-            max_model_len=128,
-            max_num_seqs=4,
-            max_num_batched_tokens=32,
-            pipeline_depth=depth,
-        )
-        info = ExecutorInfo(**(values | limits))
+        sizes = {"num_blocks": 33, "max_num_seqs": 4, "max_num_batched_tokens": 32} | limits
+        info = fake(pipeline_depth=depth, **sizes).info
         self.device = Device(info, self)
         self.admission = Admission(100, 10_000, self.clock)
         self.scheduler = Scheduler(info)
@@ -133,7 +104,7 @@ class Rig:
             SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0),
             token_ids=list(prompt),
             max_model_len=128,
-            output=Output(decode, Text()),
+            output=Output(TOKENIZER.decode, TOKENIZER.detokenizer(SamplingParams())),
         )
         self.admission.reserve(group, len(prompt))
         return request
@@ -383,7 +354,7 @@ def test_a_deadline_says_what_it_cut_short():
     assert "passed its deadline while being tokenised, 5.000 s" in str(end_of(unknown))
     partial = end_of(running).partial
     assert partial.outputs[0].token_ids == tuple(rig.device.reference([1, 2, 3], 3))
-    assert partial.outputs[0].text == decode(rig.device.reference([1, 2, 3], 3))
+    assert partial.outputs[0].text == TOKENIZER.decode(rig.device.reference([1, 2, 3], 3))
     assert partial.prompt_token_ids == (1, 2, 3)
     assert (partial.usage.completion_tokens, partial.usage.total_time) == (3, 5.0)
     assert end_of(unknown).partial is None
@@ -687,7 +658,7 @@ def test_a_device_that_cannot_be_closed_is_logged(caplog):
 
 def raised(kind, seen):
     """An exception whose frame refers to something."""
-    kept = Text()
+    kept = FakeTokenizer()
     seen.append(weakref.ref(kept))
     try:
         raise kind
