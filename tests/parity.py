@@ -4,14 +4,15 @@ are compared, and what a comparison has to notice."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
@@ -19,7 +20,7 @@ from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.transformers_model.config import read_config
-from asyncllm.gpu.weights import load_weights
+from asyncllm.gpu.weights import load_weights, weights_bytes
 from tests.driver import Driver, Sequence
 from tests.native_library import context
 from tests.reference import Expected, Tally, check_tokens, compare, generate
@@ -173,6 +174,34 @@ def run_static_step(case: Case) -> None:
     driver.run(seqs, chunk=20, depth=2)
     for seq, expected in zip(seqs, case.expected, strict=True):
         check_tokens(seq.outputs, expected.first(10))
+
+
+def check_sizes(config: ModelConfig) -> None:
+    """The bytes of the parameters that are announced are those that are loaded."""
+    held: Any = load_weights(config, torch.float32, CPU)
+    assert weights_bytes(config, torch.float32) == sum(each.nbytes for _, each in held)
+
+
+def with_tensors(case: Case, target: Path, tensors: dict[str, torch.Tensor | None]) -> ModelConfig:
+    """The configuration of a copy of a checkpoint with other tensors; None takes one out."""
+    found: dict[str, Any] = load_file(case.path / "model.safetensors") | tensors
+    found = {name: tensor for name, tensor in found.items() if tensor is not None}
+    save_file(found, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_text((case.path / "config.json").read_text())
+    return ModelConfig.from_directory(target)
+
+
+def setting(
+    parts: Callable[[ModelRunner], Iterable[Any]], path: str, value: Any
+) -> Callable[[ModelRunner], None]:
+    """A mistake: in each of these parts of a runner, an attribute has another value."""
+    *way, name = path.split(".")
+
+    def mutate(runner: ModelRunner) -> None:
+        for part in parts(runner):
+            setattr(reduce(getattr, way, part), name, value)
+
+    return mutate
 
 
 def check_fails(case: Case, runner: ModelRunner) -> None:

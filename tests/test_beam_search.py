@@ -91,12 +91,9 @@ WAYS = [
 
 
 @pytest.mark.parametrize("way", range(len(WAYS)))
-def test_beams_equal_transformers(checkpoint, way):
-    asyncio.run(_compare(*checkpoint, way))
-
-
-async def _compare(path, model, way):
-    compared = set()
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+async def test_beams_equal_transformers(checkpoint, way):
+    (path, model), compared = checkpoint, set()
     async with AsyncLLMEngine(path, **SETTINGS, async_scheduling=way % 2 == 1) as engine:
         for i, prompt in enumerate(prompts(6)):
             width, length = 2 + (i + way) % 5, 4 + 2 * i

@@ -43,7 +43,7 @@ MAKES: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-def test_a_setting(make: Callable[..., Any], name: str) -> None:
+def test_a_setting(make, name):
     with pytest.raises(InvalidRequestError) as caught:
         make(**{name: 1})
     assert str(caught.value) == f"{name}: no such setting, expected {SETTINGS[name]}"
@@ -54,7 +54,7 @@ MESSAGES = [{"role": "user", "content": "x"}]
 
 
 @pytest.mark.parametrize("name", [*SAMPLING, "params"])
-async def test_a_sampling_parameter(name: str) -> None:
+async def test_a_sampling_parameter(name):
     given: dict[str, Any] = {name: SamplingParams()}
     ours = (SAMPLING | {"params": "sampling_params"})[name]
     async with fake_engine("x") as engine:
@@ -82,7 +82,7 @@ async def test_a_sampling_parameter(name: str) -> None:
         assert engine.stats().num_requests == 0
 
 
-def test_every_counterpart_exists() -> None:
+def test_every_counterpart_exists():
     expected = {"setting": SETTINGS, "sampling parameter": SAMPLING | {"params": "sampling_params"}}
     assert expected == COUNTERPARTS
     known = {"setting": EngineConfig, "sampling parameter": SamplingParams}
@@ -98,14 +98,14 @@ def test_every_counterpart_exists() -> None:
         assert found.kind == kind
 
 
-def test_other_unknown_names_are_told_what_there_is() -> None:
+def test_other_unknown_names_are_told_what_there_is():
     with pytest.raises(InvalidRequestError, match=r"^best_of: no such sampling.*there are allowed"):
         SamplingParams(best_of=2)  # pyright: ignore[reportCallIssue]
     with pytest.raises(InvalidRequestError, match=r"^swap_space: no such setting.*are async_sch"):
         EngineConfig(swap_space=4)  # pyright: ignore[reportCallIssue]
 
 
-async def test_the_names_work() -> None:
+async def test_the_names_work():
     greedy = SamplingParams(max_tokens=2)
     async with fake_engine("abcd") as engine:
         assert (await engine.generate("x", sampling_params=greedy)).text == "ab"

@@ -516,9 +516,10 @@ def test_what_a_call_raises_ends_the_engine_and_every_call():
     def fails():
         raise ZeroDivisionError("in a call")
 
-    futures = [rig.core.call(fails), rig.core.call(int)]
+    futures = [rig.core.call(run) for run in (int, fails, int)]
     rig.core.run()
-    for future in [*futures, rig.core.call(int)]:
+    assert futures[0].result(0) == 0
+    for future in [*futures[1:], rig.core.call(int)]:
         error = future.exception(0)
         assert isinstance(error, EngineDeadError)
         assert isinstance(error.__cause__, ZeroDivisionError)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asyncllm import LLM, AsyncLLMEngine
-from asyncllm.config import CudaGraphs, EngineConfig
+from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidRequestError
 from asyncllm.gpu import calibration, execution_mode
 from asyncllm.gpu.build import build_model_runner
@@ -74,9 +74,7 @@ async def answers(engine: AsyncLLMEngine) -> list[str]:
     ],
     ids=str,
 )
-async def test_the_packaged_model_answers_the_same(
-    expected: list[str], fields: dict[str, Any]
-) -> None:
+async def test_the_packaged_model_answers_the_same(expected, fields):
     ahead = AheadOnCPU()
     assert await answers(ahead.engine(**fields)) == expected
     depth = 1 if fields.get("async_scheduling") is False else 2
@@ -100,7 +98,7 @@ async def test_the_packaged_model_answers_the_same(
         assert len(ahead.capturer.traces) == count + tokens * ahead.num_layers
 
 
-def test_what_a_placement_leaves_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_placement_leaves_open(monkeypatch):
     timed: list[int] = []
 
     def time_prefill(runner: ModelRunner, count: int) -> float:
@@ -136,9 +134,7 @@ def test_what_a_placement_leaves_open(monkeypatch: pytest.MonkeyPatch) -> None:
     ("graphs", "buckets", "tokens"),
     [("auto", (8, 4, 2, 1), (96, 64, 32)), ("decode", (8, 4, 2, 1), ()), ("off", (), ())],
 )
-def test_what_is_captured_before_the_first_step(
-    graphs: CudaGraphs, buckets: tuple[int, ...], tokens: tuple[int, ...]
-) -> None:
+def test_what_is_captured_before_the_first_step(graphs, buckets, tokens):
     config = EngineConfig(
         load_format="dummy", device="cpu", attention_backend="torch", cuda_graphs=graphs,
         max_num_batched_tokens=100,
@@ -152,14 +148,14 @@ def test_what_is_captured_before_the_first_step(
     ]
 
 
-def test_a_cpu_is_in_step() -> None:
+def test_a_cpu_is_in_step():
     mode = execution_mode_for(EngineConfig(), CPU)
     assert not mode.stream.is_async
     assert mode.make_capturer is None
     assert (mode.max_num_seqs, mode.pipeline_depth) == (64, 1)
 
 
-def test_what_a_gpu_leaves_to_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_gpu_leaves_to_the_application(monkeypatch):
     monkeypatch.setattr(execution_mode, "CudaStream", lambda device: SyncStream())
     mode = execution_mode_for(EngineConfig(), torch.device("cuda", 0))
     assert (mode.step_timeout, mode.shares_memory) == (60.0, True)
@@ -193,7 +189,7 @@ def test_what_a_gpu_leaves_to_the_application(monkeypatch: pytest.MonkeyPatch) -
         ({"cudagraph_capture_sizes": (1, 9)}, "expected sizes up to max_num_seqs=8"),
     ],
 )
-def test_sizes_that_cannot_be(fields: dict[str, Any], says: str) -> None:
+def test_sizes_that_cannot_be(fields, says):
     config = EngineConfig(**fields)
     with pytest.raises(InvalidRequestError, match=says) as caught:
         graph_sizes(config, AheadOnCPU().mode(config), 8)

@@ -22,6 +22,7 @@ from asyncllm.gpu.models.rope import inverse_frequencies, rope_table, rotary_ord
 from asyncllm.gpu.transformers_model.config import read_config
 from tests.dense_cases import BACKEND
 from tests.families import LINEAR, LLAMA3, MINISTRAL, MIXED, TINY, YARN, draw_weights
+from tests.model_configs import read
 from tests.parity import OUTPUT, SETTINGS
 from tests.text_part import check_text_part
 
@@ -121,11 +122,6 @@ EXTRA: dict[str, dict[str, Any]] = {
     "ministral3": {"rope_parameters": MINISTRAL},
 }  # fmt: skip
 """Without which a file is not of that family."""
-
-
-def read(path: Path, values: dict[str, Any]) -> ModelConfig:
-    (path / "config.json").write_text(json.dumps(values))
-    return ModelConfig.from_directory(path)
 
 
 def test_every_family_is_read():

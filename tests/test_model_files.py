@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -177,7 +176,7 @@ def relative_files(path: Path) -> set[str]:
     return {str(f.relative_to(path)) for f in path.rglob("*") if f.is_file()}
 
 
-def test_download(hub: HubStandIn, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_download(hub, tmp_path, capfd):
     seen: list[tuple[int, int]] = []
     before = set(threading.enumerate())
     path = resolve_model(
@@ -199,37 +198,37 @@ def test_download(hub: HubStandIn, tmp_path: Path, capfd: pytest.CaptureFixture[
     assert left <= {"Thread"}  # the hub's own; no monitor of progress bars
 
 
-def test_revision(hub: HubStandIn, tmp_path: Path) -> None:
+def test_revision(hub, tmp_path):
     for revision in ("v1", TAGGED):
         path = resolve_model("org/model", revision, endpoint=hub.endpoint, cache_dir=tmp_path)
         assert json.loads((path / "config.json").read_text()) == {"commit": TAGGED}
 
 
-def test_second_time_fetches_nothing(hub: HubStandIn, tmp_path: Path) -> None:
+def test_second_time_fetches_nothing(hub, tmp_path):
     first = resolve_model("org/model", endpoint=hub.endpoint, cache_dir=tmp_path)
     hub.requests.clear()
     assert resolve_model("org/model", endpoint=hub.endpoint, cache_dir=tmp_path) == first
     assert not [r for r in hub.requests if r.startswith("GET") and "/resolve/" in r]
 
 
-def test_offline_uses_the_cache(hub: HubStandIn, tmp_path: Path, unreachable: str) -> None:
+def test_offline_uses_the_cache(hub, tmp_path, unreachable):
     path = resolve_model("org/model", endpoint=hub.endpoint, cache_dir=tmp_path)
     assert resolve_model("org/model", endpoint=unreachable, cache_dir=tmp_path) == path
 
 
-def test_offline_without_cache(tmp_path: Path, unreachable: str) -> None:
+def test_offline_without_cache(tmp_path, unreachable):
     with pytest.raises(ModelLoadError, match="not in the cache") as caught:
         resolve_model("org/model", endpoint=unreachable, cache_dir=tmp_path)
     assert "org/model" in str(caught.value)
     assert caught.value.__cause__ is not None
 
 
-def test_without_weights(hub: HubStandIn, tmp_path: Path) -> None:
+def test_without_weights(hub, tmp_path):
     path = resolve_model("org/model", weights=False, endpoint=hub.endpoint, cache_dir=tmp_path)
     assert relative_files(path) == WANTED - {"model.safetensors"}
 
 
-def test_tokenizer_alone(hub: HubStandIn, tmp_path: Path) -> None:
+def test_tokenizer_alone(hub, tmp_path):
     path = resolve_tokenizer("org/model", "v1", endpoint=hub.endpoint, cache_dir=tmp_path)
     assert relative_files(path) == WANTED - {"model.safetensors", "generation_config.json"}
 
@@ -245,9 +244,7 @@ def test_tokenizer_alone(hub: HubStandIn, tmp_path: Path) -> None:
         ("not a hub id!", None, "valid hub id"),
     ],
 )
-def test_hub_errors(
-    hub: HubStandIn, tmp_path: Path, model: str, revision: str | None, message: str
-) -> None:
+def test_hub_errors(hub, tmp_path, model, revision, message):
     with pytest.raises(ModelLoadError) as caught:
         resolve_model(model, revision, endpoint=hub.endpoint, cache_dir=tmp_path)
     assert message in str(caught.value)
@@ -255,7 +252,7 @@ def test_hub_errors(
     assert caught.value.__cause__ is not None
 
 
-def test_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory(tmp_path, monkeypatch):
     path = model_directory(tmp_path / "org" / "model")
     assert resolve_model(path) == path
     assert resolve_model(str(path)) == path
@@ -266,9 +263,7 @@ def test_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("model", ["./absent", "/absent/model", "~/absent", "a/b/c", "", "file"])
-def test_no_directory(
-    hub: HubStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
-) -> None:
+def test_no_directory(hub, tmp_path, monkeypatch, model):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelLoadError):
@@ -280,14 +275,14 @@ def test_no_directory(
 
 @pytest.mark.parametrize("resolve", [resolve_model, resolve_tokenizer])
 @pytest.mark.parametrize("name", ["x" * 5000, "./" + "x" * 5000, "y/" * 3000])
-def test_a_question_that_the_system_refuses_is_no_answer(resolve: Any, name: str) -> None:
+def test_a_question_that_the_system_refuses_is_no_answer(resolve, name):
     with pytest.raises(ModelLoadError, match=r"cannot be read \(File name too long\)") as caught:
         resolve(name)
     assert str(caught.value).startswith(name[:200])
     assert len(str(caught.value)) < 400
 
 
-def test_incomplete_directory(tmp_path: Path) -> None:
+def test_incomplete_directory(tmp_path):
     with pytest.raises(ModelLoadError, match=r"config\.json is missing; the directory is empty"):
         resolve_model(tmp_path)
     (tmp_path / "config.json").write_text("{}")
@@ -308,13 +303,13 @@ def test_incomplete_directory(tmp_path: Path) -> None:
         resolve_tokenizer(tmp_path)
 
 
-def test_revision_of_a_directory(tmp_path: Path) -> None:
+def test_revision_of_a_directory(tmp_path):
     path = model_directory(tmp_path)
     with pytest.raises(ModelLoadError, match="revision='main'"):
         resolve_model(path, "main")
 
 
-def test_model_in_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_in_the_package(tmp_path, monkeypatch):
     import importlib.resources
 
     monkeypatch.setattr(importlib.resources, "files", lambda package: tmp_path / package)

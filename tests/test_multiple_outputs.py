@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import contextlib
-import inspect
-import re
 import threading
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -486,26 +482,3 @@ async def test_a_script_answers_each_output():
         chat = await engine.chat(messages, n=2).result()
     assert [output.text for output in completion.outputs] == ["one", "two", "three"]
     assert [output.text for output in chat.outputs] == ["four", "five"]
-
-
-# --- the page ---------------------------------------------------------------------------
-
-PAGE = Path(__file__).parent.parent / "docs" / "multiple_outputs.md"
-SNIPPETS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
-PRINTED = (
-    r"(?s)([012] .* (None|length|stop)\n)+0 .+\n1 .+\n2 .+\n",
-    "True\n",
-    r"[0-4] -\d+\.\d+ .+\n",
-    r"(-\d\.\d+ (stop|length) .+\n){4}",
-)
-
-
-def test_the_page(capsys):
-    """With the packaged model; what a snippet defines the later ones know."""
-    names = {}
-    for snippet, printed in zip(SNIPPETS, PRINTED, strict=True):
-        code = compile(snippet, PAGE.name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-        running = eval(code, names)
-        if inspect.iscoroutine(running):
-            asyncio.run(running)
-        assert re.fullmatch(printed, capsys.readouterr().out)
