@@ -63,8 +63,6 @@ async def all_left(server):
             await asyncio.sleep(0.005)
 
 
-# --- HTTP -------------------------------------------------------------------------------
-
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
 POST = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n".encode()
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -309,9 +307,6 @@ async def test_a_server_that_closes_leaves_no_connection():
             await until(lambda: transport.get_write_buffer_size())
             await server.aclose()
             await all_left(server)
-
-
-# --- WebSockets -------------------------------------------------------------------------
 
 
 @contextlib.asynccontextmanager

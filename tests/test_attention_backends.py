@@ -71,9 +71,6 @@ def hopper(monkeypatch):
     return capability
 
 
-# --- choosing ------------------------------------------------------------------------------
-
-
 def test_a_cpu_has_plain_torch():
     attention, block_size = make_attention("torch", CPU)
     assert type(attention) is TorchAttention
@@ -242,8 +239,6 @@ assert not loaded, loaded
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# --- refusals ------------------------------------------------------------------------------
-
 WIDE = replace(SHAPE, head_dim=288)
 WIDEST = replace(SHAPE, head_dim=514)
 ODD = replace(SHAPE, head_dim=68)
@@ -332,9 +327,6 @@ def test_a_capability_can_be_checked_without_the_gpu():
     assert not list(TritonAttention.constraints.unmet(GPU, (12, 1)))
 
 
-# --- Triton that does not work -------------------------------------------------------------
-
-
 @pytest.fixture
 def no_compiler(monkeypatch):
     triton = pytest.importorskip("triton")
@@ -355,9 +347,6 @@ def test_the_way_out_needs_no_compiler(hopper, no_compiler):
     flash, _ = make_attention("flash_attn", GPU)
     with pytest.raises(EngineError, match='attention_backend="torch"'):
         make_ops(GPU.device, flash)
-
-
-# --- other distributions -------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -143,9 +143,6 @@ async def test_beams_share_prefixes(checkpoint):
     assert computed <= len(prompt) + 19 * 4 * 4
 
 
-# --- the search alone -------------------------------------------------------------------
-
-
 class Table:
     """A model as a table: the logits of a token by what came before."""
 
@@ -214,9 +211,6 @@ def test_only_the_likeliest_end_and_those_behind_them_go_on():
     search.advance([[*top, Logprob(7, -5.0, 5)]])
     assert [beam.token_ids for beam in search.ended] == [[1], [5]]
     assert [beam.token_ids for beam in search.running] == [[2], [6]]
-
-
-# --- arguments and ends -----------------------------------------------------------------
 
 
 WRONG = [

@@ -104,9 +104,6 @@ async def playing(scenario, max_model_len=1500, step_time=0.01):
             yield browser, engine, rig
 
 
-# --- on an engine in this process -------------------------------------------------------
-
-
 async def test_two_tabs_chat_at_once():
     async with playing("interleave", max_model_len=80) as (browser, _, rig):
         result = await browser.hear()
@@ -417,9 +414,6 @@ async def test_a_lost_connection_says_so_and_comes_back():
     assert result["offline"] in ("offline", "connecting")
     expected = short.executor.reference([1], 59)
     assert result["text"].split() == [str(token) for token in expected]
-
-
-# --- the example itself, on the packaged model ------------------------------------------
 
 
 @contextlib.asynccontextmanager

@@ -29,9 +29,6 @@ def is_plain(text: str) -> bool:
     return not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
 
 
-# --- without an engine -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["chat", "--help"]])
 def test_help_loads_nothing_heavy(arguments):
     code = """
@@ -198,9 +195,6 @@ def test_conversation_forgets_whole_turns(tmp_path):
     assert saved == conversation.to_send()
 
 
-# --- between pipes ---------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_demo_into_a_pipe():
     done = asyncllm("demo", "--streams", "9", "--seed", "3", "--max-tokens", "32")
@@ -364,9 +358,6 @@ def test_characters_that_an_encoding_lacks(encoding, monkeypatch, capsys):
     rule = "─" if encoding == "utf-8" else "?"
     assert rule * 7 in out.getvalue().decode(encoding)
     assert capsys.readouterr().err == ""
-
-
-# --- on a terminal ---------------------------------------------------------------------------
 
 
 def test_demo_on_a_terminal():

@@ -111,9 +111,6 @@ def test_text_is_encoded_as_transformers_splits_it():
         assert encode(kind, user(text), split_special_tokens=False) == as_written(kind, user(text))
 
 
-# What templates do with messages
-
-
 THINKING = """\
 {%- for m in messages %}
 {%- set content = m.content %}

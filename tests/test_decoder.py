@@ -107,9 +107,6 @@ WEIGHTS = draw_weights()
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# --- the decoder --------------------------------------------------------------------------
-
-
 class CappedAttention:
     """Row by row in float64, with a soft cap; lengths are read on the host."""
 
@@ -207,9 +204,6 @@ def compose(kinds: tuple[AttentionKind, ...] = KINDS) -> Decoder:
     return decoder
 
 
-# --- the reference ------------------------------------------------------------------------
-
-
 def expected_logits(
     tokens: list[int],
     kinds: tuple[AttentionKind, ...] = KINDS,
@@ -296,9 +290,6 @@ def test_the_comparison_sees_each_of_these(mistake):
 
 def test_descriptions_are_plain_data():
     assert pickle.loads(pickle.dumps(KINDS)) == KINDS
-
-
-# --- hidden states and logits -------------------------------------------------------------
 
 
 def straight_line(

@@ -303,9 +303,6 @@ def test_failure_in_decoding_is_raised() -> None:
         detokenizer.push(1)
 
 
-# Stop strings
-
-
 def reference(
     parts: Sequence[str], stops: Sequence[str], include: bool, min_tokens: int
 ) -> tuple[str, str | None, int | None]:

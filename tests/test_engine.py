@@ -41,9 +41,6 @@ def text_of(token_ids):
     return "".join(f"{token_id} " for token_id in token_ids)
 
 
-# --- results ----------------------------------------------------------------------------
-
-
 async def test_deltas_add_up_to_the_whole():
     rig = fake()
     expected = rig.executor.reference([1, 2, 3], 6)
@@ -209,9 +206,6 @@ async def test_pause_keeps_everything_and_resume_goes_on():
         assert engine.stats().num_steps == steps
         await engine.resume()
         assert list((await stream.result()).token_ids) == rig.executor.reference([3, 3], 30)
-
-
-# --- bad requests -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -400,9 +394,6 @@ async def test_text_that_does_not_decode_fails_its_request_after_what_came_befor
             await stream.result()
 
 
-# --- long texts -------------------------------------------------------------------------
-
-
 async def test_a_deadline_passes_though_the_text_cannot_be_decoded():
     """What it carries as partial is decoded on the engine thread."""
     rig = fake(step_time=0.002)
@@ -469,9 +460,6 @@ async def test_abort_overtakes_its_own_add():
         assert stats.prompt_tokens == 1
 
 
-# --- admission --------------------------------------------------------------------------
-
-
 async def test_queue_is_bounded_by_requests_and_by_tokens():
     async with fake(max_num_seqs=1).engine(max_queued_requests=3, max_queued_tokens=20) as engine:
         await engine.pause()
@@ -492,9 +480,6 @@ async def test_queue_is_bounded_by_requests_and_by_tokens():
         await asyncio.gather(held.result(), fits.result())
         # A prompt larger than the bound is let in alone, or it could never be served.
         assert (await engine.generate([1] * 30, max_tokens=1)).finish_reason == "length"
-
-
-# --- lifecycle --------------------------------------------------------------------------
 
 
 async def test_calls_before_start_and_after_close():
@@ -572,9 +557,6 @@ async def test_an_engine_that_dies_while_it_closes_is_dead():
         with pytest.raises(EngineDeadError, match="device lost"):
             engine.stream([3])
         assert engine.stats().num_failed == 1
-
-
-# --- configuration ----------------------------------------------------------------------
 
 
 BAD_SETTINGS = {

@@ -132,9 +132,6 @@ def end_of(request):
     return final.finish_reason if isinstance(final, End) else final
 
 
-# --- turns ------------------------------------------------------------------------------
-
-
 def test_one_step_at_a_time_is_launched_and_collected():
     rig = Rig()
     request = rig.submit("a", max_tokens=3)
@@ -250,9 +247,6 @@ def test_waiting_requests_are_those_that_neither_run_nor_are_paused():
     assert rig.core.stats().num_waiting == 3
 
 
-# --- arrivals and departures ------------------------------------------------------------
-
-
 def test_an_abort_is_sent_once_and_overtakes_the_arrival():
     rig = Rig()
     request = rig.make("a")
@@ -293,9 +287,6 @@ def test_a_destructor_aborts_in_its_own_process_only(monkeypatch):
     rig.core.abandon(request.group)
     rig.turns(1)
     assert end_of(request) == "abort"
-
-
-# --- deadlines --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seconds", [2.0, 50.0, 3600.0])
@@ -381,9 +372,6 @@ def test_requests_that_ended_are_not_kept_until_their_deadlines():
     rig.now += 1e6
     rig.turns(1)
     assert isinstance(end_of(live), DeadlineExceededError)
-
-
-# --- the end ----------------------------------------------------------------------------
 
 
 def test_closing_at_once_aborts_what_lives():
@@ -492,9 +480,6 @@ def test_a_suspended_engine_takes_in_what_is_in_flight():
     assert rig.inbox.waits == [None]
 
 
-# --- calls ------------------------------------------------------------------------------
-
-
 def test_a_call_runs_with_no_step_in_flight():
     rig = Rig(depth=2)
     rig.submit("a", max_tokens=9)
@@ -524,9 +509,6 @@ def test_what_a_call_raises_ends_the_engine_and_every_call():
         assert isinstance(error, EngineDeadError)
         assert isinstance(error.__cause__, ZeroDivisionError)
     assert rig.device.closed
-
-
-# --- faults -----------------------------------------------------------------------------
 
 
 def test_a_failing_step_ends_everything():

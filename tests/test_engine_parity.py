@@ -190,9 +190,6 @@ def tensor_bytes():
     return sum(o.numel() * o.element_size() for o in gc.get_objects() if type(o) is torch.Tensor)
 
 
-# --- bad input --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("settings", "error", "says"),
     [

@@ -35,9 +35,6 @@ def demo_with(path: Path, file: str, **values: Any) -> Path:
     return path
 
 
-# --- generation_config ------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("setting", "temperature", "top_p"), [("auto", 0.6, 0.9), ("none", 1, 1)])
 async def test_defaults_of_the_model_are_taken_or_not(setting, temperature, top_p):
     engine = AsyncLLMEngine(generation_config=setting, **SMALL)
@@ -67,9 +64,6 @@ def test_transformers_modules_ignore_the_defaults_too(tmp_path):
     found = [TransformersConfig.from_directory(tmp_path, has_defaults=has) for has in (True, False)]
     assert [each.generation_defaults for each in found] == [{"temperature": 0.25}, {}]
     assert found[0].eos_token_ids == found[1].eos_token_ids == (5, 3)
-
-
-# --- served_model_name ------------------------------------------------------------------
 
 
 def test_names_are_a_tuple_and_the_first_is_the_models():
@@ -107,8 +101,6 @@ async def test_everything_calls_the_model_by_its_served_name():
     assert [answer.json().get("model") for answer in answers] == ["tim", "mia", None]
     assert heard == ["mia"]
 
-
-# --- chat_template ----------------------------------------------------------------------
 
 SHOUT = "{% for m in messages %}{{ m.content | upper }}!{% endfor %}"
 HELLO = user("hé")
@@ -202,8 +194,6 @@ def test_only_the_last_templates_of_calls_are_kept_compiled():
         assert (found.currsize, found.hits, found.misses) == (8, 1, 40)
         assert len(template._compiled) == 1
 
-
-# --- hf_overrides -----------------------------------------------------------------------
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 
@@ -319,9 +309,6 @@ def test_a_checkpoints_own_configuration_is_overridden_where_its_code_is_trusted
         _read_config(path, file, False, is_overridden=True)
     known = ConfigFile(file.path, {**file.values, "model_type": "qwen3"})
     assert type(_read_config(path, known, False, is_overridden=True)).__name__ == "Qwen3Config"
-
-
-# --- commands ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", ["chat", "demo", "serve", "bench"])

@@ -28,8 +28,6 @@ from tests.text_part import check_text_part
 
 CPU = torch.device("cpu")
 
-# --- text parts --------------------------------------------------------------------------------
-
 
 def multimodal(path: Path, name: str, *, tied: bool, **text: Any) -> Any:
     """A checkpoint whose text model is of that family, with a tower for images."""
@@ -95,8 +93,6 @@ def test_what_a_text_part_leaves_out_is_the_familys_default(tmp_path):
     full = RopeConfig(theta=1e6, kind="linear", factor=8.0)
     assert ours.layer_ropes == (RopeConfig(),) * 5 + (full, RopeConfig())
 
-
-# --- defaults, and what is refused -------------------------------------------------------------
 
 PLAIN: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
@@ -224,9 +220,6 @@ def test_granite_4_with_experts_or_states_is_left_to_transformers(change):
     values = {**PLAIN, **EXTRA["granitemoehybrid"], "model_type": "granitemoehybrid"}
     assert has_native_decoder(ConfigFile(Path("x"), values))
     assert not has_native_decoder(ConfigFile(Path("x"), values | change))
-
-
-# --- RoPE ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["yarn", "longrope", "llama3", "linear", "default"])

@@ -253,9 +253,6 @@ def test_paged_rows_are_never_split_where_flash_attn_would_choose_to(monkeypatch
     assert splits == [1]
 
 
-# --- what the checks above notice -----------------------------------------------------------
-
-
 def shift_queries(plan: FlashPlan) -> None:
     if plan.prefill is not None:
         plan.prefill.query_starts = plan.prefill.query_starts + 1
@@ -325,9 +322,6 @@ def test_tables_in_the_order_of_slots_are_noticed(monkeypatch):
         check_decode(FlashAttention2(SHAPE), 256, None)
 
 
-# --- the libraries ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("version", "module", "advice"),
     [
@@ -363,9 +357,6 @@ def test_an_old_flash_attn_interface_is_named(monkeypatch):
     monkeypatch.delattr(module, "flash_attn_with_kvcache")
     with pytest.raises(EngineError, match="too old"):
         FlashAttention3(SHAPE)
-
-
-# --- the check at start -----------------------------------------------------------------------
 
 
 def request(version: type[FlashAttention], block_size: int, **shape) -> AttentionRequest:

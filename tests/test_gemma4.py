@@ -33,9 +33,6 @@ CPU = torch.device("cpu")
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-# --- what the comparison with transformers sees ---------------------------------------------
-
-
 def _layers(runner: ModelRunner) -> list[Any]:
     """Its layers without what is around them."""
     state = state_of(runner)
@@ -140,8 +137,6 @@ def test_the_comparison_sees_another_configuration(load_case, mutation):
     check_fails(case, wrong.runner(attention_backend="torch"))
 
 
-# --- the cache -------------------------------------------------------------------------------
-
 E4B = TINY | {
     "model_type": "gemma4_text", "num_hidden_layers": 42, "num_kv_shared_layers": 18,
     "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 256, "sliding_window": 512,
@@ -210,9 +205,6 @@ def test_a_step_that_samples_nothing_ends_with_the_last_write(load_case):
     assert written[-1] == "rope_and_cache"
     assert written.count("rope_and_cache") == 4
     assert program.names.count("rope_and_cache") == 6
-
-
-# --- files -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("values", [E4B, A4B], ids=["E4B", "A4B"])

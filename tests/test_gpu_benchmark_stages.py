@@ -17,8 +17,6 @@ from benchmarks.gpu.shapes import AttentionLoad
 from tests.gpu_stand_ins import HostClock, figures, make_stage, tiny_plan
 from tests.triton.paged import assert_close, attend, plain_attention
 
-# --- the decode stage -------------------------------------------------------------------
-
 SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 32}
 
 
@@ -119,9 +117,6 @@ def test_decode_bench(varlen, capsys):
     assert "TOO FAR" not in " ".join(notes.values())
     # Nothing was past LARGE.
     assert found["decode attention past 64k tokens, of copy bandwidth"] is None
-
-
-# --- the engine stage -------------------------------------------------------------------
 
 
 def test_engine_stage_on_the_cpu(capsys):

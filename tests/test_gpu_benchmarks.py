@@ -18,8 +18,6 @@ from tests.gpu_stand_ins import figures, make_stage
 
 ROOT = Path(__file__).parent.parent
 
-# --- deadlines and failures --------------------------------------------------------------
-
 
 def test_figures_are_written_after_every_measurement(tmp_path, monkeypatch):
     out, file = tmp_path / "found", tmp_path / "found" / "decode.json"
@@ -37,9 +35,6 @@ def test_figures_are_written_after_every_measurement(tmp_path, monkeypatch):
     assert str(tmp_path) not in file.read_text()
 
 
-# --- the command line -------------------------------------------------------------------
-
-
 def test_the_command_refuses_without_a_gpu():
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -54,9 +49,6 @@ def test_the_command_refuses_without_a_gpu():
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1
     assert "needs an NVIDIA GPU" in done.stderr
-
-
-# --- the kernels stage ------------------------------------------------------------------
 
 
 def test_a_wrong_kernel_is_counted_and_named(capsys):

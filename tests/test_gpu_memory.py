@@ -141,9 +141,6 @@ def size(gpu: SimulatedGPU, *, weights: int, step: Any, config: EngineConfig | N
     )
 
 
-# --- the arithmetic --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("gpu", "step", "graph_reserve", "left"),
     [
@@ -217,9 +214,6 @@ def test_the_default_cache_leaves_the_application_its_half(
     assert sized.max_model_len == max_model_len
     asked = config.with_overrides({"num_blocks": 1000})
     assert size_cache(asked, MODEL, groups, torch.bfloat16, **limits).num_blocks == 1001
-
-
-# --- too little ------------------------------------------------------------------------
 
 
 def test_too_little_for_a_sequence_names_the_numbers_and_the_share():
@@ -357,9 +351,6 @@ def chosen(decoder: Decoder, states: StateCache | None = None, **fields) -> KVCa
         token_budget=64,
         max_num_seqs=4,
     )
-
-
-# --- the largest step ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -530,9 +521,6 @@ class OnGPU:
     device: torch.device = GPU
 
 
-# --- giving it back --------------------------------------------------------------------
-
-
 ILLEGAL = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 LAUNCH = RuntimeError("CUDA error: unspecified launch failure")
 
@@ -645,9 +633,6 @@ def test_a_failed_start_gives_everything_back(monkeypatch, module, stage):
         build_model_runner(EngineConfig(load_format="dummy", device="cpu"), MODEL)
     assert released == [(CPU, None)]
     assert [entry.name for entry in caught.traceback][-1] == "fail"
-
-
-# --- the probe -------------------------------------------------------------------------
 
 
 def test_the_pool_is_torchs_own_and_counts_its_segments_alone(monkeypatch):
@@ -782,9 +767,6 @@ def test_release_does_not_wait_for_a_capture_that_hangs(
     caplog.clear()
     release(GPU)
     assert not caplog.records
-
-
-# --- errors of the device --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

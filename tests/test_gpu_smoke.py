@@ -23,11 +23,6 @@ from tests.cuda_captures import Captures, Illegal
 from tests.gpu_stand_ins import TINY
 from tests.static_runner import LateStream, make_decoder, make_runner, replay_of
 
-# --- processes --------------------------------------------------------------------------
-
-
-# --- bisection --------------------------------------------------------------------------
-
 
 def test_every_task_is_a_probe_that_there_is() -> None:
     tasks = smoke.tasks()
@@ -44,8 +39,6 @@ def test_every_task_is_a_probe_that_there_is() -> None:
         taken = set(inspect.signature(smoke_probes.PROBES[probe]).parameters)
         assert {name for way in ways for name in way} <= taken
 
-
-# --- probes -----------------------------------------------------------------------------
 
 STAGED = pytest.param("dense", "staged", marks=pytest.mark.slow)
 

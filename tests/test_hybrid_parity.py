@@ -94,9 +94,6 @@ def load_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]
     return case_loader(tmp_path_factory, make_case)
 
 
-# --- parity -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("backend", "name"),
     [
@@ -198,9 +195,6 @@ def test_a_quantisation_leaves_gates_as_they_are(load_case):
     assert 1e-4 < (plain - rounded).norm() / plain.norm() < 0.03
 
 
-# --- what the comparison sees ------------------------------------------------------------
-
-
 def _layers(runner: ModelRunner) -> list[Any]:
     return list(state_of(runner).model.layers)
 
@@ -289,9 +283,6 @@ def test_the_comparison_sees_wrong_states(load_case, monkeypatch, mistake):
             seqs = [driver.add(prompt, OUTPUT) for prompt in case.prompts]
             driver.run(seqs, chunk=7)
             check(case, seqs, [0, 1, 2])
-
-
-# --- checkpoints and configurations ----------------------------------------------------------
 
 
 def test_predictors_of_further_tokens_are_left_out(load_case, tmp_path):

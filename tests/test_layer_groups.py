@@ -166,8 +166,6 @@ def test_table_changes_are_taken_once():
     assert table.slot_mapping(np.array([1, 0]), np.array([2, 3])).tolist() == [18, 23]
 
 
-# --- the size of the cache ---------------------------------------------------------------
-
 SLIDING = replace(
     MODEL,
     num_layers=6,

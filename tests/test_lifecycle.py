@@ -40,9 +40,6 @@ def engine_threads():
     return [t for t in threading.enumerate() if t.name == "asyncllm-engine"]
 
 
-# --- a start that fails -----------------------------------------------------------------
-
-
 def the_loader(rig, patch, stop):
     rig.load_gate = type("Gate", (), {"wait": lambda self, timeout: stop()})()
 
@@ -227,9 +224,6 @@ async def test_a_log_that_raises_does_not_end_the_engine(place, kind, monkeypatc
     for told in ("engine started", "a step ran out", "an observer", "the executor", "engine ended"):
         assert any(message.startswith(told) for message in heard), heard
     assert capsys.readouterr().err.count(f"{kind.__name__}: in the log") == len(heard)
-
-
-# --- an ending that is told -------------------------------------------------------------
 
 
 def test_the_life_of_an_engine(run):
@@ -515,9 +509,6 @@ def test_closing_lets_a_paused_engine_finish(run, paused):
     run(main)
 
 
-# --- a device that does not come back ---------------------------------------------------
-
-
 @pytest.mark.parametrize("dies", [False, True])
 @pytest.mark.parametrize("kind", [OSError, SystemExit])
 async def test_a_device_that_fails_to_close_is_reported(kind, dies, caplog):
@@ -635,9 +626,6 @@ def test_a_thread_that_comes_back_while_it_is_declared_hung_touches_nothing():
     with pytest.raises(EngineDeadError, match="stuck"):
         asyncio.run(read())
     assert tokens == rig.executor.reference([1], 2)
-
-
-# --- destructors, loops and registries --------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")

@@ -60,9 +60,6 @@ def tokens(results):
     return [list(result.token_ids) for result in results]
 
 
-# --- results ----------------------------------------------------------------------------
-
-
 def test_one_prompt_gives_one_completion(make):
     rig = fake()
     llm = make(rig)
@@ -158,9 +155,6 @@ def test_leaving_a_stream_aborts_it(make, leave):
     assert stats.num_free_blocks == stats.num_blocks
 
 
-# --- many at once -----------------------------------------------------------------------
-
-
 def test_a_batch_may_be_larger_than_the_queue(make):
     rig = fake(max_num_seqs=2)
     llm = make(rig, max_queued_requests=3)
@@ -254,9 +248,6 @@ def test_an_engine_is_borrowed_running_and_without_settings():
         assert caught.value.param == "engine"
 
 
-# --- what goes wrong --------------------------------------------------------------------
-
-
 def test_the_first_error_aborts_the_rest_even_while_it_is_held(make):
     rig = fake(max_num_seqs=8, gate=0)
     rig.executor.row_errors["bad"] = ValueError("not a number")
@@ -338,14 +329,6 @@ def test_closing_aborts_what_lives(make):
             call()
 
 
-def test_closing_may_let_it_finish(make):
-    rig = fake(step_time=0.001)
-    llm = make(rig)
-    stream = llm.stream([1], max_tokens=20)
-    llm.close(drain=None)
-    assert list(stream.result().token_ids) == rig.executor.reference([1], 20)
-
-
 def test_the_death_of_the_engine_reaches_every_thread(make):
     rig = fake(gate=0)
     rig.executor.faults[0] = RuntimeError("device lost")
@@ -416,9 +399,6 @@ def test_an_interrupt_aborts_what_it_interrupts(make, monkeypatch):
     rig.executor.gate.release(1000)
     llm.generate([2], max_tokens=1)
     assert llm.stats().num_aborted == 1
-
-
-# --- the bar ----------------------------------------------------------------------------
 
 
 class Screen(io.StringIO):

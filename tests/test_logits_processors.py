@@ -143,9 +143,6 @@ def runners(decoder: Decoder, make: Any, **settings: Any) -> dict[str, ModelRunn
     }
 
 
-# --- which requests ----------------------------------------------------------------------
-
-
 def test_a_request_is_claimed_by_its_extra_args():
     processors = [force(), Negate(CONFIG, CPU, False)]
 
@@ -197,9 +194,6 @@ def test_extra_args_are_copied_and_bounded_in_depth():
     endless.append(endless)
     with pytest.raises(InvalidRequestError, match="16 deep"):
         SamplingParams(extra_args={"a": endless})
-
-
-# --- what a processor is told ------------------------------------------------------------
 
 
 def assigned(req_index: int, output: list[int], claimed_by: tuple[int, ...]) -> RequestAssignment:
@@ -281,9 +275,6 @@ def test_what_apply_returns_is_checked(made, says):
     assert all(says in str(error) for error in output.errors.values())
 
 
-# --- in an engine ------------------------------------------------------------------------
-
-
 @pytest.mark.asyncio(loop_factories=["asyncio"])
 async def test_the_same_tokens_on_every_path(decoder):
     """Two that are claimed among two that are not, which are in every step of a device that runs
@@ -342,9 +333,6 @@ async def test_one_that_raises_ends_the_requests_that_it_claimed(decoder, bad, p
         assert (stats.num_failed, stats.num_free_blocks) == (2, stats.num_blocks)
         with pytest.raises(InvalidRequestError, match="force=-1"):
             engine.stream([1], extra_args={"force": -1})
-
-
-# --- how an engine gets them -------------------------------------------------------------
 
 
 def test_processors_are_made_from_classes_names_and_entry_points(monkeypatch):

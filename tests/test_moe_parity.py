@@ -120,9 +120,6 @@ def load_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]
     return case_loader(tmp_path_factory, make_case)
 
 
-# --- parity -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("backend", ["torch", "native"])
 def test_equals_transformers(load_case, name, backend):
@@ -178,9 +175,6 @@ def test_int8_covers_experts(load_case, name):
         for layer in layers
     ]
     assert packed[1] == packed[0] // 4
-
-
-# --- what the comparison sees ------------------------------------------------------------
 
 
 def _layers(runner: ModelRunner) -> list[Any]:
@@ -246,9 +240,6 @@ def test_the_comparison_sees_mistakes(load_case, mutation):
     runner = case.runner()
     mutate(runner)
     check_fails(case, runner)
-
-
-# --- checkpoints --------------------------------------------------------------------------
 
 
 def fuse(path: Path, target: Path) -> None:
@@ -362,8 +353,6 @@ def test_layers_that_predict_further_tokens_are_left_out(load_case, tmp_path):
     with pytest.raises(ModelLoadError, match=r"layers\.4\.eh_proj\.weight' is none of"):
         list(load_weights(config, torch.float32, torch.device("cpu")))
 
-
-# --- configurations -----------------------------------------------------------------------
 
 QWEN3 = TINY | {"model_type": "qwen3_moe", "head_dim": 16, **EXPERTS}
 GLM = TINY | {"model_type": "glm4_moe", **ROUTED, **(GROUPS | ROUTED)}

@@ -86,8 +86,6 @@ def by_index(deltas):
     return tokens, texts, reasons
 
 
-# --- tokens -----------------------------------------------------------------------------
-
 COMPANY = {
     "as it comes": {},
     "one step ahead": {"pipeline_depth": 2},
@@ -149,9 +147,6 @@ def test_seeds_of_outputs():
         assert caught.value.param == param
 
 
-# --- the prompt is computed once --------------------------------------------------------
-
-
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("budget", [5, 64])
 @pytest.mark.parametrize(("length", "again"), [(3, 3), (9, 1), (11, 3), (12, 4)])
@@ -211,9 +206,6 @@ async def test_hashes_of_the_prompt_are_taken_from_the_first_output():
         assert third.extend_hashes(4) == hashes[:2]
         stream.close()
         await engine.resume()
-
-
-# --- one stream -------------------------------------------------------------------------
 
 
 async def test_outputs_end_one_by_one_and_the_stream_with_the_last():
@@ -367,9 +359,6 @@ def stream_of(rig, group):
     return TokenStream(group.members[0], rig.core, lambda: None)
 
 
-# --- limits -----------------------------------------------------------------------------
-
-
 async def test_limits():
     async with seeded().engine(max_queued_requests=6) as engine:
         with pytest.raises(
@@ -411,9 +400,6 @@ async def test_a_long_text_is_tokenised_once_for_all():
         completion = await stream.result()
     outputs = expected(rig, params, 4, [1] * 3000)
     assert [list(o.token_ids) for o in completion.outputs] == outputs
-
-
-# --- what else is told of it ------------------------------------------------------------
 
 
 def test_cumulative_logprob():

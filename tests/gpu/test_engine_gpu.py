@@ -156,9 +156,6 @@ def graphs_of(engine: AsyncLLMEngine) -> Any:
     return engine._thread.loaded.executor.graphs
 
 
-# --- the CPU's tokens -------------------------------------------------------------------
-
-
 def greedy_requests() -> list[Request]:
     options = {"temperature": 0, "max_tokens": 24, "logprobs": 5}
     return [(prompt, options) for prompt in draw_prompts([1, 3, 8, 17, 40, 64, 129, 200])]
@@ -212,9 +209,6 @@ def test_the_packaged_model_with_default_settings():
     text, result = asyncio.run(main())
     assert text == result.text
     assert text.strip()
-
-
-# --- captured and eager -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -314,9 +308,6 @@ def test_a_processor_that_raises_ends_its_request_alone(checkpoint):
     assert isinstance(error.__cause__, LookupError)
 
 
-# --- a tiny pool ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("graphs", ["off", "auto"])
 @pytest.mark.parametrize("ahead", [False, True], ids=["in step", "one step ahead"])
 def test_preemptions_change_nothing(checkpoint, graphs, ahead):
@@ -370,9 +361,6 @@ def test_aborts_leave_the_others_alone(checkpoint, graphs):
             assert ours == theirs[: len(ours)]
     assert stats.num_aborted > 0
     assert stats.num_free_blocks == stats.num_blocks
-
-
-# --- the card ---------------------------------------------------------------------------
 
 
 def test_two_engines_on_one_card(checkpoint):
