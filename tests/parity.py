@@ -213,6 +213,20 @@ def check_fails(case: Case, runner: ModelRunner) -> None:
         check(case, [seq], [1])
 
 
+def check_greedy(model: ModelConfig, reference: Any, count: int = 16) -> None:
+    """Compares greedy tokens of a checkpoint that may be packed with those of transformers' model
+    with the same weights."""
+    decoder = make_decoder(model, load_weights(model, torch.float32, CPU))
+    driver = Driver(make_runner(decoder, capturer=None))
+    tally, prompts = Tally(), ([3], [1, 4, 1, 5, 9, 2, 6], list(range(40)))
+    sequences = [driver.add(prompt, count) for prompt in prompts]
+    driver.run(sequences)
+    for seq, prompt in zip(sequences, prompts, strict=True):
+        compare(seq, generate(reference, prompt, count), tally)
+    assert tally.tokens == count * len(prompts)
+    assert len({token for seq in sequences for token in seq.outputs}) > 10
+
+
 def check_longrope(case: Case) -> None:
     """Short and long factors are chosen by the longest sequence that the runner takes."""
     prompt = case.prompts[0][:7]

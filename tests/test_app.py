@@ -180,7 +180,7 @@ async def test_it_is_mounted_in_an_application():
         {"max_stored_size": 2**80},
     ],
 )
-async def test_arguments_that_make_no_sense(options):
+async def test_invalid_arguments_of_the_application(options):
     (name,) = options
     with pytest.raises(InvalidRequestError) as error:
         create_app(fake_engine("x"), **options)
@@ -278,7 +278,7 @@ BODIES = [
 ]
 
 
-async def test_bodies_that_are_no_requests():
+async def test_invalid_bodies_are_refused():
     engine = fake_engine("x")
     async with app_client(engine) as client:
         for path in (CHAT, "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"):

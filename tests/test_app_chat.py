@@ -271,7 +271,7 @@ REFUSED = [
 ]
 
 
-async def test_what_cannot_be_done_is_refused_by_name():
+async def test_invalid_fields_are_refused_by_name():
     engine = fake_engine("x")
     async with app_client(engine) as client:
         for fields, code, param in REFUSED:
@@ -299,7 +299,7 @@ async def test_the_error_for_a_field_of_vllms_names_the_one_here():
     assert sampling_error["message"] == "'params': no such field"
 
 
-async def test_values_that_ask_for_nothing_are_accepted():
+async def test_neutral_values_are_accepted():
     neutral = {
         "frequency_penalty": 0,
         "function_call": "none",

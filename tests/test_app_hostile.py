@@ -100,7 +100,7 @@ REQUESTS = [
 ]
 
 
-async def test_requests_that_are_none(caplog):
+async def test_invalid_requests_are_refused(caplog):
     async with attacked(caplog) as server:
         for data, status in REQUESTS:
             async with connected(server, data) as (reader, _):
@@ -108,7 +108,7 @@ async def test_requests_that_are_none(caplog):
             assert line.split(b" ")[1] == status, (data[:80], line)
 
 
-async def test_nonsense_behind_an_answer(caplog):
+async def test_an_invalid_chunk_after_the_answer(caplog):
     head = POST.replace(b"chat", b"none") + b"Transfer-Encoding: chunked\r\n\r\n"
     async with attacked(caplog) as server, connected(server, head) as (reader, writer):
         assert b" 404 " in await reader.readline()
@@ -161,7 +161,6 @@ REFUSED = [
 
 @pytest.mark.parametrize(("asked", "fields", "status"), REFUSED)
 async def test_chunks_behind_an_answer_are_not_parsed(monkeypatch, turns, asked, fields, status):
-    """The client gets its answer, although it sends on."""
     monkeypatch.setattr(connections, "LINGER", 0.2)
     head = f"{asked} HTTP/1.1\r\nHost: x\r\n".encode() + fields
     data = head + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 1_000_000
@@ -342,7 +341,7 @@ FRAMES = [
 ]
 
 
-async def test_frames_that_are_none(caplog):
+async def test_invalid_frames_close_the_socket(caplog):
     async with attacked(caplog) as server:
         for data, code in FRAMES:
             (opcode, payload), *more = await told(server, data)

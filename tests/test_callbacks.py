@@ -586,7 +586,7 @@ async def test_a_cancellation_within_a_handler_cancels_the_reader(how):
     assert scope.cancel_called == (how == "scope")
 
 
-async def test_a_handler_that_cannot_say_what_it_has():
+async def test_a_handler_whose_attributes_raise():
     class Odd:
         def __getattr__(self, name):
             raise ValueError(name)

@@ -138,7 +138,7 @@ async def test_a_hostile_template_ends_its_own_request(template, match):
         assert engine.stats().num_waiting == 0
 
 
-async def test_what_is_too_long_for_certain_is_not_tokenised(encoded):
+async def test_prompts_that_cannot_fit_are_not_tokenised(encoded):
     async with rig_with("{{ 'ab ' * 100000 }}", max_model_len=100).engine() as engine:
         stream = engine.chat(HELLO)
         with pytest.raises(ContextLengthExceededError, match=r"at least 100 tokens, .* most 99"):
@@ -290,7 +290,7 @@ class Hostile:
         Hostile(),
     ],
 )
-async def test_what_python_cannot_print_is_refused_as_any_other(message):
+async def test_messages_that_cannot_be_printed_are_refused(message):
     async with rig_with().engine() as engine:
         with pytest.raises(InvalidRequestError, match="messages") as caught:
             engine.chat([message])

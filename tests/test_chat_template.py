@@ -259,7 +259,7 @@ def test_a_template_that_is_too_long_is_not_compiled(monkeypatch: pytest.MonkeyP
         template.render(TemplateInput(CHAT, {}), LIMITS)
 
 
-def test_what_is_too_long_for_certain_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_that_cannot_fit_are_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = make(byte_level(), "{{ 'x' * n }}")
     longest = max(map(len, tokenizer.backend.get_vocab()))
     monkeypatch.setattr("asyncllm.text.tokenizer._encode", lambda backend, text: [len(text)])
@@ -275,7 +275,7 @@ def test_what_is_too_long_for_certain_is_not_tokenised(monkeypatch: pytest.Monke
     assert caught.value.param == "messages"
 
 
-def test_what_takes_long_is_not_made_at_once() -> None:
+def test_long_renderings_are_left_to_the_thread() -> None:
     tokenizer = make(byte_level(), "{{ 'x' * n }}")
     short, long = (TemplateInput(CHAT, {"n": n}) for n in (4096, 4097))
     assert tokenizer.encode_chat(short, at_once=True) is None, "it is not compiled"
@@ -381,7 +381,7 @@ def test_a_template_by_a_name_that_is_none() -> None:
     assert caught.value.param == "chat_template"
 
 
-def test_what_the_caller_changes_later_does_not_matter() -> None:
+def test_messages_are_copied() -> None:
     class Text(str):
         def __str__(self) -> str:
             raise AssertionError("a method of the caller's")

@@ -349,7 +349,6 @@ def test_a_command_that_fails_in_a_pipe_is_told_at_the_end(bad, monkeypatch, cap
 
 @pytest.mark.parametrize("encoding", slow_but(["ascii", "utf-8"], "ascii"))
 def test_characters_that_an_encoding_lacks(encoding, monkeypatch, capsys):
-    """Read, and written."""
     out = pipe(monkeypatch, b"h\xe4\xff \\", encoding)
     assert main(["chat", "--max-tokens", "4", *QUICK]) == 0
     assert out.getvalue().endswith(b"\n")

@@ -108,17 +108,17 @@ def test_other_unknown_names_are_told_what_there_is():
 async def test_the_names_work():
     greedy = SamplingParams(max_tokens=2)
     async with fake_engine("abcd") as engine:
-        assert (await engine.generate("x", sampling_params=greedy)).text == "ab"
-        assert (await engine.chat(MESSAGES, sampling_params=greedy).result()).text == "ab"
-        assert (await engine.stream("x", sampling_params=greedy).result()).text == "ab"
-        called = stream_with_callbacks(engine, "x", sampling_params=greedy)
-        assert (await called.result()).text == "ab"
+        for asked in (
+            engine.generate("x", sampling_params=greedy),
+            engine.chat(MESSAGES, sampling_params=greedy),
+            engine.stream("x", sampling_params=greedy),
+            stream_with_callbacks(engine, "x", sampling_params=greedy).result(),
+        ):
+            assert (await asked).text == "ab"
     with fake_llm("abcd") as llm:
         assert llm.generate("x", sampling_params=greedy).text == "ab"
-        assert [one.text for one in llm.generate(["x"] * 2, sampling_params=[greedy] * 2)] == [
-            "ab",
-            "ab",
-        ]
+        both = llm.generate(["x"] * 2, sampling_params=[greedy] * 2)
+        assert [one.text for one in both] == ["ab"] * 2
         assert llm.chat(MESSAGES, sampling_params=greedy).text == "ab"
         assert llm.stream("x", sampling_params=greedy).result().text == "ab"
         assert llm.stream_chat(MESSAGES, sampling_params=greedy).result().text == "ab"

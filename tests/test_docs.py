@@ -183,7 +183,6 @@ async def test_chat(capsys, llm):
 
 
 async def test_models(capsys):
-    """An engine reads nothing until it is started."""
     names: Names = {"AsyncLLMEngine": AsyncLLMEngine}
     await run("docs/models.md", names, capsys)
     assert names["engine"].config.hf_overrides["rope_scaling"]["factor"] == 4.0

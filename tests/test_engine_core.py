@@ -14,7 +14,7 @@ import pytest
 from asyncllm.core.admission import Admission
 from asyncllm.core.channel import Channel, End
 from asyncllm.core.deadlines import DeadlineExceededError
-from asyncllm.core.engine_core import CLOSED, EngineCore, close_executor
+from asyncllm.core.engine_core import CLOSED, EngineCore
 from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.core.idle_calls import IdleCalls
 from asyncllm.core.output_processor import Output
@@ -227,17 +227,6 @@ def test_stats():
     assert rig.core.stats().num_failed == 1
 
 
-def test_stats_of_a_dead_engine_hold_nothing():
-    rig = Rig()
-    rig.submit("a")
-    rig.scheduler.pause(rig.submit("b"))
-    rig.device.faults[1] = OSError("gone")
-    rig.core.run()
-    stats = rig.core.stats()
-    assert (stats.num_running, stats.num_waiting, stats.num_paused) == (0, 0, 0)
-    assert (stats.num_blocks, stats.num_free_blocks, stats.kv_cache_usage) == (32, 32, 0.0)
-
-
 def test_waiting_requests_are_those_that_neither_run_nor_are_paused():
     rig = Rig(max_num_seqs=1)
     for name in "abc":
@@ -386,16 +375,6 @@ def test_closing_at_once_aborts_what_lives():
     with pytest.raises(EngineClosedError, match=CLOSED):
         rig.make("b")
     assert isinstance(rig.core.call(int).exception(), EngineClosedError)
-
-
-def test_closing_without_an_end_lets_all_finish():
-    rig = Rig()
-    request = rig.submit("a", max_tokens=50)
-    rig.core.send(rig.core.on_close, None)
-    rig.core.run()
-    assert end_of(request) == "length"
-    assert rig.device.calls[-1] == "close"
-    assert rig.inbox.waits == []
 
 
 @pytest.mark.parametrize("drains", [(3.0,), (3.0, 9.0), (9.0, 3.0), (None, 3.0), (3.0, None)])
@@ -626,17 +605,6 @@ def test_a_device_that_is_not_called_does_not_hang():
     rig.now += 1000.0
     assert rig.core.fail_hung(5.0, RuntimeError("hung")) is False
     assert rig.core.fatal_error is None
-
-
-def test_a_device_that_cannot_be_closed_is_logged(caplog):
-    rig = Rig()
-
-    def fails():
-        raise SystemExit("no")
-
-    rig.device.close = fails
-    close_executor(rig.device)
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 def raised(kind, seen):

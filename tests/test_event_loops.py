@@ -106,18 +106,6 @@ def test_hung_step_is_noticed(run):
     rig.executor.gate.release(100)
 
 
-def test_one_loop_after_the_other(run):
-    rig = fake()
-
-    async def main():
-        async with rig.engine() as engine:
-            result = await engine.generate([4], max_tokens=5)
-            assert list(result.token_ids) == rig.executor.reference([4], 5)
-
-    run(main)
-    run(main)
-
-
 def test_heartbeat_fills_silences_and_loses_nothing(run):
     rig = fake(gate=3)
 

@@ -34,19 +34,16 @@ def _plain_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "OneDNNOps", TorchOps)
 
 
+def dummy_config(**fields: Any) -> EngineConfig:
+    return EngineConfig(load_format="dummy", device="cpu", attention_backend="torch", **fields)
+
+
 @pytest.fixture(scope="module")
 def expected() -> list[str]:
-    llm = LLM(num_threads=1, dtype="float32")
-    try:
-        found = llm.chat(
-            [[{"role": "user", "content": prompt}] for prompt in PROMPTS],
-            temperature=0.0,
-            max_tokens=24,
-            progress=False,
-        )
+    messages = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    with LLM(num_threads=1, dtype="float32") as llm:
+        found = llm.chat(messages, temperature=0.0, max_tokens=24, progress=False)
         return [completion.text for completion in found]
-    finally:
-        llm.close()
 
 
 async def answers(engine: AsyncLLMEngine) -> list[str]:
@@ -98,7 +95,7 @@ async def test_the_packaged_model_answers_the_same(expected, fields):
         assert len(ahead.capturer.traces) == count + tokens * ahead.num_layers
 
 
-def test_what_a_placement_leaves_open(monkeypatch):
+def test_limits_that_are_chosen_by_measurement(monkeypatch):
     timed: list[int] = []
 
     def time_prefill(runner: ModelRunner, count: int) -> float:
@@ -111,9 +108,7 @@ def test_what_a_placement_leaves_open(monkeypatch):
 
     def info(**fields: Any) -> Any:
         ahead = AheadOnCPU()
-        config = EngineConfig(
-            load_format="dummy", device="cpu", attention_backend="torch", **fields
-        )
+        config = dummy_config(**fields)
         runner = build_model_runner(config, MODEL, None, ahead.mode(config))
         assert runner.graphs is not None
         return runner.info, runner.graphs.buckets
@@ -135,10 +130,7 @@ def test_what_a_placement_leaves_open(monkeypatch):
     [("auto", (8, 4, 2, 1), (96, 64, 32)), ("decode", (8, 4, 2, 1), ()), ("off", (), ())],
 )
 def test_what_is_captured_before_the_first_step(graphs, buckets, tokens):
-    config = EngineConfig(
-        load_format="dummy", device="cpu", attention_backend="torch", cuda_graphs=graphs,
-        max_num_batched_tokens=100,
-    )  # fmt: skip
+    config = dummy_config(cuda_graphs=graphs, max_num_batched_tokens=100)
     runner = build_model_runner(config, MODEL, None, AheadOnCPU().mode(config))
     segments = replay_of(runner).segments
     made = runner.graphs.captured + (segments.graphs.captured if segments else [])
@@ -162,13 +154,7 @@ def test_what_a_gpu_leaves_to_the_application(monkeypatch):
     mode = execution_mode_for(EngineConfig(), CPU)
     assert (mode.step_timeout, mode.shares_memory) == (600.0, False)
 
-    config = EngineConfig(
-        load_format="dummy",
-        device="cpu",
-        attention_backend="torch",
-        max_model_len=64,
-        max_num_seqs=3,
-    )
+    config = dummy_config(max_model_len=64, max_num_seqs=3)
     limits = {"step_timeout": 7.0, "shares_memory": True}
     runner = build_model_runner(config, MODEL, None, replace(AheadOnCPU().mode(config), **limits))
     size = runner.info.kv_groups[0].block_size
@@ -189,7 +175,7 @@ def test_what_a_gpu_leaves_to_the_application(monkeypatch):
         ({"cudagraph_capture_sizes": (1, 9)}, "expected sizes up to max_num_seqs=8"),
     ],
 )
-def test_sizes_that_cannot_be(fields, says):
+def test_capture_sizes_that_are_refused(fields, says):
     config = EngineConfig(**fields)
     with pytest.raises(InvalidRequestError, match=says) as caught:
         graph_sizes(config, AheadOnCPU().mode(config), 8)

@@ -84,7 +84,7 @@ def test_a_router_in_float32_reads_hidden_states_of_any_dtype(ops):
     assert torch.equal(found, expected)
 
 
-def test_rows_that_are_no_numbers_have_experts(ops):
+def test_rows_of_nan_are_routed(ops):
     check_routing_without_numbers(ops, "groups")
 
 

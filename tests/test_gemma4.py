@@ -286,7 +286,6 @@ def test_values_that_are_refused(tmp_path, values, change, said):
 
 
 def test_the_last_layer_is_full(tmp_path):
-    """Also where the file says sliding, as in transformers."""
     model = read(tmp_path, E4B | {"layer_types": [FULL, *[SLIDING] * 41]})
     assert model.sliding_layers == (False, *[True] * 40, False)
 

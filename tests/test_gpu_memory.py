@@ -545,19 +545,6 @@ def test_release_waits_and_then_empties(device, state, log, warning, caplog):
     assert warning in caplog.text
 
 
-def test_a_second_open_and_close_leaves_what_the_first_left():
-    gpu = SimulatedGPU(others=3 * GIB)
-    left = []
-    for _ in range(2):
-        found = size(gpu, weights=16 * GIB, step=3 * GIB)
-        gpu.engine += found
-        # Closing drops the tensors, which torch keeps for itself until it is told not to.
-        gpu.cached, gpu.engine = gpu.engine + 3 * GIB, 0
-        release(GPU, gpu)
-        left.append((found, gpu.free))
-    assert left == [(53 * GIB, 77 * GIB)] * 2
-
-
 def test_the_runner_drops_everything_before_it_gives_memory_back(monkeypatch):
     """With the collector off: a cycle would keep tensors alive past the moment that counts."""
     runner = make()

@@ -98,7 +98,6 @@ def test_a_capture_that_goes_well(captures, collecting):
 
 
 def test_a_key_is_captured_again_at_its_third_step_and_at_its_ninth(captures, caplog):
-    """Whatever the other keys do."""
     captures.fails = EMBEDDING
     runs: list[GraphKey] = []
 

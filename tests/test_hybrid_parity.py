@@ -139,7 +139,6 @@ def test_transformers_modules_agree(load_case, name):
 
 
 def test_slots_are_used_again(load_case):
-    """At another place, and behind states that are no numbers."""
     context()
     case = load_case("Qwen3_5")
     runner = case.runner(attention_backend="native")

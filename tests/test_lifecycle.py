@@ -146,7 +146,7 @@ def test_a_start_that_fails_without_a_loop(stage, monkeypatch):
     assert rig.executor.closed
 
 
-def test_an_executor_whose_numbers_make_no_sense():
+def test_an_executor_with_invalid_limits():
     """And that cannot be closed either: the first error counts."""
     rig = fake()
     rig.executor.info = dataclasses.replace(rig.info, num_blocks=1)
@@ -299,7 +299,8 @@ def test_the_death_of_an_engine(run, caplog):
         assert engine.error.__cause__ is lost
         assert "dead" in repr(engine)
         stats = engine.stats()
-        assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
+        held = stats.num_running, stats.num_waiting, stats.num_paused, stats.kv_cache_usage
+        assert held == (0, 0, 0, 0.0)
         assert (stats.num_failed, stats.num_free_blocks) == (1, stats.num_blocks)
         await engine.aclose()
         assert engine.state == "closed"
@@ -385,7 +386,6 @@ async def test_a_text_that_cannot_be_tokenised_does_not_speak_of_the_engine():
 @pytest.mark.parametrize("at_work", [False, True])
 @pytest.mark.filterwarnings("ignore:coroutine")
 def test_a_loop_that_is_closed_with_its_tasks_ends_the_engine(new_loop, at_work):
-    """At once: nothing has to ask, or to be collected."""
     rig = fake(step_time=0.001)
     engine, loop = rig.engine(), new_loop()
     loop.run_until_complete(engine.start())

@@ -256,7 +256,7 @@ def test_state_follows_the_batch_and_outputs_grow():
         (lambda x: x.to("meta"), "logits processor Odd failed"),
     ],
 )
-def test_what_apply_returns_is_checked(made, says):
+def test_the_result_of_apply_is_checked(made, says):
     class Odd(Negate):
         def apply(self, logits: Tensor, indices: Any) -> Any:
             return made(logits)
@@ -309,7 +309,7 @@ async def test_the_same_tokens_on_every_path(decoder):
 @pytest.mark.asyncio(loop_factories=["asyncio"])
 @pytest.mark.parametrize("bad", [{"raise_at": 3}, {"stop_at": 3}, {"update_raises": True}])
 @pytest.mark.parametrize("path", ["cpu", "late"])
-async def test_one_that_raises_ends_the_requests_that_it_claimed(decoder, bad, path):
+async def test_a_processor_that_raises_ends_the_requests_that_it_claimed(decoder, bad, path):
     runner = runners(decoder, lambda: [force(), Negate(CONFIG, CPU, False)])[path]
     kept = {"keep": True}
     async with engine_of(runner) as engine:
@@ -360,7 +360,7 @@ def test_processors_are_made_from_classes_names_and_entry_points(monkeypatch):
         (f"{__name__}:CONFIG", "no subclass of asyncllm.LogitsProcessor"),
     ],
 )
-def test_one_that_cannot_be_made_is_named(given, says):
+def test_a_processor_that_cannot_be_made_is_named(given, says):
     with pytest.raises(EngineError, match=says):
         make_processors(EngineConfig(logits_processors=[given]), CPU)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
+from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.errors import ModelLoadError
 from tests.model_configs import LLAMA, QWEN3, read
 from tests.processes import python
@@ -132,29 +132,6 @@ def test_keys_of_transformers_4(tmp_path, config):
     from transformers import AutoConfig
 
     assert_same(read(tmp_path, config), AutoConfig.from_pretrained(tmp_path))
-
-
-def test_values(tmp_path):
-    config = read(tmp_path, LLAMA | {"rope_scaling": LLAMA3_ROPE})
-    assert config == ModelConfig(
-        path=tmp_path,
-        architecture="LlamaForCausalLM",
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=96,
-        num_layers=4,
-        num_heads=8,
-        num_kv_heads=2,
-        head_dim=16,
-        max_position_embeddings=1024,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(1_000_000.0, "llama3", 8.0, 1.0, 4.0, 256),
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-        sliding_layers=(False,) * 4,
-        eos_token_ids=(2,),
-        generation_defaults={},
-    )
 
 
 def test_generation_config(tmp_path):

@@ -256,7 +256,7 @@ def test_no_directory(hub, resolve, tmp_path, monkeypatch, model):
 
 @pytest.mark.parametrize("resolved", [resolve_model, resolve_tokenizer])
 @pytest.mark.parametrize("name", ["x" * 5000, "./" + "x" * 5000, "y/" * 3000])
-def test_a_question_that_the_system_refuses_is_no_answer(resolved, name):
+def test_names_that_are_too_long_are_refused(resolved, name):
     with pytest.raises(ModelLoadError, match=r"cannot be read \(File name too long\)") as caught:
         resolved(name)
     assert str(caught.value).startswith(name[:200])

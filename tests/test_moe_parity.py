@@ -344,7 +344,6 @@ def test_fused_experts_of_another_count_are_named(load_case, tmp_path):
 
 
 def test_layers_that_predict_further_tokens_are_left_out(load_case, tmp_path):
-    """And one behind those is not."""
     case = load_case("Glm4Moe")
     extra = "model.layers.3.eh_proj.weight"
     config = with_tensors(case, tmp_path, {extra: torch.zeros(4, 4)})

@@ -324,7 +324,6 @@ def test_launches_of_a_mixed_step(name, prefix, nested):
 
 
 def test_numbers_of_a_launch(driver):
-    """What is compared above is what the kernel gets."""
     x = MEMORY.view(torch.float32)
     toy_kernel[(2, 3)](x, x, np.int64(7).item(), 16, 0.25, WIDTH=8)
     name, _, grid, stream, args = driver.launches[-1]

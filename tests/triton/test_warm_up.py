@@ -167,7 +167,6 @@ def test_a_small_mixed_step_leaves_large_experts_cold(monkeypatch):
 
 
 def test_engines_compile_in_turn(monkeypatch):
-    """Unless the other takes too long."""
     meeting, met = threading.Barrier(2), []
 
     def enter() -> None:
