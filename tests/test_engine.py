@@ -34,11 +34,7 @@ from asyncllm import validation as check
 from asyncllm.callbacks import stream_with_callbacks
 from asyncllm.llm import LLMStream
 from asyncllm.testing import fake_engine
-from tests.fakes import VOCAB_SIZE, core_of, entered, fake, thread_of
-
-
-def text_of(token_ids):
-    return "".join(f"{token_id} " for token_id in token_ids)
+from tests.fakes import VOCAB_SIZE, core_of, entered, fake, text_of, thread_of
 
 
 async def test_deltas_add_up_to_the_whole():

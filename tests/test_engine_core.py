@@ -227,6 +227,17 @@ def test_stats():
     assert rig.core.stats().num_failed == 1
 
 
+def test_stats_of_a_dead_engine_hold_nothing():
+    rig = Rig()
+    rig.submit("a")
+    rig.scheduler.pause(rig.submit("b"))
+    rig.device.faults[1] = OSError("gone")
+    rig.core.run()
+    stats = rig.core.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_paused) == (0, 0, 0)
+    assert (stats.num_blocks, stats.num_free_blocks, stats.kv_cache_usage) == (32, 32, 0.0)
+
+
 def test_waiting_requests_are_those_that_neither_run_nor_are_paused():
     rig = Rig(max_num_seqs=1)
     for name in "abc":
@@ -374,7 +385,7 @@ def test_closing_at_once_aborts_what_lives():
     assert rig.device.closed
     with pytest.raises(EngineClosedError, match=CLOSED):
         rig.make("b")
-    assert isinstance(rig.core.call(int).exception(), EngineClosedError)
+    assert isinstance(rig.core.call(int).exception(0), EngineClosedError)
 
 
 @pytest.mark.parametrize("drains", [(3.0,), (3.0, 9.0), (9.0, 3.0), (None, 3.0), (3.0, None)])

@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import anyio
 import anyio.from_thread
@@ -166,15 +167,12 @@ def test_one_engine_from_two_loops_at_once(run, other):
                 for i in range(5):
                     elsewhere[i] = await engine.generate([100 + i], max_tokens=20)
 
-            def second_loop():
-                anyio.run(read_elsewhere, backend=backend, backend_options=options)
-
-            thread = threading.Thread(target=second_loop)
-            thread.start()
-            for i in range(5):
-                result = await engine.generate([i], max_tokens=20)
-                assert list(result.token_ids) == rig.executor.reference([i], 20)
-            await anyio.to_thread.run_sync(thread.join)
+            run_there = partial(anyio.run, backend=backend, backend_options=options)
+            async with anyio.create_task_group() as group:
+                group.start_soon(anyio.to_thread.run_sync, run_there, read_elsewhere)
+                for i in range(5):
+                    result = await engine.generate([i], max_tokens=20)
+                    assert list(result.token_ids) == rig.executor.reference([i], 20)
             for i, result in elsewhere.items():
                 assert list(result.token_ids) == rig.executor.reference([100 + i], 20)
             assert len(elsewhere) == 5
@@ -207,12 +205,8 @@ def test_loop_that_was_closed_aborts_its_streams(run, other):
                     group.start_soon(let_it_run)
                     await anext(stream)
 
-            def second_loop():
-                anyio.run(abandon, backend=backend, backend_options=options)
-
-            thread = threading.Thread(target=second_loop)
-            thread.start()
-            await anyio.to_thread.run_sync(thread.join)
+            run_there = partial(anyio.run, backend=backend, backend_options=options)
+            await anyio.to_thread.run_sync(run_there, abandon)
             rig.executor.gate.release(1000)
             await until(lambda: engine.stats().num_aborted == 1)
             await until(lambda: free(engine))

@@ -299,8 +299,7 @@ def test_the_death_of_an_engine(run, caplog):
         assert engine.error.__cause__ is lost
         assert "dead" in repr(engine)
         stats = engine.stats()
-        held = stats.num_running, stats.num_waiting, stats.num_paused, stats.kv_cache_usage
-        assert held == (0, 0, 0, 0.0)
+        assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
         assert (stats.num_failed, stats.num_free_blocks) == (1, stats.num_blocks)
         await engine.aclose()
         assert engine.state == "closed"
