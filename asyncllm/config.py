@@ -108,8 +108,10 @@ class EngineConfig:
             within a priority). The policy orders admission and preemption, not the requests that
             already run.
         max_queued_requests: maximum number of waiting requests; further ones raise
-            EngineOverloadedError.
-        max_queued_tokens: maximum number of prompt tokens of all waiting requests.
+            EngineOverloadedError. Where k owners wait, each has places for 1/k of it even if
+            another has filled the queue.
+        max_queued_tokens: maximum number of prompt tokens of all waiting requests, with shares as
+            those of ``max_queued_requests``.
         max_logprobs: maximum ``logprobs`` of a request; -1 allows any number, up to the whole
             vocabulary.
         seed: seed of the generator that draws seeds for requests without one; None seeds it from

@@ -1,4 +1,5 @@
-"""COUNTERPARTS: map from names in vLLM or an earlier asyncllm to asyncllm's names."""
+"""COUNTERPARTS: map from names in vLLM, OpenAI's other endpoints or an earlier asyncllm to names
+here."""
 
 from __future__ import annotations
 
@@ -23,6 +24,34 @@ COUNTERPARTS: Mapping[str, Mapping[str, str]] = {
         "guided_regex": 'structured_outputs={"regex": …}',
         "params": "sampling_params",
     },
+    "field": {
+        "extra_body": "what it holds, at the top level: it is an argument of OpenAI's client",
+    },
+    "field of /v1/chat/completions": {
+        "input": "messages",
+        "instructions": "a message with the role system",
+        "max_output_tokens": "max_completion_tokens",
+        "prompt": "messages",
+        "reasoning": "reasoning_effort",
+        "text": "response_format",
+        "tool_choice.name": 'function={"name": …}',
+        "tools[].name": 'function={"name": …}',
+    },
+    "field of /v1/completions": {
+        "input": "prompt",
+        "max_completion_tokens": "max_tokens",
+        "max_output_tokens": "max_tokens",
+        "messages": "prompt; conversations go to /v1/chat/completions",
+    },
+    "field of /v1/responses": {
+        "max_completion_tokens": "max_output_tokens",
+        "max_tokens": "max_output_tokens",
+        "messages": "input",
+        "reasoning_effort": 'reasoning={"effort": …}',
+        "response_format": 'text={"format": …}',
+        "tool_choice.function": "name, beside type",
+        "tools[].function": "name, description and parameters, beside type",
+    },
 }
-"""asyncllm's names by kind of name (as in error messages), then by the foreign name. Names that are
-equal are left out."""
+"""asyncllm's names by kind of name, then by the foreign name; those of parts are paths. Names that
+are equal are left out."""

@@ -27,6 +27,7 @@ from asyncllm.runtime.mailbox import MailboxRegistry, ThreadMailbox
 from asyncllm.runtime.prompt_encoder import PromptEncoder
 from asyncllm.runtime.request_options import ChatOptions, RequestOptions, request_ids
 from asyncllm.runtime.submitter import Submitter
+from asyncllm.runtime.worker_thread import Rest
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
 from asyncllm.text.long_text import LONG_TEXT
@@ -69,6 +70,7 @@ class AsyncLLMEngine(Handle):
         self._closed = False
         self._mailboxes = MailboxRegistry()
         self._observers = Observers()
+        self._rest = Rest()
         self._input_processor: InputProcessor | None = None
 
     @classmethod
@@ -121,8 +123,8 @@ class AsyncLLMEngine(Handle):
 
     def _adopt_thread(self, thread: EngineThread) -> None:
         loaded, core, config = thread.loaded, thread.core, self.config
-        prompts = PromptEncoder(loaded, config)
-        submitter = Submitter(core, thread.grammars, self._mailboxes, self._observers)
+        prompts = PromptEncoder(loaded, config, self._rest)
+        submitter = Submitter(core, thread.grammars, self._mailboxes, self._observers, self._rest)
         self._input_processor = InputProcessor(loaded, config, prompts, submitter)
 
     def _thread_mailbox(self) -> ThreadMailbox:

@@ -25,7 +25,7 @@ from asyncllm.gpu.graph.cuda_graphs import GraphCapturer
 from asyncllm.gpu.graph.streams import CudaStream
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.model_runner import Graphs, ModelRunner
-from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups
+from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_plan
 from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
@@ -75,7 +75,7 @@ def make_runner() -> ModelRunner:
     attention = {kind: TorchAttention(kind.shape, dtype) for kind in attention_kinds(model)}
     decoder = build_decoder(model, TorchOps(), attention, dummy_weights(model, dtype, cpu))
     decoder.set_max_positions(MAX_LEN)
-    groups = kv_groups(model, attention, BLOCK_SIZE)
+    groups = kv_plan(model).kv_groups(attention, BLOCK_SIZE)
     info = ExecutorInfo(
         vocab_size=50_000,
         num_blocks=NUM_BLOCKS,

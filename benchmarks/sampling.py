@@ -20,6 +20,7 @@ from asyncllm.core.batch import GrammarMask, RequestAssignment, StepBatch
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.in_process import InProcess
 from asyncllm.core.kv_cache_spec import KVCacheSpec
+from asyncllm.core.token_rules import TokenRules
 from asyncllm.gpu.graph.streams import SyncStream
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.models.language_model import StepOutput
@@ -119,7 +120,8 @@ def sampling_time(
     params = SamplingParams(**({"temperature": 1.0, "seed": 1} | fields)).resolve({}, {}, int)
     rows = list(range(ROWS))
     for row in rows:
-        assignment = RequestAssignment(row, "r", [1] * 100, 50, ([1],), params)
+        rules = TokenRules.of(params.allowed_token_ids, (), VOCAB)
+        assignment = RequestAssignment(row, "r", [1] * 100, 50, ([1],), params, token_rules=rules)
         runner.inputs.apply(StepBatch(0, assignments=[assignment]))
         update = runner.sampler.assign(assignment)
         if update is not None:

@@ -17,6 +17,7 @@ from asyncllm.core.batch import (
 )
 from asyncllm.core.executor import Executor
 from asyncllm.core.in_process import picklable_params
+from asyncllm.core.token_rules import TokenRules
 from asyncllm.outputs import TokenLogprobs
 from asyncllm.sampling_params import SamplingParams
 
@@ -233,6 +234,9 @@ class Driver:
                 sampling=picklable_params(seq.sampling),
                 eos_token_ids=seq.eos,
                 processors_key=processors_key,
+                token_rules=TokenRules.of(
+                    seq.sampling.allowed_token_ids, (), self.executor.info.vocab_size
+                ),
             )
         )
 

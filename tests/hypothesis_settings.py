@@ -23,6 +23,10 @@ settings.register_profile(
     max_examples=100 * THOROUGH,
     stateful_step_count=120,
 )
+# The same examples for every change, so that a failure is the change's own.
+settings.register_profile(
+    "check", parent=settings.get_profile("default"), derandomize=True, database=None
+)
 # The same examples for every mutant, none of them shrunk: that it fails is enough.
 settings.register_profile(
     "mutation",

@@ -22,9 +22,10 @@ EMULATION = Path(__file__).parent / "native" / "avx512_emulation.h"
 
 
 def build_emulated(output: Path, flags: Sequence[str] = ()) -> None:
-    """Builds the kernels of AVX-512 in halves of AVX2, for a processor that lacks them."""
+    """Builds both sets of AVX-512 in halves of AVX2, for a processor that lacks them."""
     units = dict(ISA_FLAGS["x86_64"])
-    ISA_FLAGS["x86_64"]["avx512"] = [*units["avx2"], "-include", str(EMULATION)]
+    for name in ("avx512", "avx512bf16"):
+        ISA_FLAGS["x86_64"][name] = [*units["avx2"], "-include", str(EMULATION)]
     try:
         # The library asks the processor.
         build(output, flags=["-D__builtin_cpu_supports(name)=1", *flags])
@@ -53,7 +54,7 @@ def isas() -> list[str]:
     """The instruction sets that this machine can run."""
     library = native_library()
     found = []
-    for name in ("avx512", "avx2", "neon", "baseline"):
+    for name in ("avx512bf16", "avx512", "avx2", "neon", "baseline"):
         try:
             if library is not None and Context(library, 1, name):
                 found.append(name)

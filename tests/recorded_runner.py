@@ -14,7 +14,7 @@ from asyncllm.gpu.graph.streams import SyncStream
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.architectures import parameters
-from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups
+from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_plan
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops.native_attention import NativeAttention
@@ -58,7 +58,7 @@ def make_decoder(
 def make_runner(
     decoder: Decoder, max_tokens: int = 128, layers: tuple[tuple[int, ...], ...] = ()
 ) -> ModelRunner:
-    groups = kv_groups(decoder.model, decoder.attention, 4)
+    groups = kv_plan(decoder.model).kv_groups(decoder.attention, 4)
     if layers:
         groups = static_runner.kv_groups(decoder.model, 4, *layers)
     info = ExecutorInfo(

@@ -12,6 +12,7 @@ from asyncllm.core.batch import GrammarMask, RequestAssignment, StepBatch
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.in_process import InProcess
 from asyncllm.core.kv_cache_spec import KVCacheSpec
+from asyncllm.core.token_rules import TokenRules
 from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.graph.streams import SyncStream
 from asyncllm.gpu.launched_step import LaunchedStep
@@ -109,7 +110,9 @@ class Bench:
             ([1],),
             params,
             eos,
-            bad_words=bad_words,
+            token_rules=TokenRules.of(
+                params.allowed_token_ids, bad_words, self.sampler.state.vocab_size
+            ),
         )
         self.assign(assignment)
         self.length[req_index] = len(tokens)

@@ -9,7 +9,24 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncllm.core.request import Request, Status
-from tests.scheduler_rig import Rig, info
+from tests.scheduler_rig import Rig, group, info, longest_context
+
+LIMITS = {
+    "max_num_seqs": st.integers(1, 5),
+    "max_num_batched_tokens": st.integers(1, 24),
+    "policy": st.sampled_from(["fcfs", "priority", "deadline"]),
+}
+DEPTHS = st.sampled_from([(1, 1), (2, 1), (1, 2), (1, 4)]).map(
+    lambda pair: dict(zip(("pipeline_depth", "max_tokens_per_row"), pair, strict=True))
+)
+
+
+def room_for(groups, num_blocks: int, step_tokens: int) -> tuple[int, int]:
+    """At least ``num_blocks``, and the longest context that they hold, of two tokens or more."""
+    specs = [group(i, *one) for i, one in enumerate(groups)]
+    while (longest := longest_context(specs, num_blocks - 1, step_tokens)) < 2:
+        num_blocks += 1
+    return num_blocks, longest
 
 
 def longest(num_blocks: int, block_size) -> int:
@@ -28,26 +45,19 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(5, 14),
         block_size=st.sampled_from([1, 2, 3, 4, (2, 2), (1, 3), (4, 2), (2, 3, 4)]),
-        seqs=st.integers(1, 5),
-        budget=st.integers(1, 24),
-        depth=st.sampled_from([(1, 1), (2, 1), (1, 2), (1, 4)]),
-        policy=st.sampled_from(["fcfs", "priority", "deadline"]),
+        depth=DEPTHS,
         caching=st.booleans(),
         states=st.booleans(),
+        **LIMITS,
     )
-    def make(self, num_blocks, block_size, seqs, budget, depth, policy, caching, states):
-        self.rig = Rig(
-            policy=policy,
-            caching=caching,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_model_len=longest(num_blocks - 1, block_size),
-            max_num_seqs=seqs,
-            max_num_batched_tokens=budget,
-            pipeline_depth=depth[0],
-            max_tokens_per_row=depth[1],
-            has_states=states and depth[1] == 1,
-        )
+    def make(self, num_blocks, block_size, depth, states, **changes):
+        changes |= depth | {"has_states": states and depth["max_tokens_per_row"] == 1}
+        model_len = longest(num_blocks - 1, block_size)
+        changes |= {"num_blocks": num_blocks, "max_model_len": model_len}
+        self.begin(Rig(block_size=block_size, **changes))
+
+    def begin(self, rig: Rig) -> None:
+        self.rig = rig
         self.requests: list[Request] = []
 
     @rule(data=st.data())

@@ -25,8 +25,7 @@ from asyncllm.gpu.graph.streams import CudaStream
 from asyncllm.gpu.kv_cache import KVCache, KVGroup
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.model_runner import Graphs, ModelRunner
-from asyncllm.gpu.models.attention_kinds import attention_kinds
-from asyncllm.gpu.models.attention_kinds import kv_groups as own_kv_groups
+from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_plan
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops.base import BlockLayout
@@ -273,7 +272,7 @@ def make_runner(
     each has ``num_blocks``."""
     model = decoder.model
     if not layers and tuple(decoder.attention) == attention_kinds(model):
-        groups = own_kv_groups(model, decoder.attention, block_size)
+        groups = kv_plan(model).kv_groups(decoder.attention, block_size)
         num_blocks *= len(groups)  # of the same bytes in all
     else:
         groups = kv_groups(model, block_size, *layers)

@@ -13,10 +13,10 @@ from asyncllm.core.admission import Admission
 from asyncllm.core.request import Request, RequestGroup
 
 
-def request(request_id):
+def request(request_id, owner=None):
     """A group of one."""
     group = RequestGroup(request_id)
-    Request(group, SamplingParams(), token_ids=[1], max_model_len=10)
+    Request(group, SamplingParams(), token_ids=[1], max_model_len=10, owner=owner)
     return group
 
 
@@ -91,6 +91,55 @@ def test_queue_is_full_at_its_limits_and_not_before(clock):
     assert (admission.num_queued, admission.num_live) == (2, 2)
     assert (admission.num_requests, admission.num_rejected) == (2, 2)
     assert admission.get_live("one more") is None
+
+
+def fill(admission, owner, num_tokens=1):
+    """Groups of an owner that the queue takes until it is full."""
+    groups = []
+    while len(groups) < 100:
+        group = request(f"{owner}{admission.num_requests}", owner)
+        try:
+            admission.reserve(group, num_tokens)
+        except EngineOverloadedError:
+            break
+        groups.append(group)
+    return groups
+
+
+def test_each_owner_has_a_share_of_a_queue_that_another_has_filled(clock):
+    admission = Admission(10, 1000, clock)
+    queued = {owner: fill(admission, owner) for owner in "abc"}
+    assert [len(groups) for groups in queued.values()] == [10, 5, 4]
+    assert fill(admission, "a") == []
+    for group in [*queued["b"], *queued["c"]]:
+        admission.forget(group)
+    assert fill(admission, "a") == []
+    admission.forget(queued["a"].pop())
+    admission.reserve(request("again", "a"), 1)
+    assert (admission.num_queued, admission._queued_tokens) == (10, 10)
+
+
+def test_prompt_tokens_have_shares_too_and_one_long_prompt_fits(clock):
+    admission = Admission(100, 100, clock)
+    assert len(fill(admission, "a", 20)) == 5
+    assert len(fill(admission, "b", 20)) == 2
+    assert len(fill(admission, "c", 500)) == 1
+    assert len(fill(admission, "d", 1)) == 25
+
+
+def test_an_owner_without_a_share_left_waits_in_line_and_others_pass_it(clock):
+    admission = Admission(4, 1000, clock)
+    first = fill(admission, "a")
+    waiting = admission.reserve_or_wait(request("late", "a"), 1, lambda: False)
+    assert waiting is not None
+    assert len(fill(admission, "b")) == 2
+    with pytest.raises(EngineOverloadedError, match="1 wait for a place"):
+        admission.reserve(request("later", "a"), 1)
+    for group in first[:2]:
+        admission.forget(group)
+        assert not waiting.done()
+    admission.forget(first[2])
+    assert waiting.result(0) is None
 
 
 def test_a_prompt_that_is_longer_than_the_queue_waits_alone(clock):

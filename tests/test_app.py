@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import socket
+import time
 from types import SimpleNamespace
 
 import httpx
@@ -16,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from asyncllm import InvalidRequestError
 from asyncllm.metrics import EngineMetrics
 from asyncllm.serving import create_app
-from asyncllm.serving.connections import _Answer
+from asyncllm.serving.http_protocol import _Answer
 from asyncllm.testing import fake_engine
 from tests.app_clients import (
     BODY,
@@ -124,6 +126,31 @@ async def test_metrics_are_prometheus():
         transport = httpx.ASGITransport(create_app(engine, metrics=metrics))
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
             assert 'zone="a"' in (await client.get("/metrics")).text
+
+
+async def test_scrapes_that_wait_share_a_rendering_and_leave_the_loop_four_fifths(monkeypatch):
+    spans, render = [], EngineMetrics.render
+
+    def slow_render(self):
+        began = time.monotonic()
+        time.sleep(0.02)
+        text = render(self)
+        spans.append((began, time.monotonic()))
+        return text
+
+    monkeypatch.setattr(EngineMetrics, "render", slow_render)
+    async with app_client(fake_engine("Hello")) as client:
+        for count in (1, 2):
+            await client.post(CHAT, json=BODY)
+            answers = await asyncio.gather(*(client.get("/metrics") for _ in range(40)))
+            for answer in answers:
+                families = text_string_to_metric_families(answer.text)
+                (tokens,) = [one for one in families if one.name == "asyncllm:generation_tokens"]
+                assert [sample.value for sample in tokens.samples] == [6.0 * count]
+    # Of 40 scrapes, some may ask before the first is rendered, and the others while it is.
+    assert 2 <= len(spans) <= 4
+    for (began, ended), (next_began, _) in itertools.pairwise(spans):
+        assert next_began - ended >= 4 * (ended - began) - 0.001
 
 
 async def test_an_application_starts_an_engine_that_is_new_and_no_other():

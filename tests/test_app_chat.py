@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from asyncllm import RequestError
+from asyncllm.counterparts import COUNTERPARTS
 from asyncllm.serving import create_app
 from asyncllm.testing import fake_engine
 from tests.app_clients import RawRequest, app_client, events_of, user
@@ -297,6 +298,77 @@ async def test_the_error_for_a_field_of_vllms_names_the_one_here():
     assert (chat_error["code"], chat_error["param"]) == ("unknown_parameter", "guided_regex")
     assert plain_error["message"] == message
     assert sampling_error["message"] == "'params': no such field"
+
+
+OTHER_ENDPOINTS = [
+    ("chat/completions", {"max_output_tokens": 5}, "max_completion_tokens"),
+    ("chat/completions", {"input": "x"}, "messages"),
+    ("chat/completions", {"prompt": "x"}, "messages"),
+    ("chat/completions", {"instructions": "x"}, "a message with the role system"),
+    ("chat/completions", {"text": {"format": {}}}, "response_format"),
+    ("chat/completions", {"reasoning": {"effort": "low"}}, "reasoning_effort"),
+    ("completions", {"messages": user("x")}, "prompt; conversations go to /v1/chat/completions"),
+    ("completions", {"input": "x"}, "prompt"),
+    ("completions", {"prompt": "x", "max_output_tokens": 5}, "max_tokens"),
+    ("completions", {"prompt": "x", "max_completion_tokens": 5}, "max_tokens"),
+    ("responses", {"max_tokens": 5}, "max_output_tokens"),
+    ("responses", {"max_completion_tokens": 5}, "max_output_tokens"),
+    ("responses", {"messages": user("x")}, "input"),
+    ("responses", {"response_format": {"type": "text"}}, 'text={"format": …}'),
+    ("responses", {"reasoning_effort": "low"}, 'reasoning={"effort": …}'),
+    *(
+        (path, {"extra_body": {"top_k": 5}}, COUNTERPARTS["field"]["extra_body"])
+        for path in ("chat/completions", "completions", "responses")
+    ),
+]
+FLAT = {"type": "function", "name": "f"}
+NESTED = {"type": "function", "function": {"name": "f"}}
+OTHER_SHAPES = [
+    ("chat/completions", {"tools": [TOOL, FLAT]}, "tools[1].name", 'function={"name": …}'),
+    ("chat/completions", {"tool_choice": FLAT}, "tool_choice.name", 'function={"name": …}'),
+    (
+        "responses",
+        {"tools": [NESTED]},
+        "tools[0].function",
+        "name, description and parameters, beside type",
+    ),
+    ("responses", {"tool_choice": NESTED}, "tool_choice.function", "name, beside type"),
+]
+
+
+async def test_the_error_for_a_field_of_another_endpoint_names_the_one_here():
+    cases = [(path, fields, [*fields][-1], ours) for path, fields, ours in OTHER_ENDPOINTS]
+    async with app_client(fake_engine("x")) as client:
+        for path, fields, param, ours in [*cases, *OTHER_SHAPES]:
+            rest = {"chat/completions": {"messages": user("x")}, "responses": {"input": "x"}}
+            body = fields if path == "completions" else rest[path] | fields
+            error = (await client.post(f"/v1/{path}", json=body)).json()["error"]
+            message = f"'{param}': no such field, expected {ours}"
+            assert (error["message"], error["param"]) == (message, param)
+            assert error["code"] == "unknown_parameter"
+
+
+TEXT_OR = [
+    ("chat/completions", {"messages": user("x"), "stop": 5}, "stop=5", "list or string"),
+    ("chat/completions", {"messages": user(5)}, "messages[0].content=5", "list or string"),
+    (
+        "chat/completions",
+        {"messages": user("x"), "tool_choice": 5},
+        "tool_choice=5",
+        "dictionary or string",
+    ),
+    ("completions", {"prompt": 5}, "prompt=5", "string or list"),
+    ("responses", {"input": 5}, "input=5", "list or string"),
+]
+
+
+async def test_the_error_for_a_field_of_two_types_names_both():
+    async with app_client(fake_engine("x")) as client:
+        for path, fields, given, types in TEXT_OR:
+            error = (await client.post(f"/v1/{path}", json=fields)).json()["error"]
+            assert error["message"] == f"{given}: expected a valid {types}"
+        one = (await chat(client, stop=["a", 4])).json()["error"]
+    assert one["message"] == "stop[1]=4: expected a valid string"
 
 
 async def test_neutral_values_are_accepted():

@@ -14,14 +14,11 @@ import h11
 import httpx
 import pytest
 
-from asyncllm.serving import connections
-from asyncllm.serving.connections import (
-    MAX_FRAGMENTS,
-    SPARE_FILES,
-    WebSocketProtocol,
-)
+from asyncllm.serving import http_protocol
+from asyncllm.serving.connections import SPARE_FILES
 from asyncllm.serving.http_parser import HttpParser
-from asyncllm.serving.turns import EVENTS_PER_TURN
+from asyncllm.serving.turns import EVENTS_PER_TURN, STARTS_PER_ITERATION, Starts
+from asyncllm.serving.websocket_protocol import MAX_FRAGMENTS, WebSocketProtocol
 from asyncllm.testing import fake_engine
 from tests.app_clients import (
     BODY,
@@ -117,10 +114,44 @@ async def test_an_invalid_chunk_after_the_answer(caplog):
             await read_to_end(reader)
 
 
+async def test_requests_of_clients_that_have_gone_are_not_submitted():
+    engine = fake_engine("Hello")
+    body = json.dumps({**BODY, "stream": True})
+    request = f"{HEAD}{len(body)}\r\n\r\n{body}".encode()
+    async with served_app(engine) as server:
+        for _ in range(50):  # at once: the event loop runs none of the server meanwhile
+            with socket.create_connection(("127.0.0.1", server.port)) as client:
+                client.sendall(request)
+        async with httpx.AsyncClient(base_url=url_of(server)) as client:
+            answer = await client.post(CHAT, json=BODY)
+        await all_left(server)
+        assert answer.json()["choices"][0]["message"]["content"] == "Hello"
+        assert engine.stats().num_requests == 1
+
+
+async def test_requests_begin_a_few_at_a_time_and_in_order():
+    """Those of clients that have gone take no other's turn."""
+    starts, begun, sizes = Starts(), [], []
+
+    async def request(number):
+        await starts.wait(lambda: number < 6)
+        begun.append(number)
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(20):
+            tasks.create_task(request(number))
+        while len(begun) < 20:
+            before = len(begun)
+            await asyncio.sleep(0)
+            sizes.append(len(begun) - before)
+    assert begun == [*range(20)]
+    assert [size for size in sizes if size] == [6 + STARTS_PER_ITERATION, 4, 4, 2]
+
+
 @pytest.mark.parametrize("sent", [b"x", b""])
 async def test_a_body_that_nothing_reads_holds_no_connection(caplog, monkeypatch, sent):
     """It may be sent byte by byte, or begun and not gone on with."""
-    monkeypatch.setattr(connections, "LINGER", 0.2)
+    monkeypatch.setattr(http_protocol, "LINGER", 0.2)
     head = GET + b"Content-Length: 100000\r\n\r\n"
     async with attacked(caplog) as server, connected(server, head) as (reader, writer):
         assert b" 200 " in await reader.readline()
@@ -161,7 +192,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("asked", "fields", "status"), REFUSED)
 async def test_chunks_behind_an_answer_are_not_parsed(monkeypatch, turns, asked, fields, status):
-    monkeypatch.setattr(connections, "LINGER", 0.2)
+    monkeypatch.setattr(http_protocol, "LINGER", 0.2)
     head = f"{asked} HTTP/1.1\r\nHost: x\r\n".encode() + fields
     data = head + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 1_000_000
     async with served_app(fake_engine("x"), token="right") as server:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import json
 import threading
+import tracemalloc
 
 import pytest
 
 from asyncllm import AsyncLLMEngine
 from asyncllm.sampling_params import MAX_BIAS
+from asyncllm.serving import create_app
 from asyncllm.serving.request_body import RequestBody
+from asyncllm.serving.response_events import ResponseEvents
+from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.serving.token_logprobs import LegacyLogprobs, LogprobWriter
 from asyncllm.testing import fake_engine
 from asyncllm.text.tokenizer import Tokenizer
-from tests.app_clients import app_client
+from tests.app_clients import RawRequest, app_client
+from tests.idle import until
+from tests.websocket_clients import ENDS, client_of, served
 
 pytestmark = pytest.mark.asyncio
 
@@ -73,6 +81,87 @@ async def test_a_long_body_is_read_on_one_thread_and_a_short_one_at_once(path, m
     assert len(found) == 8
     assert {most for _, most in found} == {1}
     assert here not in {thread for thread, _ in found}
+
+
+async def test_a_short_request_behind_a_long_conversation_is_checked_on_the_thread(threads_of):
+    submits, here = threads_of(ResponseRequest, "submit"), threading.get_ident()
+    engine = fake_engine("x", max_model_len=40_000, num_blocks=3000)
+    async with app_client(engine) as client:
+        for count, is_here in ((100, True), (1000, False)):
+            items = [{"role": "user", "content": "a"}] * count
+            first = await client.post("/v1/responses", json={"input": items})
+            submits["threads"].clear()
+            body = {"input": "b", "previous_response_id": first.json()["id"]}
+            assert (await client.post("/v1/responses", json=body)).status_code == 200
+            assert (submits["threads"] == {here}) is is_here
+
+
+@contextlib.contextmanager
+def held_by(count):
+    """Yields a function: the memory held per request since the block began, in bytes."""
+
+    def held():
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0] / count
+
+    gc.collect()
+    tracemalloc.start()
+    try:
+        yield held
+    finally:
+        tracemalloc.stop()
+
+
+PADDED = " " * 1_000_000
+"""As part of a body, memory that nothing but the body itself takes."""
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+async def test_a_body_is_not_held_while_its_answer_is_made(path):
+    engine = fake_engine("x")
+    app, fields = create_app(engine), json.dumps(BODIES[path]("a"))
+    async with engine, contextlib.AsyncExitStack() as stack:
+        await engine.pause()
+        with held_by(6) as held:
+            requests = [
+                await stack.enter_async_context(RawRequest(app, (fields + PADDED).encode(), path))
+                for _ in range(6)
+            ]
+            try:
+                await until(lambda: engine.stats().num_waiting == 6)
+                await until(lambda: held() < 200_000, 5.0)
+            finally:
+                await engine.resume()
+        for one in requests:
+            await one.whole()
+            assert one.status == 200
+
+
+async def test_a_message_is_not_held_once_it_is_answered():
+    async with served(fake_engine("x"), max_message_size=1 << 21) as server:
+        async with contextlib.AsyncExitStack() as stack:
+            clients = [await stack.enter_async_context(client_of(server)) for _ in range(6)]
+            for one in clients:
+                await one.ask("a")
+            with held_by(6) as held:
+                for one in clients:
+                    body = json.dumps({"type": "response.create", "input": "a"})
+                    await one.connection.send(body + PADDED)
+                    assert (await one.until(*ENDS))[-1]["type"] == "response.completed"
+                del body
+                await until(lambda: held() < 200_000, 5.0)
+
+
+@pytest.mark.parametrize("size", [10_000, 50_000])
+@pytest.mark.parametrize("kept", [5, None])
+async def test_a_long_response_is_written_on_the_thread(threads_of, size, kept):
+    written, here = threads_of(ResponseEvents, "_response"), threading.get_ident()
+    fields = {"instructions": "b" * size, "truncate_prompt_tokens": kept}
+    engine = fake_engine("x", max_model_len=5000, num_blocks=2000)
+    async with served(engine) as server, client_of(server) as client:
+        end = (await client.ask("a", **fields))["status"]
+    assert end == ("failed" if kept is None else "completed")
+    assert (here in written["threads"]) is (size == 10_000)
 
 
 async def test_tokenize_refuses_what_cannot_fit_before_it_is_tokenised(threads_of):

@@ -91,7 +91,8 @@ def no_library():
         (b"neon", False, 64, "native"),
         (b"avx2", False, 513, "torch"),
         (b"baseline", False, 64, "torch"),
-        (b"avx512", True, 64, "torch"),
+        (b"avx512bf16", True, 64, "native"),
+        (b"baseline", True, 64, "torch"),
     ],
 )
 def test_auto_is_native_where_its_vectors_are(monkeypatch, isa, amx, head_dim, expected):
@@ -101,6 +102,8 @@ def test_auto_is_native_where_its_vectors_are(monkeypatch, isa, amx, head_dim, e
     assert registry.resolve_backend_name("auto", replace(CPU, shape=shape)) == expected
     assert registry.resolve_backend_name("auto", GPU) == "triton"
     assert registry.resolve_backend_name("torch", CPU) == "torch"
+    named = 'AMX tiles, and attention_backend="torch" does' in registry.choose_native().reason
+    assert named == (amx and isa != b"baseline")
 
 
 def test_without_native_ops_a_cpu_has_plain_torch_and_says_why(monkeypatch, caplog):

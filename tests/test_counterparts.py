@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import fields, replace
 from inspect import signature
@@ -12,6 +13,9 @@ import pytest
 from asyncllm import LLM, AsyncLLMEngine, EngineConfig, InvalidRequestError, SamplingParams
 from asyncllm.callbacks import stream_with_callbacks
 from asyncllm.counterparts import COUNTERPARTS
+from asyncllm.serving.chat_request import ChatRequest
+from asyncllm.serving.completion_request import CompletionRequest
+from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.testing import fake_engine, fake_llm
 
 SETTINGS = {
@@ -83,11 +87,11 @@ async def test_a_sampling_parameter(name):
 
 
 def test_every_counterpart_exists():
-    expected = {"setting": SETTINGS, "sampling parameter": SAMPLING | {"params": "sampling_params"}}
-    assert expected == COUNTERPARTS
-    known = {"setting": EngineConfig, "sampling parameter": SamplingParams}
-    for kind, names in COUNTERPARTS.items():
-        here = {field.name for field in fields(known[kind])}
+    assert COUNTERPARTS["setting"] == SETTINGS
+    assert COUNTERPARTS["sampling parameter"] == SAMPLING | {"params": "sampling_params"}
+    for kind, known in {"setting": EngineConfig, "sampling parameter": SamplingParams}.items():
+        names = COUNTERPARTS[kind]
+        here = {field.name for field in fields(known)}
         assert not here & names.keys()
         if kind == "sampling parameter":
             here |= signature(AsyncLLMEngine.stream).parameters.keys()
@@ -96,6 +100,15 @@ def test_every_counterpart_exists():
     for kind, value in {"json": {}, "regex": "a", "choice": ["a"], "json_object": True}.items():
         found = SamplingParams(structured_outputs={kind: value}).structured_outputs
         assert found.kind == kind
+
+
+@pytest.mark.parametrize("body", [ChatRequest, CompletionRequest, ResponseRequest])
+def test_every_counterpart_of_a_body_exists(body):
+    names = COUNTERPARTS[body.KIND]
+    assert not body.model_fields.keys() & names.keys()
+    assert not body.NEUTRAL.keys() & names.keys()
+    ours = {re.split("[=;]", one)[0] for name, one in names.items() if "." not in name}
+    assert ours - {"a message with the role system"} <= body.model_fields.keys()
 
 
 def test_other_unknown_names_are_told_what_there_is():

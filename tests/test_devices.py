@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from asyncllm.errors import EngineError
-from asyncllm.gpu.devices import CudaDriver, resolve_device
+from asyncllm.gpu.devices import resolve_device
 
 NO_DRIVER = (
     "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and "
@@ -34,35 +36,38 @@ class Machine:
     selected: int = 0
     started: bool = False
 
-    def built(self) -> bool:
-        return self.is_built
-
-    def start(self) -> None:
+    def init(self) -> None:
         assert self.is_built
         if self.failure is not None:
             raise self.failure
         self.started = True
 
-    def count(self) -> int:
+    def device_count(self) -> int:
         assert self.started
         return len(self.gpus)
 
-    def current(self) -> int:
+    def current_device(self) -> int:
         assert self.started
         return self.selected
 
-    def capability(self, index: int) -> tuple[int, int]:
+    def get_device_capability(self, index: int) -> tuple[int, int]:
         assert self.started
         return self.gpus[index][1]
 
-    def name(self, index: int) -> str:
+    def get_device_name(self, index: int) -> str:
         assert self.started
         return self.gpus[index][0]
 
 
-def refused(machine: CudaDriver, name: str = "cuda") -> EngineError:
+def resolve(name: str, machine: Any) -> torch.device:
+    is_built = getattr(machine, "is_built", torch.backends.cuda.is_built())
+    with mock.patch("torch.backends.cuda.is_built", return_value=is_built):
+        return resolve_device(name, machine)
+
+
+def refused(machine: Any, name: str = "cuda") -> EngineError:
     with pytest.raises(EngineError) as caught:
-        resolve_device(name, machine)
+        resolve(name, machine)
     message = str(caught.value)
     assert f"device={name!r}" in message
     assert 'device="cpu"' in message
@@ -80,13 +85,13 @@ def refused(machine: CudaDriver, name: str = "cuda") -> EngineError:
     ],
 )
 def test_a_usable_device_comes_with_its_index(name, selected, expected, caplog):
-    assert resolve_device(name, Machine(selected=selected)) == torch.device(expected)
+    assert resolve(name, Machine(selected=selected)) == torch.device(expected)
     assert not caplog.records
 
 
 def test_the_cpu_is_taken_without_a_look_at_cuda():
     machine = Machine(failure=RuntimeError(TOO_OLD))
-    assert resolve_device("cpu", machine) == torch.device("cpu")
+    assert resolve("cpu", machine) == torch.device("cpu")
     assert not machine.started
 
 
@@ -132,24 +137,23 @@ def test_an_old_gpu_is_refused_with_both_capabilities():
 )
 def test_auto_warns_of_a_gpu_that_it_cannot_use(machine, words, caplog):
     with caplog.at_level(logging.DEBUG):
-        assert resolve_device("auto", machine) == torch.device("cpu")
+        assert resolve("auto", machine) == torch.device("cpu")
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * len(words)
     assert all(word in caplog.text for word in words)
 
 
 def test_what_is_no_refusal_of_cuda_is_not_swallowed():
     with pytest.raises(KeyError):
-        resolve_device("auto", Machine(failure=KeyError("a mistake")))
+        resolve("auto", Machine(failure=KeyError("a mistake")))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_torch_itself_gives_the_reason_here(caplog):
     """With a build of torch for CUDA this takes torch's own text through the same path."""
-    driver = CudaDriver()
-    error = refused(driver)
-    if driver.built():
+    error = refused(torch.cuda)
+    if torch.backends.cuda.is_built():
         assert isinstance(error.__cause__, RuntimeError)
         assert str(error.__cause__) in str(error)
     else:
         assert "built without CUDA" in str(error)
-    assert resolve_device("auto", driver) == torch.device("cpu")
+    assert resolve("auto", torch.cuda) == torch.device("cpu")

@@ -22,7 +22,7 @@ from asyncllm.gpu.decoder_loading import resolve_conversion
 from asyncllm.gpu.formats import reader as reader_module
 from asyncllm.gpu.formats.open_checkpoint import FORMATS, open_checkpoint
 from asyncllm.gpu.ops.torch_ops import TorchOps
-from asyncllm.gpu.weight_upload import CopyEngine, PinnedUploader
+from asyncllm.gpu.weight_upload import PinnedUploader
 from asyncllm.gpu.weights import load_weights
 from tests.checkpoints import make_checkpoint
 from tests.live_bytes import LiveBytes
@@ -219,7 +219,7 @@ def test_a_bias_of_zeros_changes_nothing(plain, tmp_path):
         list(load_weights(model, torch.float32, CPU))
 
 
-class Transfers(CopyEngine):
+class CountingUploader(PinnedUploader):
     """Copies at once, and counts them."""
 
     count = 0
@@ -237,12 +237,11 @@ def test_slices_go_through_the_buffers_of_a_gpu(plain, tmp_path, monkeypatch, na
     monkeypatch.setattr(reader_module, "SLICE_ELEMENTS", 1500)
     model = ModelConfig.from_directory(repack(plain, tmp_path, CASES[name]))
     expected = dict(load_weights(model, torch.bfloat16, CPU))
-    transfers = Transfers()
-    staging = PinnedUploader(CPU, chunk_bytes=1000, pin=False, transfers=transfers)
+    staging = CountingUploader(CPU, chunk_bytes=1000, pin=False)
     found = dict(load_weights(model, torch.bfloat16, CPU, staging=staging))
     assert list(found) == list(expected)
     assert all(torch.equal(found[n], tensor) for n, tensor in expected.items())
-    assert transfers.count > 100
+    assert staging.count > 100
 
 
 @pytest.mark.parametrize("name", ["awq", "fp8-ragged", "ct-pack-4"])

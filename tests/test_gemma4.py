@@ -18,7 +18,7 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.kv_cache import block_bytes
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.architectures import sum_parameters
-from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups, kv_indices
+from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_plan
 from asyncllm.gpu.models.layer_inputs import InputLayer
 from asyncllm.gpu.models.rope import inverse_frequencies
 from asyncllm.gpu.ops.torch_attention import TorchAttention
@@ -153,7 +153,7 @@ A4B = TINY | {
 def groups_of(model: ModelConfig, block_size: int) -> list[Any]:
     kinds = attention_kinds(model)
     attention = {kind: TorchAttention(kind.shape, torch.bfloat16) for kind in kinds}
-    return kv_groups(model, attention, block_size)
+    return kv_plan(model).kv_groups(attention, block_size)
 
 
 def test_layers_that_share_have_no_memory_of_their_own(tmp_path):
@@ -165,7 +165,7 @@ def test_layers_that_share_have_no_memory_of_their_own(tmp_path):
         (4, None, 16), *[(4, 512, 32)] * 5,
     ]  # fmt: skip
     assert sorted(layer for group in groups for layer in group.spec.layers) == list(range(24))
-    indices = kv_indices(model)
+    indices = dict(enumerate(kv_plan(model).indices))
     assert [indices[layer] for layer in range(24)] == list(range(24))
     kinds = [layer.head_dim for layer in model.layers]
     assert {(kinds[i], index) for i, index in indices.items() if i >= 24} == {

@@ -24,7 +24,8 @@ from asyncllm import EngineConfig
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey
 from asyncllm.gpu.ops.torch_ops import TorchOps
-from asyncllm.gpu.ops.triton.attention import TritonAttention, TritonPlan
+from asyncllm.gpu.ops.triton.attention import TritonAttention
+from asyncllm.gpu.ops.triton.attention_plan import TritonPlan
 from asyncllm.gpu.ops.triton.tuning import Tiles
 from benchmarks.common import Report
 from benchmarks.gpu import baselines, decode, engine, kernels, smoke, smoke_probes, tune

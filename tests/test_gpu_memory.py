@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,9 +23,10 @@ from asyncllm.core.batch import StepBatch
 from asyncllm.errors import EngineError, KVCacheTooSmallError
 from asyncllm.gpu import build, cache_sizing, decoder_loading, memory, model_runner
 from asyncllm.gpu.build import build_model_runner
+from asyncllm.gpu.cache_sizing import KVCacheSize, min_cache_bytes, size_cache
 from asyncllm.gpu.execution_mode import graph_reserve
 from asyncllm.gpu.graph.capturer import CudaGraphCapturer
-from asyncllm.gpu.kv_cache import KVCacheSize, block_bytes, min_cache_bytes, size_cache
+from asyncllm.gpu.kv_cache import block_bytes
 from asyncllm.gpu.memory import (
     SEGMENT_BYTES,
     MemoryProbe,
@@ -34,8 +36,7 @@ from asyncllm.gpu.memory import (
     is_out_of_memory,
     release,
 )
-from asyncllm.gpu.models.attention_kinds import attention_kinds
-from asyncllm.gpu.models.attention_kinds import kv_groups as own_kv_groups
+from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_plan
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops.torch_attention import TorchAttention
@@ -123,22 +124,27 @@ class SimulatedGPU:
             raise self.error
 
 
+def on_gpu(gpu: SimulatedGPU, call: Callable[..., Any], *args: Any) -> Any:
+    with mock.patch.object(memory, "GPU_MEMORY", gpu):
+        return call(*args)
+
+
 def size(gpu: SimulatedGPU, *, weights: int, step: Any, config: EngineConfig | None = None, **kw):
     """As a start does: look, load, measure."""
     config = config or EngineConfig()
-    free_at_start = check_weights(config, GPU, weights, gpu)
-    gpu.engine += weights
-    gpu.others += gpu.taken
     settings = {"graph_reserve": 0, "captured_fraction": 0.0, "min_bytes": 1} | kw
-    return cuda_cache_bytes(
-        config,
-        GPU,
-        free_at_start=free_at_start,
-        weights_bytes=weights,
-        profile_run=step if callable(step) else lambda: gpu.take(step),
-        probe=gpu,
-        **settings,
-    )
+    with mock.patch.object(memory, "GPU_MEMORY", gpu):
+        free_at_start = check_weights(config, GPU, weights)
+        gpu.engine += weights
+        gpu.others += gpu.taken
+        return cuda_cache_bytes(
+            config,
+            GPU,
+            free_at_start=free_at_start,
+            weights_bytes=weights,
+            profile_run=step if callable(step) else lambda: gpu.take(step),
+            **settings,
+        )
 
 
 @pytest.mark.parametrize(
@@ -279,23 +285,23 @@ def test_an_allocator_without_pools_wants_the_size_said():
 def test_weights_that_do_not_fit_are_refused_before_they_are_read():
     gpu = SimulatedGPU(total=20 * GIB, others=10 * GIB)
     with pytest.raises(EngineError) as caught:
-        check_weights(EngineConfig(), GPU, 11 * GIB, gpu)
+        on_gpu(gpu, check_weights, EngineConfig(), GPU, 11 * GIB)
     message = str(caught.value)
     for word in (str(11 * GIB), str(20 * GIB), f"{10 * GIB} are free", "free memory"):
         assert word in message
     low = EngineConfig(gpu_memory_utilization=0.25)
     with pytest.raises(EngineError, match=r"gpu_memory_utilization=0\.25 allows.*raise it"):
-        check_weights(low, GPU, 6 * GIB, gpu)
-    assert check_weights(low, GPU, 5 * GIB, gpu) == 10 * GIB
+        on_gpu(gpu, check_weights, low, GPU, 6 * GIB)
+    assert on_gpu(gpu, check_weights, low, GPU, 5 * GIB) == 10 * GIB
 
 
 @pytest.mark.parametrize("fields", [{"num_blocks": 100}, {"kv_cache_memory": "1GiB"}])
 def test_the_share_does_not_limit_weights_beside_a_cache_of_a_size_that_was_set(fields):
     config = EngineConfig(gpu_memory_utilization=0.1, **fields)
     gpu = SimulatedGPU(total=20 * GIB)
-    assert check_weights(config, GPU, 19 * GIB, gpu) == 20 * GIB
+    assert on_gpu(gpu, check_weights, config, GPU, 19 * GIB) == 20 * GIB
     with pytest.raises(EngineError, match="are free"):
-        check_weights(config, GPU, 21 * GIB, gpu)
+        on_gpu(gpu, check_weights, config, GPU, 21 * GIB)
 
 
 def test_a_configured_cache_that_does_not_fit_names_its_knob():
@@ -305,12 +311,12 @@ def test_a_configured_cache_that_does_not_fit_names_its_knob():
         ({"kv_cache_memory": "5GiB"}, f"kv_cache_memory={5 * GIB}"),
     ):
         config = EngineConfig(**fields)
-        check_cache(config, GPU, 4 * GIB, gpu)
+        on_gpu(gpu, check_cache, config, GPU, 4 * GIB)
         with pytest.raises(KVCacheTooSmallError) as caught:
-            check_cache(config, GPU, 4 * GIB + 1, gpu)
+            on_gpu(gpu, check_cache, config, GPU, 4 * GIB + 1)
         for word in (knob, f"lower {knob.split('=')[0]}", str(20 * GIB), f"{4 * GIB} are free"):
             assert word in str(caught.value)
-    check_cache(EngineConfig(), GPU, 100 * GIB, gpu)
+    on_gpu(gpu, check_cache, EngineConfig(), GPU, 100 * GIB)
 
 
 @pytest.mark.parametrize("layers", [((0, 1),), ((0,), (1,))], ids=["one group", "two groups"])
@@ -451,7 +457,7 @@ def test_one_layer_of_each_window_stands_for_all():
     model = replace(MODEL, num_layers=8, sliding_window=20, sliding_layers=sliding)
     decoder = make_decoder(model)
     run = {"max_num_batched_tokens": 40, "max_num_seqs": 1, "max_model_len": 40}
-    profile_run(decoder, own_kv_groups(model, decoder.attention, 8), **run)
+    profile_run(decoder, kv_plan(model).kv_groups(decoder.attention, 8), **run)
     # Layers 0 and 1 see all, 4 and 7 a window, in two steps of which both kinds were planned.
     assert [kind.window for kind in decoder.attention] == [None, 20]
     for attention in decoder.attention.values():
@@ -538,7 +544,7 @@ LAUNCH = RuntimeError("CUDA error: unspecified launch failure")
 )
 def test_release_waits_and_then_empties(device, state, log, warning, caplog):
     gpu = SimulatedGPU(cached=GIB, **state)
-    release(device, gpu)
+    on_gpu(gpu, release, device)
     assert gpu.log == log
     assert (gpu.free == gpu.total) == ("empty_cache" in log)
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * bool(warning)

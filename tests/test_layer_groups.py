@@ -12,9 +12,10 @@ from asyncllm.config import EngineConfig
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.errors import KVCacheTooSmallError
 from asyncllm.gpu.batch.block_table import BlockTable
-from asyncllm.gpu.kv_cache import KVCache, KVGroup, block_bytes, blocks_per_seq, size_cache
-from asyncllm.gpu.kv_groups import MAX_GROUPS, LayerCache, LayerGroup, group_layers, make_kv_groups
-from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups
+from asyncllm.gpu.cache_sizing import blocks_per_seq, size_cache
+from asyncllm.gpu.kv_cache import KVCache, KVGroup, block_bytes
+from asyncllm.gpu.kv_groups import MAX_GROUPS, KVPlan, LayerCache, LayerGroup, group_layers
+from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_plan
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.base import AttentionShape, BlockLayout, block_layout
 from asyncllm.gpu.ops.torch_attention import TorchAttention
@@ -101,8 +102,7 @@ def test_groups_of_layers_with_other_heads_share_blocks():
     shapes = AttentionShape(4, 2, 16, 1.0), AttentionShape(4, 2, 8, 1.0)
     kinds = [AttentionKind(shapes[0]), AttentionKind(shapes[1], 512, kv_group=1)]
     attention = {kind: TorchAttention(kind.shape, torch.float32) for kind in kinds}
-    layers = group_layers([LayerCache.of(kind) for kind in kinds], CONTEXT)
-    groups = make_kv_groups(layers, kinds, attention, 4)
+    groups = KVPlan.of(kinds, [None, None], CONTEXT).kv_groups(attention, 4)
     cache = KVCache(groups, 3, torch.float32, CPU)
     assert [tuple(one.shape) for one in cache.layers] == [(2, 3, 4, 2, 16), (2, 3, 8, 2, 8)]
     cache.layers[1][:, 2] = 1.0
@@ -178,7 +178,7 @@ SLIDING = replace(
 def groups_of(model):
     kinds = attention_kinds(model)
     attention = {kind: TorchAttention(kind.shape, torch.float32) for kind in kinds}
-    return kv_groups(model, attention, 4)
+    return kv_plan(model).kv_groups(attention, 4)
 
 
 def sized(config, step_tokens=6, available=0):

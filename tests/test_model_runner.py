@@ -14,7 +14,7 @@ import torch
 from asyncllm.config import EngineConfig
 from asyncllm.core.executor import Executor, StepOutOfMemoryError
 from asyncllm.errors import KVCacheTooSmallError
-from asyncllm.gpu import devices, kv_cache
+from asyncllm.gpu import cache_sizing, devices
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.calibration import GPU_TARGET_SECONDS, calibrate_token_budget, min_tokens_ahead
 from asyncllm.gpu.graph.replay import Replay
@@ -72,7 +72,7 @@ def test_a_cache_that_no_machine_has_is_refused_with_its_size(fields):
 
 
 def test_available_memory_decides_where_nothing_is_set(monkeypatch):
-    monkeypatch.setattr(kv_cache, "available_memory", lambda: 4 * 2**20)
+    monkeypatch.setattr(cache_sizing, "available_memory", lambda: 4 * 2**20)
     runner = make(attention_backend="torch")
     assert state_of(runner).cache.tensor.nbytes == 2**20
 

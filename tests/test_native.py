@@ -142,7 +142,7 @@ def test_attention_is_that_of_a_plain_model(isa, step):
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_token_attends_alike_in_any_chunk_and_company(isa, dtype, window):
     """Bit by bit: alone, among others, in a chunk of any size, on any number of threads."""
-    shape = AttentionShape(6, 2, 40, 40**-0.5)
+    shape = AttentionShape(6, 2, 40, 40**-0.5, softcap=20.0 if window else None)
     lengths = [1100, 3, 37, 700]
     sequences = Sequences(lengths, shape, dtype, 16, seed=5)
     attention = NativeAttention(context(1, isa), shape, dtype)
@@ -167,7 +167,6 @@ def test_a_token_attends_alike_in_any_chunk_and_company(isa, dtype, window):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("convert", [lambda weights: weights, quantise_int8, quantise_int4])
 def test_a_row_of_a_linear_layer_is_its_own(isa, dtype, convert):
-    """Bit by bit, for all numbers of rows, and on any number of threads."""
     generator = torch.Generator().manual_seed(6)
     inputs = 258 if convert is quantise_int4 else 257
     weight = torch.randn(331, inputs, generator=generator)
@@ -433,7 +432,8 @@ def test_avx512_computes_the_same(tmp_path):
     library, program = tmp_path / "libops.so", tmp_path / "fuzz"
     build_emulated(library, SANITIZED)
     link(program, library, find_compiler(), SANITIZED)
-    run_fuzz(program, 1, 10, "avx512")
+    for isa in ("avx512", "avx512bf16"):
+        run_fuzz(program, 1, 10, isa)
     build_emulated(library)
     files = ("native", "native_sampling", "int4", "ops", "recorded_step")
     tests = [str(Path(__file__).parent / f"test_{name}.py") for name in files]
@@ -493,9 +493,7 @@ def test_threads_by_affinity_and_quota(tmp_path, monkeypatch):
         (folder / "cpu.cfs_quota_us").write_text("-1\n")
 
 
-@pytest.mark.asyncio
 async def test_threads_end_with_the_engine():
-    """When ``aclose()`` returns, and not when the collector comes."""
     if not ISAS:
         pytest.skip("no C++ compiler to build the native ops with")
     before = len(own_threads())
@@ -518,7 +516,6 @@ def time_slice(thread: int) -> int:
     return attributes[3]
 
 
-@pytest.mark.asyncio
 async def test_threads_that_compute_have_long_slices():
     """So that the application's thread preempts them as soon as it wakes."""
     if not ISAS:

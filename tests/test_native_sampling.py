@@ -74,7 +74,6 @@ def test_a_token_is_its_rows_own_on_any_threads(isa, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("convert", [lambda weights: weights, quantise_int8, quantise_int4])
 def test_the_head_finds_the_first_of_its_largest_outputs(isa, dtype, convert):
-    """As they are rounded: in bfloat16 many tie. Panels that hang over do not count."""
     generator = torch.Generator().manual_seed(3)
     values = torch.randn(1003, 62, generator=generator).to(dtype)
     values[900:] = values[:103]
@@ -130,7 +129,6 @@ def test_greedy_steps_write_no_logits_and_sample_the_same(monkeypatch, dtype):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_processed_logits_have_the_bits_of_torch(isa, dtype):
-    """Rows of all kinds in one step, in three steps that count their tokens."""
     vocab_size, rows = 1003, 24
     random, generator = Random(4), torch.Generator().manual_seed(4)
     benches = [Bench(vocab_size, rows, ops=name) for name in ("cpu", f"native-{isa}")]
@@ -168,7 +166,6 @@ def test_processed_logits_have_the_bits_of_torch(isa, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("vocab_size", "counts"), [(70, [0, 1, 70]), (20_000, [5, 79, 400])])
 def test_log_probabilities_and_ranks(isa, dtype, vocab_size, counts):
-    """Those of equal logits in order of their tokens, of which there are many in bfloat16."""
     rows = 6
     logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(8)) * 4
     logits[3] = torch.linspace(-1e-3, 1e-3, vocab_size)
@@ -244,7 +241,6 @@ def test_what_cannot_be_sampled_from_is_refused():
 
 
 def test_a_greedy_row_that_needs_the_host_gets_its_logits():
-    """Alone in its step, and so its first row."""
     runner = make(MODEL, attention_backend="native")
     plain = outputs_of(runner, [1, 2, 3], 4, GREEDY)
 

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -22,42 +22,20 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from asyncllm import AsyncLLMEngine, InvalidRequestError, RequestError
+from asyncllm import AsyncLLMEngine, InvalidRequestError, RequestError, SamplingParams
 from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.stream import TokenStream
 from tests.fakes import fake
 from tests.hypothesis_settings import examples
+from tests.idle import idle
 from tests.websocket_clients import ENDS, Client, client_of, served
 
 # On the engine thread too: the filters are the process's.
 pytestmark = pytest.mark.filterwarnings("error")
 
-SAMPLING_FIELDS = [
-    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens",
-    "min_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", "logit_bias",
-    "allowed_token_ids", "bad_words",
-    "detokenize", "skip_special_tokens", "include_stop_str_in_output", "structured_outputs",
-    "logits_processors", "extra_args",
-]  # fmt: skip
-OPTIONS = [
-    "request_id",
-    "priority",
-    "timeout",
-    "max_unread",
-    "on_slow",
-    "cache_salt",
-    "sampling_params",
-]
-CHAT_OPTIONS = [
-    "tools",
-    "tool_choice",
-    "response_format",
-    "chat_template",
-    "chat_template_kwargs",
-]
-
-# --- what is sent ------------------------------------------------------------------------
+SAMPLING_FIELDS = [one.name for one in fields(SamplingParams)]
+OPTIONS = "request_id priority timeout max_unread on_slow cache_salt sampling_params".split()
+CHAT_OPTIONS = "tools tool_choice response_format chat_template chat_template_kwargs".split()
 
 
 class Unprintable(Exception):
@@ -128,9 +106,6 @@ def requests(fields: list[str]) -> st.SearchStrategy[dict[str, Any]]:
     )
 
 
-# --- who is beside it --------------------------------------------------------------------
-
-
 @dataclass
 class Street:
     """An engine on a loop of its own, and its well-behaved residents."""
@@ -150,9 +125,7 @@ class Street:
             await odd()
             found = [(await stream.result()).token_ids for stream in streams]
         assert found == self.expected
-        stats = self.engine.stats()
-        assert (stats.num_running, stats.num_waiting) == (0, 0)
-        assert stats.num_free_blocks == stats.num_blocks
+        await idle(self.engine)
 
     def _residents(self) -> list[TokenStream]:
         return [self.engine.stream(**asked) for asked in self.residents]
@@ -216,9 +189,6 @@ async def read(submit: Callable[[], TokenStream], names: set[str]) -> None:
         assert len(str(told)) < 1000
     if isinstance(told, InvalidRequestError):
         assert told.param in names
-
-
-# --- the tests ---------------------------------------------------------------------------
 
 
 EXAMPLES = examples(20)
@@ -291,7 +261,6 @@ JSON_FIELDS = sorted({*ResponseRequest.model_fields, *ResponseRequest.NEUTRAL, "
 @example({"repetition_penalty": "1e300"})
 @example({"input": json.dumps("x" * 5000)})
 def test_odd_messages(street: Street, fields: dict[str, str]) -> None:
-    """Any JSON value in any field is answered, on a connection that stays open."""
     plain = {"type": '"response.create"', "input": '"1 2"', "max_output_tokens": "4"}
     message = ",".join(f'"{name}":{value}' for name, value in (plain | fields).items())
 

@@ -17,6 +17,7 @@ from asyncllm import (
 from asyncllm.testing import fake_engine, fake_llm
 from asyncllm.text.tokenizer import Tokenizer
 from tests.app_clients import app_client, user
+from tests.refusals import refused
 
 HELLO = user("Hi")
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -67,17 +68,9 @@ async def test_what_a_deadline_leaves_has_no_text_either() -> None:
         assert caught.value.partial.text.startswith("xx")
 
 
-@pytest.mark.parametrize("value", [None, 0, "no", [True]])
-async def test_a_value_that_is_no_truth_is_refused(value: Any) -> None:
-    with pytest.raises(InvalidRequestError, match=r"^detokenize=") as caught:
-        SamplingParams(detokenize=value)
-    assert caught.value.param == "detokenize"
-
-
 async def test_what_needs_text_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="stop strings") as caught:
+    with refused("detokenize", "stop strings"):
         SamplingParams(detokenize=False, stop="x")
-    assert caught.value.param == "detokenize"
     form = {"type": "json_object"}
     for settings, options in (
         ({}, {"tools": [TOOL]}),
@@ -86,9 +79,8 @@ async def test_what_needs_text_is_refused() -> None:
         ({"reasoning_parser": "deepseek_r1"}, {}),
     ):
         async with fake_engine("x", **settings) as engine:
-            with pytest.raises(InvalidRequestError, match="true in a chat") as caught:
+            with refused("detokenize", "true in a chat"):
                 engine.chat(HELLO, detokenize=False, **options)
-            assert caught.value.param == "detokenize"
             with pytest.raises(InvalidRequestError, match="stop strings"):
                 engine.stream("x", SamplingParams(stop="x"), detokenize=False)
             assert engine.stats().num_requests == 0
@@ -110,7 +102,6 @@ async def test_the_protocol_answers_in_text() -> None:
 
 
 async def test_a_step_of_a_beam_search_makes_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose token is of no interest."""
     async with AsyncLLMEngine(num_blocks=16, max_num_batched_tokens=64) as engine:
         made: list[SamplingParams] = []
 

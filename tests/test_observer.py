@@ -132,17 +132,20 @@ async def test_what_is_refused_is_counted_and_not_announced():
     assert len(seen.submitted) == len(seen.finished) == 2
 
 
+class Silent:
+    """An observer; subclasses hear of one thing or another."""
+
+    def on_submit(self, request, submission): ...
+    def on_finish(self, request, usage, error): ...
+
+
 @pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt])
 async def test_what_an_observer_raises_on_the_engine_thread_kills_nothing(kind):
-    class Failing:
-        def on_submit(self, request, submission):
-            pass
-
-        def on_first_token(self, request):
+    class Failing(Silent):
+        def on_first_token(self, *told):
             raise kind
 
-        def on_finish(self, request, usage, error):
-            raise kind
+        on_finish = on_first_token
 
     rig = fake()
     rig.executor.row_errors["bad"] = ZeroDivisionError()
@@ -177,36 +180,27 @@ async def test_what_an_observer_raises_in_the_callers_thread_reaches_no_request(
         assert f"an observer failed in Failing.{method}" in caplog.text
 
 
+class Interrupting(Silent):
+    def on_submit(self, request, submission):
+        raise KeyboardInterrupt
+
+
 async def test_an_observer_interrupts_the_caller_on_the_main_thread_alone():
-    class Failing:
-        def on_submit(self, request, submission):
-            raise KeyboardInterrupt
-
-        def on_finish(self, request, usage, error):
-            pass
-
     rig = fake()
     async with rig.engine() as engine:
-        engine.add_observer(Failing())
+        engine.add_observer(Interrupting())
         stream = await asyncio.to_thread(engine.stream, [1], max_tokens=4)
         result = await stream.result()
     assert list(result.token_ids) == rig.executor.reference([1], 4)
 
 
 async def test_an_interrupt_during_on_submit_is_the_callers_and_leaves_no_request():
-    class Interrupted:
-        def on_submit(self, request, submission):
-            raise KeyboardInterrupt
-
-        def on_finish(self, request, usage, error):
-            pass
-
     async with fake().engine() as engine:
-        interrupted = Interrupted()
-        engine.add_observer(interrupted)
+        interrupting = Interrupting()
+        engine.add_observer(interrupting)
         with pytest.raises(KeyboardInterrupt):
             engine.stream([1])
-        engine.remove_observer(interrupted)
+        engine.remove_observer(interrupting)
         await asyncio.wait_for(engine.aclose(drain=None), 10)
 
 
@@ -224,13 +218,6 @@ async def test_a_removed_observer_hears_the_end_of_what_it_knows():
         await unknown.result()
     assert [name for name, *_ in seen.submitted] == ["known"]
     assert [name for name, *_ in seen.finished] == ["known"]
-
-
-async def test_without_observers_a_request_carries_nothing():
-    async with fake().engine() as engine:
-        stream = engine.stream([1], max_tokens=1)
-        assert stream._group.notifier is None
-        await stream.result()
 
 
 async def test_an_end_that_overtakes_the_announcement_waits_for_it():
@@ -318,10 +305,7 @@ async def test_a_first_token_before_the_submission_is_announced_is_observed_befo
 async def test_the_end_is_observed_before_it_can_be_read():
     readable = []
 
-    class Early:
-        def on_submit(self, request, submission):
-            pass
-
+    class Early(Silent):
         def on_finish(self, request, usage, error):
             readable.append(request.group.channel.ended)
 
@@ -336,9 +320,6 @@ async def test_the_end_is_observed_before_it_can_be_read():
         stream.abort()
         await stream.result()
     assert readable == [False] * 3
-
-
-# --- the log ----------------------------------------------------------------------------
 
 
 async def test_a_death_is_logged_once_with_its_cause(caplog):

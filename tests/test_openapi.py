@@ -59,7 +59,6 @@ def test_a_field_of_the_protocols_keeps_its_own_bounds() -> None:
 
 
 def test_no_two_schemas_have_one_name() -> None:
-    """Parts of bodies and answers stand beside one another in the document."""
     made: dict[str, Any] = {}
     for kind in (*_BODIES, *_ANSWERS):
         schema = TypeAdapter(kind).json_schema(ref_template="#/components/schemas/{model}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import weakref
 from dataclasses import replace
 
@@ -16,7 +15,6 @@ from asyncllm.gpu.batch.sampling_inputs import (
     LogitsTables,
     SamplingRows,
     Stages,
-    TopLogprobs,
 )
 from asyncllm.gpu.batch.sampling_table import LOGITS_STAGE_SCALARS
 from asyncllm.gpu.models.attention_kinds import attention_kinds
@@ -151,19 +149,6 @@ def test_only_tiny_weights_are_kept_in_two_layouts(monkeypatch):
     assert shared.linear.weight is large
 
 
-@pytest.mark.parametrize("rows", [1, 17, 40])
-def test_a_shared_head_is_computed_from_the_plain_weight(rows):
-    generator = torch.Generator().manual_seed(rows)
-    weight = torch.randn(2_000, 256, generator=generator)
-    bias = torch.randn(2_000, generator=generator)
-    x = torch.randn(rows, 256, generator=generator)
-    layer = OneDNNOps().linear(LinearWeights(weight, bias, shared=True))
-    expected = x.double() @ weight.double().T + bias.double()
-    torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-4)
-    # Its rows do not depend on those beside them.
-    torch.testing.assert_close(layer(x[:1]), layer(x)[:1], rtol=1e-5, atol=1e-4)
-
-
 QUANTISED = [
     ("int8", 6, 32, (1, 32)),
     ("int4", 6, 32, (1, 8)),
@@ -174,7 +159,6 @@ QUANTISED = [
 
 @pytest.mark.parametrize(("scheme", "rows", "columns", "block"), QUANTISED)
 def test_weights_of_a_scheme_that_an_op_set_lacks_are_refused(ops, scheme, rows, columns, block):
-    """By name, and never computed with as if they were plain."""
     weights = LinearWeights(**quantised(scheme, rows, columns, block))
     assert weights.shape == (rows, columns)
     accepted = "'plain', or 'int8' and 'int4'" if ops.name == "native" else "'plain' only"
@@ -215,15 +199,8 @@ def test_plain_weights_have_a_bias_and_nothing_else():
         LinearWeights(torch.zeros(6, 32, dtype=torch.int8))
 
 
-def test_bundles_pickle():
-    found = pickle.loads(pickle.dumps(LinearWeights(**quantised("int4", 6, 32, (1, 8)))))
-    assert (found.scheme, found.shape, found.scale_block) == ("int4", (6, 32), (1, 8))
-    assert torch.equal(found.scales, torch.ones(6, 4))
-
-
 @pytest.mark.skipif(not onednn_works(), reason="this torch has no packed linear layers")
 def test_a_decoder_holds_no_second_copy_while_it_is_built():
-    """Of weights that are packed, which float32 is everywhere."""
     sizes = {"vocab_size": 1024, "hidden_size": 640, "intermediate_size": 1024, "head_dim": 64}
     model = replace(MODEL, **sizes, num_layers=3, num_heads=10, num_kv_heads=10)
     dtype = torch.float32
@@ -302,9 +279,6 @@ def test_activations(ops, dtype):
     checks.check_activations(ops, 35, dtype, "cpu")
 
 
-# --- layers with a state of each sequence ------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("channels", "width"), [(37, 4), (70, 2)])
 def test_causal_conv(ops, dtype, channels, width):
@@ -330,7 +304,6 @@ def test_sigmoid_mul(ops, dtype):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_the_winner_of_the_race(ops, dtype):
-    """Of greedy rows, rows with a top_k, and rows that race in rounds."""
     vocab_size, rows, kept = 1500, 9, 70
     logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(5)) * 4
     logits, lines = logits.to(dtype), torch.arange(rows)
@@ -390,17 +363,3 @@ def test_processed_logits(ops, dtype):
     assert found[2, token] == pytest.approx(float(counted), rel=1e-6)
     assert tables.counts.sum(1).tolist() == [0, 4, 1, 0]
     assert torch.equal(found[2, token + 1 :], logits[2, token + 1 :].float())
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_top_logprobs(ops, dtype):
-    logits = (torch.randn(4, 3000, generator=torch.Generator().manual_seed(7)) * 3).to(dtype)
-    tokens, out = torch.tensor([0, 2999, 4, 17]), TopLogprobs(5, 6, CPU)
-    ops.top_logprobs(logits, tokens, out)
-    exact = logits.double().log_softmax(-1)
-    own = exact.gather(1, tokens.unsqueeze(1))
-    expected = torch.cat((exact.topk(6).values, own), 1)
-    torch.testing.assert_close(out.values[:4].double(), expected, rtol=1e-6, atol=1e-6)
-    assert torch.equal(exact.gather(1, out.ids[:4, :6]), expected[:, :6])
-    assert out.ids[:4, 6].tolist() == ((exact > own).sum(1) + 1).tolist()
-    assert not out.values[4].any()

@@ -137,22 +137,6 @@ def test_a_token_is_a_delta_and_the_first_is_told():
     assert (end_of(group), rig.counts) == (None, (0, 0, 0))
 
 
-def test_the_first_token_is_told_by_the_first_member_alone():
-    rig = Rig()
-    group = rig.group(2, max_unread=1)
-    first, second = group.members
-    rig.deliver(second, 5)
-    assert (group.notifier.told, second.first_token_at) == ([], 10.0)
-    rig.deliver(first, 6)
-    assert group.notifier.told == ["first"]
-    assert [(item.index, item.token_ids) for item in group.channel.items] == [(1, (5,)), (0, (6,))]
-    # And without an observer nothing is told.
-    other = rig.group()
-    other.notifier = None
-    rig.deliver(other.members[0], 5)
-    assert other.members[0].first_token_at == 10.0
-
-
 @pytest.mark.parametrize(
     ("reason", "token_id", "include", "last", "held"),
     [
@@ -327,19 +311,6 @@ def test_a_reader_that_catches_up_meanwhile_is_not_left_paused():
     assert channel.is_backpressured is False
 
 
-def test_a_reader_that_falls_behind_may_be_aborted_or_merged_for():
-    rig = Rig()
-    group = rig.group(max_unread=2, on_slow="abort")
-    other = rig.group(max_unread=2)
-    for one in (group, other):
-        rig.deliver(one.members[0], 5)
-        assert end_of(one) is None
-        rig.deliver(one.members[0], 6)
-    assert (end_of(group), group.cancelled) == (("abort", None, ""), True)
-    assert (end_of(other), other.cancelled) == (None, False)
-    assert rig.calls == []
-
-
 # --- ends -------------------------------------------------------------------------------
 
 
@@ -419,21 +390,12 @@ def test_text_that_cannot_be_decoded_fails_the_request():
 
 
 def test_an_error_of_a_member_that_was_to_be_aborted_holds_nothing_back():
-    """The text that an abort would have given is no part of an exception."""
     rig = Rig()
     group = rig.group()
     rig.deliver(group.members[0], 99)
     group.members[0].output.detokenizer.finish = pytest.fail
     rig.processor.fail(group, RequestError("failed"))
     assert rig.counts == (0, 0, 1)
-
-
-def test_without_an_observer_an_end_is_told_to_its_reader_alone():
-    rig = Rig()
-    group = rig.group()
-    group.notifier = None
-    rig.processor.abort(group)
-    assert rig.counts == (0, 1, 0)
 
 
 # --- accounts ---------------------------------------------------------------------------

@@ -19,8 +19,7 @@ from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.formats import reader as reader_module
 from asyncllm.gpu.ops.linear_weights import LinearWeights, WeightForm
 from asyncllm.gpu.ops.native_weights import native_type
-from asyncllm.gpu.packed_weights import packed_weights
-from asyncllm.gpu.weights import load_weights
+from asyncllm.gpu.weights import load_weights, packed_weights
 from tests.checkpoints import make_checkpoint
 from tests.driver import Driver, state_of
 from tests.linear_weights import dequantised
@@ -79,7 +78,6 @@ def layers(names: Iterable[str]) -> set[str]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_packed_weights_are_what_is_otherwise_dequantised(plain, tmp_path, monkeypatch, name):
-    """Stacked out of several tensors, and read in slices of a few rows."""
     monkeypatch.setattr(reader_module, "SLICE_ELEMENTS", 1500)
     model = repacked(plain, tmp_path, CASES[name])
     expected, found = unpacked(loaded(model)), loaded(model, accepts_form=takes)
@@ -201,7 +199,6 @@ def test_one_line_says_what_stays_packed(plain, tmp_path, caplog):
 
 
 def test_less_is_held_than_dequantised(plain, tmp_path, monkeypatch):
-    """Also while they are read."""
     monkeypatch.setattr(reader_module, "SLICE_ELEMENTS", 64)
     model = repacked(plain, tmp_path, CASES["awq"])
     with LiveBytes() as live:

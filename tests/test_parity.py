@@ -144,6 +144,14 @@ def check(case: Case, tally: Tally, seqs: list[Any], indices: list[int]) -> None
         compare(seq, case.expected[index], tally)
 
 
+def check_all(case: Case, tally: Tally, runner: ModelRunner, **options: Any) -> None:
+    """Every prompt in one batch."""
+    driver = Driver(runner)
+    seqs = [driver.add(prompt, OUTPUT) for prompt in case.prompts]
+    driver.run(seqs, **options)
+    check(case, tally, seqs, list(range(len(seqs))))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_are_varied_enough_to_mean_something(load_case, name):
     for expected in load_case(name).expected:
@@ -164,10 +172,7 @@ def test_alone(load_case, tally, name):
 @pytest.mark.parametrize("chunk", slow_but([0, 3, 10], 0, 3))
 def test_batch_of_mixed_lengths(load_case, tally, name, chunk):
     case = load_case(name)
-    driver = Driver(case.runner())
-    seqs = [driver.add(prompt, OUTPUT) for prompt in case.prompts]
-    driver.run(seqs, chunk=chunk)
-    check(case, tally, seqs, list(range(len(seqs))))
+    check_all(case, tally, case.runner(), chunk=chunk)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral-sliding"])
@@ -255,21 +260,14 @@ def test_two_steps_in_flight(load_case, tally, name, chunk):
     case = load_case(name)
     runner = case.runner(async_scheduling=True)
     assert runner.info.pipeline_depth == 2
-    driver = Driver(runner)
-    seqs = [driver.add(prompt, OUTPUT) for prompt in case.prompts]
-    driver.run(seqs, chunk=chunk, depth=2)
-    check(case, tally, seqs, list(range(len(seqs))))
+    check_all(case, tally, runner, chunk=chunk, depth=2)
 
 
 def test_stale_nan_in_reused_blocks_does_not_spread(load_case, tally):
     case = load_case("qwen3")
     runner = case.runner()
-    state = state_of(runner)
-    state.cache.tensor[:, :, 1:] = torch.nan
-    driver = Driver(runner)
-    seqs = [driver.add(prompt, OUTPUT) for prompt in case.prompts]
-    driver.run(seqs, chunk=5)
-    check(case, tally, seqs, list(range(len(seqs))))
+    state_of(runner).cache.tensor[:, :, 1:] = torch.nan
+    check_all(case, tally, runner, chunk=5)
 
 
 def _no_rope(monkeypatch):
@@ -351,7 +349,6 @@ def test_layers_of_a_checkpoint_are_as_asked(load_case, tmp_path: Path):
     assert len(list(load_case("llama3-rope").config.path.glob("*.safetensors"))) > 1
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("backend", ["torch", "native"])
 async def test_a_prompt_whose_logits_are_not_finite_spoils_no_prefix(tmp_path: Path, backend: str):
     """Attention multiplies the values of later tokens by zero, and zero times NaN is NaN."""

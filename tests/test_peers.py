@@ -13,7 +13,6 @@ from benchmarks import peers
 
 @pytest.mark.slow
 def test_one_command_measures_and_names_the_missing(tmp_path):
-    """With an interpreter that has no packages for one of the engines."""
     report = tmp_path / "report.json"
     base_executable = vars(sys)["_base_executable"]  # outside the virtual environment
     done = subprocess.run(

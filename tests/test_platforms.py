@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from asyncllm.cli import main
-from asyncllm.gpu import kv_cache, threads
+from asyncllm.gpu import cache_sizing, threads
 
 WITHOUT = {
     "darwin": (("sched_getaffinity",), ("_winapi", "msvcrt")),
@@ -89,11 +89,11 @@ def test_a_prompt_on_a_terminal(system, monkeypatch):
 
 def test_memory_that_is_available(system):
     if system == "win32":
-        assert kv_cache.available_memory() == AVAILABLE
-        assert kv_cache.cpu_cache_bytes() == AVAILABLE // 4
+        assert cache_sizing.available_memory() == AVAILABLE
+        assert cache_sizing.cpu_cache_bytes() == AVAILABLE // 4
     else:
         half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-        assert kv_cache.available_memory() == half
+        assert cache_sizing.available_memory() == half
 
 
 def test_threads_that_cannot_be_limited_are_refused(system, capsys):

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from asyncllm.core.batch import StepBatch
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.core.state_snapshots import StateSnapshots
 from asyncllm.errors import EngineError
+from asyncllm.gpu import memory
 from asyncllm.gpu.cache_sizing import choose_snapshots
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer
 from asyncllm.gpu.graph.step_queue import StepQueue
@@ -172,9 +174,6 @@ def test_preemption_and_failed_steps(hybrid, name):
     crowd(RIGS[name](hybrid, num_blocks=40, max_num_batched_tokens=9))
 
 
-# --- mistakes that have to show --------------------------------------------------------------
-
-
 def _not_loaded(monkeypatch) -> None:
     monkeypatch.setattr(StateCache, "load", lambda self, loads: None)
 
@@ -230,9 +229,6 @@ def test_mistakes_are_seen(hybrid, monkeypatch, name, break_it):
         hit_at(rig, [6])
 
 
-# --- the slots -------------------------------------------------------------------------------
-
-
 def test_states_are_copied_between_slots_and_snapshots():
     specs = [StateSpec((3, 2)), StateSpec((4,), torch.bfloat16), StateSpec((5,))]
     cache = StateCache(specs, 3, torch.float32, CPU, num_snapshots=2)
@@ -274,9 +270,6 @@ def test_a_recorded_step_lies_between_its_copies(hybrid, monkeypatch):
     assert found == [("load", [(1, 2)]), "run", ("save", [(0, 1)])]
 
 
-# --- how many --------------------------------------------------------------------------------
-
-
 class Probe(MemoryProbe):
     def __init__(self, free: int, total: int) -> None:
         self.free, self.total = free, total
@@ -287,13 +280,14 @@ class Probe(MemoryProbe):
 
 def chosen(device: str, free: int, total: int = 10**9, **settings: Any) -> int:
     config = EngineConfig(**settings)
-    return choose_snapshots(config, torch.device(device), 4, 1000, Probe(free, total))
+    with mock.patch.object(memory, "GPU_MEMORY", Probe(free, total)):
+        return choose_snapshots(config, torch.device(device), 4, 1000)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_snapshots_by_memory(monkeypatch, device):
     free = 0
-    monkeypatch.setattr("asyncllm.gpu.cache_sizing.available_memory", lambda: free)
+    monkeypatch.setattr("asyncllm.gpu.memory.available_memory", lambda: free)
     settings: dict[str, Any] = {"gpu_memory_utilization": 1.0}
     for free, count in ((10**6, 16), (5000 + 8 * 3500, 3), (5000 + 7999, 0), (5000, 0), (0, 0)):
         assert chosen(device, free, **settings) == count
@@ -319,7 +313,7 @@ def test_the_share_of_a_gpu_that_the_engine_may_use_bounds_them():
 
 
 def test_a_large_memory_of_a_cpu_is_not_taken(monkeypatch):
-    monkeypatch.setattr("asyncllm.gpu.cache_sizing.available_memory", lambda: 2**40)
+    monkeypatch.setattr("asyncllm.gpu.memory.available_memory", lambda: 2**40)
     found = choose_snapshots(EngineConfig(), CPU, 64, 50 * 2**20)
     assert found == 20  # in 1 GiB
 

@@ -181,7 +181,7 @@ def test_logits_that_are_not_finite_end_their_own_request(
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_chunks_bring_their_own_positions(depth: int) -> None:
-    rig = Rig(max_num_batched_tokens=4, pipeline_depth=depth)
+    rig = Rig(max_num_batched_tokens=8, pipeline_depth=depth)
     request = rig.add(range(10), max_tokens=1, prompt_logprobs=3)
     spans = []
     while rig.scheduler.has_work():
@@ -197,8 +197,27 @@ def test_chunks_bring_their_own_positions(depth: int) -> None:
     )
 
 
+def test_positions_count_for_more_of_the_budget_of_a_step() -> None:
+    """All requests together, so that a step takes no longer; those that are known count no more."""
+    rig = Rig(max_num_batched_tokens=16)
+    few = rig.add(range(6), max_tokens=3, prompt_logprobs=3)
+    many = rig.add(range(7), max_tokens=1, prompt_logprobs=33)
+    plain = rig.add(range(20), max_tokens=1)
+    assert rig.step() == {"r0": 6, "r1": 1, "r2": 1}
+    assert rig.step() == {"r0": 1, "r1": 5}
+    assert rig.step() == {"r0": 1, "r1": 1, "r2": 14}
+    rig.finish_all(few, many, plain)
+
+
+def test_a_step_of_one_token_computes_a_position() -> None:
+    rig = Rig(max_num_batched_tokens=1)
+    request = rig.add(range(3), max_tokens=1, prompt_logprobs=0)
+    assert [rig.step() for _ in range(3)] == [{"r0": 1}] * 3
+    rig.expect(request)
+
+
 def test_the_prefix_cache_is_written_and_not_read() -> None:
-    rig = Rig()
+    rig = Rig(max_num_batched_tokens=48)
     first, again = (rig.add(range(12), max_tokens=1, prompt_logprobs=0) for _ in range(2))
     assert rig.step() == {"r0": 12, "r1": 12}
     plain = rig.add(range(12), max_tokens=1)
@@ -210,7 +229,7 @@ def test_the_prefix_cache_is_written_and_not_read() -> None:
 
 def test_a_preempted_request_goes_on_behind_what_it_has() -> None:
     """What has come is not asked for again, and its blocks may be read."""
-    rig = Rig(max_num_batched_tokens=6)
+    rig = Rig(max_num_batched_tokens=12)
     request = rig.add(range(16), max_tokens=3, prompt_logprobs=1)
     rig.step()
     rig.step()
@@ -224,7 +243,7 @@ def test_a_preempted_request_goes_on_behind_what_it_has() -> None:
 
 def test_positions_that_are_computed_twice_are_kept_once() -> None:
     """A recurrent request that pauses with a step in flight starts over, and that step counts."""
-    rig = Rig(max_num_batched_tokens=6, pipeline_depth=2, has_states=True)
+    rig = Rig(max_num_batched_tokens=12, pipeline_depth=2, has_states=True)
     request = rig.add(range(16), max_tokens=3, prompt_logprobs=1)
     first = rig.launch()
     rig.scheduler.pause(request)
@@ -250,7 +269,6 @@ def test_results_without_what_was_asked_for_are_noticed() -> None:
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])
 async def test_ends_before_the_prompt_is_computed() -> None:
-    """An error of the row, an abort and a deadline each leave the others their results."""
     rig = fake(max_num_batched_tokens=4)
     prompt = [*range(1, 11)]
     async with rig.engine() as engine:

@@ -83,7 +83,6 @@ def test_instruction_sets_agree_to_the_last_bit():
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("columns", [1, 515, 16384, 140_001])
 def test_no_sum_overflows(isa, columns):
-    """The largest there are: every product is the greatest and of one sign."""
     weights = quantise_int8(LinearWeights(torch.ones(3, columns)))
     x = torch.full((2, columns), 3.0)
     x[1] = -3.0
@@ -127,7 +126,6 @@ def test_where_there_are_no_such_layers_it_is_refused(name):
 @pytest.mark.slow
 @needs_native
 def test_the_packaged_model_hardly_changes():
-    """It predicts held-out text as well, and its logits differ by more than rounding does."""
     found = texts(3000)
     expected = teacher_forced_logits(found, **REFERENCE)
     plain = perplexity(found, expected)

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from asyncllm import InvalidRequestError, SamplingParams
+from asyncllm import SamplingParams
 from asyncllm.core.reasoning import Reasoning
 from asyncllm.core.structured_output import StructuredOutput
 from asyncllm.structured.llguidance_backend import LLGuidanceBackend
 from asyncllm.structured.spec import parse_structured_outputs
 from asyncllm.structured.xgrammar_backend import XGrammarBackend
+from tests.refusals import refused
 from tests.structured import byte_vocabulary, tokens_of
 from tests.thinking_engine import ASK, ONE, TOOLS, thinking_engine, values
 
@@ -124,7 +125,6 @@ ANALYSIS = "<|channel|>analysis<|message|>"
 FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(
     ("options", "before", "between"),
@@ -148,10 +148,8 @@ async def test_the_engine_holds_the_answer_and_not_the_thoughts(
     assert {output.finish_reason for output in outputs} == {"stop"}
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("depth", [1, 2])
 async def test_what_follows_the_thoughts_is_a_call(depth: int) -> None:
-    """The script answers in text, which the grammar does not let through."""
     scripts = iter([f"<think>{ONE}</think>{ONE}", "<think>a</think>No.", "No."])
     async with thinking_engine(lambda _: next(scripts), depth=depth) as engine:
         stream = engine.chat(ASK, tools=TOOLS, tool_choice="required", n=3, max_tokens=300)
@@ -166,7 +164,6 @@ async def test_what_follows_the_thoughts_is_a_call(depth: int) -> None:
             assert isinstance(json.loads(call.arguments), dict)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("restart", ["", "<|start|>assistant"])
 async def test_harmonys_thoughts_end_before_a_call_as_well(restart: str) -> None:
     call = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a":1,"b":2}'
@@ -175,26 +172,20 @@ async def test_harmonys_thoughts_end_before_a_call_as_well(restart: str) -> None
     async with thinking_engine(lambda _: next(scripts), **options) as engine:
         stream = engine.chat(ASK, tools=TOOLS, tool_choice="required", n=2, max_tokens=300)
         outputs = (await stream.result()).outputs
-        with pytest.raises(InvalidRequestError, match="writes a header") as caught:
+        with refused("response_format", "writes a header"):
             engine.chat(ASK, tools=TOOLS, response_format={"type": "json_object"})
-        assert caught.value.param == "response_format"
     assert [output.reasoning for output in outputs] == ["Add.", ""]
     assert [values(output.tool_calls) for output in outputs] == [[("add", '{"a":1,"b":2}')]] * 2
 
 
-@pytest.mark.asyncio
 async def test_thoughts_whose_end_no_token_tells_are_refused() -> None:
     options = {"chat_template_kwargs": {"enable_thinking": True}}
     async with thinking_engine("Hm.</think>{}", marks=("<x>",)) as engine:
-        with pytest.raises(
-            InvalidRequestError, match="no token for their end, '</think>'"
-        ) as caught:
+        with refused("structured_outputs", "no token for their end, '</think>'"):
             engine.chat(ASK, structured_outputs={"json_object": True}, **options)
-        assert caught.value.param == "structured_outputs"
         assert (await engine.chat(ASK, **options).result()).text == "{}"
 
 
-@pytest.mark.asyncio
 async def test_reasoning_that_never_ends_under_a_grammar() -> None:
     async with thinking_engine("<think>" + "a" * 400) as engine:
         stream = engine.chat(ASK, structured_outputs={"json": SCHEMA}, max_tokens=50)

@@ -19,10 +19,10 @@ from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.memory import MemoryProbe, check_states
 from asyncllm.gpu.model_runner import Graphs, ModelRunner
 from asyncllm.gpu.ops.torch_ops import TorchOps
-from asyncllm.gpu.state_cache import StateCache, StateSpec, slot_bytes
+from asyncllm.gpu.state_cache import StateSpec
 from asyncllm.gpu.transformers_model import families
-from asyncllm.gpu.transformers_model.call_states import CallStates
 from asyncllm.gpu.transformers_model.config import TransformersConfig
+from asyncllm.gpu.transformers_model.recurrent_probe import CallStates
 from tests.driver import Driver, state_of
 from tests.families import NEMOTRON_H, TINY, make
 from tests.recurrent_checkpoint import MISTAKES, OUTPUT, PROMPTS, Checkpoint
@@ -55,9 +55,6 @@ def run_twice(checkpoint: Checkpoint, runner: ModelRunner, depth: int = 1) -> No
         checkpoint.check(seqs)
 
 
-# --- rows and slots ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("depth", [1, 2])
 def test_mixed_steps_in_used_slots(lfm2, depth):
     run_twice(lfm2, lfm2.runner(async_scheduling=depth == 2), depth)
@@ -66,16 +63,10 @@ def test_mixed_steps_in_used_slots(lfm2, depth):
 def test_states_of_two_kinds(qwen):
     runner = qwen.runner()
     kernel, matrix = (64, 4), (4, 8, 8)
-    assert list(state_of(runner).model.states) == [
-        StateSpec(kernel),
-        StateSpec(matrix, torch.float32),
-        StateSpec(kernel),
-        StateSpec(matrix, torch.float32),
-    ]
-    assert [tuple(t.shape) for t in state_of(runner).cache.states.tensors[:2]] == [
-        (5 + 16, *kernel),
-        (5 + 16, *matrix),
-    ]
+    pair = [StateSpec(kernel), StateSpec(matrix, torch.float32)]
+    assert list(state_of(runner).model.states) == pair * 2
+    tensors = state_of(runner).cache.states.tensors
+    assert [tuple(t.shape) for t in tensors[:2]] == [(5 + 16, *kernel), (5 + 16, *matrix)]
     run_twice(qwen, runner)
 
 
@@ -90,7 +81,6 @@ def test_a_state_keeps_its_own_dtype(qwen):
 
 
 def test_the_static_step_on_a_late_device(lfm2):
-    """Graphs that bake everything in, two steps in flight, and padded rows."""
     plain, recorder = lfm2.runner(), TraceRecorder()
     stream: Any = LateStream()
     decoder, cache, info = state_of(plain).model, state_of(plain).cache, plain.info
@@ -117,9 +107,6 @@ def test_a_state_that_is_no_number_stays_its_own(lfm2):
     for tensor in state_of(runner).cache.states.tensors:
         tensor.fill_(torch.nan)
     run_twice(lfm2, runner)
-
-
-# --- failures ------------------------------------------------------------------------------
 
 
 def test_a_failed_step_leaves_no_state_advanced(lfm2, monkeypatch):
@@ -176,9 +163,6 @@ def _tokenizer() -> Path:
     return Path(asyncllm.__file__).parent / "demo_model"
 
 
-# --- sizes and settings --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("settings", "count", "words"),
     [
@@ -199,14 +183,6 @@ def test_the_memory_of_states_is_said(lfm2, caplog, settings, count, words):
     ) in caplog.text
 
 
-def test_bytes_of_states():
-    specs = [StateSpec((6, 4)), StateSpec((2, 8, 8), torch.float32)]
-    assert slot_bytes(specs, torch.bfloat16) == 6 * 4 * 2 + 2 * 8 * 8 * 4
-    cache = StateCache(specs, 3, torch.bfloat16, CPU)
-    assert cache.num_bytes == 4 * slot_bytes(specs, torch.bfloat16)
-    assert not any(tensor.any() for tensor in cache.tensors)
-
-
 class NearlyFull(MemoryProbe):
     def info(self, device):
         return 10_000, 100_000
@@ -215,9 +191,10 @@ class NearlyFull(MemoryProbe):
 @pytest.mark.parametrize("device", [CPU, torch.device("cuda:0")])
 def test_states_that_do_not_fit(monkeypatch, device):
     monkeypatch.setattr("asyncllm.gpu.memory.available_memory", lambda: 10_000)
-    check_states(device, 9, 1000, NearlyFull())
+    monkeypatch.setattr("asyncllm.gpu.memory.GPU_MEMORY", NearlyFull())
+    check_states(device, 9, 1000)
     with pytest.raises(EngineError) as caught:
-        check_states(device, 10, 1000, NearlyFull())
+        check_states(device, 10, 1000)
     assert str(caught.value) == (
         "max_num_seqs=10 needs 11000 bytes for recurrent states, 1000 a slot; 10000 are free "
         "beside the weights: lower max_num_seqs to 9 at most"
@@ -260,9 +237,6 @@ def test_settings_of_a_model_without_attention(tmp_path, name, value, accepted):
         build_model_runner(EngineConfig(**settings | {name: value}), model)
     assert caught.value.param == name
     assert str(caught.value).endswith(accepted)
-
-
-# --- rules ---------------------------------------------------------------------------------
 
 
 def refusal(path: Path, name: str, **settings: Any) -> str:

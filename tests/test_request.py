@@ -24,19 +24,6 @@ def request(
     )
 
 
-def test_a_request_begins_with_nothing():
-    one = request()
-    assert (one.request_id, one.arrived_at, one.index) == ("r", 7.0, 0)
-    assert (one.status, one.finished, one.req_index) == (Status.NEW, False, -1)
-    assert (one.num_computed_tokens, one.num_placeholders, one.epoch) == (0, 0, 0)
-    assert (one.num_slots, one.num_published, one.publish_at) == (0, 0, 0)
-    assert (one.num_cached_tokens, one.num_preemptions, one.blocks) == (0, 0, ())
-    assert (one.arrival_index, one.priority, one.sort_key) == (0, 0, (0,))
-    assert (one.num_output_tokens, one.output_token_ids) == (0, [])
-    assert one.finish_reason is one.stop_reason is one.finished_at is None
-    assert one.first_scheduled_at is one.first_token_at is None
-
-
 def test_members_of_a_group_are_numbered():
     group = RequestGroup("g", arrived_at=3.0)
     members = [request(group=group) for _ in range(3)]

@@ -152,21 +152,6 @@ def test_members_share_the_prompt_in_the_prefix_cache():
     assert read(group)[0] == rig.reference(group)
 
 
-def test_backpressure_holds_and_releases_all():
-    rig = Rig()
-    group = rig.group(8, 8, on_slow="pause", max_unread=4)
-    rig.steps(2)
-    assert rig.core.stats().num_paused == 2
-    assert group.channel.num_unread == 4
-    tokens = read(group)[0]
-    group.channel.num_read = 4
-    rig.core.send(rig.core.on_drained, group)
-    rig.steps(2)
-    for index, more in read(group)[0].items():
-        tokens[index] += more
-    assert tokens == {i: t[:4] for i, t in rig.reference(group).items()}
-
-
 def test_observers_are_told_once_by_the_first_member():
     rig, seen = Rig(), []
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from asyncllm.core.batch import RequestAssignment
 from asyncllm.core.executor import SamplingLimits
+from asyncllm.core.token_rules import TokenRules
 from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS
 from asyncllm.gpu.sample.host_rules import HostRules, apply_processors
@@ -151,44 +152,36 @@ def test_a_row_draws_the_same_alone_and_in_company(ops, dtype):
         {"temperature": 0.8, "top_p": 0.999, "logit_bias": {3: 5.0}},
         {"temperature": 1.0, "top_k": 3000, "top_p": 0.5, "logprobs": 0},
     ]
-    company = Bench(vocab_size, ops=ops)
-    for req_index in range(24):
-        company.enter(
-            req_index,
-            [1, 2, 3],
-            [4] * (req_index % 5),
-            **fields[req_index % 8],
-        )
+
+    def bench(rows: list[int]) -> Bench:
+        found = Bench(vocab_size, ops=ops)
+        for req_index, row in enumerate(rows):
+            found.enter(req_index, [1, 2, 3], [4] * (row % 5), **fields[row % 8])
+        return found
+
     order = list(range(24))
-    together = company.sample(logits, order)
-    for req_index in order:
-        alone = Bench(vocab_size, ops=ops)
-        alone.enter(0, [1, 2, 3], [4] * (req_index % 5), **fields[req_index % 8])
-        single = alone.sample(logits[req_index : req_index + 1], [0])
-        assert single.token_ids[0] == together.token_ids[req_index]
-        assert single.logprobs.get(0) == together.logprobs.get(req_index)
-    turned = order[::-1]
-    again = Bench(vocab_size, ops=ops)
-    for req_index in order:
-        again.enter(req_index, [1, 2, 3], [4] * (req_index % 5), **fields[req_index % 8])
-    reversed_ = again.sample(logits[torch.tensor(turned)], turned)
-    assert reversed_.token_ids[::-1].tolist() == together.token_ids.tolist()
+    together = bench(order).sample(logits, order)
+    for row in order:
+        single = bench([row]).sample(logits[row : row + 1], [0])
+        assert single.token_ids[0] == together.token_ids[row]
+        assert single.logprobs.get(0) == together.logprobs.get(row)
+    turned = bench(order).sample(logits.flip(0), order[::-1])
+    assert turned.token_ids[::-1].tolist() == together.token_ids.tolist()
 
 
-def test_greedy_is_the_likeliest_token_and_ignores_truncation():
-    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(2))
+GREEDY = [
+    {"temperature": 0.0} | more for more in ({}, {"top_k": 5}, {"top_p": 0.1}, {"min_p": 0.9})
+]
+GREEDY += [{"temperature": tiny} for tiny in (1e-300, 1e-6, 1e-4)]
+
+
+def test_greedy_and_tiny_temperatures_take_the_likeliest_token():
+    logits = torch.randn(len(GREEDY), 300, generator=torch.Generator().manual_seed(2)) * 50
     bench = Bench(300)
-    for req_index, extra in enumerate(({}, {"top_k": 5}, {"top_p": 0.1}, {"min_p": 0.9})):
-        bench.enter(req_index, [1], [], temperature=0.0, **extra)
-    assert bench.sample(logits, [0, 1, 2, 3]).token_ids.tolist() == logits.argmax(-1).tolist()
-
-
-def test_a_tiny_temperature_is_greedy():
-    logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(2)) * 50
-    bench = Bench(300)
-    for temperature in (1e-300, 1e-6, 1e-4):
-        bench.enter(0, [1], [], temperature=temperature)
-        assert bench.sample(logits, [0]).token_ids.tolist() == logits.argmax(-1).tolist()
+    for req_index, fields in enumerate(GREEDY):
+        bench.enter(req_index, [1], [], **fields)
+    found = bench.sample(logits, list(range(len(GREEDY)))).token_ids
+    assert found.tolist() == logits.argmax(-1).tolist()
 
 
 def penalised(
@@ -251,31 +244,6 @@ def test_counts_of_a_slot_do_not_leak_into_the_next_request():
     bench.sampler.release(4)
     bench.enter(4, [1], [], temperature=0.0, presence_penalty=1.0)
     assert bench.sample(logits, [4]).token_ids.tolist() == [9]
-
-
-def test_bias_allowed_and_min_tokens():
-    bench = Bench(10)
-    logits = torch.arange(10.0).unsqueeze(0)
-    bench.enter(0, [1], [], temperature=0.0, logit_bias={2: 20.0, 9: -100.0})
-    assert bench.sample(logits, [0]).token_ids.tolist() == [2]
-    bench.enter(0, [1], [], temperature=0.0, allowed_token_ids=[3, 4], logit_bias={9: 90.0})
-    assert bench.sample(logits, [0]).token_ids.tolist() == [4]
-    bench.enter(0, [1], [], eos=(9,), temperature=0.0, min_tokens=2, stop_token_ids=[8])
-    for expected in (7, 7, 9):
-        assert bench.sample(logits, [0]).token_ids.tolist() == [expected]
-        bench.append([0], [expected])
-
-
-def test_allowed_tokens_bound_random_draws():
-    bench = Bench(40)
-    bench.enter(0, [1], [], allowed_token_ids=[5, 6], temperature=5.0)
-    bench.enter(1, [1], [], temperature=5.0)
-    seen = set()
-    for _ in range(60):
-        tokens = bench.sample(torch.zeros(2, 40), [0, 1]).token_ids.tolist()
-        seen.add(tokens[0])
-        bench.append([0, 1], tokens)
-    assert seen == {5, 6}
 
 
 def test_processors_see_the_output_and_fail_alone():
@@ -342,9 +310,10 @@ def test_the_core_knows_which_requests_need_the_host(fields, eos, bad_words):
     limits = SamplingLimits(64)
     params = SamplingParams(**fields)
     known = () if params.ignore_eos else eos
+    rules = TokenRules.of(params.allowed_token_ids, bad_words, 2000)
     bench.enter(1, [1, 2], [], known, bad_words, **fields)
     needs = bench.sampler.state.rows_needing_host(np.array([0, 1])).tolist()
-    assert needs == ([1] if limits.exceeded_by(params, bad_words) else [])
+    assert needs == ([1] if limits.exceeded_by(params, rules) else [])
 
 
 class Unprintable(Exception):
@@ -387,7 +356,6 @@ def test_any_error_of_a_processor_ends_its_own_row(error):
 
 
 def test_rules_that_cannot_be_applied_end_their_row_alone():
-    """Validation knows the vocabulary; the sampler does not rely on that."""
     bench = Bench(30)
     rules: list[dict[str, Any]] = [
         {"logit_bias": {30: 1.0}},

@@ -51,14 +51,6 @@ def test_a_stop_token_in_the_middle_drops_the_later_ones():
     assert rig.scheduler.kv.pool.num_free == 16
 
 
-def test_max_tokens_in_the_middle():
-    rig = Rig(max_tokens_per_row=4)
-    request = rig.add(PROMPT, max_tokens=middle(4))
-    rig.finish_all()
-    assert (request.finish_reason, request.num_output_tokens) == ("length", middle(4))
-    rig.expect(request)
-
-
 @pytest.mark.parametrize("max_model_len", range(5, 24))
 def test_the_context_ends_in_the_middle(max_model_len):
     rig = Rig(max_tokens_per_row=4, max_model_len=max_model_len, num_blocks=7)
@@ -88,28 +80,6 @@ def test_blocks_are_reserved_for_every_draft():
     rig.expect(request)
 
 
-def test_prefixes_made_of_drafts_are_found_and_right():
-    rig = Rig(max_tokens_per_row=4, block_size=2, num_blocks=33)
-    first = rig.add(PROMPT, max_tokens=21)
-    rig.finish_all()
-    follow_up = rig.add([*first.token_ids, 5], max_tokens=9)
-    rig.finish_all()
-    assert follow_up.num_cached_tokens >= len(first.token_ids) - 4
-    rig.expect(first, follow_up)
-
-
-def test_preemption_and_aborts_between_steps():
-    rig = Rig(max_tokens_per_row=3, num_blocks=8, max_model_len=24)
-    requests = [rig.add(range(8 * i, 8 * i + 8), max_tokens=12) for i in range(4)]
-    for _ in range(3):
-        rig.step()
-    rig.scheduler.finish(requests[0], "abort")
-    rig.finish_all()
-    assert rig.scheduler.num_preemptions >= 1
-    rig.expect(*requests)
-    assert [r.num_output_tokens for r in requests[1:]] == [12, 12, 12]
-
-
 def test_a_request_that_the_caller_ends_gets_no_later_token_of_the_row():
     rig = Rig(max_tokens_per_row=4)
     request = rig.add(PROMPT, max_tokens=40)
@@ -132,9 +102,6 @@ def test_a_request_that_the_caller_ends_gets_no_later_token_of_the_row():
 def test_run_ahead_with_several_tokens_per_row_is_refused():
     with pytest.raises(ValueError, match="max_tokens_per_row=2 with pipeline_depth=2"):
         info(max_tokens_per_row=2, pipeline_depth=2)
-
-
-# --- through the engine -----------------------------------------------------------------
 
 
 def drafting(**limits):

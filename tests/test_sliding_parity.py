@@ -171,7 +171,6 @@ OFTEN = [
 
 @pytest.mark.parametrize(("name", "backend"), slow_but(BACKENDS, *OFTEN))
 def test_equals_transformers(load_case, name, backend):
-    """In chunks of several sizes, with hits, on blocks that others had, and preempted."""
     case = load_case(name)
     runner = case.runner(attention_backend=backend_or_skip(backend))
     assert any(spec.window == WINDOW for spec in runner.info.kv_groups)

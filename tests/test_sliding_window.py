@@ -15,8 +15,8 @@ from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.scheduler import Scheduler
 from tests.hypothesis_settings import quick_and_slow
 from tests.kv_requests import ids, request
-from tests.scheduler_machine import SchedulerMachine
-from tests.scheduler_rig import Rig, group, info, longest_context
+from tests.scheduler_machine import DEPTHS, LIMITS, SchedulerMachine, room_for
+from tests.scheduler_rig import Rig, group, info
 
 GROUPS = [
     [(2, 3)],
@@ -140,28 +140,6 @@ def test_an_admission_takes_what_a_window_holds_at_once():
         kv.check_integrity([one])
 
 
-def test_prompts_that_full_attention_could_not_hold_run():
-    prompt = [i % 50 for i in range(300)]
-    full = rig((4, None), num_blocks=41, max_model_len=400, max_num_batched_tokens=16)
-    full.add(prompt)
-    full.step()
-    assert "needs 75 KV blocks for 300 tokens" in str(full.scheduler.failed[0][1])
-    for groups in ([(4, 9)], [(4, 9), (8, 3)], [(16, None), (4, 9), (4, 9)]):
-        for depth in (1, 2):
-            one = rig(
-                *groups,
-                num_blocks=41,
-                max_model_len=400,
-                max_num_batched_tokens=16,
-                pipeline_depth=depth,
-            )
-            first = one.add(prompt, max_tokens=20)
-            one.finish_all()
-            one.expect(first)
-            assert one.scheduler.num_preemptions == 0
-            assert one.scheduler.kv.pool.num_free == 40
-
-
 def test_a_prompt_that_is_admitted_never_preempts_another_to_go_on():
     one = rig((4, None), (4, 10), num_blocks=61, max_model_len=120, max_num_batched_tokens=12)
     requests = [one.add(range(100 * i, 100 * i + 60), max_tokens=3) for i in range(4)]
@@ -206,30 +184,6 @@ def test_five_of_six_layers_with_a_window_take_a_quarter_of_the_memory():
     assert 5 * last < full[0]
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_blocks_pass_from_one_request_to_another_while_a_step_is_in_flight(depth):
-    """The pool is as large as both need at once, so that each takes what the other gives back."""
-    one = rig(
-        (2, 4),
-        num_blocks=12,
-        max_model_len=100,
-        max_num_batched_tokens=6,
-        pipeline_depth=depth,
-    )
-    requests = [one.add(range(50 * i, 50 * i + 3), max_tokens=60) for i in range(2)]
-    owners: dict[int, set[str]] = {}
-    while one.scheduler.has_work() or one.in_flight:
-        if len(one.in_flight) == depth or one.launch() is None:
-            one.collect()
-        for each in requests:
-            for block in itertools.chain(*each.blocks):
-                owners.setdefault(block.block_id, set()).add(each.request_id)
-    assert sum(len(found) == 2 for block, found in owners.items() if block) > 5
-    assert one.scheduler.num_preemptions == 0
-    for each in requests:
-        one.expect(each)
-
-
 def test_a_request_that_waits_gives_back_what_it_no_longer_sees():
     """It paused in the middle of its prompt; what it takes up again fits where it just fitted."""
     one = rig((2, 5), num_blocks=9, max_model_len=60, max_num_batched_tokens=8)
@@ -258,9 +212,6 @@ def test_outputs_of_one_prompt_share_its_last_window(depth):
     one.finish_all()
     for member in members:
         one.expect(member)
-
-
-# --- mistakes that have to show ---------------------------------------------------------
 
 
 def _finish(one: Rig) -> None:
@@ -322,38 +273,21 @@ def test_the_fake_device_notices(break_it, groups, depth, monkeypatch):
         _run(groups, depth)
 
 
-# --- everything at once -----------------------------------------------------------------
-
-
 class WindowMachine(SchedulerMachine):
     """As SchedulerMachine, with groups that have windows."""
 
     @initialize(
         num_blocks=st.integers(2, 14),
         groups=st.sampled_from(GROUPS),
-        seqs=st.integers(1, 5),
-        budget=st.integers(1, 24),
-        depth=st.sampled_from([(1, 1), (2, 1), (1, 2), (1, 4)]),
-        policy=st.sampled_from(["fcfs", "priority", "deadline"]),
+        depth=DEPTHS,
         caching=st.booleans(),
+        **LIMITS,
     )
-    def make(self, num_blocks, groups, seqs, budget, depth, policy, caching):
-        specs = [group(i, *one) for i, one in enumerate(groups)]
-        step_tokens = budget + depth[1] - 1
-        while (longest := longest_context(specs, num_blocks - 1, step_tokens)) < 2:
-            num_blocks += 1
-        self.rig = rig(
-            *groups,
-            policy=policy,
-            caching=caching,
-            num_blocks=num_blocks,
-            max_model_len=longest,
-            max_num_seqs=seqs,
-            max_num_batched_tokens=budget,
-            pipeline_depth=depth[0],
-            max_tokens_per_row=depth[1],
-        )
-        self.requests = []
+    def make(self, num_blocks, groups, depth, **changes):
+        step_tokens = changes["max_num_batched_tokens"] + depth["max_tokens_per_row"] - 1
+        num_blocks, longest = room_for(groups, num_blocks, step_tokens)
+        changes |= depth | {"num_blocks": num_blocks, "max_model_len": longest}
+        self.begin(rig(*groups, **changes))
 
 
 TestWindowMachine, TestManyWindows = quick_and_slow(WindowMachine, 80)

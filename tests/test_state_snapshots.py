@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import OrderedDict
 
@@ -15,8 +16,8 @@ from asyncllm.testing import FakeExecutor
 from tests.fakes import Fake, FakeModelConfig, FakeTokenizer
 from tests.hypothesis_settings import quick_and_slow
 from tests.metric_samples import samples
-from tests.scheduler_machine import SchedulerMachine
-from tests.scheduler_rig import Rig, group, info, longest_context
+from tests.scheduler_machine import LIMITS, SchedulerMachine, room_for
+from tests.scheduler_rig import Rig, info
 
 
 class StateRig(Rig):
@@ -67,41 +68,6 @@ def test_a_prompt_leaves_its_state_at_its_last_full_block():
         assert again.num_cached_tokens == sum(shapes[:-1])
 
 
-def test_the_first_that_shows_a_shared_prefix_saves_its_state():
-    rig = StateRig(num_blocks=60)
-    shared = list(range(8))
-    own = [[100 * i + j for j in range(6)] for i in range(1, 5)]
-    found = [rig.run(shared + tail) for tail in own]
-    assert [one.num_cached_tokens for one, _ in found] == [0, 0, 8, 8]
-    assert [shapes for _, shapes in found] == [[12, 2], [8, 4, 2], [4, 2], [4, 2]]
-    assert rig.scheduler.kv.num_hit_tokens == 16
-
-
-def test_of_an_output_the_newest_state_is_kept():
-    rig = StateRig(interval=6, num_blocks=60)  # rounded up to 8
-    first, shapes = rig.run(range(6), max_tokens=27)
-    assert shapes == [4, 2] + [1] * 26
-    # At 4 of the prompt, and behind that at 12, 20 and 28, the last alone.
-    assert rig.states.pool.num_cached == 2
-    for length, cached in ((33, 28), (28, 28), (27, 4), (21, 4)):
-        assert rig.run([*first.token_ids[:length], 7])[0].num_cached_tokens == cached
-        assert rig.run([*first.token_ids[:4], 500 + length])[0].num_cached_tokens == 4
-
-
-def test_output_that_is_computed_anew_ends_a_row_once():
-    rig = StateRig(interval=4, num_blocks=40, max_num_seqs=1)
-    first = rig.add(range(6), max_tokens=30)
-    for _ in range(22):
-        rig.step()
-    assert len(first.token_ids) == 27
-    rig.scheduler.pause(first)
-    assert rig.scheduler.kv.reset_prefix_cache()
-    rig.scheduler.resume(first)
-    # The prompt's last block, and the last one of what is known.
-    assert [rig.step() for _ in range(3)] == [{"r0": 4}, {"r0": 20}, {"r0": 3}]
-    rig.finish_all(first)
-
-
 def test_a_prefix_ends_where_a_block_of_every_group_does():
     rig = StateRig((4, None), (3, 5), num_blocks=80)
     assert rig.run(range(30))[1] == [24, 6]
@@ -126,14 +92,6 @@ def test_half_of_the_slots_are_written_at_once(snapshots, most):
     # The last of them have a state, the others none.
     again = [rig.run([*range(20 * i, 20 * i + 6), 7])[0] for i in range(most)]
     assert [one.num_cached_tokens for one in again] == [4] * most
-
-
-def test_the_least_recently_used_gives_way():
-    rig = StateRig(snapshots=2, num_blocks=60)
-    for first in (0, 20, 0, 40):
-        rig.run(range(first, first + 6))
-    found = [rig.run([*range(first, first + 5), 7, 8])[0] for first in (40, 0, 20)]
-    assert [one.num_cached_tokens for one in found] == [4, 4, 0]
 
 
 def test_without_snapshots_there_are_no_prefixes():
@@ -215,25 +173,6 @@ def test_the_state_of_an_output_waits_for_its_last_token():
 # --- what voids them -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_failed_step_takes_its_states_with_it(depth):
-    rig = StateRig(num_blocks=60, pipeline_depth=depth)
-    requests = [rig.add([*range(8), 50 + i], max_tokens=3) for i in range(2)]
-    for _ in range(depth):
-        rig.launch()
-    if depth == 2:
-        assert rig.in_flight[1].batch.state_loads
-        assert rig.states.pool.num_cached == 1
-    rig.executor.discard()
-    rig.scheduler.rollback(rig.in_flight)
-    rig.in_flight.clear()
-    assert rig.states.pool.num_cached == 0
-    # Both start over, and nothing is left of the step that never ran.
-    assert rig.step() == {"r0": 8}
-    assert rig.states.pool.num_free == 7
-    rig.finish_all(*requests)
-
-
 def test_a_state_of_an_aborted_request_is_given_back():
     rig = StateRig()
     one = rig.add(range(9))
@@ -289,15 +228,6 @@ def test_resetting_the_cache_forgets_states():
     rig.finish_all(one)
 
 
-def test_prompt_logprobs_are_of_tokens_that_are_computed():
-    rig = StateRig()
-    rig.run(range(13))
-    one, shapes = rig.run(range(13), prompt_logprobs=2)
-    assert shapes == [12, 1]
-    assert one.num_cached_tokens == 0
-
-
-@pytest.mark.asyncio
 async def test_an_engine_tells_of_its_states():
     limits = info(num_blocks=40, has_states=True, num_state_snapshots=5, state_bytes=300)
     device = Fake(limits, FakeExecutor(limits), FakeTokenizer(), FakeModelConfig())
@@ -478,26 +408,27 @@ def _early(monkeypatch) -> None:
     monkeypatch.setattr(FakeExecutor, "_advance_states", early)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("break_it", [_neighbours, _kept, _too_old, _same_step, _any_epoch, _early])
+def _blocks_alone(monkeypatch) -> None:
+    """A snapshot that was found already stays, though the step that wrote it has failed."""
+
+    def withdraw(self, published, snapshots):
+        for block in published:
+            self.pool.unpublish(block)
+
+    monkeypatch.setattr("asyncllm.core.kv_cache.KVCacheManager.withdraw", withdraw)
+
+
+MISTAKES = [_neighbours, _kept, _too_old, _same_step, _any_epoch, _early]
+
+
+@pytest.mark.parametrize(
+    ("break_it", "depth"), [*itertools.product(MISTAKES, [1, 2]), (_blocks_alone, 2)]
+)
 def test_the_fake_device_notices(break_it, depth, monkeypatch):
     _scenario(depth)
     break_it(monkeypatch)
     with pytest.raises(AssertionError):
         _scenario(depth)
-
-
-def test_withdrawn_with_the_step_in_flight_that_wrote_it(monkeypatch):
-    """A snapshot that was found already goes with its step, or the next one would find it."""
-    _scenario(2)
-    monkeypatch.setattr("asyncllm.core.kv_cache.KVCacheManager.withdraw", _withdraw_blocks_alone)
-    with pytest.raises(AssertionError):
-        _scenario(2)
-
-
-def _withdraw_blocks_alone(self, published, snapshots):
-    for block in published:
-        self.pool.unpublish(block)
 
 
 # --- everything at once ----------------------------------------------------------------------
@@ -518,29 +449,14 @@ class StateMachine(SchedulerMachine):
                 [(2, 3), (3, None)],
             ]
         ),
-        seqs=st.integers(1, 5),
-        budget=st.integers(1, 24),
-        depth=st.integers(1, 2),
-        policy=st.sampled_from(["fcfs", "priority", "deadline"]),
+        pipeline_depth=st.integers(1, 2),
         snapshots=st.integers(1, 5),
         interval=st.integers(1, 6),
+        **LIMITS,
     )
-    def make(self, num_blocks, groups, seqs, budget, depth, policy, snapshots, interval):
-        specs = [group(i, *one) for i, one in enumerate(groups)]
-        while (longest := longest_context(specs, num_blocks - 1, budget)) < 2:
-            num_blocks += 1
-        self.rig = StateRig(
-            *groups,
-            snapshots=snapshots,
-            interval=interval,
-            policy=policy,
-            num_blocks=num_blocks,
-            max_model_len=longest,
-            max_num_seqs=seqs,
-            max_num_batched_tokens=budget,
-            pipeline_depth=depth,
-        )
-        self.requests = []
+    def make(self, num_blocks, groups, **changes):
+        num_blocks, longest = room_for(groups, num_blocks, changes["max_num_batched_tokens"])
+        self.begin(StateRig(*groups, num_blocks=num_blocks, max_model_len=longest, **changes))
 
 
 TestStateMachine, TestManyStates = quick_and_slow(StateMachine, 60)

@@ -215,7 +215,6 @@ def test_steps_that_need_the_host_give_the_same_tokens(llama: Decoder) -> None:
 
 
 def test_stages_of_sampling_run_ahead(llama: Decoder) -> None:
-    """Nothing waits for the host, and a plain batch keeps its one graph."""
     kinds = KINDS[1:3] + STAGED_KINDS
     asked = prompts(8, seed=12)
     expected = alone(llama, asked, kinds)
@@ -252,7 +251,6 @@ def test_logprobs_of_a_static_step(llama: Decoder) -> None:
 
 @pytest.mark.parametrize("depth", slow_but([0, 1, 2], 1))
 def test_layers_in_two_kv_groups(llama: Decoder, depth: int) -> None:
-    """A block table for each of the two layers, on the host (depth 0) and on the device."""
     asked = prompts(7, seed=8)
     expected = alone(llama, asked)
     settings: dict[str, Any] = {"layers": ((1,), (0,)), "num_blocks": 200}
@@ -283,7 +281,6 @@ def test_batches_above_the_largest_bucket_run_without_a_graph(llama: Decoder) ->
 
 
 def test_captured_at_start(llama: Decoder) -> None:
-    """The rows of the moment are padding then, and leave nothing behind."""
     asked = prompts(6, seed=6)
     runner = traced(llama)
     said: list[tuple[int, int]] = []
@@ -547,7 +544,6 @@ def test_a_step_behind_a_token_of_the_host_waits_for_it(llama: Decoder) -> None:
 
 
 def test_rows_that_need_the_host_wait_alone(llama: Decoder) -> None:
-    """Every other step has them, each step the others; both are as they are alone."""
     kinds = [KINDS[1], *HOST_KINDS[:2], SamplingParams(temperature=1.2, seed=3, logprobs=-1)]
     asked = prompts(5, seed=5)
     stream = LateStream()
@@ -637,24 +633,6 @@ def test_what_fails_at_its_start_is_raised_when_it_is_collected(llama: Decoder) 
         runner.collect()
 
 
-def test_discarded_steps_leave_nothing_behind(llama: Decoder) -> None:
-    stream = LateStream()
-    runner = make_runner(llama, capturer=GraphCapturer(), stream=stream)
-    driver = Driver(runner)
-    seq = driver.add([1, 2, 3], 6, GREEDY)
-    driver.launch([(seq, 0)])
-    driver.launch([(seq, 0)])
-    runner.discard()
-    assert not stream._queue
-    with pytest.raises(RuntimeError, match="no step is in flight"):
-        runner.collect()
-    driver.in_flight.clear()
-    seq.in_flight = 0
-    driver.release(seq)
-    driver.run([seq], depth=2)
-    assert seq.outputs == one(llama, [1, 2, 3], 6, GREEDY)
-
-
 # --- under the scheduler -----------------------------------------------------------------
 
 
@@ -664,7 +642,6 @@ def test_discarded_steps_leave_nothing_behind(llama: Decoder) -> None:
 async def test_aborts_and_preemptions_under_the_scheduler(
     llama: Decoder, depth: int, seed: int
 ) -> None:
-    """Slots and blocks change hands while steps are in flight."""
     print("seed", seed)
     draw = random.Random(seed)
     kinds = KINDS + STAGED_KINDS + HOST_KINDS[:1]

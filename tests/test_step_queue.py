@@ -112,7 +112,6 @@ def test_tokens_are_those_of_steps_run_one_by_one(model, asked):
 
 @pytest.mark.parametrize("asks", HOST)
 def test_a_row_that_needs_more_than_the_draw_is_sampled_with_the_host(asks):
-    """Its steps are begun all the same, and the others' results are what they were."""
     decoder = make_decoder(QWEN3)
     asked = [DRAWN, GREEDY, HOST[asks], replace(DRAWN, seed=8)]
     runner = ahead(decoder)
@@ -139,7 +138,6 @@ def test_greedy_rows_of_a_mixed_step_write_no_logits():
 
 
 def test_a_step_begins_where_the_one_before_ends():
-    """Nothing is collected in between, and the second finds the first one's tokens."""
     runner, driver, seq = in_flight(PROMPTS[0])
     queue_of(runner).synchronize()
     at = len(PROMPTS[0])
@@ -186,7 +184,6 @@ def test_a_new_request_elsewhere_does_not_wait():
 
 
 def test_short_steps_wait_for_the_host():
-    """Between longer ones too, with the same tokens."""
     decoder = make_decoder(QWEN3)
     expected = outputs(make_runner(decoder), ALONE["both"], 1)
     runner = ahead(decoder, 3)

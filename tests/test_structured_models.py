@@ -1,60 +1,15 @@
-"""Outputs of models with random weights: each that is finished is of its schema or its tool's."""
+"""Fuzzed tools on the packaged model, and calls that come back."""
 
 from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncllm import LLM, InvalidRequestError, RequestError
-from asyncllm.testing import fake_engine
-from tests.checkpoints import DEMO_MODEL, copy_tokenizer, make_checkpoint
-from tests.structured import assert_valid, random_schema
-
-ARCHITECTURES = ["Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"]
-
-
-def checkpoint(path: Path, architecture: str) -> Path:
-    vocab_size = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
-    path.mkdir()
-    make_checkpoint(path, architecture, vocab_size=vocab_size, max_position_embeddings=512)
-    copy_tokenizer(path)
-    return path
-
-
-def outputs_are_valid(path: Path, seeds: range, **overrides: Any) -> None:
-    with LLM(path, dtype="float32", num_threads=1, max_num_seqs=16, **overrides) as llm:
-        asked = [(random_schema(random.Random(seed)), seed) for seed in seeds]
-        streams = [
-            llm.stream("x", structured_outputs={"json": one}, max_tokens=200, seed=seed)
-            for one, seed in asked
-        ]
-        finished = 0
-        for (schema, _), stream in zip(asked, streams, strict=True):
-            completion = stream.result()
-            if completion.finish_reason == "stop":
-                assert_valid(schema, completion.text)
-                finished += 1
-    assert finished > len(seeds) / 2
-
-
-def test_random_weights_write_what_schemas_admit(tmp_path: Path) -> None:
-    outputs_are_valid(checkpoint(tmp_path / "model", ARCHITECTURES[0]), range(8))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_random_weights_write_what_some_hundred_schemas_admit(
-    tmp_path: Path, architecture: str
-) -> None:
-    path = checkpoint(tmp_path / "model", architecture)
-    outputs_are_valid(path, range(1000, 1100), async_scheduling=architecture != "LlamaForCausalLM")
-
-
-# --- fuzzed tools ------------------------------------------------------------------------------
+from tests.structured import random_schema
 
 
 def broken(tool: Any, rng: random.Random) -> Any:
@@ -118,22 +73,3 @@ def test_fuzzed_tools_end_their_own_request_alone() -> None:
 @pytest.mark.slow
 def test_many_fuzzed_tools_end_their_own_request_alone() -> None:
     fuzzed_tools(range(100, 300))
-
-
-# --- calls that come back ----------------------------------------------------------------------
-
-
-@pytest.mark.asyncio
-async def test_results_with_one_call_id_twice_and_unknown_ones_are_rendered() -> None:
-    """Ids are the application's business once they come back: what the template makes of them."""
-    call = {"id": "same", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    messages = [
-        {"role": "user", "content": "x"},
-        {"role": "assistant", "tool_calls": [call, call]},
-        {"role": "tool", "tool_call_id": "same", "content": "1"},
-        {"role": "tool", "tool_call_id": "same", "content": "2"},
-        {"role": "tool", "tool_call_id": "nowhere", "content": "3"},
-    ]
-    async with fake_engine("fine") as engine:
-        stream = engine.chat(messages, tools=[{"name": "f"}])
-        assert (await stream.result()).text == "fine"

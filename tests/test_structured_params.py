@@ -25,6 +25,7 @@ from asyncllm import validation as check
 from asyncllm.core.in_process import picklable_params
 from asyncllm.structured.response_format import parse_response_format
 from asyncllm.structured.spec import MAX_CHARACTERS, MAX_CHOICES, MAX_DEPTH, StructuredOutputs
+from tests.refusals import refused
 
 
 class Model(pydantic.BaseModel):
@@ -101,44 +102,26 @@ for _ in range(MAX_DEPTH - 2):
 DEEP = '{"items":' * 5000 + "{}" + "}" * 5000
 
 
+REFUSED: dict[str, list[Any]] = {
+    "json": [5, "{", "5", np.zeros(2), {5: 6}, int, CYCLE, {"enum": SHARED}, DEEP],
+    "regex": ["", 5, "a" * 2**14],
+    "grammar": ["a" * (MAX_CHARACTERS + 1)],
+    "choice": [[], "ab", ["a", "a"], ["a", ""], ["a", 5], ["a" * MAX_CHARACTERS]],
+    "json_object": [False, "yes"],
+    "structural_tag": [{"type": "structural_tag"}, []],
+    "yaml": ["a"],
+}
+REFUSED["json"] += [{"const": one} for one in (float("nan"), {1, 2}, "\ud800")]
+REFUSED["json"].append({"title": "x" * MAX_CHARACTERS})
+REFUSED["structural_tag"].append({"type": "structural_tag", "format": {}, "structures": []})
+NO_KIND: list[Any] = [{}, 5, "regex", {"json": {}, "regex": "a"}, {5: 6}]
+
+
 @pytest.mark.parametrize(
     "value",
     [
-        {},
-        5,
-        "regex",
-        {"json": {}, "regex": "a"},
-        {"json_object": False},
-        {"yaml": "a"},
-        {5: 6},
-        {"json": 5},
-        {"json": "{"},
-        {"json": "5"},
-        {"json": np.zeros(2)},
-        {"json": {5: 6}},
-        {"json": {"const": float("nan")}},
-        {"json": {"const": {1, 2}}},
-        {"json": {"const": "\ud800"}},
-        {"json": int},
-        {"json": CYCLE},
-        {"json": {"enum": SHARED}},
-        {"json": DEEP},
-        {"json": {"title": "x" * MAX_CHARACTERS}},
-        {"regex": ""},
-        {"regex": 5},
-        {"regex": "a" * 2**14},
-        {"grammar": "a" * (MAX_CHARACTERS + 1)},
-        {"choice": []},
-        {"choice": "ab"},
-        {"choice": ["a", "a"]},
-        {"choice": ["a", ""]},
-        {"choice": ["a", 5]},
+        *(NO_KIND + [{kind: one} for kind, ones in REFUSED.items() for one in ones]),
         pytest.param({"choice": map(str, range(MAX_CHOICES + 1))}, id="too many choices"),
-        {"choice": ["a" * MAX_CHARACTERS]},
-        {"json_object": "yes"},
-        {"structural_tag": {"type": "structural_tag"}},
-        {"structural_tag": {"type": "structural_tag", "format": {}, "structures": []}},
-        {"structural_tag": []},
     ],
     ids=check.describe,  # a repr of one would never end
 )
@@ -188,9 +171,8 @@ def done(text: str, reason: Any = "stop") -> Completion:
 @pytest.mark.parametrize("kind", ["x", "list[nowhere]", 7, print, "int("])
 def test_what_is_no_type_is_refused(kind):
     output = CompletionOutput(0, "1", (), "stop")
-    with pytest.raises(InvalidRequestError, match=r"^type=.* a type that Pydantic knows") as caught:
+    with refused("type", r"^type=.* a type that Pydantic knows"):
         output.parsed(kind)
-    assert caught.value.param == "type"
 
 
 def test_parsed_reads_json_and_raises_with_the_text_of_what_is_none():
@@ -207,9 +189,8 @@ def test_parsed_reads_json_and_raises_with_the_text_of_what_is_none():
         done('{"name": "Mi', "length").parsed(Model)
     with pytest.raises(InvalidOutputError, match="cannot be parsed"):
         done("[" * 100_000).parsed()
-    with pytest.raises(InvalidRequestError, match="type=") as refused:
+    with refused("type", "type="):
         done("{}").parsed(object())
-    assert refused.value.param == "type"
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "null"}}}
@@ -256,9 +237,8 @@ def test_response_formats(value, expected):
     ids=str,
 )
 def test_other_response_formats_are_refused(value):
-    with pytest.raises(InvalidRequestError) as caught:
+    with refused("response_format"):
         parse_response_format(value)
-    assert caught.value.param == "response_format"
 
 
 def test_every_example_of_the_page_runs():

@@ -18,12 +18,7 @@ from asyncllm import (
 )
 from tests.event_loops import run as run  # a fixture
 from tests.fakes import entered, fake
-
-
-async def until(condition):
-    with anyio.fail_after(5):
-        while not condition():
-            await anyio.sleep(0.001)
+from tests.idle import until
 
 
 def in_line(engine):
@@ -90,7 +85,6 @@ class Full:
             await stream.result()
 
 
-@pytest.mark.asyncio
 async def test_places_go_to_those_in_line_in_their_order():
     async with Full() as full:
         tasks = [await full.submit([token], max_tokens=2) for token in (10, 11, 12, 13)]
@@ -106,7 +100,6 @@ async def test_places_go_to_those_in_line_in_their_order():
         assert full.engine.stats().num_rejected == 1
 
 
-@pytest.mark.asyncio
 async def test_those_in_line_come_before_stream():
     async with Full(max_queued_tokens=20) as full:
         large = await full.submit([5] * 20, max_tokens=1)
@@ -120,7 +113,6 @@ async def test_those_in_line_come_before_stream():
         assert len((await full.engine.generate([1], max_tokens=1)).token_ids) == 1
 
 
-@pytest.mark.asyncio
 async def test_one_place_wakes_one():
     async with Full() as full:
         tasks = [await full.submit([token]) for token in range(5)]
@@ -132,7 +124,6 @@ async def test_one_place_wakes_one():
             task.cancel()
 
 
-@pytest.mark.asyncio
 async def test_a_cancelled_wait_leaves_nothing():
     seen = []
 
@@ -159,7 +150,6 @@ async def test_a_cancelled_wait_leaves_nothing():
         assert seen == [7, 9]
 
 
-@pytest.mark.asyncio
 async def test_cancelled_when_its_place_is_there_already():
     async with Full() as full:
         first, second = [await full.submit([token], max_tokens=2) for token in (7, 8)]
@@ -175,7 +165,6 @@ async def test_cancelled_when_its_place_is_there_already():
         assert entered(full.rig) == [1, 8]
 
 
-@pytest.mark.asyncio
 async def test_a_stream_that_is_dropped_unread_gives_its_place_back():
     async with Full() as full:
         task = await full.submit([7])
@@ -186,7 +175,6 @@ async def test_a_stream_that_is_dropped_unread_gives_its_place_back():
         await until(lambda: nothing_left(full.engine))
 
 
-@pytest.mark.asyncio
 async def test_closing_tells_those_in_line_at_once():
     async with Full() as full:
         task = await full.submit([7])
@@ -203,7 +191,6 @@ async def test_closing_tells_those_in_line_at_once():
             await full.engine.submit([1])
 
 
-@pytest.mark.asyncio
 async def test_death_tells_those_in_line():
     async with Full() as full:
         tasks = [await full.submit([token]) for token in (7, 8)]
@@ -216,7 +203,6 @@ async def test_death_tells_those_in_line():
             assert isinstance(caught.value.__cause__, OSError)
 
 
-@pytest.mark.asyncio
 async def test_a_paused_engine_lets_them_wait_and_their_time_begins_with_the_place():
     async with Full() as full:
         task = await full.submit([7], max_tokens=2, timeout=0.25)
@@ -228,7 +214,6 @@ async def test_a_paused_engine_lets_them_wait_and_their_time_begins_with_the_pla
         assert done.usage.total_time < 0.25
 
 
-@pytest.mark.asyncio
 async def test_what_cannot_be_served_is_told_before_it_waits():
     async with Full() as full:
         for prompt, options, error in (
@@ -251,7 +236,6 @@ async def test_what_cannot_be_served_is_told_before_it_waits():
         assert (await twins[0]).request_id == "x"
 
 
-@pytest.mark.asyncio
 async def test_messages_and_long_texts_wait_too():
     async with Full(max_queued_tokens=10_000) as full:
         chat = await full.submit([{"role": "user", "content": "3 4"}], max_tokens=2)
@@ -261,7 +245,6 @@ async def test_messages_and_long_texts_wait_too():
         assert (await (await long).result()).prompt_token_ids == (5,) * 100
 
 
-@pytest.mark.asyncio
 async def test_a_loop_that_was_closed_holds_up_nobody():
     async with Full() as full:
 
@@ -280,7 +263,6 @@ async def test_a_loop_that_was_closed_holds_up_nobody():
         await until(lambda: nothing_left(full.engine))
 
 
-@pytest.mark.asyncio
 async def test_seeds_are_drawn_in_the_order_of_the_calls():
     seeds = {}
     for places in (2, 100):
@@ -305,7 +287,6 @@ async def test_seeds_are_drawn_in_the_order_of_the_calls():
     assert len(set(seeds[2].values())) == 10
 
 
-@pytest.mark.asyncio
 async def test_the_engine_thread_cannot_wait_for_a_place():
     told = []
 

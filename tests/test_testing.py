@@ -75,20 +75,15 @@ def test_turns_of_a_conversation() -> None:
     assert tokenizer.eos_token_id == 257
 
 
-async def _answers_that_are_preempted(run_ahead: bool) -> None:
+@pytest.mark.parametrize("run_ahead", [False, True])
+async def test_answers_of_requests_that_are_preempted(run_ahead: bool) -> None:
     texts = {f"prompt {i}": f"{i}: " + "abc" * 8 for i in range(6)}
-    async with fake_engine(
-        texts, num_blocks=14, block_size=4, max_model_len=48, async_scheduling=run_ahead
-    ) as engine:
+    limits: dict[str, Any] = {"num_blocks": 14, "block_size": 4, "max_model_len": 48}
+    async with fake_engine(texts, **limits, async_scheduling=run_ahead) as engine:
         done = await asyncio.gather(*(engine.generate(prompt) for prompt in texts))
         assert engine.stats().num_preemptions > 0
         assert engine.stats().num_free_blocks == 14
     assert [completion.text for completion in done] == list(texts.values())
-
-
-@pytest.mark.parametrize("run_ahead", [False, True])
-def test_answers_of_requests_that_are_preempted(run_ahead: bool) -> None:
-    asyncio.run(_answers_that_are_preempted(run_ahead))
 
 
 def test_the_question_is_the_last_message_of_the_user() -> None:
@@ -142,28 +137,12 @@ class Stop(BaseException):
     """No Exception."""
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        None,
-        5,
-        b"x",
-        {},
-        ValueError,
-        SystemExit("s"),
-        ["a", None],
-        ["a", 5.5],
-        ["a", SystemExit("s")],
-        ["a", ValueError],
-        [["a"]],
-        [True],
-        [-1],
-        [258],
-        [10**400],
-        itertools.repeat("a"),
-    ],
-    ids=describe,
-)
+WRONG: list[Any] = [None, 5, b"x", {}, ValueError, SystemExit("s"), itertools.repeat("a")]
+WRONG += [["a", one] for one in (None, 5.5, SystemExit("s"), ValueError)]
+WRONG += [[one] for one in (["a"], True, -1, 258, 10**400)]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=describe)
 def test_a_wrong_answer_fails_its_request_alone(wrong: Any) -> None:
     with fake_llm({"bad": wrong, "good": "Yes."}) as llm:
         with pytest.raises(RequestError, match="answers"):

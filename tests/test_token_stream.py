@@ -10,12 +10,13 @@ import pytest
 from asyncllm.core.channel import Channel, End
 from asyncllm.core.output_processor import Output
 from asyncllm.core.request import Request, RequestGroup
-from asyncllm.errors import InvalidRequestError, RequestError
+from asyncllm.errors import RequestError
 from asyncllm.outputs import CompletionOutput, Delta, Usage
 from asyncllm.runtime.mailbox import LoopMailbox, ThreadMailbox
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
 from tests.channels import Host, Waiter, logprobs_of
+from tests.refusals import refused
 
 USAGE = Usage(2, 3, 0, 0.5, 1.0, 2.0)
 
@@ -190,15 +191,6 @@ def test_an_exception_comes_after_what_there_was_and_stays():
     assert repr(rig.stream) == "<TokenStream 'r' closed>"
 
 
-def test_text_without_a_token_comes_before_an_exception():
-    rig = Rig()
-    rig.channel.append(Delta("held", ()))
-    rig.fail(RequestError("failed"))
-    assert rig.read().text == "held"
-    with pytest.raises(RequestError):
-        rig.stream.__anext__().send(None)
-
-
 @pytest.mark.parametrize(("max_unread", "resumes_at"), [(4, 2), (5, 2), (2, 1), (1, 0)])
 def test_a_paused_request_goes_on_when_half_of_it_is_read(max_unread, resumes_at):
     rig = Rig(max_unread=max_unread, on_slow="pause")
@@ -276,9 +268,8 @@ def test_a_heartbeat_is_none_and_the_reads_go_on():
     assert rig.loop.waits == [3.0] * 3
     assert rig.aborts == 0
     for seconds in (0, -1.0, float("inf"), "3"):
-        with pytest.raises(InvalidRequestError) as caught:
+        with refused("seconds"):
             rig.stream.with_heartbeat(seconds)
-        assert caught.value.param == "seconds"
 
 
 @pytest.mark.parametrize("within", [None, 3.0])
@@ -295,7 +286,7 @@ def test_a_read_that_is_cancelled_aborts_and_says_so(within):
     rig.end("abort", text="held")
     assert rig.read() == Delta("5 held", (5,))
     for _ in range(2):
-        with pytest.raises(RequestError, match="'r' was aborted because a read of its stream"):
+        with pytest.raises(RequestError, match=r"with_heartbeat\(seconds\).*asyncio\.wait"):
             rig.stream.completion()
     with pytest.raises(RequestError, match="'r' was aborted because a read of its stream"):
         rig.stream.__anext__().send(None)
@@ -425,17 +416,6 @@ def test_closing_aborts_and_ends_the_iteration(way):
     assert repr(rig.stream) == "<TokenStream 'r' closed>"
 
 
-def test_result_reads_to_the_end():
-    rig = Rig()
-    rig.put(5, 6)
-    rig.end(last=Delta("7 ", (7,)))
-    assert rig.stream.__aiter__() is rig.stream
-    with pytest.raises(StopIteration) as stop:
-        rig.stream.result().send(None)
-    assert stop.value.value.outputs[0].token_ids == (5, 6, 7)
-    assert stop.value.value.outputs[0].logprobs is None
-
-
 def test_a_stream_that_is_forgotten_is_abandoned_once():
     rig = Rig()
     group = rig.group
@@ -450,13 +430,3 @@ def test_a_stream_that_is_forgotten_is_abandoned_once():
 def test_a_stream_whose_making_failed_has_nothing_to_abandon():
     del_of = TokenStream.__new__(TokenStream).__del__
     assert del_of() is None
-
-
-def test_the_prompt_is_known_once_it_is_tokenised():
-    rig = Rig()
-    assert rig.stream.prompt_token_ids == (1, 2)
-    rig.put(5)
-    assert rig.stream.prompt_token_ids == (1, 2)
-    rig.request.token_ids, rig.request.num_prompt_tokens = [], 0
-    assert rig.stream.prompt_token_ids is None
-    assert rig.stream.completion().prompt_token_ids == ()

@@ -9,11 +9,10 @@ import pytest
 from asyncllm import AsyncLLMEngine, EngineClosedError, InvalidRequestError
 from asyncllm.runtime.worker_thread import WorkerThread
 from asyncllm.testing import fake_engine, fake_llm
+from tests.refusals import refused
 
 HELLO = [{"role": "user", "content": "Hé"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-
-pytestmark = pytest.mark.asyncio
 
 
 async def prompt_of(stream: Any) -> list[int]:
@@ -108,9 +107,8 @@ async def test_only_what_takes_long_leaves_the_loops_thread(
 )
 async def test_what_cannot_be_tokenised_is_named(prompt: Any, options: Any, param: str) -> None:
     async with fake_engine("x") as engine:
-        with pytest.raises(InvalidRequestError) as caught:
+        with refused(param):
             await engine.tokenize(prompt, **options)
-        assert caught.value.param == param
     with fake_llm("x") as llm, pytest.raises(InvalidRequestError) as caught:
         llm.tokenize(prompt, **options)
     assert caught.value.param == param
@@ -119,12 +117,10 @@ async def test_what_cannot_be_tokenised_is_named(prompt: Any, options: Any, para
 @pytest.mark.parametrize("token_ids", [[-1], [2**32], "ab", [1.5], range(2**19 + 1)])
 async def test_what_are_no_tokens_is_named(token_ids: Any) -> None:
     async with fake_engine("x") as engine:
-        with pytest.raises(InvalidRequestError) as caught:
+        with refused("token_ids"):
             await engine.detokenize(token_ids)
-        assert caught.value.param == "token_ids"
-        with pytest.raises(InvalidRequestError) as caught:
+        with refused("skip_special_tokens"):
             await engine.detokenize([1], skip_special_tokens="no")  # pyright: ignore[reportArgumentType]
-        assert caught.value.param == "skip_special_tokens"
 
 
 async def test_without_a_loop() -> None:

@@ -28,6 +28,7 @@ from tokenizers import Tokenizer as Backend
 from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.text.long_text import LONG_TEXT
 from asyncllm.text.tokenizer import Tokenizer
+from tests.refusals import refused
 from tests.tokenizer_kinds import KINDS
 from tests.tokenizer_kinds import make as make_kind
 
@@ -189,9 +190,8 @@ def test_truncation_and_padding_of_the_file_are_off(make: Callable[..., Path]) -
 def test_bad_prompts(make: Callable[..., Path]) -> None:
     tokenizer = load(make())
     for prompt in (b"bytes", 7, None, ["a"], "lone \ud800", "lone \ud800" * LONG_TEXT):
-        with pytest.raises(InvalidRequestError, match="prompt") as caught:
+        with refused("prompt", "prompt"):
             tokenizer.encode(prompt)  # pyright: ignore[reportArgumentType]
-        assert caught.value.param == "prompt"
 
 
 def test_long_texts_leave_the_interpreter_to_others(make: Callable[..., Path]) -> None:
@@ -226,7 +226,6 @@ def test_concurrent_encoding(make: Callable[..., Path]) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_length_is_proven_only_where_it_is(name: str) -> None:
-    """Some drop spaces, make one token of any number of unknown characters, or compose."""
     tokenizer = make_kind(KINDS[name]())
     rng = random.Random(4)
     print("seed 4")
@@ -538,9 +537,8 @@ def test_objects_as_messages(make: Callable[..., Path]) -> None:
     ],
 )
 def test_bad_messages(make: Callable[..., Path], messages: Any, where: str) -> None:
-    with pytest.raises(InvalidRequestError, match=where) as caught:
+    with refused("messages", where):
         load(make(STRICT)).apply_chat_template(messages)
-    assert caught.value.param == "messages"
 
 
 @pytest.mark.parametrize(
@@ -556,9 +554,8 @@ def test_bad_messages(make: Callable[..., Path], messages: Any, where: str) -> N
     ],
 )
 def test_bad_arguments(make: Callable[..., Path], kwargs: dict[str, Any], param: str) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
+    with refused(param):
         load(make(CHATML)).apply_chat_template([{"role": "user", "content": "x"}], **kwargs)
-    assert caught.value.param == param
 
 
 def test_compiling_in_advance(make: Callable[..., Path]) -> None:
@@ -575,13 +572,11 @@ def test_compiling_in_advance(make: Callable[..., Path]) -> None:
 
 def test_models_without_a_usable_template(make: Callable[..., Path]) -> None:
     chat = [{"role": "user", "content": "x"}]
-    with pytest.raises(InvalidRequestError, match="no chat template") as caught:
+    with refused("messages", "no chat template"):
         load(make()).apply_chat_template(chat)
-    assert caught.value.param == "messages"
     named = load(make([{"name": "a", "template": "a"}, {"name": "b", "template": "b"}]))
-    with pytest.raises(InvalidRequestError, match="expected one of a, b") as caught:
+    with refused("chat_template", "expected one of a, b"):
         named.apply_chat_template(chat)
-    assert caught.value.param == "chat_template"
     broken = load(make("{% for %}"))
     assert broken.encode("works") == load(make()).encode("works")
     with pytest.raises(InvalidRequestError, match="does not compile"):
@@ -604,6 +599,5 @@ def test_models_without_a_usable_template(make: Callable[..., Path]) -> None:
 )
 def test_sandbox(make: Callable[..., Path], template: str) -> None:
     tokenizer = load(make(template))
-    with pytest.raises(InvalidRequestError) as caught:
+    with refused("messages"):
         tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
-    assert caught.value.param == "messages"

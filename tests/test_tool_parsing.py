@@ -22,6 +22,7 @@ from asyncllm.tool_calls.delimiters import MAX_DELIMITER_LENGTH, Delimiters, Del
 from asyncllm.tool_calls.families import REASONING_FAMILIES, TOOL_FAMILIES
 from asyncllm.tool_calls.message_parser import OutputParser
 from asyncllm.tool_calls.response_format import ResponseFormat, ResponseFormats
+from tests.refusals import refused
 
 TOOLS: dict[str, Any] = {
     "get_weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
@@ -68,14 +69,18 @@ CONTENT = {"hermes": "Let me see: é🙂.", "qwen3_coder": "Hm.", "llama3_json":
 Parsed = tuple[str, str, list[tuple[str, dict[str, Any]]]]
 
 
-def form_of(family: str) -> ResponseFormat:
-    thinking = "gpt_oss" if family == "gpt_oss" else "qwen3"
-    form = ResponseFormats([], None, family, thinking).format_for(True)
+def form_for(
+    sources: list[str], tools: str | None, thoughts: str | None, own: Any = None
+) -> ResponseFormat:
+    form = ResponseFormats(sources, own, tools, thoughts).format_for(True)
     assert form is not None
     return form
 
 
-FORMS = {family: form_of(family) for family in TOOL_FAMILIES}
+FORMS = {
+    family: form_for([], family, "gpt_oss" if family == "gpt_oss" else "qwen3")
+    for family in TOOL_FAMILIES
+}
 
 
 def parse(form: ResponseFormat, pieces: Iterable[str], begin: str = "") -> Parsed:
@@ -104,6 +109,11 @@ def parse(form: ResponseFormat, pieces: Iterable[str], begin: str = "") -> Parse
 
 def begin_of(family: str) -> str:
     return "<|start|>assistant" if family == "gpt_oss" else ""
+
+
+def test_the_configuration_names_every_family() -> None:
+    assert get_args(ToolParser) == ("auto", *TOOL_FAMILIES)
+    assert get_args(ReasoningParser) == ("auto", *REASONING_FAMILIES)
 
 
 @pytest.mark.parametrize("family", TEXTS)
@@ -195,7 +205,6 @@ def test_calls_are_those_of_transformers(family: str) -> None:
 
 @pytest.mark.parametrize("family", TOOL_FAMILIES)
 def test_calls_as_the_form_writes_them_are_read(family: str) -> None:
-    """What a grammar makes a model write is what its parser takes."""
     form = TOOL_FAMILIES[family].form
     assert form is not None
     arguments = '{"city": "Oslo"}'
@@ -311,31 +320,22 @@ def test_what_the_prompt_has_written_of_the_answer() -> None:
     ],
 )
 def test_a_chat_template_shows_its_family(family: str, source: str) -> None:
-    form = ResponseFormats([source], None, "auto", "auto").format_for(True)
-    assert form is not None
+    form = form_for([source], "auto", "auto")
     assert form.calls is TOOL_FAMILIES[family].calls
-    assert (form.thoughts is None) == (family != "gpt_oss" or "analysis" not in source)
-
-
-def test_the_configuration_names_every_family() -> None:
-    assert get_args(ToolParser) == ("auto", *TOOL_FAMILIES)
-    assert get_args(ReasoningParser) == ("auto", *REASONING_FAMILIES)
+    assert form.thoughts is None
 
 
 def test_a_family_is_named_or_unknown() -> None:
     formats = ResponseFormats(["{{ messages }}"], None, "auto", "auto")
     assert formats.format_for(False) is None
-    with pytest.raises(InvalidRequestError, match="tool_call_parser") as caught:
+    with refused("tools", "tool_call_parser"):
         formats.format_for(True)
-    assert caught.value.param == "tools"
     # GLM's, and another that is written as elements: calls there are no JSON.
     for source in ("<tool_call>{{ name }}<arg_key>a</arg_key><arg_value>1</arg_value>",
                    '<tool_call><function name="f"></function></tool_call>'):  # fmt: skip
         with pytest.raises(InvalidRequestError, match="tool_call_parser"):
-            ResponseFormats([source], None, "auto", "auto").format_for(True)
-        named = ResponseFormats([source], None, "hermes", "auto").format_for(True)
-        assert named is not None
-        assert named.calls is TOOL_FAMILIES["hermes"].calls
+            form_for([source], "auto", "auto")
+        assert form_for([source], "hermes", "auto").calls is TOOL_FAMILIES["hermes"].calls
     thinking = ResponseFormats(["<think>"], None, "auto", "auto").format_for(False)
     assert thinking is not None
     assert thinking.thoughts is REASONING_FAMILIES["qwen3"].thoughts
@@ -364,22 +364,16 @@ OWN = {
 
 def test_the_tokenizers_own_template_comes_first() -> None:
     """Gemma's, as transformers serves it: JSON that is none, parsed a region at a time."""
-    form = ResponseFormats(["<tool_call> <think>"], OWN, "auto", "auto").format_for(True)
-    assert form is not None
+    form = form_for(["<tool_call> <think>"], "auto", "auto", OWN)
     text = (
         "<|channel>thought\nHm.<channel|>Ok.<|tool_call>call:get_weather{city:"
         '<|"|>Os"lo<|"|>}<tool_call|><|tool_call>call:rm{}<tool_call|><turn|>'
     )
-    expected = (
-        "Ok.<|tool_call>call:rm{}<tool_call|>",
-        "Hm.",
-        [("get_weather", {"city": 'Os"lo'})],
-    )
+    calls = [("get_weather", {"city": 'Os"lo'})]
+    expected = ("Ok.<|tool_call>call:rm{}<tool_call|>", "Hm.", calls)
     assert parse(form, [text]) == parse(form, text) == expected
     assert (form.begin, form.end) == ("<|channel>thought\n", "<channel|>")
-    named = ResponseFormats([], OWN, "hermes", "auto").format_for(True)
-    assert named is not None
-    assert named.calls is TOOL_FAMILIES["hermes"].calls
+    assert form_for([], "hermes", "auto", OWN).calls is TOOL_FAMILIES["hermes"].calls
 
 
 @pytest.mark.parametrize(
@@ -414,9 +408,7 @@ def test_text_that_begins_no_delimiter_is_not_searched() -> None:
         def search(self, *_: Any, **__: Any) -> None:
             raise AssertionError("searched")
 
-    delimiters = FORMS["hermes"].delimiters
     mine = Delimiters([("x", ["<tool_call>"])])
     mine.patterns = [("x", Never(), True)]
     assert DelimiterScanner(mine).feed(" word é\n") == (" word é\n", None, "")
-    assert not delimiters.may_begin_in(" word é\n")
     assert FORMS["llama3_json"].delimiters.may_begin_in("{")

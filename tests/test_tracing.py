@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 
@@ -13,7 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import SpanKind, StatusCode
 
-from asyncllm import DeadlineExceededError, EngineDeadError, EngineOverloadedError, RequestError
+from asyncllm import EngineDeadError, RequestError
 from asyncllm.tracing import EngineTracing, trace_engine
 from tests.fakes import fake
 from tests.missing_package import import_error
@@ -126,32 +125,6 @@ async def test_the_span_hangs_on_the_callers_and_has_the_requests_times(trace):
     assert span.start_time < event.timestamp < span.end_time
 
 
-async def test_tasks_side_by_side_keep_their_parents(trace):
-    async with fake().engine() as engine:
-        trace_engine(engine, trace.provider)
-
-        async def one(i):
-            with trace.tracer.start_as_current_span(f"outer{i}") as outer:
-                await asyncio.sleep(0)
-                await engine.generate([i], max_tokens=3, request_id=str(i))
-                return str(i), outer.get_span_context().span_id
-
-        parents = dict(await asyncio.gather(*(one(i) for i in range(10))))
-    found = {s.attributes["gen_ai.response.id"]: s.parent.span_id for s in trace.spans()}
-    assert found == parents
-
-
-async def test_a_long_text_is_traced_from_its_submission(trace):
-    async with fake(num_blocks=2000).engine() as engine:
-        trace_engine(engine, trace.provider)
-        with trace.tracer.start_as_current_span("outer") as outer:
-            stream = engine.stream("1 " * 3000, max_tokens=1)
-        await stream.result()
-    span = trace.span()
-    assert span.parent.span_id == outer.get_span_context().span_id
-    assert span.attributes["gen_ai.usage.input_tokens"] == 3000
-
-
 async def test_an_abort_is_no_error(trace):
     rig = fake(gate=0)
     async with rig.engine() as engine:
@@ -184,37 +157,6 @@ async def test_errors_have_their_type_and_no_text(trace):
         assert span.status.status_code is StatusCode.ERROR
         assert "finish_reasons" not in str(dict(span.attributes))
         assert "secret" not in span.to_json()
-
-
-async def test_a_deadline_is_an_error_with_its_usage(trace):
-    rig = fake(gate=0)
-    async with rig.engine() as engine:
-        trace_engine(engine, trace.provider)
-        stream = engine.stream([1, 2], timeout=0.02)
-        await asyncio.sleep(0.03)
-        rig.executor.gate.release(1000)
-        with pytest.raises(DeadlineExceededError):
-            await stream.result()
-    span = trace.span()
-    assert span.attributes["error.type"] == "DeadlineExceededError"
-    assert span.attributes["gen_ai.usage.input_tokens"] == 2
-
-
-async def test_what_is_refused_has_no_span(trace):
-    async with fake().engine(max_queued_requests=1) as engine:
-        tracing = trace_engine(engine, trace.provider)
-        await engine.pause()
-        held = engine.stream([1], max_tokens=1)
-        with pytest.raises(EngineOverloadedError):
-            engine.stream([1])
-        assert len(tracing._open) == 1
-        await engine.resume()
-        await held.result()
-        assert tracing._open == {}
-    assert len(trace.spans()) == 1
-
-
-# --- content ----------------------------------------------------------------------------
 
 
 async def test_no_text_is_recorded_by_default(trace):
@@ -262,9 +204,6 @@ async def test_texts_are_recorded_on_demand(trace):
     ]
     assert "why it failed" in bad.status.description
     assert read(bad, "output")[0]["finish_reason"] == "error"
-
-
-# --- the host is left alone -------------------------------------------------------------
 
 
 async def test_closing_ends_the_spans_that_are_open_and_makes_no_more(trace):

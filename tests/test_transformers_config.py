@@ -63,7 +63,6 @@ def test_hostile_fields_are_refused(gemma, tmp_path, field, value, accepted):
 @pytest.mark.parametrize("code", ["raise RuntimeError('no')", "raise SystemExit('no')"])
 @pytest.mark.usefixtures("own_code")
 def test_code_of_a_checkpoint_that_fails_is_named(gemma, tmp_path, name, code):
-    """Whose exit would otherwise end the thread that loads it."""
     (tmp_path / "own.py").write_text(code)
     auto_map = {name: "own.Own"}
     path = with_fields(gemma, tmp_path, auto_map=auto_map, model_type="gemma")

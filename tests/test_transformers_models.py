@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,9 +18,9 @@ from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.ops import torch_attention
 from asyncllm.gpu.transformers_model import attention as paged
 from asyncllm.gpu.transformers_model.config import TransformersConfig
+from asyncllm.gpu.transformers_model.decoder import LongRope
 from asyncllm.gpu.transformers_model.families import TESTED_ARCHITECTURES, is_tested
 from asyncllm.gpu.transformers_model.linear import OpExperts
-from asyncllm.gpu.transformers_model.rope import LongRope
 from tests.driver import Driver, state_of
 from tests.families import CASES, make
 from tests.native_library import native_library
@@ -165,9 +166,6 @@ def test_longrope_chooses_its_factors_by_the_longest_sequence(load_case):
     check_longrope(load_case("Phi3-longrope"))
 
 
-# --- what the comparison sees ------------------------------------------------------------
-
-
 def _kinds(change):
     def mutate(monkeypatch):
         kinds = paged.attention_kinds
@@ -180,15 +178,7 @@ def _kinds(change):
     return mutate
 
 
-def _replace_kind(kind, **fields):
-    from dataclasses import replace
-
-    return replace(kind, **fields)
-
-
 def _replace_shape(kind, **fields):
-    from dataclasses import replace
-
     return replace(kind, shape=replace(kind.shape, **fields))
 
 
@@ -201,26 +191,18 @@ def _no_sinks(monkeypatch):
     )
 
 
-def _unweighted_experts(monkeypatch):
-    experts = OpExperts.experts
-    monkeypatch.setattr(
-        OpExperts,
-        "experts",
-        lambda self, module, hidden, index, weights: experts(
-            self, module, hidden, index, torch.full_like(weights, 0.5)
-        ),
-    )
+def _experts(change):
+    """``change`` of the chosen experts, their weights and how many there are."""
 
+    def mutate(monkeypatch):
+        experts = OpExperts.experts
 
-def _neighbouring_expert(monkeypatch):
-    experts = OpExperts.experts
-    monkeypatch.setattr(
-        OpExperts,
-        "experts",
-        lambda self, module, hidden, index, weights: experts(
-            self, module, hidden, (index + 1) % len(self.up), weights
-        ),
-    )
+        def changed(self, module, hidden, index, weights):
+            return experts(self, module, hidden, *change(index, weights, len(self.up)))
+
+        monkeypatch.setattr(OpExperts, "experts", changed)
+
+    return mutate
 
 
 def _routed(change):
@@ -281,14 +263,14 @@ MUTATIONS = {
     "a softcap of 4": ("Gemma2", _kinds(lambda kind: _replace_shape(kind, softcap=4.0))),
     "no final softcap": ("Gemma2", _config(final_logit_softcapping=None)),
     "another scale": ("Gemma2", _kinds(lambda kind: _replace_shape(kind, scale=0.25))),
-    "no window": ("Olmo3", _kinds(lambda kind: _replace_kind(kind, window=None))),
+    "no window": ("Olmo3", _kinds(lambda kind: replace(kind, window=None))),
     "a window off by one": (
         "Mistral",
-        _kinds(lambda kind: _replace_kind(kind, window=kind.window + 1)),
+        _kinds(lambda kind: replace(kind, window=kind.window + 1)),
     ),
     "no sinks": ("GptOss", _no_sinks),
-    "unweighted experts": ("Mixtral", _unweighted_experts),
-    "the neighbouring expert": ("Mixtral", _neighbouring_expert),
+    "unweighted experts": ("Mixtral", _experts(lambda i, w, n: (i, torch.full_like(w, 0.5)))),
+    "the neighbouring expert": ("Mixtral", _experts(lambda i, w, n: ((i + 1) % n, w))),
     "routing weights not renormalised": ("Qwen3Moe", _config(norm_topk_prob=False)),
     "a router's bias used as a weight": (
         "Glm4Moe",

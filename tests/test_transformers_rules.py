@@ -24,6 +24,7 @@ from tests.checkpoints import copy_tokenizer
 from tests.driver import Driver, state_of
 from tests.families import SLIDING, TINY, make
 from tests.reference import Tally, check_tokens, compare, generate
+from tests.refusals import refused
 from tests.transformers_runner import SETTINGS, load
 
 AND = ". transformers' modules run here only where that is sure to give the model's own results"
@@ -253,9 +254,8 @@ def test_auto_is_native_where_that_has_the_architecture(tmp_path):
 
 
 def test_model_impl_is_checked():
-    with pytest.raises(InvalidRequestError) as caught:
+    with refused("model_impl"):
         EngineConfig(model_impl="vllm")  # pyright: ignore[reportArgumentType]
-    assert caught.value.param == "model_impl"
 
 
 def test_ends_and_context_of_a_configuration(tmp_path):
@@ -387,16 +387,13 @@ def test_rounded_weights_need_a_tested_architecture(tmp_path, monkeypatch):
 def test_the_engine_runs_it(tmp_path):
     model = make(tmp_path, "Gemma2", vocab_size=2048)
     copy_tokenizer(tmp_path)
-    prompt = list(range(100, 130))
-    expected = generate(model, prompt, 12)
-    stages = []
-    modules = {**SETTINGS, "model_impl": "transformers"}
+    prompt, modules = list(range(100, 130)), {**SETTINGS, "model_impl": "transformers"}
     with LLM(tmp_path, **{**modules, "max_num_batched_tokens": 16}) as llm:
         result = llm.generate(prompt, temperature=0, max_tokens=12, ignore_eos=True)
-    check_tokens(result.token_ids, expected)
+    check_tokens(result.token_ids, generate(model, prompt, 12))
     with LLM(tmp_path, **modules, load_format="dummy") as llm:
-        stages.append(llm.generate(prompt, temperature=0, max_tokens=3, ignore_eos=True))
-    assert len(stages[0].token_ids) == 3
+        drawn = llm.generate(prompt, temperature=0, max_tokens=3, ignore_eos=True)
+    assert len(drawn.token_ids) == 3
 
 
 def test_the_host_keeps_its_defaults(tmp_path):

@@ -58,15 +58,13 @@ def test_integers_out_of_range(value: int) -> None:
     refused(check.integer, value, 0, 9)
 
 
-@pytest.mark.parametrize("kind", [float, np.float16, np.float32, np.float64, np.longdouble])
-def test_numbers_of_every_kind_become_plain(kind: Any) -> None:
-    found = check.number("field", kind(0.5), 0, 1)
-    assert (found, type(found)) == (0.5, float)
+FLOATS = [kind(0.5) for kind in (float, np.float16, np.float32, np.float64, np.longdouble)]
 
 
-@pytest.mark.parametrize("value", [1, np.int64(1), Fraction(1)])
-def test_whole_numbers_are_numbers(value: Any) -> None:
-    assert type(check.number("field", value, 0, 1)) is float
+@pytest.mark.parametrize("value", [*FLOATS, 1, np.int64(1), Fraction(1)])
+def test_numbers_of_every_kind_become_plain(value: Any) -> None:
+    found = check.number("field", value, 0, 1)
+    assert (found, type(found)) == (value, float)
 
 
 @pytest.mark.parametrize("value", NO_NUMBERS)
@@ -233,9 +231,6 @@ def test_equal_as_json_is() -> None:
     assert not check.equal_json(1, True)
 
 
-# --- where they are used -----------------------------------------------------------------
-
-
 def test_sampling_params_are_plain_and_bounded() -> None:
     params = SamplingParams(
         n=np.int64(1),
@@ -265,88 +260,60 @@ def test_sampling_params_are_plain_and_bounded() -> None:
     assert {type(one) for one in (*params.stop_token_ids, *(params.logit_bias or ()))} == {int}
 
 
-TOKEN_IDS = ("stop_token_ids", "allowed_token_ids")
+TOKEN_IDS = [[None], [5, None], [None, 5], itertools.repeat(5), range(10**12)]
+BAD_PARAMS: dict[str, list[Any]] = {
+    "temperature": [1e300, np.float64(101)],
+    "repetition_penalty": [1e300, 5e-324],
+    "top_k": [2**63],
+    "seed": [10**400],
+    "max_tokens": [10**5000],
+    "min_tokens": [2**63],
+    "logprobs": [10**400],
+    "prompt_logprobs": [np.zeros(2)],
+    "n": [10**400],
+    "presence_penalty": [10**400],
+    "logit_bias": [{1: 10**400}, {10**400: 1}, {True: 1}, {None: 1}, {1: None}],
+    "stop": ["x" * 1025, ["x"] * 65, ["\ud800"], [None], range(10**12), itertools.repeat("a")],
+    "stop_token_ids": [[2**63], *TOKEN_IDS],
+    "allowed_token_ids": TOKEN_IDS,
+    "logits_processors": [[None], itertools.repeat(print)],
+    "bad_words": [[None], np.zeros(2)],
+    "structured_outputs": [np.zeros(2)],
+    "detokenize": [None, 0, "no", [True]],
+}
+BAD_SETTINGS: dict[str, list[Any]] = {
+    "num_blocks": [2**31],
+    "max_num_seqs": [2**17],
+    "max_model_len": [2**31],
+    "max_num_batched_tokens": [2**31, np.zeros(2)],
+    "block_size": [10**9],
+    "num_threads": [2**32],
+    "max_queued_requests": [2**63],
+    "max_queued_tokens": [10**400],
+    "seed": [2**64],
+    "step_timeout": [10**400, 1e12, True],
+    "gpu_memory_utilization": [True, 10**400],
+    "kv_cache_memory": [2**63, 10**5000, "9" * 400, "9999999999TiB"],
+    "cudagraph_capture_sizes": [(2**63,), 5, ()],
+    "device": ["cuda:99999999999999999999"],
+    "dtype": [np.zeros(2)],
+    "async_scheduling": [1],
+    "revision": [5],
+}
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("kind", "field", "value"),
     [
-        ("temperature", 1e300),
-        ("temperature", np.float64(101)),
-        ("repetition_penalty", 1e300),
-        ("repetition_penalty", 5e-324),
-        ("top_k", 2**63),
-        ("seed", 10**400),
-        ("max_tokens", 10**5000),
-        ("min_tokens", 2**63),
-        ("logprobs", 10**400),
-        ("n", 10**400),
-        ("presence_penalty", 10**400),
-        ("logit_bias", {1: 10**400}),
-        ("logit_bias", {10**400: 1}),
-        ("logit_bias", {True: 1}),
-        ("stop", "x" * 1025),
-        ("stop", ["x"] * 65),
-        ("stop", ["\ud800"]),
-        ("stop", [None]),
-        ("stop", range(10**12)),
-        ("stop", itertools.repeat("a")),
-        ("stop_token_ids", [2**63]),
-        *((name, ids) for name in TOKEN_IDS for ids in ([None], [5, None], [None, 5])),
-        *((name, itertools.repeat(5)) for name in TOKEN_IDS),
-        *((name, range(10**12)) for name in TOKEN_IDS),
-        ("logit_bias", {None: 1}),
-        ("logit_bias", {1: None}),
-        ("logits_processors", [None]),
-        ("logits_processors", itertools.repeat(print)),
-        ("bad_words", [None]),
-        ("prompt_logprobs", np.zeros(2)),
-        ("structured_outputs", np.zeros(2)),
-        ("bad_words", np.zeros(2)),
+        pytest.param(kind, field, value, id=f"{field}-{check.describe(value)}")
+        for kind, table in ((SamplingParams, BAD_PARAMS), (EngineConfig, BAD_SETTINGS))
+        for field, values in table.items()
+        for value in values
     ],
-    ids=check.describe,
 )
-def test_sampling_params_out_of_range(field: str, value: Any) -> None:
+def test_fields_out_of_range(kind: Any, field: str, value: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        SamplingParams(**{field: value})
-    assert caught.value.param == field
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("num_blocks", 2**31),
-        ("max_num_seqs", 2**17),
-        ("max_model_len", 2**31),
-        ("max_num_batched_tokens", 2**31),
-        ("max_num_batched_tokens", np.zeros(2)),
-        ("block_size", 10**9),
-        ("num_threads", 2**32),
-        ("max_queued_requests", 2**63),
-        ("max_queued_tokens", 10**400),
-        ("seed", 2**64),
-        ("step_timeout", 10**400),
-        ("step_timeout", 1e12),
-        ("step_timeout", True),
-        ("gpu_memory_utilization", True),
-        ("gpu_memory_utilization", 10**400),
-        ("kv_cache_memory", 2**63),
-        ("kv_cache_memory", 10**5000),
-        ("kv_cache_memory", "9" * 400),
-        ("kv_cache_memory", "9999999999TiB"),
-        ("cudagraph_capture_sizes", (2**63,)),
-        ("cudagraph_capture_sizes", 5),
-        ("cudagraph_capture_sizes", ()),
-        ("device", "cuda:99999999999999999999"),
-        ("dtype", np.zeros(2)),
-        ("async_scheduling", 1),
-        ("revision", 5),
-    ],
-    ids=check.describe,
-)
-def test_configuration_out_of_range(field: str, value: Any) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
-        EngineConfig(**{field: value})
+        kind(**{field: value})
     assert caught.value.param == field
     assert len(str(caught.value)) < 300
 

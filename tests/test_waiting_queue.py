@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import random
 
-import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -33,43 +31,6 @@ def drained(queue):
         order.append(first)
         queue.discard(first)
     return order
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", range(5))
-def test_order_is_the_policys_after_any_pushes_and_discards(policy, seed):
-    rng = random.Random(seed)
-    queue, members, known = WaitingQueue(policy), [], []
-    for index in range(300):
-        if members and rng.random() < 0.4:
-            gone = members.pop(rng.randrange(len(members)))
-            queue.discard(gone)
-            known.append(gone)
-        elif known and rng.random() < 0.3:
-            back = known.pop(rng.randrange(len(known)))
-            queue.push(back)
-            members.append(back)
-        else:
-            new = request(index, rng.randrange(3), rng.choice([math.inf, 5.0, 9.0]))
-            queue.push(new)
-            members.append(new)
-        assert len(queue) == len(members)
-        assert set(queue) == set(members)
-    key = {
-        "fcfs": lambda r: r.arrival_index,
-        "priority": lambda r: (r.priority, r.arrival_index),
-        "deadline": lambda r: (r.priority, r.group.deadline, r.arrival_index),
-    }[policy]
-    assert drained(queue) == sorted(members, key=key)
-    assert len(queue) == 0
-
-
-def test_equal_ranks_go_in_the_order_in_which_they_were_pushed():
-    queue = WaitingQueue("fcfs")
-    requests = [request() for _ in range(3)]
-    for one in requests:
-        queue.push(one)
-    assert drained(queue) == requests
 
 
 def test_push_gives_the_rank_that_victims_are_chosen_by():
@@ -108,8 +69,6 @@ def test_discarded_requests_are_let_go():
         queue.discard(one)
     assert queue._num_entries <= 65
 
-
-# --- owners -----------------------------------------------------------------------------
 
 RANKS = {
     "fcfs": lambda r: 0,
@@ -239,61 +198,6 @@ class OwnersMachine(RuleBasedStateMachine):
 
 TestOwners = OwnersMachine.TestCase
 TestOwners.settings = examples(200, stateful_step_count=40)
-
-
-def admitted(queue, count):
-    found = []
-    for _ in range(count):
-        found.append(queue.peek())
-        queue.admit(found[-1])
-    return [one.owner for one in found]
-
-
-def test_owners_take_turns_until_each_has_its_share():
-    queue = WaitingQueue("fcfs")
-    for index, owner in enumerate("a" * 9 + "b" * 3 + "c"):
-        queue.push(request(index, owner=owner))
-    assert admitted(queue, 13) == list("abcababaaaaaa")
-
-
-def test_one_that_runs_more_waits_for_one_that_runs_less():
-    queue = WaitingQueue("fcfs")
-    crowd = [request(index, owner="a") for index in range(10)]
-    for one in crowd:
-        queue.push(one)
-    assert admitted(queue, 4) == list("aaaa")
-    for index in range(10, 14):
-        queue.push(request(index, owner="b"))
-    for one in crowd[:2]:
-        queue.release(one)
-    assert admitted(queue, 4) == list("bbab")
-
-
-def test_a_stream_of_new_owners_does_not_keep_one_from_its_next_turn():
-    queue = WaitingQueue("fcfs")
-    for index in range(2):
-        queue.push(request(index, owner="a"))
-    running, order = [], []
-    for index in range(2, 8):
-        queue.push(request(index, owner=f"new {index}"))
-        if running:
-            queue.release(running.pop())
-        running.append(queue.peek())
-        queue.admit(running[-1])
-        order.append(running[-1].owner)
-    assert order == ["a", "new 2", "a", "new 3", "new 4", "new 5"]
-
-
-def test_a_preempted_request_is_its_owners_first():
-    queue = WaitingQueue("fcfs")
-    mine = [request(index, owner="a") for index in range(3)]
-    for one in (*mine, request(3, owner="b")):
-        queue.push(one)
-    assert admitted(queue, 3) == list("aba")
-    queue.release(mine[0])
-    queue.push(mine[0])
-    assert queue.peek() is mine[0]
-    assert drained(queue) == [mine[0], mine[2]]
 
 
 def test_an_owner_without_requests_is_forgotten():

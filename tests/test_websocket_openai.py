@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from asyncllm import AsyncLLMEngine
-from tests.fakes import fake
 from tests.idle import idle
 from tests.websocket_clients import served
 
@@ -82,25 +79,3 @@ async def test_two_turns_a_bad_id_and_a_close_on_the_packaged_model():
                 pass
         stats = await idle(engine)
         assert (stats.num_aborted, stats.num_finished) == (1, 3)
-
-
-async def test_the_synchronous_client():
-    def chat(port):
-        client = openai.OpenAI(api_key="x", base_url=f"http://127.0.0.1:{port}/v1")
-        with client, client.responses.connect() as connection:
-            connection.response.create(input="1 2", max_output_tokens=3)
-            return list(_until_end(connection))
-
-    rig = fake()
-    async with served(rig.engine()) as server:
-        events = await asyncio.to_thread(chat, server.port)
-    assert events[-1].type == "response.incomplete"
-    expected = rig.executor.reference([1, 2], 3)
-    assert events[-1].response.output_text.split() == [str(token) for token in expected]
-
-
-def _until_end(connection):
-    for event in connection:
-        yield event
-        if event.type in ("response.completed", "response.incomplete", "error"):
-            return

@@ -62,6 +62,19 @@ def edit(config: ModelConfig, change) -> Path:
     return path
 
 
+def shard(tensors: dict[str, torch.Tensor], path: Path, count: int) -> Path:
+    """So many files with tensors of each, and their index, which is returned."""
+    path.mkdir(exist_ok=True)
+    names, files = sorted(tensors), {}
+    for number in range(count):
+        file, part = f"part{number}.safetensors", names[number::count]
+        save_file({name: tensors[name] for name in part}, path / file)
+        files |= dict.fromkeys(part, file)
+    index = path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": files}))
+    return index
+
+
 def refused(config: ModelConfig) -> str:
     with pytest.raises(ModelLoadError) as error:
         read(config)
@@ -163,7 +176,6 @@ def test_what_a_reader_says_of_a_file(source):
 
 
 def test_a_parameter_may_have_a_dtype_of_its_own(source):
-    """Norms in float32 in a model of bfloat16: as they are loaded, drawn, and counted."""
     plain = weights_bytes(source, torch.bfloat16)
     assert plain == sum(t.nbytes for t in read(source, torch.bfloat16).values())
     source = replace(source, float32_norm_weights=True)
@@ -176,7 +188,6 @@ def test_a_parameter_may_have_a_dtype_of_its_own(source):
 
 
 def test_sizes_take_one_layer_for_all(source, monkeypatch):
-    """Also of a number of layers that no machine could list."""
     of_layer = DecoderBuilder.layer
 
     def first(builder: DecoderBuilder, layer: int):
@@ -195,7 +206,6 @@ def test_sizes_take_one_layer_for_all(source, monkeypatch):
 
 
 def test_parameters_are_listed_without_memory_for_them(source):
-    """And without the files: an embedding of 2 PB."""
     huge = replace(source, vocab_size=2**43, path=Path("nowhere"))
     found, expected = parameters(huge), parameters(source)
     assert [p.name for p in found] == [p.name for p in expected]
@@ -228,7 +238,6 @@ def test_a_listing_imports_nothing(tmp_path):
 
 
 def test_weights_are_taken_by_name(source):
-    """Those of another are refused, as are any that no part of the decoder takes."""
     drawn = list(dummy_weights(source, torch.float32, CPU))
     with pytest.raises(RuntimeError, match=r"layers\.1\.down\.weight where norm\.weight is due"):
         make_decoder(source, [*drawn[:-2], drawn[-3], drawn[-1]])
@@ -249,25 +258,15 @@ def test_conversion_and_progress(source):
 
 
 def test_shards_and_a_single_file_are_the_same(source, tmp_path):
-    tensors = load_file(source.path / "model.safetensors")
-    names = sorted(tensors)
-    weight_map = {}
-    for index in range(3):
-        file = f"model-{index}.safetensors"
-        part = {name: tensors[name] for name in names[index::3]}
-        save_file(part, tmp_path / file)
-        weight_map |= dict.fromkeys(part, file)
-    index_file = tmp_path / "model.safetensors.index.json"
-    index_file.write_text(json.dumps({"weight_map": weight_map}))
+    index_file = shard(load_file(source.path / "model.safetensors"), tmp_path, 3)
     sharded = read(replace(source, path=tmp_path))
     for name, tensor in read(source).items():
         assert torch.equal(tensor, sharded[name])
-    (tmp_path / "model-1.safetensors").unlink()
+    (tmp_path / "part1.safetensors").unlink()
     message = refused(replace(source, path=tmp_path))
-    assert "1 of 3 files in weight_map are missing: model-1.safetensors" in message
-    index_file.write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))
-    assert "elsewhere" in refused(replace(source, path=tmp_path))
+    assert "1 of 3 files in weight_map are missing: part1.safetensors" in message
     for text, words in {
+        '{"weight_map": {"a": "../elsewhere.safetensors"}}': "elsewhere",
         "{": "not valid JSON",
         "[]": "expected a JSON object",
         '{"weight_map": 3}': "weight_map is 3",
@@ -275,7 +274,7 @@ def test_shards_and_a_single_file_are_the_same(source, tmp_path):
     }.items():
         index_file.write_text(text)
         message = refused(replace(source, path=tmp_path))
-        assert str(index_file) in message
+        assert str(tmp_path) in message
         assert words in message
 
 
@@ -341,16 +340,11 @@ def test_a_file_without_tensors(copy):
 
 def shards(path: Path, value: float) -> None:
     """Five files of a tensor each."""
-    path.mkdir(exist_ok=True)
-    for i in range(5):
-        save_file({f"t{i}": torch.full((4, 4), value)}, path / f"part{i}.safetensors")
-    files = {f"t{i}": f"part{i}.safetensors" for i in range(5)}
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    shard({f"t{i}": torch.full((4, 4), value) for i in range(5)}, path, 5)
 
 
 @pytest.mark.parametrize("read", [1, 5])
 def test_another_checkpoint_in_its_place_is_not_mixed_with_it(tmp_path, read):
-    """Valid files of the same tensors, as of a training that goes on: mapped or not."""
     shards(tmp_path / "model", 1.0)
     shards(tmp_path / "next", 2.0)
     reader = SafetensorsReader(tmp_path / "model")
@@ -420,16 +414,17 @@ def test_dummy_weights_are_the_same_every_time_and_leave_the_global_seed(source)
     assert first["layers.0.qkv.weight"].std().item() == pytest.approx(1 / 8, rel=0.05)
 
 
-class LateTransfers:
+class LateUploader(PinnedUploader):
     """A device that does nothing before it is waited for: a buffer that is filled again too
     early arrives with the wrong contents."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: int) -> None:
+        super().__init__(CPU, pin=False, **options)
         self.started: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.done = 0
         self.most = 0
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+    def queue_copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         self.started.append((source, target))
         self.most = max(self.most, len(self.started) - self.done)
 
@@ -442,10 +437,9 @@ class LateTransfers:
         self.done = max(self.done, mark)
 
 
-def staged(config: ModelConfig, dtype: torch.dtype, chunk_bytes: int) -> tuple[dict, LateTransfers]:
-    transfers = LateTransfers()
-    staging = PinnedUploader(CPU, chunk_bytes=chunk_bytes, pin=False, transfers=transfers)
-    return dict(load_weights(config, dtype, CPU, staging=staging)), transfers
+def staged(config: ModelConfig, dtype: torch.dtype, chunk_bytes: int) -> tuple[dict, LateUploader]:
+    staging = LateUploader(chunk_bytes=chunk_bytes)
+    return dict(load_weights(config, dtype, CPU, staging=staging)), staging
 
 
 @pytest.mark.parametrize("chunk_bytes", [64, 1000, 4096, 2**20])
@@ -464,12 +458,15 @@ def test_staged_weights_are_those_that_are_copied_directly(source, dtype, chunk_
 
 
 @pytest.mark.parametrize("stored", [torch.float64, torch.bfloat16])
-def test_staged_conversion_is_exact(copy, stored):
-    """From wider and from narrower numbers, and of tensors that are no multiple of a chunk."""
+def test_staged_conversion_is_exact_and_reports_the_same(copy, stored):
     edit(copy, lambda tensors: tensors.update({k: t.to(stored) for k, t in tensors.items()}))
-    expected = read(copy, torch.float32)
-    found, _ = staged(copy, torch.float32, 1000)
+    calls: list[list[tuple[int, int]]] = [[], []]
+    plain = load_weights(copy, torch.float32, CPU, lambda *now: calls[0].append(now))
+    expected = {name: tensor.clone() for name, tensor in plain}
+    found, _ = staged(copy, torch.float32, 1000, lambda *now: calls[1].append(now))
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert calls[0] == calls[1]
+    assert calls[0][-1][0] == calls[0][-1][1] > 0
 
 
 @pytest.mark.parametrize(
@@ -478,13 +475,12 @@ def test_staged_conversion_is_exact(copy, stored):
 def test_staging_takes_its_buffers_and_no_more(source, dtype, buffers):
     """Beside the parameters: two chunks on the host, and two on the device to convert in."""
     chunk = 2048
-    transfers = LateTransfers()
     with LiveBytes() as live:
-        staging = PinnedUploader(CPU, chunk_bytes=chunk, pin=False, transfers=transfers)
+        staging = LateUploader(chunk_bytes=chunk)
         loaded = []
         for _, tensor in load_weights(source, dtype, CPU, staging=staging):
             loaded.append(tensor)
-        transfers.started.clear()
+        staging.started.clear()
         parameters = sum(tensor.nbytes for tensor in loaded)
         assert live.peak == parameters + buffers * chunk
         assert max(tensor.nbytes for tensor in loaded) > 10 * chunk
@@ -524,34 +520,22 @@ def test_lent_weights_share_a_buffer_or_are_the_file(source, dtype):
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc")
 def test_two_files_of_a_checkpoint_are_mapped_at_once(copy):
-    """Those that are read; the others' pages are not held beside what is packed."""
     expected = read(copy)
     path = copy.path / "model.safetensors"
-    tensors = load_file(path)
+    shard(load_file(path), copy.path, 7)
     path.unlink()
-    names = sorted(tensors)
-    shards = [names[at::7] for at in range(7)]
-    index = {}
-    for number, shard in enumerate(shards):
-        name = f"model-{number}.safetensors"
-        save_file({each: tensors[each] for each in shard}, copy.path / name)
-        index |= dict.fromkeys(shard, name)
-    (copy.path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    del tensors
     most = 0
     for name, tensor in load_weights(copy, torch.float32, CPU, transient=True):
         assert torch.equal(tensor, expected[name])
         maps = Path("/proc/self/maps").read_text()
-        most = max(most, sum(f"{copy.path}/model-{n}.safetensors" in maps for n in range(7)))
+        most = max(most, sum(f"{copy.path}/part{n}.safetensors" in maps for n in range(7)))
     # And that of the tensor which was handed out before.
     assert 1 <= most <= 3
 
 
 def test_staged_progress_is_the_same(source):
     calls: list[list[tuple[int, int]]] = [[], []]
-    for index, staging in enumerate(
-        (None, PinnedUploader(CPU, pin=False, transfers=LateTransfers()))
-    ):
+    for index, staging in enumerate((None, LateUploader())):
         report = calls[index].append
         for _ in load_weights(
             source, torch.float32, CPU, lambda *now, report=report: report(now), staging
@@ -563,8 +547,7 @@ def test_staged_progress_is_the_same(source):
 
 def test_loading_that_is_given_up_waits_for_nothing(source):
     """A progress callback may raise, and the checkpoint is closed."""
-    transfers = LateTransfers()
-    staging = PinnedUploader(CPU, chunk_bytes=4096, pin=False, transfers=transfers)
+    staging = LateUploader(chunk_bytes=4096)
 
     def give_up(done: int, total: int) -> None:
         if done > total / 2:
@@ -572,4 +555,4 @@ def test_loading_that_is_given_up_waits_for_nothing(source):
 
     with pytest.raises(KeyboardInterrupt):
         list(load_weights(source, torch.float32, CPU, give_up, staging))
-    assert 0 < transfers.done <= len(transfers.started)
+    assert 0 < staging.done <= len(staging.started)

@@ -12,7 +12,7 @@ from concurrent.futures import CancelledError
 import pytest
 
 from asyncllm.errors import EngineClosedError
-from asyncllm.runtime.worker_thread import WorkerThread
+from asyncllm.runtime.worker_thread import Rest, WorkerThread
 
 
 def blocked(thread: WorkerThread) -> Callable[[], None]:
@@ -46,14 +46,12 @@ def test_one_job_at_a_time_and_smaller_ones_first():
     assert threading.get_ident() not in idents
 
 
-@pytest.mark.asyncio
 async def test_a_call_runs_in_the_callers_context():
     variable = contextvars.ContextVar("variable", default="none")
     variable.set("the caller's")
     assert await WorkerThread("w").call(variable.get) == "the caller's"
 
 
-@pytest.mark.asyncio
 async def test_a_call_has_its_result_or_error_and_does_not_begin_when_cancelled():
     thread, told = WorkerThread("w"), []
     assert await thread.call(lambda: 7) == 7
@@ -69,10 +67,11 @@ async def test_a_call_has_its_result_or_error_and_does_not_begin_when_cancelled(
     assert told == ["last"]
 
 
-@pytest.mark.asyncio
 async def test_close_drops_what_waits_and_cuts_the_rest_short():
-    thread = WorkerThread("w", rest=1e4)
+    rest = Rest()
+    thread = WorkerThread("w", rest)
     go = blocked(thread)
+    rest.extend(time.perf_counter() - 1e4)
     waiting = asyncio.ensure_future(thread.call(lambda: 1))
     future = thread.submit(lambda: 2)
     await asyncio.sleep(0.01)
@@ -87,9 +86,17 @@ async def test_close_drops_what_waits_and_cuts_the_rest_short():
     assert not working.is_alive()
 
 
-def test_a_thread_rests_as_long_as_it_worked():
-    thread = WorkerThread("w", rest=1.0)
+def test_a_thread_rests_twice_as_long_as_it_worked():
+    thread = WorkerThread("w", Rest())
     began = time.perf_counter()
     thread.submit(lambda: time.sleep(0.05))
     thread.submit(lambda: None).result(10)
-    assert time.perf_counter() - began >= 0.1
+    assert time.perf_counter() - began >= 0.15
+
+
+def test_a_thread_rests_while_another_has_to():
+    rest = Rest()
+    one, other = WorkerThread("w", rest), WorkerThread("w", rest)
+    one.submit(lambda: time.sleep(0.05)).result(10)
+    ended = time.perf_counter()
+    assert other.submit(time.perf_counter).result(10) - ended >= 0.09

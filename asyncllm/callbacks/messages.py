@@ -8,7 +8,6 @@ LangChain need not be installed.
 from __future__ import annotations
 
 import copy
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, Self
@@ -149,23 +148,22 @@ def buffer_string(messages: Sequence[CallbackMessage]) -> str:
     return "\n".join(f"{_ROLE_LABELS.get(m.type, m.role)}: {m.text}" for m in messages)
 
 
-def make_chunk(
-    delta: Delta, several_outputs: bool, *, chat: bool, run_id: uuid.UUID
-) -> CallbackGeneration:
+def make_chunk(delta: Delta, several_outputs: bool, message_id: str | None) -> CallbackGeneration:
     """Convert a delta to a handler's chunk.
 
     Args:
         several_outputs: whether the request has several outputs; the chunk then has its output's
             index.
+        message_id: id of the answer's message; None if the request has a prompt, so that its
+            generation has no message.
     """
     index = delta.index if several_outputs else None
-    return _make_generation(delta, delta.usage, chat, run_id, "Chunk", index)
+    return _make_generation(delta, delta.usage, message_id, "Chunk", index)
 
 
-def make_result(
-    completion: Completion, *, chat: bool, run_id: uuid.UUID, model_name: str
-) -> CallbackResult:
-    """Convert a completion, which may be partial, to a handler's result."""
+def make_result(completion: Completion, message_id: str | None, model_name: str) -> CallbackResult:
+    """Convert a completion, which may be partial, to a handler's result; ``message_id`` as in
+    ``make_chunk``."""
     usage = completion.usage
     several_outputs = len(completion.outputs) > 1
     generations = [
@@ -174,8 +172,7 @@ def make_result(
         _make_generation(
             output,
             None if output.index else usage,
-            chat,
-            run_id,
+            message_id,
             index=output.index if several_outputs else None,
             model_name=model_name,
         )
@@ -194,8 +191,7 @@ def make_result(
 def _make_generation(
     output: Delta | CompletionOutput,
     usage: Usage | None,
-    chat: bool,
-    run_id: uuid.UUID,
+    message_id: str | None,
     suffix: str = "",
     index: int | None = None,
     **metadata: Any,
@@ -204,7 +200,7 @@ def _make_generation(
 
     Args:
         usage: token counts for the message's ``usage_metadata``.
-        chat: whether to add a message, as for a conversation.
+        message_id: see ``make_chunk``.
         suffix: suffix of the generation's type name: "Chunk" for a delta.
         index: index of the output, if there are several.
         metadata: further entries of the message's ``response_metadata``.
@@ -215,13 +211,13 @@ def _make_generation(
         "stop_reason": output.stop_reason,
     }
     info = {name: value for name, value in info.items() if value is not None}
-    if not chat:
+    if message_id is None:
         return CallbackGeneration(output.text, info or None, f"Generation{suffix}")
     message = CallbackMessage(
         output.text,
         "ai",
         "assistant",
-        id=f"run-{run_id}",
+        id=message_id,
         response_metadata=info | metadata,
         usage_metadata=usage_metadata(usage),
     )

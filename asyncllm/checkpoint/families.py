@@ -99,9 +99,9 @@ class Family:
 # --- readers shared by several families ------------------------------------------------------
 
 
-def read_biases(config: ConfigFile) -> Fields:
+def read_biases(config: ConfigFile, default: bool = False) -> Fields:
     """Read ``attention_bias``, which applies to the projections q, k, v and o."""
-    bias = config.boolean("attention_bias", False)
+    bias = config.boolean("attention_bias", default)
     return {"attention_bias": bias, "output_bias": bias}
 
 
@@ -118,11 +118,23 @@ def read_window(config: ConfigFile, layers: tuple[bool, ...]) -> Fields:
     return {"sliding_window": window if any(layers) else None, "sliding_layers": layers}
 
 
+def read_nullable_window(config: ConfigFile, layers: tuple[bool, ...]) -> Fields:
+    """Read the sliding window as ``read_window``; a null window means that no layer of ``layers``
+    has it."""
+    is_sliding = "sliding_window" in config
+    return read_window(config, tuple(is_sliding and each for each in layers))
+
+
 def read_optional_window(config: ConfigFile, sizes: Sizes, layers: tuple[bool, ...]) -> Fields:
     """Read the sliding window if ``use_sliding_window`` is true; otherwise no layer has a
-    window."""
+    window.
+
+    Args:
+        layers: per layer, whether it has the window if ``layer_types`` is absent and
+            ``sliding_window`` is not null.
+    """
     if config.boolean("use_sliding_window", False):
-        return read_window(config, layers)
+        return read_nullable_window(config, layers)
     file = ConfigFile(config.path, {**config.values, "sliding_window": None})
     return read_window(file, (False,) * sizes.num_layers)
 
@@ -157,6 +169,11 @@ def all_but_every_nth(count: int, sizes: Sizes) -> tuple[bool, ...]:
     return tuple((index + 1) % count != 0 for index in range(sizes.num_layers))
 
 
+def layers_from(first: int, sizes: Sizes) -> tuple[bool, ...]:
+    """Make one bool per layer: True from layer ``first`` on."""
+    return tuple(index >= first for index in range(sizes.num_layers))
+
+
 # --- one reader per family -------------------------------------------------------------------
 
 
@@ -166,9 +183,7 @@ def _read_llama(config: ConfigFile, sizes: Sizes) -> Fields:
 
 def _read_qwen(config: ConfigFile, sizes: Sizes) -> Fields:
     first = config.integer("max_window_layers", 28, low=0)
-    layers = tuple(index >= first for index in range(sizes.num_layers))
-    is_sliding = config.values.get("sliding_window") is not None
-    return read_optional_window(config, sizes, tuple(is_sliding and each for each in layers))
+    return read_optional_window(config, sizes, layers_from(first, sizes))
 
 
 def _read_qwen2(config: ConfigFile, sizes: Sizes) -> Fields:
@@ -204,10 +219,7 @@ def _read_smollm3(config: ConfigFile, sizes: Sizes) -> Fields:
             accepted = f"a list of num_hidden_layers={sizes.num_layers} numbers, 0 for no RoPE"
             raise config.invalid_field("no_rope_layers", accepted)
         has_rope = tuple(bool(each) for each in named[: sizes.num_layers])
-    is_sliding = config.values.get("sliding_window") is not None
-    window = read_optional_window(
-        config, sizes, tuple(is_sliding and not each for each in has_rope)
-    )
+    window = read_optional_window(config, sizes, tuple(not each for each in has_rope))
     return {**_read_llama(config, sizes), **window, **_ropes_or_none(config, sizes, has_rope)}
 
 

@@ -13,14 +13,12 @@ from asyncllm.checkpoint.config_file import REQUIRED, ConfigFile
 from asyncllm.checkpoint.experts_config import ExpertsConfig
 from asyncllm.checkpoint.families import FAMILIES as DENSE_FAMILIES
 from asyncllm.checkpoint.families import NORMS_BEFORE, Family, Sizes, TensorNames
-from asyncllm.checkpoint.gemma4 import GEMMA4
 from asyncllm.checkpoint.gguf_config import gguf_config
 from asyncllm.checkpoint.gguf_file import GGUFFile
-from asyncllm.checkpoint.hybrid_families import HYBRID_FAMILIES
 from asyncllm.checkpoint.layer_config import LayerConfig, LayerInputConfig
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
+from asyncllm.checkpoint.mixed_families import MIXED_FAMILIES
 from asyncllm.checkpoint.model_files import GGUF_SUFFIX
-from asyncllm.checkpoint.moe_families import MOE_FAMILIES
 from asyncllm.checkpoint.rope_config import MAX_POSITIONS, RopeConfig, read_rope, rope_section
 from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.sampling_params import NEUTRAL, SamplingParams
@@ -29,7 +27,7 @@ Activation = Literal["gelu_tanh", "silu"]
 
 QUANT_METHODS = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gguf", "gptq", "mxfp4")
 
-FAMILIES = DENSE_FAMILIES | MOE_FAMILIES | HYBRID_FAMILIES | GEMMA4
+FAMILIES = DENSE_FAMILIES | MIXED_FAMILIES
 """Families by ``model_type``."""
 
 MAX_LAYERS = 1024

@@ -149,10 +149,8 @@ def _resolve_location(
     hub: HubOptions,
 ) -> Path:
     path = Path(location).expanduser()
-    if str(location) and path.is_dir():
-        _refuse_revision(str(path), revision)
-        return path
-    if path.suffix == GGUF_SUFFIX and path.is_file():
+    is_gguf = path.suffix == GGUF_SUFFIX and path.is_file()
+    if is_gguf or (str(location) and path.is_dir()):
         _refuse_revision(str(path), revision)
         return path
     if isinstance(location, os.PathLike) or _looks_like_a_path(location):

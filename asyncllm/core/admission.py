@@ -7,6 +7,7 @@ engine thread. A group has one id, and each of its members has a place in the qu
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -38,6 +39,9 @@ class _Waiter:
 class Admission:
     """Registry of live requests by id, and the limits of the waiting queue.
 
+    One owner may fill the queue while it is alone. Then each of k owners with queued requests still
+    has places for 1/k of the limits, rounded up, so a queue of several owners may exceed them.
+
     Args:
         max_queued_requests: requests that may wait for their first step.
         max_queued_tokens: prompt tokens that may wait.
@@ -58,6 +62,7 @@ class Admission:
         self._num_arrived = 0
         self._queued: dict[Request, int] = {}
         self._queued_tokens = 0
+        self._queued_of: dict[str | None, tuple[int, int]] = {}
         self._line: dict[RequestGroup, _Waiter] = {}
         self._closed: Callable[[], AsyncLLMError] | None = None
         self._rate = 0.0
@@ -142,7 +147,10 @@ class Admission:
                 error = None
                 if group.cancelled or waiter.is_gone():
                     group.members = []
-                elif self._lacks(len(group.members), waiter.num_tokens) is not None:
+                elif (
+                    not self._has_share(group, waiter.num_tokens)
+                    and self._lacks(len(group.members), waiter.num_tokens) is not None
+                ):
                     return
                 else:
                     try:
@@ -157,15 +165,20 @@ class Admission:
                 waiter.reserved.set_exception(error)
 
     def _admit(self, group: RequestGroup, num_tokens: int) -> tuple[str, int] | None:
-        """Register a group if the queue has room and no call waits for it; otherwise returns what
-        ``_lacks`` does."""
+        """Register a group if it fits its owner's share and none of its owner waits in line, or if
+        the queue has room and nobody does; otherwise returns what ``_lacks`` does."""
         self._check(group)
-        if self._line:
-            return f"{len(self._line)} wait for a place in the queue", len(self._line)
-        lacks = self._lacks(len(group.members), num_tokens)
-        if lacks is None:
-            self._register(group, num_tokens)
-        return lacks
+        owner = group.members[0].owner
+        if not self._has_share(group, num_tokens) or any(
+            one.owner == owner for waiting in self._line for one in waiting.members[:1]
+        ):
+            if self._line:
+                return f"{len(self._line)} wait for a place in the queue", len(self._line)
+            lacks = self._lacks(len(group.members), num_tokens)
+            if lacks is not None:
+                return lacks
+        self._register(group, num_tokens)
+        return None
 
     def _check(self, group: RequestGroup) -> None:
         """Raise unless a queue with enough places would accept the group."""
@@ -190,12 +203,31 @@ class Admission:
             self._replaced.add(other)
         self._live[group.request_id] = group
         self._num_members += len(members)
-        self._queued_tokens += len(members) * num_tokens
+        self._count_queued(members[0].owner, len(members), len(members) * num_tokens)
         for i, request in enumerate(members, self._num_arrived):
             self._queued[request] = num_tokens
             request.arrival_index = i
         self._num_arrived += len(members)
         self.num_requests += 1
+
+    def _count_queued(self, owner: str | None, num_requests: int, num_tokens: int) -> None:
+        """Add to the queued requests and prompt tokens of an owner."""
+        self._queued_tokens += num_tokens
+        requests, tokens = self._queued_of.pop(owner, (0, 0))
+        if requests + num_requests:
+            self._queued_of[owner] = requests + num_requests, tokens + num_tokens
+
+    def _has_share(self, group: RequestGroup, num_tokens: int) -> bool:
+        """Whether a group fits its owner's share of a queue that others use too."""
+        owner, num_requests = group.members[0].owner, len(group.members)
+        num_owners = len(self._queued_of) + (owner not in self._queued_of)
+        if num_owners == 1:
+            return False
+        requests, tokens = self._queued_of.get(owner, (0, 0))
+        return requests + num_requests <= math.ceil(self.max_queued_requests / num_owners) and (
+            not requests
+            or tokens + num_requests * num_tokens <= math.ceil(self.max_queued_tokens / num_owners)
+        )
 
     def _lacks(self, num_requests: int, num_tokens: int) -> tuple[str, int] | None:
         """Why a group does not fit the queue: the message, and how many requests have to leave
@@ -231,7 +263,7 @@ class Admission:
         with self._lock:
             for request in group.members:
                 if request in self._queued:
-                    self._queued_tokens += num_tokens - self._queued[request]
+                    self._count_queued(request.owner, 0, num_tokens - self._queued[request])
                     self._queued[request] = num_tokens
         if self._line:
             self._advance_line()
@@ -244,7 +276,7 @@ class Admission:
             num_tokens = self._queued.pop(request, None)
             if num_tokens is None:
                 return
-            self._queued_tokens -= num_tokens
+            self._count_queued(request.owner, -1, -num_tokens)
             now = self._clock()
             decay = 0.5 ** ((now - self._rate_at) / _RATE_HALF_LIFE)
             self._rate = self._rate * decay + 0.6931 / _RATE_HALF_LIFE

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from asyncllm.core.token_rules import TokenRules
 from asyncllm.outputs import TokenLogprobs
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.validation import describe
@@ -34,7 +35,7 @@ class RequestAssignment:
             ``stop_token_ids``; empty with ``ignore_eos``.
         processors_key: key of the request's own logits processors in ``InProcess.processors``; -1
             if it has none.
-        bad_words: token sequences of ``sampling.bad_words``, which may not occur in the output.
+        token_rules: rules of ``allowed_token_ids`` and ``bad_words``; None without them.
         claimed_by: indices into ``InProcess.logits_processors`` of the engine's processors that
             apply to it.
     """
@@ -47,7 +48,7 @@ class RequestAssignment:
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
     processors_key: int = -1
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    token_rules: TokenRules | None = None
     claimed_by: tuple[int, ...] = ()
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from asyncllm.core.batch import GrammarMask, StepBatch, StepResult
 from asyncllm.core.kv_cache_spec import KVCacheSpec
+from asyncllm.core.token_rules import TokenRules
 from asyncllm.sampling_params import SamplingParams
 
 
@@ -26,20 +26,18 @@ class SamplingLimits:
 
     max_logprobs: int
 
-    def exceeded_by(
-        self, sampling: SamplingParams, bad_words: Sequence[Sequence[int]] = ()
-    ) -> bool:
+    def exceeded_by(self, sampling: SamplingParams, token_rules: TokenRules | None = None) -> bool:
         """Whether a request must be sampled on the host, because it exceeds a limit, has its own
         logits processors, or has ``bad_words`` of several tokens.
 
         Args:
-            bad_words: token sequences of ``sampling.bad_words``.
+            token_rules: rules of ``sampling``.
         """
         logprobs = sampling.logprobs
         return (
             bool(sampling.logits_processors)
             or (logprobs is not None and not 0 <= logprobs <= self.max_logprobs)
-            or any(len(words) > 1 for words in bad_words)
+            or (token_rules is not None and bool(token_rules.bad_words))
         )
 
 

@@ -1,4 +1,4 @@
-"""Prompt log-probabilities: the positions where a step computes them, and their collection.
+"""Prompt log-probabilities: the positions where a step computes them, their cost and collection.
 
 Each chunk of a prompt yields the log-probabilities of its own positions, so they arrive in order. A
 position whose KV comes from the prefix cache has no logits. So a request's cached prefix may only
@@ -12,7 +12,26 @@ from typing import TYPE_CHECKING
 from asyncllm.core.batch import PromptSpan, StepResult
 
 if TYPE_CHECKING:
+    from asyncllm.core.request import Request
     from asyncllm.core.scheduled_step import ScheduledStep
+
+TOP_PER_TOKEN = 32
+"""Number of likeliest tokens of a position whose objects take about as long as a token's layers."""
+
+
+def token_cost(request: Request, vocab_size: int) -> int:
+    """How many tokens of a step's budget each token of a request's next chunk takes. While prompt
+    log-probabilities are missing, it is one for the layers, one for the vocabulary, and more for
+    many likeliest tokens. So a step that computes them takes as long as any other."""
+    if not request.lacks_prompt_logprobs:
+        return 1
+    return 2 + _num_top(request, vocab_size) // TOP_PER_TOKEN
+
+
+def _num_top(request: Request, vocab_size: int) -> int:
+    count = request.sampling.prompt_logprobs
+    assert count is not None
+    return vocab_size if count < 0 else min(count, vocab_size)
 
 
 def prompt_spans(step: ScheduledStep, vocab_size: int) -> dict[int, PromptSpan]:
@@ -29,10 +48,7 @@ def prompt_spans(step: ScheduledStep, vocab_size: int) -> dict[int, PromptSpan]:
         first = max(start, len(request.prompt_logprobs))
         end = min(start + batch.counts[row], request.num_prompt_tokens - 1)
         if first < end:
-            count = request.sampling.prompt_logprobs
-            assert count is not None
-            num_top = vocab_size if count < 0 else min(count, vocab_size)
-            spans[row] = PromptSpan(first, end, num_top)
+            spans[row] = PromptSpan(first, end, _num_top(request, vocab_size))
     return spans
 
 
@@ -47,3 +63,5 @@ def keep_prompt_logprobs(step: ScheduledStep, result: StepResult) -> None:
             known = request.prompt_logprobs
             assert known is not None
             known.extend(values[len(known) - step.batch.prompt_logprobs[row].first :])
+            if not request.lacks_prompt_logprobs:
+                request.token_cost = 1

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from asyncllm.core.block_pool import Block
 from asyncllm.core.channel import Channel
 from asyncllm.core.reasoning import Reasoning
+from asyncllm.core.token_rules import TokenRules
 from asyncllm.outputs import FinishReason, TokenLogprobs, Usage
 from asyncllm.sampling_params import SamplingParams
 
@@ -122,6 +123,8 @@ class Request:
             when no token is in flight: ``max_total_tokens``, or 0 with ``needs_host``.
         num_computed_tokens: tokens whose KV is computed by steps already launched; at most
             ``len(token_ids) + num_placeholders``.
+        token_cost: how many tokens of a step's budget each token of its next chunk takes; see
+            ``prompt_logprobs.token_cost``.
         num_placeholders: sampled tokens of steps in flight, whose values are not known yet; 1 while
             its next mask is made ahead, which keeps it from being scheduled.
         epoch: incremented when in-flight results become void, by preemption or rollback.
@@ -139,7 +142,7 @@ class Request:
         num_shared_tokens: leading tokens whose KV was cached at the last look-up, whether or not
             there was a snapshot.
         output_snapshot: the newest snapshot of its output, and that snapshot's hash.
-        bad_words: token sequences that may not occur in the output.
+        token_rules: rules of ``allowed_token_ids`` and ``bad_words``; None without them.
         claimed_by: indices of the engine's logits processors that apply to it.
         needs_host: its sampling needs the host, so its next step waits until its last token is
             known; see SamplingLimits.
@@ -167,7 +170,7 @@ class Request:
     reasoning: Reasoning | None = None
     first: Request | None = None
     structured_output: OutputGrammar | None = None
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    token_rules: TokenRules | None = None
     claimed_by: tuple[int, ...] = ()
     needs_host: bool = False
     index: int = field(init=False)
@@ -183,6 +186,7 @@ class Request:
     req_index: int = field(init=False, default=-1)
     epoch: int = field(init=False, default=0)
     num_computed_tokens: int = field(init=False, default=0)
+    token_cost: int = field(init=False, default=1)
     num_placeholders: int = field(init=False, default=0)
     blocks: tuple[list[Block], ...] = field(init=False, default=())
     num_out_of_window: list[int] = field(init=False, default_factory=list)
@@ -245,10 +249,15 @@ class Request:
         """Maximum number of leading tokens whose KV may come from the prefix cache. It excludes the
         last token, whose logits are sampled, and tokens whose prompt log-probability is still
         missing."""
-        found = self.prompt_logprobs
-        if found is None or len(found) >= self.num_prompt_tokens - 1:
+        if not self.lacks_prompt_logprobs:
             return len(self.token_ids) - 1
-        return len(found)
+        return len(self.prompt_logprobs or ())
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether prompt log-probabilities that it asks for are not known yet."""
+        found = self.prompt_logprobs
+        return found is not None and len(found) < self.num_prompt_tokens - 1
 
     @property
     def whole_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:

@@ -14,7 +14,7 @@ from asyncllm.core.batch import RequestAssignment, StepBatch, StepResult
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.in_process import InProcess, picklable_params
 from asyncllm.core.kv_cache import KVCacheManager, OutOfWindow, block_ids
-from asyncllm.core.prompt_logprobs import keep_prompt_logprobs, prompt_spans
+from asyncllm.core.prompt_logprobs import keep_prompt_logprobs, prompt_spans, token_cost
 from asyncllm.core.request import Request, Status
 from asyncllm.core.scheduled_step import ScheduledStep
 from asyncllm.core.structured_output import masked_rows
@@ -79,6 +79,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         request.status = Status.WAITING
+        request.token_cost = token_cost(request, self.info.vocab_size)
         self.waiting.push(request)
 
     def finish(self, request: Request, reason: FinishReason | None) -> None:
@@ -189,8 +190,8 @@ class Scheduler:
             if request.num_placeholders and total >= request.run_ahead_end:
                 continue
             count = total - request.num_computed_tokens
-            if count > budget:
-                count = budget
+            if count * request.token_cost > budget:
+                count = max(1, budget // request.token_cost)
             end = request.num_computed_tokens + count + lookahead
             if end > request.num_slots:
                 end = min(end, self.info.max_model_len, request.snapshot_at)
@@ -204,7 +205,7 @@ class Scheduler:
                         break
                     preempted = True
                     self._preempt(victim)
-                    budget += scheduled.pop(victim, 0)
+                    budget += scheduled.pop(victim, 0) * victim.token_cost
                     if victim is request:
                         break
                     block_ids = self.kv.grow(request, end)
@@ -212,7 +213,7 @@ class Scheduler:
                     continue
                 grown[request] = block_ids, freed
             scheduled[request] = count
-            budget -= count
+            budget -= count * request.token_cost
         return budget, preempted
 
     def _schedule_waiting(self, step: ScheduledStep, budget: int) -> None:
@@ -238,9 +239,10 @@ class Scheduler:
             if states is not None and request.num_computed_tokens:
                 step.batch.state_loads.append((request.req_index, states.load(request)))
             end = min(len(request.token_ids), request.snapshot_at)
-            count = min(end - request.num_computed_tokens, budget)
+            most_tokens = max(1, budget // request.token_cost)
+            count = min(end - request.num_computed_tokens, most_tokens)
             self._commit(request, count, step)
-            budget -= count
+            budget -= count * request.token_cost
         for request in awaiting:
             self.waiting.push(request)
 
@@ -320,7 +322,7 @@ class Scheduler:
             sampling=picklable_params(request.sampling),
             eos_token_ids=request.eos_token_ids,
             processors_key=processors_key,
-            bad_words=request.bad_words,
+            token_rules=request.token_rules,
             claimed_by=request.claimed_by,
         )
 

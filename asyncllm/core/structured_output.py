@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +32,6 @@ class StructuredOutput:
     Attributes:
         special: ids of tokens that add no text. A stop token among them that the grammar names is
             part of the output, and ends it only where the grammar may end.
-        allowed: ``allowed_token_ids`` as the bits of an integer, made at first use.
         num_ahead: number of masks that MaskMaker must still make ahead of their step; 0 if its
             masks are quick.
         ahead: future of the next mask, which another thread makes; that thread owns the matcher
@@ -43,7 +42,6 @@ class StructuredOutput:
 
     matcher: GrammarMatcher
     special: Collection[int] = ()
-    allowed: int | None = field(init=False, default=None)
     num_ahead: int = field(init=False, default=0)
     ahead: Future[tuple[bytes | None, float]] | None = field(init=False, default=None)
     num_opening: int | None = field(init=False, default=0)
@@ -125,8 +123,10 @@ class StructuredOutput:
         opening = None if reasoning is None else reasoning.next_of_begin()
         if opening is not None and opening >> 3 < len(mask):
             mask[opening >> 3] |= 1 << (opening & 7)
-        if request.sampling.allowed_token_ids is not None:
-            mask = self._restrict_to_allowed(request.sampling.allowed_token_ids, mask)
+        rules = request.token_rules
+        if rules is not None and rules.allowed is not None:
+            both = int.from_bytes(mask, "little") & int.from_bytes(rules.allowed, "little")
+            mask = bytearray(both.to_bytes(len(mask), "little"))
         if mask != bytes(len(mask)):
             return bytes(mask)
         if may_end:
@@ -136,15 +136,6 @@ class StructuredOutput:
             "under the grammar of structured_outputs: it admits nothing there, or the tokenizer "
             "cannot spell what it does"
         )
-
-    def _restrict_to_allowed(self, token_ids: Sequence[int], mask: bytearray) -> bytearray:
-        if self.allowed is None:
-            allowed = bytearray(len(mask))
-            for token_id in token_ids:
-                allowed[token_id >> 3] |= 1 << (token_id & 7)
-            self.allowed = int.from_bytes(allowed, "little")
-        both = int.from_bytes(mask, "little") & self.allowed
-        return bytearray(both.to_bytes(len(mask), "little"))
 
 
 def _does_not_follow(request: Request, token_id: int) -> RequestError:

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
-from asyncllm.errors import EngineError
+from asyncllm.errors import EngineError, KVCacheTooSmallError
 from asyncllm.gpu.decoder_loading import model_bytes
 from asyncllm.gpu.execution_mode import ExecutionMode, graph_reserve, token_graph_sizes
-from asyncllm.gpu.kv_cache import (
-    MAX_CPU_CACHE_BYTES,
-    KVCacheSize,
-    KVGroup,
+from asyncllm.gpu.kv_cache import KVGroup, block_bytes
+from asyncllm.gpu.memory import (
     available_memory,
-    block_bytes,
-    cpu_cache_bytes,
-    min_cache_bytes,
-    size_cache,
+    check_cache,
+    check_states,
+    cuda_cache_bytes,
+    free_memory,
 )
-from asyncllm.gpu.memory import GPU_MEMORY, MemoryProbe, check_cache, check_states, cuda_cache_bytes
 from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.profile import profile_run, recorded_bytes
 from asyncllm.gpu.state_cache import StateCache, slot_bytes
@@ -39,7 +38,22 @@ its output, and one for an ended request whose conversation may continue."""
 SNAPSHOT_MEMORY_DIVISOR = 8
 """Snapshots take at most the memory that the weights leave, divided by this number."""
 
+MAX_CPU_CACHE_BYTES = 4 * 2**30
+CPU_CACHE_DIVISOR = 4
 MAX_CPU_SNAPSHOT_BYTES = MAX_CPU_CACHE_BYTES // 4
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSize:
+    """Size of the KV cache.
+
+    Attributes:
+        num_blocks: number of blocks, including the null block 0.
+        max_model_len: longest sequence that the cache holds, in tokens.
+    """
+
+    num_blocks: int
+    max_model_len: int
 
 
 def choose_cache_size(
@@ -110,6 +124,148 @@ def choose_cache_size(
     return size
 
 
+def blocks_per_seq(groups: Sequence[KVGroup], num_tokens: int, step_tokens: int) -> int:
+    """Maximum number of blocks that a sequence holds at once, over all groups.
+
+    Args:
+        step_tokens: maximum number of tokens of a sequence in one step.
+    """
+    return sum(group.spec.max_blocks(num_tokens, step_tokens) for group in groups)
+
+
+def min_cache_bytes(
+    config: EngineConfig, groups: Sequence[KVGroup], dtype: torch.dtype, step_tokens: int
+) -> int:
+    """Bytes of the smallest usable cache.
+
+    It has the null block and the blocks of one sequence, whose length is the configured
+    ``max_model_len``, or one token if that is not set.
+    """
+    blocks = blocks_per_seq(groups, config.max_model_len or 1, step_tokens)
+    return (blocks + 1) * block_bytes(groups, dtype)
+
+
+def size_cache(
+    config: EngineConfig,
+    model: ModelConfig | TransformersConfig,
+    groups: Sequence[KVGroup],
+    dtype: torch.dtype,
+    *,
+    max_num_seqs: int,
+    step_tokens: int,
+    available: int,
+    shares_memory: bool = False,
+) -> KVCacheSize:
+    """Chooses the number of blocks and the longest sequence.
+
+    The configuration's ``num_blocks`` decides, else its ``kv_cache_memory``. If neither is set, the
+    cache takes ``available`` bytes, but at most twice the bytes that ``max_num_seqs`` sequences of
+    full length need. With ``shares_memory`` it takes half of ``available``, but at most the bytes
+    of ``max_num_seqs`` such sequences, and at least those of one.
+
+    Args:
+        step_tokens: maximum number of tokens of a sequence in one step.
+        available: bytes for the cache if the configuration sets no size.
+        shares_memory: ``available`` is all free memory, which the application uses too.
+
+    Raises:
+        InvalidRequestError: ``max_model_len`` exceeds the model's context.
+        KVCacheTooSmallError: the cache holds no block, or not one sequence of the configured
+            ``max_model_len``.
+    """
+    context = model.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > context:
+        raise invalid("max_model_len", config.max_model_len, f"at most the model's {context}")
+    per_block, longest = block_bytes(groups, dtype), config.max_model_len or context
+
+    def blocks(num_tokens: int) -> int:
+        return blocks_per_seq(groups, num_tokens, step_tokens)
+
+    if config.num_blocks is not None:
+        usable, setting = config.num_blocks, "num_blocks"
+    elif config.kv_cache_memory is not None:
+        usable, setting = int(config.kv_cache_memory) // per_block - 1, "kv_cache_memory"
+    else:
+        full, most = blocks(longest), available // per_block - 1
+        if shares_memory:
+            useful = max(full, min(max_num_seqs * full, available // 2 // per_block - 1))
+        else:
+            useful = 2 * max_num_seqs * full
+        usable, setting = min(most, useful), "kv_cache_memory"
+    if usable < blocks(config.max_model_len or 1):
+        raise _too_small_error(
+            config.max_model_len, usable, groups, step_tokens, per_block, setting
+        )
+    max_model_len = bisect_right(range(1, longest + 1), usable, key=blocks)
+    if max_model_len < longest:
+        logger.warning(
+            "max_model_len is %d of the model's %d tokens: the KV cache holds %d blocks of "
+            "%s tokens, one sequence of full length %s; raise %s for more",
+            max_model_len,
+            longest,
+            usable,
+            _block_sizes(groups),
+            _describe_blocks(groups, longest, step_tokens),
+            setting,
+        )
+    return KVCacheSize(usable + 1, max_model_len)
+
+
+def _block_sizes(groups: Sequence[KVGroup]) -> str:
+    return " or ".join(str(size) for size in sorted({group.spec.block_size for group in groups}))
+
+
+def _describe_blocks(groups: Sequence[KVGroup], num_tokens: int, step_tokens: int) -> str:
+    """Describes the number of blocks that a sequence needs, by group if there are several."""
+    counts = [group.spec.max_blocks(num_tokens, step_tokens) for group in groups]
+    if len(counts) == 1:
+        return str(counts[0])
+    parts = [
+        f"{count} of {'all tokens' if group.spec.window is None else 'its window'}"
+        for count, group in zip(counts, groups, strict=True)
+    ]
+    return f"{sum(counts)} ({' + '.join(parts)})"
+
+
+def _too_small_error(
+    max_model_len: int | None,
+    usable: int,
+    groups: Sequence[KVGroup],
+    step_tokens: int,
+    per_block: int,
+    setting: str,
+) -> KVCacheTooSmallError:
+    """Makes the error for a cache with too few usable blocks.
+
+    A remedy in bytes counts the null block; a remedy in blocks does not.
+    """
+    needed = blocks_per_seq(groups, max_model_len or 1, step_tokens)
+    if max_model_len is None:
+        purpose = "the smallest needs one block" + (" of every KV group" if needed > 1 else "")
+        remedy = ""
+    else:
+        purpose = f"max_model_len={max_model_len} needs {needed} blocks"
+        remedy = ", or lower max_model_len"
+        if any(group.spec.window is not None for group in groups):
+            purpose += f", {_describe_blocks(groups, max_model_len, step_tokens)}"
+            remedy += " or max_num_batched_tokens"
+    least = needed if setting == "num_blocks" else (needed + 1) * per_block
+    return KVCacheTooSmallError(
+        f"the KV cache holds {max(usable, 0)} blocks of {_block_sizes(groups)} tokens "
+        f"({per_block} bytes each), but {purpose}, {needed * per_block} bytes: raise {setting} "
+        f"to at least {least}{remedy}"
+    )
+
+
+def cpu_cache_bytes(reserve: int = 0) -> int:
+    """Bytes for a KV cache on a CPU: a quarter of the available memory, at most 4 GiB.
+
+    Args:
+        reserve: bytes to leave free for later allocations.
+    """
+    return min(max(0, available_memory() - reserve) // CPU_CACHE_DIVISOR, MAX_CPU_CACHE_BYTES)
+
+
 def make_states(
     config: EngineConfig, decoder: LanguageModel, max_num_seqs: int
 ) -> StateCache | None:
@@ -156,11 +312,7 @@ def largest_token_budget(
 
 
 def choose_snapshots(
-    config: EngineConfig,
-    device: torch.device,
-    max_num_seqs: int,
-    slot_bytes: int,
-    probe: MemoryProbe = GPU_MEMORY,
+    config: EngineConfig, device: torch.device, max_num_seqs: int, slot_bytes: int
 ) -> int:
     """Chooses the number of snapshots of recurrent states; 0 if prefixes are not cached.
 
@@ -179,13 +331,9 @@ def choose_snapshots(
             accepted = '"auto" with enable_prefix_caching=False'
             raise invalid("num_state_snapshots", asked, accepted)
         return 0
-    held = (max_num_seqs + 1) * slot_bytes
-    if device.type == "cuda":
-        free, total = probe.info(device)
-        spared = int((1 - config.gpu_memory_utilization) * total)
-    else:
-        free, spared = available_memory(), 0
-    left = max(0, free - held)
+    free, total = free_memory(device)
+    spared = int((1 - config.gpu_memory_utilization) * total)
+    left = max(0, free - (max_num_seqs + 1) * slot_bytes)
     if asked != "auto":
         if asked * slot_bytes > left:
             raise EngineError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 
@@ -14,7 +15,7 @@ from asyncllm.gpu.devices import resolve_dtype
 from asyncllm.gpu.huge_pages import warn_without_huge_pages
 from asyncllm.gpu.kv_cache import KVGroup
 from asyncllm.gpu.memory import check_weights
-from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups
+from asyncllm.gpu.models.attention_kinds import kv_plan
 from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.models.layers import AttentionKind
@@ -24,16 +25,10 @@ from asyncllm.gpu.ops.quantise import Conversion
 from asyncllm.gpu.ops.registry import make_attention, make_ops, ops_without_attention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.threads import available_cpus, set_thread_count
-from asyncllm.gpu.transformers_model.build import (
-    Plan,
-    build_transformers_decoder,
-    experts_implementation,
-)
+from asyncllm.gpu.transformers_model.build import Plan, build_transformers_decoder
 from asyncllm.gpu.transformers_model.check import Reference
 from asyncllm.gpu.transformers_model.config import TransformersConfig
-from asyncllm.gpu.transformers_model.decoder import TransformersDecoder
 from asyncllm.gpu.transformers_model.families import is_tested
-from asyncllm.gpu.transformers_model.interface import ENGINE_NAME
 from asyncllm.gpu.transformers_model.weights import dummy_modules, load_modules
 from asyncllm.gpu.weights import dummy_weights, load_weights, weights_bytes
 from asyncllm.validation import invalid
@@ -52,63 +47,41 @@ def load_decoder(
 ) -> tuple[LanguageModel, list[KVGroup], int]:
     """Loads the model; returns it, its KV groups and the GPU's free bytes before."""
     dtype = resolve_dtype(config.dtype, model, device, config.attention_backend)
-    if isinstance(model, TransformersConfig):
-        return _load_transformers(config, model, dtype, device, num_threads, progress)
-    kinds = attention_kinds(model)
-    attention, block_size = _make_attention(config, kinds, dtype, device, num_threads)
-    ops = make_ops(device, next(iter(attention.values())))
-    groups = kv_groups(model, attention, block_size)
-    free_at_start = 0
-    if device.type == "cuda":
-        free_at_start = check_weights(config, device, weights_bytes(model, dtype))
-    convert = resolve_conversion(config, model, device, ops)
-    if ops.packs_linear:
-        warn_without_huge_pages()
-        if model.quantization is None:
-            # Native threads pack the weights; torch's threads would spin beside them after every
-            # copy.
-            set_thread_count(1)
-    if config.load_format == "dummy":
-        weights = dummy_weights(model, dtype, device, progress)
+    if isinstance(model, ModelConfig):
+        plan, kv = None, kv_plan(model)
     else:
-        accepts_form = ops.accepts_form if ops.schemes != {"plain"} else None
-        weights = load_weights(
-            model, dtype, device, progress, accepts_form=accepts_form, transient=ops.packs_linear
-        )
-    return build_decoder(model, ops, attention, weights, convert, dtype), groups, free_at_start
-
-
-def _load_transformers(
-    config: EngineConfig,
-    model: TransformersConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    num_threads: int | None,
-    progress: Progress | None,
-) -> tuple[TransformersDecoder, list[KVGroup], int]:
-    """Loads a model that runs transformers' own modules; returns the same as ``load_decoder``."""
-    plan = Plan.of(model)
-    attention, block_size = _make_attention(config, plan.kinds, dtype, device, num_threads)
+        plan = Plan.of(model)
+        kv = plan.kv
+    attention, block_size = _make_attention(config, kv.kinds, dtype, device, num_threads)
     if attention:
         ops = make_ops(device, next(iter(attention.values())))
     else:
         _refuse_without_attention(config, device)
         name, threads = config.attention_backend, num_threads or available_cpus()
         ops = ops_without_attention(name, device, threads)
-    groups = plan.kv_groups(attention, block_size)
+    groups = kv.kv_groups(attention, block_size)
     free_at_start = 0
     if device.type == "cuda":
         free_at_start = check_weights(config, device, model_bytes(model, dtype))
     convert = resolve_conversion(config, model, device, ops)
-    load = dummy_modules if config.load_format == "dummy" else load_modules
-    modules, owner = load(
-        model,
-        dtype,
-        device,
-        attention=ENGINE_NAME,
-        experts=experts_implementation(device),
-        progress=progress,
-    )
+    is_dummy = config.load_format == "dummy"
+    if isinstance(model, ModelConfig):
+        if ops.packs_linear:
+            warn_without_huge_pages()
+            if model.quantization is None:
+                # Native threads pack the weights; torch's threads would spin beside them after
+                # every copy.
+                set_thread_count(1)
+        accepts_form = ops.accepts_form if ops.schemes != {"plain"} else None
+        load = dummy_weights
+        if not is_dummy:
+            load = partial(load_weights, accepts_form=accepts_form, transient=ops.packs_linear)
+        weights = load(model, dtype, device, progress)
+        decoder = build_decoder(model, ops, attention, weights, convert, dtype)
+        return decoder, groups, free_at_start
+    assert plan is not None
+    load = dummy_modules if is_dummy else load_modules
+    modules, owner = load(model, dtype, device, progress)
     reference = None
     if not is_tested(model):
         if convert is not None:
@@ -148,23 +121,21 @@ def _make_attention(
     alike: dict[tuple[AttentionShape, int | None], Attention] = {}
     block_size = config.block_size
     for kind in dict.fromkeys(kinds):
-        if (kind.shape, kind.window) in alike:
-            # Kinds that differ only in their KV group share one Attention; each gets its own plan
-            # in a step.
-            attention[kind] = alike[kind.shape, kind.window]
-            continue
-        windows = frozenset({kind.window})
-        request = AttentionRequest(
-            kind.shape,
-            dtype,
-            device,
-            block_size,
-            windows,
-            num_threads=num_threads or available_cpus(),
-            peer=next(iter(attention.values()), None),
-        )
-        attention[kind], block_size = make_attention(config.attention_backend, request)
-        alike[kind.shape, kind.window] = attention[kind]
+        # Kinds that differ only in their KV group share one Attention; each gets its own plan in a
+        # step.
+        key = kind.shape, kind.window
+        if key not in alike:
+            request = AttentionRequest(
+                kind.shape,
+                dtype,
+                device,
+                block_size,
+                frozenset({kind.window}),
+                num_threads=num_threads or available_cpus(),
+                peer=next(iter(attention.values()), None),
+            )
+            alike[key], block_size = make_attention(config.attention_backend, request)
+        attention[kind] = alike[key]
     return attention, block_size or ATTENTION_FREE_BLOCK_SIZE
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from asyncllm.checkpoint.model_config import ModelConfig
@@ -22,39 +24,6 @@ _NO_GPU_MESSAGES = ("Found no NVIDIA driver", "No CUDA GPUs are available")
 """Beginnings of torch's error messages for a missing GPU (c10/cuda/CUDAFunctions.cpp)."""
 
 
-class CudaDriver:
-    """torch's access to CUDA; tests replace it with a simulated machine.
-
-    ``start`` calls ``torch.cuda.init()``, which raises an error with the reason of a failure.
-    ``torch.cuda.is_available()`` would only return False, with a Python warning if the driver is
-    too old.
-    """
-
-    def built(self) -> bool:
-        """Whether this torch was compiled with CUDA."""
-        return torch.backends.cuda.is_built()
-
-    def start(self) -> None:
-        """Initialises CUDA. Raises RuntimeError with torch's reason if that fails."""
-        try:
-            torch.cuda.init()
-        except torch.cuda.DeferredCudaCallError as error:
-            raise RuntimeError(str(error)) from error
-
-    def count(self) -> int:
-        return torch.cuda.device_count()
-
-    def current(self) -> int:
-        """Index of the calling thread's current device."""
-        return torch.cuda.current_device()
-
-    def capability(self, index: int) -> tuple[int, int]:
-        return torch.cuda.get_device_capability(index)
-
-    def name(self, index: int) -> str:
-        return torch.cuda.get_device_name(index)
-
-
 class _CudaProblemError(Exception):
     """Error with the reason why CUDA cannot be used; ``has_gpu`` is False if no GPU was found."""
 
@@ -63,7 +32,7 @@ class _CudaProblemError(Exception):
         self.has_gpu = has_gpu
 
 
-def resolve_device(name: str, driver: CudaDriver | None = None) -> torch.device:
+def resolve_device(name: str, cuda: Any = torch.cuda) -> torch.device:
     """Resolves ``EngineConfig.device``; a CUDA device always has its index.
 
     "cuda" is the thread's current CUDA device, which on an engine's own thread is the first.
@@ -71,7 +40,7 @@ def resolve_device(name: str, driver: CudaDriver | None = None) -> torch.device:
     that cannot be used.
 
     Args:
-        driver: access to CUDA; None is torch's.
+        cuda: torch's access to CUDA; tests pass a simulated machine.
 
     Raises:
         EngineError: "cuda" or "cuda:N" cannot be used: torch was built without CUDA, there is
@@ -82,7 +51,7 @@ def resolve_device(name: str, driver: CudaDriver | None = None) -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
     try:
-        return torch.device("cuda", _usable_index(name, driver or CudaDriver()))
+        return torch.device("cuda", _usable_index(name, cuda))
     except _CudaProblemError as problem:
         if name != "auto":
             raise EngineError(f"device={name!r}: {problem}; {_CPU_REMEDY}") from problem.__cause__
@@ -91,25 +60,27 @@ def resolve_device(name: str, driver: CudaDriver | None = None) -> torch.device:
     return torch.device("cpu")
 
 
-def _usable_index(name: str, driver: CudaDriver) -> int:
+def _usable_index(name: str, cuda: Any) -> int:
     """Initialises CUDA, and returns the index of the device that ``name`` selects."""
-    if not driver.built():
+    if not torch.backends.cuda.is_built():
         reason = f"torch {torch.__version__} was built without CUDA"
         raise _CudaProblemError(reason, has_gpu=False)
     try:
-        driver.start()
-    except RuntimeError as error:
+        # ``torch.cuda.is_available()`` would only return False, with a Python warning if the driver
+        # is too old.
+        cuda.init()
+    except (RuntimeError, torch.cuda.DeferredCudaCallError) as error:
         has_gpu = not str(error).startswith(_NO_GPU_MESSAGES)
         raise _CudaProblemError(f"CUDA cannot be used: {error}", has_gpu=has_gpu) from error
     wanted = None if name == "auto" else torch.device(name).index
-    index, count = driver.current() if wanted is None else wanted, driver.count()
+    index, count = cuda.current_device() if wanted is None else wanted, cuda.device_count()
     if index >= count:
         raise _CudaProblemError(f"there are {count} CUDA devices, numbered from 0")
-    found = driver.capability(index)
+    found = cuda.get_device_capability(index)
     if found < MIN_CAPABILITY:
         raise _CudaProblemError(
-            f"{driver.name(index)} has compute capability {capability_text(found)}, expected "
-            f"{capability_text(MIN_CAPABILITY)} or higher"
+            f"{cuda.get_device_name(index)} has compute capability {capability_text(found)}, "
+            f"expected {capability_text(MIN_CAPABILITY)} or higher"
         )
     return index
 

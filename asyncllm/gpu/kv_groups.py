@@ -1,4 +1,4 @@
-"""group_layers: divides a model's layers into KV groups, each with a block table."""
+"""KVPlan: divides a model's layers into KV groups, each with a block table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.kv_cache import KVGroup
 from asyncllm.gpu.models.layers import AttentionKind
-from asyncllm.gpu.ops.base import Attention, block_layout
+from asyncllm.gpu.ops.base import Attention, BlockLayout, block_layout
 from asyncllm.logger import get_logger
 
 logger = get_logger(__name__)
@@ -112,39 +112,73 @@ def _group_size(counts: Sequence[int]) -> int:
     return size
 
 
-def with_kv_groups(
-    kinds: Sequence[AttentionKind], indices: Sequence[int], groups: Sequence[LayerGroup]
-) -> list[AttentionKind]:
-    """Sets the ``kv_group`` of each attention kind.
+@dataclass(frozen=True, slots=True)
+class KVPlan:
+    """Attention kinds and KV groups of a model, known before its weights are loaded.
 
-    Args:
-        indices: index of the KV cache to which each kind attends.
+    Attributes:
+        kinds: kind of each layer's attention.
+        indices: index of the KV cache that each layer reads.
+        groups: KV groups of the caches; empty for a model without attention.
     """
-    group_of = {layer: i for i, group in enumerate(groups) for layer in group.layers}
-    return [
-        replace(kind, kv_group=group_of[index]) for kind, index in zip(kinds, indices, strict=True)
-    ]
 
+    kinds: list[AttentionKind]
+    indices: list[int]
+    groups: list[LayerGroup]
 
-def make_kv_groups(
-    groups: Sequence[LayerGroup],
-    kinds: Sequence[AttentionKind],
-    attention: Mapping[AttentionKind, Attention],
-    block_size: int,
-) -> list[KVGroup]:
-    """Makes the KV groups, in the block layouts that the attention backends choose.
+    @classmethod
+    def of(
+        cls, kinds: Sequence[AttentionKind], sources: Sequence[int | None], context: int
+    ) -> KVPlan:
+        """Groups the KV caches of a model's attention layers.
 
-    Args:
-        kinds: attention kind of the layer that writes each cache.
-        block_size: tokens of the smallest block.
-    """
-    made = []
-    for group in groups:
-        spec = group.spec(block_size)
-        layouts = tuple(
-            block_layout(attention[kinds[layer]], kinds[layer].shape, spec.block_size)
-            for layer in group.layers
-        )
-        largest = max(layouts, key=lambda layout: layout.num_elements)
-        made.append(KVGroup(spec, largest, layouts if len(set(layouts)) > 1 else ()))
-    return made
+        A cache gets the widest window of the layers that read it.
+
+        Args:
+            kinds: kind of each layer's attention, without its KV group.
+            sources: number of the earlier layer whose keys and values each layer reads; None if it
+                has its own.
+            context: tokens of the longest sequence.
+        """
+        indices: list[int] = []
+        caches: list[LayerCache] = []
+        for kind, source in zip(kinds, sources, strict=True):
+            cache, index = LayerCache.of(kind), len(caches)
+            if source is None:
+                caches.append(cache)
+            else:
+                index = indices[source]
+                windows = cache.window, caches[index].window
+                window = None if None in windows else max(filter(None, windows))
+                caches[index] = caches[index]._replace(window=window)
+            indices.append(index)
+        groups = group_layers(caches, context) if caches else []
+        group_of = {cache: i for i, group in enumerate(groups) for cache in group.layers}
+        pairs = zip(kinds, indices, strict=True)
+        kinds = [replace(kind, kv_group=group_of[index]) for kind, index in pairs]
+        return cls(kinds, indices, groups)
+
+    def kv_groups(
+        self, attention: Mapping[AttentionKind, Attention], block_size: int
+    ) -> list[KVGroup]:
+        """Makes the KV groups, in the block layouts that the attention backends choose.
+
+        A model without attention gets blocks of one element, which only count tokens.
+
+        Args:
+            block_size: tokens of the smallest block.
+        """
+        if not self.groups:
+            return [KVGroup(KVCacheSpec((0,), block_size), BlockLayout((1,)))]
+        # A cache has the layout of the first layer that reads it, which writes it.
+        writers = [self.kinds[self.indices.index(cache)] for cache in sorted(set(self.indices))]
+        made = []
+        for group in self.groups:
+            spec = group.spec(block_size)
+            layouts = tuple(
+                block_layout(attention[writers[cache]], writers[cache].shape, spec.block_size)
+                for cache in group.layers
+            )
+            largest = max(layouts, key=lambda layout: layout.num_elements)
+            made.append(KVGroup(spec, largest, layouts if len(set(layouts)) > 1 else ()))
+        return made

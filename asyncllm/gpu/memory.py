@@ -7,12 +7,15 @@ cache live in torch's own caching allocator, with the host application's tensors
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +24,6 @@ import torch
 from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineError, KVCacheTooSmallError
 from asyncllm.gpu.graph.captures import CAPTURES
-from asyncllm.gpu.kv_cache import available_memory
 from asyncllm.logger import get_logger
 from asyncllm.validation import explain
 
@@ -176,7 +178,6 @@ def cuda_cache_bytes(
     graph_reserve: int,
     captured_fraction: float = 0.0,
     min_bytes: int,
-    probe: MemoryProbe = GPU_MEMORY,
 ) -> int:
     """Measures the bytes left for a KV cache whose size is not configured.
 
@@ -200,15 +201,15 @@ def cuda_cache_bytes(
         EngineError: the step does not fit beside the weights, or the process uses an allocator
             without pools, in which a step cannot be measured.
     """
-    if not probe.has_pools():
+    if not GPU_MEMORY.has_pools():
         raise EngineError(
             "what a step takes can be measured only in torch's native allocator, and the process "
             "has another: set kv_cache_memory or num_blocks"
         )
-    probe.empty_cache(device)
-    peak, failure = _measure_peak(profile_run, device, probe)
-    probe.empty_cache(device)
-    free, total = probe.info(device)
+    GPU_MEMORY.empty_cache(device)
+    peak, failure = _measure_peak(profile_run, device)
+    GPU_MEMORY.empty_cache(device)
+    free, total = GPU_MEMORY.info(device)
     budget = CacheBudget(
         total=total,
         free_at_start=free_at_start,
@@ -232,11 +233,9 @@ def cuda_cache_bytes(
     return budget.available
 
 
-def _measure_peak(
-    run: Callable[[], None], device: torch.device, probe: MemoryProbe
-) -> tuple[int, Exception | None]:
+def _measure_peak(run: Callable[[], None], device: torch.device) -> tuple[int, Exception | None]:
     """Returns the peak bytes of ``run``, and its error if it ran out of memory."""
-    with probe.pool(device) as reserved:
+    with GPU_MEMORY.pool(device) as reserved:
         try:
             run()
         except Exception as error:
@@ -247,9 +246,7 @@ def _measure_peak(
         return reserved(), None
 
 
-def check_weights(
-    config: EngineConfig, device: torch.device, weights_bytes: int, probe: MemoryProbe = GPU_MEMORY
-) -> int:
+def check_weights(config: EngineConfig, device: torch.device, weights_bytes: int) -> int:
     """Checks that the weights will fit, before gigabytes of them are read.
 
     torch's cache is emptied first, because the application's freed tensors leave blocks there.
@@ -261,8 +258,8 @@ def check_weights(
     Raises:
         EngineError: the weights will not fit.
     """
-    probe.empty_cache(device)
-    free, total = probe.info(device)
+    GPU_MEMORY.empty_cache(device)
+    free, total = GPU_MEMORY.info(device)
     measured = config.num_blocks is None and config.kv_cache_memory is None
     share = int(config.gpu_memory_utilization * total) if measured else total
     if weights_bytes <= min(share, free):
@@ -278,18 +275,58 @@ def check_weights(
     )
 
 
-def check_states(
-    device: torch.device, max_num_seqs: int, slot_bytes: int, probe: MemoryProbe = GPU_MEMORY
-) -> None:
+def free_memory(device: torch.device) -> tuple[int, int]:
+    """Free bytes of a device, and all bytes of a GPU; 0 on a CPU."""
+    return GPU_MEMORY.info(device) if device.type == "cuda" else (available_memory(), 0)
+
+
+def available_memory() -> int:
+    """Bytes that the process may still allocate: the kernel's estimate, within its cgroup."""
+    try:
+        available = _meminfo_available()
+    except (OSError, KeyError, ValueError):
+        available = _memory_without_procfs()
+    return min(available, _cgroup_available(available))
+
+
+def _meminfo_available() -> int:
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _memory_without_procfs() -> int:
+    """Memory that systems without ``/proc`` let a process use: on Windows the available memory,
+    elsewhere half of the physical memory.
+
+    On Windows the structure MEMORYSTATUSEX has it in the fourth field. The first two fields have 32
+    bits, of which the first is the structure's length; the other seven have 64.
+    """
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    status = (ctypes.c_uint64 * 8)(64)
+    ctypes.windll.kernel32.GlobalMemoryStatusEx(status)  # pyright: ignore[reportAttributeAccessIssue]
+    return status[2]
+
+
+def _cgroup_available(fallback: int) -> int:
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text(encoding="ascii").strip()
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+        return fallback if limit == "max" else max(0, int(limit) - used)
+    except (OSError, ValueError):
+        return fallback
+
+
+def check_states(device: torch.device, max_num_seqs: int, slot_bytes: int) -> None:
     """Checks that recurrent states fit beside the weights.
 
     Raises:
         EngineError: a slot for each of ``max_num_seqs`` requests, and one for padded rows, need
             more memory than is free.
     """
-    free = available_memory()
-    if device.type == "cuda":
-        free, _ = probe.info(device)
+    free, _ = free_memory(device)
     needed = (max_num_seqs + 1) * slot_bytes
     if needed > free:
         raise EngineError(
@@ -299,9 +336,7 @@ def check_states(
         )
 
 
-def check_cache(
-    config: EngineConfig, device: torch.device, num_bytes: int, probe: MemoryProbe = GPU_MEMORY
-) -> None:
+def check_cache(config: EngineConfig, device: torch.device, num_bytes: int) -> None:
     """Checks that a KV cache of configured size fits the device.
 
     Raises:
@@ -309,7 +344,7 @@ def check_cache(
     """
     if config.num_blocks is None and config.kv_cache_memory is None:
         return
-    free, total = probe.info(device)
+    free, total = GPU_MEMORY.info(device)
     if num_bytes > free:
         knob = "kv_cache_memory" if config.num_blocks is None else "num_blocks"
         value = getattr(config, knob)
@@ -319,7 +354,7 @@ def check_cache(
         )
 
 
-def release(device: torch.device, probe: MemoryProbe = GPU_MEMORY) -> None:
+def release(device: torch.device) -> None:
     """Returns the memory of freed tensors to the device.
 
     Call it last, on the thread and stream that ran the steps. It never raises, and waits for at
@@ -335,8 +370,8 @@ def release(device: torch.device, probe: MemoryProbe = GPU_MEMORY) -> None:
     if device.type != "cuda":
         return
     try:
-        if probe.finish(device, RELEASE_SECONDS):
-            probe.empty_cache(device, RELEASE_SECONDS)
+        if GPU_MEMORY.finish(device, RELEASE_SECONDS):
+            GPU_MEMORY.empty_cache(device, RELEASE_SECONDS)
         else:
             logger.warning(
                 "%s was still busy after %g s: the engine's memory stays in torch's cache until "

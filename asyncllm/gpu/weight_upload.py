@@ -15,26 +15,6 @@ launch."""
 _NUM_BUFFERS = 2
 
 
-class CopyEngine:
-    """Asynchronous copies on the thread's current stream, in the order of the calls.
-
-    Tests replace it with an engine that copies late.
-    """
-
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        """Queues a copy, which may convert the dtype; ``source`` must not change until its end."""
-        target.copy_(source, non_blocking=True)
-
-    def mark(self) -> torch.cuda.Event:
-        """Records an event that completes when all copies queued before it are done."""
-        event = torch.cuda.Event()
-        event.record()
-        return event
-
-    def wait(self, mark: torch.cuda.Event) -> None:
-        mark.synchronize()
-
-
 @dataclass(slots=True)
 class _Buffer:
     """A pinned buffer and the chunk in it.
@@ -62,20 +42,12 @@ class PinnedUploader:
         device: device of the targets.
         chunk_bytes: size of a buffer.
         pin: page-lock the buffers; without it, copies to a GPU are synchronous.
-        transfers: engine that queues the copies; None makes a CopyEngine.
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        *,
-        chunk_bytes: int = CHUNK_BYTES,
-        pin: bool = True,
-        transfers: CopyEngine | None = None,
+        self, device: torch.device, *, chunk_bytes: int = CHUNK_BYTES, pin: bool = True
     ) -> None:
-        self.device = device
-        self.chunk_bytes = chunk_bytes
-        self.transfers = transfers or CopyEngine()
+        self.device, self.chunk_bytes = device, chunk_bytes
         self._buffers = [
             _Buffer(torch.empty(chunk_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin))
             for _ in range(_NUM_BUFFERS)
@@ -106,17 +78,32 @@ class PinnedUploader:
         host = buffer.host[:size].view(source.dtype)
         host.copy_(source)
         if source.dtype == target.dtype:
-            self.transfers.copy(host, target)
+            self.queue_copy(host, target)
         else:
             # Copy in two steps, because torch would convert the dtype on the host in a single copy.
             if buffer.device is None:
                 buffer.device = torch.empty_like(buffer.host, device=self.device)
             raw = buffer.device[:size].view(source.dtype)
-            self.transfers.copy(host, raw)
-            self.transfers.copy(raw, target)
-        buffer.mark = self.transfers.mark()
+            self.queue_copy(host, raw)
+            self.queue_copy(raw, target)
+        buffer.mark = self.mark()
 
     def _wait(self, buffer: _Buffer) -> None:
         if buffer.mark is not None:
-            self.transfers.wait(buffer.mark)
+            self.wait(buffer.mark)
             buffer.mark = None
+
+    # --- copies on the thread's current stream; tests replace them with late ones ---------------
+
+    def queue_copy(self, source: Tensor, target: Tensor) -> None:
+        """Queues a copy, which may convert the dtype; ``source`` must not change until its end."""
+        target.copy_(source, non_blocking=True)
+
+    def mark(self) -> Any:
+        """Records an event that completes when all copies queued before it are done."""
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def wait(self, mark: Any) -> None:
+        mark.synchronize()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -12,20 +12,24 @@ from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.checkpoint.progress import Progress
-from asyncllm.checkpoint.reader import CheckpointReader
+from asyncllm.checkpoint.reader import CheckpointReader, QuantisedTensor
 from asyncllm.checkpoint.text_part import TextPart
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.open_checkpoint import PackedSizes, log_sizes, open_checkpoint
+from asyncllm.gpu.formats.reader import row_ranges
 from asyncllm.gpu.models.architectures import is_unused, parameters, sum_parameters
 from asyncllm.gpu.models.parameter import Parameter
-from asyncllm.gpu.ops.linear_weights import LinearWeights, WeightForm
-from asyncllm.gpu.packed_weights import packed_weights
+from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme, WeightForm
 from asyncllm.gpu.weight_upload import PinnedUploader
 
 DUMMY_SEED = 0
 
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")
 """Dtypes of a plain weight in a file; 8-bit integers and floats would need scales."""
+
+
+_SCHEMES: dict[int, QuantScheme] = {4: "int4", 8: "int8"}
+"""Quantisation scheme by the number of bits of an integer."""
 
 
 def load_weights(
@@ -144,6 +148,76 @@ def _quantised_weight(
     return packed_weights(
         [reader.quantised_tensor(name) for name, _ in parameter.parts], accepts_form
     )
+
+
+def packed_weights(
+    parts: Sequence[QuantisedTensor | None], accepts_form: Callable[[WeightForm], bool]
+) -> LinearWeights | None:
+    """Stacks quantised parts along the outputs, with their integers and scales unchanged.
+
+    Returns None for parts of different forms, or of a form that ``accepts_form`` refuses.
+    """
+    codes = [part for part in parts if part is not None]
+    forms = {(part.bits, part.shape[1:], min(part.block[1], part.shape[-1])) for part in codes}
+    if len(codes) < len(parts) or len(forms) != 1:
+        return None
+    bits, (columns,), group = forms.pop()
+    scheme = _SCHEMES.get(bits)
+    if scheme is None or columns * bits % 8 or any(c.column_groups is not None for c in codes):
+        return None
+    zeros = torch.cat([_zero_points(part) for part in codes])
+    # Signed 8-bit integers that are centred on 0 need no zero points.
+    has_zeros = scheme == "int4" or bool(zeros.any())
+    form = WeightForm((sum(c.shape[0] for c in codes), columns), scheme, (1, group), has_zeros)
+    low, high = (0, 255) if scheme == "int4" else (-128, 127)
+    if not accepts_form(form) or not low <= int(zeros.min()) <= int(zeros.max()) <= high:
+        return None
+    values = _stack_integers(codes, form.shape, scheme)
+    return LinearWeights(
+        values,
+        scheme=scheme,
+        scales=torch.cat([_expand_to_rows(part, part.scales) for part in codes]),
+        scale_block=form.scale_block,
+        zeros=zeros.to(values.dtype) if has_zeros else None,
+    )
+
+
+def _stack_integers(
+    codes: Sequence[QuantisedTensor], shape: tuple[int, int], scheme: QuantScheme
+) -> Tensor:
+    """Stacks the integers in the layout of ``LinearWeights``, a few rows at a time."""
+    rows, columns = shape
+    if scheme == "int4":
+        values = torch.empty(rows, columns // 2, dtype=torch.uint8)
+    else:
+        values = torch.empty(rows, columns, dtype=torch.int8)
+    first = 0
+    for part in codes:
+        for start, stop in row_ranges(part.shape, part.step):
+            integers, target = part.read_rows(start, stop), values[first + start : first + stop]
+            if scheme == "int4":
+                torch.bitwise_or(integers[:, ::2], integers[:, 1::2] << 4, out=target)
+            else:
+                target.copy_(integers if part.is_signed else (integers ^ 128).view(torch.int8))
+        first += part.shape[0]
+    return values
+
+
+def _zero_points(part: QuantisedTensor) -> Tensor:
+    """Zero points in the layout of ``LinearWeights``, in which 8-bit values are signed."""
+    shift = 128 if part.bits == 8 and not part.is_signed else 0
+    if part.zeros is None:
+        zeros = torch.zeros(part.scales.shape, dtype=torch.int16)
+    else:
+        zeros = part.zeros.to(torch.int16)
+    return _expand_to_rows(part, zeros - shift)
+
+
+def _expand_to_rows(part: QuantisedTensor, grid: Tensor) -> Tensor:
+    """Expands ``grid`` to one row per row of the weights."""
+    if part.block[0] == 1:
+        return grid
+    return grid.repeat_interleave(part.block[0], dim=0)[: part.shape[0]]
 
 
 def _copy_slices(slices: Iterable[Tensor], target: Tensor, staging: PinnedUploader | None) -> None:

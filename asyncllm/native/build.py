@@ -32,14 +32,16 @@ FLAGS = (
     "-fno-exceptions -fno-rtti -fvisibility=hidden -pthread -Wall -Wextra"
 ).split()
 LINK_FLAGS = "-shared -pthread -static-libstdc++ -static-libgcc -Wl,-z,defs -Wl,-s".split()
+# Warnings about uninitialized values would be about GCC's own _mm512_undefined_ps.
+_AVX512 = (
+    "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni "
+    "-Wno-uninitialized -Wno-maybe-uninitialized"
+).split()
 ISA_FLAGS: dict[str, dict[str, Sequence[str]]] = {
     "x86_64": {
         "avx2": ["-mavx2", "-mfma", "-mf16c"],
-        # -Wmaybe-uninitialized warns about GCC's own _mm512_undefined_ps.
-        "avx512": (
-            "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 "
-            "-mavx512vnni -Wno-maybe-uninitialized"
-        ).split(),
+        "avx512": _AVX512,
+        "avx512bf16": [*_AVX512, "-mavx512bf16"],
     },
     "aarch64": {"neon": []},
 }

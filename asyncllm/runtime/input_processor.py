@@ -16,6 +16,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.core.channel import Channel
 from asyncllm.core.output_processor import Output
 from asyncllm.core.request import Request, RequestGroup
+from asyncllm.core.token_rules import TokenRules
 from asyncllm.errors import ContextLengthExceededError, InvalidRequestError
 from asyncllm.logits_processor import applicable_processors
 from asyncllm.runtime.delimiter_tokens import DelimiterTokens
@@ -181,9 +182,9 @@ class InputProcessor:
         sampling_params: SamplingParams | None,
         sampling: dict[str, Any],
         options: RequestOptions,
-    ) -> tuple[SamplingParams, tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    ) -> tuple[SamplingParams, tuple[int, ...], TokenRules | None]:
         """Check the parameters. Returns them resolved, the indices of the engine's logits
-        processors that apply, and the bad words as token ids."""
+        processors that apply, and the token rules."""
         if options.priority and self.config.scheduling_policy == "fcfs":
             accepted = '0 with scheduling_policy="fcfs"; "priority" honours it'
             raise check.invalid("priority", options.priority, accepted)
@@ -215,7 +216,8 @@ class InputProcessor:
         words: tuple[tuple[int, ...], ...] = ()
         if resolved.bad_words:
             words = bad_words_token_ids(resolved.bad_words, self.loaded.tokenizer, info.vocab_size)
-        return resolved, claimed_by, words
+        rules = TokenRules.of(resolved.allowed_token_ids, words, info.vocab_size)
+        return resolved, claimed_by, rules
 
     def _build(
         self,
@@ -225,7 +227,7 @@ class InputProcessor:
     ) -> Request:
         """Make the group with its channel and members; returns the first member. All arguments but
         the prompt are already checked."""
-        resolved, claimed_by, bad_words = self._resolve(sampling_params, sampling, options)
+        resolved, claimed_by, token_rules = self._resolve(sampling_params, sampling, options)
         model, info = self.loaded.model_config, self.loaded.executor.info
         now = self.submitter.core.clock()
         group = RequestGroup(
@@ -239,7 +241,7 @@ class InputProcessor:
         if not resolved.detokenize:
             decode = NoText.decode
         needs_host = limits is not None and (
-            bool(claimed_by) or limits.exceeded_by(resolved, bad_words)
+            bool(claimed_by) or limits.exceeded_by(resolved, token_rules)
         )
         for index in range(resolved.n):
             Request(  # the constructor adds it to the group
@@ -250,7 +252,7 @@ class InputProcessor:
                 owner=options.owner,
                 eos_token_ids=model.eos_token_ids,
                 cache_salt=options.cache_salt,
-                bad_words=bad_words,
+                token_rules=token_rules,
                 claimed_by=claimed_by,
                 needs_host=needs_host,
                 output=Output(decode),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from asyncllm.errors import InvalidRequestError, RequestError
 from asyncllm.observer import ObserverNotifier, Observers, Operation, RequestInfo
 from asyncllm.runtime.event_loop import wait_for
 from asyncllm.runtime.mailbox import MailboxRegistry
-from asyncllm.runtime.worker_thread import WorkerThread
+from asyncllm.runtime.worker_thread import Rest, WorkerThread
 from asyncllm.stream import TokenStream
 from asyncllm.structured.compiler import GrammarCompiler
 from asyncllm.structured.grammar import Grammar
@@ -58,7 +58,11 @@ class Submitter:
     grammars: GrammarCompiler
     mailboxes: MailboxRegistry
     observers: Observers
-    _worker: WorkerThread = field(default_factory=partial(WorkerThread, "asyncllm-text", rest=1.0))
+    rest: InitVar[Rest]
+    _worker: WorkerThread = field(init=False)
+
+    def __post_init__(self, rest: Rest) -> None:
+        self._worker = WorkerThread("asyncllm-text", rest)
 
     def enqueue(self, submission: Submission) -> TokenStream:
         """Queue a request, and return its stream. It goes to the engine thread once its prompt and

@@ -19,6 +19,30 @@ from asyncllm.validation import explain
 T = TypeVar("T")
 
 
+REST_FACTOR = 2
+"""Pause after a job, as a multiple of the job's duration."""
+
+
+class Rest:
+    """Pauses of the worker threads that share it. While one of them works, an engine's steps hardly
+    go on: Python releases the GIL only every 5 ms, and a step waits for it many times. So none of
+    the threads begins a job for REST_FACTOR times as long as the last one took. Jobs may overlap.
+    """
+
+    def __init__(self) -> None:
+        self._ends_at = 0.0
+
+    def wait(self, closed: threading.Event) -> None:
+        """Wait until the rest ends, or ``closed`` is set."""
+        while (left := self._ends_at - time.perf_counter()) > 0 and not closed.wait(left):
+            pass
+
+    def extend(self, began_at: float) -> None:
+        """Rest after a job that began at ``began_at``, in ``perf_counter``'s time."""
+        now = time.perf_counter()
+        self._ends_at = max(self._ends_at, now + REST_FACTOR * (now - began_at))
+
+
 class WorkerThread:
     """Runs jobs on a daemon thread that lives only while there are jobs.
 
@@ -28,11 +52,10 @@ class WorkerThread:
 
     Args:
         name: the thread's name.
-        rest: seconds without work after each second of work. A job in Python releases the GIL only
-            every 5 ms, so a step that waits many times for the GIL takes several times as long.
+        rest: pauses between jobs; None makes none.
     """
 
-    def __init__(self, name: str, rest: float = 0.0) -> None:
+    def __init__(self, name: str, rest: Rest | None = None) -> None:
         self._name = name
         self._rest = rest
         self._lock = threading.Lock()
@@ -98,6 +121,8 @@ class WorkerThread:
     def _run_next(self) -> bool:
         """Run a job; False if there is none. The objects that the job refers to are freed when this
         returns."""
+        if self._rest is not None:
+            self._rest.wait(self._closed)
         with self._lock:
             if not self._jobs:
                 self._thread = None
@@ -107,10 +132,13 @@ class WorkerThread:
             return True
         began = time.perf_counter()
         try:
-            future.set_result(job())
+            try:
+                result = job()
+            finally:
+                if self._rest is not None:
+                    self._rest.extend(began)
+            future.set_result(result)
         except BaseException as error:
             future.set_exception(error)
-        del job, future
-        if self._rest:
-            self._closed.wait(self._rest * (time.perf_counter() - began))
+        del job, future  # break the cycle of future, exception and traceback
         return True

@@ -28,6 +28,7 @@ try:
     from asyncllm.serving.exchange import Exchange
     from asyncllm.serving.response_session import ENGINE_NAMES, ResponseSession
     from asyncllm.serving.responses import create_response, delete_response, get_response
+    from asyncllm.serving.scrapes import Scrapes
     from asyncllm.serving.server_info import (
         description,
         get_model,
@@ -163,7 +164,7 @@ def create_app(
             check.integer("max_stored_size", max_stored_size, 0),
         ),
         check.seconds("stats_interval", stats_interval, above=True),
-        EngineMetrics(engine) if metrics is None else metrics,
+        Scrapes(EngineMetrics(engine) if metrics is None else metrics),
         needs_token=token is not None,
         unsupported_fields=UnsupportedFields(
             check.boolean("ignore_unsupported", ignore_unsupported)

@@ -188,6 +188,8 @@ class ConversationFields(TemplateFields, SamplingFields):
 class ChatRequest(ConversationFields, ChoicesRequest):
     """Body of a chat completion: OpenAI's fields, and those of SamplingParams."""
 
+    KIND = "field of /v1/chat/completions"
+
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **ConversationFields.NEUTRAL,
         "audio": (),

@@ -58,6 +58,23 @@ async def answer_choices(
     Args:
         writer_type: makes a writer from the model's name, the request and the tokenizer.
     """
+    request, streams, writer = await _submit(request_type, writer_type, serving, exchange)
+    if request.stream:
+        async with sending_events(
+            serving, exchange, streams, writer.opening(), _error_event
+        ) as sender:
+            await ChoicesSender(serving, streams, writer, sender).run()
+    else:
+        await _answer_whole(serving, exchange, streams, writer)
+
+
+async def _submit(
+    request_type: type[RequestT],
+    writer_type: Callable[[str, RequestT, Any], ChoicesWriter],
+    serving: Serving,
+    exchange: Exchange,
+) -> tuple[RequestT, Sequence[TokenStream], ChoicesWriter]:
+    """Read and submit a request. The body is freed when this returns."""
     body = await exchange.body()
 
     def submit() -> tuple[RequestT, Sequence[TokenStream], ChoicesWriter]:
@@ -66,14 +83,7 @@ async def answer_choices(
         streams = request.submit(serving.engine, serving.options(exchange.owner))
         return request, streams, writer_type(model, request, serving.engine.tokenizer)
 
-    request, streams, writer = await serving.run(submit, len(body))
-    if request.stream:
-        async with sending_events(
-            serving, exchange, streams, writer.opening(), _error_event
-        ) as sender:
-            await ChoicesSender(serving, streams, writer, sender).run()
-    else:
-        await _answer_whole(serving, exchange, streams, writer)
+    return await serving.run(submit, len(body))
 
 
 def _error_event(error: ProtocolError) -> str:

@@ -47,6 +47,8 @@ Prompt = Annotated[
 class CompletionRequest(ChoicesRequest):
     """Body of a completion: OpenAI's fields, and those of SamplingParams."""
 
+    KIND = "field of /v1/completions"
+
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"suffix": ("",)}
 
     prompt: Prompt

@@ -12,7 +12,8 @@ try:
     import uvicorn
     from starlette.types import ASGIApp as App
 
-    from asyncllm.serving.connections import ConnectionLimits, make_protocols
+    from asyncllm.serving.connection_limits import ConnectionLimits
+    from asyncllm.serving.connections import make_protocols
 except ModuleNotFoundError as missing:
     if (missing.name or "").partition(".")[0] == "asyncllm":
         raise

@@ -7,7 +7,8 @@ engine's own validators check the values, as for every caller.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
@@ -31,6 +32,9 @@ MAX_FIELDS = 64
 
 MAX_PARAM = 200
 """Maximum number of characters of an error's ``param``."""
+
+_OTHER_TYPES: Mapping[int | str, str] = {"#text": " or list", "#list": " or string"}
+"""The other alternative of a union of text and list, by the tag of the one that was tried."""
 
 
 def parse_json(data: bytes | str) -> dict[str, Any]:
@@ -95,12 +99,14 @@ class RequestBody(BaseModel):
         NEUTRAL: unsupported fields to the values that have no effect, which are accepted; null
             always is.
         NEUTRAL_PARTS: the same for parts of supported fields, by their paths: "field.part".
+        KIND: kind of the fields in COUNTERPARTS.
     """
 
     # pydantic applies the settings to the TypedDicts of fields too.
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     NEUTRAL_PARTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    KIND: ClassVar[str] = "field"
     _unsupported: UnsupportedFields = PrivateAttr(default_factory=UnsupportedFields)
 
     @classmethod
@@ -110,7 +116,7 @@ class RequestBody(BaseModel):
         for name in fields.keys() - cls.model_fields.keys() - cls.NEUTRAL.keys():
             # Refuse the first unknown field here: pydantic would report an error for every unknown
             # field.
-            raise _unknown(name[:MAX_PARAM], cls.model_fields)
+            raise cls._unknown(name[:MAX_PARAM])
         for name in cls.NEUTRAL.keys() & fields.keys():
             value = fields.pop(name)
             if not any(check.equal_json(value, neutral) for neutral in cls.NEUTRAL[name]):
@@ -118,7 +124,7 @@ class RequestBody(BaseModel):
         try:
             body = cls.model_validate(fields)
         except ValidationError as error:
-            raise _to_protocol_error(error) from None
+            raise cls._to_protocol_error(error) from None
         for path, accepted in cls.NEUTRAL_PARTS.items():
             name, _, part = path.partition(".")
             value = (getattr(body, name) or {}).get(part)
@@ -126,6 +132,47 @@ class RequestBody(BaseModel):
                 unsupported.refuse(path, value, accepted)
         body._unsupported = unsupported
         return body
+
+    @classmethod
+    def _counterpart(cls, param: str) -> str:
+        """Name of this body that takes the place of an unknown field; empty if there is none."""
+        name = re.sub(r"\[\d+\]", "[]", param)
+        ours = COUNTERPARTS["sampling parameter"].get(name, "")
+        if ours.partition("=")[0] in cls.model_fields:
+            return ours
+        return COUNTERPARTS["field"].get(name) or COUNTERPARTS[cls.KIND].get(name, "")
+
+    @classmethod
+    def _unknown(cls, param: str) -> ProtocolError:
+        ours = cls._counterpart(param)
+        message = f"{check.describe(param)}: no such field" + (f", expected {ours}" if ours else "")
+        return ProtocolError(message, code="unknown_parameter", param=param)
+
+    @classmethod
+    def _to_protocol_error(cls, error: ValidationError) -> ProtocolError:
+        """Convert one of pydantic's errors: the first unknown field with a counterpart, because the
+        counterpart is missing then; else the first error."""
+        errors = error.errors(include_url=False, include_context=True)
+        unknown = [one for one in errors if one["type"] == "extra_forbidden"]
+        known = (one for one in unknown if cls._counterpart(_path(one["loc"])))
+        first = next(known, errors[0])
+        loc = first["loc"]
+        param = _path(loc)[:MAX_PARAM]
+        if first in unknown:
+            return cls._unknown(param)
+        if first["type"] == UNSUPPORTED_TYPE:
+            accepted = first["msg"]
+            refused = invalid(f"{param}.type", first["input"].get("type"), accepted)
+            refused.code = "unsupported_parameter"
+            return refused
+        if first["type"] == "missing":
+            return ProtocolError(f"{param}: is missing", code="invalid_value", param=param)
+        message = first["msg"].removeprefix("Value error, ").partition(" after validation")[0]
+        _, should, rest = message.partition(" should ")
+        accepted = f"to {rest}".removeprefix("to be ") if should else message
+        if first["type"] in ("string_type", "list_type", "dict_type"):
+            accepted += _OTHER_TYPES.get(loc[-1], "")
+        return invalid(param, first["input"], accepted)
 
     def present_values(self, names: Iterable[str]) -> dict[str, Any]:
         """Values of the named fields, without absent fields."""
@@ -177,32 +224,6 @@ Metadata = Limited[
     ]
 ]
 """The client's labels of a request, which its answer repeats."""
-
-
-def _unknown(param: str, known: Collection[str] = ()) -> ProtocolError:
-    ours = COUNTERPARTS["sampling parameter"].get(param, "")
-    hint = f", expected {ours}" if ours.partition("=")[0] in known else ""
-    message = f"{check.describe(param)}: no such field{hint}"
-    return ProtocolError(message, code="unknown_parameter", param=param)
-
-
-def _to_protocol_error(error: ValidationError) -> ProtocolError:
-    """Convert the first of pydantic's errors."""
-    first = error.errors(include_url=False, include_context=True)[0]
-    param = _path(first["loc"])[:MAX_PARAM]
-    if first["type"] == "extra_forbidden":
-        return _unknown(param)
-    if first["type"] == UNSUPPORTED_TYPE:
-        accepted = first["msg"]
-        refused = invalid(f"{param}.type", first["input"].get("type"), accepted)
-        refused.code = "unsupported_parameter"
-        return refused
-    if first["type"] == "missing":
-        return ProtocolError(f"{param}: is missing", code="invalid_value", param=param)
-    message = first["msg"].removeprefix("Value error, ").partition(" after validation")[0]
-    _, should, rest = message.partition(" should ")
-    accepted = f"to {rest}".removeprefix("to be ") if should else message
-    return invalid(param, first["input"], accepted)
 
 
 def _path(loc: tuple[int | str, ...]) -> str:

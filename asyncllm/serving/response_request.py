@@ -113,6 +113,8 @@ class ResponseRequest(ConversationFields):
     """Body of a response: OpenAI's fields, those of SamplingParams, and ``generate``; false only
     computes the prompt into the cache."""
 
+    KIND = "field of /v1/responses"
+
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **ConversationFields.NEUTRAL,
         "background": (False,),

@@ -73,6 +73,7 @@ class ResponseSession:
                 async for message in self.connection:
                     if not self._is_closing:
                         await self._handle_message(message)
+                    del message  # the next may come in an hour
             self._tasks.cancel_scope.cancel()
 
     # --- requests -----------------------------------------------------------------------
@@ -128,16 +129,18 @@ class ResponseSession:
                 status=409,
             )
         self.serving.check_open()
-        self.current = turn = await self.serving.run(partial(self._begin_turn, event), size)
+        request = await self.serving.run(partial(self._parse_request, event), size)
+        turn = await ResponseTurn.begin(self.serving, self.owner, request, size, self._unstored)
+        self.current = turn
         self.serving.pacer.begin()
         self._tasks.start_soon(self._respond, turn)
 
-    def _begin_turn(self, event: dict[str, Any]) -> ResponseTurn:
+    def _parse_request(self, event: dict[str, Any]) -> ResponseRequest:
         fields = {name: value for name, value in event.items() if name != "type"}
         request = ResponseRequest.parse(fields, self.serving.unsupported_fields)
         if request.stream is False:
             raise unsupported("stream", False, (True,))
-        return ResponseTurn.begin(self.serving, self.owner, request, self._unstored)
+        return request
 
     def _cancel_response(self) -> None:
         if self.current is None:
@@ -149,12 +152,13 @@ class ResponseSession:
     async def _respond(self, turn: ResponseTurn) -> None:
         try:
             async with turn.stream:
-                await self._send_all(turn.events.created())
+                await self._send_all(await turn.written(turn.events.created()))
                 await turn.run(self._send_all, before_end=self._end_current)
         except AsyncLLMError as error:
             self._end_current()
             with contextlib.suppress(*DISCONNECT_ERRORS):
-                await self._send_all(turn.events.failed(from_engine_error(error, ENGINE_NAMES)))
+                failed = turn.events.failed(from_engine_error(error, ENGINE_NAMES))
+                await self._send_all(await turn.written(failed))
                 self._close_with(error)
         except DISCONNECT_ERRORS:
             return

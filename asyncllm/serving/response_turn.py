@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import anyio
@@ -18,6 +19,14 @@ from asyncllm.serving.response_store import (
 )
 from asyncllm.serving.serving import Serving
 from asyncllm.stream import TokenStream
+
+MEMORY_PER_JSON = 32
+"""Bytes of a conversation in memory that take as long as a byte of JSON: a short message has about
+360, and is checked and converted in 3 microseconds."""
+
+WRITTEN_PER_READ = 10
+"""Bytes of JSON that are written in the time in which one is read: the events with the whole
+response repeat the request's texts and tools."""
 
 SendEvents = Callable[[Iterable[Event]], Awaitable[None]]
 
@@ -37,33 +46,53 @@ class ResponseTurn:
     _owner: str
     _conversation: Conversation
     _store: ResponseStore | None
+    _size: int
 
     @classmethod
-    def begin(
+    async def begin(
         cls,
         serving: Serving,
         owner: str,
         request: ResponseRequest,
+        size: int,
         local: ResponseStore | None = None,
     ) -> Self:
-        """Submit a request.
+        """Submit a request; a long conversation is checked on the worker thread.
 
         Args:
             owner: owner of the request, and of the responses that it may continue.
+            size: number of bytes of the request's JSON.
             local: store of one connection, for responses with ``store=false``.
 
         Raises:
             ProtocolError, AsyncLLMError: if it cannot be served.
         """
+        past = _find_conversation(request.previous_response_id, owner, serving.store, local)
+        submit = partial(cls._submit, serving, owner, request, size, past, local)
+        return await serving.run(submit, size + past.size // MEMORY_PER_JSON)
+
+    @classmethod
+    def _submit(
+        cls,
+        serving: Serving,
+        owner: str,
+        request: ResponseRequest,
+        size: int,
+        past: Conversation,
+        local: ResponseStore | None,
+    ) -> Self:
         engine = serving.engine
         model = serving.model_name(request.model)
-        conversation = _find_conversation(request.previous_response_id, owner, serving.store, local)
-        conversation = conversation.followed_by(request.messages)
+        conversation = past.followed_by(request.messages)
         stream = request.submit(engine, conversation.messages, serving.options(owner))
         defaults = engine.model_config.generation_defaults or {}
         events = ResponseEvents(request, model, defaults, engine.tokenizer.bytes_of)
         keep_in = serving.store if request.stores else local
-        return cls(stream, events, serving, owner, conversation, keep_in)
+        return cls(stream, events, serving, owner, conversation, keep_in, size)
+
+    async def written(self, events: Iterable[Event]) -> list[Event]:
+        """Write events with the whole response, on the worker thread if they are long."""
+        return await self._serving.run(lambda: list(events), self._size // WRITTEN_PER_READ)
 
     async def run(self, send: SendEvents, *, before_end: Callable[[], None] = lambda: None) -> None:
         """Send the events after ``created``, and store the response.
@@ -83,7 +112,8 @@ class ResponseTurn:
                 if delta.finish_reason is None and (pause := pacer.pause) > 0:
                     # Tokens that arrive meanwhile are merged into one event.
                     await anyio.sleep(pause)
-        ending = list(events.completed(self.stream.finish_reason, self.stream.usage))
+        stream = self.stream
+        ending = await self.written(events.completed(stream.finish_reason, stream.usage))
         if self._store is not None:
             turn = (events.assistant_message(),) if generates else ()
             stored = StoredResponse(self._conversation.followed_by(turn), events.body)

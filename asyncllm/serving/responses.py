@@ -17,13 +17,7 @@ from asyncllm.serving.serving import Serving
 
 
 async def create_response(serving: Serving, exchange: Exchange) -> None:
-    body = await exchange.body()
-
-    def begin() -> tuple[ResponseRequest, ResponseTurn]:
-        request = ResponseRequest.parse(parse_json(body), serving.unsupported_fields)
-        return request, ResponseTurn.begin(serving, exchange.owner, request)
-
-    request, turn = await serving.run(begin, len(body))
+    request, turn = await _begin(serving, exchange)
     if request.stream:
         await _send_events(serving, exchange, turn)
         return
@@ -34,17 +28,27 @@ async def create_response(serving: Serving, exchange: Exchange) -> None:
     await exchange.respond(200, turn.events.body.encode())
 
 
+async def _begin(serving: Serving, exchange: Exchange) -> tuple[ResponseRequest, ResponseTurn]:
+    """Read and submit a request. The body is freed when this returns."""
+    body = await exchange.body()
+    request = await serving.run(
+        lambda: ResponseRequest.parse(parse_json(body), serving.unsupported_fields), len(body)
+    )
+    return request, await ResponseTurn.begin(serving, exchange.owner, request, len(body))
+
+
 async def _drop_events(events: Iterable[Event]) -> None:
     for _ in events:
         pass
 
 
 async def _send_events(serving: Serving, exchange: Exchange, turn: ResponseTurn) -> None:
+    created = await turn.written(turn.events.created())
     async with sending_events(
         serving,
         exchange,
         [turn.stream],
-        _encode_events(turn.events.created()),
+        _encode_events(created),
         lambda error: _encode_events(turn.events.failed(error)),
     ) as sender:
 

@@ -6,16 +6,15 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 from asyncllm.engine import AsyncLLMEngine
-from asyncllm.metrics import EngineMetrics
 from asyncllm.runtime.worker_thread import WorkerThread
 from asyncllm.serving.frame_pacer import FramePacer
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.request_body import UnsupportedFields
 from asyncllm.serving.response_store import ResponseStore
+from asyncllm.serving.scrapes import Scrapes
 from asyncllm.validation import describe
 
 T = TypeVar("T")
@@ -43,8 +42,8 @@ class Serving:
         body_timeout: seconds that a client has to send the body.
         draining: the server is about to close and refuses requests.
         sessions: sessions of the open WebSockets.
-        worker: thread that reads and writes long JSON. It rests as long as it works, so that
-            streams keep half their speed under any load of long bodies.
+        worker: thread that reads and writes long JSON. It shares the rest of the engine's threads
+            for long texts, so that streams keep half their speed under any load of long bodies.
     """
 
     engine: AsyncLLMEngine
@@ -54,7 +53,7 @@ class Serving:
     pacer: FramePacer
     store: ResponseStore
     stats_interval: float
-    metrics: EngineMetrics
+    scrapes: Scrapes
     needs_token: bool
     unsupported_fields: UnsupportedFields
     max_body_size: int
@@ -62,8 +61,11 @@ class Serving:
     draining: bool = False
     description: bytes | None = None
     sessions: set[object] = field(default_factory=set)
-    worker: WorkerThread = field(default_factory=partial(WorkerThread, "asyncllm-json", rest=1.0))
     created: int = field(default_factory=lambda: int(time.time()))
+    worker: WorkerThread = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.worker = WorkerThread("asyncllm-json", self.engine._rest)
 
     async def run(self, job: Callable[[], T], size: int) -> T:
         """Run a job, on the worker thread if it is long; returns its result.

@@ -37,11 +37,14 @@ class SocketConnection:
                 await self._send({"type": "websocket.close", "code": code, "reason": reason})
 
     async def __aiter__(self) -> AsyncIterator[str | bytes]:
-        """Yields messages until either side closes the connection."""
+        """Yields messages until either side closes the connection. Refers to none while it waits
+        for the next."""
         while (message := await self._receive())["type"] != "websocket.disconnect":
             if message["type"] == "websocket.receive":
                 text = message.get("text")
                 yield message.get("bytes") or b"" if text is None else text
+                del text
+            del message
         self._open = False
 
 

@@ -1,8 +1,9 @@
-"""Turns: bounds the event loop's time for connections with much data to parse."""
+"""Turns and Starts: bound the event loop's time for parsing data and for beginning requests."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 
 EVENTS_PER_TURN = 64
@@ -50,3 +51,43 @@ class Turns:
         finally:
             rest = max(REST, REST_FACTOR * (loop.time() - began))
             self._timer = loop.call_later(rest, self._next_turn) if self._waiting else None
+
+
+STARTS_PER_ITERATION = 4
+"""Maximum number of requests that begin in one iteration of the event loop. To begin one takes
+about a millisecond."""
+
+
+class Starts:
+    """Queue of the requests that begin, in order of arrival.
+
+    A loop that begins hundreds of requests at once serves no stream meanwhile. A client that sends
+    a request and closes its connection has often gone before the request begins, which only a later
+    iteration of the loop tells.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[asyncio.Future[None], Callable[[], bool]]] = deque()
+
+    async def wait(self, is_gone: Callable[[], bool]) -> None:
+        """Wait until the request may begin: for one iteration of the loop, or for its turn.
+
+        Args:
+            is_gone: tells whether the client has gone; such a request takes no other's turn.
+        """
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self._next_iteration)
+        begins = loop.create_future()
+        self._waiting.append((begins, is_gone))
+        await begins
+
+    def _next_iteration(self) -> None:
+        num_begun = 0
+        while self._waiting and num_begun < STARTS_PER_ITERATION:
+            begins, is_gone = self._waiting.popleft()
+            if not begins.done():
+                begins.set_result(None)
+                num_begun += not is_gone()
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._next_iteration)

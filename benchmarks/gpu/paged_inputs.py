@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from asyncllm.gpu.batch.step_inputs import GroupInputs, StepInputs
-from asyncllm.gpu.ops.triton.attention import TritonAttention, TritonPlan
+from asyncllm.gpu.ops.triton.attention import TritonAttention
+from asyncllm.gpu.ops.triton.attention_plan import TritonPlan
 from benchmarks.gpu.shapes import AttentionLoad
 
 BLOCK_SIZE = 16

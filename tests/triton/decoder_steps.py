@@ -17,7 +17,7 @@ from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.batch.step_inputs import GroupInputs, StepInputs
 from asyncllm.gpu.kv_cache import KVCache
-from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_groups
+from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_plan
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops.base import BlockLayout
@@ -127,7 +127,7 @@ def run_steps(
         weights = dummy_weights(model, dtype, CPU)
         there = ((name, tensor.to(device)) for name, tensor in weights)
         decoder = make_decoder(model, there, dtype)
-    groups = kv_groups(model, decoder.attention, BLOCK_SIZE)
+    groups = kv_plan(model).kv_groups(decoder.attention, BLOCK_SIZE)
     cache = KVCache(groups, 56, dtype, device)
     if not decoder.needs_zeroed_blocks:
         cache.tensor.fill_(torch.nan)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.triton.attention import TritonPlan
-from asyncllm.gpu.ops.triton.tuning import workspace_size
+from asyncllm.gpu.ops.triton.attention_plan import TritonPlan
+from asyncllm.gpu.ops.triton.tuning import Tiles, workspace_size
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
@@ -169,32 +168,39 @@ def attend_decodes(
     module: ModuleType, q: Tensor, cache: Tensor, block_table: Tensor, table_rows: Tensor,
     seq_lens: Tensor, *, scale: float, softcap: float | None = None, sinks: Tensor | None = None,
     out: Tensor | None = None, splits: int = 1, extra_splits: int = 0, window: int | None = None,
-    **options: Any,
+    tiles: Tiles,
 ) -> Tensor:  # fmt: skip
     """``DecodeAttention`` of a module, on one token per row."""
     shape = AttentionShape(*q.shape[1:2], *cache.shape[3:], scale, softcap, sinks is not None)
     count = len(seq_lens) + extra_splits if extra_splits else len(seq_lens) * splits
-    attention = module.DecodeAttention(
-        shape, cache.shape[2], block_table, table_rows, seq_lens, splits=splits, window=window,
-        extra_splits=extra_splits, workspace=_workspace(q, count), **options,
+    plan = TritonPlan(
+        len(seq_lens), seq_lens, block_table, table_rows, splits, extra_splits,
+        workspace=_workspace(q, count), window=window,
     )  # fmt: skip
+    attention = module.DecodeAttention(shape, cache.shape[2], tiles, plan)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     attention(q, cache, out, sinks)
     return out
 
 
 def attend_prefills(
-    module: ModuleType, q: Tensor, cache: Tensor, *rows: Tensor, scale: float,
+    module: ModuleType, q: Tensor, cache: Tensor, block_table: Tensor, table_rows: Tensor,
+    seq_lens: Tensor, query_start_loc: Tensor, *, scale: float, tiles: Tiles,
     softcap: float | None = None, sinks: Tensor | None = None, out: Tensor | None = None,
-    first_row: int = 0, splits: int = 1, window: int | None = None, **options: Any,
+    first_row: int = 0, splits: int = 1, window: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """``PrefillAttention`` of a module; ``rows`` are its block table and metadata."""
+    """``PrefillAttention`` of a module, after ``first_row`` decode rows that nothing computes."""
     shape = AttentionShape(*q.shape[1:2], *cache.shape[3:], scale, softcap, sinks is not None)
     tokens = len(q) - first_row
-    attention = module.PrefillAttention(
-        shape, cache.shape[2], tokens, *rows, splits=splits, window=window, first_row=first_row,
-        workspace=_workspace(q, tokens * splits), **options,
+    table_rows, seq_lens = (
+        torch.cat((rows.new_zeros(first_row), rows)) if first_row else rows
+        for rows in (table_rows, seq_lens)
+    )
+    plan = TritonPlan(
+        first_row, seq_lens, block_table, table_rows, tile_splits=splits,
+        workspace=_workspace(q, tokens * splits), query_start_loc=query_start_loc, window=window,
     )  # fmt: skip
+    attention = module.PrefillAttention(shape, cache.shape[2], tiles, plan, tokens)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     attention(q, cache, out, sinks)
     return out

@@ -15,7 +15,8 @@ from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.gpu.graph.cuda_graphs import GraphKey, Part
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.triton.attention import TritonAttention, TritonPlan
+from asyncllm.gpu.ops.triton.attention import TritonAttention
+from asyncllm.gpu.ops.triton.attention_plan import TritonPlan
 from asyncllm.gpu.ops.triton.tuning import cdiv, wave_utilisation
 from tests.static_runner import replay_of
 from tests.step_inputs import captured, planned

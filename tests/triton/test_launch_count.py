@@ -26,7 +26,6 @@ from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton import (
     activation,
     decode_attention,
-    gated_norm,
     norm,
     rope_cache,
     sampling,
@@ -274,9 +273,9 @@ def rotate(qkv: Tensor) -> None:
         (lambda x: norm.TritonRMSNorm(HALF, 1e-6).add(torch.zeros(TOKENS, 8), x), "residual"),
         (activation.silu_mul, "gate"),
         (lambda x: activation.gelu_mul(torch.zeros(TOKENS, 8), x), "up"),
-        (lambda x: activation.sigmoid_mul(x, x), "x"),
+        (lambda x: activation.sigmoid_mul(x, x), "gate"),
         (lambda x: activation.softcap(x, 3.0), "x"),
-        (gated_norm.TritonGatedNorm(HALF[:4], 1e-6), "x"),
+        (norm.TritonGatedNorm(HALF[:4], 1e-6), "x"),
         (sample, "logits"),
         (rotate, "qkv"),
     ],
@@ -284,7 +283,7 @@ def rotate(qkv: Tensor) -> None:
 def test_rows_with_gaps(run, name):
     x = gaps(TOKENS, 8)
     with pytest.raises(ValueError, match=f"{name} has strides .16, 2.: expected contiguous rows"):
-        run(*(x, x) if isinstance(run, gated_norm.TritonGatedNorm) else (x,))
+        run(*(x, x) if isinstance(run, norm.TritonGatedNorm) else (x,))
 
 
 def test_rows_of_another_length_than_the_weight():

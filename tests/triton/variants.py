@@ -25,7 +25,6 @@ from asyncllm.gpu.ops.triton import (
     decode_inputs,
     experts,
     gated_delta,
-    gated_norm,
     norm,
     prefill_attention,
     rope_cache,
@@ -183,7 +182,7 @@ def of_causal_conv(capability: int) -> None:
 
 
 def of_gated_norm(capability: int) -> None:
-    gated_norm.TritonGatedNorm(empty(128), 1e-6)(empty(64, 4096), empty(64, 12_288)[:, 8192:])
+    norm.TritonGatedNorm(empty(128), 1e-6)(empty(64, 4096), empty(64, 12_288)[:, 8192:])
 
 
 def of_decode_inputs(capability: int) -> None:
@@ -283,7 +282,7 @@ def variants() -> list[Variant]:
         add(kernel, kernel, of_causal_conv, 90)
     add("gated-norm", "gated_norm", of_gated_norm, 90)
     gate = empty(64, 9216)[:, 5120:]
-    add("sigmoid-mul", "sigmoid_mul", lambda _: activation.sigmoid_mul(empty(64, 4096), gate), 90)
+    add("sigmoid-mul", "gated_mul", lambda _: activation.sigmoid_mul(empty(64, 4096), gate), 90)
     add("norm-sum-scaled", "norm", norm_add(floats(2560), 1.0, 0.7), 90)
     add("rope-values", "rope_cache", rope(32, 256, norms=True, values=True), 90)
     add("rope-queries", "rope_cache", rope_of_queries, 90)

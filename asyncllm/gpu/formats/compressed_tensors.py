@@ -24,7 +24,7 @@ from asyncllm.gpu.formats.base import (
     group_size,
     unpack,
 )
-from asyncllm.gpu.formats.fp8 import scaled_rows
+from asyncllm.gpu.formats.floats import scaled_rows
 
 _KNOWN_FIELDS = (
     "quant_method config_groups format quantization_status global_compression_ratio ignore "

@@ -13,13 +13,11 @@ from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.checkpoint.model_files import GGUF_SUFFIX
 from asyncllm.checkpoint.reader import CheckpointReader
 from asyncllm.checkpoint.safetensors_reader import SafetensorsReader
-from asyncllm.gpu.formats.awq import Awq
 from asyncllm.gpu.formats.base import WeightFormat
 from asyncllm.gpu.formats.compressed_tensors import CompressedTensors
-from asyncllm.gpu.formats.fp8 import Fp8
+from asyncllm.gpu.formats.floats import Fp8, Mxfp4
 from asyncllm.gpu.formats.gguf_reader import GGUFReader
-from asyncllm.gpu.formats.gptq import Gptq
-from asyncllm.gpu.formats.mxfp4 import Mxfp4
+from asyncllm.gpu.formats.packed_words import Awq, Gptq
 from asyncllm.gpu.formats.reader import DequantisingReader
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.logger import get_logger

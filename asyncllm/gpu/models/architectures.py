@@ -28,7 +28,7 @@ _MTP_PREFIX = re.compile(r"mtp\.")
 """Prefix of modules for multi-token prediction, in checkpoints of Qwen3-Next and its successors."""
 _KV_PROJECTION = re.compile(r"model\.layers\.\d+\.self_attn\.[kv]_(proj|norm)\.")
 
-_COMPUTED_BUFFER = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+COMPUTED_BUFFER = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
 
 class _ParameterRecorder:
@@ -72,7 +72,7 @@ def is_unused(model: ModelConfig, name: str) -> bool:
     another layer's KV.
     """
     tied_head = model.tie_word_embeddings and name == "lm_head.weight"
-    if tied_head or _COMPUTED_BUFFER.match(name) or _MTP_PREFIX.match(name):
+    if tied_head or COMPUTED_BUFFER.match(name) or _MTP_PREFIX.match(name):
         return True
     layer = _LAYER_PREFIX.match(name)
     if layer is None:

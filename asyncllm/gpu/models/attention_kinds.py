@@ -6,14 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from asyncllm.checkpoint.model_config import ModelConfig
-from asyncllm.gpu.kv_cache import KVGroup
-from asyncllm.gpu.kv_groups import (
-    LayerCache,
-    LayerGroup,
-    group_layers,
-    make_kv_groups,
-    with_kv_groups,
-)
+from asyncllm.gpu.kv_groups import KVPlan
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.models.rope import RopeSpec
 from asyncllm.gpu.ops.base import Attention, AttentionShape
@@ -45,45 +38,20 @@ def attention_layers(model: ModelConfig) -> list[int]:
     return [i for i in range(model.num_layers) if linear is None or not linear.layers[i]]
 
 
-def kv_indices(model: ModelConfig) -> dict[int, int]:
-    """Index of the KV cache that each attention layer reads.
-
-    A layer that reuses an earlier layer's keys and values reads that layer's cache.
-    """
-    indices: dict[int, int] = {}
-    for layer in attention_layers(model):
-        source = model.layer(layer).kv_layer
-        indices[layer] = len(set(indices.values())) if source is None else indices[source]
-    return indices
-
-
-def layer_groups(model: ModelConfig) -> tuple[dict[int, AttentionKind], list[LayerGroup]]:
-    """Attention kind of each attention layer, and the model's KV groups."""
-    indices = kv_indices(model)
-    kinds = {layer: attention_kind(model, layer) for layer in indices}
-    caches = [LayerCache.of(kinds[layer]) for layer in _layers_with_kv(model)]
-    groups = group_layers(caches, model.max_position_embeddings)
-    grouped = with_kv_groups(list(kinds.values()), list(indices.values()), groups)
-    return dict(zip(kinds, grouped, strict=True)), groups
-
-
-def _layers_with_kv(model: ModelConfig) -> list[int]:
-    """The attention layers with keys and values of their own."""
-    return [layer for layer in attention_layers(model) if model.layer(layer).kv_layer is None]
+def kv_plan(model: ModelConfig) -> KVPlan:
+    """Attention kinds and KV groups, in the order of ``attention_layers``."""
+    layers = attention_layers(model)
+    sources = [model.layer(layer).kv_layer for layer in layers]
+    return KVPlan.of(
+        [attention_kind(model, layer) for layer in layers],
+        [None if source is None else layers.index(source) for source in sources],
+        model.max_position_embeddings,
+    )
 
 
 def attention_kinds(model: ModelConfig) -> tuple[AttentionKind, ...]:
     """The distinct attention kinds of the layers."""
-    return tuple(dict.fromkeys(layer_groups(model)[0].values()))
-
-
-def kv_groups(
-    model: ModelConfig, attention: Mapping[AttentionKind, Attention], block_size: int
-) -> list[KVGroup]:
-    """The KV groups, in the block layouts that the attention backends choose."""
-    kinds, groups = layer_groups(model)
-    layers = [kinds[layer] for layer in _layers_with_kv(model)]
-    return make_kv_groups(groups, layers, attention, block_size)
+    return tuple(dict.fromkeys(kv_plan(model).kinds))
 
 
 def rope_specs(model: ModelConfig) -> tuple[RopeSpec, ...]:
@@ -107,9 +75,10 @@ def attention_by_layer(
     model: ModelConfig, attention: Mapping[AttentionKind, Attention]
 ) -> dict[int, LayerAttention]:
     """LayerAttention of each attention layer; ``attention`` covers all ``attention_kinds``."""
-    specs, indices, order = rope_specs(model), kv_indices(model), list(attention)
+    specs, plan, order = rope_specs(model), kv_plan(model), list(attention)
     ropes, layers = list(dict.fromkeys(specs)), {}
-    for layer, kind in layer_groups(model)[0].items():
-        places = order.index(kind), ropes.index(specs[layer]), indices[layer]
+    calls = zip(attention_layers(model), plan.kinds, plan.indices, strict=True)
+    for layer, kind, index in calls:
+        places = order.index(kind), ropes.index(specs[layer]), index
         layers[layer] = LayerAttention(kind, attention[kind], *places)
     return layers

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +27,6 @@ from asyncllm.gpu.models.layers import (
     Mixer,
     Normed,
     OutputGate,
-    SharedAttentionMixer,
 )
 from asyncllm.gpu.models.linear_attention import build_linear_attention, linear_attention_states
 from asyncllm.gpu.models.parameter import Parameter
@@ -189,64 +187,48 @@ class DecoderBuilder:
             first = len(self.states)
             self.states += linear_attention_states(linear)
             return build_linear_attention(scope.child("", "linear_attn."), linear, first)
-        scope = scope.child("", "self_attn.")
-        if self.model.layer(index).kv_layer is None:
-            return self.attention(scope, index)
-        return self.shared_attention(scope, index)
+        return self.attention(scope.child("", "self_attn."), index)
 
     def attention(self, scope: Scope, index: int) -> AttentionMixer:
         model, shape = self.model, attention_shape(self.model, index)
+        sizes, place = model.layer(index), self.attention_by_layer[index]
         queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        names, gates = model.names.qkv, queries if model.gated_attention else 0
-        if model.layer(index).value_is_key:
+        names, gates, order = (
+            model.names.qkv,
+            queries * model.gated_attention,
+            self.qkv_order(shape),
+        )
+        reads_shared_kv, v_norm = sizes.kv_layer is not None, None
+        if sizes.value_is_key:
             # Values equal keys in this layer: projecting the key's rows a second time costs less
             # than a branch in every kernel.
             names = (*names[:2], names[1])
         rows = stacked(names, (queries + gates, keys, keys))
-        order = self.qkv_order(shape)
+        if reads_shared_kv:
+            rows, order = ((names[0], queries),), None if order is None else order[:queries]
         qkv = scope.linear("qkv", rows, model.hidden_size, model.attention_bias, order)
         q_norm = self.qk_norm_weight(scope, "q_norm", shape, queries)
-        k_norm = self.qk_norm_weight(scope, "k_norm", shape, keys)
-        v_norm = None
-        if model.value_norm:
-            assert q_norm is not None
-            v_norm = torch.ones_like(q_norm)
-        norms = (q_norm, k_norm, model.rms_norm_eps, v_norm)
+        if reads_shared_kv:
+            rope = self.ops.rope(shape, q_norm, model.rms_norm_eps)
+        else:
+            k_norm = self.qk_norm_weight(scope, "k_norm", shape, keys)
+            if model.value_norm:
+                assert q_norm is not None
+                v_norm = torch.ones_like(q_norm)
+            rope = self.ops.rope_and_cache(shape, q_norm, k_norm, model.rms_norm_eps, v_norm)
         return AttentionMixer(
             qkv=qkv,
-            rope_and_cache=self.ops.rope_and_cache(shape, *norms),
+            rope_and_cache=rope,
+            attention=place.attention,
+            o=scope.linear("o", (("o_proj", model.hidden_size),), queries, model.output_bias),
+            attention_index=place.attention_index,
+            rope_index=place.rope_index,
+            kv_index=place.kv_index,
+            sinks=(scope.vector("sinks", model.num_heads),) if model.sinks else (),
             gate=OutputGate(queries + 2 * keys, self.ops.sigmoid_mul) if gates else None,
             shares_kv=index in self.shared_layers,
-            **self.common_attention_parts(scope, index, queries),
+            reads_shared_kv=reads_shared_kv,
         )
-
-    def shared_attention(self, scope: Scope, index: int) -> SharedAttentionMixer:
-        model, shape = self.model, attention_shape(self.model, index)
-        queries, order = shape.num_heads * shape.head_dim, self.qkv_order(shape)
-        if order is not None:
-            order = order[:queries]
-        rows = ((model.names.qkv[0], queries),)
-        q = scope.linear("qkv", rows, model.hidden_size, model.attention_bias, order)
-        norm = self.qk_norm_weight(scope, "q_norm", shape, queries)
-        rope = self.ops.rope(shape, norm, model.rms_norm_eps)
-        rest = self.common_attention_parts(scope, index, queries)
-        return SharedAttentionMixer(q=q, rope=rope, **rest)
-
-    def common_attention_parts(self, scope: Scope, index: int, width: int) -> dict[str, Any]:
-        """Builds the parts that AttentionMixer and SharedAttentionMixer have in common.
-
-        Args:
-            width: size of attention's output, over all heads.
-        """
-        model, own = self.model, self.attention_by_layer[index]
-        return {
-            "attention": own.attention,
-            "o": scope.linear("o", (("o_proj", model.hidden_size),), width, model.output_bias),
-            "attention_index": own.attention_index,
-            "rope_index": own.rope_index,
-            "kv_index": own.kv_index,
-            "sinks": (scope.vector("sinks", model.num_heads),) if model.sinks else (),
-        }
 
     def qkv_order(self, shape: AttentionShape) -> Tensor | None:
         """Order in which the ops expect the rows of q, k and v; None for the checkpoint's own

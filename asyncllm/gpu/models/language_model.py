@@ -31,16 +31,6 @@ class StepOutput(NamedTuple):
     tokens: Tensor = NO_TOKENS
 
 
-class HasDtypeAndDevice(Protocol):
-    """Object with a dtype and a device, from which the runner learns those of the model."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-
 class LanguageModel(Protocol):
     """Protocol of a model that turns token ids into hidden states and logits, on a KV cache."""
 
@@ -60,7 +50,9 @@ class LanguageModel(Protocol):
         ...
 
     @property
-    def embedding(self) -> HasDtypeAndDevice: ...
+    def embedding(self) -> Any:
+        """Object with the model's dtype and device."""
+        ...
 
     @property
     def states(self) -> Sequence[StateSpec]:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from asyncllm.gpu.ops.base import Attention, AttentionShape, Linear, RMSNorm, Rope, RopeAndCache
+from asyncllm.gpu.ops.base import Attention, AttentionShape, Linear, RMSNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,74 +114,56 @@ class OutputGate:
 
 
 @dataclass(slots=True, kw_only=True)
-class _AttentionParts:
-    """Parts that AttentionMixer and SharedAttentionMixer have in common.
+class AttentionMixer:
+    """Attention with its projections.
 
     Attributes:
+        qkv: projection to q, k and v; to q alone with ``reads_shared_kv``.
+        rope_and_cache: a RopeAndCache; with ``reads_shared_kv`` a Rope.
         attention_index: index of the mixer's attention kind in StepContext.
         rope_index: index of the mixer's RoPE table in StepContext.
         kv_index: index in StepContext of the KV cache that the mixer reads.
         sinks: the last argument of attention, ``[Hq]`` float32; () without sinks.
+        gate: gate on attention's output; None for no gate.
+        shares_kv: later layers attend to this layer's keys and values.
+        reads_shared_kv: this layer attends to the keys and values of an earlier layer, and writes
+            no KV.
     """
 
+    qkv: Linear
+    rope_and_cache: Callable[..., Any]
     attention: Attention
     o: Linear
     attention_index: int
     rope_index: int
     kv_index: int
     sinks: tuple[Tensor, ...] = ()
-
-    def attend(self, step: StepContext, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        kv, plan = step.kv[self.kv_index], step.plans[self.attention_index]
-        return self.attention(q, k, v, kv, plan, *self.sinks)
-
-
-@dataclass(slots=True, kw_only=True)
-class AttentionMixer(_AttentionParts):
-    """Attention with its projections.
-
-    Attributes:
-        gate: gate on attention's output; None for no gate.
-        shares_kv: later layers attend to this layer's keys and values.
-    """
-
-    qkv: Linear
-    rope_and_cache: RopeAndCache
     gate: OutputGate | None = None
     shares_kv: bool = False
+    reads_shared_kv: bool = False
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         kv, index, rows = step.kv[self.kv_index], self.attention_index, step.rows
-        rotary, qkv, gate = step.rotary[self.rope_index], self.qkv(x), self.gate
-        own = qkv if gate is None else qkv[:, : gate.start]
-        q, k, v = self.rope_and_cache(own, rotary, kv, step.slot_mappings[index])
-        if self.shares_kv:
-            step.shared_kv[self.kv_index] = k, v
-        if rows is not None and not len(rows):
+        if self.reads_shared_kv and rows is not None and not len(rows):
             return x[:0]
+        rotary, qkv, gate = step.rotary[self.rope_index], self.qkv(x), self.gate
+        if self.reads_shared_kv:
+            q, (k, v) = self.rope_and_cache(qkv, rotary), step.shared_kv[self.kv_index]
+        else:
+            own = qkv if gate is None else qkv[:, : gate.start]
+            q, k, v = self.rope_and_cache(own, rotary, kv, step.slot_mappings[index])
+            if self.shares_kv:
+                step.shared_kv[self.kv_index] = k, v
+            if rows is not None and not len(rows):
+                return x[:0]
         mixed = step.run_core(self.attend, q.shape[1] * q.shape[2], q, k, v)
         if gate is not None:
             mixed = gate.multiply(mixed, qkv[:, gate.start :])
         return self.o(mixed if rows is None else mixed[rows])
 
-
-@dataclass(slots=True, kw_only=True)
-class SharedAttentionMixer(_AttentionParts):
-    """Attention to the keys and values of an earlier layer (KV sharing).
-
-    It computes queries alone, and writes no KV.
-    """
-
-    q: Linear
-    rope: Rope
-
-    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
-        rows, (k, v) = step.rows, step.shared_kv[self.kv_index]
-        if rows is not None and not len(rows):
-            return x[:0]
-        q = self.rope(self.q(x), step.rotary[self.rope_index])
-        mixed = step.run_core(self.attend, q.shape[1] * q.shape[2], q, k, v)
-        return self.o(mixed if rows is None else mixed[rows])
+    def attend(self, step: StepContext, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kv, plan = step.kv[self.kv_index], step.plans[self.attention_index]
+        return self.attention(q, k, v, kv, plan, *self.sinks)
 
 
 @dataclass(slots=True)

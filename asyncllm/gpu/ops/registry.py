@@ -47,7 +47,7 @@ def make_attention(name: str, request: AttentionRequest) -> tuple[Attention, int
     The name "auto" selects
 
     - on CUDA "triton";
-    - on a CPU "native" where native ops are faster than torch's (``choose_native``);
+    - on a CPU "native" where native ops have the processor's vectors (``choose_native``);
     - "torch" elsewhere.
 
     Other backends are selected by name only. A backend that cannot be used is an error; no other
@@ -109,10 +109,7 @@ class NativeChoice:
 
 
 def choose_native() -> NativeChoice:
-    """Chooses native ops, unless torch's are faster on this processor or no library works here."""
-    if getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16"):
-        reason = "oneDNN uses this processor's AMX tiles, and native ops do not"
-        return NativeChoice(False, reason)
+    """Chooses native ops, unless the library is missing or has the baseline alone for this CPU."""
     try:
         isa = Library().best_isa().decode()
     except NativeUnavailableError as error:
@@ -122,7 +119,10 @@ def choose_native() -> NativeChoice:
         return NativeChoice(False, reason, can_be_built=True)
     if isa == "baseline":
         return NativeChoice(False, "native ops have nothing for this processor's instruction set")
-    return NativeChoice(True, f"native ops are compiled for this processor's {isa}")
+    reason = f"native ops are compiled for this processor's {isa}"
+    if getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16"):
+        reason += '; they do not use its AMX tiles, and attention_backend="torch" does'
+    return NativeChoice(True, reason)
 
 
 def find_backend(name: str) -> AttentionBackend:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from asyncllm.core.batch import RequestAssignment
+from asyncllm.core.token_rules import TokenRules
 from asyncllm.sampling_params import RequestLogitsProcessor
 from asyncllm.validation import describe
 
@@ -35,13 +37,13 @@ class HostRules:
     """Sampling parameters of a request that need the host.
 
     Attributes:
-        bad_words: sequences of two tokens or more; the last token must not follow the others.
+        token_rules: rules with bad words of several tokens; None if there are none.
         processors: the request's own logits processors, in order.
         claimed_request: the request with the engine's processors that apply to it; None if none
             applies.
     """
 
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    token_rules: TokenRules | None = None
     processors: tuple[RequestLogitsProcessor, ...] = ()
     claimed_request: ClaimedRequest | None = None
 
@@ -52,13 +54,9 @@ def mask_bad_words(row: Tensor, rules: HostRules, output: np.ndarray) -> None:
     Args:
         output: ``[n]``, the output tokens so far.
     """
-    if not rules.bad_words:
-        return
-    longest = max(map(len, rules.bad_words)) - 1
-    tail = output[-longest:].tolist()
-    for *first, last in rules.bad_words:
-        if tail[len(tail) - len(first) :] == first and len(first) <= len(tail):
-            row[last] = -torch.inf
+    known: Any = output  # read one by one, from the end
+    if rules.token_rules is not None and (excluded := rules.token_rules.excluded_after(known)):
+        row[excluded] = -torch.inf
 
 
 def apply_processors(row: Tensor, rules: HostRules, output: np.ndarray) -> None:

@@ -17,7 +17,6 @@ from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops.gumbel import MIN_TEMPERATURE
 from asyncllm.gpu.sample.host_rules import HostRules
 from asyncllm.sampling_params import MAX_BIAS, MAX_STOP_IDS
-from asyncllm.validation import MAX_ITEMS
 
 _MAX_TOP_K = 2**31 - 1
 
@@ -108,7 +107,7 @@ class SamplingState:
         update = TableUpdate(req_index)
         if params.logprobs is not None:
             self._assign_logprobs(update, params.logprobs)
-        restricted = params.allowed_token_ids is not None or assignment.bad_words
+        restricted = params.allowed_token_ids is not None or assignment.token_rules is not None
         if restricted or params.logit_bias or params.min_tokens or params.logits_processors:
             self._assign_rules(update, assignment)
         added = params.presence_penalty or params.frequency_penalty
@@ -141,15 +140,18 @@ class SamplingState:
             update.rows["stop_ids"] = self._token_ids(stop_ids, MAX_STOP_IDS)
             scalars["num_stop_ids"][req_index] = len(stop_ids)
             scalars["min_end"][req_index] = assignment.num_prompt_tokens + params.min_tokens
-        allowed = self._allowed_bits(params.allowed_token_ids, assignment.bad_words)
-        if allowed is not None:
-            update.rows["allowed"] = allowed
+        rules = assignment.token_rules
+        if rules is not None and rules.allowed is not None:
+            update.rows["allowed"] = self._mask_words(rules.allowed)
             scalars["restricted"][req_index] = 1
+        elif params.allowed_token_ids is not None:
+            raise ValueError("token_rules: has no mask, expected one of allowed_token_ids")
         if update.rows:
             update.stages |= Stages.RULES
-        bad_words = tuple(words for words in assignment.bad_words if len(words) > 1)
-        if bad_words or params.logits_processors:
-            self.host_rules[req_index] = HostRules(bad_words, tuple(params.logits_processors))
+        if rules is not None and not rules.bad_words:
+            rules = None
+        if rules is not None or params.logits_processors:
+            self.host_rules[req_index] = HostRules(rules, tuple(params.logits_processors))
 
     def _assign_penalties(self, update: TableUpdate, assignment: RequestAssignment) -> None:
         tokens = np.asarray(assignment.token_ids, dtype=np.int64)
@@ -160,16 +162,13 @@ class SamplingState:
         update.stages |= Stages.PENALTIES
         self._scalars["counted_from"][update.req_index] = len(tokens)
 
-    def _allowed_bits(
-        self, allowed: Any, bad_words: tuple[tuple[int, ...], ...]
-    ) -> np.ndarray | None:
-        single = [words[0] for words in bad_words if len(words) == 1]
-        if allowed is None and not single:
-            return None
-        words = ~self._packed_bits(self._token_ids(single))
-        return words if allowed is None else words & self._packed_bits(self._token_ids(allowed))
+    def _mask_words(self, mask: bytes) -> np.ndarray:
+        words = np.frombuffer(mask, dtype="<i4").copy()  # torch warns of memory that is read-only
+        if len(words) != num_words(self.vocab_size):
+            raise ValueError(f"mask of {len(words)} words for {self.vocab_size} tokens")
+        return words
 
-    def _token_ids(self, token_ids: Any, max_count: int = MAX_ITEMS) -> np.ndarray:
+    def _token_ids(self, token_ids: Any, max_count: int) -> np.ndarray:
         """Converts token ids to int32; IndexError for an id outside the vocabulary or too many
         ids."""
         ids = np.array(token_ids, np.int64)

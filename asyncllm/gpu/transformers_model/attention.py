@@ -53,16 +53,6 @@ def attention_kinds(probe: Probe, windows: Sequence[int | None]) -> list[Attenti
     return kinds
 
 
-def kv_indices(probe: Probe) -> list[int]:
-    """Index of each call's KV cache; a call that reuses an earlier call's keys has its index."""
-    indices: list[int] = []
-    for call in probe.calls:
-        indices.append(
-            max(indices, default=-1) + 1 if call.shared is None else indices[call.shared]
-        )
-    return indices
-
-
 class PagedAttention:
     """Handler of one module's attention calls, on the engine's KV cache.
 
@@ -91,14 +81,7 @@ class PagedAttention:
         self.value_size = call.value_size
 
     def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Any,
-        scaling: float | None,
-        options: dict[str, Any],
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
     ) -> Tensor:
         step, kind = self.step, self.kind
         cache = step.kv[self.kv_index]

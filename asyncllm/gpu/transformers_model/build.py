@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from asyncllm.core.kv_cache_spec import KVCacheSpec
-from asyncllm.gpu.kv_cache import KVGroup
-from asyncllm.gpu.kv_groups import (
-    LayerCache,
-    LayerGroup,
-    group_layers,
-    make_kv_groups,
-    with_kv_groups,
-)
+from asyncllm.gpu.kv_groups import KVPlan
 from asyncllm.gpu.models.layers import AttentionKind
-from asyncllm.gpu.ops.base import Attention, BlockLayout, Linear
+from asyncllm.gpu.ops.base import Attention, Linear
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.quantise import Conversion
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateSpec
-from asyncllm.gpu.transformers_model.attention import (
-    PagedAttention,
-    Step,
-    attention_kinds,
-    kv_indices,
-)
+from asyncllm.gpu.transformers_model.attention import PagedAttention, Step, attention_kinds
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.decoder import TransformersDecoder
-from asyncllm.gpu.transformers_model.interface import ENGINE_NAME, set_handler
-from asyncllm.gpu.transformers_model.linear import OpEmbedding, OpExperts, OpLinear, look_up_in
+from asyncllm.gpu.transformers_model.interface import (
+    ENGINE_NAME,
+    experts_implementation,
+    set_handler,
+)
+from asyncllm.gpu.transformers_model.linear import OpExperts, OpLinear, look_up_in
 from asyncllm.gpu.transformers_model.probe import Probe, linear_kinds, probe
 from asyncllm.gpu.transformers_model.recurrent import RecurrentModule
 from asyncllm.gpu.transformers_model.rules import check_calls, check_modules
@@ -42,17 +33,15 @@ from asyncllm.gpu.transformers_model.weights import Owner, has_tied_head
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Attention, KV groups and states of a model, known before its weights are loaded.
+    """Attention and states of a model, known before its weights are loaded.
 
     Attributes:
-        kinds: kind of each call of attention, in the order of the calls.
-        groups: KV groups of the layers that have a cache.
+        kv: attention kinds and KV groups, in the order of the calls of attention.
         states: states of all recurrent modules, in the order of their calls.
     """
 
     probe: Probe
-    kinds: list[AttentionKind]
-    groups: list[LayerGroup]
+    kv: KVPlan
     states: list[StateSpec]
 
     @classmethod
@@ -60,45 +49,10 @@ class Plan:
         """Probes a model; ModelLoadError if the engine would not compute it correctly."""
         check_modules(model)
         found = probe(model)
-        kinds, indices = attention_kinds(found, check_calls(model, found)), kv_indices(found)
+        kinds = attention_kinds(found, check_calls(model, found))
+        sources = [call.shared for call in found.calls]
         states = [state for call in found.recurrent for state in call.states.values()]
-        if not kinds:
-            return cls(found, kinds, [], states)
-        groups = group_layers(_layer_caches(kinds, indices), model.max_position_embeddings)
-        return cls(found, with_kv_groups(kinds, indices, groups), groups, states)
-
-    def kv_groups(
-        self, attention: Mapping[AttentionKind, Attention], block_size: int
-    ) -> list[KVGroup]:
-        """Makes the KV groups of the layers that have a cache.
-
-        A model without attention gets blocks of one element, which only count tokens.
-        """
-        if not self.kinds:
-            return [KVGroup(KVCacheSpec((0,), block_size), BlockLayout((1,)))]
-        calls = zip(self.kinds, self.probe.calls, strict=True)
-        writers = [kind for kind, call in calls if call.shared is None]
-        return make_kv_groups(self.groups, writers, attention, block_size)
-
-
-def _layer_caches(kinds: Sequence[AttentionKind], indices: Sequence[int]) -> list[LayerCache]:
-    """LayerCache of each KV cache, with the widest window of the layers that read it."""
-    caches: dict[int, LayerCache] = {}
-    for kind, index in zip(kinds, indices, strict=True):
-        cache = LayerCache.of(kind)
-        windows = cache.window, caches.get(index, cache).window
-        window = None if None in windows else max(window for window in windows if window)
-        caches[index] = caches.get(index, cache)._replace(window=window)
-    return [caches[index] for index in sorted(caches)]
-
-
-def experts_implementation(device: torch.device) -> str:
-    """Name of the experts implementation that transformers' modules call.
-
-    On a CPU it is the engine's own implementation; elsewhere it is transformers' grouped matrix
-    product, which reads no values on the host.
-    """
-    return ENGINE_NAME if device.type == "cpu" else "grouped_mm"
+        return cls(found, KVPlan.of(kinds, sources, model.max_position_embeddings), states)
 
 
 def build_transformers_decoder(
@@ -119,16 +73,15 @@ def build_transformers_decoder(
         convert: quantisation of the weights of every linear layer; None for no quantisation.
     """
     step, found = Step(), plan.probe
-    indices = kv_indices(found)
-    for call, kind, index in zip(found.calls, plan.kinds, indices, strict=True):
+    for call, kind, index in zip(found.calls, plan.kv.kinds, plan.kv.indices, strict=True):
         handler = PagedAttention(step, kind, attention[kind], call, index)
         set_handler(modules.get_submodule(call.module), handler)
 
     place = 0
     for call in found.recurrent:
-        places = {key: place + i for i, key in enumerate(call.states)}
-        place += len(places)
-        RecurrentModule.install(step, modules.get_submodule(call.module), call, places)
+        module = modules.get_submodule(call.module)
+        module.__dict__["forward"] = RecurrentModule(step, module.forward, call, place)
+        place += len(call.states)
     head = modules.get_output_embeddings()
 
     def make(weights: LinearWeights) -> Linear:
@@ -184,10 +137,7 @@ def _replace_tied_head(
     weights = convert.head(weights) if convert else weights
     if bias is None and (type(embedding) is nn.Embedding or found.processes_lookup):
         table, linear = ops.tied_embedding(weights, dtype)
-        if found.processes_lookup:
-            look_up_in(embedding, table)
-        else:
-            _replace_module(modules, names[embedding], OpEmbedding(table))
+        look_up_in(embedding, table)
     else:
         # This embedding computes more than a look-up, so it keeps its own table.
         linear = ops.linear(weights)

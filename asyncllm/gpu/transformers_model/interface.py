@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 ENGINE_NAME = "asyncllm"
@@ -21,27 +22,23 @@ HANDLER_ATTRIBUTE = "asyncllm_handler"
 """Attribute of a module that holds its handler."""
 
 
-def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any = None,
-    scaling: float | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
+def experts_implementation(device: torch.device) -> str:
+    """Name of the experts implementation that transformers' modules call.
+
+    On a CPU it is the engine's own implementation; elsewhere it is transformers' grouped matrix
+    product, which reads no values on the host.
+    """
+    return ENGINE_NAME if device.type == "cpu" else "grouped_mm"
+
+
+def attend(module: nn.Module, *tensors: Any, **options: Any) -> tuple[Tensor, None]:
     """Computes a module's attention: ``[1, heads, T, size]`` to ``[1, T, heads, size]``."""
-    handler = module.__dict__[HANDLER_ATTRIBUTE]
-    return handler.attend(module, query, key, value, attention_mask, scaling, options), None
+    return module.__dict__[HANDLER_ATTRIBUTE].attend(module, *tensors, **options), None
 
 
-def run_experts(
-    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
+def run_experts(module: nn.Module, *tensors: Tensor) -> Tensor:
     """Computes a module's experts, ``[T, H] -> [T, H]``."""
-    return module.__dict__[HANDLER_ATTRIBUTE].experts(
-        module, hidden_states, top_k_index, top_k_weights
-    )
+    return module.__dict__[HANDLER_ATTRIBUTE].experts(module, *tensors)
 
 
 class ProbedMask:

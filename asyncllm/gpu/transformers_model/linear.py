@@ -1,4 +1,4 @@
-"""OpLinear, OpEmbedding, OpExperts: transformers' layers on the op set's weights."""
+"""OpLinear, look_up_in, OpExperts: transformers' layers on the op set's weights."""
 
 from __future__ import annotations
 
@@ -26,18 +26,6 @@ class OpLinear(nn.Module):
         return out.view(*shape[:-1], self.out_features)
 
 
-class OpEmbedding(nn.Module):
-    """Replaces ``nn.Embedding``: looks up in the table that the output head shares."""
-
-    def __init__(self, embedding: Embedding) -> None:
-        super().__init__()
-        self.op = embedding
-
-    def forward(self, token_ids: Tensor) -> Tensor:
-        out = self.op(token_ids.reshape(-1))
-        return out.view(*token_ids.shape, out.shape[-1])
-
-
 class _TableLookup(nn.Embedding):
     """Base class that replaces ``nn.Embedding.forward`` by a look-up in another table."""
 
@@ -47,13 +35,14 @@ class _TableLookup(nn.Embedding):
 
 
 def look_up_in(embedding: nn.Embedding, table: Embedding) -> None:
-    """Makes an ``nn.Embedding`` subclass's instance read another table than its weight.
+    """Makes an ``nn.Embedding`` read another table than its weight.
 
-    The subclass's ``forward`` has to call that of ``nn.Embedding``. The weight becomes empty, and
-    keeps only its dtype.
+    The ``forward`` of a subclass has to call that of ``nn.Embedding``. The weight becomes empty,
+    and keeps only its dtype.
     """
     kind: Any = type(embedding)
-    embedding.__class__ = type(kind.__name__, (kind, _TableLookup), {})
+    bases = (_TableLookup,) if kind is nn.Embedding else (kind, _TableLookup)
+    embedding.__class__ = type(kind.__name__, bases, {})
     embedding.__dict__["table"] = table
     embedding.weight = nn.Parameter(embedding.weight.new_empty(0), requires_grad=False)
 

@@ -5,6 +5,7 @@ Nothing depends on the model's name.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.transformers_model.config import TransformersConfig, build_skeleton
-from asyncllm.gpu.transformers_model.head import logits_of, output_head
 from asyncllm.gpu.transformers_model.interface import (
     ENGINE_NAME,
     PROBE_NAME,
@@ -108,15 +108,9 @@ class _Recorder:
         self.keys: list[Tensor] = []
 
     def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Any,
-        scaling: float | None,
-        options: dict[str, Any],
-    ) -> Tensor:
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+        attention_mask: Any = None, scaling: float | None = None, **options: Any,
+    ) -> Tensor:  # fmt: skip
         given = {name: value for name, value in options.items() if _is_option_set(value)}
         shared = next((i for i, earlier in enumerate(self.keys) if earlier is key), None)
         self.keys.append(key)
@@ -130,7 +124,7 @@ class _Recorder:
                 num_queries=query.shape[2],
                 num_keys=key.shape[2],
                 scale=None if scaling is None else float(scaling),
-                mask=mask,
+                mask=attention_mask,
                 window=given.pop("sliding_window", None),
                 softcap=given.pop("softcap", None),
                 sinks=given.pop("s_aux", None) is not None,
@@ -268,3 +262,62 @@ def _base_name(model: TransformersConfig, skeleton: nn.Module) -> str:
         f"{model.path}: {model.architecture}: expected a part that ends with the last norm, and an "
         "output head beside it"
     )
+
+
+# --- the output head, which probe and decoder run apart from the base model -----------------------
+
+
+class _PassThroughBase(nn.Module):
+    """Substitute for the base model: returns the hidden states that are passed as input embeddings.
+
+    Attributes that the head reads from it, such as a multiplier, are those of the base model.
+    """
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["base"] = base
+
+    @property
+    def decoder(self) -> _PassThroughBase:
+        """Substitute for the base model's ``decoder``, which some heads call directly."""
+        return self
+
+    def forward(
+        self, *unused: Any, inputs_embeds: Tensor | None = None, **options: Any
+    ) -> _BaseOutput:
+        assert inputs_embeds is not None
+        return _BaseOutput(inputs_embeds)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["base"], name)
+
+
+class _BaseOutput:
+    """Output of a base model; optional fields are None."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def output_head(modules: Any, base: str) -> Any:
+    """A shallow copy of the model whose base model passes hidden states through.
+
+    The model's own code for soft caps and scales of logits thus applies.
+
+    Args:
+        base: name of the submodule that ends with the last norm.
+    """
+    head = copy.copy(modules)
+    head._modules = dict(modules._modules) | {base: _PassThroughBase(getattr(modules, base))}
+    return head
+
+
+def logits_of(head: Any, hidden: Tensor) -> Tensor:
+    """Logits of hidden states, ``[S, H] -> [S, vocab_size]``."""
+    return head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from asyncllm.gpu.batch.state_rows import RowSpan, StateRows, span_state
 from asyncllm.gpu.transformers_model.attention import Step
-from asyncllm.gpu.transformers_model.call_states import CallStates, StateKey
-from asyncllm.gpu.transformers_model.recurrent_probe import RecurrentCall
+from asyncllm.gpu.transformers_model.recurrent_probe import CallStates, RecurrentCall
 
 
 class RecurrentModule:
@@ -20,26 +19,16 @@ class RecurrentModule:
     Each row is computed with its own states.
 
     Args:
-        forward: the module's own ``forward``.
-        places: index in StateCache.tensors of each of the module's states.
+        forward: the module's own ``forward``, which this object replaces.
+        first_state: index in StateCache.tensors of the first of the module's states.
     """
 
     def __init__(
-        self,
-        step: Step,
-        forward: Callable[..., Tensor],
-        call: RecurrentCall,
-        places: Mapping[StateKey, int],
+        self, step: Step, forward: Callable[..., Tensor], call: RecurrentCall, first_state: int
     ) -> None:
-        self.step, self.forward, self.places = step, forward, places
+        self.step, self.forward = step, forward
+        self.places = {key: first_state + i for i, key in enumerate(call.states)}
         self.hidden, self.cache = call.hidden, call.cache
-
-    @classmethod
-    def install(
-        cls, step: Step, module: nn.Module, call: RecurrentCall, places: Mapping[StateKey, int]
-    ) -> None:
-        """Replaces the ``forward`` of ``module``."""
-        module.__dict__["forward"] = cls(step, module.forward, call, places)
 
     def __call__(self, *args: Any, **options: Any) -> Tensor:
         hidden = args[0] if args else options.pop(self.hidden)

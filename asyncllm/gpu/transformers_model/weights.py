@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,11 +15,11 @@ from asyncllm.checkpoint.reader import CheckpointReader
 from asyncllm.checkpoint.text_part import TextPart
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.open_checkpoint import log_sizes, open_checkpoint
+from asyncllm.gpu.models.architectures import COMPUTED_BUFFER
 from asyncllm.gpu.transformers_model.config import TransformersConfig
+from asyncllm.gpu.transformers_model.interface import ENGINE_NAME, experts_implementation
 from asyncllm.gpu.weights import DUMMY_SEED, STORED_DTYPES, dummy_tensor
 from asyncllm.validation import explain
-
-_COMPUTED_BUFFERS = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
 _LOAD_LOCK = threading.Lock()
 """Lock held while transformers loads a model: it replaces global functions of its own meanwhile. A
@@ -32,35 +30,27 @@ def load_modules(
     model: TransformersConfig,
     dtype: torch.dtype,
     device: torch.device,
-    *,
-    attention: str,
-    experts: str,
     progress: Progress | None = None,
-    open_reader: Callable[[Path, torch.dtype], CheckpointReader] = open_checkpoint,
 ) -> tuple[nn.Module, Owner]:
     """Loads the model, with transformers' own conversion of names and layouts.
 
     On a CPU, weights of the model's dtype stay in the mapped files until their Owner takes them.
 
-    Args:
-        attention, experts: names of the implementations in transformers' tables.
-        open_reader: opens the files in ``model.path`` as plain tensors.
-
     Raises:
         ModelLoadError: a tensor is missing, unexpected or of a wrong shape; the message names it.
     """
-    reader = open_reader(model.path, dtype)
+    reader = open_checkpoint(model.path, dtype)
     with closing(TextPart(reader, model.architecture) if model.is_text_part else reader) as reader:
-        tensors = {}
+        tensors, infos = {}, reader.tensors
         _check_dtypes(reader, model)
-        loading = _Loading(sum(info.num_bytes for info in reader.tensors.values()), progress)
-        for name, info in reader.tensors.items():
-            if not _COMPUTED_BUFFERS.match(name):
+        owner = Owner(device, sum(info.num_bytes for info in infos.values()), progress)
+        for name, info in infos.items():
+            if not COMPUTED_BUFFER.match(name):
                 tensors[name] = reader.tensor(name)
-            loading.count_read(info.num_bytes)
-        modules = _load_tensors(model, tensors, dtype, attention, experts)
+            owner.count_read(info.num_bytes)
+        modules = _load_tensors(model, tensors, dtype, device)
         log_sizes(model.path, reader, dtype)
-        owner = Owner(device, tensors.values(), loading, modules)
+        owner.track(modules, tensors.values())
         if device.type != "cpu":
             owner.take_all_tensors(modules)
         return modules, owner
@@ -85,15 +75,13 @@ def dummy_modules(
     model: TransformersConfig,
     dtype: torch.dtype,
     device: torch.device,
-    *,
-    attention: str,
-    experts: str,
     progress: Progress | None = None,
 ) -> tuple[nn.Module, Owner]:
     """Makes the model with random weights, the same in every run, like ``dummy_weights``."""
     generator = torch.Generator(device="cpu").manual_seed(DUMMY_SEED)
     tensors, skeleton = {}, model.skeleton.state_dict()
-    loading = _Loading(sum(each.numel() * dtype.itemsize for each in skeleton.values()), progress)
+    total = sum(each.numel() * dtype.itemsize for each in skeleton.values())
+    owner = Owner(device, total, progress)
     for name, parameter in skeleton.items():
         if not parameter.is_floating_point():
             raise ModelLoadError(
@@ -101,19 +89,15 @@ def dummy_modules(
             )
         drawn = torch.empty(parameter.shape, device="cpu")
         tensors[name] = dummy_tensor(name, drawn, generator).to(dtype)
-        loading.count_read(tensors[name].nbytes)
-    modules = _load_tensors(model, tensors, dtype, attention, experts)
-    owner = Owner(device, (), loading, modules)
+        owner.count_read(tensors[name].nbytes)
+    modules = _load_tensors(model, tensors, dtype, device)
+    owner.track(modules)
     owner.take_all_tensors(modules)
     return modules, owner
 
 
 def _load_tensors(
-    model: TransformersConfig,
-    tensors: dict[str, Tensor],
-    dtype: torch.dtype,
-    attention: str,
-    experts: str,
+    model: TransformersConfig, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
     try:
         with _LOAD_LOCK, _quiet_transformers():
@@ -122,8 +106,8 @@ def _load_tensors(
                 config=model.config,
                 state_dict=tensors,
                 dtype=dtype,
-                attn_implementation=attention,
-                experts_implementation=experts,
+                attn_implementation=ENGINE_NAME,
+                experts_implementation=experts_implementation(device),
                 output_loading_info=True,
             )
     except (Exception, SystemExit) as error:
@@ -170,69 +154,39 @@ def _quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-class _Loading:
-    """Progress of loading a model, in bytes of the files.
+class Owner:
+    """Makes the engine own the memory of a model's tensors, and reports the progress of loading.
 
-    Half of a tensor's bytes count when the tensor is read (and dequantised), and half when it
-    becomes the engine's own (and is copied or packed).
+    On a CPU it copies tensors that are views of mapped files, which must not be read once the model
+    runs. Otherwise it moves tensors to the device.
+
+    Progress is in bytes of the files. Half of a tensor's bytes count when the tensor is read (and
+    dequantised), and half when it becomes the engine's own (and is copied or packed).
 
     Args:
         total: bytes of the files.
-
-    Attributes:
-        num_bytes: bytes of the model's parameters.
     """
 
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self.total, self.progress, self.num_bytes = total, progress, 0
-        self._read = self._taken = 0
+    def __init__(self, device: torch.device, total: int, progress: Progress | None) -> None:
+        self.device, self._total, self._progress = device, total, progress
+        self._read = self._taken = self._num_bytes = 0
+        self._mapped: set[int] = set()
 
     def count_read(self, num_bytes: int) -> None:
         self._read += num_bytes
         self._report_progress()
 
-    def count_taken(self, num_bytes: int) -> None:
-        # Cap the sum: a tensor may be counted twice, for example because it was moved to a device
-        # first.
-        self._taken = min(self._taken + num_bytes, self.num_bytes)
-        self._report_progress()
-
-    def finish(self) -> None:
-        self._taken = self.num_bytes
-        self._report_progress()
-
-    def _report_progress(self) -> None:
-        if self.progress is not None:
-            taken = self.total * self._taken // self.num_bytes if self.num_bytes else 0
-            self.progress((self._read + taken) // 2, self.total)
-
-
-class Owner:
-    """Makes the engine own the memory of a model's tensors.
-
-    On a CPU it copies tensors that are views of mapped files, which must not be read once the model
-    runs. Otherwise it moves tensors to the device.
-
-    Args:
-        mapped: tensors that are views of mapped files.
-        loading: progress, updated with every tensor.
-        modules: the model that has the tensors.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        mapped: Iterable[Tensor],
-        loading: _Loading,
-        modules: nn.Module,
-    ) -> None:
-        self.device, self._loading = device, loading
-        loading.num_bytes = sum(parameter.nbytes for parameter in modules.parameters())
+    def track(self, modules: nn.Module, mapped: Iterable[Tensor] = ()) -> None:
+        """Prepares to take the tensors of ``modules``; ``mapped`` are views of mapped files."""
+        self._num_bytes = sum(parameter.nbytes for parameter in modules.parameters())
         self._mapped = {tensor.untyped_storage().data_ptr() for tensor in mapped}
 
     def take_tensor(self, tensor: Tensor) -> Tensor:
         """Returns the tensor if the engine owns its memory already, else a copy."""
-        self._loading.count_taken(tensor.nbytes)
+        # Cap the sum: a tensor may be counted twice, for example because it was moved to a device
+        # first.
+        self._taken = min(self._taken + tensor.nbytes, self._num_bytes)
+        self._report_progress()
         if self.device.type != "cpu":
             return tensor.to(self.device)
         return tensor.clone() if tensor.untyped_storage().data_ptr() in self._mapped else tensor
@@ -247,7 +201,13 @@ class Owner:
 
     def finish(self) -> None:
         """Reports to ``progress`` that the engine owns all tensors."""
-        self._loading.finish()
+        self._taken = self._num_bytes
+        self._report_progress()
+
+    def _report_progress(self) -> None:
+        if self._progress is not None:
+            taken = self._total * self._taken // self._num_bytes if self._num_bytes else 0
+            self._progress((self._read + taken) // 2, self._total)
 
 
 def has_tied_head(modules: Any) -> bool:

@@ -91,7 +91,7 @@ struct AttentionTask {
 // Scores are computed in blocks of KEYS keys and accumulated in splits of SPLIT keys. Both start at
 // multiples of their sizes, so that a query's sums do not depend on other queries. A tile has at
 // most TILE query rows.
-enum { KEYS = 32, SPLIT = 512, TILE = 32 };
+enum { KEYS = 32, SPLIT = 512, TILE = 96 };
 
 // The gated delta rule on some columns of a head's state, over a row's tokens. The inputs of
 // successive tokens are `stride` floats apart.
@@ -177,6 +177,9 @@ extern const Kernels kernels_avx2;
 #endif
 #ifdef ASYNCLLM_AVX512
 extern const Kernels kernels_avx512;
+#endif
+#ifdef ASYNCLLM_AVX512BF16
+extern const Kernels kernels_avx512bf16;
 #endif
 #ifdef ASYNCLLM_NEON
 extern const Kernels kernels_neon;

@@ -12,7 +12,11 @@ int64_t forks = 0;
 
 namespace {
 
+// From the best to the worst.
 const Kernels* const ALL[] = {
+#ifdef ASYNCLLM_AVX512BF16
+    &kernels_avx512bf16,
+#endif
 #ifdef ASYNCLLM_AVX512
     &kernels_avx512,
 #endif
@@ -30,11 +34,12 @@ bool supported(const Kernels* kernels) {
   if (!strcmp(kernels->name, "avx2"))
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
            __builtin_cpu_supports("f16c");
-  if (!strcmp(kernels->name, "avx512"))
+  bool paired = !strcmp(kernels->name, "avx512bf16");
+  if (paired || !strcmp(kernels->name, "avx512"))
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512bf16") &&
-           __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("f16c");
+           __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("f16c") &&
+           (!paired || __builtin_cpu_supports("avx512bf16"));
 #endif
   (void)kernels;
   return true;

@@ -1,6 +1,5 @@
-// AVX-512 with the dot products of AVX512_BF16 and AVX512_VNNI.
+// AVX-512 with the dot products of AVX512_VNNI and, if PAIRED_BFLOAT16, of AVX512_BF16.
 enum { W = 16, ROWS = 6, NV = 4 };
-#define PAIRED_BFLOAT16
 typedef __m512 vf;
 typedef __m512i vi, vs;
 INLINE vf zero() { return _mm512_setzero_ps(); }
@@ -36,11 +35,13 @@ INLINE void load_pair(const bf16* p, vf& a, vf& b) {
   a = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
   b = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xffff0000)));
 }
+#ifdef PAIRED_BFLOAT16
 // Adds to acc, for 16 outputs, the products of a pair of weights with one pair of x.
 INLINE vf dot_pair(vf acc, const bf16* weights, uint32_t pair) {
   return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_loadu_si512(weights),
                           (__m512bh)_mm512_set1_epi32((int)pair));
 }
+#endif
 INLINE vi zero_integers() { return _mm512_setzero_si512(); }
 INLINE vs load_shorts(const int8_t* p) {
   return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));

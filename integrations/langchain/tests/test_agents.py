@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -44,35 +43,6 @@ def call_of(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
-async def test_an_agent_calls_a_tool_and_answers(llm: LLM) -> None:
-    agent = agents.create_agent(ChatAsyncLLM(engine=llm, temperature=0), [get_weather])
-    for state in (await agent.ainvoke(OSLO), await asyncio.to_thread(agent.invoke, OSLO)):
-        _, asked, said, answered = state["messages"]
-        assert [call["args"] for call in asked.tool_calls] == [{"city": "Oslo"}]
-        assert isinstance(said, ToolMessage)
-        assert said.content == "snow"
-        assert answered.text == "It is snow in Oslo."
-        assert answered.usage_metadata["input_tokens"] > asked.usage_metadata["input_tokens"]
-
-
-async def test_an_agent_streams_its_calls_and_its_answer(llm: LLM) -> None:
-    model = ChatAsyncLLM(engine=llm, temperature=0, chunk_interval=0)
-    agent = agents.create_agent(model, [get_weather])
-    fragments, text = "", ""
-    async for message, _ in agent.astream(OSLO, stream_mode="messages"):
-        if isinstance(message, AIMessageChunk):
-            text += message.text
-            fragments += "".join(part["args"] or "" for part in message.tool_call_chunks)
-    assert fragments == '{"city": "Oslo"}'
-    assert text == "It is snow in Oslo."
-
-
-async def test_agents_share_one_batch(llm: LLM) -> None:
-    agent = agents.create_agent(ChatAsyncLLM(engine=llm, temperature=0), [get_weather])
-    states = await asyncio.gather(*(agent.ainvoke(OSLO) for _ in range(4)))
-    assert {state["messages"][-1].text for state in states} == {"It is snow in Oslo."}
-
-
 @pytest.mark.parametrize("kind", ["native", "tool"])
 async def test_an_agent_answers_in_a_schema(kind: str) -> None:
     """A class alone is ProviderStrategy, because the model's profile says so."""
@@ -111,21 +81,6 @@ async def test_an_agent_tries_again_after_a_wrong_answer() -> None:
         complaint = state["messages"][2]
         assert isinstance(complaint, ToolMessage)
         assert "odd" in complaint.text
-
-
-async def test_cancelling_an_agent_aborts_its_request(llm: LLM) -> None:
-    model = ChatAsyncLLM(engine=llm, max_tokens=400)
-    agent = agents.create_agent(model.bind(ignore_eos=True), [])
-    aborted = llm.engine.stats().num_aborted
-    task = asyncio.ensure_future(agent.ainvoke({"messages": [("user", "Tell me a story.")]}))
-    while not llm.engine.stats().num_running:
-        await asyncio.sleep(0.001)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    while (stats := llm.engine.stats()).num_running:
-        await asyncio.sleep(0.001)
-    assert stats.num_aborted == aborted + 1
 
 
 async def test_a_graph_streams_the_model_within_it(llm: LLM) -> None:

@@ -236,13 +236,6 @@ async def test_plain_prompts(llm: LLM) -> None:
     await _until_idle(llm)
 
 
-def test_names(llm: LLM) -> None:
-    for model in (ChatAsyncLLM(engine=llm), AsyncLLM(engine=llm)):
-        assert model.model_name == "asyncllm/demo"
-        assert model._get_ls_params()["ls_provider"] == "asyncllm"
-        assert "engine" not in model.model_dump()
-
-
 async def test_several_outputs(llm: LLM) -> None:
     options: dict[str, Any] = {"n": 3, "seed": 4, "max_tokens": 12}
     chat = ChatAsyncLLM(engine=llm)

@@ -25,11 +25,9 @@ from pydantic_ai.messages import (
     ModelMessage,
     ModelRequest,
     ModelResponse,
-    PartDeltaEvent,
     TextPart,
     ThinkingPart,
     ToolCallPart,
-    ToolCallPartDelta,
     ToolReturnPart,
     UserPromptPart,
 )
@@ -96,34 +94,6 @@ async def test_a_stream_gives_the_answer_in_pieces(llm: LLM) -> None:
     assert len(pieces) > 2
     assert "".join(pieces) == "It is snow in Oslo."
     assert streamed.usage.output_tokens > len(pieces)
-
-
-async def test_events_have_the_call_in_fragments(llm: LLM) -> None:
-    agent = Agent(AsyncLLMModel(llm, settings=GREEDY), tools=[get_weather])
-    fragments = []
-    async with agent.run_stream_events(OSLO) as events:
-        async for event in events:
-            if isinstance(event, PartDeltaEvent) and isinstance(event.delta, ToolCallPartDelta):
-                fragments.append(event.delta.args_delta)
-    assert len(fragments) > 1
-    assert "".join(map(str, fragments)).endswith("}")
-
-
-async def test_runs_at_once_share_one_batch(llm: LLM) -> None:
-    agent = Agent(AsyncLLMModel(llm, settings=GREEDY), tools=[get_weather])
-    results = await asyncio.gather(*(agent.run(OSLO) for _ in range(4)))
-    assert {result.output for result in results} == {"It is snow in Oslo."}
-
-
-async def test_typed_output_is_held_to_its_schema(llm: LLM) -> None:
-    """The packaged model was not trained for trips: what fits the type is the grammar's doing."""
-    settings = AsyncLLMModelSettings(temperature=0, max_tokens=60)
-    agent = Agent(AsyncLLMModel(llm, settings=settings), output_type=Trip)
-    result = await agent.run("Plan a trip.")
-    assert isinstance(result.output, Trip)
-    assert result.usage.requests == 1
-    async with agent.run_stream("Plan a trip.") as streamed:
-        assert await streamed.get_output() == result.output
 
 
 @pytest.mark.parametrize("mode", [Trip, NativeOutput(Trip), PromptedOutput(Trip), ToolOutput(Trip)])

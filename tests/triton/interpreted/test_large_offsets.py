@@ -25,7 +25,6 @@ from asyncllm.gpu.ops.triton import (
     decode_inputs,
     experts,
     gated_delta,
-    gated_norm,
     norm,
     prefill_attention,
     rope_cache,
@@ -77,7 +76,7 @@ def norms(place: Place) -> list[Tensor]:
 def activations(place: Place) -> list[Tensor]:
     x, gate = place(drawn(ROWS, 10)), place(drawn(ROWS, 10, seed=1))
     found = [activation.silu_mul(x), activation.gelu_mul(x, gate), activation.sigmoid_mul(x, gate)]
-    found.append(gated_norm.TritonGatedNorm(torch.ones(5), 1e-6)(x, gate))
+    found.append(norm.TritonGatedNorm(torch.ones(5), 1e-6)(x, gate))
     return [*found, activation.softcap(x, 3.0)]
 
 

@@ -5,8 +5,7 @@ The kernels, and Triton with them, are imported when the attention is made.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from asyncllm.errors import InvalidRequestError
 from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.ops.backend import CUDA, HALF, AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
+from asyncllm.gpu.ops.triton.attention_plan import TritonPlan
 from asyncllm.gpu.ops.triton.toolchain import check_triton
 from asyncllm.gpu.ops.triton.tuning import (
     MAX_HEAD_DIM,
@@ -30,48 +30,6 @@ from asyncllm.gpu.ops.triton.tuning import (
     prefill_tiles,
     workspace_size,
 )
-
-if TYPE_CHECKING:
-    from asyncllm.gpu.ops.triton.decode_attention import DecodeAttention
-    from asyncllm.gpu.ops.triton.prefill_attention import PrefillAttention
-
-
-@dataclass(slots=True)
-class TritonPlan:
-    """The plan of a step, with metadata on the device; decode rows come first.
-
-    Attributes:
-        num_decodes: number of leading rows of one token each, padded rows included.
-        seq_lens: ``[R]`` int32, 0 for a padded row.
-        block_table: ``[N, W]`` int32.
-        table_rows: ``[R]``, index of each row's block table in ``block_table``; any number for a
-            padded row.
-        splits: number of splits of each decode row's keys.
-        extra_splits: if not 0, decode rows have balanced splits instead of ``splits`` each, see
-            ``DecodeAttention``.
-        tile_splits: number of splits of the keys of each prefill tile.
-        workspace: float32, partial results of the splits; all layers use the same.
-        query_start_loc: ``[R - num_decodes + 1]`` int32, cumulative sums of the prefill rows' query
-            tokens, from 0 on; None if there are no prefill rows.
-        window: number of keys that a query sees; None is all.
-        decode, prefill: the kernels bound to the step's arguments by its first layer; None without
-            rows of that kind.
-        is_bound: whether ``decode`` and ``prefill`` have been made.
-    """
-
-    num_decodes: int
-    seq_lens: Tensor
-    block_table: Tensor
-    table_rows: Tensor
-    splits: int = 1
-    extra_splits: int = 0
-    tile_splits: int = 1
-    workspace: Tensor | None = None
-    query_start_loc: Tensor | None = None
-    window: int | None = None
-    decode: DecodeAttention | None = None
-    prefill: PrefillAttention | None = None
-    is_bound: bool = False
 
 
 class TritonAttention:
@@ -249,21 +207,10 @@ class TritonAttention:
 
     def _bind(self, plan: TritonPlan, tokens: int, block_size: int) -> None:
         """Binds the kernels to the arguments that all layers of a step share."""
-        decodes, shape = plan.num_decodes, self.shape
-        if decodes:
-            plan.decode = self._decode(
-                shape, block_size, plan.block_table, plan.table_rows[:decodes],
-                plan.seq_lens[:decodes], tiles=self.decode_tiles, splits=plan.splits,
-                extra_splits=plan.extra_splits, window=plan.window, workspace=plan.workspace,
-            )  # fmt: skip
+        if plan.num_decodes:
+            plan.decode = self._decode(self.shape, block_size, self.decode_tiles, plan)
         if plan.query_start_loc is not None:
-            # Pass the number of the first prefill row instead of a pointer to it. Where the bytes
-            # of a row are no multiple of 16, the pointer's alignment would vary with the number of
-            # decode rows, and Triton compiles a kernel per alignment.
             plan.prefill = self._prefill(
-                shape, block_size, tokens - decodes, plan.block_table, plan.table_rows[decodes:],
-                plan.seq_lens[decodes:], plan.query_start_loc, tiles=self.prefill_tiles,
-                first_row=decodes, splits=plan.tile_splits, window=plan.window,
-                workspace=plan.workspace,
-            )  # fmt: skip
+                self.shape, block_size, self.prefill_tiles, plan, tokens - plan.num_decodes
+            )
         plan.is_bound = True

@@ -11,13 +11,13 @@ a long sequence has more (``merge_attention.py``).
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from asyncllm.gpu.ops.base import AttentionShape
+from asyncllm.gpu.ops.triton.attention_plan import TritonPlan
 from asyncllm.gpu.ops.triton.attention_tile import LOG2_E, attend_tile
 from asyncllm.gpu.ops.triton.launcher import with_launcher
-from asyncllm.gpu.ops.triton.merge_attention import Partials, balanced_split_keys, split_keys
-from asyncllm.gpu.ops.triton.paged_attention import PagedAttention
+from asyncllm.gpu.ops.triton.merge_attention import balanced_split_keys, split_keys
+from asyncllm.gpu.ops.triton.paged_attention import Merge, PagedAttention
 from asyncllm.gpu.ops.triton.tuning import Tiles, cdiv, next_power_of_2
 
 
@@ -142,51 +142,29 @@ def decode_kernel(
 
 
 class DecodeAttention(PagedAttention):
-    """Attention of one query token per row over its cached keys and values.
+    """Attention of a plan's decode rows, one query token each, over the cache.
 
     Args:
         block_size: a multiple of 16.
-        block_table: ``[N, W]`` int32, rows contiguous; entries beyond a sequence are never read.
-        table_rows: ``[B]``, index of each row's block table in ``block_table``; contiguous, as are
-            all metadata.
-        seq_lens: ``[B]`` int32 or int64, the row's own token included; 0 for a padded row,
-            whose output is zero.
-        splits: number of splits per row, from ``num_splits``; 1 if ``extra_splits`` is not 0.
-        extra_splits: if not 0, splits are balanced: all are equally long, a row has as many as its
-            length needs, and there are at most ``B + extra_splits``. Not possible with a window.
-        workspace: at least ``workspace_size`` float32 elements, if there is more than one split.
     """
 
     def __init__(
-        self,
-        shape: AttentionShape,
-        block_size: int,
-        block_table: Tensor,
-        table_rows: Tensor,
-        seq_lens: Tensor,
-        *,
-        tiles: Tiles,
-        splits: int,
-        extra_splits: int,
-        window: int | None,
-        workspace: Tensor | None,
+        self, shape: AttentionShape, block_size: int, tiles: Tiles, plan: TritonPlan
     ) -> None:
-        batch, kv_heads = seq_lens.shape[0], shape.num_kv_heads
-        row_tiles, max_rows = cdiv(shape.group_size, tiles.rows), 0
-        grid = (batch, kv_heads * row_tiles, splits)
-        if extra_splits:
-            grid = (batch + extra_splits, kv_heads * row_tiles, 1)
+        batch, extra, merge, max_rows = plan.num_decodes, plan.extra_splits, None, 0
+        row_tiles, seq_lens = cdiv(shape.group_size, tiles.rows), plan.seq_lens[:batch]
+        grid = (batch + extra, shape.num_kv_heads * row_tiles, plan.splits)
+        if extra:
             # Set MAX_ROWS by the block table and not by the batch, because a kernel is compiled for
             # each MAX_ROWS.
-            max_rows = next_power_of_2(max(block_table.shape[0], batch))
-        partials = None
-        if splits > 1 or extra_splits:
-            assert workspace is not None
-            partials = Partials(
-                workspace, grid[0] * grid[2], shape, seq_lens, extra_splits or splits,
-                keys=tiles.keys, window=window, max_rows=max_rows,
+            max_rows = next_power_of_2(max(plan.block_table.shape[0], batch))
+        if extra or plan.splits > 1:
+            merge = Merge(
+                grid[0] * grid[2], batch, seq_lens, extra or plan.splits, window=plan.window,
+                max_rows=max_rows,
             )  # fmt: skip
         super().__init__(
-            decode_kernel, shape, block_size, tiles, grid, (block_table, table_rows, seq_lens),
-            (batch,), window, partials, batch, ROW_TILES=row_tiles, MAX_ROWS=max_rows,
+            decode_kernel, shape, block_size, tiles, plan, grid,
+            (plan.block_table, plan.table_rows[:batch], seq_lens), (batch,), merge,
+            ROW_TILES=row_tiles, MAX_ROWS=max_rows,
         )  # fmt: skip

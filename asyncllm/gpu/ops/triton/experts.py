@@ -19,7 +19,7 @@ from asyncllm.gpu.ops.experts import ExpertsWeights
 from asyncllm.gpu.ops.triton.activation import activate_gate
 from asyncllm.gpu.ops.triton.expert_pairs import sort_pairs, sum_experts
 from asyncllm.gpu.ops.triton.launcher import with_launcher
-from asyncllm.gpu.ops.triton.tuning import ProductTiles, cdiv, product_tiles
+from asyncllm.gpu.ops.triton.tuning import cdiv, product_tiles
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def gate_up_kernel(
     DEPTH: tl.constexpr,
     BIAS: tl.constexpr,
     CLAMPED: tl.constexpr,
-    GELU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
     """Computes the activated first product in sorted rows; grid ``(tiles, inner / COLUMNS)``."""
     tile = tl.program_id(0)
@@ -105,7 +105,7 @@ def gate_up_kernel(
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
         result = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
     else:
-        result = activate_gate(gate, GELU).to(out.dtype.element_ty).to(tl.float32) * up
+        result = activate_gate(gate, ACTIVATION).to(out.dtype.element_ty).to(tl.float32) * up
     out_at = out + rows.to(tl.int64)[:, None] * inner + columns[None, :]
     tl.store(out_at, result.to(out.dtype.element_ty), mask=real[:, None] & in_columns[None, :])
 
@@ -182,15 +182,32 @@ class TritonExperts:
         summed = x.new_empty((tokens, self.width))
         if not tokens:
             return summed
-        num_pairs = tokens * top_k
+        config, num_pairs = self.config, tokens * top_k
         shape = product_tiles(num_pairs, self.num_experts, x.element_size())
-        plan = sort_pairs(ids, self.num_experts, shape.rows)
+        plan = (*sort_pairs(ids, self.num_experts, shape.rows), self.num_experts)
         # Each expert adds at most one tile that is not full; each tile has at least one pair.
         tiles = min(num_pairs, num_pairs // shape.rows + self.num_experts)
         inner = x.new_empty((tokens, top_k * self.inner))
         out = x.new_empty((tokens, top_k * self.width), dtype=torch.float32)
-        self._multiply_gate_up(
-            inner, x, plan, top_k, (tiles, cdiv(self.inner, shape.columns)), shape
+        constants = {"ROWS": shape.rows, "COLUMNS": shape.columns, "DEPTH": shape.depth}
+        constants |= {"num_warps": shape.warps, "num_stages": shape.stages}
+        x = x if x.stride(1) == 1 else x.contiguous()
+        gate_up_kernel[(tiles, cdiv(self.inner, shape.columns))](
+            inner,
+            x,
+            self.gate_up,
+            self.gate_up if self.gate_up_bias is None else self.gate_up_bias,
+            *plan,
+            top_k,
+            self.width,
+            self.inner,
+            config.limit or 0.0,
+            config.alpha,
+            x.stride(0),
+            BIAS=self.gate_up_bias is not None,
+            CLAMPED=config.limit is not None,
+            ACTIVATION="gelu" if config.gelu else "silu",
+            **constants,
         )
         down_kernel[(tiles, cdiv(self.width, shape.columns))](
             out,
@@ -199,49 +216,10 @@ class TritonExperts:
             self.down if self.down_bias is None else self.down_bias,
             weights,
             *plan,
-            self.num_experts,
             self.width,
             self.inner,
-            ROWS=shape.rows,
-            COLUMNS=shape.columns,
-            DEPTH=shape.depth,
             BIAS=self.down_bias is not None,
-            num_warps=shape.warps,
-            num_stages=shape.stages,
+            **constants,
         )
         sum_experts(summed, out, top_k, shared, gate)
         return summed
-
-    def _multiply_gate_up(
-        self,
-        inner: Tensor,
-        x: Tensor,
-        plan: tuple[Tensor, Tensor, Tensor],
-        top_k: int,
-        grid: tuple[int, int],
-        shape: ProductTiles,
-    ) -> None:
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        gate_up_kernel[grid](
-            inner,
-            x,
-            self.gate_up,
-            self.gate_up if self.gate_up_bias is None else self.gate_up_bias,
-            *plan,
-            self.num_experts,
-            top_k,
-            self.width,
-            self.inner,
-            self.config.limit or 0.0,
-            self.config.alpha,
-            x.stride(0),
-            ROWS=shape.rows,
-            COLUMNS=shape.columns,
-            DEPTH=shape.depth,
-            BIAS=self.gate_up_bias is not None,
-            CLAMPED=self.config.limit is not None,
-            GELU=self.config.gelu,
-            num_warps=shape.warps,
-            num_stages=shape.stages,
-        )

@@ -1,4 +1,4 @@
-"""Partials: partial results of attention with split keys (split-KV), and their merge.
+"""merge_kernel: merges the partial results of attention with split keys (split-KV).
 
 For each split a program writes an accumulator, the maximum of its scores and the sum of their
 exponentials, in float32 (Flash-Decoding, Dao et al., 2023). Keys are split in one of three ways:
@@ -11,15 +11,11 @@ exponentials, in float32 (Flash-Decoding, Dao et al., 2023). Keys are split in o
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # To a type checker, a Triton kernel is a plain Python function, without ``kernel[grid]``.
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton.launcher import with_launcher
-from asyncllm.gpu.ops.triton.tuning import SPLIT_TOKENS, block_dim_of
+from asyncllm.gpu.ops.triton.tuning import SPLIT_TOKENS
 
 MIN_SPLIT_TOKENS = tl.constexpr(SPLIT_TOKENS)
 MERGED_SPLITS = 8
@@ -127,54 +123,3 @@ def merge_kernel(
     result = acc / tl.where(used > 0, total_sum, 1.0)
     out_at = out + (row.to(tl.int64) + first_row) * stride_out_row + head * stride_out_head + dims
     tl.store(out_at, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
-
-
-class Partials:
-    """Partial results of attention in a workspace, and their merge.
-
-    Args:
-        workspace: float32, at least ``workspace_size`` elements.
-        count: number of partial results per query head.
-        seq_lens, splits, max_rows, prefill: see ``merge_kernel``.
-
-    Attributes:
-        tensors: accumulators ``[count * heads * BLOCK_DIM]``, maxima and sums ``[count * heads]``.
-    """
-
-    def __init__(
-        self,
-        workspace: Tensor,
-        count: int,
-        shape: AttentionShape,
-        seq_lens: Tensor,
-        splits: int,
-        *,
-        keys: int,
-        window: int | None = None,
-        max_rows: int = 0,
-        prefill: bool = False,
-    ) -> None:
-        size, block_dim = count * shape.num_heads, block_dim_of(shape.head_dim)
-        self.tensors = workspace[: size * (block_dim + 2)].split([size * block_dim, size, size])
-        self._seq_lens, self._num_heads = seq_lens, shape.num_heads
-        self._splits, self._window = splits, window or 0
-        self._kernel = merge_kernel.bind(
-            HEAD_DIM=shape.head_dim,
-            BLOCK_DIM=block_dim,
-            KEYS=keys,
-            MERGED=MERGED_SPLITS,
-            WINDOW=window is not None,
-            MAX_ROWS=max_rows,
-            PREFILL=prefill,
-            num_warps=4,
-        )
-
-    def merge(self, out: Tensor, rows: int, strides: tuple[int, ...], first_row: int = 0) -> None:
-        """Writes the merged results of ``rows`` rows to ``out [T, Hq, D]``.
-
-        Args:
-            strides: strides of rows and heads of ``out``.
-        """
-        grid = (rows, self._num_heads, 1)
-        numbers = self._splits, first_row, self._window
-        self._kernel(grid, out, *self.tensors, self._seq_lens, *numbers, *strides)

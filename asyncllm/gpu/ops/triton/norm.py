@@ -1,9 +1,7 @@
-"""TritonRMSNorm: RMSNorm, with or without the residual addition before it."""
+"""TritonRMSNorm, TritonGatedNorm: norms, with a residual addition before or a gate after them."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # To a type checker, a Triton kernel is a plain Python function, without ``kernel[grid]``.
-
-from typing import Any
 
 import torch
 import triton
@@ -81,12 +79,19 @@ class TritonRMSNorm:
     def __init__(
         self, weight: Tensor, eps: float, multiplier: float = 1.0, scale: float = 1.0
     ) -> None:
-        self.weight = weight
-        self.eps = eps
+        self.weight, self.eps = weight, eps
         self.multiplier, self.scale = multiplier, scale
-        self._width = 0
-        self._norm_kernel: Any = None
-        self._add_norm_kernel: Any = None
+        self._norm_kernel, self._add_norm_kernel = (
+            norm_kernel.bind(
+                WIDTH=len(weight),
+                BLOCK=next_power_of_2(len(weight)),
+                ADD=adds,
+                SCALED=adds and multiplier != 1.0,
+                SUM_SCALED=adds and scale != 1.0,
+                num_warps=row_warps(len(weight)),
+            )
+            for adds in (False, True)
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """The norm of ``x [T, H]``, or of each part of ``x [T, parts, H]``."""
@@ -108,10 +113,10 @@ class TritonRMSNorm:
 
     def _launch(self, x: Tensor, residual: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
         rows, width = x.shape
+        if width != len(self.weight):
+            raise ValueError(f"rows of {width} elements: expected {len(self.weight)}")
         if rows:
             kernel = self._add_norm_kernel if add else self._norm_kernel
-            if kernel is None or self._width != width:
-                kernel = self._bind(width, add)
             kernel(
                 (rows, 1, 1),
                 out,
@@ -127,21 +132,53 @@ class TritonRMSNorm:
             )
         return out
 
-    def _bind(self, width: int, add: bool) -> Any:
-        """Binds the kernels with and without a residual to rows of ``width``; returns the one that
-        ``add`` selects."""
-        if len(self.weight) != width:
-            raise ValueError(f"rows of {width} elements: expected {len(self.weight)}")
-        self._width = width
-        self._norm_kernel, self._add_norm_kernel = (
-            norm_kernel.bind(
-                WIDTH=width,
-                BLOCK=next_power_of_2(width),
-                ADD=adds,
-                SCALED=adds and self.multiplier != 1.0,
-                SUM_SCALED=adds and self.scale != 1.0,
-                num_warps=row_warps(width),
-            )
-            for adds in (False, True)
-        )
-        return self._add_norm_kernel if add else self._norm_kernel
+
+@with_launcher
+@triton.jit
+def gated_norm_kernel(
+    out,
+    x,
+    gate,
+    weight,
+    eps,
+    stride_x,
+    stride_gate,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Norms a head and multiplies it by SiLU of its gate; grid ``(rows, heads)``."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = tl.arange(0, BLOCK)
+    real = columns < SIZE
+    at = head * SIZE + columns
+    value = tl.load(x + row * stride_x + at, mask=real, other=0.0).to(tl.float32)
+    normed = value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
+    # Round before and after the multiplication by the weight, as TorchGatedNorm does.
+    scale = tl.load(weight + columns, mask=real, other=0.0).to(tl.float32)
+    normed = normed.to(out.dtype.element_ty).to(tl.float32) * scale
+    z = tl.load(gate + row * stride_gate + at, mask=real, other=0.0).to(tl.float32)
+    gated = normed.to(out.dtype.element_ty).to(tl.float32) * (z / (1.0 + tl.exp(-z)))
+    tl.store(out + row * HEADS * SIZE + at, gated.to(out.dtype.element_ty), mask=real)
+
+
+class TritonGatedNorm:
+    """``GatedNorm`` by a Triton kernel.
+
+    Args:
+        weight: ``[D]``, applied to each head.
+    """
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self.weight, self.eps = weight, eps
+
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        (rows, width), size = x.shape, len(self.weight)
+        out = x.new_empty((rows, width))
+        if rows:
+            gated_norm_kernel[(rows, width // size)](
+                out, x, gate, self.weight, self.eps, row_stride("x", x), row_stride("gate", gate),
+                HEADS=width // size, SIZE=size, BLOCK=next_power_of_2(size),
+                num_warps=row_warps(size),
+            )  # fmt: skip
+        return out

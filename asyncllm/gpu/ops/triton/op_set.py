@@ -13,8 +13,7 @@ from asyncllm.gpu.ops.triton.causal_conv import TritonCausalConv
 from asyncllm.gpu.ops.triton.decode_inputs import decode_inputs
 from asyncllm.gpu.ops.triton.experts import TritonExperts
 from asyncllm.gpu.ops.triton.gated_delta import TritonGatedDelta
-from asyncllm.gpu.ops.triton.gated_norm import TritonGatedNorm
-from asyncllm.gpu.ops.triton.norm import TritonRMSNorm
+from asyncllm.gpu.ops.triton.norm import TritonGatedNorm, TritonRMSNorm
 from asyncllm.gpu.ops.triton.rope_cache import TritonRope, TritonRopeAndCache
 from asyncllm.gpu.ops.triton.routing import TritonRouting
 from asyncllm.gpu.ops.triton.sampling import sample

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from asyncllm.gpu.ops.base import AttentionShape
+from asyncllm.gpu.ops.triton.attention_plan import TritonPlan
 from asyncllm.gpu.ops.triton.attention_tile import score_factors
-from asyncllm.gpu.ops.triton.merge_attention import Partials
+from asyncllm.gpu.ops.triton.merge_attention import MERGED_SPLITS, merge_kernel
 from asyncllm.gpu.ops.triton.operands import cache_strides, head_strides
 from asyncllm.gpu.ops.triton.tuning import Tiles, block_dim_of
+
+
+class Merge(NamedTuple):
+    """The merge of partial results.
+
+    Attributes:
+        num_partials: number of partial results per query head.
+        num_rows: number of rows of ``out`` to merge, from ``first_row`` on.
+        seq_lens, splits, first_row, window, max_rows, prefill: see ``merge_kernel``.
+    """
+
+    num_partials: int
+    num_rows: int
+    seq_lens: Tensor
+    splits: int
+    first_row: int = 0
+    window: int | None = None
+    max_rows: int = 0
+    prefill: bool = False
 
 
 class PagedAttention:
@@ -21,9 +41,7 @@ class PagedAttention:
         block_size: tokens per KV block.
         metadata: the kernel's arguments from ``block_table`` up to ``sinks``.
         counts: the kernel's arguments from ``sinks`` up to ``score_scale``.
-        window: number of keys that a query sees, its own included; None is all.
-        partials: partial results to merge; None if there is only one split.
-        num_tokens: number of rows of ``out`` to merge, from ``first_row`` on.
+        merge: the merge after the kernel; None if there is only one split.
         constants: constants that only one of the kernels has.
     """
 
@@ -33,33 +51,44 @@ class PagedAttention:
         shape: AttentionShape,
         block_size: int,
         tiles: Tiles,
+        plan: TritonPlan,
         grid: tuple[int, int, int],
         metadata: tuple[Tensor, ...],
         counts: tuple[int, ...],
-        window: int | None,
-        partials: Partials | None,
-        num_tokens: int,
-        first_row: int = 0,
+        merge: Merge | None,
         **constants: Any,
     ) -> None:
-        self._grid, self._metadata = grid, metadata
+        self._grid, self._metadata, window = grid, metadata, plan.window
         self._numbers = (*counts, *score_factors(shape.scale, shape.softcap), window or 0)
-        self._partials, self._num_tokens, self._first_row = partials, num_tokens, first_row
+        block_dim = block_dim_of(shape.head_dim)
+        sizes = {"HEAD_DIM": shape.head_dim, "BLOCK_DIM": block_dim, "KEYS": tiles.keys}
         self._kernel = kernel.bind(
             GROUP=shape.group_size,
-            HEAD_DIM=shape.head_dim,
-            BLOCK_DIM=block_dim_of(shape.head_dim),
             ROWS=tiles.rows,
-            KEYS=tiles.keys,
             BLOCK_SIZE=block_size,
             SOFTCAP=shape.softcap is not None,
             WINDOW=window is not None,
             SINKS=shape.sinks,
-            ONE_SPLIT=partials is None,
+            ONE_SPLIT=merge is None,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
+            **sizes,
             **constants,
         )
+        self._merge, self._num_heads = merge, shape.num_heads
+        if merge is not None:
+            assert plan.workspace is not None
+            size = merge.num_partials * shape.num_heads
+            workspace = plan.workspace[: size * (block_dim + 2)]
+            self._partials = workspace.split([size * block_dim, size, size])
+            self._merge_kernel = merge_kernel.bind(
+                MERGED=MERGED_SPLITS,
+                WINDOW=merge.window is not None,
+                MAX_ROWS=merge.max_rows,
+                PREFILL=merge.prefill,
+                num_warps=4,
+                **sizes,
+            )
 
     def __call__(self, q: Tensor, cache: Tensor, out: Tensor, sinks: Tensor | None) -> None:
         """Writes the attention of the kernel's rows of ``q [T, Hq, D]`` to ``out [T, Hq, D]``.
@@ -73,11 +102,11 @@ class PagedAttention:
         Raises:
             ValueError: the kernels do not support the strides.
         """
-        partials, out_strides = self._partials, head_strides("out", out)
+        merge, out_strides = self._merge, head_strides("out", out)
         self._kernel(
             self._grid,
             out,
-            *((out, out, out) if partials is None else partials.tensors),
+            *((out, out, out) if merge is None else self._partials),
             q,
             cache,
             *self._metadata,
@@ -88,5 +117,7 @@ class PagedAttention:
             *cache_strides(cache),
             self._metadata[0].stride(0),
         )
-        if partials is not None:
-            partials.merge(out, self._num_tokens, out_strides, self._first_row)
+        if merge is not None:
+            numbers = merge.splits, merge.first_row, merge.window or 0
+            grid = (merge.num_rows, self._num_heads, 1)
+            self._merge_kernel(grid, out, *self._partials, merge.seq_lens, *numbers, *out_strides)

@@ -12,13 +12,12 @@ there are few tiles, the keys of each are split among programs (``merge_attentio
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from asyncllm.gpu.ops.base import AttentionShape
+from asyncllm.gpu.ops.triton.attention_plan import TritonPlan
 from asyncllm.gpu.ops.triton.attention_tile import LOG2_E, attend_tile
 from asyncllm.gpu.ops.triton.launcher import with_launcher
-from asyncllm.gpu.ops.triton.merge_attention import Partials
-from asyncllm.gpu.ops.triton.paged_attention import PagedAttention
+from asyncllm.gpu.ops.triton.paged_attention import Merge, PagedAttention
 from asyncllm.gpu.ops.triton.tuning import Tiles, next_power_of_2, num_tiles
 
 
@@ -181,49 +180,38 @@ def prefill_kernel(
 
 
 class PrefillAttention(PagedAttention):
-    """Causal attention of the last tokens of each sequence over its cached keys and values.
+    """Causal attention of a plan's prefill rows over the cache.
 
-    Padding tokens of ``out``, and its rows before ``first_row``, are not written.
+    The queries are the last tokens of each sequence. Padding tokens of ``out``, and its rows of
+    decodes, are not written.
 
     Args:
-        num_tokens: number of query tokens, padding included.
-        block_table, table_rows, workspace: as in ``DecodeAttention``.
-        seq_lens: ``[R]`` int32 or int64, tokens of each sequence up to its last query.
-        query_start_loc: ``[R + 1]`` int32 or int64, cumulative sums of the rows' query tokens, from
-            0 on. Rows may be empty. Tokens from the last entry on are padding.
         tiles: launch shape with at least as many rows as query heads per key/value head.
-        splits: number of splits per tile, from ``num_tile_splits``.
-        first_row: index of the first row in q and out, after the decode rows. A slice could have an
-            unaligned pointer, for which the kernel would be compiled again.
+        num_tokens: number of query tokens of prefill rows, padding included.
     """
 
     def __init__(
         self,
         shape: AttentionShape,
         block_size: int,
-        num_tokens: int,
-        block_table: Tensor,
-        table_rows: Tensor,
-        seq_lens: Tensor,
-        query_start_loc: Tensor,
-        *,
         tiles: Tiles,
-        first_row: int,
-        splits: int,
-        window: int | None,
-        workspace: Tensor | None,
+        plan: TritonPlan,
+        num_tokens: int,
     ) -> None:
-        num_seqs, group = seq_lens.shape[0], shape.group_size
-        grid = (num_tiles(num_tokens, num_seqs, group, tiles), shape.num_kv_heads, splits)
-        partials = None
+        # Pass the number of the first prefill row instead of a pointer to it. Where the bytes of a
+        # row are no multiple of 16, the pointer's alignment would vary with the number of decode
+        # rows, and Triton compiles a kernel per alignment.
+        first, starts, splits = plan.num_decodes, plan.query_start_loc, plan.tile_splits
+        assert starts is not None
+        num_seqs, group = len(plan.seq_lens) - first, shape.group_size
+        merge = None
         if splits > 1:
-            assert workspace is not None
-            partials = Partials(
-                workspace, num_tokens * splits, shape, query_start_loc[num_seqs:], splits,
-                keys=tiles.keys, prefill=True,
-            )  # fmt: skip
+            merge = Merge(
+                num_tokens * splits, num_tokens, starts[num_seqs:], splits, first, prefill=True
+            )
         super().__init__(
-            prefill_kernel, shape, block_size, tiles, grid,
-            (block_table, table_rows, seq_lens, query_start_loc), (num_seqs, first_row), window,
-            partials, num_tokens, first_row, GROUP_ROWS=next_power_of_2(group),
+            prefill_kernel, shape, block_size, tiles, plan,
+            (num_tiles(num_tokens, num_seqs, group, tiles), shape.num_kv_heads, splits),
+            (plan.block_table, plan.table_rows[first:], plan.seq_lens[first:], starts),
+            (num_seqs, first), merge, GROUP_ROWS=next_power_of_2(group),
         )  # fmt: skip

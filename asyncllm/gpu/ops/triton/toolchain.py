@@ -40,10 +40,12 @@ def check_triton() -> None:
     if triton.knobs.runtime.interpret or triton.knobs.build.impl is not None:
         return
     compiler = os.environ.get("CC")
-    found = shutil.which(compiler) if compiler else _default_compiler()
-    if found is None:
+    candidates = [compiler] if compiler else ["gcc", "clang"]
+    if not any(map(shutil.which, candidates)):
+        none = "neither gcc nor clang is on the PATH"
+        missing = f"CC={compiler!r} is not found" if compiler else none
         raise EngineError(
-            f"Triton needs a C compiler to launch kernels, and {_missing_compiler(compiler)}: "
+            f"Triton needs a C compiler to launch kernels, and {missing}: "
             "install gcc (on Debian and Ubuntu: apt install gcc), or choose "
             'attention_backend="torch"'
         )
@@ -74,14 +76,6 @@ def _check_cache_folder(folder: str) -> None:
             f"({explain(error)}): set the environment variable TRITON_CACHE_DIR to one that can, "
             'or choose attention_backend="torch"'
         ) from error
-
-
-def _default_compiler() -> str | None:
-    return shutil.which("gcc") or shutil.which("clang")
-
-
-def _missing_compiler(compiler: str | None) -> str:
-    return f"CC={compiler!r} is not found" if compiler else "neither gcc nor clang is on the PATH"
 
 
 def _python_header() -> Path:

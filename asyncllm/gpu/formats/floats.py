@@ -1,4 +1,4 @@
-"""Fp8: e4m3 weights with a scale per block, output channel or tensor."""
+"""Fp8, Mxfp4: weights in floating point of 8 and 4 bits, with scales."""
 
 from __future__ import annotations
 
@@ -30,6 +30,12 @@ _KNOWN_FIELDS = (
 ).split()
 _MODULE_LISTS = ("modules_to_not_convert", "modules_to_convert", "ignored_layers")
 _KNOWN_FBGEMM = "quant_method activation_scale_ub modules_to_not_convert".split()
+
+_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Values of e2m1 codes 0 to 7 (OCP Microscaling Formats 1.0, table 5); 8 to 15 are negative."""
+
+_EXPONENT_BIAS = 127
+"""Bias of the e8m0 exponents."""
 
 
 class Fp8(WeightFormat):
@@ -103,3 +109,41 @@ def scaled_rows(weight: Tensor, scale: Tensor, block: tuple[int, int] | None) ->
         )
 
     return rows
+
+
+class Mxfp4(WeightFormat):
+    """WeightFormat of ``quant_method`` "mxfp4": e2m1 in blocks of 32 that share a power of two.
+
+    Its tensors are ``*_blocks [experts, out, in / 32, 16]`` uint8, with even inputs in the low half
+    of each byte, and ``*_scales [experts, out, in / 32]`` e8m0. The dequantised tensor is
+    ``[experts, in, out]``, the layout of gpt-oss.
+
+    Raises:
+        ModelLoadError: an unknown field, or an unsupported value.
+    """
+
+    label = "mxfp4, blocks of 32"
+
+    def __init__(self, config: ConfigFile) -> None:
+        known = ("quant_method", "modules_to_not_convert", "dequantize")
+        check_fields(config, known, "modules_to_not_convert")
+
+    def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
+        for parts in TensorParts.find_all_with(reader, "_blocks"):
+            experts, outputs, blocks, width = parts.require("_blocks", ["U8"], dims=4).shape
+            parts.require("_blocks", ["U8"], (experts, outputs, blocks, 16))
+            parts.require("_scales", ["U8"], (experts, outputs, blocks))
+            yield PackedTensor(parts.stem, (experts, blocks * width * 2, outputs), parts.names)
+
+    def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Rows:
+        blocks, scales = parts["_blocks"], parts["_scales"]
+        table = torch.tensor(_E2M1_VALUES + tuple(-value for value in _E2M1_VALUES))
+
+        def rows(start: int, stop: int) -> Tensor:
+            bytes_ = blocks[start:stop]
+            nibbles = torch.stack((bytes_ & 15, bytes_ >> 4), dim=-1).flatten(-2)
+            exponents = scales[start:stop].to(torch.int32) - _EXPONENT_BIAS
+            values = torch.ldexp(table[nibbles.int()], exponents.unsqueeze(-1))
+            return values.flatten(-2).transpose(1, 2)
+
+        return rows

@@ -1,0 +1,72 @@
+"""TokenRules: the tokens that ``allowed_token_ids`` and ``bad_words`` admit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+_ZERO, _ONE = b"01"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenRules:
+    """Rules of a request, prepared when it is submitted and shared by all its outputs.
+
+    Prepared when an output enters a step, a list as long as the vocabulary would hold up the step
+    for 12 ms.
+
+    Attributes:
+        allowed: tokens that ``allowed_token_ids`` and bad words of one token leave, in the format
+            of a GrammarMask; None if they leave all.
+        bad_words: bad words of several tokens as a trie of those before the last, read backwards:
+            ``(node, token)`` to the next node. The root is node 0.
+        last_tokens: by node, the last tokens of the bad words whose others lead to it.
+    """
+
+    allowed: bytes | None
+    bad_words: dict[tuple[int, int], int]
+    last_tokens: dict[int, list[int]]
+
+    @classmethod
+    def of(
+        cls,
+        allowed_token_ids: Sequence[int] | None,
+        bad_words: Iterable[Sequence[int]],
+        vocab_size: int,
+    ) -> TokenRules | None:
+        """Prepare the rules; None if there are none.
+
+        Raises:
+            IndexError: for a token id outside the vocabulary.
+        """
+        trie: dict[tuple[int, int], int] = {}
+        last_tokens: dict[int, list[int]] = {}
+        single: list[int] = []
+        for *others, last in bad_words:
+            node = 0
+            for token in reversed(others):
+                node = trie.setdefault((node, token), len(trie) + 1)
+            (last_tokens.setdefault(node, []) if others else single).append(last)
+        if allowed_token_ids is None and not single and not trie:
+            return None
+        allowed = None
+        if allowed_token_ids is not None or single:
+            size = -(-vocab_size // 32) * 32
+            digits = bytearray((b"1" if allowed_token_ids is None else b"0") * size)
+            for token in allowed_token_ids or ():
+                digits[token] = _ONE
+            for token in single:
+                digits[token] = _ZERO
+            allowed = int(digits[::-1], 2).to_bytes(size // 8, "little")
+        return cls(allowed, trie, last_tokens)
+
+    def excluded_after(self, output: Sequence[int]) -> list[int]:
+        """Last tokens of the bad words whose other tokens end ``output``."""
+        found: list[int] = []
+        node: int | None = 0
+        for i in range(len(output) - 1, -1, -1):
+            node = self.bad_words.get((node, int(output[i])))
+            if node is None:
+                break
+            found += self.last_tokens.get(node, ())
+        return found

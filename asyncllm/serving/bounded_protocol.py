@@ -1,0 +1,103 @@
+"""BoundedProtocol: parses a connection in turns, and closes it if its answer stays unread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from asyncllm.serving.connection_limits import ConnectionLimits
+from asyncllm.serving.turns import Turns
+
+
+class Timer:
+    """Timer of one call; starting it again does not postpone the call."""
+
+    __slots__ = ("_call", "_handle", "_seconds")
+
+    def __init__(self, seconds: float, call: Callable[[], Any]) -> None:
+        self._seconds = seconds
+        self._call = call
+        self._handle: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        if self._handle is None:
+            self._handle = asyncio.get_running_loop().call_later(self._seconds, self._call)
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+
+class BoundedProtocol(asyncio.Protocol):
+    """Mixin of the HTTP and WebSocket protocols: parses in turns, and closes the connection of a
+    client that leaves its answer unread.
+
+    The transport pauses its protocol as soon as the kernel accepts no more data, with TLS after 64
+    KiB. So no stream runs ahead of its client, and the timer runs for a whole answer too.
+    """
+
+    limits: ClassVar[ConnectionLimits]
+    turns: ClassVar[Turns]
+    transport: asyncio.Transport
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._send_timer = Timer(self.limits.send_timeout, lambda: self.transport.abort())
+        self._unparsed = bytearray()
+        self._waits_for_turn = False
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        # A TLS transport pauses when its buffer reaches the limit: with 0 an empty one would.
+        transport.set_write_buffer_limits(high=1)
+
+    def data_received(self, data: bytes) -> None:
+        self._unparsed += data
+        if self._waits_for_turn:
+            # uvicorn may have resumed reading, and TLS may deliver data after a pause.
+            self.transport.pause_reading()
+        else:
+            self._parse()
+
+    def _parse(self) -> None:
+        """Parse the received data, at most one turn's worth."""
+        raise NotImplementedError
+
+    def _may_read(self) -> bool:
+        """Whether reading may resume. A connection that waits for its turn does not ask."""
+        raise NotImplementedError
+
+    def _take_unparsed(self, size: int) -> bytes:
+        data = bytes(self._unparsed[:size])
+        del self._unparsed[:size]
+        return data
+
+    def _wait_for_turn(self) -> None:
+        self._waits_for_turn = True
+        self.transport.pause_reading()
+        self.turns.add(self._begin_turn)
+
+    def _begin_turn(self) -> None:
+        self._waits_for_turn = False
+        if not self.transport.is_closing():
+            self._resume_reading()
+            self._parse()
+
+    def _resume_reading(self) -> None:
+        if not self._waits_for_turn and self._may_read():
+            self.transport.resume_reading()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._send_timer.start()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._send_timer.stop()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._send_timer.stop()
+        self.turns.discard(self._begin_turn)

@@ -1,0 +1,47 @@
+"""ConnectionLimits: limits on connections, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncllm import validation as check
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """Limits on connections, checked.
+
+    Attributes:
+        max_connections: maximum number of connections whose requests are served; requests of others
+            are answered with 503. To send this answer, the server accepts twice as many
+            connections, but at most 128 fewer than the process may open files. At both bounds the
+            oldest connections between requests, or without a whole header, are closed first.
+        max_header_size: maximum number of bytes of a request line with its header fields.
+        max_message_size: maximum number of bytes of a WebSocket message.
+        header_timeout: seconds that a client has to send a header, or the rest of a body after its
+            answer.
+        send_timeout: seconds that a client may leave its answer unread.
+        keep_alive: seconds that a connection may be idle between two requests.
+        close_timeout: seconds that a client has to answer a WebSocket's close.
+        ping_interval, ping_timeout: seconds between pings of a WebSocket, and to wait for the
+            answer; None sends no pings.
+    """
+
+    max_connections: int = 1024
+    max_header_size: int = 1 << 16
+    max_message_size: int = 4 << 20
+    header_timeout: float = 10.0
+    send_timeout: float = 60.0
+    keep_alive: int = 15
+    close_timeout: float = 10.0
+    ping_interval: float | None = 30.0
+    ping_timeout: float | None = 20.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_connections", "max_header_size", "max_message_size", "keep_alive"):
+            check.field(self, check.integer, name, 1, 2**30)
+        for name in ("header_timeout", "send_timeout", "close_timeout"):
+            check.field(self, check.seconds, name, above=True)
+        for name in ("ping_interval", "ping_timeout"):
+            value = check.seconds(name, getattr(self, name), above=True, optional=True)
+            object.__setattr__(self, name, value)

@@ -1,0 +1,281 @@
+"""HttpProtocol: uvicorn's HTTP/1.1 with limits on clients, and a fast path for streamed events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any, ClassVar, cast
+
+import h11
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER, FlowControl, service_unavailable
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+from asyncllm.serving.bounded_protocol import BoundedProtocol, Timer
+from asyncllm.serving.http_parser import HttpParser
+from asyncllm.serving.turns import Starts
+
+HTTP_SLICE_BYTES = 1 << 14
+"""Number of bytes that the HTTP parser gets at a time; it checks its bounds after each slice."""
+
+MAX_DISCARDED = 1 << 16
+"""Maximum number of bytes that are read and dropped after an answer that left the request's body
+unread."""
+
+LINGER = 1.0
+"""Seconds until a connection is closed after an answer that left the request's body unread. Closed
+at once, a client that still sends would get a reset, and would lose the answer."""
+
+
+class _Flow(FlowControl):
+    """uvicorn's flow control, with reading resumed by the protocol."""
+
+    def __init__(self, transport: asyncio.Transport, resume: Callable[[], None]) -> None:
+        super().__init__(transport)
+        self._resume = resume
+
+    def resume_reading(self) -> None:
+        if self.read_paused:
+            self.read_paused = False
+            self._resume()
+
+
+class HttpProtocol(BoundedProtocol, H11Protocol):
+    """An HTTP/1.1 connection.
+
+    Class attributes:
+        max_open: maximum number of connections that are accepted.
+        idle: the server's connections without a whole header, the oldest first.
+        starts: queue in which requests of all connections begin.
+    """
+
+    max_open: ClassVar[int]
+    starts: ClassVar[Starts]
+    idle: ClassVar[dict[HttpProtocol, None]]
+    conn: HttpParser
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.conn = HttpParser(self.limits.max_header_size)
+        self._header_timer = Timer(self.limits.header_timeout, lambda: self.transport.abort())
+        self._linger_timer = Timer(LINGER, lambda: self.transport.close())
+        self._num_discarded: int | None = None
+        self._application: Any = self.app
+        self.app: Any = self._run_application
+
+    async def _run_application(self, scope: Scope, receive: Receive, send: Send) -> None:
+        application: Any = service_unavailable
+        if self._make_room(self.limits.max_connections):
+            application = self._application
+            await self.starts.wait(self.transport.is_closing)
+        if self.transport.is_closing():
+            self.cycle.disconnected = True  # uvicorn expects an answer to every other request
+            return
+        answer = _Answer(self, send)
+        await application(scope, receive, answer.send)
+
+    def _make_room(self, count: int) -> bool:
+        """Close idle connections, the oldest first, until at most ``count`` connections are open.
+
+        Returns:
+            Whether at most ``count`` are open now.
+        """
+        while len(self.connections) > count:
+            for other in self.idle:
+                # An idle connection with unsent data is still sending its last answer.
+                if not other.transport.get_write_buffer_size():
+                    break
+            else:
+                return False
+            del self.idle[other]
+            self.connections.discard(other)  # uvicorn would discard it one iteration later
+            other.transport.abort()
+        return True
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.flow = _Flow(transport, self._resume_reading)
+        if self._make_room(self.max_open):
+            self.idle[self] = None
+            self._header_timer.start()
+        else:
+            transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        if self._num_discarded is None:
+            super().data_received(data)
+            return
+        self._num_discarded += len(data)
+        if self._num_discarded > MAX_DISCARDED:
+            self.transport.pause_reading()
+
+    def _may_read(self) -> bool:
+        return not self.flow.read_paused
+
+    def _parse(self) -> None:
+        self.conn.begin_turn()
+        while True:
+            if self._unparsed and self.conn.needs_data:
+                self.conn.receive_data(self._take_unparsed(HTTP_SLICE_BYTES))
+            super().handle_events()
+            if self._num_discarded is not None or self.transport.is_closing():
+                return
+            if self.transport.get_protocol() is not self:
+                return
+            if not (self._unparsed and self.conn.needs_data) or self.conn.is_turn_over:
+                break
+        is_idle = self.conn.their_state is h11.IDLE
+        if not is_idle:
+            self.idle.pop(self, None)
+        if self.conn.is_turn_over:
+            self._wait_for_turn()
+        elif is_idle:
+            self._header_timer.start()
+        else:
+            self._header_timer.stop()
+
+    def handle_events(self) -> None:
+        """Queue a pipelined request for its turn; uvicorn calls this after each answer."""
+        self.idle[self] = None
+        if self._unparsed or not self.conn.needs_data:
+            self._wait_for_turn()
+
+    def _wait_for_turn(self) -> None:
+        super()._wait_for_turn()
+        self._header_timer.stop()
+        self._unset_keepalive_if_required()
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        self._header_timer.stop()
+        self.idle.pop(self, None)
+        if not self._make_room(self.limits.max_connections):
+            self._refuse(503, "Service Unavailable", ("retry-after", "1"))
+            return
+        # Move a pause of writing to the new protocol. Writing is paused if the client has not read
+        # an earlier answer, or with TLS the session tickets.
+        paused = self.flow.write_paused
+        self.resume_writing()
+        super().handle_websocket_upgrade(event)
+        opened: Any = self.transport.get_protocol()
+        if not opened.handshake_initiated:
+            # websockets refuses some headers, such as a Content-Length, and sends no answer.
+            self.connections.discard(opened)
+            self.connections.add(self)
+            self.transport.set_protocol(self)
+            self._refuse(400, "Invalid WebSocket handshake.")
+            return
+        if paused:
+            opened.pause_writing()
+        if rest := self.conn.trailing_data[0] + self._unparsed:
+            opened.data_received(rest)
+
+    def send_400_response(self, msg: str) -> None:
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._refuse(400, self.conn.fault or msg)
+        else:
+            self.transport.abort()  # the answer has begun, or is complete
+
+    def _refuse(self, status: int, text: str, *more: tuple[str, str]) -> None:
+        """Answer in place of the application, and tell it that the client is gone."""
+        fields = [
+            ("content-type", "text/plain; charset=utf-8"),
+            ("content-length", str(len(text))),
+            ("connection", "close"),
+            *more,
+        ]
+        head = h11.Response(status_code=status, headers=fields, reason=HTTPStatus(status).phrase)
+        for part in (head, h11.Data(data=text.encode()), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(part) or b"")
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.linger()
+
+    def linger(self) -> None:
+        """Close the sending side, and drop what the client sends until the connection is closed."""
+        self._num_discarded = 0
+        self._unparsed.clear()
+        self._waits_for_turn = False
+        self.turns.discard(self._begin_turn)
+        self.idle[self] = None
+        self._header_timer.stop()
+        self._linger_timer.start()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.transport.resume_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._header_timer.stop()
+        self._linger_timer.stop()
+        self.idle.pop(self, None)
+
+
+class _Answer:
+    """ASGI ``send`` of one request, and the transport of its answer.
+
+    The head is sent with the body's first part, as ASGI requires: one system call less before the
+    first text. Parts of a chunked answer do not pass through h11: its event, checks and writer
+    would be most of the cost of a streamed event."""
+
+    def __init__(self, protocol: HttpProtocol, send: Send) -> None:
+        self._cycle: RequestResponseCycle = protocol.cycle
+        self._flow = protocol.flow
+        self._linger = protocol.linger
+        self._send = send
+        self._chunked = self._is_starting = False
+        self._head = b""
+        self._transport = protocol.transport
+        self._cycle.transport = cast(asyncio.Transport, self)
+
+    async def send(self, message: Any) -> None:
+        if not self._chunked or not message.get("more_body"):
+            if message["type"] == "http.response.start":
+                await self._start(message)
+            else:
+                await self._send(message)
+            return
+        cycle = self._cycle
+        if self._flow.write_paused and not cycle.disconnected:
+            await self._flow.drain()
+        body = message["body"]
+        if body and not cycle.disconnected:
+            self.write(b"%x\r\n%b\r\n" % (len(body), body))
+
+    async def _start(self, message: Any) -> None:
+        if self._cycle.more_body and CLOSE_HEADER not in (fields := message.get("headers", ())):
+            message = {**message, "headers": [*fields, CLOSE_HEADER]}
+        self._is_starting = True
+        try:
+            await self._send(message)
+        finally:
+            self._is_starting = False
+        scope = self._cycle.scope
+        # The conditions under which h11 chunks the answer.
+        self._chunked = (
+            scope["http_version"] == "1.1"
+            and scope["method"] != "HEAD"
+            and message["status"] not in (204, 304)
+            and all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+        )
+
+    def write(self, data: bytes) -> None:
+        """Write data for uvicorn, in place of the transport; hold back the head."""
+        if self._is_starting:
+            self._head = data
+            return
+        if self._head:
+            self._head, data = b"", self._head + data
+        self._transport.write(data)
+
+    def close(self) -> None:
+        """Close the connection for uvicorn, in place of the transport."""
+        if self._cycle.more_body and self._cycle.response_complete:
+            self._linger()
+        else:
+            self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)

@@ -1,0 +1,38 @@
+"""Scrapes: renders the metrics, once for all clients that wait."""
+
+from __future__ import annotations
+
+import time
+
+import anyio
+
+from asyncllm.metrics import EngineMetrics
+from asyncllm.serving.turns import REST_FACTOR
+
+
+class Scrapes:
+    """Answers of ``/metrics``. The next rendering waits REST_FACTOR times as long as the last one
+    took, so that any number of scrapes take at most a fifth of the event loop's time.
+
+    Args:
+        metrics: rendered at each scrape; a rendering takes some milliseconds.
+    """
+
+    def __init__(self, metrics: EngineMetrics) -> None:
+        self._metrics = metrics
+        self._lock = anyio.Lock()
+        self._text = b""
+        self._began_at = self._next_at = 0.0
+
+    async def text(self) -> bytes:
+        """The metrics as of now or later, in Prometheus' text format."""
+        asked_at = time.monotonic()
+        async with self._lock:
+            if self._began_at < asked_at:
+                if (pause := self._next_at - time.monotonic()) > 0:
+                    await anyio.sleep(pause)
+                self._began_at = time.monotonic()
+                self._text = self._metrics.render()
+                ended_at = time.monotonic()
+                self._next_at = ended_at + REST_FACTOR * (ended_at - self._began_at)
+            return self._text

@@ -1,0 +1,81 @@
+"""allowed_token_ids and bad_words, prepared once for a request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncllm.core.batch import StepBatch
+from asyncllm.core.token_rules import TokenRules
+from tests.driver import packed
+from tests.fakes import fake
+
+TOKENS = st.lists(st.integers(0, 3), max_size=8)
+WORDS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=6)
+
+
+@given(output=TOKENS, words=WORDS, allowed=st.none() | st.sets(st.integers(0, 39), min_size=1))
+def test_they_exclude_what_the_lists_name(
+    output: list[int], words: list[list[int]], allowed: set[int] | None
+) -> None:
+    rules = TokenRules.of(None if allowed is None else sorted(allowed), words, 40)
+    single = {word[0] for word in words if len(word) == 1}
+    several = [word for word in words if len(word) > 1]
+    if rules is None:
+        assert (words, allowed) == ([], None)
+        return
+    after = [word[-1] for word in several if output[-len(word) + 1 :] == word[:-1]]
+    assert sorted(rules.excluded_after(output)) == sorted(after)
+    assert bool(rules.bad_words) == bool(several)
+    if allowed is None and not single:
+        assert rules.allowed is None
+    else:
+        left = (set(range(64)) if allowed is None else allowed) - single
+        assert rules.allowed == packed(left, 40)
+
+
+def test_ids_outside_the_vocabulary_have_no_place() -> None:
+    with pytest.raises(IndexError, match="range"):
+        TokenRules.of([1, 64], (), 40)
+
+
+class Read(list[int]):
+    """A list that counts the entries that are read one by one."""
+
+    num_read = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.num_read += 1
+        return super().__getitem__(index)
+
+
+def test_a_token_costs_no_look_at_every_bad_word() -> None:
+    rules = TokenRules.of(None, [(i, 2000) for i in range(1024)] + [(7, 8, 9)], 2048)
+    assert rules is not None
+    output = Read([5] * 480)
+    assert rules.excluded_after(output) == [2000]
+    assert output.num_read == 2
+    assert rules.excluded_after([7, 8]) == [2000, 9]
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+async def test_all_outputs_of_a_request_share_them() -> None:
+    rig = fake()
+    assigned = []
+    launch = rig.executor.launch
+
+    def watched(batch: StepBatch) -> None:
+        assigned.extend(one.token_rules for one in batch.assignments)
+        launch(batch)
+
+    rig.executor.launch = watched
+    async with rig.engine() as engine:
+        await engine.generate([1, 2], max_tokens=2, n=3, temperature=1.0, allowed_token_ids=[5, 6])
+        await engine.generate([1, 2], max_tokens=2)
+    first, *others, plain = assigned
+    assert first.allowed == packed([5, 6], rig.executor.info.vocab_size)
+    assert all(rules is first for rules in others)
+    assert (len(others), plain) == (2, None)
