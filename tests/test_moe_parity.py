@@ -174,7 +174,8 @@ def test_int8_covers_experts(load_case, name):
         sum(linear.weights.num_bytes for part in layer.mlp.experts.layers for linear in part)
         for layer in layers
     ]
-    assert packed[1] == packed[0] // 4
+    # Some instruction sets pad the inputs to a multiple of 32, and these are 48.
+    assert packed[0] // 4 <= packed[1] <= packed[0] // 4 * 64 // 48
 
 
 def _layers(runner: ModelRunner) -> list[Any]:
