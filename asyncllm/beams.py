@@ -109,10 +109,10 @@ async def beam_search(
 def _early_stopping(value: EarlyStopping) -> EarlyStopping:
     if check.equal_json(value, "never"):
         return value
-    return check.boolean("early_stopping", value, refuse=_not_early_stopping)
+    return check.boolean("early_stopping", value, refuse=_early_stopping_error)
 
 
-def _not_early_stopping(name: str, value: object, _: str) -> InvalidRequestError:
+def _early_stopping_error(name: str, value: object, _: str) -> InvalidRequestError:
     return check.invalid(name, value, 'true, false or "never"')
 
 
@@ -137,10 +137,10 @@ class BeamSearch:
     token. These are among the w + s likeliest of each beam.
 
     Attributes:
-        running: beams that have not ended, the most likely first.
-        ended: at most ``beam_width`` beams that have ended, the highest score first.
-        length: tokens of each running beam.
-        done: no running beam can change ``ended`` any more.
+        running_beams: beams that have not ended, the most likely first.
+        ended_beams: at most ``beam_width`` beams that have ended, the highest score first.
+        length: number of tokens of each running beam.
+        done: whether no running beam can change ``ended_beams`` any more.
     """
 
     beam_width: int
@@ -148,8 +148,8 @@ class BeamSearch:
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
     stop_token_ids: frozenset[int] = frozenset()
-    running: list[Beam] = field(default_factory=lambda: [Beam()])
-    ended: list[Beam] = field(default_factory=list)
+    running_beams: list[Beam] = field(default_factory=lambda: [Beam()])
+    ended_beams: list[Beam] = field(default_factory=list)
     length: int = 0
     done: bool = False
 
@@ -167,7 +167,7 @@ class BeamSearch:
         """
         candidates = [
             (beam.logprob + entry.logprob, beam, entry)
-            for beam, top in zip(self.running, top_tokens, strict=True)
+            for beam, top in zip(self.running_beams, top_tokens, strict=True)
             for entry in top
         ]
         candidates.sort(key=lambda one: -one[0])
@@ -178,35 +178,35 @@ class BeamSearch:
             if rank >= width and len(going) == width:
                 break
             ends = self.length == self.max_tokens or entry.token_id in self.stop_token_ids
-            chosen = self.ended if ends else going
+            chosen = self.ended_beams if ends else going
             # Only the ``width`` likeliest candidates may end a beam; the further ones replace the
             # beams that ended.
             if rank < width if ends else len(going) < width:
                 chosen.append(Beam((*beam.entries, entry), logprob, logprob / divisor))
-        self.running = going
-        self.ended.sort(key=lambda beam: -beam.score)
-        del self.ended[self.beam_width :]
+        self.running_beams = going
+        self.ended_beams.sort(key=lambda beam: -beam.score)
+        del self.ended_beams[self.beam_width :]
         self.done = not going or self._cannot_improve()
 
     def _cannot_improve(self) -> bool:
-        if len(self.ended) < self.beam_width:
+        if len(self.ended_beams) < self.beam_width:
             return False
         if self.early_stopping is True:
             return True
         length = self.length
         if self.early_stopping == "never" and self.length_penalty > 0:
             length = self.max_tokens
-        best = self.running[0].logprob / length**self.length_penalty
-        return best <= self.ended[-1].score
+        best_beams = self.running_beams[0].logprob / length**self.length_penalty
+        return best_beams <= self.ended_beams[-1].score
 
-    def cut(self) -> None:
+    def end_early(self) -> None:
         """End the search early: the running beams become outputs as they are."""
-        self.ended = self.best()
-        self.running, self.done = [], True
+        self.ended_beams = self.best_beams()
+        self.running_beams, self.done = [], True
 
-    def best(self) -> list[Beam]:
+    def best_beams(self) -> list[Beam]:
         """Beams with the highest scores, ended or not."""
-        both = [*self.ended, *self.running] if self.length else self.ended
+        both = [*self.ended_beams, *self.running_beams] if self.length else self.ended_beams
         return sorted(both, key=lambda beam: -beam.score)[: self.beam_width]
 
 
@@ -215,7 +215,7 @@ class _Driver:
     """Runs a beam search on an engine.
 
     Attributes:
-        _first: completion of the first request, which has the prompt of the whole search.
+        _first_completion: completion of the first request, which has the whole search's prompt.
     """
 
     _engine: AsyncLLMEngine
@@ -223,36 +223,36 @@ class _Driver:
     _eos_token_ids: frozenset[int]
     _options: dict[str, Any]
     _timeout: float | None
-    _began: float = field(default_factory=time.monotonic)
-    _first: Completion | None = None
+    _began_at: float = field(default_factory=time.monotonic)
+    _first_completion: Completion | None = None
 
     async def run(self, prompt: str | Sequence[int]) -> Completion:
         search = self._search
         try:
-            search.advance(await self._step([prompt]))
-            assert self._first is not None
-            begin = self._first.prompt_token_ids
+            search.advance(await self._next_tokens([prompt]))
+            assert self._first_completion is not None
+            begin = self._first_completion.prompt_token_ids
             while not search.done:
-                prompts = [[*begin, *beam.token_ids] for beam in search.running]
+                prompts = [[*begin, *beam.token_ids] for beam in search.running_beams]
                 try:
-                    search.advance(await self._step(prompts))
+                    search.advance(await self._next_tokens(prompts))
                 except ContextLengthExceededError:
-                    search.cut()
+                    search.end_early()
         except DeadlineExceededError as error:
-            outputs = search.best()
+            outputs = search.best_beams()
             raise DeadlineExceededError(
                 f"beam search passed its deadline after {search.length} tokens",
                 partial=self._completion(outputs) if outputs else None,
             ) from error
-        return self._completion(search.ended)
+        return self._completion(search.ended_beams)
 
-    async def _step(self, prompts: Sequence[str | Sequence[int]]) -> list[Sequence[Logprob]]:
+    async def _next_tokens(self, prompts: Sequence[str | Sequence[int]]) -> list[Sequence[Logprob]]:
         """Compute the likeliest next tokens of each prompt."""
         streams: list[TokenStream] = []
         try:
             for prompt in prompts:
                 streams.append(await self._submit(prompt))
-            return [await self._read(stream) for stream in streams]
+            return [await self._read_next_tokens(stream) for stream in streams]
         finally:
             for stream in streams:
                 stream.close()
@@ -262,7 +262,7 @@ class _Driver:
         refused; later ones wait."""
         timeout = None
         if self._timeout is not None:
-            timeout = self._timeout - (time.monotonic() - self._began)
+            timeout = self._timeout - (time.monotonic() - self._began_at)
             if timeout <= 0:
                 raise DeadlineExceededError("no time is left")
         # Only the log-probabilities matter, and they are the model's own, before sampling.
@@ -276,7 +276,7 @@ class _Driver:
             "timeout": timeout,
         }
         try:
-            if self._first is None:
+            if self._first_completion is None:
                 return self._engine.stream(prompt, params, **options)
             with anyio.move_on_after(timeout):
                 return await self._engine.submit(prompt, params, **options)
@@ -290,10 +290,10 @@ class _Driver:
             ) from error
         raise DeadlineExceededError("no time is left")
 
-    async def _read(self, stream: TokenStream) -> Sequence[Logprob]:
+    async def _read_next_tokens(self, stream: TokenStream) -> Sequence[Logprob]:
         completion = await stream.result()
-        if self._first is None:
-            self._first = completion
+        if self._first_completion is None:
+            self._first_completion = completion
         if not completion.logprobs:
             raise RequestError("beam search: the executor reports no log-probabilities")
         return completion.logprobs[0].top
@@ -301,13 +301,13 @@ class _Driver:
     def _completion(self, beams: Sequence[Beam]) -> Completion:
         outputs = tuple([self._output(index, beam) for index, beam in enumerate(beams)])
         lengths = [len(output.token_ids) for output in outputs]
-        first = self._first
+        first = self._first_completion
         assert first is not None
         assert first.usage is not None
         usage = replace(
             first.usage,
             completion_tokens=sum(lengths),
-            total_time=time.monotonic() - self._began,
+            total_time=time.monotonic() - self._began_at,
             longest_output=max(lengths),
         )
         return replace(first, outputs=outputs, usage=usage)
@@ -316,8 +316,8 @@ class _Driver:
         token_ids = beam.token_ids
         last, search = token_ids[-1], self._search
         stops = last in search.stop_token_ids
-        assert self._first is not None
-        begin = self._first.prompt_token_ids
+        assert self._first_completion is not None
+        begin = self._first_completion.prompt_token_ids
         detokenizer = self._engine.tokenizer.detokenizer(SamplingParams(), begin)
         pieces = [detokenizer.push(one) for one in token_ids[: len(token_ids) - stops]]
         return BeamOutput(

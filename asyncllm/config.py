@@ -38,11 +38,11 @@ ReasoningParser = Literal["auto", "deepseek_r1", "qwen3", "mistral", "gpt_oss"]
 PACKAGED_MODEL = "asyncllm/demo"
 """Name of the packaged model in metrics, servers and messages."""
 
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_BYTES_PER_UNIT = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_BYTES_PER_UNIT |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 _MAX_PROCESSORS = 64
-_MAX_NAMES = 64
+_MAX_MODEL_NAMES = 64
 _MAX_NAME_LENGTH = 1024
 _MAX_SEQS = 2**16
 _MAX_TOKENS = 2**31 - 1
@@ -142,8 +142,8 @@ class EngineConfig:
         tool_call_parser: how the model writes tool calls: "auto" is the tokenizer's own
             ``response_template``, else what its chat template shows; or "hermes", "qwen3_coder",
             "llama3_json", "mistral", "mistral_v11", "deepseek_v3", "deepseek_v31", "gpt_oss".
-        reasoning_parser: how the model writes its reasoning: "auto" as above, or "deepseek_r1",
-            "qwen3", "mistral", "gpt_oss"; None leaves reasoning in the text.
+        reasoning_parser: how the model writes its reasoning: "auto" as for ``tool_call_parser``, or
+            "deepseek_r1", "qwen3", "mistral", "gpt_oss"; None leaves reasoning in the text.
         structured_outputs_backend: "llguidance" or "xgrammar" loads that backend when the engine
             starts. "auto" loads llguidance at its first use, and compiles grammars that it refuses
             with xgrammar if that is installed.
@@ -263,7 +263,7 @@ class EngineConfig:
         if isinstance(template, str) and "{" not in template:
             object.__setattr__(self, "chat_template", Path(template))
 
-    def _check_path(self, name: str, accepted: str) -> None:
+    def _check_path(self, name: str, accepted_values: str) -> None:
         """Replace a path, or a subclass of str, by a plain ``str``."""
         value = getattr(self, name)
         if value is None:
@@ -274,20 +274,23 @@ class EngineConfig:
         try:
             path = check.string(name, path)
         except InvalidRequestError:
-            raise check.invalid(name, value, accepted) from None
+            raise check.invalid(name, value, accepted_values) from None
         if "\0" in path:
             raise check.invalid(name, value, "a path without null characters")
         if isinstance(value, str):
             object.__setattr__(self, name, path)
 
     def _check_processors(self) -> None:
-        name, accepted = "logits_processors", 'subclasses of LogitsProcessor, or "module:Class"'
-        check.field(self, check.items, name, accepted, _MAX_PROCESSORS)
+        name, accepted_values = (
+            "logits_processors",
+            'subclasses of LogitsProcessor, or "module:Class"',
+        )
+        check.field(self, check.items, name, accepted_values, _MAX_PROCESSORS)
         one: Any
         for one in self.logits_processors:
             named = isinstance(one, str) and re.fullmatch(r"[\w.]{1,256}:\w{1,256}", one)
             if not named and not (isinstance(one, type) and issubclass(one, LogitsProcessor)):
-                raise check.invalid(name, one, accepted)
+                raise check.invalid(name, one, accepted_values)
 
     def _check_names(self) -> None:
         names: Any = self.served_model_name
@@ -295,7 +298,7 @@ class EngineConfig:
             return
         if isinstance(names, str):
             names = (names,)
-        found = check.strings("served_model_name", names, _MAX_NAMES, _MAX_NAME_LENGTH)
+        found = check.strings("served_model_name", names, _MAX_MODEL_NAMES, _MAX_NAME_LENGTH)
         if not found:
             raise check.invalid("served_model_name", names, "at least one name, or None")
         object.__setattr__(self, "served_model_name", found)
@@ -336,12 +339,15 @@ def parse_bytes(value: int | str) -> int:
     Raises:
         InvalidRequestError: if it is neither, or not positive.
     """
-    accepted = 'a positive number of bytes below 2**63, or text such as "4GiB"'
+    accepted_values = 'a positive number of bytes below 2**63, or text such as "4GiB"'
     size: Any = value
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([a-zA-Z]*)\s*", size)
-        unit = _UNITS.get(match.group(2).lower()) if match else None
+        unit = _BYTES_PER_UNIT.get(match.group(2).lower()) if match else None
         size = None if match is None or unit is None else int(float(match.group(1)) * unit)
     return check.integer(
-        "kv_cache_memory", size, 1, refuse=lambda name, *_: check.invalid(name, value, accepted)
+        "kv_cache_memory",
+        size,
+        1,
+        refuse=lambda name, *_: check.invalid(name, value, accepted_values),
     )

@@ -53,5 +53,5 @@ COUNTERPARTS: Mapping[str, Mapping[str, str]] = {
         "tools[].function": "name, description and parameters, beside type",
     },
 }
-"""asyncllm's names by kind of name, then by the foreign name; those of parts are paths. Names that
-are equal are left out."""
+"""Map from a kind of name and the foreign name to asyncllm's name; those of parts are paths. Equal
+names are left out."""

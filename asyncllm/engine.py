@@ -141,7 +141,7 @@ class AsyncLLMEngine(Handle):
 
         Idempotent, and safe to call from several tasks. Closing goes on if the call is cancelled.
         """
-        thread = self._end(drain)
+        thread = self._begin_close(drain)
         if thread is not None:
             await wait_for(thread.exited)
             until = time.monotonic() + _JOIN_TIMEOUT
@@ -151,14 +151,14 @@ class AsyncLLMEngine(Handle):
 
     def _close_blocking(self, drain: float | None = 0.0) -> None:
         """``aclose`` for a thread without an event loop."""
-        thread = self._end(drain)
+        thread = self._begin_close(drain)
         if thread is not None:
             thread.wait_exited()
             until = time.monotonic() + _JOIN_TIMEOUT
             for thread_to_join in self._clean_up(thread):
                 thread_to_join.join(max(0.0, until - time.monotonic()))
 
-    def _end(self, drain: float | None) -> EngineThread | None:
+    def _begin_close(self, drain: float | None) -> EngineThread | None:
         drain = check.seconds("drain", drain, optional=True)
         if self.state == "starting":
             raise EngineError("aclose(): the engine is starting; cancel start() instead")
@@ -564,7 +564,7 @@ class AsyncLLMEngine(Handle):
         if thread is None or inputs is None:
             raise self._not_started()
         if os.getpid() != thread.pid:
-            raise thread.forked()
+            raise thread.forked_error()
         if self._closed or (thread.closing and thread.core.fatal_error is None):
             raise EngineClosedError(thread.core.close_reason)
         return inputs

@@ -107,7 +107,7 @@ class LLM(Handle):
         config: EngineConfig | None = None,
         **overrides: Any,
     ) -> None:
-        self._owned = engine is None
+        self._owns_engine = engine is None
         if engine is not None:
             if model is not None or config is not None or overrides:
                 raise InvalidRequestError(
@@ -244,7 +244,7 @@ class LLM(Handle):
         live: deque[LLMStream] = deque()
         num_read = 0
 
-        def read() -> Completion:
+        def read_first() -> Completion:
             nonlocal num_read
             with _adding_index_to_error(name, num_read):
                 completion = live[0].result()
@@ -262,14 +262,14 @@ class LLM(Handle):
                         break
                     except EngineOverloadedError as refused:
                         if live:
-                            yield read()
+                            yield read_first()
                         elif num_read:
                             # The queue is full of other callers' requests.
                             time.sleep(min(refused.retry_after, _MAX_WAIT))
                         else:
                             raise
             while live:
-                yield read()
+                yield read_first()
         finally:
             # Close the streams here: if the caller keeps the exception, its traceback keeps them
             # alive, and no destructor runs.
@@ -292,7 +292,7 @@ class LLM(Handle):
 
     def close(self, *, drain: float | None = 0.0) -> None:
         """Close the engine if it is this object's own. Idempotent."""
-        if self._owned:
+        if self._owns_engine:
             self.engine._close_blocking(drain)
 
     def __enter__(self) -> Self:
@@ -328,12 +328,12 @@ def _first_item_is(value: Any, name: str, kind: type) -> bool:
 
 
 @contextlib.contextmanager
-def _progress_bar(total: int, wanted: bool | None) -> Iterator[Callable[[], None]]:
+def _progress_bar(total: int, is_shown: bool | None) -> Iterator[Callable[[], None]]:
     """Show a bar; yields a function that counts one more prompt as done."""
-    if wanted is None:
+    if is_shown is None:
         # A process without a console has no standard error.
-        wanted = sys.stderr is not None and sys.stderr.isatty()
-    if not wanted:
+        is_shown = sys.stderr is not None and sys.stderr.isatty()
+    if not is_shown:
         yield lambda: None
         return
     from rich.console import Console

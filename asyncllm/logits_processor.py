@@ -40,7 +40,7 @@ class BatchUpdate:
 
 
 class ProcessorConfig(Protocol):
-    """Limits of the EngineConfig that a processor may read; neither is None."""
+    """Limits in the EngineConfig of a processor; neither is None."""
 
     @property
     def max_num_seqs(self) -> int | None: ...
@@ -129,11 +129,11 @@ def applicable_processors(
     return tuple(
         number
         for number, processor in enumerate(processors)
-        if _applies(processor, sampling_params)
+        if _claims_request(processor, sampling_params)
     )
 
 
-def _applies(processor: LogitsProcessor, sampling_params: SamplingParams) -> bool:
+def _claims_request(processor: LogitsProcessor, sampling_params: SamplingParams) -> bool:
     try:
         processor.validate_params(sampling_params)
         if not processor.claims(sampling_params):

@@ -33,7 +33,7 @@ except ImportError as error:
     ) from error
 
 
-F = TypeVar("F", bound=Metric)
+FamilyT = TypeVar("FamilyT", bound=Metric)
 
 
 TOKEN_BUCKETS = (*(digit * 10.0**power for power in range(6) for digit in (1, 2, 5)), 1e6)
@@ -106,7 +106,7 @@ _COUNTERS = (
     ("asyncllm:requests_rejected", "num_rejected", "Requests refused: the queue was full."),
 )
 
-_REASONS = ("stop", "length", "tool_calls", "abort", "error")
+_FINISH_REASONS = ("stop", "length", "tool_calls", "abort", "error")
 
 
 class _Histogram:
@@ -119,9 +119,9 @@ class _Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
-    def observe(self, value: float, times: int = 1) -> None:
-        self.counts[bisect.bisect_left(self.bounds, value)] += times
-        self.total += value * times
+    def observe(self, value: float, num_times: int = 1) -> None:
+        self.counts[bisect.bisect_left(self.bounds, value)] += num_times
+        self.total += value * num_times
 
     def buckets(self) -> list[tuple[str, float]]:
         """Cumulative buckets for the exposition: upper bound, and count up to it."""
@@ -145,7 +145,7 @@ class _EngineRecord:
             )
             for name, _, buckets in _HISTOGRAMS
         }
-        self.finished = dict.fromkeys(_REASONS, 0)
+        self.num_finished = dict.fromkeys(_FINISH_REASONS, 0)
         self.errors: dict[str, int] = {}
         self._stats = EngineStats()
 
@@ -162,11 +162,11 @@ class _EngineRecord:
     def on_finish(self, request: Request, usage: Usage, error: BaseException | None) -> None:
         reason = "error" if error is not None else request.finish_reason or "abort"
         with self.lock:
-            self.finished[reason] += 1
+            self.num_finished[reason] += 1
             if error is not None:
                 name = type(error).__name__
                 self.errors[name] = self.errors.get(name, 0) + 1
-            for name, value in _values_of(request, usage):
+            for name, value in _observed_values(request, usage):
                 self.histograms[name].observe(value)
             if usage.inter_token_time is not None:
                 intervals = self.histograms["inter_token_latency_seconds"]
@@ -186,7 +186,7 @@ class _EngineRecord:
         return self._stats
 
 
-def _values_of(request: Request, usage: Usage) -> Iterator[tuple[str, float]]:
+def _observed_values(request: Request, usage: Usage) -> Iterator[tuple[str, float]]:
     """Observed values of a finished request, by histogram."""
     yield "e2e_request_latency_seconds", usage.total_time
     yield "request_queue_time_seconds", usage.queue_time
@@ -281,44 +281,44 @@ class EngineMetrics(Collector):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    # --- what the registry asks --------------------------------------------------------
+    # --- methods that the registry calls -----------------------------------------------
 
     def describe(self) -> Iterable[Metric]:
         """Describe the metrics without samples, so that a registry refuses duplicates."""
-        return self._families(())
+        return self._make_families(())
 
     def collect(self) -> Iterable[Metric]:
-        return self._families(self._records)
+        return self._make_families(self._records)
 
-    def _families(self, records: Sequence[_EngineRecord]) -> list[Metric]:
+    def _make_families(self, records: Sequence[_EngineRecord]) -> list[Metric]:
         """Make all metric families, with samples from ``records``."""
         stats = [(record.labels, record.stats()) for record in records]
         families: list[Metric] = []
         for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for name, field, documentation in table:
-                family = self._family(kind, name, documentation)
+                family = self._make_family(kind, name, documentation)
                 for labels, snapshot in stats:
                     family.add_metric(labels, getattr(snapshot, field))
                 families.append(family)
-        success = self._family(
+        success = self._make_family(
             CounterMetricFamily,
             "request_success",
             "Requests that ended, by finish reason; error is an exception.",
             "finished_reason",
         )
-        errors = self._family(
+        errors = self._make_family(
             CounterMetricFamily,
             "asyncllm:request_errors",
             "Requests that ended with an exception, by its type.",
             "error_type",
         )
         histograms = {
-            name: self._family(HistogramMetricFamily, name, documentation)
+            name: self._make_family(HistogramMetricFamily, name, documentation)
             for name, documentation, _ in _HISTOGRAMS
         }
         for record in records:
             with record.lock:
-                for reason, count in record.finished.items():
+                for reason, count in record.num_finished.items():
                     success.add_metric((*record.labels, reason), count)
                 for error, count in record.errors.items():
                     errors.add_metric((*record.labels, error), count)
@@ -326,7 +326,9 @@ class EngineMetrics(Collector):
                     histograms[name].add_metric(record.labels, histogram.buckets(), histogram.total)
         return [*families, success, errors, *histograms.values()]
 
-    def _family(self, kind: Callable[..., F], name: str, documentation: str, *labels: str) -> F:
+    def _make_family(
+        self, kind: Callable[..., FamilyT], name: str, documentation: str, *labels: str
+    ) -> FamilyT:
         name = name if ":" in name else self._prefix + name
         return kind(name, documentation, labels=(*self._label_names, *labels))
 

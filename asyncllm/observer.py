@@ -74,9 +74,9 @@ class ObserverNotifier:
 
     _request: Request
     _observers: tuple[Observer, ...]
-    _submitted: bool = False
+    _is_submitted: bool = False
     _first_token_seen: bool = False
-    _end: tuple[Usage, BaseException | None] | None = None
+    _end_arguments: tuple[Usage, BaseException | None] | None = None
     # Popping from a list is atomic: the thread that gets the item delivers the end.
     _undelivered: list[bool] = field(default_factory=lambda: [True])
     _first_token_observers: list[Observer] = field(init=False)
@@ -86,19 +86,19 @@ class ObserverNotifier:
 
     def submitted(self, submission: RequestInfo) -> None:
         for observer in self._observers:
-            _notify(observer, "on_submit", self._request, submission)
-        self._submitted = True
-        if self._end is not None:
+            _call_method(observer, "on_submit", self._request, submission)
+        self._is_submitted = True
+        if self._end_arguments is not None:
             self._deliver()
 
     def first_token(self) -> None:
         self._first_token_seen = True
-        if self._submitted:
+        if self._is_submitted:
             self._deliver_first_token()
 
     def finished(self, usage: Usage, error: BaseException | None) -> None:
-        self._end = (usage, error)
-        if self._submitted:
+        self._end_arguments = (usage, error)
+        if self._is_submitted:
             self._deliver()
 
     def _deliver(self) -> None:
@@ -106,11 +106,11 @@ class ObserverNotifier:
             self._undelivered.pop()
         except IndexError:
             return
-        assert self._end is not None
+        assert self._end_arguments is not None
         if self._first_token_seen:
             self._deliver_first_token()
         for observer in self._observers:
-            _notify(observer, "on_finish", self._request, *self._end)
+            _call_method(observer, "on_finish", self._request, *self._end_arguments)
 
     def _deliver_first_token(self) -> None:
         while True:
@@ -118,7 +118,7 @@ class ObserverNotifier:
                 observer = self._first_token_observers.pop(0)
             except IndexError:
                 return
-            _notify(observer, "on_first_token", self._request)
+            _call_method(observer, "on_first_token", self._request)
 
 
 class Observers:
@@ -151,7 +151,7 @@ class Observers:
             self.all = tuple(one for one in self.all if one is not observer)
 
 
-def _notify(observer: Observer, method: str, *args: Any) -> None:
+def _call_method(observer: Observer, method: str, *args: Any) -> None:
     try:
         if method != "on_first_token" or getattr(observer, method, None) is not None:
             getattr(observer, method)(*args)

@@ -93,7 +93,7 @@ class ToolCall:
 
     Attributes:
         id: unique id of nine letters and digits, which every model's chat template accepts.
-        name: of the tool.
+        name: name of the tool.
         arguments: a JSON object, as the model wrote it. It is not validated against the tool's
             schema unless a grammar enforced that.
     """

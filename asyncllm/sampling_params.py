@@ -47,13 +47,13 @@ MAX_BAD_WORD_LENGTH = 1024
 """Maximum number of characters of a bad word. All bad words are checked at each token while the
 batch waits."""
 MAX_BAD_CHARACTERS = 2**14
-"""Maximum number of characters of all bad words together: they are tokenised, twice, while an event
+"""Maximum number of characters of all bad words together. Each is tokenised twice while an event
 loop waits."""
 
 MAX_BIAS = 1024
 MAX_STOP_IDS = 128
-"""Entries of ``logit_bias``, and stop tokens that ``min_tokens`` suppresses. The device's tables
-have room for as many per request, so that sampling does not wait for the host."""
+"""Maximum number of ``logit_bias`` entries, and of stop tokens that ``min_tokens`` suppresses. The
+device's tables have this size, so that sampling does not wait for the host."""
 
 MAX_LOGITS_PROCESSORS = 64
 """Maximum number of logits processors of a request. Each is called for each token while the batch
@@ -241,7 +241,7 @@ class SamplingParams:
 
         Args:
             max_logprobs: -1 is any number.
-            eos_token_ids: the model's.
+            eos_token_ids: EOS token ids of the model.
 
         Raises:
             InvalidRequestError: for a token id of ``vocab_size`` or more, more log-probabilities

@@ -66,20 +66,20 @@ class TokenStream(Handle):
     _group: RequestGroup = field(init=False)
     _channel: Channel = field(init=False)
     _backend: EventLoopBackend | None = None
-    _reading: bool = False
-    _cut_off: bool = False
-    _done: bool = False
+    _is_reading: bool = False
+    _is_read_cancelled: bool = False
+    _is_done: bool = False
     _error: BaseException | None = None
     _stop_reason: str | int | None = None
     _outputs: list[OutputReader] = field(init=False)
-    _texts_of_only: list[str] | None = None
+    _only_output_texts: list[str] | None = None
 
     def __post_init__(self) -> None:
         self._group = self._request.group
         # Copy the list, because a group drops its members when it ends.
         self._outputs = list(map(OutputReader, self._group.members))
         if len(self._outputs) == 1:
-            self._texts_of_only = self._outputs[0].texts
+            self._only_output_texts = self._outputs[0].texts
         self.request_id = self._group.request_id
         self._channel = self._group.channel
 
@@ -124,20 +124,20 @@ class TokenStream(Handle):
             AsyncLLMError: if the request failed, or an earlier read was cancelled.
             RuntimeError: if another task reads this stream, or it was read on another loop.
         """
-        if self._reading:
+        if self._is_reading:
             raise RuntimeError(f"stream {self.request_id!r} is being read by another task")
-        if self._done:
+        if self._is_done:
             raise StopAsyncIteration
         channel = self._channel
         items = channel.items
         if not items and channel.final is None:
             # This code is inlined: every reader runs it in every step, so a function call would be
             # noticeable.
-            backend = self._backend or self._bind()
+            backend = self._backend or self._bind_to_loop()
             waiter = backend.make_waiter()
             if waiter is None:
                 raise self._is_read_elsewhere()
-            self._reading = True
+            self._is_reading = True
             try:
                 while True:
                     channel.waiter = waiter
@@ -157,11 +157,11 @@ class TokenStream(Handle):
                     waiter = backend.make_waiter()
             except BaseException:
                 if not self._group.cancelled:
-                    self._cut_off = True
+                    self._is_read_cancelled = True
                     self.abort()
                 raise
             finally:
-                self._reading = False
+                self._is_reading = False
                 channel.has_reader = False
                 channel.waiter = None
         return self._take_delta()
@@ -178,7 +178,7 @@ class TokenStream(Handle):
         """
         return StreamWithHeartbeat(self, check.seconds("seconds", seconds, above=True))
 
-    def _bind(self) -> EventLoopBackend:
+    def _bind_to_loop(self) -> EventLoopBackend:
         """Bind this stream to the running loop, at its first wait."""
         self._core.check_waiting()
         mailbox = self._channel.mailbox
@@ -197,9 +197,9 @@ class TokenStream(Handle):
     def read_blocking(self, mailbox: ThreadMailbox) -> Delta | None:
         """``__anext__`` for a thread without an event loop; None at the end. Such a stream belongs
         to no loop, and one thread may read it at a time."""
-        if self._reading:
+        if self._is_reading:
             raise RuntimeError(f"stream {self.request_id!r} is being read by another thread")
-        if self._done:
+        if self._is_done:
             return None
         channel = self._channel
         if channel.mailbox is None:
@@ -208,7 +208,7 @@ class TokenStream(Handle):
         elif not isinstance(channel.mailbox, ThreadMailbox):
             raise RuntimeError(f"stream {self.request_id!r} belongs to an event loop")
         items = channel.items
-        self._reading = True
+        self._is_reading = True
         try:
             while not items and channel.final is None:
                 channel.waiter = waiter = threading.Event()
@@ -220,7 +220,7 @@ class TokenStream(Handle):
             self.abort()
             raise
         finally:
-            self._reading = False
+            self._is_reading = False
             channel.has_reader = False
             channel.waiter = None
         return delta
@@ -236,12 +236,12 @@ class TokenStream(Handle):
         if not isinstance(delta, Delta):
             delta = merge_pending(delta)
         if final is not None and not items:
-            delta = self._finish(delta, final)
+            delta = self._merge_end(delta, final)
         if self._parser is not None:
             delta = self._parser.push(delta)
             if self.finish_reason is not None:
                 self.finish_reason = delta.finish_reason
-        texts = self._texts_of_only
+        texts = self._only_output_texts
         if texts is None:
             self._outputs[delta.index].add(delta)
         else:
@@ -255,12 +255,12 @@ class TokenStream(Handle):
             self._core.send(self._core.on_drained, self._group)
         return delta
 
-    def _finish(self, delta: Delta, final: End | BaseException) -> Delta:
+    def _merge_end(self, delta: Delta, final: End | BaseException) -> Delta:
         """Merge the end into ``delta``. The end is left for the next read if it is an exception, if
         merging its last token would exceed ``max_merged``, or if it belongs to another output."""
         if isinstance(final, End) and delta is not _NO_TOKENS and delta.index != final.output:
             return delta
-        if isinstance(final, End) and final.finish_reason == "abort" and self._cut_off:
+        if isinstance(final, End) and final.finish_reason == "abort" and self._is_read_cancelled:
             if self._error is None:
                 delta = replace(delta, text=delta.text + final.text, index=final.output)
                 self._error = self._cut_off_error()
@@ -270,13 +270,13 @@ class TokenStream(Handle):
                 return delta
             if self._parser is not None and self._parser.interrupt():
                 return delta
-            self._done = True
+            self._is_done = True
             self._error = final
             raise copy_for_raise(final)
         last = final.last or _NO_TOKENS
         if len(delta.token_ids) + len(last.token_ids) > self._channel.max_merged:
             return delta
-        self._done = True
+        self._is_done = True
         self.finish_reason = final.finish_reason
         self.usage = final.usage
         self._stop_reason = final.stop_reason
@@ -306,7 +306,7 @@ class TokenStream(Handle):
     def close(self) -> None:
         """Abort the request and end the iteration. Idempotent; returns at once."""
         self.abort()
-        self._done = True
+        self._is_done = True
 
     async def aclose(self) -> None:
         """``close``, under the name that ``contextlib.aclosing`` and others expect."""
@@ -341,13 +341,13 @@ class TokenStream(Handle):
         if self._error is not None:
             raise copy_for_raise(self._error)
         prompt = tuple(self.prompt_token_ids or ())
-        outputs = self._outputs_read()
+        outputs = self._make_outputs()
         if self._parser is not None:
             outputs = tuple([self._parser.complete(output) for output in outputs])
         return Completion(self.request_id, prompt, outputs, self.usage, self.prompt_logprobs)
 
-    def _outputs_read(self) -> tuple[CompletionOutput, ...]:
-        if self._texts_of_only is not None:
+    def _make_outputs(self) -> tuple[CompletionOutput, ...]:
+        if self._only_output_texts is not None:
             only = self._outputs[0]
             only.num_read, only.finish_reason = self._channel.num_read, self.finish_reason
             only.stop_reason = self._stop_reason
@@ -360,7 +360,7 @@ class TokenStream(Handle):
             self._core.abandon(group)
 
     def __repr__(self) -> str:
-        state = self.finish_reason or ("closed" if self._done else "open")
+        state = self.finish_reason or ("closed" if self._is_done else "open")
         return f"<TokenStream {self.request_id!r} {state}>"
 
 

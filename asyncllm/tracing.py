@@ -23,7 +23,7 @@ except ImportError as error:
     ) from error
 
 _SCHEMA_URL = "https://opentelemetry.io/schemas/1.37.0"
-_NANOSECONDS = 1_000_000_000
+_NANOSECONDS_PER_SECOND = 1_000_000_000
 
 
 class EngineTracing:
@@ -58,7 +58,7 @@ class EngineTracing:
         self._tracer = get_tracer(
             "asyncllm", __version__, tracer_provider=tracer_provider, schema_url=_SCHEMA_URL
         )
-        self._open: dict[Request, tuple[Span, int]] = {}
+        self._open_spans: dict[Request, tuple[Span, int]] = {}
         engine.add_observer(self)
 
     def close(self) -> None:
@@ -77,33 +77,39 @@ class EngineTracing:
     def on_submit(self, request: Request, submission: RequestInfo) -> None:
         # Request timestamps are monotonic, span timestamps are wall-clock.
         age = time.monotonic() - request.arrived_at
-        start = time.time_ns() - int(age * _NANOSECONDS)
+        start_time = time.time_ns() - int(age * _NANOSECONDS_PER_SECOND)
         attributes = _request_attributes(request, submission, self._model)
         if self._capture_content:
             attributes["gen_ai.input.messages"] = _input_messages(request, submission)
         span = self._tracer.start_span(
             f"{submission.operation} {self._model}",
-            kind=SpanKind.INTERNAL,  # the conventions' span kind for a model in the same process
+            # The conventions prescribe INTERNAL for a model in the same process.
+            kind=SpanKind.INTERNAL,
             attributes=attributes,
-            start_time=start,
+            start_time=start_time,
         )
-        self._open[request] = (span, start)
+        self._open_spans[request] = (span, start_time)
 
     def on_finish(self, request: Request, usage: Usage, error: BaseException | None) -> None:
-        span, start = self._open.pop(request, (None, 0))
+        span, start_time = self._open_spans.pop(request, (None, 0))
         if span is None:
             return
         try:
             if span.is_recording():
-                self._describe_end(span, start, request, usage, error)
+                self._set_end_attributes(span, start_time, request, usage, error)
         finally:
-            span.end(start + int(usage.total_time * _NANOSECONDS))
+            span.end(start_time + int(usage.total_time * _NANOSECONDS_PER_SECOND))
 
-    def _describe_end(
-        self, span: Span, start: int, request: Request, usage: Usage, error: BaseException | None
+    def _set_end_attributes(
+        self,
+        span: Span,
+        start_time: int,
+        request: Request,
+        usage: Usage,
+        error: BaseException | None,
     ) -> None:
         if usage.ttft is not None:
-            at = start + int(usage.ttft * _NANOSECONDS)
+            at = start_time + int(usage.ttft * _NANOSECONDS_PER_SECOND)
             span.add_event("gen_ai.first_token", timestamp=at)
         span.set_attributes(_response_attributes(request, usage, error))
         if error is not None:
@@ -142,13 +148,13 @@ def _request_attributes(request: Request, submission: RequestInfo, model: str) -
         "gen_ai.request.model": model,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.seed": _signed(sampling.seed),
+        "gen_ai.request.seed": _signed_seed(sampling.seed),
         "gen_ai.output.type": "text",
         **{f"gen_ai.request.{k}": v for k, v in optional.items() if v is not None},
     }
 
 
-def _signed(seed: int) -> int:
+def _signed_seed(seed: int) -> int:
     """Convert a 64-bit seed to a signed integer, because attributes are signed. SamplingParams
     accepts the negative number as the same seed."""
     return seed if seed < 1 << 63 else seed - (1 << 64)
@@ -182,9 +188,9 @@ def _finish_reason(request: Request, error: BaseException | None) -> str:
 def _input_messages(request: Request, submission: RequestInfo) -> str:
     prompt = submission.prompt
     if submission.operation == "chat":
-        return _json([_message(message) for message in prompt])
+        return _to_json([_message(message) for message in prompt])
     text = prompt if isinstance(prompt, str) else request.output.decode(request.token_ids)
-    return _json([{"role": "user", "parts": [_text_part(text)]}])
+    return _to_json([{"role": "user", "parts": [_text_part(text)]}])
 
 
 def _message(message: Any) -> dict[str, Any]:
@@ -193,17 +199,17 @@ def _message(message: Any) -> dict[str, Any]:
         return {"role": "user", "parts": [message]}
     content = message.get("content")
     items = content if isinstance(content, (list, tuple)) else () if content is None else (content,)
-    return {"role": message.get("role", "user"), "parts": [_part(item) for item in items]}
+    return {"role": message.get("role", "user"), "parts": [_message_part(item) for item in items]}
 
 
-def _part(item: Any) -> Any:
+def _message_part(item: Any) -> Any:
     if isinstance(item, Mapping):
         return _text_part(item.get("text", "")) if item.get("type") == "text" else item
     return _text_part(item)
 
 
 def _output_messages(request: Request, error: BaseException | None) -> str:
-    return _json([_output_message(output, error) for output in outputs_of(request)])
+    return _to_json([_output_message(output, error) for output in outputs_of(request)])
 
 
 def _output_message(output: Request, error: BaseException | None) -> dict[str, Any]:
@@ -216,5 +222,5 @@ def _text_part(text: Any) -> dict[str, Any]:
     return {"type": "text", "content": text}
 
 
-def _json(value: Any) -> str:
+def _to_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)

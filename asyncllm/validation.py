@@ -30,8 +30,8 @@ T = TypeVar("T")
 MAX_INTEGER = 2**63 - 1
 
 MAX_ITEMS = 2**19
-"""Maximum number of items of a list of token ids: twice the largest vocabularies. The list is read
-while an event loop waits."""
+"""Maximum number of items of a list of token ids: twice the size of the largest vocabularies. The
+list is read while an event loop waits."""
 
 MAX_DATA = 2**16
 """Maximum number of values and characters of plain data. It is copied while an event loop waits."""
@@ -52,22 +52,25 @@ class _ShortRepr(reprlib.Repr):
         return super().repr_dict(dict(itertools.islice(x.items(), self.maxdict + 1)), level)
 
 
-_SHORT = _ShortRepr()
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
-_SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = 8
+_SHORT_REPR = _ShortRepr()
+_SHORT_REPR.maxstring = _SHORT_REPR.maxother = _SHORT_REPR.maxlong = 80
+_SHORT_REPR.maxdict = _SHORT_REPR.maxlist = _SHORT_REPR.maxtuple = 8
 
 
 def describe(value: object) -> str:
-    """Short ``repr`` for messages, which never raises. Python's ``repr`` raises ValueError for an
-    integer of more than 4300 digits, and an object's own ``__repr__`` may raise anything."""
+    """Make a short ``repr`` of a value, for messages; never raises. Python's ``repr`` raises
+    ValueError for an integer of more than 4300 digits, and an object's own ``__repr__`` may raise
+    anything."""
     try:
-        return str.__str__(_SHORT.repr(value))  # the methods of a subclass of str may raise too
+        return str.__str__(
+            _SHORT_REPR.repr(value)
+        )  # The methods of a subclass of str may raise too.
     except BaseException:
         return f"<{type(value).__name__}>"
 
 
 def explain(error: BaseException) -> str:
-    """Type and full message of an exception; its ``describe`` text if it cannot be printed."""
+    """Make a text of an exception's type and full message; never raises."""
     try:
         return f"{type(error).__name__}: {error}"
     except BaseException:
@@ -105,7 +108,7 @@ def _integer_in(value: Any, low: int, high: int) -> int | None:
         return None
     try:
         found = int(operator.index(value))
-    except Exception:  # a tensor of several elements raises in a comparison
+    except Exception:  # Comparing a tensor of several elements raises an error.
         return None
     return found if low <= found <= high else None
 
@@ -168,26 +171,26 @@ def plain_data(name: str, value: Any, **how: Any) -> Any:
     return _refuse(name, value, accepted, **how)
 
 
-def _copy_plain_data(value: Any, left: list[int], depth: int) -> Any:
-    """Copy plain data. Raises for anything else, and for more than ``left[0]`` values and
+def _copy_plain_data(value: Any, num_left: list[int], depth: int) -> Any:
+    """Copy plain data. Raises for anything else, and for more than ``num_left[0]`` values and
     characters."""
-    left[0] -= 1 + len(value) if isinstance(value, str) else 1
-    if left[0] < 0 or depth < 0:
+    num_left[0] -= 1 + len(value) if isinstance(value, str) else 1
+    if num_left[0] < 0 or depth < 0:
         raise ValueError
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
         return string("", value, empty=True)
     if isinstance(value, Mapping):
-        pairs = itertools.islice(value.items(), left[0] + 1)
+        pairs = itertools.islice(value.items(), num_left[0] + 1)
         return {
-            string("", _copy_plain_data(key, left, depth), empty=True): _copy_plain_data(
-                one, left, depth - 1
+            string("", _copy_plain_data(key, num_left, depth), empty=True): _copy_plain_data(
+                one, num_left, depth - 1
             )
             for key, one in pairs
         }
     if isinstance(value, (list, tuple)):
-        return [_copy_plain_data(one, left, depth - 1) for one in value]
+        return [_copy_plain_data(one, num_left, depth - 1) for one in value]
     if isinstance(value, numbers.Integral):
         return integer("", value, -(2**63), 2**64 - 1)
     return number("", value, -sys.float_info.max, sys.float_info.max)
@@ -206,7 +209,7 @@ def items(name: str, value: Any, accepted: str, most: int = MAX_ITEMS, **how: An
     found: Any = value or () if value is None or type(value) is tuple else None
     is_text = isinstance(value, (str, bytes, bytearray, Mapping))
     if found is None and not is_text and isinstance(value, Iterable):
-        with suppress(TypeError):  # an array without dimensions raises it
+        with suppress(TypeError):  # Iterating over an array without dimensions raises TypeError.
             found = tuple(itertools.islice(value, most + 1))
     if found is not None and len(found) <= most:
         return found
@@ -271,7 +274,7 @@ def equal_json(value: Any, other: Any) -> bool:
 
 
 def refuse_unknown(kind: str, given: Iterable[Any], known: Collection[str]) -> None:
-    """Raise InvalidRequestError for an unknown name; the message gives its counterpart here, if
+    """Raise InvalidRequestError for an unknown name; the message has asyncllm's name for it, if
     there is one."""
     for name in given:
         if name not in known:

@@ -234,7 +234,7 @@ class ChannelRig:
         assert [delta.finish_reason for delta in read[:-1]] == [None] * len(read[:-1])
         wanted = [logprobs_of(token) for token in tokens] if self.logprobs else []
         assert [one for delta in read for one in delta.logprobs or ()] == wanted
-        completion = self.stream._outputs_read()[0].token_ids
+        completion = self.stream._make_outputs()[0].token_ids
         assert list(completion) == tokens
 
     def close(self) -> None:

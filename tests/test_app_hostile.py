@@ -151,7 +151,7 @@ async def test_requests_begin_a_few_at_a_time_and_in_order():
 @pytest.mark.parametrize("sent", [b"x", b""])
 async def test_a_body_that_nothing_reads_holds_no_connection(caplog, monkeypatch, sent):
     """It may be sent byte by byte, or begun and not gone on with."""
-    monkeypatch.setattr(http_protocol, "LINGER", 0.2)
+    monkeypatch.setattr(http_protocol, "LINGER_SECONDS", 0.2)
     head = GET + b"Content-Length: 100000\r\n\r\n"
     async with attacked(caplog) as server, connected(server, head) as (reader, writer):
         assert b" 200 " in await reader.readline()
@@ -192,7 +192,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("asked", "fields", "status"), REFUSED)
 async def test_chunks_behind_an_answer_are_not_parsed(monkeypatch, turns, asked, fields, status):
-    monkeypatch.setattr(http_protocol, "LINGER", 0.2)
+    monkeypatch.setattr(http_protocol, "LINGER_SECONDS", 0.2)
     head = f"{asked} HTTP/1.1\r\nHost: x\r\n".encode() + fields
     data = head + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 1_000_000
     async with served_app(fake_engine("x"), token="right") as server:

@@ -205,7 +205,7 @@ async def test_the_store_is_bounded():
         messages = ({"role": "user", "content": content},)
         return StoredResponse(Conversation().followed_by(messages), "{}")
 
-    store = ResponseStore(limit=3, max_size=100_000)
+    store = ResponseStore(max_responses=3, max_size=100_000)
     for name in "abcd":
         store.add("me", name, response(10))
     assert [name for name in "abcd" if store.get("me", name)] == ["b", "c", "d"]
@@ -222,7 +222,7 @@ async def test_the_store_is_bounded():
     # Empty parts take memory as well.
     store.add("me", "i", response(0, parts=400))
     assert [name for name in "hi" if store.get("me", name)] == []
-    none = ResponseStore(limit=0, max_size=100)
+    none = ResponseStore(max_responses=0, max_size=100)
     none.add("me", "a", response(1))
     assert none.get("me", "a") is None
 

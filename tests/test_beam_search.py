@@ -163,9 +163,11 @@ class Table:
 
 def run(search, table):
     while not search.done:
-        top_tokens = [table.top(beam.token_ids, search.num_candidates) for beam in search.running]
+        top_tokens = [
+            table.top(beam.token_ids, search.num_candidates) for beam in search.running_beams
+        ]
         search.advance(top_tokens)
-    return search.ended
+    return search.ended_beams
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -204,13 +206,13 @@ def test_only_the_likeliest_end_and_those_behind_them_go_on():
     search = BeamSearch(beam_width=2, max_tokens=9, stop_token_ids=frozenset([1, 2]))
     top = [Logprob(token, -float(rank), rank) for rank, token in enumerate([1, 5, 2, 6], 1)]
     search.advance([top])
-    assert [(beam.token_ids, beam.score) for beam in search.ended] == [([1], -1.0)]
-    assert [beam.token_ids for beam in search.running] == [[5], [6]]
+    assert [(beam.token_ids, beam.score) for beam in search.ended_beams] == [([1], -1.0)]
+    assert [beam.token_ids for beam in search.running_beams] == [[5], [6]]
     # Of two likeliest that end, none is left out, and two others go on.
     search = BeamSearch(beam_width=2, max_tokens=9, stop_token_ids=frozenset([1, 5]))
     search.advance([[*top, Logprob(7, -5.0, 5)]])
-    assert [beam.token_ids for beam in search.ended] == [[1], [5]]
-    assert [beam.token_ids for beam in search.running] == [[2], [6]]
+    assert [beam.token_ids for beam in search.ended_beams] == [[1], [5]]
+    assert [beam.token_ids for beam in search.running_beams] == [[2], [6]]
 
 
 WRONG = [

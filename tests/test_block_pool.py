@@ -177,7 +177,7 @@ class PoolMachine(RuleBasedStateMachine):
     def agrees(self):
         if hasattr(self, "pool"):
             self.pool.check_integrity(self.holders)
-            assert [b.block_id for b in self.pool._free] == self.free
+            assert [b.block_id for b in self.pool._free_list] == self.free
             counts = self.pool.num_usable, self.pool.num_free, self.pool.num_cached
             assert counts == (len(self.pool.blocks) - 1, len(self.free), len(self.hash_of))
 

@@ -23,7 +23,7 @@ def test_buffers_in_use_at_once_do_not_overlap(buffers: list[Lifetime], alignmen
     assert max(ends, default=0) <= total
     for i, one in enumerate(buffers):
         for j, other in enumerate(buffers[:i]):
-            if one.first <= other.last and other.first <= one.last:
+            if one.first_op <= other.last_op and other.first_op <= one.last_op:
                 assert starts[i] >= ends[j] or starts[j] >= ends[i]
     # No room is kept for what is over: never more than all that is in use at some op.
     assert total <= sum(-(-each.num_bytes // alignment) * alignment for each in buffers)

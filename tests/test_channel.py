@@ -107,7 +107,7 @@ def test_queued_once_for_each_wake():
         for _ in range(10):
             rig.put()
             rig.output_processor.flush_wakeups()
-        assert list(rig.mailbox._ready) == [rig.channel]
+        assert list(rig.mailbox._channels_to_wake) == [rig.channel]
         assert len(rig.channel.items) == len(rig.host.posted) == 1
         rig.read_until_asleep()
         assert len(rig.deltas) == num_wakes
@@ -217,7 +217,7 @@ def test_engine_declared_hung_while_its_thread_comes_back(watcher_first, late, n
         rig = ChannelRig(max_unread=3)
         rig.read()
         # Another stream has a wake to be announced, with no reader in here.
-        rig.output_processor._to_wake.append(Channel())
+        rig.output_processor._channels_to_wake.append(Channel())
         for _ in range(num_unread):
             rig.put()
         call, other = getattr(rig, late), rig.fail
@@ -342,7 +342,7 @@ class ChannelMachine(RuleBasedStateMachine):
         if self.how is None:
             assert channel.on_slow == "coalesce" or channel.num_unread <= channel.max_unread
             assert not channel.is_backpressured or channel.num_unread > channel.max_unread // 2
-            assert len(rig.mailbox._ready) <= 1
+            assert len(rig.mailbox._channels_to_wake) <= 1
         assert len(rig.host.posted) <= 1
 
     def teardown(self):

@@ -16,7 +16,7 @@ from asyncllm.cli import main
 from asyncllm.cli.conversation import Conversation
 from asyncllm.cli.flow import WordWrapper
 from asyncllm.cli.measure import percentile
-from asyncllm.cli.text import printable, rate
+from asyncllm.cli.text import format_rate, printable
 from tests.processes import hear_ctrl_c, python
 from tests.slow import slow_but
 from tests.terminal import QUICK, Terminal, asyncllm
@@ -148,7 +148,7 @@ def test_percentile_and_rate():
     assert percentile(values, 0.0) == 1
     assert percentile([7.0], 0.99) == 7.0
     assert percentile([], 0.5) is None
-    assert (rate(30, 0.5), rate(30, 0.0)) == ("60 tok/s", "–")
+    assert (format_rate(30, 0.5), format_rate(30, 0.0)) == ("60 tok/s", "–")
 
 
 def test_flow_breaks_lines_between_words_however_the_text_is_cut():
@@ -183,16 +183,16 @@ def test_flow_lets_a_word_that_is_too_long_stand_alone():
 def test_conversation_forgets_whole_turns(tmp_path):
     conversation = Conversation("Be brief.")
     for role, text in (("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4")):
-        conversation.say(role, text)
-    conversation.say("user", "5")
+        conversation.add_message(role, text)
+    conversation.add_message("user", "5")
     assert conversation.turn_starts() == [0, 2, 4]
-    assert [m["content"] for m in conversation.to_send(2)] == ["Be brief.", "3", "4", "5"]
+    assert [m["content"] for m in conversation.messages_to_send(2)] == ["Be brief.", "3", "4", "5"]
     conversation.messages.pop()
     del conversation.messages[:2]
-    assert [m["content"] for m in conversation.to_send()] == ["Be brief.", "3", "4"]
+    assert [m["content"] for m in conversation.messages_to_send()] == ["Be brief.", "3", "4"]
     conversation.save(tmp_path / "saved.json")
     saved = json.loads((tmp_path / "saved.json").read_text(encoding="utf-8"))
-    assert saved == conversation.to_send()
+    assert saved == conversation.messages_to_send()
 
 
 @pytest.mark.slow

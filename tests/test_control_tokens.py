@@ -344,6 +344,6 @@ def test_alike_special_tokens_are_compared_once_a_place():
     backend = byte_level()
     names = [f"<SPECIAL_{i}>" for i in range(1000)]
     backend.add_special_tokens(names)
-    pattern = make(backend)._control_tokens._pattern
+    pattern = make(backend)._control_tokens._token_pattern
     assert pattern.pattern.count("SPECIAL_") == 1
     assert pattern.findall("<" + "".join(names) + "<SPECIAL_1000>") == names

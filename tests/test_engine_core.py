@@ -89,7 +89,7 @@ class Rig:
         self.scheduler = Scheduler(info)
         self.core = EngineCore(self.device, self.scheduler, self.admission, clock=self.clock)
         self.core.inbox = self.inbox = Inbox(self)
-        self.core._calls = IdleCalls(self.inbox, self.core.shutdown_error)
+        self.core._idle_calls = IdleCalls(self.inbox, self.core.shutdown_error)
 
     def clock(self):
         return self.now
@@ -481,7 +481,7 @@ def test_a_call_runs_with_no_step_in_flight():
     rig.turns(1)
     assert future.result(0) == 5
     assert seen == [(1, 2, 0)]
-    assert len(rig.core._calls) == 0
+    assert len(rig.core._idle_calls) == 0
     assert rig.device.calls[-1] == "launch"
 
 

@@ -192,7 +192,7 @@ def test_only_the_last_templates_of_calls_are_kept_compiled():
         llm.tokenize(HELLO, chat_template="39{{ 'x' }}")
         found = template._compile_cached.cache_info()
         assert (found.currsize, found.hits, found.misses) == (8, 1, 40)
-        assert len(template._compiled) == 1
+        assert len(template._compiled_templates) == 1
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}

@@ -87,7 +87,7 @@ class FaultyExecutor(FakeExecutor):
         super().launch(batch)
 
     def collect(self):
-        self._meet("collect", self._queue[0].step)
+        self._meet("collect", self._launched_batches[0].step)
         return super().collect()
 
     def _meet(self, where, step):

@@ -429,7 +429,7 @@ def test_a_file_that_is_cut_short_while_it_is_mapped_is_not_read(plain, tmp_path
 def test_a_truncated_file_is_refused_wherever_it_ends(whole, tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(whole)
-    header = min(t.start for t in GGUFFile(path).tensors.values())
+    header = min(t.start_offset for t in GGUFFile(path).tensors.values())
     for end in [*range(0, header, 97), header, (header + len(whole)) // 2, len(whole) - 1]:
         path.write_bytes(whole[:end])
         message = refused(path)

@@ -499,7 +499,7 @@ def test_closing_lets_a_paused_engine_finish(run, paused):
             if paused == "at the same time":
                 await anyio.to_thread.run_sync(blocking_until, lambda: engine.stats().num_running)
                 group.start_soon(engine.pause)
-                await until(lambda: core_of(engine)._calls)
+                await until(lambda: core_of(engine)._idle_calls)
             rig.executor.gate.release(100)
             with anyio.fail_after(10):
                 await engine.aclose(drain=None)
@@ -565,7 +565,7 @@ def hung_engine():
     engine._start_blocking()
     stream = engine.stream([1], max_tokens=9)
     core = core_of(engine)
-    blocking_until(lambda: core.stats().num_steps == 2 and core._on_device_since is not None)
+    blocking_until(lambda: core.stats().num_steps == 2 and core._executor_call_began_at is not None)
     return rig, engine, stream, core
 
 
@@ -707,7 +707,7 @@ def test_a_loop_may_come_while_another_looks_for_those_that_are_gone():
                 thread.join()
             return True
 
-    registry._by_loop |= {"one": Gone(), "two": Gone()}
+    registry._mailbox_by_loop |= {"one": Gone(), "two": Gone()}
     mailbox = asyncio.run(come())
     assert Gone.coming
     # The other loop has removed them already.

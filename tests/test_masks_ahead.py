@@ -74,7 +74,7 @@ class SlowRig(Rig):
         super().__init__(**limits)
         self.matcher = SlowMatcher(self)
         self.matcher.slow = slow
-        self.core._masks._clock = self.clock
+        self.core._mask_maker._clock = self.clock
         self.hostile = self.group(LENGTH, name="slow")
         self.request = self.hostile.members[0]
         self.grammar = self.request.structured_output = StructuredOutput(self.matcher)
@@ -82,7 +82,7 @@ class SlowRig(Rig):
 
     def until_ahead(self) -> None:
         """Until its next mask is being made on the thread."""
-        while not self.core._masks.num_pending:
+        while not self.core._mask_maker.num_pending:
             assert not self.request.finished
             self.steps(1)
         while not self.matcher.num_elsewhere:
@@ -92,8 +92,8 @@ class SlowRig(Rig):
         """Open the gate and take steps to the end; the tokens of the slow request."""
         self.matcher.gate.set()
         while not self.request.finished:
-            if self.grammar.ahead is not None and self.core._masks.num_pending:
-                self.grammar.ahead.exception(10)
+            if self.grammar.next_mask is not None and self.core._mask_maker.num_pending:
+                self.grammar.next_mask.exception(10)
             self.steps(1)
             self.scheduler.check_integrity()
         return self.request.output_token_ids
@@ -113,7 +113,7 @@ def rig(depth: int) -> Iterator[SlowRig]:
     made = SlowRig(pipeline_depth=depth)
     yield made
     made.matcher.gate.set()
-    made.core._masks.close()
+    made.core._mask_maker.close()
 
 
 def test_neighbours_go_on_while_a_mask_is_made(rig: SlowRig, depth: int) -> None:
@@ -135,7 +135,7 @@ def test_quick_masks_are_made_with_their_step(depth: int) -> None:
     rig = SlowRig(slow=False, pipeline_depth=depth)
     rig.finish()
     assert rig.matcher.num_elsewhere == 0
-    assert rig.core._masks._worker is None
+    assert rig.core._mask_maker._worker is None
 
 
 def test_slow_masks_that_hold_up_nobody_are_made_with_their_step() -> None:
@@ -151,12 +151,12 @@ def test_an_abort_leaves_the_mask_in_the_making_to_its_thread(rig: SlowRig) -> N
     rig.steps(4)
     assert rig.request.finish_reason == "abort"
     rig.scheduler.check_integrity()
-    assert rig.core._masks.num_pending == 1
+    assert rig.core._mask_maker.num_pending == 1
     rig.matcher.gate.set()
-    assert rig.grammar.ahead is not None
-    assert rig.grammar.ahead.result(10)[0] is not None
+    assert rig.grammar.next_mask is not None
+    assert rig.grammar.next_mask.result(10)[0] is not None
     rig.steps(1)
-    assert rig.core._masks.num_pending == 0
+    assert rig.core._mask_maker.num_pending == 0
     before = rig.neighbour.num_output_tokens
     rig.steps(4)
     assert rig.neighbour.num_output_tokens > before
@@ -192,13 +192,13 @@ def test_an_error_on_the_thread_ends_its_own_request(rig: SlowRig) -> None:
 
 def test_closing_waits_for_one_mask_and_drops_the_others(rig: SlowRig) -> None:
     rig.until_ahead()
-    waiting = rig.core._masks._worker
+    waiting = rig.core._mask_maker._worker
     assert waiting is not None
     dropped = waiting.submit(lambda: None)
     threading.Timer(0.05, rig.matcher.gate.set).start()
-    rig.core._masks.close()
-    assert rig.grammar.ahead is not None
-    assert rig.grammar.ahead.done()
+    rig.core._mask_maker.close()
+    assert rig.grammar.next_mask is not None
+    assert rig.grammar.next_mask.done()
     assert dropped.cancelled()
     assert not any(one.name.startswith("asyncllm-masks") for one in threading.enumerate())
 

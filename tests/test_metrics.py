@@ -310,7 +310,7 @@ async def test_closed_metrics_count_no_more():
         await engine.generate([1], max_tokens=1)
         assert metrics.render() == b""
         (record,) = metrics._records
-        assert record.finished["length"] == 1
+        assert record.num_finished["length"] == 1
 
 
 async def test_a_closed_engine_keeps_its_counts_and_has_nothing_live():

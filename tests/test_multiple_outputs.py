@@ -48,8 +48,8 @@ class SeededExecutor(FakeExecutor):
         self._seed = self._seeds[batch.req_indices[row]]
         super()._sample(batch, row, states, result, mask)
 
-    def _token(self, states):
-        return mix(super()._token(states), self._seed) % self.info.vocab_size
+    def _next_token(self, states):
+        return mix(super()._next_token(states), self._seed) % self.info.vocab_size
 
     def of_seed(self, prompt, count, seed):
         self._seed = seed
@@ -308,7 +308,7 @@ def test_a_thread_reads_all_outputs():
     engine = rig.engine()
     engine._start_blocking()
     with LLM(engine=engine) as llm:
-        llm._owned = True
+        llm._owns_engine = True
         tokens, _, _ = by_index(list(llm.stream(PROMPT, params)))
         batch = llm.generate([PROMPT, [1, 2]], params)
     outputs = expected(rig, params, 4)
@@ -323,12 +323,12 @@ def test_any_order_of_tokens_ends_and_reads(actions):
     rig = Rig()
     group = rig.group(9, 9, 9, max_unread=3)
     stream = TokenStream(group.members[0], rig.core, lambda: None)
-    rig.core._drain()
+    rig.core._run_commands()
     written = {0: [], 1: [], 2: []}
     open_members, deltas = dict(enumerate(group.members)), []
     for action, index in [*actions, ("end", 0), ("end", 1), ("end", 2), *[("read", 0)] * 999]:
         if action == "read":
-            if stream._done:
+            if stream._is_done:
                 break
             if channel_of(stream).items or channel_of(stream).final is not None:
                 deltas.append(stream._take_delta())

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from asyncllm import AsyncLLMEngine
 from asyncllm.sampling_params import INTEGER_BOUNDS, NUMBER_BOUNDS
-from asyncllm.serving.openapi import _ANSWERS, _BODIES, openapi
+from asyncllm.serving.openapi import _ANSWER_TYPES, _BODY_TYPES, openapi
 from asyncllm.testing import fake_engine
 from tests.app_clients import app_client, user
 
@@ -60,7 +60,7 @@ def test_a_field_of_the_protocols_keeps_its_own_bounds() -> None:
 
 def test_no_two_schemas_have_one_name() -> None:
     made: dict[str, Any] = {}
-    for kind in (*_BODIES, *_ANSWERS):
+    for kind in (*_BODY_TYPES, *_ANSWER_TYPES):
         schema = TypeAdapter(kind).json_schema(ref_template="#/components/schemas/{model}")
         for name, part in schema.pop("$defs", {}).items():
             assert made.setdefault(name, part) == part, name

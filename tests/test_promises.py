@@ -105,11 +105,11 @@ def destructors_do_nothing(patch):
 
 
 def an_id_is_free_only_when_the_abort_is_drained(patch):
-    patch.setattr(Admission, "get_live", lambda self, request_id: self._live.get(request_id))
+    patch.setattr(Admission, "get_live", lambda self, request_id: self._live_groups.get(request_id))
     reserve = Admission.reserve
 
     def strict(self, request, num_tokens):
-        assert request.request_id not in self._live
+        assert request.request_id not in self._live_groups
         reserve(self, request, num_tokens)
 
     patch.setattr(Admission, "reserve", strict)
@@ -154,7 +154,7 @@ async def the_queue_is_bounded():
 
 
 def the_queue_takes_everything(patch):
-    patch.setattr(Admission, "_lacks", lambda self, num_requests, num_tokens: None)
+    patch.setattr(Admission, "_check_room", lambda self, num_requests, num_tokens: None)
 
 
 def places_are_never_given_back(patch):
@@ -247,7 +247,7 @@ def every_delta_wakes(patch):
         deliver(self, event, now)
         channel = event[0].group.channel
         if channel.mailbox is not None:
-            channel.mailbox._posted = False
+            channel.mailbox._is_call_pending = False
             channel.mailbox.notify([channel])
 
     patch.setattr(OutputProcessor, "deliver", eager)
@@ -274,7 +274,7 @@ def the_engine_waits_for_the_loop(patch):
 
     def patient(self, channels):
         sent = notify(self, channels)
-        while self._posted and not self.backend.is_closed():
+        while self._is_call_pending and not self.backend.is_closed():
             time.sleep(0.0005)
         return sent
 

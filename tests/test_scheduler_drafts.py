@@ -131,7 +131,7 @@ async def test_a_token_without_text_in_the_middle_fails_the_request():
         stream = engine.stream(PROMPT, max_tokens=40)
         with pytest.raises(Exception, match=r"token \d+ has no text"):
             await stream.result()
-        assert list(stream._outputs_read()[0].token_ids) == tokens[:10]
+        assert list(stream._make_outputs()[0].token_ids) == tokens[:10]
         assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 

@@ -361,8 +361,8 @@ def _too_old(monkeypatch) -> None:
     publish = StateSnapshots._publish
 
     def older(self, save):
-        if save.num_tokens + self._tokens_per_unit <= len(save.request.token_ids):
-            save.num_tokens += self._tokens_per_unit
+        if save.num_tokens + self._common_block_size <= len(save.request.token_ids):
+            save.num_tokens += self._common_block_size
         publish(self, save)
 
     monkeypatch.setattr(StateSnapshots, "_publish", older)
@@ -375,9 +375,9 @@ def _same_step(monkeypatch) -> None:
     def at_once(self, request, published):
         found = save(self, request, published)
         if found is not None and request.num_computed_tokens <= len(request.token_ids):
-            self._publish(self._saves[-1])
-            self.pool.release((self._saves.pop().block,))
-            self._saving.clear()
+            self._publish(self._pending[-1])
+            self.pool.release((self._pending.pop().block,))
+            self._pending_keys.clear()
         return found
 
     monkeypatch.setattr(StateSnapshots, "save", at_once)
@@ -388,7 +388,7 @@ def _any_epoch(monkeypatch) -> None:
     publish_saved = StateSnapshots.publish_saved
 
     def ignorant(self):
-        for save in self._saves:
+        for save in self._pending:
             save.epoch = save.request.epoch
         publish_saved(self)
 

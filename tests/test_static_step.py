@@ -696,7 +696,7 @@ def unpadded(self: StepBuffer, batch: StepBatch, *rows: Any) -> StepSizes:
 
 def baked(self: TorchAttention, *step: Any) -> FixedPlan:
     found = PLAN(self, *step)
-    return replace(found, hidden=torch.tensor(found.hidden.tolist()))
+    return replace(found, hidden_keys=torch.tensor(found.hidden_keys.tolist()))
 
 
 MISTAKES: dict[str, tuple[Any, str, Any]] = {

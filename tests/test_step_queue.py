@@ -164,9 +164,9 @@ def test_an_index_that_passes_to_another_waits_for_the_step_in_flight():
     late = driver.add([9, 8, 7], 3, GREEDY)
     driver.launch([(late, 0), (other, 1)])
     assert late.req_index == index
-    assert [step.started for step in runner._steps] == [True, False]
+    assert [step.started for step in runner._launched_steps] == [True, False]
     driver.collect()
-    assert [step.started for step in runner._steps] == [True]
+    assert [step.started for step in runner._launched_steps] == [True]
     driver.collect()
     driver.run([late, other], depth=2)
     for seq in (first, late, other):
@@ -179,7 +179,7 @@ def test_a_new_request_elsewhere_does_not_wait():
     driver = Driver(runner)
     driver.launch([(driver.add(PROMPTS[0], 9, DRAWN), 0)])
     driver.launch([(driver.add(PROMPTS[1], 9, GREEDY), 0)])
-    assert [step.started for step in runner._steps] == [True, True]
+    assert [step.started for step in runner._launched_steps] == [True, True]
     runner.discard()
 
 
@@ -192,7 +192,7 @@ def test_short_steps_wait_for_the_host():
 
     def launched(batch: StepBatch) -> None:
         launch(batch)
-        started.append((batch.num_tokens, runner._steps[-1].started))
+        started.append((batch.num_tokens, runner._launched_steps[-1].started))
 
     runner.launch = launched
     assert outputs(runner, ALONE["both"], 2) == expected
@@ -222,7 +222,7 @@ def test_the_forward_pass_of_a_masked_step_runs_while_its_masks_are_made():
 
     def launched(batch: StepBatch) -> None:
         launch(batch)
-        assert runner._steps[-1].started == bool(batch.masked_rows)
+        assert runner._launched_steps[-1].started == bool(batch.masked_rows)
 
     runner.launch = launched
     found = run(runner)
@@ -281,7 +281,7 @@ def test_what_is_in_flight_is_waited_for(end):
     jobs = [next(queue._jobs).args for _ in range(2)]
     assert sorted(job.number for job in jobs) == [1, 2]
     assert all(job.status == 0 for job in jobs)
-    assert not runner._steps
+    assert not runner._launched_steps
 
 
 def test_a_forked_child_is_refused_and_does_not_wait():

@@ -318,7 +318,7 @@ async def test_output_merges_behind_a_stalled_loop():
         blocking_until(lambda: all(channel_of(stream).ended for stream in streams), 30.0)
         assert [len(channel_of(stream).items) for stream in streams] == [13] * 32
         # A wake for the first token, and one for the end.
-        assert len(mailbox_of_this_loop(engine)._ready) <= 2 * len(first)
+        assert len(mailbox_of_this_loop(engine)._channels_to_wake) <= 2 * len(first)
         deltas = [[await read] for read in first] + [[] for _ in streams[16:]]
         for i, stream in enumerate(streams):
             deltas[i] += [delta async for delta in stream]
@@ -524,7 +524,7 @@ async def test_a_delta_that_arrives_with_a_cancellation_is_not_lost():
         mailbox = mailbox_of_this_loop(engine)
         rig.executor.gate.release()
         # This loop is blocked: the wake comes when the test says so.
-        blocking_until(lambda: mailbox._ready)
+        blocking_until(lambda: mailbox._channels_to_wake)
         mailbox._drain()
         assert channel_of(stream).waiter.done()
         read.cancel()
@@ -533,7 +533,7 @@ async def test_a_delta_that_arrives_with_a_cancellation_is_not_lost():
         rig.executor.gate.release(100)
         with pytest.raises(RequestError, match="a read of its stream was cancelled"):
             await stream.result()
-        tokens = stream._outputs_read()[0].token_ids
+        tokens = stream._make_outputs()[0].token_ids
         assert tokens
         assert list(tokens) == rig.executor.reference([1], len(tokens))
 

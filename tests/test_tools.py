@@ -17,7 +17,7 @@ from asyncllm import (
     ToolCall,
     ToolCallDelta,
 )
-from asyncllm.cli.chat import _print
+from asyncllm.cli.chat import _print_answer
 from asyncllm.core.reasoning import Reasoning
 from asyncllm.testing import byte_tokenizer, fake_engine, fake_llm
 from asyncllm.text.chat_template import ChatTemplate
@@ -308,8 +308,8 @@ async def test_a_chat_in_a_terminal_shows_thoughts_and_a_pipe_has_the_answer(
 
     screen: Any = Screen()
     async with thinking_engine("<think>Hm.</think>Yes.") as engine:
-        await _print(engine.chat(ASK), screen)
-        await _print(engine.chat(ASK), None)
+        await _print_answer(engine.chat(ASK), screen)
+        await _print_answer(engine.chat(ASK), None)
     assert "".join(screen) == "Hm.\n\nYes."
     assert capsys.readouterr().out == "Yes."
 

@@ -238,7 +238,7 @@ async def test_a_sampler_that_drops_spans_costs_no_description():
     async with fake().engine() as engine:
         tracing = trace_engine(engine, trace.provider)
         await engine.generate([1], max_tokens=3)
-        assert tracing._open == {}
+        assert tracing._open_spans == {}
     assert trace.spans() == []
 
 

@@ -246,14 +246,14 @@ async def test_frames_are_shared_out():
     pacer = FramePacer(1000)
     pauses = []
     for _ in range(200):
-        pacer.begin()
+        pacer.begin_response()
         pauses.append(pacer.pause)
     assert pauses[0] == pauses[6] == 0
     assert pauses[7] == pytest.approx(0.008)
     assert pauses[63] == pytest.approx(0.064)
     assert pauses[-1] == 0.1
     for _ in range(200):
-        pacer.end()
+        pacer.end_response()
     assert pacer.pause == 0
 
 

@@ -96,7 +96,7 @@ def stream_with_callbacks(
     chat = not isinstance(prompt, str) and len(prompt) > 0
     chat = chat and not isinstance(prompt[0], numbers.Integral)
     stream: TokenStream | None = None
-    refusal: Exception | None = None
+    refusal_error: Exception | None = None
     messages: list[CallbackMessage] = []
     try:
         if chat:
@@ -105,10 +105,10 @@ def stream_with_callbacks(
         else:
             stream = engine.stream(prompt, sampling_params, **options)  # pyright: ignore[reportArgumentType]
     except Exception as error:
-        refusal = error
+        refusal_error = error
     if isinstance(prompt, str):
         text = prompt
-    else:  # a refused prompt may be an object of any type
+    else:  # A refused prompt may be an object of any type.
         text = " ".join(map(str, prompt)) if stream is not None else describe(prompt)
     run = CallbackRun(
         handlers=tuple(handlers),
@@ -126,7 +126,7 @@ def stream_with_callbacks(
         messages=messages if chat else None,
         prompt=buffer_string(messages) if chat else text,
     )
-    return CallbackStream(stream, refusal, run)
+    return CallbackStream(stream, refusal_error, run)
 
 
 def _sampling_fields(sampling_params: SamplingParams | None) -> dict[str, Any]:
@@ -152,15 +152,15 @@ class CallbackStream(Handle):
     """
 
     def __init__(
-        self, stream: TokenStream | None, refusal: Exception | None, run: CallbackRun
+        self, stream: TokenStream | None, refusal_error: Exception | None, run: CallbackRun
     ) -> None:
         self.run_id: uuid.UUID = run.ids["run_id"]
         self._stream = stream
-        self._refusal = refusal
+        self._refusal_error = refusal_error
         self._run = run
         self._message_id = None if run.messages is None else f"run-{self.run_id}"
-        self._started = False
-        self._ended = False
+        self._has_started = False
+        self._has_ended = False
 
     @property
     def request_id(self) -> str | None:
@@ -185,47 +185,47 @@ class CallbackStream(Handle):
             StopAsyncIteration: after the last delta, an exception, or ``aclose()``.
             AsyncLLMError: if the request was refused or failed.
         """
-        if self._ended:
+        if self._has_ended:
             raise StopAsyncIteration
         try:
             return await self._read_next()
         except GeneratorExit:
-            raise  # the task is being destroyed with its event loop: handlers cannot be called
+            raise  # The task is being destroyed with its event loop, so handlers cannot be called.
         except BaseException as error:
-            await self._fail(error)
+            await self._end_run_with_error(error)
             raise
 
     async def _read_next(self) -> Delta:
-        if not self._started:
-            self._started = True
+        if not self._has_started:
+            self._has_started = True
             await self._run.start()
-        if self._refusal is not None:
-            raise self._refusal
+        if self._refusal_error is not None:
+            raise self._refusal_error
         assert self._stream is not None
         delta = await anext(self._stream)
         if delta.text or delta.token_ids:
             chunk = make_chunk(delta, self._stream.num_outputs > 1, self._message_id)
             await self._run.notify("on_llm_new_token", delta.text, chunk=chunk)
         if delta.usage is not None:
-            await self._finish(self._stream)
+            await self._end_run(self._stream)
         return delta
 
-    async def _finish(self, stream: TokenStream) -> None:
-        self._ended = True
+    async def _end_run(self, stream: TokenStream) -> None:
+        self._has_ended = True
         try:
             await self._run.notify("on_llm_end", self._make_result(stream.completion()))
         finally:
             self._run.close()
 
-    async def _fail(self, error: BaseException) -> None:
-        if self._ended:
+    async def _end_run_with_error(self, error: BaseException) -> None:
+        if self._has_ended:
             return
-        self._ended = True
+        self._has_ended = True
         completion = getattr(error, "partial", None)
         if self._stream is not None:
             self._stream.close()
-            # A stream that exceeded its deadline has a partial completion. A failed stream has
-            # none, and raises.
+            # After an exceeded deadline ``completion()`` returns the output so far; after another
+            # failure it raises.
             with contextlib.suppress(Exception):
                 completion = self._stream.completion()
         partial = {} if completion is None else {"response": self._make_result(completion)}
@@ -248,11 +248,11 @@ class CallbackStream(Handle):
         """Abort the request and end the iteration; calls ``on_llm_end`` if the run had started."""
         if self._stream is not None:
             self._stream.close()
-        if self._ended or not self._started or self._stream is None:
-            self._ended = True
+        if self._has_ended or not self._has_started or self._stream is None:
+            self._has_ended = True
             self._run.close()
             return
-        await self._finish(self._stream)
+        await self._end_run(self._stream)
 
     async def __aenter__(self) -> Self:
         return self
@@ -265,8 +265,8 @@ class CallbackStream(Handle):
         async for _ in self:
             pass
         if self._stream is None:
-            assert self._refusal is not None
-            raise self._refusal
+            assert self._refusal_error is not None
+            raise self._refusal_error
         return self._stream.completion()
 
     def __del__(self) -> None:
@@ -333,7 +333,7 @@ class CallbackRun:
         self,
         handler: Any,
         event: str,
-        ignore: str,
+        ignore_attribute: str,
         args: tuple[Any, ...],
         extra: dict[str, Any],
         quiet: bool = False,
@@ -341,7 +341,7 @@ class CallbackRun:
         """Call the method ``event`` of a handler.
 
         Args:
-            ignore: name of the attribute by which a handler declines the event.
+            ignore_attribute: name of the attribute by which a handler declines the event.
 
         Returns:
             False if the handler lacks the method, or if ``on_chat_model_start`` raises
@@ -350,7 +350,7 @@ class CallbackRun:
         method = _get_attribute(handler, event)
         if method is None:
             return False
-        if _get_attribute(handler, ignore):
+        if _get_attribute(handler, ignore_attribute):
             return True
         try:
             if inspect.iscoroutinefunction(method):
@@ -408,17 +408,17 @@ def _get_attribute(handler: Any, name: str) -> Any:
 
 
 def _cancels_reading(error: BaseException) -> bool:
-    """Whether an exception cancels the reading task, rather than coming from the handler itself."""
+    """Whether an exception is a cancellation of the reading task, and not the handler's own."""
     if isinstance(error, GeneratorExit):
         # If the exception was thrown into this task, its traceback has no frame of the handler.
         assert error.__traceback__ is not None
         return error.__traceback__.tb_next is None
     if isinstance(error, asyncio.CancelledError):
-        with contextlib.suppress(RuntimeError):  # on trio, CancelledError is an ordinary exception
+        with contextlib.suppress(RuntimeError):  # On trio, CancelledError is an ordinary exception.
             task = asyncio.current_task()
             return task is None or task.cancelling() > 0
     elif isinstance(error, anyio.get_cancelled_exc_class()):
-        return True  # this is trio's Cancelled, which only trio can create
+        return True  # The exception is trio's Cancelled, which only trio can create.
     return isinstance(error, KeyboardInterrupt)
 
 

@@ -202,7 +202,7 @@ def _make_generation(
         usage: token counts for the message's ``usage_metadata``.
         message_id: see ``make_chunk``.
         suffix: suffix of the generation's type name: "Chunk" for a delta.
-        index: index of the output, if there are several.
+        index: index of the output; None if there is only one.
         metadata: further entries of the message's ``response_metadata``.
     """
     info: dict[str, Any] = {

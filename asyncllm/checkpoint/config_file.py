@@ -33,7 +33,7 @@ class ConfigFile:
 
     Attributes:
         path: the file, for messages.
-        values: the object as it was read.
+        values: the JSON object as it was read.
     """
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:

@@ -13,18 +13,19 @@ class RoutingConfig:
     Attributes:
         top_k: number of experts per token.
         scoring: function from logits to scores; "softmax" is over all experts.
-        renormalise: divide the routing weights of a token by their sum.
+        renormalise: whether to divide the routing weights of a token by their sum.
         least_sum: lower bound of the sum by which ``renormalise`` divides.
         scale: factor of the routing weights after renormalisation.
         num_groups: number of groups of experts, all of equal size.
         top_groups: number of groups from which a token's experts are chosen: those whose two best
             scores have the greatest sum.
-        correction: the router has a bias per expert, which is added to the scores to choose experts
-            but not to compute routing weights.
+        correction: whether the router has a bias per expert that is added to the scores to choose
+            experts, but not to compute routing weights.
         correction_rows: first dimension of the correction bias in a file, if it has two dimensions.
-        bias: the router has a bias on the logits.
-        float32: the router's weights and logits are in float32.
-        expert_scale: each expert has a factor, by which its routing weight is multiplied last.
+        bias: whether the router's logits have a bias.
+        float32: whether the router's weights and logits are in float32.
+        expert_scale: whether each expert has a factor, by which its routing weight is multiplied
+            last.
     """
 
     num_experts: int
@@ -67,7 +68,7 @@ class ExpertsNames:
         parts: names of an expert's gate, up and down projections.
         fused: module that contains the fused ``gate_up_proj`` and ``down_proj`` of all experts.
         fused_router: name of the router in files with fused experts.
-        transposed: fused tensors are ``[experts, in, out]``, with gate and up interleaved.
+        transposed: whether fused tensors are ``[experts, in, out]``, with gate and up interleaved.
         correction, expert_scale: the router's bias per expert and factor per expert.
         shared, shared_gate: the shared expert and its gate.
         router_norm, experts_input_norm, experts_output_norm, mlp_norm: norms of layers with
@@ -99,11 +100,11 @@ class ExpertsConfig:
         layers: one entry per layer: whether it has experts.
         intermediate_size: intermediate size of one expert.
         shared_size: intermediate size of the shared expert, which every token passes; 0 without.
-        shared_gate: the shared expert's output is multiplied by ``sigmoid(logit)``, where a
+        shared_gate: whether the shared expert's output is multiplied by ``sigmoid(logit)``; a
             projection of the hidden state to one number gives the logit.
-        bias: the experts' projections have biases.
-        parallel_to_mlp: layers with experts also have an ordinary MLP; else experts replace the
-            MLP. The MLP, the router and the experts all read the residual, each through its own
+        bias: whether the experts' projections have biases.
+        parallel_to_mlp: whether layers with experts also have an ordinary MLP; else experts replace
+            the MLP. The MLP, the router and the experts all read the residual, each through its own
             norm.
     """
 

@@ -78,8 +78,8 @@ class Family:
         eos_token_ids: ids to use if neither config.json nor generation_config.json has any.
         names: names of a layer's tensors.
         activation: name of the field with the MLP's activation.
-        partial_rotary_factor: default of this field; None if it must be 1.
-        text_part: the entry also applies to the text model of multimodal checkpoints.
+        partial_rotary_factor: default of config.json's field of this name; None if it must be 1.
+        text_part: whether the entry also applies to the text model of multimodal checkpoints.
         is_supported: function that returns whether the decoder supports a file's model; None if it
             supports every model of the family.
         read: function that reads further fields of ModelConfig from a file.
@@ -254,7 +254,7 @@ def _read_olmo3(config: ConfigFile, sizes: Sizes) -> Fields:
 
 
 def _read_phi3(config: ConfigFile, sizes: Sizes) -> Fields:
-    # The first Phi-3 checkpoints call longrope "su" or "yarn".
+    # The first Phi-3 checkpoints call the RoPE kind longrope "su" or "yarn".
     rope = read_rope(config, sizes.rotary_dim, {"su": "longrope", "yarn": "longrope"})
     return {"rope": rope, **_read_uniform_window(config, sizes)}
 

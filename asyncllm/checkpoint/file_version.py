@@ -25,7 +25,7 @@ class FileVersion:
         self.size, self._time = _size_and_time(path)
 
     def check(self) -> None:
-        """Raise ModelLoadError if the file has changed. A deleted file is fine: its mapping
+        """Raise ModelLoadError if the file has changed. A deleted file is accepted: its mapping
         remains."""
         with suppress(FileNotFoundError):
             if _size_and_time(self.path) != (self.size, self._time):

@@ -1,7 +1,7 @@
 """gguf_config: converts the metadata of a GGUF file to the fields of config.json.
 
-transformers' own conversion is not used: it drops the head size and the RoPE factors, so the model
-would compute other results than the file's.
+transformers' own conversion is not used: it drops the head size and the RoPE factors, so the
+results would be wrong.
 """
 
 from __future__ import annotations

@@ -65,12 +65,12 @@ class GGUFTensor:
     Attributes:
         shape: in torch's order: the contiguous dimension is last.
         type: number in ``GGML_TYPES``.
-        start: offset of the first byte in the file.
+        start_offset: offset of the first byte in the file.
     """
 
     shape: tuple[int, ...]
     type: int
-    start: int
+    start_offset: int
     num_bytes: int
 
 
@@ -115,7 +115,7 @@ class GGUFFile:
                 f"{tensor.shape}, expected F32 of at most {MAX_ARRAY_LENGTH} elements"
             )
         with self.path.open("rb") as file:
-            file.seek(tensor.start)
+            file.seek(tensor.start_offset)
             return struct.unpack(f"<{count}f", file.read(tensor.num_bytes))
 
     def _read_header(self, cursor: _Cursor) -> None:
@@ -146,16 +146,16 @@ class GGUFFile:
         for offset, name, shape, kind in sorted(entries):
             if name in self.tensors:
                 raise cursor.error(f"tensor {name!r} is there twice")
-            start = begin + offset
-            if start < end:
+            start_offset = begin + offset
+            if start_offset < end:
                 raise cursor.error(f"tensors {previous!r} and {name!r} overlap")
-            end, previous = start + self._num_bytes(name, shape, kind), name
+            end, previous = start_offset + self._num_bytes(name, shape, kind), name
             if end > len(cursor.data):
                 raise cursor.error(
                     f"the file ends after {len(cursor.data)} bytes, within or before tensor "
                     f"{name!r}, which ends at {end}"
                 )
-            self.tensors[name] = GGUFTensor(shape, kind, start, end - start)
+            self.tensors[name] = GGUFTensor(shape, kind, start_offset, end - start_offset)
 
     def _read_entry(self, cursor: _Cursor) -> tuple[int, str, tuple[int, ...], int]:
         name, dims = cursor.read_name(), cursor.read_number("I")
@@ -204,11 +204,11 @@ class _Cursor:
         )[0]
 
     def read_name(self) -> str:
-        length, start = self.read_number("Q"), self.position
+        length, start_offset = self.read_number("Q"), self.position
         if length > MAX_NAME_BYTES:
             raise self.error(
-                f"the name at byte {start} of the header has {length} bytes, expected at most "
-                f"{MAX_NAME_BYTES}"
+                f"the name at byte {start_offset} of the header has {length} bytes, "
+                f"expected at most {MAX_NAME_BYTES}"
             )
         return self.read_bytes(length).decode("utf-8", "replace")
 

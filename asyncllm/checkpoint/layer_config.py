@@ -16,7 +16,7 @@ class LayerConfig:
         intermediate_size: intermediate size of the MLP.
         kv_layer: index of the earlier layer whose keys and values this layer reads; None if it
             has its own.
-        value_is_key: values are the output of the key projection, before norm and RoPE.
+        value_is_key: whether values are the output of the key projection, before norm and RoPE.
     """
 
     num_kv_heads: int

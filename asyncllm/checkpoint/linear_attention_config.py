@@ -16,9 +16,9 @@ class LinearAttentionConfig:
             consecutive value heads.
         key_dim, value_dim: size of a key head and of a value head.
         conv_width: kernel size of the convolution, the current input included.
-        grouped_by_key_head: the checkpoint's projections have the rows of q, k, v, z and the gates
-            grouped by key head (Qwen3-Next). Otherwise all rows of q come first, then all rows of
-            k, and so on.
+        grouped_by_key_head: whether the checkpoint's projections have the rows of q, k, v, z and
+            the gates grouped by key head (Qwen3-Next). Otherwise all rows of q come first, then all
+            rows of k, and so on.
     """
 
     layers: tuple[bool, ...]

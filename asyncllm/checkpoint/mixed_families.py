@@ -48,21 +48,22 @@ MAX_HEADS, MAX_HEAD_DIM, MAX_CONV_WIDTH = 1024, 1024, 16
 
 
 def _read_routing(
-    config: ConfigFile, *names: str, per_token: str = "num_experts_per_tok", **fields: Any
+    config: ConfigFile, *names: str, per_token_name: str = "num_experts_per_tok", **fields: Any
 ) -> RoutingConfig:
     """Read the number of experts per layer, and per token.
 
     Args:
-        names: fields that may have the number per layer; the first that is present counts.
-        per_token: field with the number per token.
+        names: fields that may have the number of experts per layer; the first that is present
+            counts.
+        per_token_name: name of the field with the number of experts per token.
         fields: other fields of RoutingConfig; ``renormalise`` is read if it is not given.
     """
     config.choice("hidden_act", ("silu", "swish"), "silu")
     name = next((name for name in names if name in config), names[0])
     count = config.integer(name, high=MAX_EXPERTS)
-    top_k = config.integer(per_token, high=MAX_EXPERTS)
+    top_k = config.integer(per_token_name, high=MAX_EXPERTS)
     if top_k > count:
-        raise config.invalid_field(per_token, f"at most {name}={count}")
+        raise config.invalid_field(per_token_name, f"at most {name}={count}")
     if "renormalise" not in fields:
         fields["renormalise"] = config.boolean("norm_topk_prob", False)
     return RoutingConfig(count, top_k, **fields)
@@ -85,8 +86,8 @@ def _read_sparse_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
 
 
 def _read_groups(config: ConfigFile, routing: RoutingConfig) -> RoutingConfig:
-    """Read ``n_group`` and ``topk_group``. ``topk_group`` groups must have ``top_k`` experts or
-    more."""
+    """Read ``n_group`` and ``topk_group``. The chosen groups must have at least ``top_k`` experts
+    together."""
     count, top_k = routing.num_experts, routing.top_k
     groups = config.integer("n_group", 1, high=count)
     if count % groups or (groups > 1 and count // groups < 2):
@@ -219,7 +220,7 @@ def _read_ernie4_5_moe(config: ConfigFile, sizes: Sizes) -> Fields:
     routing = _read_routing(
         config,
         "moe_num_experts",
-        per_token="moe_k",
+        per_token_name="moe_k",
         renormalise=True,
         least_sum=config.number("moe_norm_min", 1e-12, high=1.0),
         correction=True,
@@ -358,8 +359,9 @@ def _read_gemma4(config: ConfigFile, sizes: Sizes) -> Fields:
 
 
 def _read_gemma4_layers(config: ConfigFile, is_sliding: tuple[bool, ...]) -> list[LayerConfig]:
-    """Read the sizes of each layer. Full-attention layers have other heads than sliding ones: files
-    of transformers 5.20 and later list the heads of each such layer, earlier files give them once.
+    """Read the sizes of each layer. Full-attention layers have another number and size of heads
+    than sliding ones: files of transformers 5.20 and later list them per layer, earlier files once
+    for all.
     """
     shared = config.boolean("attention_k_eq_v", False)
     near = LayerConfig(
@@ -397,7 +399,7 @@ def _read_gemma4_experts(config: ConfigFile, sizes: Sizes) -> ExpertsConfig:
         _read_routing(
             config,
             "num_experts",
-            per_token="top_k_experts",
+            per_token_name="top_k_experts",
             renormalise=True,
             expert_scale=True,
         ),

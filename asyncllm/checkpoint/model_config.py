@@ -49,37 +49,38 @@ class ModelConfig:
         architecture: e.g. "Qwen3ForCausalLM".
         max_position_embeddings: the model's context length in tokens.
         dtype: the checkpoint's dtype: "float32", "bfloat16" or "float16"; "float32" by default.
-        is_text_part: the model is the text part of a multimodal checkpoint.
+        is_text_part: whether the model is the text part of a multimodal checkpoint.
         names: names of a layer's tensors. A layer only has the norms that are named here.
         qk_norm: RMSNorm of queries and keys before RoPE: per head (Qwen3), or over all heads
             together if ``norms_whole_projections`` (OLMo 2).
         value_norm: per-head RMSNorm of values, without weights.
         norm_offset: number added to the weights of norms (1 for Gemma).
-        float32_norm_weights: norms multiply by their weight in float32, and round once.
+        float32_norm_weights: whether norms multiply by their weight in float32, and round once.
         attention_bias, output_bias, mlp_bias: biases of the projections q, k and v, of o, and of
             the MLP.
         attention_scale: factor of attention scores; None for ``head_dim ** -0.5``.
         attention_softcap, logits_softcap: cap of attention scores and of logits:
             ``cap * tanh(x / cap)``; None without.
         embedding_multiplier: factor of embeddings.
-        rounds_embedding_multiplier: that factor is first rounded to the model's dtype.
+        rounds_embedding_multiplier: whether ``embedding_multiplier`` is first rounded to the
+            model's dtype.
         residual_multiplier: factor of a block's output, before it is added to the residual.
         logits_divisor: divisor of the logits.
         rope: RoPE of all layers if ``layer_ropes`` is empty.
         layer_ropes: RoPE of each layer; empty if all layers have ``rope``.
         rotary_dim: number of leading elements of a head that RoPE rotates; None for all.
-        interleaved_rope: RoPE rotates pairs of adjacent elements, instead of pairing the first
-            half of a head with the second.
+        interleaved_rope: whether RoPE rotates pairs of adjacent elements, instead of pairing the
+            first half of a head with the second.
         sliding_window: number of positions that a token attends to, itself included, in sliding
             layers; None without such layers.
         sliding_layers: one entry per layer: whether it has the sliding window.
         layers: sizes of each layer if they differ; () if all are equal.
         layer_input: configuration of per-layer embeddings; None without.
-        layer_scalar: each layer's output is multiplied by a number from the checkpoint.
-        sinks: attention has a learned logit per query head, which takes part in the softmax of the
-            scores.
-        gated_attention: attention's output is multiplied, element by element, by the sigmoid of a
-            gate. In a checkpoint the gate rows of a head follow its query rows.
+        layer_scalar: whether each layer's output is multiplied by a number from the checkpoint.
+        sinks: whether attention has a learned logit per query head, which takes part in the softmax
+            of the scores.
+        gated_attention: whether attention's output is multiplied, element by element, by the
+            sigmoid of a gate. In a checkpoint the gate rows of a head follow its query rows.
         linear_attention: configuration of layers with linear attention; None without.
         experts: configuration of layers with experts; None without.
         num_unused_layers: number of further layers in the checkpoint that the decoder does not run
@@ -175,10 +176,10 @@ class ModelConfig:
             if overrides:
                 accepted = f"None with {directory}: a GGUF file has no config.json"
                 raise check.invalid("hf_overrides", overrides, accepted)
-            config, generation = gguf_config(GGUFFile(directory)), ConfigFile(directory, {})
+            config, generation_config = gguf_config(GGUFFile(directory)), ConfigFile(directory, {})
         else:
             config = ConfigFile.read(directory / "config.json").with_overrides(overrides)
-            generation = read_generation_config(directory, has_defaults)
+            generation_config = read_generation_config(directory, has_defaults)
         family, config, is_text_part = _resolve_family(config)
         vocab_size = config.integer("vocab_size")
         num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
@@ -212,8 +213,8 @@ class ModelConfig:
             names=family.names,
             activation=ACTIVATIONS[config.choice(family.activation, tuple(ACTIVATIONS), "silu")],
             quantization=quant_method(config),
-            generation_defaults=generation_defaults(generation),
-            eos_token_ids=_read_eos_token_ids(config, generation, family, vocab_size),
+            generation_defaults=generation_defaults(generation_config),
+            eos_token_ids=_read_eos_token_ids(config, generation_config, family, vocab_size),
             **fields,
         )
 
@@ -348,9 +349,9 @@ def _read_dtype(config: ConfigFile) -> str:
 
 
 def _read_eos_token_ids(
-    config: ConfigFile, generation: ConfigFile, family: Family, vocab_size: int
+    config: ConfigFile, generation_config: ConfigFile, family: Family, vocab_size: int
 ) -> tuple[int, ...]:
-    eos = generation.token_ids("eos_token_id", vocab_size)
+    eos = generation_config.token_ids("eos_token_id", vocab_size)
     eos += config.token_ids("eos_token_id", vocab_size)
     if not eos and "eos_token_id" not in config.values:
         eos = tuple(each for each in family.eos_token_ids if each < vocab_size)
@@ -364,12 +365,12 @@ def read_generation_config(directory: Path, has_defaults: bool) -> ConfigFile:
     return ConfigFile(file.path, kept)
 
 
-def generation_defaults(generation: ConfigFile) -> dict[str, Any]:
+def generation_defaults(generation_config: ConfigFile) -> dict[str, Any]:
     # Check the values at load: otherwise a request that leaves a parameter unset would fail for
     # the file's bad value.
-    values = {name: generation.values[name] for name in NEUTRAL if name in generation}
+    values = {name: generation_config.values[name] for name in NEUTRAL if name in generation_config}
     try:
         params = SamplingParams(**values)
     except InvalidRequestError as error:
-        raise ModelLoadError(f"{generation.path}: {error}") from error
+        raise ModelLoadError(f"{generation_config.path}: {error}") from error
     return {name: getattr(params, name) for name in values}

@@ -41,8 +41,9 @@ class QuantisedTensor:
         zeros: zero points, in the shape of ``scales``; None if all are 0.
         column_groups: ``[in]`` int64, the column of ``scales`` for each input; None if the inputs
             of a block are consecutive. If given, ``block[0]`` is 1.
-        is_signed: codes are int8, not uint8.
-        step: number of rows that are stored together; ``start`` must be a multiple of it.
+        is_signed: whether codes are int8, not uint8.
+        step: number of rows that are stored together; the ``start`` of ``read_rows`` must be a
+            multiple of it.
     """
 
     bits: int

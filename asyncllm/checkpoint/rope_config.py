@@ -27,14 +27,14 @@ class RopeConfig:
 
     Attributes:
         theta: base of the frequencies.
-        kind: how frequencies are scaled; "none" for a layer without RoPE.
+        kind: kind of the frequencies' scaling; "none" for a layer without RoPE.
         factor: factor by which "linear", "llama3", "proportional" and "yarn" stretch positions.
         rotated_fraction: "proportional" rotates this fraction of a head's pairs, the leading ones.
         low_freq_factor, high_freq_factor: parameters of "llama3".
         original_max_position: context length of pretraining, in tokens.
         beta_fast, beta_slow: bounds between which "yarn" interpolates, in rotations within
             ``original_max_position``.
-        truncate: "yarn" rounds these bounds outwards to whole frequencies.
+        truncate: whether "yarn" rounds these two bounds outwards to whole frequencies.
         attention_factor: factor of cosines and sines ("yarn", "longrope").
         short_factors, long_factors: divisor of each frequency in "longrope", for contexts up to
             ``original_max_position`` and for longer ones.
@@ -145,12 +145,12 @@ def read_rope_section(
         factor = section.number("factor", 1.0, open_low=True)
         rotated_fraction = section.number("partial_rotary_factor", 1.0, high=1.0)
         return RopeConfig(theta=theta, kind=kind, factor=factor, rotated_fraction=rotated_fraction)
-    original = _read_original_context(section, config)
+    original_context = _read_original_context(section, config)
     read = {"llama3": _read_llama3, "yarn": _read_yarn, "longrope": _read_longrope}[kind]
-    fields = read(section, config, original, rotary_dim)
+    fields = read(section, config, original_context, rotary_dim)
     if kind == "yarn" and theta <= 1.0:
         raise section.invalid_field("rope_theta", "a number above 1 with yarn")
-    return RopeConfig(theta=theta, kind=kind, original_max_position=original, **fields)
+    return RopeConfig(theta=theta, kind=kind, original_max_position=original_context, **fields)
 
 
 def _read_original_context(section: ConfigFile, config: ConfigFile) -> int:
@@ -162,7 +162,7 @@ def _read_original_context(section: ConfigFile, config: ConfigFile) -> int:
 
 
 def _read_llama3(
-    section: ConfigFile, config: ConfigFile, original: int, dim: int
+    section: ConfigFile, config: ConfigFile, original_context: int, rotary_dim: int
 ) -> dict[str, Any]:
     low = section.number("low_freq_factor", open_low=True)
     high = section.number("high_freq_factor", open_low=True)
@@ -172,9 +172,11 @@ def _read_llama3(
     return {"factor": factor, "low_freq_factor": low, "high_freq_factor": high}
 
 
-def _read_yarn(section: ConfigFile, config: ConfigFile, original: int, dim: int) -> dict[str, Any]:
+def _read_yarn(
+    section: ConfigFile, config: ConfigFile, original_context: int, rotary_dim: int
+) -> dict[str, Any]:
     context = config.values["max_position_embeddings"]
-    factor = section.number("factor", context / original, open_low=True)
+    factor = section.number("factor", context / original_context, open_low=True)
     fast = section.number("beta_fast", 32.0, open_low=True)
     slow = section.number("beta_slow", 1.0, open_low=True)
     if fast < slow:
@@ -198,21 +200,21 @@ def _mscale(factor: float, scale: float = 1.0) -> float:
 
 
 def _read_longrope(
-    section: ConfigFile, config: ConfigFile, original: int, dim: int
+    section: ConfigFile, config: ConfigFile, original_context: int, rotary_dim: int
 ) -> dict[str, Any]:
     context = config.values["max_position_embeddings"]
-    factor = section.number("factor", context / original, open_low=True)
+    factor = section.number("factor", context / original_context, open_low=True)
     implied = 1.0
     if factor > 1.0:
-        if original < 2:
+        if original_context < 2:
             accepted = "an integer from 2 on with longrope"
             raise section.invalid_field("original_max_position_embeddings", accepted)
-        implied = math.sqrt(1.0 + math.log(factor) / math.log(original))
+        implied = math.sqrt(1.0 + math.log(factor) / math.log(original_context))
     return {
         "factor": factor,
         "attention_factor": section.number("attention_factor", implied, open_low=True),
-        "short_factors": _read_factors(section, "short_factor", dim // 2),
-        "long_factors": _read_factors(section, "long_factor", dim // 2),
+        "short_factors": _read_factors(section, "short_factor", rotary_dim // 2),
+        "long_factors": _read_factors(section, "long_factor", rotary_dim // 2),
     }
 
 

@@ -45,8 +45,8 @@ class SafetensorsReader:
 
     def __init__(self, directory: Path) -> None:
         self.tensors: dict[str, TensorInfo] = {}
-        self._files: dict[Path, Any] = {}
-        self._versions: dict[Path, FileVersion] = {}
+        self._mapped_files: dict[Path, Any] = {}
+        self._file_versions: dict[Path, FileVersion] = {}
         for path in weight_files(directory):
             self._add_tensors(path)
         if not self.tensors:
@@ -54,7 +54,7 @@ class SafetensorsReader:
 
     def _add_tensors(self, path: Path) -> None:
         with _read_errors(path):
-            version = self._versions[path] = FileVersion(path)
+            version = self._file_versions[path] = FileVersion(path)
         try:
             # safe_open checks the header against the file's length.
             with _read_errors(path):
@@ -74,13 +74,13 @@ class SafetensorsReader:
             self.tensors[name] = TensorInfo(path, shape, entry["dtype"], end - start)
 
     def _mapped_file(self, path: Path) -> Any:
-        self._versions[path].check()
-        file = self._files.pop(path, None)
+        self._file_versions[path].check()
+        file = self._mapped_files.pop(path, None)
         if file is None:
             file = safe_open(path, framework="pt", device="cpu")
-        self._files[path] = file
-        while len(self._files) > MAX_MAPPED_FILES:
-            del self._files[next(iter(self._files))]
+        self._mapped_files[path] = file
+        while len(self._mapped_files) > MAX_MAPPED_FILES:
+            del self._mapped_files[next(iter(self._mapped_files))]
         return file
 
     def tensor(self, name: str) -> Tensor:
@@ -100,4 +100,4 @@ class SafetensorsReader:
         return None
 
     def close(self) -> None:
-        self._files.clear()
+        self._mapped_files.clear()

@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_BODY = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?!lm_head)")
-_HEAD = re.compile(r"^(?:model\.)?(?:language_model\.)?(lm_head\.)")
+_BODY_PREFIX = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?!lm_head)")
+_HEAD_PREFIX = re.compile(r"^(?:model\.)?(?:language_model\.)?(lm_head\.)")
 
 
 def text_name(name: str) -> str | None:
-    """Name that a multimodal checkpoint's tensor has in the text-only model; None for a tensor of
-    another tower."""
-    head = _HEAD.match(name)
+    """Name in the text-only model of a multimodal checkpoint's tensor; None for a tensor of another
+    tower."""
+    head = _HEAD_PREFIX.match(name)
     if head is not None:
         return head.group(1) + name[head.end() :]
-    body = _BODY.match(name)
+    body = _BODY_PREFIX.match(name)
     return None if body is None else "model." + name[body.end() :]
 
 
@@ -46,13 +46,13 @@ class TextPart:
     def __init__(self, reader: CheckpointReader, architecture: str) -> None:
         self._reader = reader
         self.label, self.ignored = reader.label, reader.ignored
-        self._names = {
+        self._stored_names = {
             known: name for name in reader.tensors if (known := text_name(name)) is not None
         }
         self.tensors: Mapping[str, TensorInfo] = {
-            known: reader.tensors[name] for known, name in self._names.items()
+            known: reader.tensors[name] for known, name in self._stored_names.items()
         }
-        if not any(known.startswith("model.") for known in self._names):
+        if not any(known.startswith("model.") for known in self._stored_names):
             reader.close()
             places = ", ".join(sorted({str(info.file) for info in reader.tensors.values()}))
             first = min(reader.tensors)
@@ -67,13 +67,13 @@ class TextPart:
         )  # fmt: skip
 
     def tensor(self, name: str) -> Tensor:
-        return self._reader.tensor(self._names[name])
+        return self._reader.tensor(self._stored_names[name])
 
     def slices(self, name: str) -> Iterator[Tensor]:
-        return self._reader.slices(self._names[name])
+        return self._reader.slices(self._stored_names[name])
 
     def quantised_tensor(self, name: str) -> QuantisedTensor | None:
-        return self._reader.quantised_tensor(self._names[name])
+        return self._reader.quantised_tensor(self._stored_names[name])
 
     def close(self) -> None:
         self._reader.close()

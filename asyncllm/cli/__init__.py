@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     try:
         code = arguments.run(arguments)
-        sys.stdout.flush()  # flush here, so that an error is raised now instead of at exit
+        sys.stdout.flush()  # Flush here, so that an error is raised now instead of at exit.
         return code
     except InvalidRequestError as error:
         return _print_error(error, 2)
@@ -36,9 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        _drop_output()  # the process that reads the pipe has ended
+        _drop_output()  # The process that reads the pipe has ended.
         return 1
-    except OSError as error:  # for example a full disk
+    except OSError as error:  # Writing may fail, for example because the disk is full.
         _drop_output()
         return _print_error(error, 1)
 
@@ -53,7 +53,7 @@ def _open_missing_streams() -> None:
 
 def _drop_output() -> None:
     """Discard the buffered output, so that flushing it does not raise at exit."""
-    with suppress(OSError):  # standard output may have no file descriptor
+    with suppress(OSError):  # Standard output may have no file descriptor.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

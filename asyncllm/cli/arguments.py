@@ -112,8 +112,8 @@ def _add_serve(commands: Any) -> None:
         "OpenAI's protocol over HTTP and WebSockets",
         "Serves chat completions, completions and responses at http://HOST:PORT/v1. SIGTERM and "
         "Ctrl-C let the answers in flight end; a second one does not wait for them.",
-        samples=False,
-        loop="--no-uvloop",
+        has_sampling=False,
+        loop_flag="--no-uvloop",
     )
     group = parser.add_argument_group("server")
     add = group.add_argument
@@ -160,7 +160,7 @@ def _add_bench(commands: Any) -> None:
         "measure throughput and latency",
         "Runs random prompts at several concurrencies and prints a table. Every stream "
         "generates exactly --output-len tokens.",
-        samples=False,
+        has_sampling=False,
     )
     parser.add_argument(
         "--concurrency",
@@ -186,24 +186,26 @@ def _add_command(
     summary: str,
     description: str,
     *,
-    samples: bool = True,
-    loop: Literal["--uvloop", "--no-uvloop"] = "--uvloop",
+    has_sampling: bool = True,
+    loop_flag: Literal["--uvloop", "--no-uvloop"] = "--uvloop",
 ) -> argparse.ArgumentParser:
-    """Add a command with the common options; if ``samples``, with sampling options too. ``loop`` is
-    the flag that changes the event loop."""
+    """Add a command with the common options, and if ``has_sampling`` with sampling options.
+    ``loop_flag`` is its flag that changes the event loop."""
     parser = commands.add_parser(name, help=summary, description=description)
     parser.add_argument(
         "model", nargs="?", help="directory or hub id; the model in the package if left out"
     )
     parser.set_defaults(run=lambda arguments: importlib.import_module(module).run(arguments))
-    if samples:
+    if has_sampling:
         group = _add_group(parser, "sampling (default: the model's own)", _SAMPLING_OPTIONS)
         group.add_argument("--seed", type=int, metavar="N", help="the same answers every time")
     group = _add_group(parser, "engine", _ENGINE_OPTIONS)
-    if loop == "--uvloop":
-        group.add_argument(loop, action="store_true", help="run on uvloop, if it is installed")
+    if loop_flag == "--uvloop":
+        group.add_argument(loop_flag, action="store_true", help="run on uvloop, if it is installed")
     else:
-        group.add_argument(loop, dest="uvloop", action="store_false", help="run on asyncio's loop")
+        group.add_argument(
+            loop_flag, dest="uvloop", action="store_false", help="run on asyncio's loop"
+        )
         parser.set_defaults(uvloop=importlib.util.find_spec("uvloop") is not None)
     return parser
 

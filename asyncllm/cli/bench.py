@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncllm.cli.measure import LagMeter, describe, machine, percentile
+from asyncllm.cli.measure import LagMeter, format_machine, machine_facts, percentile
 from asyncllm.cli.session import checked_config, context_length, model_name, open_engine, run_async
-from asyncllm.cli.text import seconds
+from asyncllm.cli.text import format_seconds
 from asyncllm.core.execution_report import ExecutionReport
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import InvalidRequestError
@@ -29,8 +29,8 @@ class Row:
     """Measurements at one concurrency; times in seconds."""
 
     concurrency: int
-    requests: int = 0
-    tokens: int = 0
+    num_requests: int = 0
+    num_tokens: int = 0
     duration: float = 0.0
     ttft: list[float] = field(default_factory=list)
     between_tokens: list[float] = field(default_factory=list)
@@ -41,10 +41,10 @@ class Row:
         """Summarise the measurements by medians and 99th percentiles."""
         figures: dict[str, Any] = {
             "concurrency": self.concurrency,
-            "requests": self.requests,
-            "output_tokens": self.tokens,
+            "requests": self.num_requests,
+            "output_tokens": self.num_tokens,
             "seconds": self.duration,
-            "tokens_per_second": self.tokens / self.duration,
+            "tokens_per_second": self.num_tokens / self.duration,
         }
         for name in ("ttft", "between_tokens", "loop_lag", "cancel_to_free"):
             values = getattr(self, name)
@@ -54,7 +54,7 @@ class Row:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+    """Run the command; returns the exit code."""
     if arguments.json is not None:
         _check_writable(arguments.json)
     result = run_async(arguments, lambda: _main(arguments))
@@ -67,14 +67,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _main(arguments: argparse.Namespace) -> dict[str, Any]:
     config = checked_config(arguments)
-    facts = machine(config.device)
+    facts = machine_facts(config.device)
     async with open_engine(config) as engine:
         _check_lengths(engine, arguments)
         load = Load(engine, arguments.prompt_len, arguments.output_len, arguments.seed)
         await load.warm_up()
         report = await engine.execution_report()
-        print(describe(facts))
-        print(describe_path(report, config.attention_backend))
+        print(format_machine(facts))
+        print(describe_execution(report, config.attention_backend))
         result = {
             "machine": facts,
             "command": ["asyncllm", *sys.argv[1:]],
@@ -167,8 +167,8 @@ class Load:
                     row.between_tokens.append(now - last)
                 last, seen, usage = now, seen + len(delta.token_ids), delta.usage
             assert usage is not None
-            row.requests += 1
-            row.tokens += seen
+            row.num_requests += 1
+            row.num_tokens += seen
 
     async def _measure_aborts(self, row: Row) -> None:
         """Measure the time from an abort until the stream's blocks are free, one stream at a time,
@@ -190,7 +190,7 @@ class Load:
             await stream.result()
 
 
-def describe_path(report: ExecutionReport, attention_backend: str) -> str:
+def describe_execution(report: ExecutionReport, attention_backend: str) -> str:
     """Describe which ops run and why, and how many bytes a step reads."""
     count = report.num_threads
     threads = "" if count is None else f" on {count} thread{'s' * (count != 1)}"
@@ -241,7 +241,7 @@ _COLUMNS = (
 def _format_cell(name: str, value: Any) -> str:
     if name == "concurrency":
         return str(value)
-    return f"{value:.0f}" if name == "tokens_per_second" else seconds(value)
+    return f"{value:.0f}" if name == "tokens_per_second" else format_seconds(value)
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:

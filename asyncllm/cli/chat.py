@@ -20,7 +20,7 @@ from asyncllm.cli.conversation import Conversation, count_tokens, room_for_messa
 from asyncllm.cli.flow import WordWrapper
 from asyncllm.cli.prompt_line import read_message, without_echo
 from asyncllm.cli.session import checked_config, loop_factory, model_name, open_engine
-from asyncllm.cli.text import printable, rate, seconds
+from asyncllm.cli.text import format_rate, format_seconds, printable
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import ContextLengthExceededError, EngineOverloadedError, RequestError
 from asyncllm.outputs import Completion, Usage
@@ -31,7 +31,7 @@ _PROMPT = "› "
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+    """Run the command; returns the exit code."""
     config = checked_config(arguments)
     options = {"loop_factory": loop_factory(arguments)}
     with (
@@ -52,8 +52,8 @@ class Chat:
         self._sampling = sampling_options(arguments)
         self._seed: int | None = arguments.seed
         self._conversation = Conversation(arguments.system)
-        self._terminal = sys.stdin.isatty() and sys.stdout.isatty()
-        self._failed = False
+        self._is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        self._has_failed = False
         self._commands: dict[str, tuple[str, Callable[[str], None]]] = {
             "/help": ("what there is", self._help),
             "/reset": ("forget what was said", self._reset),
@@ -65,23 +65,23 @@ class Chat:
 
     def converse(self) -> int:
         """Run the conversation until the user leaves; returns the exit code."""
-        if self._terminal:
+        if self._is_terminal:
             self._greet()
         leaving = False
         while True:
             try:
-                message = read_message(_PROMPT if self._terminal else None)
+                message = read_message(_PROMPT if self._is_terminal else None)
             except EOFError:
-                if self._terminal:
+                if self._is_terminal:
                     print()
                 return self._exit_code()
             except KeyboardInterrupt:
-                if not self._terminal:
+                if not self._is_terminal:
                     raise
                 print()
                 if leaving:
                     return 0
-                self._note("Ctrl-C again, or Ctrl-D, leaves.")
+                self._print_note("Ctrl-C again, or Ctrl-D, leaves.")
                 leaving = True
                 continue
             leaving = False
@@ -103,39 +103,39 @@ class Chat:
     def _exit_code(self) -> int:
         """Exit code: 1 after a failure if input is a pipe; 0 on a terminal, where the user has seen
         the message."""
-        return 1 if self._failed and not self._terminal else 0
+        return 1 if self._has_failed and not self._is_terminal else 0
 
     def _take_turn(self, message: str) -> None:
         word, _, rest = message.partition(" ")
         if word in self._commands:
             self._commands[word][1](rest.strip())
         elif word.startswith("/") and "/" not in word[1:]:
-            self._fail(f"{word}: no such command; /help lists them.")
-        elif self._terminal:
+            self._report_error(f"{word}: no such command; /help lists them.")
+        elif self._is_terminal:
             with without_echo():
                 print()
-                self._answer(message)
+                self._answer_message(message)
                 print()
         else:
-            self._answer(message)
+            self._answer_message(message)
 
     # --- an answer ---------------------------------------------------------------------
 
-    def _answer(self, message: str) -> None:
+    def _answer_message(self, message: str) -> None:
         """Send the conversation with ``message``. A refused message is removed again."""
-        self._conversation.say("user", message)
+        self._conversation.add_message("user", message)
         try:
             start, answer = self._stream_answer()
         except (RequestError, EngineOverloadedError) as error:
             self._conversation.messages.pop()
-            self._fail(f"asyncllm: {' '.join(str(error).split())}")
+            self._report_error(f"asyncllm: {' '.join(str(error).split())}")
             return
         if start:
-            self._note("The context is full: the oldest messages were forgotten.")
+            self._print_note("The context is full: the oldest messages were forgotten.")
             del self._conversation.messages[:start]
-        self._conversation.say("assistant", answer.text)
-        if self._terminal and answer.usage is not None:
-            self._note(_format_figures(answer.usage, answer.finish_reason))
+        self._conversation.add_message("assistant", answer.text)
+        if self._is_terminal and answer.usage is not None:
+            self._print_note(_format_figures(answer.usage, answer.finish_reason))
 
     def _stream_answer(self) -> tuple[int, Completion]:
         """Send as many of the latest turns as fit; returns the index of the first one sent, and the
@@ -143,10 +143,12 @@ class Chat:
         sampling = dict(self._sampling)
         if self._seed is not None:
             sampling["seed"] = self._seed + len(self._conversation.messages)
-        starts = self._starts_that_fit()
+        starts = self._fitting_turn_starts()
         while True:
             try:
-                stream = self._engine.chat(self._conversation.to_send(starts[0]), **sampling)
+                stream = self._engine.chat(
+                    self._conversation.messages_to_send(starts[0]), **sampling
+                )
                 self._print_stream(stream)
             except ContextLengthExceededError:
                 # The KV cache may hold fewer tokens than the context allows.
@@ -156,30 +158,30 @@ class Chat:
             else:
                 return starts[0], self._loop.call(stream.result)
 
-    def _starts_that_fit(self) -> list[int]:
-        """Indices of turns, oldest first, such that the messages from there on leave room for an
-        answer. If even the newest turn alone is too long, only its index."""
+    def _fitting_turn_starts(self) -> list[int]:
+        """Indices of the turns, oldest first, from which on the messages leave room for an answer.
+        If the newest turn alone is too long, only its index."""
         starts = self._conversation.turn_starts()
-        room = room_for_messages(self._engine, self._sampling.get("max_tokens"))
-        if not self._fits(starts[-1], room):
+        max_tokens = room_for_messages(self._engine, self._sampling.get("max_tokens"))
+        if not self._fits(starts[-1], max_tokens):
             return starts[-1:]
-        while not self._fits(starts[0], room):
+        while not self._fits(starts[0], max_tokens):
             del starts[0]
         return starts
 
-    def _fits(self, start: int, room: int) -> bool:
-        return count_tokens(self._engine, self._conversation.to_send(start)) <= room
+    def _fits(self, start: int, max_tokens: int) -> bool:
+        return count_tokens(self._engine, self._conversation.messages_to_send(start)) <= max_tokens
 
     def _print_stream(self, stream: TokenStream) -> None:
         """Print a stream as it arrives. Ctrl-C aborts it and keeps the text so far; if the engine
         hangs, a second Ctrl-C leaves the program."""
-        flow = WordWrapper(sys.stdout, _line_width()) if self._terminal else None
-        reading = self._loop.start_task_soon(_print, stream, flow)
+        flow = WordWrapper(sys.stdout, _line_width()) if self._is_terminal else None
+        reading = self._loop.start_task_soon(_print_answer, stream, flow)
         try:
             reading.result()
         except KeyboardInterrupt:
             stream.abort()
-            if not self._terminal:
+            if not self._is_terminal:
                 raise
             reading.result()
         if flow is not None:
@@ -191,51 +193,53 @@ class Chat:
 
     def _help(self, _: str) -> None:
         for name, (what, _run) in self._commands.items():
-            self._note(f"{name:8} {what}")
-        self._note("A backslash at the end of a line goes on in the next; Ctrl-C stops an answer.")
+            self._print_note(f"{name:8} {what}")
+        self._print_note(
+            "A backslash at the end of a line goes on in the next; Ctrl-C stops an answer."
+        )
 
     def _reset(self, _: str) -> None:
         self._conversation.messages.clear()
-        self._note("Forgotten.")
+        self._print_note("Forgotten.")
 
     def _set_system(self, text: str) -> None:
         self._conversation.system = text or None
-        self._note("The system prompt is set." if text else "There is no system prompt now.")
+        self._print_note("The system prompt is set." if text else "There is no system prompt now.")
 
     def _save(self, name: str) -> None:
         if not name:
-            self._fail("/save FILE: the name of the file is missing.")
+            self._report_error("/save FILE: the name of the file is missing.")
             return
         try:
             self._conversation.save(Path(name).expanduser())
         except OSError as error:
-            self._fail(f"/save {name}: {error.strerror}")
+            self._report_error(f"/save {name}: {error.strerror}")
         else:
-            self._note(f"Saved {len(self._conversation.messages)} messages to {name}.")
+            self._print_note(f"Saved {len(self._conversation.messages)} messages to {name}.")
 
     def _stats(self, _: str) -> None:
         stats = self._engine.stats()
         hits = stats.prefix_cache_hits / max(stats.prefix_cache_queries, 1)
-        self._note(
+        self._print_note(
             f"{stats.num_requests} requests, {stats.prompt_tokens} prompt tokens "
             f"({hits:.0%} from the prefix cache), {stats.generation_tokens} generated, "
             f"{stats.num_free_blocks} of {stats.num_blocks} KV blocks free"
         )
 
-    def _note(self, text: str) -> None:
+    def _print_note(self, text: str) -> None:
         """Print a line outside the conversation; on standard error if output is a pipe."""
-        if self._terminal:
+        if self._is_terminal:
             text = textwrap.fill(text, _line_width(), initial_indent="  ", subsequent_indent="  ")
             print(f"\033[2m{text}\033[0m", flush=True)
         else:
             print(text, file=sys.stderr, flush=True)
 
-    def _fail(self, text: str) -> None:
-        self._failed = True
-        self._note(text)
+    def _report_error(self, text: str) -> None:
+        self._has_failed = True
+        self._print_note(text)
 
 
-async def _print(stream: TokenStream, flow: WordWrapper | None) -> None:
+async def _print_answer(stream: TokenStream, flow: WordWrapper | None) -> None:
     """Print the answer, and on a terminal the reasoning before it."""
     thinking = False
     async for delta in stream:
@@ -261,10 +265,10 @@ def _format_figures(usage: Usage, reason: str | None) -> str:
     ending = {"stop": "", "abort": ", stopped", "length": ", cut at its longest"}
     speed = "–"
     if usage.ttft is not None:
-        speed = rate(usage.completion_tokens - 1, usage.total_time - usage.ttft)
+        speed = format_rate(usage.completion_tokens - 1, usage.total_time - usage.ttft)
     cached = f", {usage.cached_tokens} cached" if usage.cached_tokens else ""
     return (
-        f"first token {seconds(usage.ttft)}, {speed}, "
+        f"first token {format_seconds(usage.ttft)}, {speed}, "
         f"{usage.prompt_tokens} + {usage.completion_tokens} tokens{cached}"
         f"{ending.get(reason or '', '')}"
     )

@@ -13,7 +13,7 @@ Message = dict[str, str]
 
 
 class Conversation:
-    """Messages of a chat.
+    """Messages of a chat, with a system prompt.
 
     Attributes:
         system: the system prompt, or None; it is always sent.
@@ -24,12 +24,12 @@ class Conversation:
         self.system = system
         self.messages: list[Message] = []
 
-    def to_send(self, start: int = 0) -> list[Message]:
+    def messages_to_send(self, start: int = 0) -> list[Message]:
         """Messages to send: the system prompt, and the messages from ``start`` on."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, *self.messages[start:]]
 
-    def say(self, role: str, text: str) -> None:
+    def add_message(self, role: str, text: str) -> None:
         self.messages.append({"role": role, "content": text})
 
     def turn_starts(self) -> list[int]:
@@ -38,7 +38,7 @@ class Conversation:
 
     def save(self, file: Path) -> None:
         """Write the messages to a file, as JSON that ``chat()`` accepts."""
-        text = json.dumps(self.to_send(), ensure_ascii=False, indent=2)
+        text = json.dumps(self.messages_to_send(), ensure_ascii=False, indent=2)
         file.write_text(text + "\n", encoding="utf-8")
 
 

@@ -13,14 +13,14 @@ from typing import Any
 from asyncllm.cli.arguments import sampling_options
 from asyncllm.cli.prompts import Prompt, prompts
 from asyncllm.cli.session import checked_config, open_engine, run_async
-from asyncllm.cli.text import one_line, seconds
+from asyncllm.cli.text import format_seconds, one_line
 from asyncllm.cli.tracks import Show, Track, follow_all
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.stream import TokenStream
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+    """Run the command; returns the exit code."""
     return run_async(arguments, lambda: _main(arguments))
 
 
@@ -67,7 +67,7 @@ def _start_stream(engine: AsyncLLMEngine, prompt: Prompt, sampling: dict[str, An
 
 async def _print_when_done(show: Show) -> None:
     """Print each answer as a whole when it ends, for pipes and files."""
-    print(f"{show.count} at once on {show.title}", flush=True)
+    print(f"{show.num_streams_text} at once on {show.title}", flush=True)
     unprinted = list(show.tracks)
 
     def refresh() -> None:
@@ -77,7 +77,7 @@ async def _print_when_done(show: Show) -> None:
 
     await follow_all(show, refresh)
     refresh()
-    print(f"\n{show.totals()}", flush=True)
+    print(f"\n{show.totals_text()}", flush=True)
 
 
 def _format_answer(track: Track) -> str:
@@ -88,7 +88,7 @@ def _format_answer(track: Track) -> str:
     if track.error is not None:
         lines.append(f"    failed: {one_line(track.error, 200)}")
     lines.append(
-        f"    ({track.num_tokens} tokens, first after {seconds(track.ttft)}, "
+        f"    ({track.num_tokens} tokens, first after {format_seconds(track.ttft)}, "
         f"{track.speed}, {track.finish_reason or 'failed'})"
     )
     return "\n".join(lines)

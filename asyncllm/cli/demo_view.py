@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from asyncllm.cli.text import one_line, rate, seconds
+from asyncllm.cli.text import format_rate, format_seconds, one_line
 from asyncllm.cli.tracks import Show, Track, follow_all
 
 _SHORT_HEIGHT = 4
@@ -41,23 +41,25 @@ class View:
         self._console = console
         self._show = show
         columns = 3 if console.width >= 150 else 2 if console.width >= 60 else 1
-        self._tall = [t for t in show.tracks if t.prompt.long][:columns]
-        self._tall_columns = max(len(self._tall), 1)
+        self._tall_tracks = [t for t in show.tracks if t.prompt.long][:columns]
+        self._tall_columns = max(len(self._tall_tracks), 1)
         columns = max(1, min(4, console.width // _SHORT_WIDTH))
-        rows = (console.height - 4 - (_MIN_TALL_HEIGHT if self._tall else 0)) // _SHORT_HEIGHT
-        self._short = [t for t in show.tracks if not t.prompt.long][: max(rows, 0) * columns]
-        self._short_columns = max(min(columns, len(self._short)), 1)
+        rows = (
+            console.height - 4 - (_MIN_TALL_HEIGHT if self._tall_tracks else 0)
+        ) // _SHORT_HEIGHT
+        self._short_tracks = [t for t in show.tracks if not t.prompt.long][: max(rows, 0) * columns]
+        self._short_columns = max(min(columns, len(self._short_tracks)), 1)
 
     def live_frame(self) -> RenderableType:
         """Frame that fits the window, while streams run."""
-        rows = math.ceil(len(self._short) / self._short_columns)
+        rows = math.ceil(len(self._short_tracks) / self._short_columns)
         room = self._console.height - 4 - rows * _SHORT_HEIGHT
         tall_height = min(max(room, 3), _MAX_TALL_HEIGHT)
         return Group(
             self._header(),
-            self._grid(self._tall, self._tall_columns, tall_height),
-            self._grid(self._short, self._short_columns, _SHORT_HEIGHT),
-            self._marks(),
+            self._grid(self._tall_tracks, self._tall_columns, tall_height),
+            self._grid(self._short_tracks, self._short_columns, _SHORT_HEIGHT),
+            self._status_marks(),
             self._status(),
         )
 
@@ -65,21 +67,21 @@ class View:
         """Whole answers and the table of figures."""
         parts: list[RenderableType] = [self._header()]
         for tracks, columns in (
-            (self._tall, self._tall_columns),
-            (self._short, self._short_columns),
+            (self._tall_tracks, self._tall_columns),
+            (self._short_tracks, self._short_columns),
         ):
             for i in range(0, len(tracks), columns):
                 parts.append(self._grid(tracks[i : i + columns], columns, None))
         if len(self._show.tracks) <= _MAX_TABLE_ROWS:
             parts.append(self._table())
-        parts.append(Text(self._show.totals(), style="bold"))
+        parts.append(Text(self._show.totals_text(), style="bold"))
         return parts
 
     def _header(self) -> Text:
         header = Text.assemble(
             (" asyncllm ", "bold reverse"),
             ("  " + self._show.title, "bold"),
-            (f"  {self._show.count} on one event loop", "dim"),
+            (f"  {self._show.num_streams_text} on one event loop", "dim"),
         )
         header.truncate(self._console.width, overflow="ellipsis")
         return header
@@ -106,7 +108,7 @@ class View:
     def _wrap_text(self, track: Track, width: int) -> list[Text]:
         text = track.error or track.text.strip()
         if not track.done:
-            text += _CURSOR if track.first_at is not None else ""
+            text += _CURSOR if track.first_token_at is not None else ""
         return list(Text(text).wrap(self._console, max(width, 1))) or [Text("")]
 
     def _panel(self, track: Track, lines: list[Text], width: int, height: int) -> Panel:
@@ -125,11 +127,13 @@ class View:
             subtitle_align="right",
         )
 
-    def _marks(self) -> Text:
+    def _status_marks(self) -> Text:
         """Status marks, one character per stream, cut to the width of the console."""
         strip = Text(" ")
         for track in self._show.tracks:
-            mark = "✗" if track.error else "●" if track.done else "◐" if track.first_at else "·"
+            mark = (
+                "✗" if track.error else "●" if track.done else "◐" if track.first_token_at else "·"
+            )
             strip.append(mark, style=_track_style(track))
         strip.truncate(self._console.width - 1, overflow="ellipsis")
         return strip
@@ -141,8 +145,8 @@ class View:
             ("waiting", f"{stats.num_waiting}"),
             ("KV", f"{stats.kv_cache_usage:.1%}"),
             ("prefix hits", f"{show.prefix_hit_rate:.0%}"),
-            ("step", seconds(stats.last_step_time)),
-            ("", rate(show.num_tokens, show.elapsed)),
+            ("step", format_seconds(stats.last_step_time)),
+            ("", format_rate(show.num_tokens, show.elapsed)),
         )
         line = Text(" ")
         for name, value in figures:
@@ -164,7 +168,7 @@ class View:
                 track.prompt.kind,
                 one_line(track.prompt.title, asked) if asked > 8 else "",
                 str(track.num_tokens),
-                seconds(track.ttft),
+                format_seconds(track.ttft),
                 track.speed,
                 Text(track.finish_reason or "failed", style=_track_style(track)),
             )
@@ -176,10 +180,10 @@ def _track_style(track: Track) -> str:
         return "red"
     if track.done:
         return "green"
-    return "bright_black" if track.first_at is None else "cyan"
+    return "bright_black" if track.first_token_at is None else "cyan"
 
 
 def _format_figures(track: Track) -> str:
-    if track.first_at is None:
+    if track.first_token_at is None:
         return " failed " if track.error else " waiting "
-    return f" {seconds(track.ttft)} · {track.num_tokens} tokens · {track.speed} "
+    return f" {format_seconds(track.ttft)} · {track.num_tokens} tokens · {track.speed} "

@@ -21,25 +21,25 @@ class WordWrapper:
     def __init__(self, out: TextIO, width: int, margin: int = 2) -> None:
         self._out = out
         self._margin = " " * margin
-        self._room = max(width - margin, 8)
+        self._text_width = max(width - margin, 8)
         self._column = 0
         self._started = False
-        self._space = ""
-        self._word = ""
+        self._pending_space = ""
+        self._pending_word = ""
 
     def write(self, text: str) -> None:
         for part in _PARTS.findall(text):
             if part == "\n":
                 self._put_word()
-                self._space = ""
+                self._pending_space = ""
                 if self._started:
                     self._out.write("\n")
                 self._column = 0
             elif part.isspace():
                 self._put_word()
-                self._space += part
+                self._pending_space += part
             else:
-                self._word += part
+                self._pending_word += part
         self._out.flush()
 
     def finish(self) -> None:
@@ -50,15 +50,18 @@ class WordWrapper:
         self._out.flush()
 
     def _put_word(self) -> None:
-        if not self._word:
+        if not self._pending_word:
             return
-        if self._column and self._column + len(self._space) + len(self._word) > self._room:
+        if (
+            self._column
+            and self._column + len(self._pending_space) + len(self._pending_word) > self._text_width
+        ):
             self._out.write("\n")
             self._column = 0
-            self._space = ""
+            self._pending_space = ""
         if not self._column:
             self._out.write(self._margin)
-        self._out.write(self._space + self._word)
-        self._column += len(self._space) + len(self._word)
+        self._out.write(self._pending_space + self._pending_word)
+        self._column += len(self._pending_space) + len(self._pending_word)
         self._started = True
-        self._space = self._word = ""
+        self._pending_space = self._pending_word = ""

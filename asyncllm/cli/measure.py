@@ -36,11 +36,11 @@ class LagMeter:
 
     def __init__(self) -> None:
         self.lags: list[float] = []
-        self._leaving = False
+        self._is_leaving = False
         self._task: asyncio.Task[None]
 
     async def _tick(self) -> None:
-        while not (self._leaving and self.lags):
+        while not (self._is_leaving and self.lags):
             due = time.perf_counter() + _TICK_SECONDS
             await asyncio.sleep(_TICK_SECONDS)
             self.lags.append(max(time.perf_counter() - due, 0.0))
@@ -50,12 +50,12 @@ class LagMeter:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        self._leaving = True
+        self._is_leaving = True
         await self._task
 
 
-def machine(device: str = "cpu") -> dict[str, str]:
-    """Describe the machine: processor or GPU, system, versions."""
+def machine_facts(device: str = "cpu") -> dict[str, str]:
+    """Facts about the machine, by name: processor or GPU, system, versions."""
     facts = {
         "processor": _processor_name(),
         "cores": str(_num_cores()),
@@ -73,8 +73,8 @@ def machine(device: str = "cpu") -> dict[str, str]:
     return facts
 
 
-def describe(facts: dict[str, str]) -> str:
-    """Format the result of ``machine`` in one line."""
+def format_machine(facts: dict[str, str]) -> str:
+    """Format the result of ``machine_facts`` in one line."""
     gpu = f"{facts['gpu']}, " if "gpu" in facts else ""
     return (
         f"{gpu}{facts['processor']}, {facts['cores']} cores (load {facts['load']}), "

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 
 try:
     import termios
-except ImportError:  # Windows
+except ImportError:  # Windows has no termios.
     termios = None
 
 
@@ -22,7 +22,7 @@ def read_message(prompt: str | None) -> str:
     """
     first, next_ = ("", "") if prompt is None else (_bold_prompt(prompt), "… ")
     lines = [input(first)]
-    with suppress(EOFError):  # the end of the input ends the message
+    with suppress(EOFError):  # The end of the input ends the message.
         while lines[-1].endswith("\\"):
             lines[-1] = lines[-1][:-1]
             lines.append(input(next_))
@@ -55,6 +55,6 @@ def _bold_prompt(prompt: str) -> str:
     except ImportError:
         return prompt
     if "GNU" in (readline.__doc__ or ""):
-        # Python turns this off for its own prompt.
+        # Python switches bracketed paste off for its own prompt.
         readline.parse_and_bind("set enable-bracketed-paste on")
     return f"\001\033[1;36m\002{prompt}\001\033[0m\002"

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 _FACTS = "Nora put the key under the mat. Ben likes soup. Ida lives in Porto. Tom has a red kite."
-_NORA = "Nora is 34 years old and lives in Porto."
+_NORA_FACT = "Nora is 34 years old and lives in Porto."
 _NAMES = "Mia Tom Lena Otto Ruby Max Ida Finn Alice Hugo Nina Theo".split()
-_THINGS = "boat kite lamp drum map clock train violin bell robot".split()
+_TOYS = "boat kite lamp drum map clock train violin bell robot".split()
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,11 @@ def _first_prompts() -> tuple[Prompt, ...]:
         _prompt("story", "Write a short story about Tom and a kite.", long=True),
         _prompt("question", f"{_FACTS} Where is the key?", "Where is the key?"),
         _prompt("sum", "What is 12 + 7?"),
-        _prompt("JSON", f'Fill in this JSON: {{"name": "", "age": 0, "city": ""}}\n{_NORA}', _NORA),
+        _prompt(
+            "JSON",
+            f'Fill in this JSON: {{"name": "", "age": 0, "city": ""}}\n{_NORA_FACT}',
+            _NORA_FACT,
+        ),
         Prompt(
             "chat",
             "What is my name?",
@@ -94,7 +98,7 @@ def _weather() -> dict[str, Any]:
 
 
 def _story_prompt(rng: random.Random) -> Prompt:
-    name, thing = rng.choice(_NAMES), rng.choice(_THINGS)
+    name, thing = rng.choice(_NAMES), rng.choice(_TOYS)
     return _prompt("story", f"Tell me a story about {name} and a {thing}.", long=True)
 
 
@@ -104,7 +108,7 @@ def _sum_prompt(rng: random.Random) -> Prompt:
 
 
 def _colour_prompt(rng: random.Random) -> Prompt:
-    name, thing = rng.choice(_NAMES), rng.choice(_THINGS)
+    name, thing = rng.choice(_NAMES), rng.choice(_TOYS)
     colour = rng.choice(("red", "blue", "green", "yellow"))
     asked = f"What colour is the {thing}?"
     return _prompt("question", f"{name} has a {colour} {thing}. {asked}", asked)

@@ -54,10 +54,16 @@ def checked_config(arguments: argparse.Namespace) -> EngineConfig:
 
 
 @asynccontextmanager
-async def open_engine(given: EngineConfig | AsyncLLMEngine) -> AsyncIterator[AsyncLLMEngine]:
+async def open_engine(
+    engine_or_config: EngineConfig | AsyncLLMEngine,
+) -> AsyncIterator[AsyncLLMEngine]:
     """Start a new or given engine, and close it at the end. On a terminal, show the progress of
     loading."""
-    engine = given if isinstance(given, AsyncLLMEngine) else AsyncLLMEngine(config=given)
+    engine = (
+        engine_or_config
+        if isinstance(engine_or_config, AsyncLLMEngine)
+        else AsyncLLMEngine(config=engine_or_config)
+    )
     if sys.stderr.isatty():
         await _start_with_bar(engine)
     else:
@@ -77,7 +83,7 @@ async def _start_with_bar(engine: AsyncLLMEngine) -> None:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(f"loading {name}", total=None)
 
-        async def follow() -> None:
+        async def show_progress() -> None:
             while True:
                 done, total = engine.load_progress
                 if total:
@@ -89,7 +95,7 @@ async def _start_with_bar(engine: AsyncLLMEngine) -> None:
                     progress.update(task, description=what, completed=done, total=total)
                 await asyncio.sleep(_POLL_SECONDS)
 
-        follower = asyncio.create_task(follow())
+        follower = asyncio.create_task(show_progress())
         try:
             await engine.start()
         finally:

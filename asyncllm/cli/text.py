@@ -16,7 +16,7 @@ def printable(text: str) -> str:
     )
 
 
-def seconds(value: float | None) -> str:
+def format_seconds(value: float | None) -> str:
     """Format a duration with two or three digits: 840 µs, 12 ms, 1.25 s."""
     if value is None:
         return "–"
@@ -27,7 +27,7 @@ def seconds(value: float | None) -> str:
     return f"{value * 1e3:.0f} ms" if value < 0.9995 else f"{value:.2f} s"
 
 
-def rate(tokens: float, duration: float) -> str:
+def format_rate(tokens: float, duration: float) -> str:
     """Format tokens per second."""
     return "–" if duration <= 0 else f"{tokens / duration:.0f} tok/s"
 

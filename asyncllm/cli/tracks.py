@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from asyncllm.cli.prompts import Prompt
 from asyncllm.cli.session import model_name
-from asyncllm.cli.text import printable, rate, seconds
+from asyncllm.cli.text import format_rate, format_seconds, printable
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import AsyncLLMError
 from asyncllm.outputs import EngineStats, FinishReason
@@ -28,8 +28,8 @@ class Track:
     began_at: float
     text: str = ""
     num_tokens: int = 0
-    first_at: float | None = None
-    last_at: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
 
@@ -39,21 +39,21 @@ class Track:
 
     @property
     def ttft(self) -> float | None:
-        return None if self.first_at is None else self.first_at - self.began_at
+        return None if self.first_token_at is None else self.first_token_at - self.began_at
 
     @property
     def speed(self) -> str:
         """Tokens per second after the first token."""
-        if self.first_at is None or self.last_at is None:
+        if self.first_token_at is None or self.last_token_at is None:
             return "–"
-        return rate(self.num_tokens - 1, self.last_at - self.first_at)
+        return format_rate(self.num_tokens - 1, self.last_token_at - self.first_token_at)
 
-    async def follow(self) -> None:
+    async def follow_stream(self) -> None:
         try:
             async for delta in self.stream:
-                self.last_at = time.perf_counter()
-                if self.first_at is None and delta.token_ids:
-                    self.first_at = self.last_at
+                self.last_token_at = time.perf_counter()
+                if self.first_token_at is None and delta.token_ids:
+                    self.first_token_at = self.last_token_at
                 self.text += printable(delta.text)
                 self.num_tokens += len(delta.token_ids)
                 self.finish_reason = delta.finish_reason
@@ -76,7 +76,7 @@ class Show:
         return model_name(self.engine)
 
     @property
-    def count(self) -> str:
+    def num_streams_text(self) -> str:
         return "1 stream" if len(self.tracks) == 1 else f"{len(self.tracks)} streams"
 
     @property
@@ -90,20 +90,24 @@ class Show:
     @property
     def num_at_once(self) -> int:
         """Maximum number of streams that generated tokens at the same time."""
-        spans = [(t.first_at, t.last_at) for t in self.tracks if t.first_at and t.last_at]
+        spans = [
+            (t.first_token_at, t.last_token_at)
+            for t in self.tracks
+            if t.first_token_at and t.last_token_at
+        ]
         return max((sum(a <= at <= b for a, b in spans) for at, _ in spans), default=0)
 
     @property
     def prefix_hit_rate(self) -> float:
         return self.stats.prefix_cache_hits / max(self.stats.prefix_cache_queries, 1)
 
-    def totals(self) -> str:
+    def totals_text(self) -> str:
         """Summary of the demo in one line."""
         first = sorted(track.ttft for track in self.tracks if track.ttft is not None)
-        median = seconds(first[len(first) // 2]) if first else "–"
+        median = format_seconds(first[len(first) // 2]) if first else "–"
         return (
-            f"{self.count}, {self.num_tokens} tokens in {seconds(self.elapsed)}: "
-            f"{rate(self.num_tokens, self.elapsed)} together, first token after {median} "
+            f"{self.num_streams_text}, {self.num_tokens} tokens in {format_seconds(self.elapsed)}: "
+            f"{format_rate(self.num_tokens, self.elapsed)} together, first token after {median} "
             f"(median), up to {self.num_at_once} at once, {self.prefix_hit_rate:.0%} of the prompt "
             "from the prefix cache"
         )
@@ -111,7 +115,7 @@ class Show:
 
 async def follow_all(show: Show, refresh: Callable[[], None]) -> None:
     """Read every stream to its end, and call ``refresh`` about ten times a second."""
-    readers = [asyncio.create_task(track.follow()) for track in show.tracks]
+    readers = [asyncio.create_task(track.follow_stream()) for track in show.tracks]
     try:
         pending = set(readers)
         while pending:

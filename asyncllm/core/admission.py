@@ -18,12 +18,12 @@ from asyncllm.core.request import Request, RequestGroup
 from asyncllm.errors import AsyncLLMError, EngineOverloadedError, InvalidRequestError
 
 _RATE_HALF_LIFE = 5.0
-_MAX_RETRY_AFTER = 60.0
+_MAX_RETRY_SECONDS = 60.0
 
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """Group that waits in line for a place in the full queue.
+    """Group that waits for a place because the queue is full.
 
     Attributes:
         reserved: done when the group has its place in the queue, or failed with the error of
@@ -55,36 +55,36 @@ class Admission:
         self.max_queued_tokens = max_queued_tokens
         self._clock = clock
         self._lock = threading.Lock()
-        self._live: dict[str, RequestGroup] = {}
-        self._replaced: set[RequestGroup] = set()
+        self._live_groups: dict[str, RequestGroup] = {}
+        self._replaced_groups: set[RequestGroup] = set()
         self._num_members = 0
-        self._ended: set[Request] = set()
-        self._num_arrived = 0
-        self._queued: dict[Request, int] = {}
+        self._ended_members: set[Request] = set()
+        self._next_arrival_index = 0
+        self._queued_requests: dict[Request, int] = {}
         self._queued_tokens = 0
         self._queued_of: dict[str | None, tuple[int, int]] = {}
-        self._line: dict[RequestGroup, _Waiter] = {}
+        self._waiters: dict[RequestGroup, _Waiter] = {}
         self._closed: Callable[[], AsyncLLMError] | None = None
-        self._rate = 0.0
-        self._rate_at = clock()
+        self._drain_rate = 0.0
+        self._drain_rate_at = clock()
         self.num_requests = 0
         self.num_rejected = 0
 
     @property
     def num_queued(self) -> int:
-        return len(self._queued)
+        return len(self._queued_requests)
 
     @property
     def num_live(self) -> int:
         """Number of requests that have not ended."""
-        return self._num_members - len(self._ended)
+        return self._num_members - len(self._ended_members)
 
     def get_live(self, request_id: str) -> RequestGroup | None:
-        group = self._live.get(request_id)
+        group = self._live_groups.get(request_id)
         return None if group is None or group.cancelled else group
 
     def reserve(self, group: RequestGroup, num_tokens: int) -> None:
-        """Register a group: a place in the queue and an arrival index for each member.
+        """Register a group: give each member a place in the queue and an arrival index.
 
         Args:
             num_tokens: tokens of the prompt, or an estimate until it is tokenised.
@@ -99,8 +99,8 @@ class Admission:
             lacks = self._admit(group, num_tokens)
             if lacks is not None:
                 self.num_rejected += 1
-                what, surplus = lacks
-                retry_after = self._retry_after(surplus)
+                what, num_to_leave = lacks
+                retry_after = self._retry_after(num_to_leave)
                 message = f"{what}; try again in {retry_after:.2f} s"
                 raise EngineOverloadedError(message, retry_after=retry_after)
 
@@ -125,40 +125,40 @@ class Admission:
         with self._lock:
             if self._admit(group, num_tokens) is None:
                 return None
-            waiter = self._line[group] = _Waiter(num_tokens, is_gone)
+            waiter = self._waiters[group] = _Waiter(num_tokens, is_gone)
             return waiter.reserved
 
     def withdraw(self, group: RequestGroup) -> None:
         """Remove a group from the line of waiting calls, if it stands there."""
-        if group in self._line:
+        if group in self._waiters:
             with self._lock:
-                if self._line.pop(group, None) is not None:
+                if self._waiters.pop(group, None) is not None:
                     group.members = []
             self._advance_line()
 
     def _advance_line(self) -> None:
         """Reserve places for the groups in line, in order, until one does not fit. Call it without
         the lock, whenever a place becomes free: ``reserved`` runs callbacks."""
-        while self._line:
+        while self._waiters:
             with self._lock:
-                if not self._line:
+                if not self._waiters:
                     return
-                group, waiter = next(iter(self._line.items()))
+                group, waiter = next(iter(self._waiters.items()))
                 error = None
                 if group.cancelled or waiter.is_gone():
                     group.members = []
                 elif (
                     not self._has_share(group, waiter.num_tokens)
-                    and self._lacks(len(group.members), waiter.num_tokens) is not None
+                    and self._check_room(len(group.members), waiter.num_tokens) is not None
                 ):
                     return
                 else:
                     try:
-                        self._check(group)
+                        self._check_acceptable(group)
                         self._register(group, waiter.num_tokens)
                     except AsyncLLMError as failure:
                         error, group.members = failure, []
-                del self._line[group]
+                del self._waiters[group]
             if error is None:
                 waiter.reserved.set_result(None)
             else:
@@ -166,25 +166,25 @@ class Admission:
 
     def _admit(self, group: RequestGroup, num_tokens: int) -> tuple[str, int] | None:
         """Register a group if it fits its owner's share and none of its owner waits in line, or if
-        the queue has room and nobody does; otherwise returns what ``_lacks`` does."""
-        self._check(group)
+        the queue has room and nobody does; otherwise return why not, as ``_check_room`` does."""
+        self._check_acceptable(group)
         owner = group.members[0].owner
         if not self._has_share(group, num_tokens) or any(
-            one.owner == owner for waiting in self._line for one in waiting.members[:1]
+            one.owner == owner for waiting in self._waiters for one in waiting.members[:1]
         ):
-            if self._line:
-                return f"{len(self._line)} wait for a place in the queue", len(self._line)
-            lacks = self._lacks(len(group.members), num_tokens)
+            if self._waiters:
+                return f"{len(self._waiters)} wait for a place in the queue", len(self._waiters)
+            lacks = self._check_room(len(group.members), num_tokens)
             if lacks is not None:
                 return lacks
         self._register(group, num_tokens)
         return None
 
-    def _check(self, group: RequestGroup) -> None:
-        """Raise unless a queue with enough places would accept the group."""
+    def _check_acceptable(self, group: RequestGroup) -> None:
+        """Raise an error that refuses the group even if the queue has room."""
         if self._closed is not None:
             raise self._closed()
-        other = self._live.get(group.request_id)
+        other = self._live_groups.get(group.request_id)
         if other is not None and not other.cancelled:
             raise InvalidRequestError(
                 f"request_id={group.request_id!r}: a live request has this id; "
@@ -196,18 +196,18 @@ class Admission:
             raise check.invalid("n", len(group.members), accepted)
 
     def _register(self, group: RequestGroup, num_tokens: int) -> None:
-        other, members = self._live.get(group.request_id), group.members
+        other, members = self._live_groups.get(group.request_id), group.members
         if other is not None:
             # An aborted group frees its id at once, but the engine thread will still call
             # ``forget`` for it.
-            self._replaced.add(other)
-        self._live[group.request_id] = group
+            self._replaced_groups.add(other)
+        self._live_groups[group.request_id] = group
         self._num_members += len(members)
         self._count_queued(members[0].owner, len(members), len(members) * num_tokens)
-        for i, request in enumerate(members, self._num_arrived):
-            self._queued[request] = num_tokens
+        for i, request in enumerate(members, self._next_arrival_index):
+            self._queued_requests[request] = num_tokens
             request.arrival_index = i
-        self._num_arrived += len(members)
+        self._next_arrival_index += len(members)
         self.num_requests += 1
 
     def _count_queued(self, owner: str | None, num_requests: int, num_tokens: int) -> None:
@@ -229,19 +229,19 @@ class Admission:
             or tokens + num_requests * num_tokens <= math.ceil(self.max_queued_tokens / num_owners)
         )
 
-    def _lacks(self, num_requests: int, num_tokens: int) -> tuple[str, int] | None:
+    def _check_room(self, num_requests: int, num_tokens: int) -> tuple[str, int] | None:
         """Why a group does not fit the queue: the message, and how many requests have to leave
         first. None if it fits.
 
         Args:
             num_tokens: number of prompt tokens of each of the ``num_requests`` requests.
         """
-        requests, tokens = len(self._queued), self._queued_tokens
+        requests, tokens = len(self._queued_requests), self._queued_tokens
         num_tokens *= num_requests
         if requests + num_requests > self.max_queued_requests:
             what = f"{requests} requests are queued, max_queued_requests={self.max_queued_requests}"
             return what, requests + num_requests - self.max_queued_requests
-        if self._queued and tokens + num_tokens > self.max_queued_tokens:
+        if self._queued_requests and tokens + num_tokens > self.max_queued_tokens:
             what = (
                 f"{tokens} prompt tokens are queued and {num_tokens} more do not fit into "
                 f"max_queued_tokens={self.max_queued_tokens}"
@@ -250,22 +250,24 @@ class Admission:
             return what, max(1, round(requests * excess / max(tokens, 1)))
         return None
 
-    def _retry_after(self, surplus: int) -> float:
-        if self._rate == 0.0:
-            return 1.0  # the drain rate was not measured yet
-        rate = self._rate * 0.5 ** ((self._clock() - self._rate_at) / _RATE_HALF_LIFE)
-        if rate * _MAX_RETRY_AFTER <= surplus:
-            return _MAX_RETRY_AFTER
-        return max(surplus / rate, 0.01)
+    def _retry_after(self, num_to_leave: int) -> float:
+        if self._drain_rate == 0.0:
+            return 1.0  # The drain rate was not measured yet.
+        rate = self._drain_rate * 0.5 ** ((self._clock() - self._drain_rate_at) / _RATE_HALF_LIFE)
+        if rate * _MAX_RETRY_SECONDS <= num_to_leave:
+            return _MAX_RETRY_SECONDS
+        return max(num_to_leave / rate, 0.01)
 
     def correct_estimate(self, group: RequestGroup, num_tokens: int) -> None:
         """Replace the estimate of a prompt's length once it is tokenised."""
         with self._lock:
             for request in group.members:
-                if request in self._queued:
-                    self._count_queued(request.owner, 0, num_tokens - self._queued[request])
-                    self._queued[request] = num_tokens
-        if self._line:
+                if request in self._queued_requests:
+                    self._count_queued(
+                        request.owner, 0, num_tokens - self._queued_requests[request]
+                    )
+                    self._queued_requests[request] = num_tokens
+        if self._waiters:
             self._advance_line()
 
     def leave_queue(self, request: Request) -> None:
@@ -273,44 +275,44 @@ class Admission:
         ended. Updates the rate at which the queue drains, an exponential average with a half-life
         of 5 s."""
         with self._lock:
-            num_tokens = self._queued.pop(request, None)
+            num_tokens = self._queued_requests.pop(request, None)
             if num_tokens is None:
                 return
             self._count_queued(request.owner, -1, -num_tokens)
             now = self._clock()
-            decay = 0.5 ** ((now - self._rate_at) / _RATE_HALF_LIFE)
-            self._rate = self._rate * decay + 0.6931 / _RATE_HALF_LIFE
-            self._rate_at = now
-        if self._line:
+            decay = 0.5 ** ((now - self._drain_rate_at) / _RATE_HALF_LIFE)
+            self._drain_rate = self._drain_rate * decay + 0.6931 / _RATE_HALF_LIFE
+            self._drain_rate_at = now
+        if self._waiters:
             self._advance_line()
 
     def leave(self, request: Request) -> None:
-        """Count a request as ended while its group goes on."""
+        """Count a request as ended, although other members of its group go on."""
         self.leave_queue(request)
         with self._lock:
-            self._ended.add(request)
+            self._ended_members.add(request)
 
     def forget(self, group: RequestGroup) -> None:
         """Remove a group that has ended, and free its id unless a later group already uses it."""
         for request in group.members:
             self.leave_queue(request)
         with self._lock:
-            if self._live.get(group.request_id) is group:
-                del self._live[group.request_id]
-            elif group in self._replaced:
-                self._replaced.remove(group)
+            if self._live_groups.get(group.request_id) is group:
+                del self._live_groups[group.request_id]
+            elif group in self._replaced_groups:
+                self._replaced_groups.remove(group)
             else:
                 return
             self._num_members -= len(group.members)
-            self._ended.difference_update(group.members)
+            self._ended_members.difference_update(group.members)
 
     def close(self, error: Callable[[], AsyncLLMError]) -> list[RequestGroup]:
-        """Refuse new groups: ``reserve`` raises ``error()`` from now on, and so do the waits of
-        groups in line. Returns every group that has not ended, including aborted ones."""
+        """Refuse new groups: from now on ``reserve`` raises ``error()``, and groups in line fail
+        with it. Returns every group that has not ended, including aborted ones."""
         with self._lock:
             self._closed = error
-            line, self._line = self._line, {}
-            live = [*self._live.values(), *self._replaced]
+            line, self._waiters = self._waiters, {}
+            live = [*self._live_groups.values(), *self._replaced_groups]
         for group, waiter in line.items():
             group.members = []
             waiter.reserved.set_exception(error())

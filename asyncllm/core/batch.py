@@ -28,7 +28,7 @@ class RequestAssignment:
         token_ids: every token, prompt and output; none is in flight when a request is assigned.
         num_prompt_tokens: number of prompt tokens in ``token_ids``.
         block_ids: per KV group the ids of its blocks, including those added for this step, in order
-            of position; the null block in place of blocks that it has given back.
+            of position; the null block in place of blocks that it has freed.
         sampling: resolved parameters: fields with a neutral value are not None, ``seed`` is set,
             and there are no ``logits_processors``.
         eos_token_ids: EOS token ids, which ``min_tokens`` suppresses together with
@@ -53,8 +53,8 @@ class RequestAssignment:
 
 
 class PromptSpan(NamedTuple):
-    """Positions of a row whose logits give prompt log-probabilities. The logits at a position give
-    the log-probability of the prompt's next token.
+    """Positions of a row at which prompt log-probabilities are computed. The logits at a position
+    give the log-probability of the prompt's next token.
 
     Attributes:
         first: the first position; at least the row's start.

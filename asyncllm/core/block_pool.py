@@ -101,7 +101,7 @@ class FreeList:
 
 class BlockPool:
     """All blocks of one KV cache. Block 0 is the null block, which is never handed out: padding
-    writes go there, and it replaces the blocks that a table has given back.
+    writes go there, and it replaces the freed blocks of a block table.
 
     Args:
         num_blocks: blocks in all, the null block included; at least 2.
@@ -113,7 +113,7 @@ class BlockPool:
         self.blocks = [Block(i) for i in range(num_blocks)]
         self.null_block = self.blocks[NULL_BLOCK_ID]
         self.null_block.ref_count = 1
-        self._free = FreeList(self.blocks[1:])
+        self._free_list = FreeList(self.blocks[1:])
         self._by_hash: dict[bytes, Block] = {}
 
     @property
@@ -124,7 +124,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Number of blocks that no request holds, cached or not."""
-        return self._free.count
+        return self._free_list.count
 
     @property
     def num_cached(self) -> int:
@@ -141,9 +141,9 @@ class BlockPool:
         Raises:
             IndexError: if fewer blocks are free; then no block is taken.
         """
-        if count > self._free.count:
-            raise IndexError(f"{count} blocks wanted, {self._free.count} are free")
-        taken = self._free.popleft_n(count)
+        if count > self._free_list.count:
+            raise IndexError(f"{count} blocks wanted, {self._free_list.count} are free")
+        taken = self._free_list.popleft_n(count)
         for block in taken:
             if block.hash is not None:
                 self.unpublish(block)
@@ -153,7 +153,7 @@ class BlockPool:
     def touch(self, block: Block) -> None:
         """Take a reference to a block found by its hash. A free block leaves the free list."""
         if block.ref_count == 0:
-            self._free.remove(block)
+            self._free_list.remove(block)
         block.ref_count += 1
 
     def release(self, blocks: Sequence[Block]) -> None:
@@ -166,9 +166,9 @@ class BlockPool:
             block.ref_count -= 1
             if block.ref_count == 0:
                 if block.hash is None:
-                    self._free.appendleft(block)
+                    self._free_list.appendleft(block)
                 else:
-                    self._free.append(block)
+                    self._free_list.append(block)
 
     def publish(self, block: Block, block_hash: bytes) -> bool:
         """Enter a held block into the prefix cache. Returns False if another block already has this
@@ -187,8 +187,8 @@ class BlockPool:
         del self._by_hash[block.hash]
         block.hash = None
         if block.ref_count == 0 and block.prev is not None:
-            self._free.remove(block)
-            self._free.appendleft(block)
+            self._free_list.remove(block)
+            self._free_list.appendleft(block)
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. Does nothing and returns False while requests hold blocks."""
@@ -209,9 +209,9 @@ class BlockPool:
             ids = [block.block_id for block in blocks]
             assert len(ids) == len(set(ids)), f"a request holds a block twice: {ids}"
             refs.update(ids)
-        free = list(self._free)
+        free = list(self._free_list)
         free_ids = {block.block_id for block in free}
-        assert len(free) == len(free_ids) == self._free.count, "the free list is corrupt"
+        assert len(free) == len(free_ids) == self._free_list.count, "the free list is corrupt"
         assert NULL_BLOCK_ID not in free_ids, "the null block is free"
         assert NULL_BLOCK_ID not in refs, "a request holds the null block"
         for block in self.blocks[1:]:

@@ -25,7 +25,7 @@ The engine thread clears the flag when it queues the channel for a wake, so a ch
 for each wake, plus once for its end. The flag that it clears may belong to a later wait than the
 one it saw: the wake then ends that later wait, and a woken reader sets the flag anew before it
 looks. ``is_backpressured`` and ``num_read`` are such a pair too: the engine thread sets the flag
-and looks at the count again, the reader counts and then looks at the flag.
+and reads the count again; the reader increases the count and then reads the flag.
 
 All of this needs the GIL: single operations on a deque, a list or an attribute are atomic and
 every thread sees them in one order. A free-threaded build (3.13t, 3.14t) promises the former
@@ -117,7 +117,7 @@ class Channel:
     has_reader: bool = False
     is_backpressured: bool = False
     max_merged: int = field(init=False)
-    _ends: list[tuple[End | BaseException]] = field(default_factory=list)
+    _proposed_ends: list[tuple[End | BaseException]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.max_merged = self.max_unread if self.on_slow == "coalesce" else 1
@@ -141,7 +141,8 @@ class Channel:
         self.num_written += 1
 
     def append(self, last: Delta) -> None:
-        """Write the last delta of a request whose group continues. Engine thread only."""
+        """Write the last delta of an output while other outputs of its group continue. Engine
+        thread only."""
         if self.final is None:
             self.items.append(last)
             self.num_written += len(last.token_ids)
@@ -171,11 +172,11 @@ class Channel:
         return True
 
     def offer_end(self, final: End | BaseException) -> bool:
-        """Propose ``final`` as the end. Any thread may call it. Returns True for the first
-        proposal, which is the one that ``end`` makes readable."""
+        """Propose ``final`` as the channel's end. Any thread may call it. Returns True for the
+        first proposal, which is the one that ``end`` makes readable."""
         offer = (final,)
-        self._ends.append(offer)
-        if self._ends[0] is not offer:
+        self._proposed_ends.append(offer)
+        if self._proposed_ends[0] is not offer:
             return False
         if isinstance(final, End) and final.last is not None:
             self.num_written += 1
@@ -184,7 +185,7 @@ class Channel:
     def end(self) -> None:
         """Make the first proposed end readable. Any thread may call it after ``offer_end``. No
         token is written or read after the end."""
-        (self.final,) = self._ends[0]
+        (self.final,) = self._proposed_ends[0]
 
 
 def check_gil() -> None:

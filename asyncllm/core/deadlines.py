@@ -39,14 +39,15 @@ class Deadlines:
         return self._heap[0][0] if self._heap else math.inf
 
     def add(self, group: RequestGroup, num_live: int) -> None:
-        """Watch the deadline of a group.
+        """Add a group, if it has a deadline.
 
         Args:
             num_live: requests of the engine that have not ended.
         """
         heap = self._heap
         if len(heap) > 64 and len(heap) > 4 * num_live:
-            # Most entries have ended: drop them now, because each keeps its group's prompts alive.
+            # Most groups in the heap have ended. Drop them now, because each keeps its prompts
+            # alive.
             heap[:] = [entry for entry in heap if entry[2].unfinished]
             heapq.heapify(heap)
         heapq.heappush(heap, (group.deadline, group.members[0].arrival_index, group))

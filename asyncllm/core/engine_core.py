@@ -36,7 +36,7 @@ from asyncllm.outputs import EngineStats
 from asyncllm.validation import explain
 
 CLOSED = "the engine is closed; expected a started one"
-_PAUSED_GRACE = 1.0
+_PAUSED_GRACE_SECONDS = 1.0
 
 logger = get_logger("asyncllm")
 
@@ -56,11 +56,11 @@ class EngineCore:
         clock: seconds, monotonic.
 
     Attributes:
-        fatal_error: what killed the engine.
+        fatal_error: the exception that killed the engine.
         thread: the engine thread, on which ``check_waiting`` raises.
-        hung: the engine died because a call of the executor did not return in time.
+        hung: whether the engine died because a call of the executor did not return in time.
         close_reason: message of EngineClosedError; CLOSED after the application's own ``aclose``.
-        closed: the engine has closed, and its loop ends.
+        closed: whether the engine has closed; its loop then ends.
     """
 
     def __init__(
@@ -83,16 +83,16 @@ class EngineCore:
         self.hung = False
         self.close_reason = CLOSED
         self._lock = threading.Lock()
-        self._on_device_since: float | None = None
-        self._calls = IdleCalls(self.inbox, self.shutdown_error)
+        self._executor_call_began_at: float | None = None
+        self._idle_calls = IdleCalls(self.inbox, self.shutdown_error)
         self._in_flight: deque[tuple[ScheduledStep, float]] = deque()
         self._deadlines = Deadlines()
-        self._suspended = False
+        self._is_suspended = False
         self._closing_at: float | None = None
         self._only_paused_since: float | None = None
         self.closed = False
-        self._masks = MaskMaker(self.send)
-        self._masked_step = -1
+        self._mask_maker = MaskMaker(self.send)
+        self._sampled_step = -1
         self._num_steps = 0
         self._last_step_time = 0.0
 
@@ -107,7 +107,7 @@ class EngineCore:
         """Run ``run(*args)`` on the engine thread while no step is in flight. Any other thread may
         call it. The future gets the result, or ``shutdown_error`` if the loop ends first."""
         self.check_waiting()
-        return self._calls.submit(run, args)
+        return self._idle_calls.submit(run, args)
 
     def check_waiting(self) -> None:
         """Raise RuntimeError if the caller is the engine thread, which would wait for itself for
@@ -133,7 +133,7 @@ class EngineCore:
 
     def is_idle(self) -> bool:
         """Whether no step is in flight and every call has returned."""
-        return not (self._in_flight or self._calls.due or self._calls)
+        return not (self._in_flight or self._idle_calls.due_calls or self._idle_calls)
 
     def stats(self) -> EngineStats:
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
@@ -184,7 +184,7 @@ class EngineCore:
         the thread changes no state.
         """
         with self._lock:
-            since = self._on_device_since
+            since = self._executor_call_began_at
             if self.hung or since is None or self.clock() - since < timeout:
                 return False
             self.hung = True
@@ -205,25 +205,24 @@ class EngineCore:
         except BaseException as error:
             self.fatal_error = error
             self._fail_all()
-            # The error lives as long as the engine, but the objects in its traceback should be
-            # freed now.
+            # The engine keeps the error, but the objects in its traceback should be freed now.
             clear_frames(error)
         finally:
-            self._calls.close()
+            self._idle_calls.close()
             self._in_flight.clear()
-            self._calls.due.clear()
-            self._masks.close()
+            self._idle_calls.due_calls.clear()
+            self._mask_maker.close()
             with contextlib.suppress(_DeclaredHung):
-                self._on_device(close_executor, self.executor)
+                self._call_executor(close_executor, self.executor)
 
-    def _on_device(self, run: Callable[..., Any], *args: Any) -> Any:
-        """Call the executor. The call may never return; see ``fail_hung``."""
-        self._on_device_since = self.clock()
+    def _call_executor(self, run: Callable[..., Any], *args: Any) -> Any:
+        """Call a method of the executor, which may never return; see ``fail_hung``."""
+        self._executor_call_began_at = self.clock()
         try:
             return run(*args)
         finally:
             with self._lock:
-                self._on_device_since = None
+                self._executor_call_began_at = None
                 if self.hung:
                     raise _DeclaredHung
 
@@ -231,28 +230,28 @@ class EngineCore:
         """Run one turn of the loop. With a pipeline of depth 2, step N+1 runs on the device while
         N's results are processed and N+2 is scheduled. Readers are woken last, right before the
         thread waits and gives up the GIL."""
-        self._drain()
+        self._run_commands()
         self._expire_deadlines()
         if self._closing_at is not None:
             self._check_closing(self._closing_at)
-        if self._calls.due and not self._in_flight:
+        if self._idle_calls.due_calls and not self._in_flight:
             # An exception in a call ends the engine, as an exception in a step does.
-            self._calls.run_due()
+            self._idle_calls.run_due()
         launched = not self.closed and self._launch()
         self.output_processor.flush_wakeups()
         if self.closed:
             return
-        if self._in_flight and (not launched or self._pipeline_full()):
+        if self._in_flight and (not launched or self._is_pipeline_full()):
             self._collect()
         elif not launched and (
-            self._suspended or self._masks.num_pending or not self.scheduler.has_work()
+            self._is_suspended or self._mask_maker.num_pending or not self.scheduler.has_work()
         ):
             self._wait_for_command()
 
-    def _pipeline_full(self) -> bool:
+    def _is_pipeline_full(self) -> bool:
         return len(self._in_flight) >= self.executor.info.pipeline_depth
 
-    def _drain(self) -> None:
+    def _run_commands(self) -> None:
         try:
             while True:
                 self.inbox.get_nowait()()
@@ -271,7 +270,7 @@ class EngineCore:
         command()
 
     def _launch(self) -> bool:
-        if self._suspended or self._calls.due or self._pipeline_full():
+        if self._is_suspended or self._idle_calls.due_calls or self._is_pipeline_full():
             return False
         if not self.scheduler.has_work():
             return False
@@ -289,9 +288,9 @@ class EngineCore:
                 self.admission.leave_queue(request)
         self._in_flight.append((step, now))
         try:
-            self._on_device(self.executor.launch, step.batch)
+            self._call_executor(self.executor.launch, step.batch)
         except StepOutOfMemoryError as error:
-            self._retry_smaller(error)
+            self._roll_back_and_shrink(error)
         self._send_masks()
         return True
 
@@ -299,23 +298,23 @@ class EngineCore:
         """Send the masks of a step with grammars once it is the oldest step in flight, because its
         masks depend on the tokens of all earlier steps."""
         step = self._in_flight[0][0] if self._in_flight else None
-        if step is None or not step.has_grammar_mask or step.batch.step == self._masked_step:
+        if step is None or not step.has_grammar_mask or step.batch.step == self._sampled_step:
             return
-        self._masked_step = step.batch.step
-        masks, ends = self._masks.make(step, self._last_step_time)
+        self._sampled_step = step.batch.step
+        masks, ends = self._mask_maker.make(step, self._last_step_time)
         for request, error in ends:
             if error is None:
                 self.output_processor.complete(request)
             else:
                 self.on_fail(request.group, error)
-        self._on_device(self.executor.sample, masks)
+        self._call_executor(self.executor.sample, masks)
 
     def _collect(self) -> None:
         step, launched_at = self._in_flight[0]
         try:
-            result = self._on_device(self.executor.collect)
+            result = self._call_executor(self.executor.collect)
         except StepOutOfMemoryError as error:
-            self._retry_smaller(error)
+            self._roll_back_and_shrink(error)
             return
         self._in_flight.popleft()
         now = self.clock()
@@ -324,16 +323,16 @@ class EngineCore:
         for event in self.scheduler.update(step, result):
             self.output_processor.deliver(event, now)
         if step.has_grammar_mask:
-            self._masks.make_ahead(step)
+            self._mask_maker.make_ahead(step)
         self.scheduler.budget.recover()
         self._send_masks()
 
-    def _retry_smaller(self, error: StepOutOfMemoryError) -> None:
+    def _roll_back_and_shrink(self, error: StepOutOfMemoryError) -> None:
         """Roll back every step in flight and shrink the token budget. A step of a single token
         cannot shrink: its request fails."""
         steps = [step for step, _ in self._in_flight]
         self._in_flight.clear()
-        self._on_device(self.executor.discard)
+        self._call_executor(self.executor.discard)
         self.scheduler.rollback(steps)
         too_big = self.scheduler.budget.shrink(steps)
         logger.warning(
@@ -382,13 +381,13 @@ class EngineCore:
     def suspend(self, suspended: bool) -> None:
         """Stop or resume scheduling; runs through ``call``. A closing engine is not stopped,
         because it could not be resumed."""
-        self._suspended = suspended and self._closing_at is None
+        self._is_suspended = suspended and self._closing_at is None
 
     def on_close(self, drain: float | None) -> None:
         """End the loop after ``drain`` seconds (0: at once), or, for None, when all requests have
-        finished. A suspended engine is resumed for that. New requests are already refused; the
-        groups in line for a place fail now."""
-        self._suspended = False
+        finished. A suspended engine is resumed, so that its requests can finish. New requests are
+        already refused; the groups in line for a place fail now."""
+        self._is_suspended = False
         self.admission.close(self.shutdown_error)
         closing_at = math.inf if drain is None else self.clock() + drain
         if self._closing_at is None or closing_at < self._closing_at:
@@ -419,7 +418,7 @@ class EngineCore:
         elif self._only_paused_since is None:
             self._only_paused_since = now
         since = self._only_paused_since
-        unread = since is not None and now - since >= _PAUSED_GRACE
+        unread = since is not None and now - since >= _PAUSED_GRACE_SECONDS
         if live == 0 or now >= closing_at or unread:
             for group in self.admission.close(self.shutdown_error):
                 group.cancelled = True
@@ -433,13 +432,13 @@ class EngineCore:
         if self._closing_at is not None:
             soonest = min(soonest, self._closing_at)
             if self._only_paused_since is not None:
-                soonest = min(soonest, self._only_paused_since + _PAUSED_GRACE)
+                soonest = min(soonest, self._only_paused_since + _PAUSED_GRACE_SECONDS)
         return None if soonest == math.inf else min(soonest - self.clock(), 3600.0)
 
     def _fail_all(self) -> None:
         """Fail every live request of a dead engine, and all later calls. Runs on the engine thread,
         or on the thread that declared it hung."""
-        self._calls.close()
+        self._idle_calls.close()
         for group in self.admission.close(self.shutdown_error):
             for request in group.members[-1:]:
                 self.output_processor.close(request, self.shutdown_error())

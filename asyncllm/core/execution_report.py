@@ -21,8 +21,8 @@ class ExecutionReport:
         num_threads: number of threads of the ops; None is torch's default.
         weight_bytes: bytes of all linear layers as stored, the output head included; of experts
             only those that one token uses.
-        kv_bytes_per_token: bytes of KV per token, over all layers. It holds within the windows of
-            layers that have one.
+        kv_bytes_per_token: bytes of KV per token, over all layers. For a layer with a sliding
+            window it holds up to the window's length.
         memory_bandwidth: bytes per second that the engine's own threads read, measured as the
             median of five reads of 256 MiB; None on a GPU.
     """

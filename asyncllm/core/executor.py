@@ -18,7 +18,7 @@ class StepOutOfMemoryError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SamplingLimits:
-    """Limits of the requests that an executor samples without the host.
+    """Limits within which an executor samples a request on the device alone.
 
     Attributes:
         max_logprobs: largest ``logprobs``.
@@ -57,9 +57,9 @@ class ExecutorInfo:
             the first are drafts that the executor made and verified itself. The scheduler reserves
             blocks for the KV of ``max_tokens_per_row - 1`` of them, within ``max_model_len``
             (vLLM's lookahead slots). ``max_num_batched_tokens`` does not count them.
-        sampling_limits: for an executor that launches steps before earlier ones are sampled. A
-            request beyond the limits skips each step until its token in flight is known. None if no
-            request has to wait.
+        sampling_limits: limits of sampling on the device, if steps are launched before earlier ones
+            are sampled. A request beyond them is not scheduled while it has a token in flight. None
+            if no request has to wait.
         step_timeout: seconds after which a step counts as hung, unless the application sets
             ``EngineConfig.step_timeout``.
         has_states: the model is recurrent: each slot has a recurrent state of the tokens computed

@@ -14,55 +14,55 @@ from asyncllm.errors import EngineError
 
 
 class IdleCalls:
-    """Queue of calls, each with a future that is completed in every case.
+    """Queue of calls. The future of each call is completed in every case.
 
     Args:
         inbox: the engine thread's command queue, which delivers the calls.
         shutdown_error: function that makes the error of calls that never run.
 
     Attributes:
-        due: calls that the engine thread has received and not yet run; touched by it alone.
+        due_calls: calls that the engine thread has received and not yet run; touched by it alone.
     """
 
     def __init__(
         self, inbox: queue.SimpleQueue[Callable[[], Any]], shutdown_error: Callable[[], EngineError]
     ) -> None:
-        self.due: deque[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = deque()
+        self.due_calls: deque[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = deque()
         self._inbox = inbox
         self._shutdown_error = shutdown_error
         self._lock = threading.Lock()
-        self._unfinished: set[Future[Any]] | None = set()
+        self._unfinished_futures: set[Future[Any]] | None = set()
 
     def __len__(self) -> int:
         """Number of calls whose future is not completed."""
-        return len(self._unfinished or ())
+        return len(self._unfinished_futures or ())
 
     def submit(self, run: Callable[..., Any], args: tuple[Any, ...]) -> Future[Any]:
         """Queue a call. Any thread may call it. After ``close`` the future has ``shutdown_error()``
         at once."""
         future: Future[Any] = Future()
         with self._lock:
-            if self._unfinished is None:
+            if self._unfinished_futures is None:
                 future.set_exception(self._shutdown_error())
                 return future
-            self._unfinished.add(future)
-        self._inbox.put(partial(self.due.append, (future, run, args)))
+            self._unfinished_futures.add(future)
+        self._inbox.put(partial(self.due_calls.append, (future, run, args)))
         return future
 
     def run_due(self) -> None:
         """Run the due calls. Must run on the engine thread with no step in flight. An exception of
         a call is raised."""
-        while self.due:
-            future, run, args = self.due.popleft()
+        while self.due_calls:
+            future, run, args = self.due_calls.popleft()
             result = run(*args)
             with self._lock:
-                assert self._unfinished is not None
-                self._unfinished.discard(future)
+                assert self._unfinished_futures is not None
+                self._unfinished_futures.discard(future)
             future.set_result(result)
 
     def close(self) -> None:
         """Fail the calls that have not run, and all later ones. Any thread may call it."""
         with self._lock:
-            unfinished, self._unfinished = self._unfinished or set(), None
+            unfinished, self._unfinished_futures = self._unfinished_futures or set(), None
         for future in unfinished:
             future.set_exception(self._shutdown_error())

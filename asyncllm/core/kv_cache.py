@@ -31,48 +31,49 @@ class FullAttentionGroup:
         self._hash_suffix = index.to_bytes(index > 0, "big")
 
     def first_visible(self, num_computed: int) -> int:
-        """Index of the first table entry that the query at position ``num_computed`` reads."""
+        """Index of the first block table entry that the query at position ``num_computed``
+        reads."""
         return 0
 
     def find_prefix(self, request: Request, num_tokens: int) -> list[Block]:
         """Longest cached prefix of the first ``num_tokens`` tokens, as entries of a block table."""
-        found: list[Block] = []
+        hit: list[Block] = []
         find, suffix = self.pool.find, self._hash_suffix
         hashes = request.extend_hashes(self.block_size)
         for i in range(num_tokens // self.block_size):
             block = find(hashes[i] + suffix)
             if block is None:
                 break
-            found.append(block)
-        return found
+            hit.append(block)
+        return hit
 
-    def truncate_hit(self, request: Request, found: list[Block], num_tokens: int) -> list[Block]:
+    def truncate_hit(self, request: Request, hit: list[Block], num_tokens: int) -> list[Block]:
         """Truncate a prefix hit to at most ``num_tokens``, which is less than it covers."""
-        return found[: num_tokens // self.block_size]
+        return hit[: num_tokens // self.block_size]
 
     def publish(self, request: Request, end: int, published: list[Block]) -> None:
-        """Publish the blocks that are full once ``end`` tokens are computed. Append the blocks that
-        are new in the cache to ``published``."""
+        """Publish the blocks that are full once ``end`` tokens are computed. Append to
+        ``published`` those that were not in the cache yet."""
         blocks = request.blocks[self.index]
         hashes = request.extend_hashes(self.block_size)
-        for i in range(self._first_unpublished(request), end // self.block_size):
+        for i in range(self._first_unpublished_block(request), end // self.block_size):
             if self.pool.publish(blocks[i], hashes[i] + self._hash_suffix):
                 published.append(blocks[i])
 
-    def _first_unpublished(self, request: Request) -> int:
+    def _first_unpublished_block(self, request: Request) -> int:
         return request.num_published // self.block_size
 
 
 class SlidingWindowGroup(FullAttentionGroup):
     """Block accounting of one KV group whose queries see the last ``window`` keys, their own
-    included. Blocks that no later query sees are given back; the null block takes their place, so
-    that entries of a table keep their positions."""
+    included. Blocks that no later query sees are freed; the null block takes their place, so that
+    entries of a table keep their positions."""
 
     def __init__(self, spec: KVCacheSpec, index: int, pool: BlockPool, step_tokens: int) -> None:
         super().__init__(spec, index, pool, step_tokens)
         assert spec.window is not None
         self.window = spec.window
-        self._most = spec.max_blocks(NEVER, step_tokens)
+        self._max_visible_blocks = spec.max_blocks(NEVER, step_tokens)
         # Number of blocks at the end of a cached prefix that the next query sees. A cached prefix
         # ends with a full block.
         self._num_visible_blocks = -(-(self.window - 1) // self.block_size)
@@ -84,7 +85,7 @@ class SlidingWindowGroup(FullAttentionGroup):
     def max_entries(self, num_computed: int) -> int:
         """Maximum number of table entries with ``num_computed`` tokens computed: the null blocks
         before the window, and the blocks that a sequence holds at once."""
-        return self.first_visible(num_computed) + self._most
+        return self.first_visible(num_computed) + self._max_visible_blocks
 
     def next_out_of_window(self, num_out_of_window: int) -> int:
         """Number of computed tokens at which the next block leaves the window."""
@@ -107,13 +108,13 @@ class SlidingWindowGroup(FullAttentionGroup):
                 seen.append(block)
         return [self.pool.null_block] * (end - len(seen)) + seen[::-1]
 
-    def truncate_hit(self, request: Request, found: list[Block], num_tokens: int) -> list[Block]:
+    def truncate_hit(self, request: Request, hit: list[Block], num_tokens: int) -> list[Block]:
         return self.find_prefix(request, num_tokens)
 
-    def _first_unpublished(self, request: Request) -> int:
-        """First full block to publish that the request still holds: with tokens in flight, a block
-        may be given back before it is published."""
-        return max(super()._first_unpublished(request), request.num_out_of_window[self.index])
+    def _first_unpublished_block(self, request: Request) -> int:
+        """Index of the first block to publish. The request must still hold it: with tokens in
+        flight, a block may be freed before it is published."""
+        return max(super()._first_unpublished_block(request), request.num_out_of_window[self.index])
 
 
 def block_ids(tables: Iterable[list[Block]]) -> tuple[list[int], ...]:
@@ -162,11 +163,11 @@ class KVCacheManager:
             _GROUP_CLASSES[spec.kind](spec, i, self.pool, step_tokens)
             for i, spec in enumerate(specs)
         ]
-        self._sliding = [g for g in self.groups if isinstance(g, SlidingWindowGroup)]
+        self._sliding_groups = [g for g in self.groups if isinstance(g, SlidingWindowGroup)]
         self._step_tokens = step_tokens
-        # Full blocks of every group end at multiples of the greatest common divisor.
+        # Every block of every group ends at a multiple of the greatest common divisor.
         every = math.gcd(*(spec.block_size for spec in specs))
-        self._publish_every = every if enable_prefix_caching else NEVER
+        self._publish_interval = every if enable_prefix_caching else NEVER
         self.watermark = max(1, self.pool.num_usable // 100)
         self.enable_prefix_caching = enable_prefix_caching
         self.num_queried_tokens = 0
@@ -177,7 +178,7 @@ class KVCacheManager:
         once."""
         return sum(group.spec.max_blocks(num_tokens, self._step_tokens) for group in self.groups)
 
-    def _missing_blocks(
+    def _num_missing_blocks(
         self, tables: Sequence[list[Block]], num_tokens: int, num_computed: int
     ) -> list[int]:
         """Number of missing blocks per group, for tables that hold ``num_tokens``."""
@@ -185,7 +186,7 @@ class KVCacheManager:
         for group in self.groups:
             count = -(-num_tokens // group.block_size) - len(tables[group.index])
             missing.append(count if count > 0 else 0)
-        for group in self._sliding:
+        for group in self._sliding_groups:
             count = group.max_entries(num_computed) - len(tables[group.index])
             if count < missing[group.index]:
                 missing[group.index] = count if count > 0 else 0
@@ -198,27 +199,27 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return tuple([] for _ in self.groups)
         length = request.max_cached_tokens
-        found: list[list[Block]] = []
+        hit: list[list[Block]] = []
         for group in self.groups:
-            found.append(group.find_prefix(request, length))
-            length = len(found[-1]) * group.block_size
-        length = self._shorten_to_common(request, found, length)
+            hit.append(group.find_prefix(request, length))
+            length = len(hit[-1]) * group.block_size
+        length = self._shorten_to_common(request, hit, length)
         if self.states is not None:
             request.num_shared_tokens = length
             while (end := self.states.find(request, length)) < length:
-                length = self._shorten_to_common(request, found, end)
-        return tuple(found)
+                length = self._shorten_to_common(request, hit, end)
+        return tuple(hit)
 
-    def _shorten_to_common(self, request: Request, found: list[list[Block]], length: int) -> int:
+    def _shorten_to_common(self, request: Request, hit: list[list[Block]], length: int) -> int:
         """Shorten the tables to the longest prefix within ``length`` tokens that all groups have
         cached; returns its length in tokens."""
         agreed = False
         while not agreed:
             agreed = True
             for i, group in enumerate(self.groups):
-                if len(found[i]) * group.block_size > length:
-                    found[i] = group.truncate_hit(request, found[i], length)
-                    length = len(found[i]) * group.block_size
+                if len(hit[i]) * group.block_size > length:
+                    hit[i] = group.truncate_hit(request, hit[i], length)
+                    length = len(hit[i]) * group.block_size
                     agreed = False
         return length
 
@@ -230,7 +231,7 @@ class KVCacheManager:
         not preempt others. (With a window they still may: a block that others share does not come
         free.) Returns False, and takes no block, if fewer than ``reserve`` blocks would be left."""
         num_computed = len(prefix[0]) * self.groups[0].block_size
-        missing = self._missing_blocks(prefix, num_tokens, num_computed)
+        missing = self._num_missing_blocks(prefix, num_tokens, num_computed)
         num_taken = sum(missing)
         for blocks in prefix:
             for block in blocks:
@@ -246,7 +247,7 @@ class KVCacheManager:
         self._set_published(request, num_computed)
         if self.states is not None:
             self.states.admit(request)
-        self._append(request, missing)
+        self._append_blocks(request, missing)
         if request.first_scheduled_at is None:
             request.num_cached_tokens = request.num_computed_tokens
             if self.enable_prefix_caching and request.prompt_logprobs is None:
@@ -262,7 +263,7 @@ class KVCacheManager:
             The table entries that became the null block.
         """
         freed: list[OutOfWindow] = []
-        for group in self._sliding:
+        for group in self._sliding_groups:
             first = request.num_out_of_window[group.index]
             end = group.first_visible(request.num_computed_tokens)
             if first < end:
@@ -281,13 +282,13 @@ class KVCacheManager:
         and takes no block, if fewer than ``reserve`` blocks would be left."""
         if num_tokens < len(request.token_ids):
             num_tokens = len(request.token_ids)
-        missing = self._missing_blocks(request.blocks, num_tokens, request.num_computed_tokens)
+        missing = self._num_missing_blocks(request.blocks, num_tokens, request.num_computed_tokens)
         total = sum(missing)
         if total and total + reserve > self.pool.num_free:
             return None
-        return block_ids(self._append(request, missing))
+        return block_ids(self._append_blocks(request, missing))
 
-    def _append(self, request: Request, counts: list[int]) -> list[list[Block]]:
+    def _append_blocks(self, request: Request, counts: list[int]) -> list[list[Block]]:
         # End the row where the next state snapshot is due.
         appended, num_slots = [], request.snapshot_at
         for group in self.groups:
@@ -298,9 +299,9 @@ class KVCacheManager:
             appended.append(new)
             if len(blocks) * group.block_size < num_slots:
                 num_slots = len(blocks) * group.block_size
-        for group in self._sliding:
+        for group in self._sliding_groups:
             next_out_of_window = group.next_out_of_window(request.num_out_of_window[group.index])
-            # Give back a single block only when the tables grow anyway; otherwise they would change
+            # Free a single block only when the tables grow anyway; otherwise they would change
             # twice as often.
             if next_out_of_window + group.block_size <= num_slots:
                 num_slots = next_out_of_window
@@ -308,7 +309,7 @@ class KVCacheManager:
         return appended
 
     def publish(self, request: Request) -> list[Block]:
-        """Publish full blocks; returns the blocks that are new in the cache. Their tokens are
+        """Publish full blocks; returns those that were not in the cache yet. Their tokens are
         known, and their KV is computed by launched steps or by the step being scheduled."""
         end, known = request.num_computed_tokens, len(request.token_ids)
         if end > known:
@@ -323,7 +324,7 @@ class KVCacheManager:
 
     def _set_published(self, request: Request, num_tokens: int) -> None:
         request.num_published = num_tokens
-        request.publish_at = (num_tokens // self._publish_every + 1) * self._publish_every
+        request.publish_at = (num_tokens // self._publish_interval + 1) * self._publish_interval
 
     def withdraw(self, published: list[Block], snapshots: list[Block]) -> None:
         """Unpublish the blocks and snapshots of a step that failed."""
@@ -361,7 +362,7 @@ class KVCacheManager:
 
     def check_integrity(self, requests: list[Request]) -> None:
         """Raise AssertionError unless every block is accounted for. Each computed token that a
-        later query sees needs a place in every group."""
+        later query sees needs a slot in a block of every group."""
         null = self.pool.null_block
         held = [[b for blocks in r.blocks for b in blocks if b is not null] for r in requests]
         self.pool.check_integrity(held)

@@ -15,7 +15,7 @@ class KVCacheSpec:
         block_size: tokens per block.
         kind: which tokens of a sequence keep their KV. "full_attention": all of them;
             "sliding_window": those that a later query sees.
-        window: keys that a query of a "sliding_window" group sees, its own included.
+        window: number of keys that a query of a "sliding_window" group sees, its own included.
 
     Raises:
         ValueError: ``window`` below 1 or missing for a "sliding_window", or given for another kind.

@@ -68,8 +68,8 @@ class OutputProcessor:
         self._scheduler = scheduler
         self._admission = admission
         self._clock = clock
-        self._to_wake: list[Channel] = []
-        self._unread_in: set[Mailbox] = set()
+        self._channels_to_wake: list[Channel] = []
+        self._mailboxes_with_unread: set[Mailbox] = set()
 
     def deliver(self, event: TokenEvent, now: float) -> None:
         request, token_id, logprobs, error = event
@@ -84,7 +84,7 @@ class OutputProcessor:
         channel = group.channel
         try:
             text = self._detokenize(request, request.output.detokenizer, token_id)
-        except BaseException as error:  # a Rust panic in the tokenizer is a BaseException
+        except BaseException as error:  # A Rust panic in the tokenizer is a BaseException.
             self.fail(group, as_request_error(group, error))
             return
         if request.status is Status.FINISHED:
@@ -97,14 +97,15 @@ class OutputProcessor:
             channel.put(token_id, text, logprobs, request.index)
         if channel.has_reader:
             channel.has_reader = False
-            self._to_wake.append(channel)
+            self._channels_to_wake.append(channel)
         elif channel.mailbox is not None:
-            self._unread_in.add(channel.mailbox)
+            self._mailboxes_with_unread.add(channel.mailbox)
         if channel.on_slow != "coalesce" and channel.num_unread >= channel.max_unread:
             self._apply_backpressure(group, channel)
 
     def _end_member(self, request: Request, channel: Channel, last: Delta) -> None:
-        """End a member whose group continues; its last delta has the finish reason."""
+        """End a request while other members of its group continue; its last delta has the finish
+        reason."""
         reason, stop_reason = request.finish_reason, request.stop_reason
         channel.append(replace(last, finish_reason=reason, stop_reason=stop_reason))
         self._admission.leave(request)
@@ -157,21 +158,21 @@ class OutputProcessor:
         group = request.group
         channel = group.channel
         if not channel.ended:
-            self._end(request, error, last)
+            self._propose_end(request, error, last)
             channel.end()
         # Before ``forget``: a thread that fails all live groups must find this one, or its wake.
-        self._to_wake.append(channel)
+        self._channels_to_wake.append(channel)
         group.cancelled = True
         self._admission.forget(group)
-        # Breaks the cycle with the members, so that their tokens are freed without the garbage
-        # collector.
+        # Break the reference cycle of group and members, so that tokens are freed without the
+        # garbage collector.
         group.members = []
 
-    def _end(self, request: Request, error: Exception | None, last: Delta | None) -> None:
+    def _propose_end(self, request: Request, error: Exception | None, last: Delta | None) -> None:
         group, now = request.group, self._clock()
         members = group.members
         if not members:
-            return  # another thread has ended the group
+            return  # Another thread has ended the group.
         usage = make_usage(group, members, now)
         reason: FinishReason = request.finish_reason or "abort"
         text = _remaining_text(request) if reason == "abort" and error is None else ""
@@ -194,17 +195,17 @@ class OutputProcessor:
     def flush_wakeups(self) -> None:
         """Wake the readers of new output, with one call per event loop. Abort the streams of a
         closed loop."""
-        if self._unread_in:
-            mailboxes, self._unread_in = self._unread_in, set()
+        if self._mailboxes_with_unread:
+            mailboxes, self._mailboxes_with_unread = self._mailboxes_with_unread, set()
             for mailbox in mailboxes:
                 if mailbox.is_closed():
                     self._abort_readers_of(mailbox)
-        if not self._to_wake:
+        if not self._channels_to_wake:
             return
         # Only this thread removes entries. An entry that another thread appends is either in the
         # copy or left for ``flush_all_wakeups``.
-        channels = self._to_wake.copy()
-        del self._to_wake[: len(channels)]
+        channels = self._channels_to_wake.copy()
+        del self._channels_to_wake[: len(channels)]
         by_mailbox: dict[Mailbox, list[Channel]] = {}
         for channel in channels:
             mailbox = channel.mailbox
@@ -223,11 +224,11 @@ class OutputProcessor:
 
     def flush_all_wakeups(self) -> None:
         """``flush_wakeups`` for a dead engine, without aborts for closed loops."""
-        for channel in self._to_wake.copy():
+        for channel in self._channels_to_wake.copy():
             if channel.mailbox is not None:
                 channel.mailbox.notify((channel,))
 
-    # --- ends --------------------------------------------------------------------------
+    # --- ends of requests --------------------------------------------------------------
 
     def abort(self, group: RequestGroup) -> None:
         unfinished = group.unfinished
@@ -305,7 +306,7 @@ def _partial_output(request: Request) -> CompletionOutput:
     try:
         text = request.output.decode(token_ids)
     except BaseException:
-        text = ""  # the request ends even if its tokens cannot be decoded
+        text = ""  # End the request even if its tokens cannot be decoded.
     return CompletionOutput(request.index, text, tuple(token_ids), None)
 
 
@@ -315,7 +316,7 @@ def as_request_error(group: RequestGroup, error: BaseException) -> Exception:
     """
     if issubclass(
         type(error), RequestError
-    ):  # isinstance may run the exception's own ``__class__`` property
+    ):  # ``isinstance`` may run the exception's own ``__class__`` property.
         return error  # pyright: ignore[reportReturnType]  # narrows by isinstance only
     wrapped = RequestError(f"request {group.request_id!r} failed: {describe(error)}")
     wrapped.__cause__ = error

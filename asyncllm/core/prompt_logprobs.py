@@ -53,7 +53,7 @@ def prompt_spans(step: ScheduledStep, vocab_size: int) -> dict[int, PromptSpan]:
 
 
 def keep_prompt_logprobs(step: ScheduledStep, result: StepResult) -> None:
-    """Append a step's prompt log-probabilities to those requests whose epoch has not changed.
+    """Append a step's prompt log-probabilities to the requests whose epoch has not changed.
 
     A recurrent request that is paused while a step is in flight starts over, and may compute the
     positions of that step again. Each position is kept once."""

@@ -10,16 +10,15 @@ class Reasoning:
     """Tracker of the reasoning in one output; the engine thread pushes each token.
 
     Stop strings and grammars apply only to the answer after the reasoning. While ``may_begin`` is
-    set, the output so far is a prefix of ``begin``, and it is open whether the model thinks or
-    answers.
+    set, the output so far is a prefix of ``begin``: the model may still open reasoning, or answer.
 
     Attributes:
         begin, end: token ids that open and close reasoning.
         thinking: reasoning is open; initially, whether the prompt has opened it.
         may_begin: the output may still begin with reasoning; initially, whether the prompt has
             neither opened nor closed it.
-        only_at_start: no reasoning after the answer has begun. Set if there is a grammar, because
-            ``begin`` is then part of the answer.
+        only_at_start: ignore ``begin`` after the answer has begun. Set if there is a grammar,
+            because ``begin`` is then part of the answer.
     """
 
     begin: tuple[int, ...]
@@ -27,21 +26,21 @@ class Reasoning:
     thinking: bool
     may_begin: bool
     only_at_start: bool = False
-    _recent: list[int] = field(default_factory=list)
+    _recent_tokens: list[int] = field(default_factory=list)
 
-    def next_of_begin(self) -> int | None:
+    def next_begin_token(self) -> int | None:
         """Next token of ``begin``, if the output may still open reasoning; else None."""
-        return self.begin[len(self._recent)] if self.may_begin else None
+        return self.begin[len(self._recent_tokens)] if self.may_begin else None
 
-    def is_last_of_begin(self) -> bool:
-        """Whether ``next_of_begin`` is the last token of ``begin``."""
-        return len(self._recent) + 1 == len(self.begin)
+    def is_last_begin_token(self) -> bool:
+        """Whether ``next_begin_token`` is the last token of ``begin``."""
+        return len(self._recent_tokens) + 1 == len(self.begin)
 
     def push(self, token_id: int) -> bool:
         """Process the next token; returns whether it belongs to the reasoning or its delimiters."""
-        recent = self._recent
+        recent = self._recent_tokens
         was_thinking = self.thinking
-        if self.only_at_start and not was_thinking and token_id != self.next_of_begin():
+        if self.only_at_start and not was_thinking and token_id != self.next_begin_token():
             self.may_begin = False
             return False
         recent.append(token_id)

@@ -23,9 +23,9 @@ from asyncllm.outputs import FinishReason, TokenLogprobs, Usage
 from asyncllm.sampling_params import SamplingParams
 
 _DIGEST_SIZE = 16
-_PERSON = b"asyncllm-kv"
+_BLOCK_HASH_PERSON = b"asyncllm-kv"
 NEVER = sys.maxsize
-_ROOT = hashlib.blake2b(digest_size=_DIGEST_SIZE, person=_PERSON).digest()
+_ROOT_HASH = hashlib.blake2b(digest_size=_DIGEST_SIZE, person=_BLOCK_HASH_PERSON).digest()
 
 
 class Status(enum.IntEnum):
@@ -39,13 +39,13 @@ class Status(enum.IntEnum):
 
 
 def root_hash(cache_salt: str | None) -> bytes:
-    """Parent hash of a sequence's first block. Whatever else changes the KV of equal tokens must be
-    hashed here; the chain of hashes carries it to every later block."""
+    """Parent hash of a sequence's first block. Anything besides the tokens that changes the KV must
+    be hashed here; the chain of hashes carries it to every later block."""
     if cache_salt is None:
-        return _ROOT
+        return _ROOT_HASH
     # BLAKE2's ``person`` differs from that of block hashes, so no salt can imitate one.
     salt = b"salt\0" + cache_salt.encode()
-    return hashlib.blake2b(salt, digest_size=_DIGEST_SIZE, person=_PERSON).digest()
+    return hashlib.blake2b(salt, digest_size=_DIGEST_SIZE, person=_BLOCK_HASH_PERSON).digest()
 
 
 class Notifier(Protocol):
@@ -94,8 +94,8 @@ class RequestGroup:
     num_truncated_tokens: int = 0
 
     def restart(self, now: float) -> None:
-        """Restart the group's clock at ``now``, because it had to wait for a place in the queue.
-        Called before it is sent to the engine thread."""
+        """Count the group's times and deadline from ``now`` on, because it waited for a place in
+        the queue. Called before it is sent to the engine thread."""
         self.deadline += now - self.arrived_at
         self.arrived_at = now
         for member in self.members:
@@ -125,8 +125,8 @@ class Request:
             ``len(token_ids) + num_placeholders``.
         token_cost: how many tokens of a step's budget each token of its next chunk takes; see
             ``prompt_logprobs.token_cost``.
-        num_placeholders: sampled tokens of steps in flight, whose values are not known yet; 1 while
-            its next mask is made ahead, which keeps it from being scheduled.
+        num_placeholders: number of sampled tokens of steps in flight, whose values are not known
+            yet. It is 1 while the next mask is made ahead, so that the request is not scheduled.
         epoch: incremented when in-flight results become void, by preemption or rollback.
         blocks: per KV group the blocks held, in order of position; empty if none are. The KV cache
             manager owns this attribute and the next five.
@@ -139,8 +139,8 @@ class Request:
         publish_at: number of tokens at which the next block is full and can be offered.
         snapshot_at: number of tokens at which its recurrent state is saved; never reached without
             states. StateSnapshots owns this attribute and the next two.
-        num_shared_tokens: leading tokens whose KV was cached at the last look-up, whether or not
-            there was a snapshot.
+        num_shared_tokens: leading tokens whose KV was cached at the last look-up, even if there was
+            no snapshot.
         output_snapshot: the newest snapshot of its output, and that snapshot's hash.
         token_rules: rules of ``allowed_token_ids`` and ``bad_words``; None without them.
         claimed_by: indices of the engine's logits processors that apply to it.
@@ -217,7 +217,7 @@ class Request:
             self.eos_token_ids = ()
         if self.first is None:
             self.stop_token_ids = frozenset((*sampling.stop_token_ids, *self.eos_token_ids))
-        else:  # share the set: each of 256 outputs may have as many stop tokens as the vocabulary
+        else:  # Share the set: each of 256 outputs may have as many stop tokens as the vocabulary.
             self.stop_token_ids = self.first.stop_token_ids
         if sampling.prompt_logprobs is not None:
             self.prompt_logprobs = []
@@ -289,7 +289,7 @@ class Request:
         BLAKE2b of the parent's hash and the token ids, equal in every process."""
         hashes = self.block_hashes.get(block_size)
         if hashes is None:
-            hashes = self.block_hashes[block_size] = self._hashes_of_first(block_size)
+            hashes = self.block_hashes[block_size] = self._first_request_hashes(block_size)
         num_full = len(self.token_ids) // block_size
         if len(hashes) < num_full:
             parent = hashes[-1] if hashes else root_hash(self.cache_salt)
@@ -302,7 +302,7 @@ class Request:
                 hashes.append(parent)
         return hashes
 
-    def _hashes_of_first(self, block_size: int) -> list[bytes]:
+    def _first_request_hashes(self, block_size: int) -> list[bytes]:
         if self.first is None:
             return []
         known = self.first.block_hashes.get(block_size, [])

@@ -68,17 +68,17 @@ class ScheduledStep:
                 f"step {number} sampled token {token_id}; the vocabulary has {vocab_size} tokens"
             )
 
-    def _check_counts(self, result: StepResult, most: int) -> None:
+    def _check_counts(self, result: StepResult, max_count: int) -> None:
         """Check the counts of each row, for a result with drafts, errors or unexpected counts."""
         number, rows = self.batch.step, len(self.requests)
         if len(result.counts) != rows:
             raise ValueError(f"step {number} has {rows} rows, its result {len(result.counts)}")
         for row, count in enumerate(result.counts):
             yields = self.batch.samples[row] and row not in result.errors
-            if not (1 <= count <= most if yields else count == 0):
+            if not (1 <= count <= max_count if yields else count == 0):
                 raise ValueError(
                     f"step {number} has {count} tokens in row {row}; expected "
-                    f"{f'1 to {most}' if yields else 'none'}"
+                    f"{f'1 to {max_count}' if yields else 'none'}"
                 )
 
     def _check_prompt_logprobs(self, result: StepResult) -> None:

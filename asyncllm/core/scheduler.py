@@ -87,7 +87,7 @@ class Scheduler:
         exception. Idempotent."""
         if request.status is Status.FINISHED:
             return
-        self._leave(request)
+        self._remove_from_schedule(request)
         self._evictable_requests.pop(request, None)
         self.kv.free(request)
         request.epoch += 1
@@ -103,7 +103,7 @@ class Scheduler:
         with the slot."""
         if request.status in (Status.FINISHED, Status.PAUSED):
             return
-        self._leave(request)
+        self._remove_from_schedule(request)
         request.status = Status.PAUSED
         self.paused[request] = None
         if self.info.has_states:
@@ -116,7 +116,7 @@ class Scheduler:
             del self.paused[request]
             self.add(request)
 
-    def _leave(self, request: Request) -> None:
+    def _remove_from_schedule(self, request: Request) -> None:
         if request.status is Status.RUNNING:
             del self.running[request]
             self.waiting.release(request)
@@ -146,17 +146,17 @@ class Scheduler:
         if self.kv.states is not None:
             self.kv.states.publish_saved()
         scheduled: dict[Request, int] = {}
-        grown: dict[Request, tuple[tuple[list[int], ...], list[OutOfWindow]]] = {}
-        budget, preempted = self._schedule_running(scheduled, grown)
+        grown_tables: dict[Request, tuple[tuple[list[int], ...], list[OutOfWindow]]] = {}
+        budget, preempted = self._schedule_running(scheduled, grown_tables)
         for request, count in scheduled.items():
-            self._commit(request, count, step)
+            self._add_row(request, count, step)
         if not preempted and budget > 0:
             self._schedule_waiting(step, budget)
         if not step.requests:
             return None
         step.order_decodes_first()
         batch = step.batch
-        for request, (new, freed) in grown.items():
+        for request, (new, freed) in grown_tables.items():
             if request in scheduled:
                 batch.new_blocks.append((request.req_index, new))
                 if freed:
@@ -174,7 +174,7 @@ class Scheduler:
     def _schedule_running(
         self,
         scheduled: dict[Request, int],
-        grown: dict[Request, tuple[tuple[list[int], ...], list[OutOfWindow]]],
+        grown_tables: dict[Request, tuple[tuple[list[int], ...], list[OutOfWindow]]],
     ) -> tuple[int, bool]:
         """Schedule running requests in order, and preempt when blocks run out. Returns the rest of
         the token budget, and whether a request was preempted."""
@@ -199,7 +199,7 @@ class Scheduler:
                 freed = self.kv.free_out_of_window(request)
                 block_ids = self.kv.grow(request, end)
                 while block_ids is None:
-                    victim = self._victim()
+                    victim = self._running_victim()
                     if victim is request and len(self.running) == 1:
                         self._fail_too_large(request, end)
                         break
@@ -211,14 +211,14 @@ class Scheduler:
                     block_ids = self.kv.grow(request, end)
                 if block_ids is None:
                     continue
-                grown[request] = block_ids, freed
+                grown_tables[request] = block_ids, freed
             scheduled[request] = count
             budget -= count * request.token_cost
         return budget, preempted
 
     def _schedule_waiting(self, step: ScheduledStep, budget: int) -> None:
         """Admit waiting requests in the queue's order while slots, blocks and budget last. The
-        first one that does not fit blocks those behind it, so that it does not starve."""
+        first one that does not fit blocks the requests behind it, so that it does not starve."""
         states, most = self.kv.states, self.info.max_num_seqs
         awaiting: list[Request] = []
         while budget > 0 and len(self.running) < most:
@@ -226,8 +226,8 @@ class Scheduler:
             if request is None or len(awaiting) > most:
                 break
             if request.num_placeholders or (states is not None and states.is_saving(request)):
-                # The request has to wait for a step: for its token in flight, or for a snapshot of
-                # its prefix that this step saves. Other requests may pass it meanwhile.
+                # Skip this request for a step: its token in flight is not known yet, or this step
+                # saves a snapshot of its prefix. Other requests may overtake it.
                 self.waiting.discard(request)
                 awaiting.append(request)
                 continue
@@ -241,7 +241,7 @@ class Scheduler:
             end = min(len(request.token_ids), request.snapshot_at)
             most_tokens = max(1, budget // request.token_cost)
             count = min(end - request.num_computed_tokens, most_tokens)
-            self._commit(request, count, step)
+            self._add_row(request, count, step)
             budget -= count * request.token_cost
         for request in awaiting:
             self.waiting.push(request)
@@ -251,7 +251,7 @@ class Scheduler:
         others_idle = len(self._evictable_requests) > (request in self._evictable_requests)
         reserve = self.kv.watermark if self.running and not others_idle else 0
         while not self._take_blocks(request, reserve):
-            victim = self._evictable_victim(besides=request)
+            victim = self._evictable_victim(excluded=request)
             if victim is None:
                 if not self.running:
                     self._fail_too_large(request, self._num_reserved_tokens(request))
@@ -277,7 +277,7 @@ class Scheduler:
         """Number of tokens that a request needs blocks for on admission, drafts included."""
         return min(len(request.token_ids) + self.num_lookahead_tokens, self.info.max_model_len)
 
-    def _commit(self, request: Request, count: int, step: ScheduledStep) -> None:
+    def _add_row(self, request: Request, count: int, step: ScheduledStep) -> None:
         """Add a row to the step, and count its tokens as computed."""
         batch = step.batch
         start = request.num_computed_tokens
@@ -337,9 +337,9 @@ class Scheduler:
             ValueError: if the result does not fit the step, which means a broken executor.
         """
         step.check_result(result, self.info)
-        return self._accept(step, result)
+        return self._accept_tokens(step, result)
 
-    def _accept(self, step: ScheduledStep, result: StepResult) -> Iterator[TokenEvent]:
+    def _accept_tokens(self, step: ScheduledStep, result: StepResult) -> Iterator[TokenEvent]:
         token_ids, counts, logprobs = result.token_ids, result.counts, result.logprobs
         epochs = step.epochs
         exceptions = self.in_process.errors.pop(result.step, {})
@@ -374,7 +374,7 @@ class Scheduler:
                 if request.structured_output is not None:
                     try:
                         reason = request.structured_output.advance(request, token_id, reason)
-                    except BaseException as error:  # a backend's native code may panic
+                    except BaseException as error:  # A grammar backend's native code may panic.
                         self.finish(request, None)
                         yield request, -1, None, error
                         break
@@ -404,13 +404,13 @@ class Scheduler:
 
     # --- preemption --------------------------------------------------------------------
 
-    def _victim(self) -> Request:
+    def _running_victim(self) -> Request:
         return self._evictable_victim() or max(self.running, key=lambda r: r.sort_key)
 
-    def _evictable_victim(self, besides: Request | None = None) -> Request | None:
+    def _evictable_victim(self, excluded: Request | None = None) -> Request | None:
         """Best victim among requests that hold blocks without running, paused ones first; None if
         there is none."""
-        candidates = [r for r in self._evictable_requests if r is not besides]
+        candidates = [r for r in self._evictable_requests if r is not excluded]
         return max(candidates, key=lambda r: (r.status is Status.PAUSED, r.sort_key), default=None)
 
     def _preempt(self, request: Request) -> None:
@@ -422,7 +422,7 @@ class Scheduler:
         """Free the request's blocks and void its results in flight; it keeps its known tokens. A
         running request is queued again, ahead of its owner's later arrivals."""
         if request.status is Status.RUNNING:
-            self._leave(request)
+            self._remove_from_schedule(request)
             self.add(request)
         self._evictable_requests.pop(request, None)
         self.kv.free(request)

@@ -14,8 +14,8 @@ OUTPUT_INTERVAL = 256
 
 
 @dataclass(slots=True)
-class _Save:
-    """Snapshot that is written by a launched step, or by the step being scheduled.
+class _PendingSnapshot:
+    """Snapshot that a launched step, or the step being scheduled, writes.
 
     Attributes:
         num_tokens: length of the prefix.
@@ -61,12 +61,12 @@ class StateSnapshots:
     ) -> None:
         self.pool = BlockPool(num_snapshots + 1)
         self._block_size = block_sizes[0]
-        self._tokens_per_unit = math.lcm(*block_sizes)
-        self._interval = -(-interval // self._tokens_per_unit) * self._tokens_per_unit
-        self._saves: list[_Save] = []
-        self._saving: set[bytes] = set()
+        self._common_block_size = math.lcm(*block_sizes)
+        self._interval = -(-interval // self._common_block_size) * self._common_block_size
+        self._pending: list[_PendingSnapshot] = []
+        self._pending_keys: set[bytes] = set()
 
-    def _key(self, request: Request, num_tokens: int) -> bytes:
+    def _snapshot_key(self, request: Request, num_tokens: int) -> bytes:
         return request.extend_hashes(self._block_size)[num_tokens // self._block_size - 1]
 
     def find(self, request: Request, num_tokens: int) -> int:
@@ -75,24 +75,26 @@ class StateSnapshots:
         if not self.pool.num_cached:
             return 0
         for end in range(
-            num_tokens // self._tokens_per_unit * self._tokens_per_unit, 0, -self._tokens_per_unit
+            num_tokens // self._common_block_size * self._common_block_size,
+            0,
+            -self._common_block_size,
         ):
-            if self.pool.find(self._key(request, end)) is not None:
+            if self.pool.find(self._snapshot_key(request, end)) is not None:
                 return end
         return 0
 
     def is_saving(self, request: Request) -> bool:
-        """Whether a waiting request should wait one more step, because the step being scheduled
-        saves a longer prefix of it than any snapshot has."""
-        if not self._saving:
+        """Whether a waiting request should wait one more step: the step being scheduled saves a
+        longer prefix of it than any existing snapshot."""
+        if not self._pending_keys:
             return False
         for end in range(
-            request.max_cached_tokens // self._tokens_per_unit * self._tokens_per_unit,
+            request.max_cached_tokens // self._common_block_size * self._common_block_size,
             0,
-            -self._tokens_per_unit,
+            -self._common_block_size,
         ):
-            key = self._key(request, end)
-            if key in self._saving:
+            key = self._snapshot_key(request, end)
+            if key in self._pending_keys:
                 return True
             if self.pool.find(key) is not None:
                 return False
@@ -106,7 +108,7 @@ class StateSnapshots:
     def load(self, request: Request) -> int:
         """Snapshot that an admitted request continues from; it becomes the most recently used. A
         step may load and overwrite it: the executor loads before it saves."""
-        block = self.pool.find(self._key(request, request.num_computed_tokens))
+        block = self.pool.find(self._snapshot_key(request, request.num_computed_tokens))
         assert block is not None
         self.pool.touch(block)
         self.pool.release((block,))
@@ -118,28 +120,28 @@ class StateSnapshots:
         burst of prompts would evict the prefix that they share.
 
         Args:
-            published: list that the block is appended to once it is findable.
+            published: list to which the block is appended once it is published.
         """
         num_tokens = request.num_computed_tokens
         request.snapshot_at = self._next_snapshot_at(request)
-        if 2 * len(self._saves) >= self.pool.num_usable:
+        if 2 * len(self._pending) >= self.pool.num_usable:
             return None
         if num_tokens <= len(request.token_ids):
-            key = self._key(request, num_tokens)
-            if key in self._saving or self.pool.find(key) is not None:
+            key = self._snapshot_key(request, num_tokens)
+            if key in self._pending_keys or self.pool.find(key) is not None:
                 return None
-            self._saving.add(key)
+            self._pending_keys.add(key)
         (block,) = self.pool.allocate(1)
-        self._saves.append(_Save(block, request, request.epoch, num_tokens, published))
+        self._pending.append(_PendingSnapshot(block, request, request.epoch, num_tokens, published))
         return block.block_id
 
     def publish_saved(self) -> None:
         """Publish the snapshots that earlier steps have saved. A snapshot whose last token is in
         flight stays unpublished; one of an outdated epoch is dropped."""
-        if not self._saves:
+        if not self._pending:
             return
         waiting = []
-        for save in self._saves:
+        for save in self._pending:
             request = save.request
             if request.epoch == save.epoch:
                 if len(request.token_ids) < save.num_tokens:
@@ -147,11 +149,11 @@ class StateSnapshots:
                     continue
                 self._publish(save)
             self.pool.release((save.block,))
-        self._saves = waiting
-        self._saving.clear()
+        self._pending = waiting
+        self._pending_keys.clear()
 
-    def _publish(self, save: _Save) -> None:
-        request, key = save.request, self._key(save.request, save.num_tokens)
+    def _publish(self, save: _PendingSnapshot) -> None:
+        request, key = save.request, self._snapshot_key(save.request, save.num_tokens)
         if not self.pool.publish(save.block, key):
             return
         save.published.append(save.block)
@@ -167,23 +169,23 @@ class StateSnapshots:
         """Number of tokens at the request's next snapshot. Recomputed output gets a snapshot at its
         end, because a request that was paused or preempted may be paused or preempted again."""
         computed = request.num_computed_tokens
-        last = (request.num_prompt_tokens - 1) // self._tokens_per_unit * self._tokens_per_unit
+        last = (request.num_prompt_tokens - 1) // self._common_block_size * self._common_block_size
         if computed < last:
             shared = request.num_shared_tokens
             return shared if computed < shared < last else last
-        known = (len(request.token_ids) - 1) // self._tokens_per_unit * self._tokens_per_unit
+        known = (len(request.token_ids) - 1) // self._common_block_size * self._common_block_size
         if computed < known:
             return known
         return last + ((computed - last) // self._interval + 1) * self._interval
 
     def reset(self) -> None:
         """Drop every snapshot; no step may be in flight."""
-        for save in self._saves:
+        for save in self._pending:
             self.pool.release((save.block,))
-        self._saves.clear()
-        self._saving.clear()
+        self._pending.clear()
+        self._pending_keys.clear()
         self.pool.reset_prefix_cache()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every snapshot is free or being saved."""
-        self.pool.check_integrity([[save.block] for save in self._saves])
+        self.pool.check_integrity([[save.block] for save in self._pending])

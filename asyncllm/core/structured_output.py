@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 @dataclass(slots=True, eq=False)
 class StructuredOutput:
     """Grammar of a request, with its state. The state depends only on the tokens that the request
-    has accepted, so preemption, rollback and late results do not touch it.
+    has accepted, so preemption, rollback and late results do not change it.
 
     The grammar applies after the model's reasoning. Output that begins like the opening delimiter
     of reasoning may also be an answer, if the grammar admits those tokens: the matcher then follows
     them, and rolls back if reasoning is opened after all.
 
     Attributes:
-        special: ids of tokens that add no text. A stop token among them that the grammar names is
-            part of the output, and ends it only where the grammar may end.
+        special: ids of the special tokens, which add no text. A stop token among them that the
+            grammar names is part of the output, and ends it only where the grammar may end.
         num_ahead: number of masks that MaskMaker must still make ahead of their step; 0 if its
             masks are quick.
-        ahead: future of the next mask, which another thread makes; that thread owns the matcher
+        next_mask: future of the next mask, which another thread makes; that thread owns the matcher
             until the mask is done.
         num_opening: number of tokens of a possible reasoning delimiter that the matcher has
             followed; None if the grammar does not admit them.
@@ -43,7 +43,7 @@ class StructuredOutput:
     matcher: GrammarMatcher
     special: Collection[int] = ()
     num_ahead: int = field(init=False, default=0)
-    ahead: Future[tuple[bytes | None, float]] | None = field(init=False, default=None)
+    next_mask: Future[tuple[bytes | None, float]] | None = field(init=False, default=None)
     num_opening: int | None = field(init=False, default=0)
 
     def advance(
@@ -57,41 +57,41 @@ class StructuredOutput:
         """
         reasoning = request.reasoning
         thinking = reasoning is not None and reasoning.thinking
-        if reason == "stop":  # the grammar gets a stop token only if the grammar names it
+        if reason == "stop":  # The grammar gets a stop token only if it names that token.
             if thinking or token_id not in self.special or self.matcher.may_end():
                 return reason
             return self._accept_named_stop_token(request, token_id)
         if reasoning is not None:
             if thinking:
                 return reason
-            if token_id == reasoning.next_of_begin():
+            if token_id == reasoning.next_begin_token():
                 self._follow_opening(reasoning, token_id)
-                return self._ended(reason) if self.num_opening else reason
+                return self._finish_reason_of_ended(reason) if self.num_opening else reason
         if self.num_opening is None or not self.matcher.accept(token_id):
-            raise _does_not_follow(request, token_id)
-        return self._ended(reason)
+            raise _grammar_violation_error(request, token_id)
+        return self._finish_reason_of_ended(reason)
 
     def _accept_named_stop_token(self, request: Request, token_id: int) -> FinishReason | None:
         """Accept a stop token where the grammar cannot end. The mask allowed it, so the grammar
         names it."""
         if not self.matcher.accept(token_id):
-            raise _does_not_follow(request, token_id)
+            raise _grammar_violation_error(request, token_id)
         if self.matcher.may_end():
             return "stop"
         request.stop_reason = None
         return "length" if len(request.token_ids) >= request.max_total_tokens else None
 
-    def _ended(self, reason: FinishReason | None) -> FinishReason | None:
+    def _finish_reason_of_ended(self, reason: FinishReason | None) -> FinishReason | None:
         return "stop" if self.matcher.is_terminated() else reason
 
     def _follow_opening(self, reasoning: Reasoning, token_id: int) -> None:
         matcher, followed = self.matcher, self.num_opening
-        if reasoning.is_last_of_begin():
+        if reasoning.is_last_begin_token():
             if followed:
                 matcher.rollback(followed)
             self.num_opening = 0
         elif followed is not None:
-            if _has(matcher.bitmask(), token_id) and matcher.accept(token_id):
+            if _allows_token(matcher.bitmask(), token_id) and matcher.accept(token_id):
                 self.num_opening = followed + 1
             else:
                 if followed:
@@ -120,7 +120,7 @@ class StructuredOutput:
             byte, bit = token_id >> 3, 1 << (token_id & 7)
             if byte < len(mask) and not (token_id in self.special and mask[byte] & bit):
                 mask[byte] = mask[byte] | bit if stops else mask[byte] & ~bit
-        opening = None if reasoning is None else reasoning.next_of_begin()
+        opening = None if reasoning is None else reasoning.next_begin_token()
         if opening is not None and opening >> 3 < len(mask):
             mask[opening >> 3] |= 1 << (opening & 7)
         rules = request.token_rules
@@ -138,19 +138,19 @@ class StructuredOutput:
         )
 
 
-def _does_not_follow(request: Request, token_id: int) -> RequestError:
+def _grammar_violation_error(request: Request, token_id: int) -> RequestError:
     return RequestError(
         f"request {request.request_id!r}: token {token_id} does not follow the grammar of "
         "structured_outputs"
     )
 
 
-def _has(mask: bytearray, token_id: int) -> bool:
+def _allows_token(mask: bytearray, token_id: int) -> bool:
     return token_id >> 3 < len(mask) and bool(mask[token_id >> 3] >> (token_id & 7) & 1)
 
 
 def masked_rows(step: ScheduledStep) -> list[int]:
-    """The rows whose tokens a grammar restricts."""
+    """Rows of a step whose tokens a grammar restricts."""
     samples = step.batch.samples
     return [
         row
@@ -160,10 +160,10 @@ def masked_rows(step: ScheduledStep) -> list[int]:
 
 
 _NUM_AHEAD = 16
-"""Number of masks after a slow one that are made ahead too, even if they are quick."""
+"""Number of masks to make ahead after a slow mask, even if they are quick."""
 
-_SLOW_SHARE = 1 / 8
-"""A mask is slow if it takes more than this share of the time that a step may wait for masks."""
+_SLOW_FRACTION = 1 / 8
+"""Fraction of the time that a step may wait for masks; a mask that takes longer is slow."""
 
 
 class MaskMaker:
@@ -205,23 +205,23 @@ class MaskMaker:
         for row in batch.masked_rows:
             request = step.requests[row]
             if request.epoch != step.epochs[row]:
-                continue  # the request has ended, so its token is discarded
+                continue  # The request has ended, so its token is discarded.
             grammar = request.structured_output
             try:
                 assert isinstance(grammar, StructuredOutput)
-                if grammar.ahead is None:
-                    mask, seconds = self._timed(grammar, request)
+                if grammar.next_mask is None:
+                    mask, seconds = self._make_mask(grammar, request)
                     total += seconds
-                else:  # the mask was made ahead, unless the request was preempted meanwhile
-                    mask, seconds = grammar.ahead.result()
-                    grammar.ahead = None
-            except BaseException as error:  # a backend's native code may panic
+                else:  # The mask was made ahead, unless the request was preempted meanwhile.
+                    mask, seconds = grammar.next_mask.result()
+                    grammar.next_mask = None
+            except BaseException as error:  # A grammar backend's native code may panic.
                 ends.append((request, error))
                 continue
-            if seconds > limit * _SLOW_SHARE:
+            if seconds > limit * _SLOW_FRACTION:
                 slow.append((request, grammar))
             elif grammar.num_ahead:
-                self._count_quick(request, grammar)
+                self._count_quick_mask(request, grammar)
             if mask is None:
                 ends.append((request, None))
             elif mask:
@@ -242,34 +242,34 @@ class MaskMaker:
             if not grammar.num_ahead or request.epoch != step.epochs[row]:
                 continue
             if request.num_placeholders:
-                continue  # the request is already scheduled; its step makes the mask
+                continue  # The request is already scheduled; its step makes the mask.
             if self._worker is None:
                 self._worker = ThreadPoolExecutor(1, "asyncllm-masks")
             try:
-                grammar.ahead = self._worker.submit(self._timed, grammar, request)
+                grammar.next_mask = self._worker.submit(self._make_mask, grammar, request)
             except RuntimeError:
-                self._worker = None  # no thread can be started: the step makes the mask
+                self._worker = None  # No thread can be started: the step makes the mask.
                 continue
             request.num_placeholders = 1
             self.num_pending += 1
-            done = partial(self._send, self._on_made, request, request.epoch)
-            grammar.ahead.add_done_callback(lambda _, done=done: done())
+            done = partial(self._send, self._on_mask_made, request, request.epoch)
+            grammar.next_mask.add_done_callback(lambda _, done=done: done())
 
     def close(self) -> None:
         """Cancel the masks that were not begun, and wait for the mask being made."""
         if self._worker is not None:
             self._worker.shutdown(cancel_futures=True)
 
-    def _timed(self, grammar: StructuredOutput, request: Request) -> tuple[bytes | None, float]:
+    def _make_mask(self, grammar: StructuredOutput, request: Request) -> tuple[bytes | None, float]:
         began = self._clock()
         return grammar.mask(request), self._clock() - began
 
-    def _on_made(self, request: Request, epoch: int) -> None:
+    def _on_mask_made(self, request: Request, epoch: int) -> None:
         self.num_pending -= 1
         if request.epoch == epoch:
             request.num_placeholders -= 1
 
-    def _count_quick(self, request: Request, grammar: StructuredOutput) -> None:
+    def _count_quick_mask(self, request: Request, grammar: StructuredOutput) -> None:
         grammar.num_ahead -= 1
         if not grammar.num_ahead and not request.needs_host:
             request.run_ahead_end = request.max_total_tokens

@@ -19,7 +19,8 @@ def clear_frames(error: BaseException) -> None:
         if current is None or id(current) in seen:
             continue
         seen.add(id(current))
-        # By BaseException's own descriptors: a subclass may override these attributes, and raise.
+        # Read the attributes by BaseException's own descriptors: a subclass may override them, and
+        # raise.
         tb, *causes = (one.__get__(current) for one in _EXCEPTION_LINKS)
         traceback.clear_frames(tb)
         pending += causes

@@ -28,14 +28,15 @@ class _Owner:
         heap: ``(sort key, serial, request)`` of waiting requests, and of some discarded ones; the
             first entry is a waiting request.
         num_running: number of requests that hold a slot.
-        served: number as of ``_turn``, behind which the owner is in line since its last admission.
+        last_turn: number of the owner's turn, as ``_turn`` makes it, at its last admission; the
+            owner is in line behind it.
         entry: its entry in the heap of owners; None while none of its requests waits.
     """
 
     name: str | None
     heap: list[tuple[Rank, int, Request]] = field(default_factory=list)
     num_running: int = 0
-    served: int = 0
+    last_turn: int = 0
     entry: _Entry | None = None
 
 
@@ -44,7 +45,7 @@ _Entry = tuple[Rank, int, int, _Owner]
 because that is compared faster: running requests, arrival, serial."""
 
 _RUNNING, _ARRIVAL = 128, 64
-"""Lowest bits of the number of running requests and of the arrival in a place."""
+"""Lowest bits, in an entry's place, of the number of running requests and of the arrival."""
 
 
 class WaitingQueue:
@@ -60,34 +61,34 @@ class WaitingQueue:
     """
 
     def __init__(self, policy: str) -> None:
-        self._rank = POLICIES[policy]
+        self._rank_request = POLICIES[policy]
         self._owners: dict[str | None, _Owner] = {}
         self._line: list[_Entry] = []
-        self._members: dict[Request, int] = {}
+        self._waiting_requests: dict[Request, int] = {}
         self._num_entries = 0
         self._serial = 0
-        self._newest = -1
+        self._newest_arrival_index = -1
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self._waiting_requests)
 
     def __iter__(self):
-        return iter(self._members)
+        return iter(self._waiting_requests)
 
     def push(self, request: Request) -> None:
         index = request.arrival_index
-        request.sort_key = (*self._rank(request), index)
-        if index > self._newest:
-            self._newest = index
+        request.sort_key = (*self._rank_request(request), index)
+        if index > self._newest_arrival_index:
+            self._newest_arrival_index = index
         owner = self._owners.get(request.owner)
         if owner is None:
             owner = self._owners[request.owner] = _Owner(request.owner)
         self._serial += 1
-        self._members[request] = self._serial
+        self._waiting_requests[request] = self._serial
         self._num_entries += 1
         heapq.heappush(owner.heap, (request.sort_key, self._serial, request))
         if owner.heap[0][2] is request:
-            self._line_up(owner)
+            self._requeue_owner(owner)
 
     def peek(self) -> Request | None:
         """The next request to admit; None if no request waits."""
@@ -102,38 +103,39 @@ class WaitingQueue:
 
     def discard(self, request: Request) -> None:
         """Remove a request from the queue; does nothing if it is not waiting."""
-        if self._members.pop(request, None) is not None:
-            self._drop(request, self._owners[request.owner])
+        if self._waiting_requests.pop(request, None) is not None:
+            self._drop_entry(request, self._owners[request.owner])
 
     def admit(self, request: Request) -> None:
         """Remove a request that gets a slot; its owner goes to the end of the line."""
         owner = self._owners[request.owner]
         owner.num_running += 1
         self._serial += 1
-        owner.served = (self._newest << _ARRIVAL) + self._serial
-        del self._members[request]
-        self._drop(request, owner)
+        owner.last_turn = (self._newest_arrival_index << _ARRIVAL) + self._serial
+        del self._waiting_requests[request]
+        self._drop_entry(request, owner)
 
     def release(self, request: Request) -> None:
         """Record that an admitted request does not run any more."""
         owner = self._owners[request.owner]
         owner.num_running -= 1
-        self._line_up(owner)
+        self._requeue_owner(owner)
 
-    def _drop(self, request: Request, owner: _Owner) -> None:
-        """Drop the entry of a request that left the queue: now if it is the first, else later."""
-        members, heap = self._members, owner.heap
+    def _drop_entry(self, request: Request, owner: _Owner) -> None:
+        """Drop the entry of a request that left the queue: at once if it is the first, else
+        later."""
+        members, heap = self._waiting_requests, owner.heap
         if heap[0][2] is request:
             heapq.heappop(heap)
             self._num_entries -= 1
             while heap and members.get(heap[0][2]) != heap[0][1]:
                 heapq.heappop(heap)
                 self._num_entries -= 1
-            self._line_up(owner)
+            self._requeue_owner(owner)
         if self._num_entries > 64 and self._num_entries > 4 * len(members):
             self._compact()
 
-    def _line_up(self, owner: _Owner) -> None:
+    def _requeue_owner(self, owner: _Owner) -> None:
         """Requeue an owner by its first request, or forget an owner without requests."""
         old = owner.entry
         if not owner.heap:
@@ -144,8 +146,8 @@ class WaitingQueue:
         line = self._line
         sort_key = owner.heap[0][0]
         turn = owner.heap[0][2].arrival_index << _ARRIVAL
-        if turn < owner.served:
-            turn = owner.served
+        if turn < owner.last_turn:
+            turn = owner.last_turn
         self._serial += 1
         place = (owner.num_running << _RUNNING) + turn
         owner.entry = entry = (sort_key[:-1], place, self._serial, owner)
@@ -159,7 +161,7 @@ class WaitingQueue:
 
     def _compact(self) -> None:
         """Drop the entries of discarded requests."""
-        members = self._members
+        members = self._waiting_requests
         self._num_entries = len(members)
         for owner in self._owners.values():
             # The first stays the first, so that the owner keeps its place in the line.

@@ -165,8 +165,8 @@ def size_cache(
 
     Args:
         step_tokens: maximum number of tokens of a sequence in one step.
-        available: bytes for the cache if the configuration sets no size.
-        shares_memory: ``available`` is all free memory, which the application uses too.
+        available: number of bytes for the cache if the configuration sets no size.
+        shares_memory: whether ``available`` is all free memory, which the application uses too.
 
     Raises:
         InvalidRequestError: ``max_model_len`` exceeds the model's context.
@@ -178,37 +178,37 @@ def size_cache(
         raise invalid("max_model_len", config.max_model_len, f"at most the model's {context}")
     per_block, longest = block_bytes(groups, dtype), config.max_model_len or context
 
-    def blocks(num_tokens: int) -> int:
+    def blocks_for(num_tokens: int) -> int:
         return blocks_per_seq(groups, num_tokens, step_tokens)
 
     if config.num_blocks is not None:
-        usable, setting = config.num_blocks, "num_blocks"
+        num_usable, setting = config.num_blocks, "num_blocks"
     elif config.kv_cache_memory is not None:
-        usable, setting = int(config.kv_cache_memory) // per_block - 1, "kv_cache_memory"
+        num_usable, setting = int(config.kv_cache_memory) // per_block - 1, "kv_cache_memory"
     else:
-        full, most = blocks(longest), available // per_block - 1
+        full, most = blocks_for(longest), available // per_block - 1
         if shares_memory:
             useful = max(full, min(max_num_seqs * full, available // 2 // per_block - 1))
         else:
             useful = 2 * max_num_seqs * full
-        usable, setting = min(most, useful), "kv_cache_memory"
-    if usable < blocks(config.max_model_len or 1):
+        num_usable, setting = min(most, useful), "kv_cache_memory"
+    if num_usable < blocks_for(config.max_model_len or 1):
         raise _too_small_error(
-            config.max_model_len, usable, groups, step_tokens, per_block, setting
+            config.max_model_len, num_usable, groups, step_tokens, per_block, setting
         )
-    max_model_len = bisect_right(range(1, longest + 1), usable, key=blocks)
+    max_model_len = bisect_right(range(1, longest + 1), num_usable, key=blocks_for)
     if max_model_len < longest:
         logger.warning(
             "max_model_len is %d of the model's %d tokens: the KV cache holds %d blocks of "
             "%s tokens, one sequence of full length %s; raise %s for more",
             max_model_len,
             longest,
-            usable,
+            num_usable,
             _block_sizes(groups),
             _describe_blocks(groups, longest, step_tokens),
             setting,
         )
-    return KVCacheSize(usable + 1, max_model_len)
+    return KVCacheSize(num_usable + 1, max_model_len)
 
 
 def _block_sizes(groups: Sequence[KVGroup]) -> str:
@@ -229,7 +229,7 @@ def _describe_blocks(groups: Sequence[KVGroup], num_tokens: int, step_tokens: in
 
 def _too_small_error(
     max_model_len: int | None,
-    usable: int,
+    num_usable: int,
     groups: Sequence[KVGroup],
     step_tokens: int,
     per_block: int,
@@ -251,7 +251,7 @@ def _too_small_error(
             remedy += " or max_num_batched_tokens"
     least = needed if setting == "num_blocks" else (needed + 1) * per_block
     return KVCacheTooSmallError(
-        f"the KV cache holds {max(usable, 0)} blocks of {_block_sizes(groups)} tokens "
+        f"the KV cache holds {max(num_usable, 0)} blocks of {_block_sizes(groups)} tokens "
         f"({per_block} bytes each), but {purpose}, {needed * per_block} bytes: raise {setting} "
         f"to at least {least}{remedy}"
     )

@@ -51,10 +51,10 @@ def calibrate(runner: ModelRunner, config: EngineConfig, mode: ExecutionMode) ->
     It chooses only settings that the configuration leaves open. Call it once the kernels are
     compiled.
     """
-    known: dict[int, float] = {}
+    known_seconds: dict[int, float] = {}
 
     def time_step(count: int) -> float:
-        known[count] = seconds = time_prefill(runner, count)
+        known_seconds[count] = seconds = time_prefill(runner, count)
         return seconds
 
     if config.max_num_batched_tokens == "auto":
@@ -67,7 +67,7 @@ def calibrate(runner: ModelRunner, config: EngineConfig, mode: ExecutionMode) ->
         logger.info("a step has at most %d tokens", measured)
     if config.async_scheduling is None and runner.can_run_ahead:
         most = min(runner.info.max_num_seqs, runner.info.max_num_batched_tokens)
-        found = min_tokens_ahead(time_step, most, known)
+        found = min_tokens_ahead(time_step, most, known_seconds)
         if found is not None:
             runner.run_ahead(found)
 
@@ -145,7 +145,7 @@ def calibrate_token_budget(
 def min_tokens_ahead(
     time_step: Callable[[int], float],
     max_num_seqs: int,
-    known: Mapping[int, float] = _NO_TIMINGS,
+    known_seconds: Mapping[int, float] = _NO_TIMINGS,
 ) -> int | None:
     """Finds the smallest step, in tokens, that is worth starting ahead on the native library's
     thread.
@@ -158,8 +158,8 @@ def min_tokens_ahead(
 
     Args:
         time_step: runs a step of the given number of tokens and returns its seconds.
-        known: seconds of steps that were timed before, by token count. If it has the step of eight
-            tokens, that step is not run again.
+        known_seconds: seconds of steps that were timed before, by token count. If it has the step
+            of eight tokens, that step is not run again.
 
     Returns:
         None if no second step should be in flight: a step of eight tokens takes more than 10 ms,
@@ -167,9 +167,9 @@ def min_tokens_ahead(
         in the best of three runs.
     """
     few = min(_FIRST_TOKEN_COUNTS[0], max_num_seqs)
-    if few not in known:
+    if few not in known_seconds:
         time_step(1)
-    if (known[few] if few in known else time_step(few)) > MAX_AHEAD_SECONDS:
+    if (known_seconds[few] if few in known_seconds else time_step(few)) > MAX_AHEAD_SECONDS:
         return None
     seconds = time_step(max_num_seqs)
     if seconds < 2 * MAX_AHEAD_SECONDS:

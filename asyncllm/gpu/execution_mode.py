@@ -35,13 +35,13 @@ class ExecutionMode:
     """Device, stream and limits of an engine's steps.
 
     Attributes:
-        stream: where the steps' work is queued.
+        stream: stream on which the steps' work is queued.
         make_capturer: makes the capturer of CUDA graphs; None runs without graphs and keeps the
             batch's state on the host.
         max_num_seqs, token_budget, pipeline_depth, step_timeout: defaults of settings that the
             configuration leaves open.
-        shares_memory: a KV cache without a configured size takes at most half of the free memory,
-            and leaves the rest to the application.
+        shares_memory: whether a KV cache without a configured size leaves half or more of the free
+            memory to the application.
     """
 
     device: torch.device

@@ -12,7 +12,7 @@ _ALIGNMENT = 64
 
 
 def copy_to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A tensor with the contents of ``array``; on a CPU it shares the memory.
+    """Copies ``array`` to a tensor on the device; on a CPU the tensor shares the array's memory.
 
     The array is copied to pinned memory first: a copy from pageable memory would wait for all work
     that is queued on the stream. torch keeps the pinned copy until the device has read it.

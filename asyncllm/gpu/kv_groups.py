@@ -22,11 +22,11 @@ class LayerCache(NamedTuple):
     """Properties of a layer's KV that decide its KV group.
 
     Attributes:
-        elements: number of elements per token, K and V together.
+        num_elements: number of elements per token, K and V together.
         window: keys that a query sees, its own included; None is all.
     """
 
-    elements: int
+    num_elements: int
     window: int | None
 
     @classmethod
@@ -51,7 +51,8 @@ class LayerGroup:
     scale: int = 1
 
     def spec(self, block_size: int) -> KVCacheSpec:
-        """Makes the KVCacheSpec; ``block_size`` is the fewest tokens per block of any group."""
+        """Makes the KVCacheSpec; ``block_size`` is the smallest number of tokens per block of any
+        group."""
         kind = "full_attention" if self.window is None else "sliding_window"
         return KVCacheSpec(self.layers, block_size * self.scale, kind, self.window)
 
@@ -75,10 +76,10 @@ def group_layers(caches: Sequence[LayerCache], context: int) -> list[LayerGroup]
         slides = cache.window is not None and cache.window < context
         key = cache if slides else cache._replace(window=None)
         alike.setdefault(key, []).append(layer)
-    largest = max(cache.elements for cache in alike)
+    largest = max(cache.num_elements for cache in alike)
     slides = any(cache.window is not None for cache in alike)
-    if slides and any(largest % cache.elements for cache in alike):
-        sizes = sorted({cache.elements for cache in alike})
+    if slides and any(largest % cache.num_elements for cache in alike):
+        sizes = sorted({cache.num_elements for cache in alike})
         logger.warning(
             "layers with a sliding window keep the KV of all tokens: a token's KV has %s numbers "
             "in a layer, of which the largest is no multiple of the others",
@@ -92,7 +93,7 @@ def group_layers(caches: Sequence[LayerCache], context: int) -> list[LayerGroup]
     for cache in sorted(alike, key=lambda cache: cache.window is not None):
         layers = alike[cache]
         count = -(-len(layers) // size)
-        scale = largest // cache.elements
+        scale = largest // cache.num_elements
         groups += [LayerGroup(tuple(layers[i::count]), cache.window, scale) for i in range(count)]
     unused = 1 - len(caches) / (size * len(groups))
     logger.info(

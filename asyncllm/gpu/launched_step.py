@@ -24,7 +24,7 @@ from asyncllm.validation import explain
 
 
 class Event(Protocol):
-    """A point in a stream's work."""
+    """Event at a point of a stream's work, as in CUDA."""
 
     def synchronize(self) -> None:
         """Waits until all work queued before the event is done."""
@@ -35,13 +35,13 @@ class LaunchedStep:
     """A step between launch and collect.
 
     Attributes:
-        is_decode: every row is a decode.
+        is_decode: whether every row is a decode.
         row_indices, starts: ``[R]`` int64, request index and first position of each row.
         rows: ``[S]``, the sampled rows of the batch, in the order of sampling.
         req_indices, positions: ``[S]``, request index of each sampled row, and the position of its
             new token.
-        num_logits: number of sampled rows that need their logits. They come first; every other row
-            takes the token of its largest logit.
+        num_logits: number of sampled rows whose logits are computed. They come first; every other
+            row takes the token of its largest logit.
         epochs: ``[S]``, epoch of each request index.
         row_stages: ``[S]``, sampling Stages of each sampled row.
         row_logprobs: ``[S]``, number of log-probabilities of each sampled row, -1 for none; empty
@@ -49,11 +49,11 @@ class LaunchedStep:
         stages: union of the sampling stages of all rows that are drawn on the device.
         bucket: size of the CUDA graph, padding included: rows of a decode step, tokens of a mixed
             step; None without a graph.
-        balanced: attention splits the keys in proportion to the rows' lengths, because these
-            differ much.
+        balanced: whether attention splits the keys in proportion to the rows' lengths, because
+            these differ much.
         blocks_to_zero: KV blocks to clear before the step runs.
-        updates: rows of the LogitsTables to write before the step runs.
-        overflow: block table changes that do not fit into the buffer.
+        updates: updates of LogitsTables rows, to write before the step runs.
+        overflow_changes: block table changes that do not fit into the buffer.
         masks: grammar masks of the masked rows; None until ``sample`` brings them.
         started: whether the step's changes have been applied to the batch, and its work has begun.
         is_drawn: whether the host has no more work to do for drawing the tokens, so that later
@@ -90,7 +90,7 @@ class LaunchedStep:
         self.bucket: int | None = None
         self.balanced = False
         self.updates: list[TableUpdate] = []
-        self.overflow: list[TableChange] = []
+        self.overflow_changes: list[TableChange] = []
         self.masks: GrammarMask | None = None
         self.started = self.is_drawn = False
         self.sizes: StepSizes | None = None
@@ -147,7 +147,7 @@ class LaunchedStep:
     def drawn_output(self) -> SampleOutput:
         """Reads tokens, errors and log-probabilities from the buffer.
 
-        The values of rows that are sampled on the host are void.
+        For rows that are sampled on the host, the buffer has no valid values.
         """
         tokens = self.buffer.tokens.numpy()[: len(self.rows)].copy()
         output = SampleOutput(tokens)

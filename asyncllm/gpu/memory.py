@@ -125,7 +125,7 @@ class CacheBudget:
         weights: memory of the model's weights.
         peak: memory of the largest step, beside weights and cache.
         graph_reserve: memory to keep for CUDA graphs.
-        free: free memory now, with the weights on the device and no step running.
+        free: free memory at present, with the weights on the device and no step running.
     """
 
     total: int
@@ -309,14 +309,14 @@ def _memory_without_procfs() -> int:
     return status[2]
 
 
-def _cgroup_available(fallback: int) -> int:
+def _cgroup_available(fallback_bytes: int) -> int:
     group = Path("/sys/fs/cgroup")
     try:
         limit = (group / "memory.max").read_text(encoding="ascii").strip()
         used = int((group / "memory.current").read_text(encoding="ascii"))
-        return fallback if limit == "max" else max(0, int(limit) - used)
+        return fallback_bytes if limit == "max" else max(0, int(limit) - used)
     except (OSError, ValueError):
-        return fallback
+        return fallback_bytes
 
 
 def check_states(device: torch.device, max_num_seqs: int, slot_bytes: int) -> None:

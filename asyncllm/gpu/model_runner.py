@@ -109,7 +109,7 @@ class ModelRunner:
             held = SamplingLimits(runner.sampler.state.num_logprobs)
             self.info = replace(info, sampling_limits=held)
         self._runner: StepRunner | None = runner
-        self._steps: deque[LaunchedStep] = deque()
+        self._launched_steps: deque[LaunchedStep] = deque()
         self._num_threads = num_threads
         self._thread: int | None = None
         if graphs is not None:
@@ -209,12 +209,12 @@ class ModelRunner:
 
     def launch(self, batch: StepBatch) -> None:
         self._open_runner()
-        self._steps.append(LaunchedStep(batch))
+        self._launched_steps.append(LaunchedStep(batch))
         self._begin_steps()
 
     def sample(self, masks: GrammarMask) -> None:
         runner = self._open_runner()
-        step = next((step for step in self._steps if step.awaits_masks), None)
+        step = next((step for step in self._launched_steps if step.awaits_masks), None)
         if step is None or step.batch.step != masks.step:
             expected = "none" if step is None else f"those of step {step.batch.step}"
             raise RuntimeError(f"masks of step {masks.step} came; expected {expected}")
@@ -230,12 +230,12 @@ class ModelRunner:
 
     def collect(self) -> StepResult:
         self._open_runner()
-        if not self._steps:
+        if not self._launched_steps:
             raise RuntimeError("no step is in flight")
-        if self._steps[0].awaits_masks and self._steps[0].error is None:
-            raise RuntimeError(f"step {self._steps[0].batch.step} awaits its masks")
+        if self._launched_steps[0].awaits_masks and self._launched_steps[0].error is None:
+            raise RuntimeError(f"step {self._launched_steps[0].batch.step} awaits its masks")
         self._enter_thread()
-        step = self._steps.popleft()
+        step = self._launched_steps.popleft()
         if step.error is not None:
             clear_frames(step.error)
             raise step.error
@@ -253,9 +253,9 @@ class ModelRunner:
         return result
 
     def discard(self) -> None:
-        if self._steps and self._runner is not None:
+        if self._launched_steps and self._runner is not None:
             self._stream.synchronize()
-        self._steps.clear()
+        self._launched_steps.clear()
 
     def close(self) -> None:
         if self._runner is None:
@@ -263,7 +263,7 @@ class ModelRunner:
         # Do not wait for a GPU: a device that hangs would never finish.
         if not self._stream.is_async:
             self._stream.synchronize()
-        self._steps.clear()
+        self._launched_steps.clear()
         replay, self._runner = self._runner.replay, None
         if not self._stream.is_async:
             # Drop the step queue, which refers to the model.
@@ -298,9 +298,9 @@ class ModelRunner:
         raises a step's error when its turn comes, because earlier steps may have succeeded.
         """
         runner = self._open_runner()
-        for number, step in enumerate(self._steps):
+        for number, step in enumerate(self._launched_steps):
             if not step.started:
-                if not self._stream.can_begin_early(step, islice(self._steps, number)):
+                if not self._stream.can_begin_early(step, islice(self._launched_steps, number)):
                     return
                 step.started = True
                 with self._keep_errors(step):

@@ -84,25 +84,25 @@ class StateCache:
         alike: dict[torch.dtype, list[Tensor]] = {}
         for tensor in self.tensors:
             alike.setdefault(tensor.dtype, []).append(tensor)
-        self._by_dtype = list(alike.values())
+        self._tensors_by_dtype = list(alike.values())
 
     @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def load(self, loads: Sequence[tuple[int, int]]) -> None:
+    def load(self, load_pairs: Sequence[tuple[int, int]]) -> None:
         """Copies snapshots to requests' slots, for pairs ``(request index, snapshot)``.
 
         Call it before the step in which the requests continue from the snapshots.
         """
-        self._copy_slots([(slot, self.num_slots + snapshot) for slot, snapshot in loads])
+        self._copy_slots([(slot, self.num_slots + snapshot) for slot, snapshot in load_pairs])
 
-    def save(self, saves: Sequence[tuple[int, int]]) -> None:
+    def save(self, save_pairs: Sequence[tuple[int, int]]) -> None:
         """Copies requests' slots to snapshots, for pairs ``(request index, snapshot)``.
 
         Call it after the step that computed the states and before the next one.
         """
-        self._copy_slots([(self.num_slots + snapshot, slot) for slot, snapshot in saves])
+        self._copy_slots([(self.num_slots + snapshot, slot) for slot, snapshot in save_pairs])
 
     def _copy_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies slots by pairs ``(target, source)``; no slot is both target and source.
@@ -111,6 +111,6 @@ class StateCache:
         kernel per layer.
         """
         copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-        for tensors in self._by_dtype:
+        for tensors in self._tensors_by_dtype:
             to = [tensor[slot] for slot, _ in pairs for tensor in tensors]
             copy(to, [tensor[slot] for _, slot in pairs for tensor in tensors])

@@ -33,7 +33,7 @@ class StepMemory:
             last row if ``on_device``.
         last_sampled_tokens: ``[N + 1]`` int64, by request index.
         scalars: sampling parameters by request index, ``[N + 1]`` each.
-        tables: rules and penalties by request index.
+        tables: LogitsTables of rules and penalties, by request index.
         sampled: ``[N]`` int64, the tokens of the last step, by sampled row.
         masks, logprobs: grammar masks and top log-probabilities of the step being sampled, by
             sampled row; None until a step needs them.
@@ -89,8 +89,8 @@ class StepMemory:
             return
         self.write_previous_tokens(step, host)
         host.set_scalars(self._state)
-        changes = [table.pop_changes() for table in self._batch.tables]
-        step.overflow = host.set_table_changes(changes)
+        table_changes = [table.pop_changes() for table in self._batch.tables]
+        step.overflow_changes = host.set_table_changes(table_changes)
 
     def write_previous_tokens(self, step: LaunchedStep, buffer: StepBuffer) -> None:
         """Writes the token before each sampled token; -1 if only the device has it so far."""
@@ -98,16 +98,20 @@ class StepMemory:
         buffer.arrays["previous_tokens"][: len(tokens)] = tokens
 
     def upload(self, step: LaunchedStep) -> None:
-        """Queues the copy of a step to the device, and its changes of the batch state there."""
+        """Queues the copy of a step to the device, and the step's changes of the batch state
+        there."""
         for update in step.updates:
             update.write(self.tables)
         if not self.on_device:
             return
         tokens_end = next(reversed(self.buffer.tensors))
         self.buffer.copy_from(step.buffer, LAST_DECODE_SECTION if step.is_decode else tokens_end)
-        for group, indices, values in step.overflow:
-            changes = copy_to_device(indices, self.device), copy_to_device(values, self.device)
-            self._change_table(group, changes)
+        for group, indices, values in step.overflow_changes:
+            table_changes = (
+                copy_to_device(indices, self.device),
+                copy_to_device(values, self.device),
+            )
+            self._change_table(group, table_changes)
         if not step.is_decode:
             for group in range(len(self.block_tables)):
                 self._change_table(group, self._table_changes(group))
@@ -170,7 +174,7 @@ class StepMemory:
             prefill_start_loc=none,
             groups=[
                 replace(own, table_changes=self._table_changes(group))
-                for group, own in enumerate(self._groups(num_rows))
+                for group, own in enumerate(self._group_inputs(num_rows))
             ],
             max_num_seqs=self.info.max_num_seqs,
             max_len=self.info.max_model_len,
@@ -187,10 +191,10 @@ class StepMemory:
             self.decode_inputs(0),
             token_ids=tensors["token_ids"][tokens],
             positions=tensors["positions"][tokens],
-            groups=self._groups(num_tokens),
+            groups=self._group_inputs(num_tokens),
         )
 
-    def _groups(self, num_tokens: int) -> list[GroupInputs]:
+    def _group_inputs(self, num_tokens: int) -> list[GroupInputs]:
         return self.buffer.groups(self._batch, self.block_tables, num_tokens)
 
     def derive_decode_inputs(self, inputs: StepInputs) -> None:
@@ -216,6 +220,6 @@ class StepMemory:
         tensors = self.buffer.tensors
         return tensors[f"changed_{group}"], tensors[f"new_blocks_{group}"]
 
-    def _change_table(self, group: int, changes: tuple[Tensor, Tensor]) -> None:
+    def _change_table(self, group: int, table_changes: tuple[Tensor, Tensor]) -> None:
         none = self.decode_inputs(0)
-        self._ops.decode_inputs(none, replace(none.groups[group], table_changes=changes))
+        self._ops.decode_inputs(none, replace(none.groups[group], table_changes=table_changes))

@@ -83,7 +83,7 @@ class StepRunner:
         If the step awaits masks, its work ends with the logits until ``sample``.
 
         Args:
-            ahead: the step begins before ``collect`` waits for it.
+            ahead: whether the step begins before ``collect`` waits for it.
         """
         self._apply_changes(step)
         if not len(step.batch):
@@ -115,7 +115,7 @@ class StepRunner:
         step.event, step.is_drawn = self.stream.record(), True
 
     def finish(self, step: LaunchedStep) -> SampleOutput:
-        """Waits for a step's tokens, and draws those of its rows that need the host."""
+        """Waits for a step's tokens, and draws the tokens of rows that need the host."""
         self.stream.wait(step)
         if not step.is_drawn:
             if step.batch.prompt_logprobs:

@@ -33,7 +33,7 @@ def set_thread_count(count: int) -> bool:
 
 
 def available_cpus(
-    cgroup: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+    cgroup_root: Path = Path("/sys/fs/cgroup"), membership_file: Path = Path("/proc/self/cgroup")
 ) -> int:
     """Number of cores that this process may keep busy.
 
@@ -41,33 +41,34 @@ def available_cpus(
     with more threads than the quota allows, threads would be throttled in the middle of an op.
 
     Args:
-        cgroup: mount point of the control groups, of version 2 or 1.
-        membership: file that names the process's control groups. In a container these names may be
-            the host's, and the group is the mount point itself.
+        cgroup_root: mount point of the control groups, of version 2 or 1.
+        membership_file: file that names the process's control groups. In a container these names
+            may be the host's, and the group is the mount point itself.
     """
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity else os.cpu_count() or 1
     try:
-        lines = membership.read_text(encoding="utf-8").splitlines()
+        lines = membership_file.read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    limits = [_cpu_quota(cgroup), _cpu_quota(cgroup / "cpu")]
+    limits = [_cpu_quota(cgroup_root), _cpu_quota(cgroup_root / "cpu")]
     for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
         if controllers and "cpu" not in controllers.split(","):
             continue
-        mount, group = cgroup / "cpu" if controllers else cgroup, Path(path.lstrip("/"))
+        mount, group = cgroup_root / "cpu" if controllers else cgroup_root, Path(path.lstrip("/"))
         limits += [_cpu_quota(mount / each) for each in (group, *group.parents)]
     return max(1, min([count, *(limit for limit in limits if limit is not None)]))
 
 
-def _cpu_quota(folder: Path) -> int | None:
-    """Whole cores of a control group's CPU quota; None without a limit or without the group."""
+def _cpu_quota(group_folder: Path) -> int | None:
+    """Number of whole cores in a control group's CPU quota; None if there is no limit or no such
+    group."""
     try:
-        if (folder / "cpu.max").exists():
-            quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
+        if (group_folder / "cpu.max").exists():
+            quota, period = (group_folder / "cpu.max").read_text(encoding="ascii").split()
         else:
             quota, period = (
-                (folder / f"cpu.cfs_{name}_us").read_text(encoding="ascii").strip()
+                (group_folder / f"cpu.cfs_{name}_us").read_text(encoding="ascii").strip()
                 for name in ("quota", "period")
             )
         limit = int(quota) // int(period)

@@ -52,7 +52,7 @@ class PinnedUploader:
             _Buffer(torch.empty(chunk_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin))
             for _ in range(_NUM_BUFFERS)
         ]
-        self._next = 0
+        self._next_buffer = 0
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Queues the copy of ``source`` on the host to ``target`` on the device.
@@ -71,8 +71,8 @@ class PinnedUploader:
             self._wait(buffer)
 
     def _copy_chunk(self, source: Tensor, target: Tensor) -> None:
-        buffer = self._buffers[self._next]
-        self._next = (self._next + 1) % len(self._buffers)
+        buffer = self._buffers[self._next_buffer]
+        self._next_buffer = (self._next_buffer + 1) % len(self._buffers)
         self._wait(buffer)
         size = source.shape[0] * source.dtype.itemsize
         host = buffer.host[:size].view(source.dtype)

@@ -28,7 +28,7 @@ STORED_DTYPES = ("F64", "F32", "F16", "BF16")
 """Dtypes of a plain weight in a file; 8-bit integers and floats would need scales."""
 
 
-_SCHEMES: dict[int, QuantScheme] = {4: "int4", 8: "int8"}
+_SCHEME_BY_BITS: dict[int, QuantScheme] = {4: "int4", 8: "int8"}
 """Quantisation scheme by the number of bits of an integer."""
 
 
@@ -51,7 +51,7 @@ def load_weights(
     twice. A yielded parameter is complete for work on the thread's current stream.
 
     Args:
-        dtype: the model's dtype; a parameter may have its own.
+        dtype: dtype of the model; a parameter may have a dtype of its own.
         staging: copies tensors to the device; None copies directly on a CPU, and through pinned
             buffers to a GPU.
         open_reader: opens the files in ``model.path`` as plain tensors.
@@ -115,8 +115,8 @@ class _TransientWeights:
         self._buffer = torch.empty(largest, dtype=dtype, device="cpu")
 
     def can_be_transient(self, parameter: Parameter) -> bool:
-        """Whether a weight can be transient. Expert weights cannot, because they are kept until all
-        experts of a layer are read."""
+        """Whether a weight may be valid only until the next one is requested. Expert weights
+        cannot, because they are kept until all experts of a layer are read."""
         held = ".experts." in parameter.name
         return parameter.linear and parameter.dtype is None and not held
 
@@ -162,7 +162,7 @@ def packed_weights(
     if len(codes) < len(parts) or len(forms) != 1:
         return None
     bits, (columns,), group = forms.pop()
-    scheme = _SCHEMES.get(bits)
+    scheme = _SCHEME_BY_BITS.get(bits)
     if scheme is None or columns * bits % 8 or any(c.column_groups is not None for c in codes):
         return None
     zeros = torch.cat([_zero_points(part) for part in codes])
@@ -213,11 +213,11 @@ def _zero_points(part: QuantisedTensor) -> Tensor:
     return _expand_to_rows(part, zeros - shift)
 
 
-def _expand_to_rows(part: QuantisedTensor, grid: Tensor) -> Tensor:
-    """Expands ``grid`` to one row per row of the weights."""
+def _expand_to_rows(part: QuantisedTensor, block_values: Tensor) -> Tensor:
+    """Expands ``block_values`` to one row per row of the weights."""
     if part.block[0] == 1:
-        return grid
-    return grid.repeat_interleave(part.block[0], dim=0)[: part.shape[0]]
+        return block_values
+    return block_values.repeat_interleave(part.block[0], dim=0)[: part.shape[0]]
 
 
 def _copy_slices(slices: Iterable[Tensor], target: Tensor, staging: PinnedUploader | None) -> None:

@@ -83,7 +83,7 @@ def build(
     Args:
         compiler: command of the compiler; None is the result of ``find_compiler``.
         machine: target architecture, as ``platform.machine()`` names it; None is this machine's.
-        only: instruction sets to compile beside the baseline; None is all.
+        only: instruction sets to compile beside the baseline; None compiles all.
         flags: additional flags for compiling every unit and for linking.
 
     Returns:

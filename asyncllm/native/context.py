@@ -48,7 +48,7 @@ class Context:
 
     @property
     def handle(self) -> int:
-        """The context's handle in the library, for a direct call of an op.
+        """Handle of the context in the library, for a direct call of an op.
 
         Raises:
             Unrecordable: a step is being recorded, and the program would lack the op.

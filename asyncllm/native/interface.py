@@ -11,7 +11,7 @@ from typing import Any
 
 _HEADER = re.sub("//.*", "", (Path(__file__).parent / "src" / "interface.h").read_text())
 
-_SCALARS: Mapping[str, Any] = {
+_SCALAR_TYPES: Mapping[str, Any] = {
     "void": None,
     "float": ctypes.c_float,
     "int32_t": ctypes.c_int32,
@@ -28,7 +28,7 @@ def _ctypes_type(declaration: str, structs: Mapping[str, type[Structure]]) -> An
     """The ctypes type of a field, parameter or result; a pointer to data is ``c_void_p``."""
     kind = re.findall(r"\w+", declaration.removeprefix("const "))[0]
     if "*" not in declaration:
-        return structs.get(kind) or _SCALARS[kind]
+        return structs.get(kind) or _SCALAR_TYPES[kind]
     if kind == "char":
         return ctypes.c_char_p
     return POINTER(structs[kind]) if kind in structs else ctypes.c_void_p
@@ -81,4 +81,5 @@ def _read_signatures() -> dict[str, tuple[Any, list[Any]]]:
 
 
 SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = _read_signatures()
-"""Result and argument types of functions, by name without the prefix ``asyncllm_``."""
+"""Result and argument types of the library's functions, by name without the prefix
+``asyncllm_``."""

@@ -27,14 +27,14 @@ from asyncllm.structured.compiler import GrammarCompiler
 from asyncllm.validation import explain
 
 _JOIN_AT_EXIT = 2.0
-_FOREVER = 1e9
-"""Seconds in 31 years, the timeout of waits without a limit."""
+_NEVER_SECONDS = 1e9
+"""Timeout, in seconds (31 years), of a timer that never has to fire."""
 
 logger = get_logger("asyncllm")
 
 
 class _GivenUp(BaseException):
-    """Exception that unwinds a cancelled loading of a model."""
+    """Exception that ends the loading of a model whose start was cancelled."""
 
 
 class EngineThread:
@@ -46,7 +46,7 @@ class EngineThread:
         progress: (done, total) in units of ``stage``: bytes of weights, steps that compile kernels,
             or CUDA graphs.
         stage: the unit of ``progress``.
-        closing: ``close`` was called.
+        closing: whether ``close`` was called.
         pid: process in which the thread runs.
         loaded, core, grammars: model, step loop and grammar compiler; set once ``ready`` is done.
     """
@@ -62,7 +62,7 @@ class EngineThread:
         self._config = config
         self._loader = loader
         self.closing = False
-        self._given_up = False
+        self._is_given_up = False
         self.pid = os.getpid()
         self._task: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._main, name="asyncllm-engine", daemon=True)
@@ -77,7 +77,7 @@ class EngineThread:
             self.ready.set_exception(_as_start_error(error))
             return
         self.ready.set_result(None)
-        if self._given_up:
+        if self._is_given_up:
             self.close(0.0)
         try:
             self.core.run()
@@ -148,7 +148,7 @@ class EngineThread:
 
     def _on_progress(self, done: int, total: int, stage: LoadStage = "weights") -> None:
         self.progress, self.stage = (done, total), stage
-        if self._given_up:
+        if self._is_given_up:
             raise _GivenUp
 
     # --- from other threads ------------------------------------------------------------
@@ -164,15 +164,15 @@ class EngineThread:
             raise _as_start_error(error) from error
 
     def give_up(self) -> None:
-        """Make a thread end whose start failed or was cancelled."""
-        self._given_up = True
+        """End the thread of a start that failed or was cancelled."""
+        self._is_given_up = True
         if self.ready.done() and self.ready.exception() is None:
             self.close(0.0)
 
     def close(self, drain: float | None, reason: str = CLOSED) -> None:
         """Refuse requests from now on, and end the loop after ``drain`` seconds. Takes no lock, so
-        that a destructor may call it in the middle of anything. The first call's ``reason`` is the
-        message of ``error``."""
+        that a destructor may call it in the middle of anything. ``error`` gives the ``reason`` of
+        the first call."""
         if not self.closing:
             self.closing, self.core.close_reason = True, reason
         self.core.send(self.core.on_close, drain)
@@ -182,7 +182,7 @@ class EngineThread:
         """Error for calls to an engine that has ended; None after the application's own
         ``aclose``."""
         if not self.in_own_process():
-            return self.forked()
+            return self.forked_error()
         closed_by_application = self.core.fatal_error is None and self.core.close_reason == CLOSED
         return None if closed_by_application else self.core.shutdown_error()
 
@@ -204,9 +204,9 @@ class EngineThread:
     def check_process(self) -> None:
         """Raise EngineClosedError in a forked child, which has no engine thread."""
         if not self.in_own_process():
-            raise self.forked()
+            raise self.forked_error()
 
-    def forked(self) -> EngineClosedError:
+    def forked_error(self) -> EngineClosedError:
         return EngineClosedError(
             f"the engine belongs to process {self.pid}, this is process {os.getpid()}: "
             "after a fork, expected an engine that the child makes for itself"
@@ -225,10 +225,10 @@ class EngineThread:
         loop = running_loop()
         if isinstance(loop, asyncio.AbstractEventLoop):
             # Keep a reference to the task: the loop has only weak references to tasks.
-            self._task = loop.create_task(_watch(self), name="asyncllm-engine")
+            self._task = loop.create_task(_watch_thread(self), name="asyncllm-engine")
             # A loop that is closed never ends its tasks, but drops its timers: that reveals its
             # end.
-            timer = loop.call_later(_FOREVER, bool)
+            timer = loop.call_later(_NEVER_SECONDS, bool)
             alarm = weakref.finalize(timer, self.loop_ended)
             alarm.atexit = False
             del timer
@@ -236,7 +236,7 @@ class EngineThread:
         else:
             from trio.lowlevel import spawn_system_task
 
-            spawn_system_task(_watch, self, name="asyncllm-engine")
+            spawn_system_task(_watch_thread, self, name="asyncllm-engine")
 
     def loop_ended(self) -> None:
         """Close an engine whose loop has ended. Takes no lock: it may run wherever a loop is
@@ -279,7 +279,7 @@ class EngineThread:
             logger.error("the engine died: %s", error)
 
 
-async def _watch(thread: EngineThread) -> None:
+async def _watch_thread(thread: EngineThread) -> None:
     """Background task of ``supervise``. It refers to the thread and not to the engine, so that an
     engine without other references is collected."""
     backend = running_backend()
@@ -296,7 +296,7 @@ async def _watch(thread: EngineThread) -> None:
 def _as_start_error(error: BaseException) -> AsyncLLMError:
     if issubclass(
         type(error), AsyncLLMError
-    ):  # isinstance may run the exception's own ``__class__`` property
+    ):  # ``isinstance`` may run the exception's own ``__class__`` property.
         return error  # pyright: ignore[reportReturnType]  # narrows by isinstance only
     wrapped = EngineError(f"the engine could not start: {explain(error)}")
     wrapped.__cause__ = error

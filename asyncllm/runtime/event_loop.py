@@ -129,7 +129,7 @@ def post_when_done(future: Future[Any], callback: Callable[[], Any]) -> None:
     post = running_backend().post
 
     def completed(_: Future[Any]) -> None:
-        # Nothing waits on a loop that is closed.
+        # On a closed loop nothing waits for the callback.
         with contextlib.suppress(RuntimeError):
             post(callback)
 
@@ -137,15 +137,15 @@ def post_when_done(future: Future[Any], callback: Callable[[], Any]) -> None:
 
 
 async def wait_for(future: Future[Any]) -> Any:
-    """Wait for a future that another thread completes. Cancelling the wait does not cancel the
-    future."""
+    """Wait for a future that another thread completes. If the wait is cancelled, the future is
+    not."""
     completed = anyio.Event()
     post_when_done(future, completed.set)
     await completed.wait()
     try:
         return future.result()
     finally:
-        del future  # break the cycle of exception, traceback and future
+        del future  # Break the cycle of exception, traceback and future.
 
 
 async def join(thread: threading.Thread, timeout: float) -> None:

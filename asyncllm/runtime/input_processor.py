@@ -23,7 +23,7 @@ from asyncllm.runtime.delimiter_tokens import DelimiterTokens
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.runtime.prompt_encoder import Encode, PromptEncoder
 from asyncllm.runtime.request_options import ChatOptions, RequestOptions, pop_fields
-from asyncllm.runtime.submitter import CallInfo, Submission, Submitter
+from asyncllm.runtime.submitter import CallArguments, Submission, Submitter
 from asyncllm.sampling_params import SamplingParams, with_response_format
 from asyncllm.text.bad_words import bad_words_token_ids
 from asyncllm.text.detokenizer import NoText
@@ -33,10 +33,10 @@ from asyncllm.tool_calls.response_format import ResponseFormat
 from asyncllm.tool_calls.tool_grammar import with_tool_grammar
 from asyncllm.tool_calls.tool_use import ToolUse
 
-_PROMPT_END = 32
+_PROMPT_END_TOKENS = 32
 """Number of tokens at the end of a prompt that are searched for the beginning of the answer."""
 
-_MAX_TRUNCATED = 2**20
+_MAX_TRUNCATED_CHARACTERS = 2**20
 """Maximum number of characters of a prompt with ``truncate_prompt_tokens``. All of it is tokenised,
 which takes up to 180 bytes per character."""
 
@@ -70,17 +70,17 @@ class InputProcessor:
         text = check.plain_text(prompt)
         if prompt is None or text == "":
             raise check.invalid("prompt", prompt, "text or token ids, not empty")
-        call: CallInfo = ("text_completion", prompt)
-        request = self._build(sampling_params, sampling, options)
+        call: CallArguments = ("text_completion", prompt)
+        request = self._make_group(sampling_params, sampling, options)
         if text is None:
             token_ids = self.prompts.check_ids(prompt, self._max_prompt_tokens(request))
             self._set_prompt(request, token_ids)
             return Submission(request, call, request.num_prompt_tokens)
         estimate = len(text) // 4
         if len(text) >= LONG_TEXT:
-            least = self.loaded.tokenizer.min_tokens(len(text))
-            self._check_length(request, len(text), least)
-            estimate = max(least, estimate)
+            min_tokens = self.loaded.tokenizer.min_tokens(len(text))
+            self._check_length(request, len(text), min_tokens)
+            estimate = max(min_tokens, estimate)
         encode = partial(self.prompts.encode_text, text)
         return self._submission(request, call, encode, estimate)
 
@@ -100,7 +100,7 @@ class InputProcessor:
         if use is not None:
             assert form is not None
             sampling, free = with_tool_grammar(sampling, sampling_params, use, form)
-        request = self._build(sampling_params, sampling, options)
+        request = self._make_group(sampling_params, sampling, options)
         asks_for_form = request.sampling.structured_outputs is not None
         if not request.sampling.detokenize and (form is not None or asks_for_form):
             accepted = (
@@ -116,7 +116,7 @@ class InputProcessor:
                 one_call=use is not None and not use.parallel,
                 text_is_free=free if use else not asks_for_form,
             )
-        call: CallInfo = ("chat", messages)
+        call: CallArguments = ("chat", messages)
         longest = request.max_model_len - 1 if self._max_prompt_tokens(request) is None else None
         self._check_length(request, given.num_characters, 0)
         encode = partial(self.prompts.encode_chat, given, longest, chat.split_special_tokens)
@@ -125,10 +125,10 @@ class InputProcessor:
     def prompt_or_conversation(
         self, prompt: Any, sampling_params: SamplingParams | None, options: dict[str, Any]
     ) -> Submission:
-        """Check a call of ``AsyncLLMEngine.submit``: ``conversation`` for messages, else
+        """Make the submission of ``AsyncLLMEngine.submit``: ``conversation`` for messages, else
         ``prompt``."""
         request, first = pop_fields(RequestOptions, options), None
-        with suppress(Exception):  # methods of the caller's object may raise
+        with suppress(Exception):  # Methods of the caller's object may raise.
             first = prompt[0]
         if isinstance(first, Mapping):
             chat = pop_fields(ChatOptions, options)
@@ -138,7 +138,7 @@ class InputProcessor:
     def _submission(
         self,
         request: Request,
-        call: CallInfo,
+        call: CallArguments,
         encode: Encode,
         estimate: int,
         parser: MessageParser | None = None,
@@ -146,7 +146,7 @@ class InputProcessor:
         """Make a submission. Its prompt is set at once if it is quick to tokenise.
 
         Args:
-            estimate: tokens of a prompt that takes long.
+            estimate: estimated number of tokens, for a prompt that takes long to tokenise.
         """
         token_ids = encode(at_once=True)
         if token_ids is not None:
@@ -165,19 +165,19 @@ class InputProcessor:
         kept = request.sampling.truncate_prompt_tokens
         return request.max_model_len - 1 if kept == -1 else kept
 
-    def _check_length(self, request: Request, num_characters: int, least: int) -> None:
-        """Refuse a text by its length alone. ``least`` is a lower bound of its number of tokens. A
-        prompt that will be truncated only has to be short enough to be tokenised."""
+    def _check_length(self, request: Request, num_characters: int, min_tokens: int) -> None:
+        """Refuse a text by its length alone; it has ``min_tokens`` tokens or more. A prompt that
+        will be truncated only has to be short enough to be tokenised."""
         if self._max_prompt_tokens(request) is None:
-            if least >= request.max_model_len:
-                raise self.prompts.too_long_error(least, "at least ")
-        elif num_characters > _MAX_TRUNCATED:
+            if min_tokens >= request.max_model_len:
+                raise self.prompts.too_long_error(min_tokens, "at least ")
+        elif num_characters > _MAX_TRUNCATED_CHARACTERS:
             raise ContextLengthExceededError(
-                f"prompt: has {num_characters} characters, expected at most {_MAX_TRUNCATED} "
-                "with truncate_prompt_tokens"
+                f"prompt: has {num_characters} characters, expected at most "
+                f"{_MAX_TRUNCATED_CHARACTERS} with truncate_prompt_tokens"
             )
 
-    def _resolve(
+    def _resolve_params(
         self,
         sampling_params: SamplingParams | None,
         sampling: dict[str, Any],
@@ -219,7 +219,7 @@ class InputProcessor:
         rules = TokenRules.of(resolved.allowed_token_ids, words, info.vocab_size)
         return resolved, claimed_by, rules
 
-    def _build(
+    def _make_group(
         self,
         sampling_params: SamplingParams | None,
         sampling: dict[str, Any],
@@ -227,7 +227,7 @@ class InputProcessor:
     ) -> Request:
         """Make the group with its channel and members; returns the first member. All arguments but
         the prompt are already checked."""
-        resolved, claimed_by, token_rules = self._resolve(sampling_params, sampling, options)
+        resolved, claimed_by, token_rules = self._resolve_params(sampling_params, sampling, options)
         model, info = self.loaded.model_config, self.loaded.executor.info
         now = self.submitter.core.clock()
         group = RequestGroup(
@@ -244,7 +244,7 @@ class InputProcessor:
             bool(claimed_by) or limits.exceeded_by(resolved, token_rules)
         )
         for index in range(resolved.n):
-            Request(  # the constructor adds it to the group
+            Request(  # The constructor adds the request to the group.
                 group,
                 resolved.of_output(index) if index else resolved,
                 max_model_len=info.max_model_len,
@@ -283,7 +283,7 @@ class InputProcessor:
         if parser is not None:
             delimiters = self._delimiters(parser.form)
             shown["visible"] = delimiters.special
-            end = tokenizer.decode(token_ids[-_PROMPT_END:], skip_special_tokens=False)
+            end = tokenizer.decode(token_ids[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
             parser.answer_begin = parser.form.answer_begins_in(end)
             for member in request.group.members:
                 grammar = member.sampling.structured_outputs
@@ -298,7 +298,8 @@ class InputProcessor:
             member.set_prompt(token_ids if member is request else token_ids.copy())
 
     def _delimiters(self, form: ResponseFormat) -> DelimiterTokens:
-        """Delimiters of a format as tokens; cached, because every conversation needs them."""
+        """Delimiters of a response format as tokens; cached, because every conversation needs
+        them."""
         found = self._delimiter_tokens.get(form)
         if found is None:
             found = DelimiterTokens.of(form, self.loaded.tokenizer)

@@ -17,14 +17,14 @@ class LoopMailbox:
     def __init__(self, backend: EventLoopBackend) -> None:
         self.backend = backend
         self.is_closed = backend.is_closed
-        self._ready: deque[Channel] = deque()
-        self._posted = False
+        self._channels_to_wake: deque[Channel] = deque()
+        self._is_call_pending = False
 
     def notify(self, channels: Iterable[Channel]) -> bool:
-        self._ready.extend(channels)
-        if self._posted:
+        self._channels_to_wake.extend(channels)
+        if self._is_call_pending:
             return not self.is_closed()
-        self._posted = True
+        self._is_call_pending = True
         try:
             self.backend.post(self._drain)
         except RuntimeError:
@@ -34,11 +34,11 @@ class LoopMailbox:
     def _drain(self) -> None:
         # Clear the flag first: a channel that is added later is either found below, or posts a new
         # call.
-        self._posted = False
-        ready = self._ready
+        self._is_call_pending = False
+        ready = self._channels_to_wake
         while ready:
             waiter = ready.popleft().waiter
-            # The waiter may have been woken or cancelled before.
+            # The waiter may already have been woken or cancelled.
             if waiter is not None and not waiter.done():
                 waiter.set_result(None)
 
@@ -76,10 +76,10 @@ class MailboxRegistry:
     """The mailboxes of all event loops that read streams of one engine."""
 
     def __init__(self) -> None:
-        self._by_loop: dict[object, LoopMailbox] = {}
+        self._mailbox_by_loop: dict[object, LoopMailbox] = {}
 
     def __iter__(self) -> Iterator[LoopMailbox]:
-        return iter(self._by_loop.copy().values())
+        return iter(self._mailbox_by_loop.copy().values())
 
     def of_running_loop(self) -> LoopMailbox:
         """Mailbox of the running event loop; always the same object.
@@ -88,14 +88,14 @@ class MailboxRegistry:
             RuntimeError: if no event loop runs in this thread.
         """
         key = running_loop()
-        mailbox = self._by_loop.get(key)
+        mailbox = self._mailbox_by_loop.get(key)
         if mailbox is None:
             # Copy the values, which is atomic, because other threads add and remove loops
             # meanwhile.
-            for old in [k for k, m in self._by_loop.copy().items() if m.is_closed()]:
-                self._by_loop.pop(old, None)
-            mailbox = self._by_loop.setdefault(key, LoopMailbox(running_backend()))
+            for old in [k for k, m in self._mailbox_by_loop.copy().items() if m.is_closed()]:
+                self._mailbox_by_loop.pop(old, None)
+            mailbox = self._mailbox_by_loop.setdefault(key, LoopMailbox(running_backend()))
         return mailbox
 
     def clear(self) -> None:
-        self._by_loop.clear()
+        self._mailbox_by_loop.clear()

@@ -65,9 +65,9 @@ class PromptEncoder:
             if special:
                 accepted = "None or False with messages, whose special tokens the template writes"
                 raise check.invalid("add_special_tokens", special, accepted)
-            use = ToolUse.of(options.tools, "auto", True)
-            self.response_format(use, options)
-            chat = self.template_input(prompt, use, options, generation)
+            tool_use = ToolUse.of(options.tools, "auto", True)
+            self.response_format(tool_use, options)
+            chat = self.template_input(prompt, tool_use, options, generation)
             return partial(self.encode_chat, chat, max_tokens, options.split_special_tokens)
         of_chat = {one.name: (getattr(options, one.name), one.default) for one in fields(options)}
         for name, (value, neutral) in (
@@ -108,7 +108,7 @@ class PromptEncoder:
     def template_input(
         self,
         messages: Any,
-        use: ToolUse | None,
+        tool_use: ToolUse | None,
         options: TemplateOptions,
         add_generation_prompt: bool = True,
     ) -> TemplateInput:
@@ -123,7 +123,7 @@ class PromptEncoder:
         if not add_generation_prompt:
             given["add_generation_prompt"] = False
         own = {
-            "tools": None if use is None else use.schemas,
+            "tools": None if tool_use is None else tool_use.schemas,
             "chat_template": options.chat_template,
         }
         for name, value in own.items():
@@ -136,7 +136,7 @@ class PromptEncoder:
         return TemplateInput(messages, given, arguments_as_text=self._formats.arguments_as_text)
 
     def response_format(
-        self, use: ToolUse | None, options: TemplateOptions
+        self, tool_use: ToolUse | None, options: TemplateOptions
     ) -> ResponseFormat | None:
         """Format of the answer to a conversation.
 
@@ -144,17 +144,17 @@ class PromptEncoder:
             InvalidRequestError: for tools that the template cannot offer to the model.
         """
         template = self.loaded.tokenizer.chat_template
-        if use is not None and not template.reads("tools", options.chat_template):
+        if tool_use is not None and not template.reads("tools", options.chat_template):
             raise InvalidRequestError("tools: the chat template takes none", param="tools")
-        return self._formats.format_for(use is not None)
+        return self._formats.format_for(tool_use is not None)
 
     @cached_property
     def _formats(self) -> ResponseFormats:
         made = self.loaded.response_formats
         return made or ResponseFormats.of_tokenizer(self.loaded.tokenizer, self.config)
 
-    def check_ids(self, prompt: Any, kept: int | None) -> list[int]:
-        """Check a prompt of token ids; returns the last ``kept`` of them (None: all) as plain
+    def check_ids(self, prompt: Any, num_kept: int | None) -> list[int]:
+        """Check a prompt of token ids; returns the last ``num_kept`` of them (None: all) as plain
         integers."""
         info = self.loaded.executor.info
         first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else None
@@ -163,11 +163,11 @@ class PromptEncoder:
         if isinstance(first, (str, list)):
             accepted = "one text or its token ids; several prompts are a call each, or LLM.generate"
             raise check.invalid("prompt", prompt, accepted)
-        if kept is not None:
+        if num_kept is not None:
             most = max(check.MAX_ITEMS, info.max_model_len)
             return list(check.token_ids("prompt", prompt, info.vocab_size, most))
         length = 0
-        with suppress(Exception):  # the prompt has no length, or its length exceeds 64 bits
+        with suppress(Exception):  # The prompt has no length, or its length exceeds 64 bits.
             length = len(prompt)
         if length >= info.max_model_len:
             raise self.too_long_error(length)

@@ -23,7 +23,7 @@ from asyncllm.structured.compiler import GrammarCompiler
 from asyncllm.structured.grammar import Grammar
 from asyncllm.tool_calls.message_parser import MessageParser
 
-CallInfo = tuple[Operation, Any]
+CallArguments = tuple[Operation, Any]
 """Operation and prompt of a call; converted to a RequestInfo only if there are observers."""
 
 
@@ -40,7 +40,7 @@ class Submission:
     """
 
     request: Request
-    call: CallInfo
+    call: CallArguments
     num_tokens: int
     parser: MessageParser | None = None
     make_prompt: Callable[[], None] | None = None
@@ -71,16 +71,16 @@ class Submitter:
         Raises:
             EngineOverloadedError: if the queue is full.
         """
-        notifier = self._observe(submission)
+        notifier = self._make_notifier(submission)
         self.core.admission.reserve(submission.request.group, submission.num_tokens)
         stream = self._make_stream(submission)
-        self._begin(submission, notifier)
+        self._start_request(submission, notifier)
         return stream
 
     async def enqueue_or_wait(self, submission: Submission) -> TokenStream:
         """Queue a request once the queue has a place; its timeout begins then."""
         core, group = self.core, submission.request.group
-        notifier = self._observe(submission)
+        notifier = self._make_notifier(submission)
         is_gone = self.mailboxes.of_running_loop().is_closed
         reserved = core.admission.reserve_or_wait(group, submission.num_tokens, is_gone)
         stream = self._make_stream(submission)
@@ -92,7 +92,7 @@ class Submitter:
                 core.abandon(group)
                 raise
             group.restart(core.clock())
-        self._begin(submission, notifier)
+        self._start_request(submission, notifier)
         return stream
 
     def close(self) -> list[threading.Thread]:
@@ -101,7 +101,7 @@ class Submitter:
         worker = self._worker.close()
         return self.grammars.close() + ([] if worker is None else [worker])
 
-    def _observe(self, submission: Submission) -> ObserverNotifier | None:
+    def _make_notifier(self, submission: Submission) -> ObserverNotifier | None:
         observers = self.observers.all
         if not observers:
             return None
@@ -113,7 +113,7 @@ class Submitter:
         mailbox_of_loop = self.mailboxes.of_running_loop
         return TokenStream(submission.request, self.core, mailbox_of_loop, submission.parser)
 
-    def _begin(self, submission: Submission, notifier: ObserverNotifier | None) -> None:
+    def _start_request(self, submission: Submission, notifier: ObserverNotifier | None) -> None:
         """Begin a request that has a place in the queue and a stream. If Ctrl-C interrupts an
         observer, the stream is dropped, which aborts the request."""
         if notifier is not None:
@@ -129,7 +129,7 @@ class Submitter:
         if group.deadline < math.inf:
             core.send(core.on_watch_deadline, group)
 
-        def job() -> None:
+        def make_and_send() -> None:
             if group.cancelled:
                 return
             try:
@@ -137,18 +137,19 @@ class Submitter:
                 core.admission.correct_estimate(group, request.num_prompt_tokens)
                 self._send(request)
             except BaseException as error:
-                if not issubclass(type(error), Exception):  # a Rust panic in the tokenizer
+                # A Rust panic in the tokenizer is a BaseException.
+                if not issubclass(type(error), Exception):
                     error = InvalidRequestError(f"prompt: {check.describe(error)}", param="prompt")
                 core.send(core.on_fail, group, error)
 
         try:
-            self._worker.submit(job)
+            self._worker.submit(make_and_send)
         except RequestError as error:
             core.send(core.on_fail, group, error)
 
     def _send(self, request: Request) -> None:
-        """Send the group to the engine thread once its grammar is compiled. Other requests do not
-        wait for it."""
+        """Send the group to the engine thread once its grammar is compiled; other requests do not
+        wait for that."""
         core, group, spec = self.core, request.group, request.sampling.structured_outputs
         if spec is None:
             core.send(core.on_add, group)
@@ -174,7 +175,7 @@ class Submitter:
         try:
             for member in group.members:
                 member.structured_output = StructuredOutput(grammar.new_matcher(), grammar.special)
-        except BaseException as failure:  # a backend's native code may panic
+        except BaseException as failure:  # A grammar backend's native code may panic.
             core.send(core.on_fail, group, failure)
             return
         core.send(core.on_add, group)

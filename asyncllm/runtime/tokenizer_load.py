@@ -8,10 +8,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Generic, TypeVar
 
-Read = TypeVar("Read")
+T = TypeVar("T")
 
 
-class TokenizerLoad(Generic[Read]):
+class TokenizerLoad(Generic[T]):
     """Reads a tokenizer on a thread while weights are packed. Reading holds the GIL for half a
     second if the vocabulary is large; packing does not need the GIL. The thread starts with the
     first weight, the embedding, whose packing takes longest.
@@ -20,16 +20,16 @@ class TokenizerLoad(Generic[Read]):
         read: reads the tokenizer; called once.
     """
 
-    def __init__(self, read: Callable[[], Read]) -> None:
+    def __init__(self, read: Callable[[], T]) -> None:
         self._read = read
-        self._found: Future[Read] = Future()
+        self._future: Future[T] = Future()
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
         """Start the thread unless it has started. Called repeatedly during loading; raises the
         error of ``read`` if it has failed."""
-        if self._found.done():
-            self._found.result()
+        if self._future.done():
+            self._future.result()
         elif self._thread is None:
             thread = threading.Thread(target=self._run, name="asyncllm-tokenizer-load", daemon=True)
             # Without a thread, ``result`` reads the tokenizer after the weights.
@@ -37,17 +37,17 @@ class TokenizerLoad(Generic[Read]):
                 thread.start()
                 self._thread = thread
 
-    def result(self) -> Read:
+    def result(self) -> T:
         """Result or exception of ``read``. Waits for the thread; without one, ``read`` is called
         here."""
         if self._thread is not None:
             self._thread.join()
-        elif not self._found.done():
+        elif not self._future.done():
             self._run()
-        return self._found.result()
+        return self._future.result()
 
     def _run(self) -> None:
         try:
-            self._found.set_result(self._read())
+            self._future.set_result(self._read())
         except BaseException as error:
-            self._found.set_exception(error)
+            self._future.set_exception(error)

@@ -59,7 +59,7 @@ class WorkerThread:
         self._name = name
         self._rest = rest
         self._lock = threading.Lock()
-        self._count = itertools.count()
+        self._job_numbers = itertools.count()
         self._jobs: list[tuple[int, int, Callable[[], Any], Future[Any]]] = []
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
@@ -84,7 +84,7 @@ class WorkerThread:
                         f"a long text needs a thread, and none can be started ({explain(error)})"
                     ) from error
                 self._thread = thread
-            heappush(self._jobs, (size, next(self._count), job, future))
+            heappush(self._jobs, (size, next(self._job_numbers), job, future))
         return future
 
     async def call(self, job: Callable[[], T], size: int = 0) -> T:
@@ -102,7 +102,7 @@ class WorkerThread:
             raise EngineClosedError("the engine was closed before a long text's turn") from None
         finally:
             future.cancel()
-            del future  # break the cycle of future, exception and traceback, as in ``wait_for``
+            del future  # Break the cycle of future, exception and traceback, as in ``wait_for``.
 
     def close(self) -> threading.Thread | None:
         """Drop jobs that have not begun; returns the thread if one is running."""
@@ -119,8 +119,8 @@ class WorkerThread:
             pass
 
     def _run_next(self) -> bool:
-        """Run a job; False if there is none. The objects that the job refers to are freed when this
-        returns."""
+        """Run a job; returns False if there is none. The objects that the job refers to are then
+        freed."""
         if self._rest is not None:
             self._rest.wait(self._closed)
         with self._lock:
@@ -140,5 +140,5 @@ class WorkerThread:
             future.set_result(result)
         except BaseException as error:
             future.set_exception(error)
-        del job, future  # break the cycle of future, exception and traceback
+        del job, future  # Break the cycle of future, exception and traceback.
         return True

@@ -11,7 +11,7 @@ __all__ = ["create_app"]
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy: it needs the extra.
+    # Import ``create_app`` at its first use: it needs the extra.
     if name == "create_app":
         from asyncllm.serving.app import create_app
 

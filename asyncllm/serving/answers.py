@@ -30,7 +30,7 @@ class CachedTokens(TypedDict):
 
 
 class Truncation(TypedDict):
-    """Field of ``usage`` beyond OpenAI's protocol, where a prompt was cut."""
+    """Extension of OpenAI's ``usage``: the number of tokens cut from a prompt."""
 
     truncated_prompt_tokens: NotRequired[Count]
 
@@ -172,7 +172,7 @@ class Text(TypedDict):
 
 
 class Event(TypedDict):
-    """An event, whose data is JSON; the last one of completions is [DONE]."""
+    """Server-sent event with JSON data. A stream of completions ends with the data [DONE]."""
 
     event: NotRequired[str]
     data: str

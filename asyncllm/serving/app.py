@@ -217,13 +217,13 @@ def _router(serving: Serving, rules: AccessRules, page: Page | None) -> ASGIApp:
     return Router(
         routes,
         redirect_slashes=False,
-        default=_OtherPath(serving, {}, rules, {}, [path for path, _, _ in table], page),
+        default=_FallbackEndpoint(serving, {}, rules, {}, [path for path, _, _ in table], page),
         lifespan=lambda _: _lifespan(serving),
     )  # pyright: ignore[reportReturnType]
 
 
 @dataclass(eq=False, repr=False)
-class _OtherPath(Endpoint):
+class _FallbackEndpoint(Endpoint):
     """Endpoint of the paths without a route: the page's files, and unknown paths.
 
     Args:
@@ -245,11 +245,11 @@ class _OtherPath(Endpoint):
 
     def _handler(self, scope: Scope) -> Handler:
         path = _path_in_app(scope)
-        # A base URL without /v1, or one to which a client has added its own.
-        meant = {f"/v1{path}", path.removeprefix("/v1")} & set(self._paths)
+        # The client's base URL lacks /v1, or has it twice.
+        intended_paths = {f"/v1{path}", path.removeprefix("/v1")} & set(self._paths)
         hint = (
-            f"; {min(meant)} is"
-            if meant
+            f"; {min(intended_paths)} is"
+            if intended_paths
             else _PATH_HINTS.get(path, "; /openapi.json has all paths")
         )
         raise ProtocolError(f"there is nothing at this path{hint}", code="not_found", status=404)

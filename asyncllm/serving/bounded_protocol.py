@@ -13,21 +13,21 @@ from asyncllm.serving.turns import Turns
 class Timer:
     """Timer of one call; starting it again does not postpone the call."""
 
-    __slots__ = ("_call", "_handle", "_seconds")
+    __slots__ = ("_call", "_seconds", "_timer_handle")
 
     def __init__(self, seconds: float, call: Callable[[], Any]) -> None:
         self._seconds = seconds
         self._call = call
-        self._handle: asyncio.TimerHandle | None = None
+        self._timer_handle: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        if self._handle is None:
-            self._handle = asyncio.get_running_loop().call_later(self._seconds, self._call)
+        if self._timer_handle is None:
+            self._timer_handle = asyncio.get_running_loop().call_later(self._seconds, self._call)
 
     def stop(self) -> None:
-        if self._handle is not None:
-            self._handle.cancel()
-            self._handle = None
+        if self._timer_handle is not None:
+            self._timer_handle.cancel()
+            self._timer_handle = None
 
 
 class BoundedProtocol(asyncio.Protocol):
@@ -50,7 +50,8 @@ class BoundedProtocol(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        # A TLS transport pauses when its buffer reaches the limit: with 0 an empty one would.
+        # A TLS transport pauses when its buffer reaches the limit; with 0 it would pause when
+        # empty.
         transport.set_write_buffer_limits(high=1)
 
     def data_received(self, data: bytes) -> None:
@@ -66,7 +67,7 @@ class BoundedProtocol(asyncio.Protocol):
         raise NotImplementedError
 
     def _may_read(self) -> bool:
-        """Whether reading may resume. A connection that waits for its turn does not ask."""
+        """Whether reading may resume. Not called while the connection waits for its turn."""
         raise NotImplementedError
 
     def _take_unparsed(self, size: int) -> bytes:

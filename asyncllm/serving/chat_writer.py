@@ -19,7 +19,7 @@ from asyncllm.stream import TokenStream
 
 
 class ChatWriter:
-    """Writer of one answer.
+    """Writer of one chat completion.
 
     Args:
         model: the client's name for the model.
@@ -37,15 +37,15 @@ class ChatWriter:
             "system_fingerprint": None,
         }
         self._sends_usage = request.usage_of_stream != "none"
-        self._running = RunningUsage() if request.usage_of_stream == "each chunk" else None
+        self._running_usage = RunningUsage() if request.usage_of_stream == "each chunk" else None
         top = request.num_logprobs
         self._logprobs = None if top is None else LogprobWriter(tokenizer.bytes_of, top)
-        self._calls = [WholeCalls() for _ in range(request.num_outputs)]
+        self._call_collectors = [WholeCalls() for _ in range(request.num_outputs)]
         common = encode({"object": "chat.completion.chunk", **self._fields})[:-1]
         # There is a chunk per token: their constant parts are serialised once.
-        self._head = f'data: {common},"choices":[{{"index":'
-        self._tail = '}],"usage":null}\n\n' if self._sends_usage else "}]}\n\n"
-        self._common = common
+        self._chunk_start = f'data: {common},"choices":[{{"index":'
+        self._chunk_end = '}],"usage":null}\n\n' if self._sends_usage else "}]}\n\n"
+        self._common_fields = common
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         (completion,) = completions
@@ -80,15 +80,15 @@ class ChatWriter:
             return None
         return {"content": self._logprobs.write(output.logprobs or ()), "refusal": None}
 
-    # --- in chunks ----------------------------------------------------------------------
+    # --- streamed chunks ----------------------------------------------------------------
 
     def opening(self) -> str:
         first = {"role": "assistant", "content": "", "refusal": None}
-        return "".join(self._chunk(index, first) for index in range(len(self._calls)))
+        return "".join(self._chunk(index, first) for index in range(len(self._call_collectors)))
 
     def chunks(self, delta: Delta, base: int, stream: TokenStream) -> str:
-        if self._running is not None:
-            self._tail = f'}}],"usage":{self._running.add(delta, base, stream)}}}\n\n'
+        if self._running_usage is not None:
+            self._chunk_end = f'}}],"usage":{self._running_usage.add(delta, base, stream)}}}\n\n'
         if not delta.reasoning and not delta.tool_calls and self._logprobs is None:
             written = self._text_chunk(delta) if delta.text else ""
         else:
@@ -102,8 +102,8 @@ class ChatWriter:
 
     def _text_chunk(self, delta: Delta) -> str:
         return (
-            f'{self._head}{delta.index},"delta":{{"content":{encode_basestring(delta.text)}}}'
-            f',"logprobs":null,"finish_reason":null{self._tail}'
+            f'{self._chunk_start}{delta.index},"delta":{{"content":{encode_basestring(delta.text)}}}'
+            f',"logprobs":null,"finish_reason":null{self._chunk_end}'
         )
 
     def _full_chunk(self, delta: Delta) -> str:
@@ -119,7 +119,7 @@ class ChatWriter:
         return self._chunk(delta.index, fields, self._logprob_fields(delta))
 
     def _whole_calls(self, delta: Delta) -> list[dict[str, Any]]:
-        collected = self._calls[delta.index]
+        collected = self._call_collectors[delta.index]
         first = collected.num_calls
         calls: Iterable[ToolCall] = collected.push(delta.tool_calls)
         return [{"index": i, **call.as_dict()} for i, call in enumerate(calls, first)]
@@ -132,10 +132,10 @@ class ChatWriter:
         finish_reason: str | None = None,
     ) -> str:
         rest = encode({"delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
-        return f"{self._head}{index},{rest[1:-1]}{self._tail}"
+        return f"{self._chunk_start}{index},{rest[1:-1]}{self._chunk_end}"
 
     def closing(self, usages: Sequence[Usage | None]) -> str:
         if not self._sends_usage:
             return ""
         usage = encode(usage_fields(usages))
-        return f'data: {self._common},"choices":[],"usage":{usage}}}\n\n'
+        return f'data: {self._common_fields},"choices":[],"usage":{usage}}}\n\n'

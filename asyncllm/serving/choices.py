@@ -28,7 +28,7 @@ RequestT = TypeVar("RequestT", bound=ChoicesRequest)
 
 
 class ChoicesWriter(Protocol):
-    """Writer of one answer in a protocol. ``base`` is the index of a stream's first choice."""
+    """Interface of writers of one answer. ``base`` is the index of a stream's first choice."""
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]: ...
 
@@ -161,7 +161,7 @@ class ChoicesSender:
                     continue
                 text, num_read = await self._write_chunks(list(unsent.values()), base, stream), 0
                 unsent.clear()
-            else:  # fast path of nearly every token
+            else:  # Nearly every token takes this fast path.
                 text = chunks(delta, base, stream)
             if text:
                 await send(text)
@@ -178,15 +178,15 @@ class ChoicesSender:
         return text
 
 
-def join_deltas(one: Delta, other: Delta) -> Delta:
+def join_deltas(earlier: Delta, later: Delta) -> Delta:
     """Join two consecutive deltas of an output."""
     return replace(
-        other,
-        text=one.text + other.text,
-        token_ids=one.token_ids + other.token_ids,
-        logprobs=((one.logprobs or ()) + (other.logprobs or ())) or None,
-        reasoning=one.reasoning + other.reasoning,
-        tool_calls=one.tool_calls + other.tool_calls,
+        later,
+        text=earlier.text + later.text,
+        token_ids=earlier.token_ids + later.token_ids,
+        logprobs=((earlier.logprobs or ()) + (later.logprobs or ())) or None,
+        reasoning=earlier.reasoning + later.reasoning,
+        tool_calls=earlier.tool_calls + later.tool_calls,
     )
 
 

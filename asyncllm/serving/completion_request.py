@@ -15,7 +15,7 @@ from asyncllm.validation import MAX_INTEGER
 
 MAX_PROMPTS = 256
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's default."""
+"""Value of ``max_tokens`` for a request that leaves it out, as in OpenAI's protocol."""
 
 
 def _prompt_tag(value: Any) -> str:

@@ -23,7 +23,7 @@ class _Choice:
     """Progress of one choice's output.
 
     Attributes:
-        echoed: whether the choice's prompt was sent.
+        echoed: whether the prompt of the choice was sent.
     """
 
     logprobs: LegacyLogprobs | None
@@ -31,7 +31,7 @@ class _Choice:
 
 
 class CompletionWriter:
-    """Writer of one answer. Choices are ordered by prompt.
+    """Writer of one completion. Choices are ordered by prompt.
 
     Args:
         model: the client's name for the model.
@@ -62,14 +62,14 @@ class CompletionWriter:
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         choices = [
             self._choice(
-                number * self._outputs_per_prompt + output.index,
+                prompt_index * self._outputs_per_prompt + output.index,
                 output.text,
                 output.logprobs or (),
                 output.finish_reason,
                 completion.prompt_token_ids,
                 completion.prompt_logprobs,
             )
-            for number, completion in enumerate(completions)
+            for prompt_index, completion in enumerate(completions)
             for output in completion.outputs
         ]
         usages = [completion.usage for completion in completions]
@@ -132,8 +132,8 @@ class CompletionWriter:
             "finish_reason": finish_reason,
         }
 
-    def _prompt_text(self, number: int, token_ids: Sequence[int]) -> str:
-        prompt = self._request.prompts[number]
+    def _prompt_text(self, prompt_index: int, token_ids: Sequence[int]) -> str:
+        prompt = self._request.prompts[prompt_index]
         if isinstance(prompt, str):
             return prompt
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)

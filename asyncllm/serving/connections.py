@@ -12,7 +12,7 @@ import math
 
 try:
     import resource
-except ModuleNotFoundError:  # Windows has no such limits
+except ModuleNotFoundError:  # Windows has no limit on open files.
     resource = None
 
 from asyncllm.serving.connection_limits import ConnectionLimits
@@ -21,7 +21,7 @@ from asyncllm.serving.turns import Starts, Turns
 from asyncllm.serving.websocket_protocol import WebSocketProtocol
 
 SPARE_FILES = 128
-"""Number of open files that the process may need besides connections."""
+"""Number of open files to leave for the process's other needs."""
 
 
 def make_protocols(limits: ConnectionLimits) -> tuple[type[HttpProtocol], type[WebSocketProtocol]]:

@@ -39,9 +39,9 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(self._serving, scope, receive, send, self._engine_names)
         try:
-            self._check(exchange)
+            self._check_request(exchange)
             await self._handler(scope)(self._serving, exchange)
-        # Before DISCONNECT_ERRORS: one AsyncLLMError is an OSError too.
+        # Catch these before DISCONNECT_ERRORS: DeadlineExceededError is an OSError too.
         except (ProtocolError, AsyncLLMError) as error:
             await exchange.refuse(error)
         except DISCONNECT_ERRORS:
@@ -49,13 +49,13 @@ class Endpoint:
         except Exception:
             logger.exception("a request to %s failed", scope["path"])
             if exchange.started:
-                raise  # closes the connection: the answer is incomplete
+                raise  # The answer is incomplete: let the server close the connection.
             await exchange.refuse(ProtocolError("internal error", code="server_error", status=500))
         finally:
             exchange.log()
 
-    def _check(self, exchange: Exchange) -> None:
-        # A proxy in front might end a body with two lengths elsewhere.
+    def _check_request(self, exchange: Exchange) -> None:
+        # If a body has two lengths, a proxy might end it at another byte than this server.
         if {"content-length", "transfer-encoding"} <= set(exchange.headers):
             raise ProtocolError(
                 "header: has Content-Length and Transfer-Encoding, expected one of them",

@@ -41,7 +41,8 @@ class EventSender:
         return self._exchange.send_events(text) if self._has_started else self._start(text)
 
     async def _start(self, text: str) -> None:
-        """Send ``text``, with the opening before it if this text is the first; others wait."""
+        """Send the first text, with the opening before it; concurrent calls wait until it is
+        sent."""
         async with self._start_lock:
             if not self._has_started:
                 await self._exchange.start_events()
@@ -81,7 +82,7 @@ async def sending_events(
         ClientGoneError: at the end of the block, if the client has gone meanwhile.
     """
     sender = EventSender(exchange, opening)
-    serving.pacer.begin()
+    serving.pacer.begin_response()
     try:
         keep_alive = partial(sender.keep_alive, serving.ping_interval)
         async with abort_on_disconnect(exchange, streams, keep_alive):
@@ -91,7 +92,7 @@ async def sending_events(
             raise
         await sender.send(write_error(exchange.protocol_error(error)))
     finally:
-        serving.pacer.end()
+        serving.pacer.end_response()
     await exchange.end_events()
 
 
@@ -104,7 +105,7 @@ async def abort_on_disconnect(
     """Abort the streams when the client closes its connection, or the block is left.
 
     Args:
-        meanwhile: runs until the end of the block.
+        meanwhile: coroutine function that runs until the end of the block.
 
     Raises:
         ClientGoneError: at the end of the block, if the client has gone meanwhile.
@@ -112,7 +113,7 @@ async def abort_on_disconnect(
     gone = False
     failure: Exception | None = None
 
-    async def watch() -> None:
+    async def abort_when_gone() -> None:
         nonlocal gone
         await exchange.wait_until_gone()
         gone = True
@@ -121,12 +122,12 @@ async def abort_on_disconnect(
 
     try:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(watch)
+            tasks.start_soon(abort_when_gone)
             if meanwhile is not None:
                 tasks.start_soon(meanwhile)
             try:
                 yield
-            except Exception as error:  # the task group would wrap the error
+            except Exception as error:  # The task group would wrap the error in an ExceptionGroup.
                 failure = error
             tasks.cancel_scope.cancel()
     finally:

@@ -20,7 +20,7 @@ from asyncllm.validation import describe
 
 logger = logging.getLogger("asyncllm.serving.access")
 
-JSON = "application/json"
+JSON_TYPE = "application/json"
 
 CLOSE_HEADERS = {"Connection": "close"}
 """Headers of an answer that is sent before the body was read to its end."""
@@ -45,7 +45,7 @@ class Exchange:
         headers: headers of the request.
         owner: owner of the responses that the client creates, a digest of its token; empty if no
             token is required.
-        started: the answer has begun.
+        started: whether the answer has begun.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Exchange:
         max_size, timeout = self._serving.max_body_size, self._serving.body_timeout
         for length in self.headers.getlist("content-length"):
             if not length.isdecimal() or len(length) > 20 or int(length) > max_size:
-                raise _too_large(max_size)
+                raise _too_large_error(max_size)
         data = bytearray()
         try:
             with anyio.fail_after(timeout):
@@ -94,7 +94,7 @@ class Exchange:
                         raise ClientGoneError
                     data += message.get("body", b"")
                     if len(data) > max_size:
-                        raise _too_large(max_size)
+                        raise _too_large_error(max_size)
                     if not message.get("more_body", False):
                         self._has_read = True
                         return bytes(data)
@@ -117,7 +117,7 @@ class Exchange:
         self,
         status: int,
         body: bytes,
-        content_type: str = JSON,
+        content_type: str = JSON_TYPE,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         """Send the whole answer."""
@@ -179,7 +179,7 @@ class Exchange:
         self.started, self._status = True, status
         fields = {"x-content-type-options": "nosniff", "x-request-id": self._id, **headers}
         if not self._has_read and "transfer-encoding" in self.headers:
-            # Close the connection, because the server would parse all chunks that remain. To skip
+            # Close the connection, because the server would parse all chunks that remain. Skipping
             # the rest of a body of known length costs little.
             fields |= CLOSE_HEADERS
         encoded = [(name.lower().encode(), value.encode()) for name, value in fields.items()]
@@ -204,7 +204,7 @@ class Exchange:
         )
 
 
-def _too_large(max_size: int) -> ProtocolError:
+def _too_large_error(max_size: int) -> ProtocolError:
     return ProtocolError(
         f"body: is too long, expected at most {max_size} bytes",
         code="request_too_large",

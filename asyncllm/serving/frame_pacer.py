@@ -18,10 +18,10 @@ class FramePacer:
         self._seconds_per_frame = 1.0 / max_rate
         self._num_responses = 0
 
-    def begin(self) -> None:
+    def begin_response(self) -> None:
         self._num_responses += 1
 
-    def end(self) -> None:
+    def end_response(self) -> None:
         self._num_responses -= 1
 
     @property

@@ -10,7 +10,7 @@ import h11
 from asyncllm.serving.turns import EVENTS_PER_TURN
 
 MAX_HEADER_LINES = 128
-"""Maximum number of lines of a request's header. h11 parses a header in one piece, at some
+"""Maximum number of lines of a request's header. h11 parses a header in one piece, which takes some
 microseconds per line."""
 
 MAX_CHUNK_LINE = 4096

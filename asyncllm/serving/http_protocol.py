@@ -23,7 +23,7 @@ MAX_DISCARDED = 1 << 16
 """Maximum number of bytes that are read and dropped after an answer that left the request's body
 unread."""
 
-LINGER = 1.0
+LINGER_SECONDS = 1.0
 """Seconds until a connection is closed after an answer that left the request's body unread. Closed
 at once, a client that still sends would get a reset, and would lose the answer."""
 
@@ -59,7 +59,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
         super().__init__(*args, **options)
         self.conn = HttpParser(self.limits.max_header_size)
         self._header_timer = Timer(self.limits.header_timeout, lambda: self.transport.abort())
-        self._linger_timer = Timer(LINGER, lambda: self.transport.close())
+        self._linger_timer = Timer(LINGER_SECONDS, lambda: self.transport.close())
         self._num_discarded: int | None = None
         self._application: Any = self.app
         self.app: Any = self._run_application
@@ -89,7 +89,8 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
             else:
                 return False
             del self.idle[other]
-            self.connections.discard(other)  # uvicorn would discard it one iteration later
+            # uvicorn would discard it an iteration of the loop later.
+            self.connections.discard(other)
             other.transport.abort()
         return True
 
@@ -175,15 +176,15 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._refuse(400, self.conn.fault or msg)
         else:
-            self.transport.abort()  # the answer has begun, or is complete
+            self.transport.abort()  # The answer has begun, or is complete.
 
-    def _refuse(self, status: int, text: str, *more: tuple[str, str]) -> None:
+    def _refuse(self, status: int, text: str, *more_headers: tuple[str, str]) -> None:
         """Answer in place of the application, and tell it that the client is gone."""
         fields = [
             ("content-type", "text/plain; charset=utf-8"),
             ("content-length", str(len(text))),
             ("connection", "close"),
-            *more,
+            *more_headers,
         ]
         head = h11.Response(status_code=status, headers=fields, reason=HTTPStatus(status).phrase)
         for part in (head, h11.Data(data=text.encode()), h11.EndOfMessage()):
@@ -217,21 +218,21 @@ class _Answer:
     """ASGI ``send`` of one request, and the transport of its answer.
 
     The head is sent with the body's first part, as ASGI requires: one system call less before the
-    first text. Parts of a chunked answer do not pass through h11: its event, checks and writer
-    would be most of the cost of a streamed event."""
+    first text. Parts of a chunked answer do not pass through h11: h11's objects and checks would be
+    most of the cost of a streamed event."""
 
     def __init__(self, protocol: HttpProtocol, send: Send) -> None:
         self._cycle: RequestResponseCycle = protocol.cycle
         self._flow = protocol.flow
         self._linger = protocol.linger
         self._send = send
-        self._chunked = self._is_starting = False
+        self._is_chunked = self._is_starting = False
         self._head = b""
         self._transport = protocol.transport
         self._cycle.transport = cast(asyncio.Transport, self)
 
     async def send(self, message: Any) -> None:
-        if not self._chunked or not message.get("more_body"):
+        if not self._is_chunked or not message.get("more_body"):
             if message["type"] == "http.response.start":
                 await self._start(message)
             else:
@@ -254,7 +255,7 @@ class _Answer:
             self._is_starting = False
         scope = self._cycle.scope
         # The conditions under which h11 chunks the answer.
-        self._chunked = (
+        self._is_chunked = (
             scope["http_version"] == "1.1"
             and scope["method"] != "HEAD"
             and message["status"] not in (204, 304)

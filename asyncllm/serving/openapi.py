@@ -27,14 +27,14 @@ from asyncllm.serving.request_body import RequestBody
 from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.serving.tokenization import DetokenizeRequest, TokenizeRequest
 
-_REF = "#/components/schemas/{model}"
-_BODIES = (ChatRequest, CompletionRequest, ResponseRequest, TokenizeRequest, DetokenizeRequest)
-_ANSWERS: tuple[Any, ...] = (
+_REF_TEMPLATE = "#/components/schemas/{model}"
+_BODY_TYPES = (ChatRequest, CompletionRequest, ResponseRequest, TokenizeRequest, DetokenizeRequest)
+_ANSWER_TYPES: tuple[Any, ...] = (
     ChatCompletion, Completion, Response, DeletedResponse, Tokens, Text, ModelList, Model,
     HealthState, Error, Event,
 )  # fmt: skip
 
-_ERRORS = {
+_ERROR_DESCRIPTIONS = {
     400: "A request that cannot be served as it is; ``param`` names the field.",
     401: "No token, or a wrong one.",
     403: "A page of another origin, or a host that is not this one.",
@@ -57,16 +57,16 @@ def openapi(*, needs_token: bool) -> dict[str, Any]:
         needs_token: clients have to send a bearer token.
     """
     schemas: dict[str, Any] = {}
-    described = {body.__name__: body.openapi_schema(_REF) for body in _BODIES}
-    for answer in _ANSWERS:
-        described[answer.__name__] = TypeAdapter(answer).json_schema(ref_template=_REF)
+    described = {body.__name__: body.openapi_schema(_REF_TEMPLATE) for body in _BODY_TYPES}
+    for answer in _ANSWER_TYPES:
+        described[answer.__name__] = TypeAdapter(answer).json_schema(ref_template=_REF_TEMPLATE)
     for name, schema in described.items():
         schemas.update(schema.pop("$defs", {}))
         schemas[name] = schema
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "asyncllm", "version": __version__},
-        "paths": _paths(),
+        "paths": _describe_paths(),
         "components": {"schemas": schemas},
     }
     if needs_token:
@@ -75,8 +75,8 @@ def openapi(*, needs_token: bool) -> dict[str, Any]:
     return document
 
 
-def _paths() -> dict[str, Any]:
-    state = _content(HealthState)
+def _describe_paths() -> dict[str, Any]:
+    state = _json_content(HealthState)
     health = {"get": {**_operation("Whether requests are taken.", state), "security": []}}
     health["get"]["responses"]["503"] = {**state, "description": "Not now."}
     metrics = {"content": {"text/plain": {}}}
@@ -86,15 +86,15 @@ def _paths() -> dict[str, Any]:
         "/v1/responses": _post("A response.", ResponseRequest, Response, Event),
         "/v1/responses/{response_id}": {
             "parameters": [_path_parameter("response_id")],
-            "get": _operation("A stored response.", _content(Response), (404,)),
-            "delete": _operation("Forgets a response.", _content(DeletedResponse), (404,)),
+            "get": _operation("A stored response.", _json_content(Response), (404,)),
+            "delete": _operation("Forgets a response.", _json_content(DeletedResponse), (404,)),
         },
         "/tokenize": _post("Token ids of a text.", TokenizeRequest, Tokens),
         "/detokenize": _post("The text of token ids.", DetokenizeRequest, Text),
-        "/v1/models": {"get": _operation("The models.", _content(ModelList))},
+        "/v1/models": {"get": _operation("The models.", _json_content(ModelList))},
         "/v1/models/{model}": {
             "parameters": [_path_parameter("model")],
-            "get": _operation("A model.", _content(Model), (404,)),
+            "get": _operation("A model.", _json_content(Model), (404,)),
         },
         "/health": health,
         "/health/ready": health,
@@ -111,18 +111,18 @@ def _post(
     summary: str, body: type[RequestBody], answer: type, event: type | None = None
 ) -> dict[str, Any]:
     """Describe a path that takes a body, and answers with events if the body has ``stream``."""
-    described = _content(answer)
+    described = _json_content(answer)
     if event is not None:
         # In OpenAPI before 3.2, the schema of an event stream describes a single event.
-        described["content"]["text/event-stream"] = {"schema": _reference(event)}
+        described["content"]["text/event-stream"] = {"schema": _schema_reference(event)}
     operation = _operation(summary, described, (400, 404, 408, 413, 415, 422, 429, 504))
-    operation["requestBody"] = {"required": True, **_content(body)}
+    operation["requestBody"] = {"required": True, **_json_content(body)}
     return {"post": operation}
 
 
 def _operation(summary: str, answer: dict[str, Any], errors: Iterable[int] = ()) -> dict[str, Any]:
     refusals = {
-        str(status): {"description": _ERRORS[status], **_content(Error)}
+        str(status): {"description": _ERROR_DESCRIPTIONS[status], **_json_content(Error)}
         for status in sorted({*errors, 400, 401, 403, 500, 503})
     }
     return {
@@ -131,9 +131,9 @@ def _operation(summary: str, answer: dict[str, Any], errors: Iterable[int] = ())
     }
 
 
-def _content(kind: type) -> dict[str, Any]:
-    return {"content": {"application/json": {"schema": _reference(kind)}}}
+def _json_content(kind: type) -> dict[str, Any]:
+    return {"content": {"application/json": {"schema": _schema_reference(kind)}}}
 
 
-def _reference(kind: type) -> dict[str, Any]:
-    return {"$ref": _REF.format(model=kind.__name__)}
+def _schema_reference(kind: type) -> dict[str, Any]:
+    return {"$ref": _REF_TEMPLATE.format(model=kind.__name__)}

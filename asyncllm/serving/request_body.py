@@ -25,12 +25,12 @@ MAX_SEPARATORS = 2**18
 value and holds the GIL; the length of texts hardly matters."""
 
 UNSUPPORTED_TYPE = "unsupported_type"
-"""Error type of a union without an alternative for an item's ``type``."""
+"""pydantic's error type if no alternative of a union has an item's ``type``."""
 
 MAX_FIELDS = 64
 """Maximum number of fields of an object within a body."""
 
-MAX_PARAM = 200
+MAX_PARAM_CHARACTERS = 200
 """Maximum number of characters of an error's ``param``."""
 
 _OTHER_TYPES: Mapping[int | str, str] = {"#text": " or list", "#list": " or string"}
@@ -96,8 +96,7 @@ class RequestBody(BaseModel):
     values that this server does not support.
 
     Class attributes:
-        NEUTRAL: unsupported fields to the values that have no effect, which are accepted; null
-            always is.
+        NEUTRAL: for each unsupported field, the values without effect; these and null are accepted.
         NEUTRAL_PARTS: the same for parts of supported fields, by their paths: "field.part".
         KIND: kind of the fields in COUNTERPARTS.
     """
@@ -114,9 +113,9 @@ class RequestBody(BaseModel):
         """Check the fields. Raises ProtocolError with the field at fault in ``param``."""
         fields = {name: value for name, value in given.items() if value is not None}
         for name in fields.keys() - cls.model_fields.keys() - cls.NEUTRAL.keys():
-            # Refuse the first unknown field here: pydantic would report an error for every unknown
+            # Refuse the first unknown field here: pydantic would make an error for each unknown
             # field.
-            raise cls._unknown(name[:MAX_PARAM])
+            raise cls._unknown_field_error(name[:MAX_PARAM_CHARACTERS])
         for name in cls.NEUTRAL.keys() & fields.keys():
             value = fields.pop(name)
             if not any(check.equal_json(value, neutral) for neutral in cls.NEUTRAL[name]):
@@ -143,7 +142,7 @@ class RequestBody(BaseModel):
         return COUNTERPARTS["field"].get(name) or COUNTERPARTS[cls.KIND].get(name, "")
 
     @classmethod
-    def _unknown(cls, param: str) -> ProtocolError:
+    def _unknown_field_error(cls, param: str) -> ProtocolError:
         ours = cls._counterpart(param)
         message = f"{check.describe(param)}: no such field" + (f", expected {ours}" if ours else "")
         return ProtocolError(message, code="unknown_parameter", param=param)
@@ -154,12 +153,12 @@ class RequestBody(BaseModel):
         counterpart is missing then; else the first error."""
         errors = error.errors(include_url=False, include_context=True)
         unknown = [one for one in errors if one["type"] == "extra_forbidden"]
-        known = (one for one in unknown if cls._counterpart(_path(one["loc"])))
+        known = (one for one in unknown if cls._counterpart(_field_path(one["loc"])))
         first = next(known, errors[0])
         loc = first["loc"]
-        param = _path(loc)[:MAX_PARAM]
+        param = _field_path(loc)[:MAX_PARAM_CHARACTERS]
         if first in unknown:
-            return cls._unknown(param)
+            return cls._unknown_field_error(param)
         if first["type"] == UNSUPPORTED_TYPE:
             accepted = first["msg"]
             refused = invalid(f"{param}.type", first["input"].get("type"), accepted)
@@ -206,8 +205,8 @@ def unsupported(name: str, value: Any, accepted: tuple[Any, ...] = ()) -> Protoc
 
 
 def _limit_fields(value: Any) -> Any:
-    """Validate the number of an object's fields: pydantic would make an error for every unknown
-    one."""
+    """Check the number of an object's fields: pydantic would make an error for each unknown
+    field."""
     if isinstance(value, dict) and len(value) > MAX_FIELDS:
         raise ValueError(f"at most {MAX_FIELDS} fields")
     return value
@@ -226,7 +225,7 @@ Metadata = Limited[
 """The client's labels of a request, which its answer repeats."""
 
 
-def _path(loc: tuple[int | str, ...]) -> str:
+def _field_path(loc: tuple[int | str, ...]) -> str:
     """Path such as ``messages[0].content``, without tags of unions, which begin with "#"."""
     path = ""
     for part in loc:

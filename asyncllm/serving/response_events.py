@@ -37,7 +37,7 @@ class ResponseEvents:
     Attributes:
         id: id of the response.
         num_tokens: tokens generated so far.
-        generates: whether tokens are generated; a request may only warm the cache.
+        generates: whether tokens are generated; a request may only fill the prefix cache.
         body: response object of the last event, as JSON.
     """
 
@@ -60,8 +60,8 @@ class ResponseEvents:
         self._created_at = time.time()
         self._sequence_number = 0
         self._items: list[TextItem | CallItem] = []
-        self._message: TextItem | None = None
-        self._thoughts: TextItem | None = None
+        self._message_item: TextItem | None = None
+        self._reasoning_item: TextItem | None = None
         self._calls = WholeCalls()
         self._unsent_logprobs: list[TokenLogprob] = []
         self._delta_head = ""
@@ -80,19 +80,19 @@ class ResponseEvents:
 
     def created(self) -> Iterator[Event]:
         """Events of an accepted request."""
-        response = self._response("in_progress")
-        yield self._event("response.created", response=response)
-        yield self._event("response.in_progress", response=response)
+        response = self._response_object("in_progress")
+        yield self._make_event("response.created", response=response)
+        yield self._make_event("response.in_progress", response=response)
 
     def delta(self, delta: Delta) -> Iterable[Event]:
         """Events of a delta."""
         self.num_tokens += len(delta.token_ids)
-        message = self._message
+        message = self._message_item
         if (
             delta.text
             and message is not None
             and self._logprobs is None
-            and self._thoughts is None
+            and self._reasoning_item is None
             and not delta.reasoning
             and not delta.tool_calls
         ):
@@ -107,7 +107,7 @@ class ResponseEvents:
             yield from self._add_thought(delta.reasoning)
         if self._logprobs is not None and delta.logprobs:
             self._unsent_logprobs += self._logprobs.write(delta.logprobs)
-        if delta.text or (self._unsent_logprobs and self._message is not None):
+        if delta.text or (self._unsent_logprobs and self._message_item is not None):
             yield from self._add_text(delta.text)
         for call in self._calls.push(delta.tool_calls):
             yield from self._add_call(call)
@@ -115,57 +115,59 @@ class ResponseEvents:
     def completed(self, finish_reason: str | None, usage: Usage | None) -> Iterator[Event]:
         """Events of a normal end; with ``abort``, the client cancelled the response."""
         if not self.generates:
-            yield self._end_response("response.completed", self._response("completed", usage))
+            yield self._final_event("response.completed", self._response_object("completed", usage))
             return
         whole = finish_reason in ("stop", "tool_calls")
         ended: ItemStatus = "completed" if whole else "incomplete"
         yield from self._close_thoughts(ended)
         if self._unsent_logprobs or not self._items:
             yield from self._add_text("")
-        if self._message is not None:
-            yield from self._close_item(self._message, ended)
+        if self._message_item is not None:
+            yield from self._close_item(self._message_item, ended)
         status = {"length": "incomplete", "abort": "cancelled"}.get(
             finish_reason or "", "completed"
         )
         kind = "response.completed" if whole else "response.incomplete"
-        yield self._end_response(kind, self._response(status, usage))
+        yield self._final_event(kind, self._response_object(status, usage))
 
     def failed(self, error: ProtocolError) -> Iterator[Event]:
         """Events of an error after the request was accepted."""
         for item in self._items:
             item.status = "incomplete" if item.status == "in_progress" else item.status
-        response = self._response("failed")
+        response = self._response_object("failed")
         code = "invalid_prompt" if error.is_clients_fault else "server_error"
         if error.code == "context_length_exceeded":
-            code = error.code  # as from OpenAI's servers
+            code = error.code  # OpenAI's servers send this code.
         response["error"] = {"code": code, "message": str(error), "param": error.param}
-        yield self._end_response("response.failed", response)
+        yield self._final_event("response.failed", response)
 
     # --- parts --------------------------------------------------------------------------
 
     def _add_thought(self, text: str) -> Iterator[Event]:
-        if self._thoughts is None:
-            self._thoughts = TextItem(len(self._items), is_reasoning=True)
-            yield from self._open_item(self._thoughts)
-        self._thoughts.texts.append(text)
-        yield self._event("response.reasoning_text.delta", **self._thoughts.place, delta=text)
+        if self._reasoning_item is None:
+            self._reasoning_item = TextItem(len(self._items), is_reasoning=True)
+            yield from self._open_item(self._reasoning_item)
+        self._reasoning_item.texts.append(text)
+        yield self._make_event(
+            "response.reasoning_text.delta", **self._reasoning_item.event_fields, delta=text
+        )
 
     def _add_text(self, text: str) -> Iterator[Event]:
         yield from self._close_thoughts("completed")
-        if self._message is None:
-            self._message = TextItem(len(self._items), is_reasoning=False)
-            yield from self._open_item(self._message)
-            place = encode(self._message.place)[1:-1]
+        if self._message_item is None:
+            self._message_item = TextItem(len(self._items), is_reasoning=False)
+            yield from self._open_item(self._message_item)
+            place = encode(self._message_item.event_fields)[1:-1]
             self._delta_head = f'{{"type":"response.output_text.delta",{place},"delta":'
         logprobs, self._unsent_logprobs = self._unsent_logprobs, []
         if not text and not logprobs:
             return
-        self._message.texts.append(text)
-        self._message.logprobs += logprobs
+        self._message_item.texts.append(text)
+        self._message_item.logprobs += logprobs
         yield self._text_event(text, encode(logprobs))
 
     def _text_event(self, text: str, logprobs: str) -> Event:
-        """Event of new text. One per token, so the JSON is written by hand."""
+        """Event of new text. Its JSON is written by hand, because there is an event per token."""
         number = self._sequence_number
         self._sequence_number = number + 1
         return (
@@ -181,8 +183,8 @@ class ResponseEvents:
         place = {"item_id": item.id, "output_index": item.index}
         yield self._item_event("added", item)
         arguments = call.arguments
-        yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
-        yield self._event(
+        yield self._make_event("response.function_call_arguments.delta", **place, delta=arguments)
+        yield self._make_event(
             "response.function_call_arguments.done", **place, name=call.name, arguments=arguments
         )
         item.status = "completed"
@@ -191,11 +193,11 @@ class ResponseEvents:
     def _open_item(self, item: TextItem) -> Iterator[Event]:
         self._items.append(item)
         yield self._item_event("added", item)
-        yield self._event("response.content_part.added", **item.place, part=item.part())
+        yield self._make_event("response.content_part.added", **item.event_fields, part=item.part())
 
     def _close_thoughts(self, status: ItemStatus) -> Iterator[Event]:
-        if self._thoughts is not None:
-            thoughts, self._thoughts = self._thoughts, None
+        if self._reasoning_item is not None:
+            thoughts, self._reasoning_item = self._reasoning_item, None
             yield from self._close_item(thoughts, status)
 
     def _close_item(self, item: TextItem, status: ItemStatus) -> Iterator[Event]:
@@ -203,15 +205,15 @@ class ResponseEvents:
         kind, more = "response.output_text.done", {"logprobs": item.logprobs}
         if item.is_reasoning:
             kind, more = "response.reasoning_text.done", {}
-        yield self._event(kind, **item.place, text=item.text, **more)
-        yield self._event("response.content_part.done", **item.place, part=item.part())
+        yield self._make_event(kind, **item.event_fields, text=item.text, **more)
+        yield self._make_event("response.content_part.done", **item.event_fields, part=item.part())
         yield self._item_event("done", item)
 
     def _item_event(self, change: str, item: TextItem | CallItem) -> Event:
         kind = f"response.output_item.{change}"
-        return self._event(kind, output_index=item.index, item=item.as_dict())
+        return self._make_event(kind, output_index=item.index, item=item.as_dict())
 
-    def _response(self, status: str, usage: Usage | None = None) -> dict[str, Any]:
+    def _response_object(self, status: str, usage: Usage | None = None) -> dict[str, Any]:
         return response_object(
             self._request,
             self._defaults,
@@ -223,12 +225,12 @@ class ResponseEvents:
             usage=usage,
         )
 
-    def _end_response(self, kind: str, response: dict[str, Any]) -> Event:
+    def _final_event(self, kind: str, response: dict[str, Any]) -> Event:
         self.body = encode(response)
         number = self._next_number()
         return kind, f'{{"type":"{kind}","sequence_number":{number},"response":{self.body}}}'
 
-    def _event(self, kind: str, **fields: Any) -> Event:
+    def _make_event(self, kind: str, **fields: Any) -> Event:
         return kind, encode({"type": kind, "sequence_number": self._next_number(), **fields})
 
     def _next_number(self) -> int:

@@ -37,7 +37,7 @@ ItemContent = Annotated[
 ]
 
 
-class _Item(TypedDict):
+class _InputItem(TypedDict):
     """Base of input items. Accepts and ignores the fields that only output items have, because
     clients send output items back as input."""
 
@@ -45,14 +45,14 @@ class _Item(TypedDict):
     status: NotRequired[Status | None]
 
 
-class MessageItem(_Item):
+class MessageItem(_InputItem):
     type: NotRequired[Literal["message"]]
     role: Literal["user", "assistant", "system", "developer"]
     content: ItemContent
     phase: NotRequired[None]
 
 
-class FunctionCallItem(_Item):
+class FunctionCallItem(_InputItem):
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -61,7 +61,7 @@ class FunctionCallItem(_Item):
     caller: NotRequired[None]
 
 
-class FunctionCallOutputItem(_Item):
+class FunctionCallOutputItem(_InputItem):
     type: Literal["function_call_output"]
     call_id: str
     output: ItemContent
@@ -72,7 +72,7 @@ class ReasoningText(TypedDict):
     text: str
 
 
-class ReasoningItem(_Item):
+class ReasoningItem(_InputItem):
     type: Literal["reasoning"]
     summary: NotRequired[list[Any] | None]
     content: NotRequired[Annotated[list[Limited[ReasoningText]], Field(fail_fast=True)] | None]
@@ -138,12 +138,12 @@ def _message_content(content: Any) -> Any:
 def memory_size(messages: Iterable[Message]) -> int:
     """Approximate size of messages in memory, in bytes: 256 for each object with a few short
     fields, plus its texts."""
-    return sum(map(_size, messages))
+    return sum(map(_memory_size_of, messages))
 
 
-def _size(value: Any) -> int:
+def _memory_size_of(value: Any) -> int:
     if isinstance(value, str):
         return sys.getsizeof(value)
     if isinstance(value, dict):
-        return 256 + sum(map(_size, value.values()))
-    return sum(map(_size, value)) if isinstance(value, list) else 0
+        return 256 + sum(map(_memory_size_of, value.values()))
+    return sum(map(_memory_size_of, value)) if isinstance(value, list) else 0

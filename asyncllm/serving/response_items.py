@@ -32,7 +32,7 @@ class TextItem:
         self.id = f"{'rs' if self.is_reasoning else 'msg'}_{uuid.uuid4().hex}"
 
     @property
-    def place(self) -> dict[str, Any]:
+    def event_fields(self) -> dict[str, Any]:
         """Fields of an event that identify this item's part."""
         return {"item_id": self.id, "output_index": self.index, "content_index": 0}
 

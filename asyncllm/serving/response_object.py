@@ -82,7 +82,7 @@ def _usage_fields(usage: Usage | None) -> dict[str, Any] | None:
 
 
 def _timings(usage: Usage | None) -> dict[str, Any] | None:
-    """Times in seconds, an extension of OpenAI's protocol."""
+    """Timings of the response in seconds, an extension of OpenAI's protocol."""
     if usage is None:
         return None
     return {"queue_time": usage.queue_time, "ttft": usage.ttft, "total_time": usage.total_time}

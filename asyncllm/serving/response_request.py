@@ -24,9 +24,9 @@ from asyncllm.validation import MAX_INTEGER
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (
     LOGPROBS,
-    # Items of reasoning are sent in the clear, and can be sent back as they are.
+    # Reasoning is not encrypted: clients send its items back as they got them.
     "reasoning.encrypted_content",
-    # Parts of items that do not occur: tools that would make them are refused.
+    # No answer has these parts: the tools and inputs that make them are refused.
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
@@ -110,8 +110,8 @@ class ResponseStreamOptions(TypedDict):
 
 
 class ResponseRequest(ConversationFields):
-    """Body of a response: OpenAI's fields, those of SamplingParams, and ``generate``; false only
-    computes the prompt into the cache."""
+    """Body of a response: OpenAI's fields, those of SamplingParams, and ``generate``. With
+    ``generate=false`` the prompt is only computed into the prefix cache."""
 
     KIND = "field of /v1/responses"
 
@@ -190,7 +190,7 @@ class ResponseRequest(ConversationFields):
         """Submit a conversation; returns the stream of the answer.
 
         Args:
-            options: the server's own, as from ``Serving.options``.
+            options: the server's own arguments, as from ``Serving.options``.
 
         Raises:
             ProtocolError: for unsupported fields.

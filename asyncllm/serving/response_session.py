@@ -57,7 +57,7 @@ class ResponseSession:
     serving: Serving
     owner: str
     current: ResponseTurn | None = None
-    _unstored: ResponseStore = field(
+    _unstored_responses: ResponseStore = field(
         default_factory=lambda: ResponseStore(MAX_CONTINUABLE, MAX_UNSTORED_SIZE)
     )
     _num_errors: int = 0
@@ -116,8 +116,8 @@ class ResponseSession:
             self._close(1011, "the engine failed")
 
     def _close(self, code: int, reason: str) -> None:
-        """Start to close. The reader goes on and drops messages: else the client's close frame
-        would stay unread after them."""
+        """Start the close handshake. The reader goes on and drops messages, because the client's
+        close frame comes after them."""
         self._is_closing = True
         self._tasks.start_soon(self.connection.close, code, reason)
 
@@ -130,9 +130,11 @@ class ResponseSession:
             )
         self.serving.check_open()
         request = await self.serving.run(partial(self._parse_request, event), size)
-        turn = await ResponseTurn.begin(self.serving, self.owner, request, size, self._unstored)
+        turn = await ResponseTurn.begin(
+            self.serving, self.owner, request, size, self._unstored_responses
+        )
         self.current = turn
-        self.serving.pacer.begin()
+        self.serving.pacer.begin_response()
         self._tasks.start_soon(self._respond, turn)
 
     def _parse_request(self, event: dict[str, Any]) -> ResponseRequest:
@@ -171,7 +173,7 @@ class ResponseSession:
     def _end_current(self) -> None:
         if self.current is not None:
             self.current = None
-            self.serving.pacer.end()
+            self.serving.pacer.end_response()
 
     async def _send_all(self, events: Iterable[Event]) -> None:
         send = self.connection.send

@@ -27,7 +27,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """Response that has ended.
+    """Stored data of a response that has ended.
 
     Attributes:
         body: the response object, as JSON.
@@ -42,31 +42,31 @@ class ResponseStore:
     their messages, but each counts in full.
 
     Args:
-        limit: maximum number of responses; 0 stores none.
+        max_responses: maximum number of responses; 0 stores none.
         max_size: maximum number of bytes of all responses and conversations, as ``memory_size``
             counts them; the oldest are dropped.
     """
 
-    def __init__(self, limit: int, max_size: int) -> None:
-        self._limit = limit
-        self._left = max_size
-        self._stored: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
+    def __init__(self, max_responses: int, max_size: int) -> None:
+        self._max_responses = max_responses
+        self._bytes_left = max_size
+        self._responses: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
 
     def get(self, owner: str, response_id: str) -> StoredResponse | None:
-        return self._stored.get((owner, response_id))
+        return self._responses.get((owner, response_id))
 
     def add(self, owner: str, response_id: str, stored: StoredResponse) -> None:
-        self._stored[owner, response_id] = stored
-        self._left -= _response_size(stored)
-        while len(self._stored) > self._limit or self._left < 0:
-            _, oldest = self._stored.popitem(last=False)
-            self._left += _response_size(oldest)
+        self._responses[owner, response_id] = stored
+        self._bytes_left -= _response_size(stored)
+        while len(self._responses) > self._max_responses or self._bytes_left < 0:
+            _, oldest = self._responses.popitem(last=False)
+            self._bytes_left += _response_size(oldest)
 
     def remove(self, owner: str, response_id: str) -> bool:
         """Remove a response; returns False if there was none."""
-        found = self._stored.pop((owner, response_id), None)
+        found = self._responses.pop((owner, response_id), None)
         if found is not None:
-            self._left += _response_size(found)
+            self._bytes_left += _response_size(found)
         return found is not None
 
 

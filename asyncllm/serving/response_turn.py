@@ -55,20 +55,22 @@ class ResponseTurn:
         owner: str,
         request: ResponseRequest,
         size: int,
-        local: ResponseStore | None = None,
+        connection_store: ResponseStore | None = None,
     ) -> Self:
         """Submit a request; a long conversation is checked on the worker thread.
 
         Args:
             owner: owner of the request, and of the responses that it may continue.
             size: number of bytes of the request's JSON.
-            local: store of one connection, for responses with ``store=false``.
+            connection_store: store of one connection, for responses with ``store=false``.
 
         Raises:
             ProtocolError, AsyncLLMError: if it cannot be served.
         """
-        past = _find_conversation(request.previous_response_id, owner, serving.store, local)
-        submit = partial(cls._submit, serving, owner, request, size, past, local)
+        past = _find_conversation(
+            request.previous_response_id, owner, serving.store, connection_store
+        )
+        submit = partial(cls._submit, serving, owner, request, size, past, connection_store)
         return await serving.run(submit, size + past.size // MEMORY_PER_JSON)
 
     @classmethod
@@ -79,7 +81,7 @@ class ResponseTurn:
         request: ResponseRequest,
         size: int,
         past: Conversation,
-        local: ResponseStore | None,
+        connection_store: ResponseStore | None,
     ) -> Self:
         engine = serving.engine
         model = serving.model_name(request.model)
@@ -87,7 +89,7 @@ class ResponseTurn:
         stream = request.submit(engine, conversation.messages, serving.options(owner))
         defaults = engine.model_config.generation_defaults or {}
         events = ResponseEvents(request, model, defaults, engine.tokenizer.bytes_of)
-        keep_in = serving.store if request.stores else local
+        keep_in = serving.store if request.stores else connection_store
         return cls(stream, events, serving, owner, conversation, keep_in, size)
 
     async def written(self, events: Iterable[Event]) -> list[Event]:
@@ -123,11 +125,14 @@ class ResponseTurn:
 
 
 def _find_conversation(
-    response_id: str | None, owner: str, store: ResponseStore, local: ResponseStore | None
+    response_id: str | None,
+    owner: str,
+    store: ResponseStore,
+    connection_store: ResponseStore | None,
 ) -> Conversation:
     if response_id is None:
         return Conversation()
-    found = None if local is None else local.get(owner, response_id)
+    found = None if connection_store is None else connection_store.get(owner, response_id)
     found = found or store.get(owner, response_id)
     if found is None:
         raise response_not_found(response_id, "previous_response_id")

@@ -16,8 +16,8 @@ class RunningUsage:
     """Counts of tokens: of the prompts whose choices have begun, and of all outputs."""
 
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _prompts: dict[int, int] = field(default_factory=dict)
-    _generated: int = 0
+    _prompt_tokens: dict[int, int] = field(default_factory=dict)
+    _generated_tokens: int = 0
 
     def add(self, delta: Delta, base: int, stream: TokenStream) -> str:
         """Count ``delta``; returns ``usage`` as JSON.
@@ -25,11 +25,11 @@ class RunningUsage:
         Args:
             base: index of the stream's first choice.
         """
-        with self._lock:  # a long chunk of another prompt may be written on a thread
-            if base not in self._prompts:
-                self._prompts[base] = len(stream.prompt_token_ids or ())
-            self._generated += len(delta.token_ids)
-            prompt, generated = sum(self._prompts.values()), self._generated
+        with self._lock:  # Another thread may write a long chunk of another prompt.
+            if base not in self._prompt_tokens:
+                self._prompt_tokens[base] = len(stream.prompt_token_ids or ())
+            self._generated_tokens += len(delta.token_ids)
+            prompt, generated = sum(self._prompt_tokens.values()), self._generated_tokens
         return encode(
             {
                 "prompt_tokens": prompt,

@@ -106,11 +106,11 @@ class SamplingFields(RequestBody):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-    def sampling_params(self, more: Mapping[str, Any]) -> SamplingParams:
+    def sampling_params(self, renamed_params: Mapping[str, Any]) -> SamplingParams:
         """Convert the fields to SamplingParams, before anything is submitted.
 
         Args:
-            more: parameters whose fields have other names in the protocol.
+            renamed_params: parameters whose fields have other names in the protocol.
 
         Raises:
             InvalidRequestError: for a value that SamplingParams refuses.
@@ -118,7 +118,7 @@ class SamplingFields(RequestBody):
         given = self.present_values(SHARED_FIELDS)
         if self.logit_bias is not None:
             given["logit_bias"] = _parse_logit_bias(self.logit_bias)
-        return SamplingParams(**given, **more)
+        return SamplingParams(**given, **renamed_params)
 
     @classmethod
     def openapi_schema(cls, ref_template: str) -> dict[str, Any]:
@@ -126,7 +126,8 @@ class SamplingFields(RequestBody):
         for kind, bounds in (int | None, INTEGER_BOUNDS), (float | None, NUMBER_BOUNDS):
             for name, (low, high) in bounds.items():
                 field = cls.model_fields.get(name)
-                # A field of another type is a field of the protocol with the same name.
+                # A field of another type is not SamplingParams' field, but the protocol's field of
+                # that name.
                 if field is not None and field.annotation == kind:
                     least = "exclusiveMinimum" if name == "top_p" else "minimum"
                     schema["properties"][name] |= {least: low, "maximum": high}
@@ -179,7 +180,7 @@ class ChoicesRequest(SamplingFields):
         """Submit the request; returns the streams of the answer.
 
         Args:
-            options: the server's own, as from ``Serving.options``.
+            options: the server's own arguments, as from ``Serving.options``.
 
         Raises:
             ProtocolError: for fields that contradict each other.

@@ -7,11 +7,11 @@ import time
 import anyio
 
 from asyncllm.metrics import EngineMetrics
-from asyncllm.serving.turns import REST_FACTOR
+from asyncllm.serving.turns import PAUSE_FACTOR
 
 
 class Scrapes:
-    """Answers of ``/metrics``. The next rendering waits REST_FACTOR times as long as the last one
+    """Answers of ``/metrics``. The next rendering waits PAUSE_FACTOR times as long as the last one
     took, so that any number of scrapes take at most a fifth of the event loop's time.
 
     Args:
@@ -34,5 +34,5 @@ class Scrapes:
                 self._began_at = time.monotonic()
                 self._text = self._metrics.render()
                 ended_at = time.monotonic()
-                self._next_at = ended_at + REST_FACTOR * (ended_at - self._began_at)
+                self._next_at = ended_at + PAUSE_FACTOR * (ended_at - self._began_at)
             return self._text

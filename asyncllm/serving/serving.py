@@ -19,7 +19,7 @@ from asyncllm.validation import describe
 
 T = TypeVar("T")
 
-LONG_JSON = 4096
+LONG_JSON_BYTES = 4096
 """Minimum number of bytes of JSON that a worker thread reads or writes instead of the event loop. A
 byte takes up to a quarter of a microsecond; logit biases and tools take longest."""
 
@@ -30,7 +30,7 @@ class Serving:
 
     Attributes:
         model_names: names of the model; the first is used for requests that name none.
-        timeout: seconds an answer may take, or None.
+        timeout: maximum duration of an answer in seconds; None sets no limit.
         ping_interval: seconds of silence after which a stream of events sends a comment.
         pacer: limits the frame rate of all streamed answers.
         store: responses that can be continued.
@@ -40,7 +40,7 @@ class Serving:
         unsupported_fields: policy that refuses or ignores unsupported fields.
         max_body_size: maximum number of bytes of a request's body.
         body_timeout: seconds that a client has to send the body.
-        draining: the server is about to close and refuses requests.
+        draining: whether the server is about to close, and refuses requests.
         sessions: sessions of the open WebSockets.
         worker: thread that reads and writes long JSON. It shares the rest of the engine's threads
             for long texts, so that streams keep half their speed under any load of long bodies.
@@ -73,26 +73,26 @@ class Serving:
         Args:
             size: approximate number of JSON bytes that the job reads or writes.
         """
-        return job() if size < LONG_JSON else await self.worker.call(job, size)
+        return job() if size < LONG_JSON_BYTES else await self.worker.call(job, size)
 
-    def model_name(self, asked: str | None) -> str:
+    def model_name(self, requested: str | None) -> str:
         """Name of the model in an answer.
 
         Raises:
             ProtocolError: for a name that is not one of ``model_names``.
         """
-        if asked is None:
+        if requested is None:
             return self.model_names[0]
-        if asked not in self.model_names:
+        if requested not in self.model_names:
             served = " or ".join(map(describe, self.model_names))
             raise ProtocolError(
-                f"model: {describe(asked)} is not served here, expected {served}, or none; "
+                f"model: {describe(requested)} is not served here, expected {served}, or none; "
                 "served_model_name gives the model other names",
                 code="model_not_found",
                 param="model",
                 status=404,
             )
-        return asked
+        return requested
 
     def options(self, owner: str) -> dict[str, Any]:
         """Options of a client's requests, for ``AsyncLLMEngine.stream`` and ``chat``.

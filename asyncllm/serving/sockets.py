@@ -23,16 +23,16 @@ class SocketConnection:
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive = receive
         self._send = send
-        self._open = True
+        self._is_open = True
 
     def send(self, message: str) -> Awaitable[None]:
-        if not self._open:
+        if not self._is_open:
             raise ClientGoneError
         return self._send({"type": "websocket.send", "text": message})
 
     async def close(self, code: int = 1000, reason: str = "") -> None:
-        if self._open:
-            self._open = False
+        if self._is_open:
+            self._is_open = False
             with contextlib.suppress(*DISCONNECT_ERRORS):
                 await self._send({"type": "websocket.close", "code": code, "reason": reason})
 
@@ -45,7 +45,7 @@ class SocketConnection:
                 yield message.get("bytes") or b"" if text is None else text
                 del text
             del message
-        self._open = False
+        self._is_open = False
 
 
 class Session(Protocol):

@@ -47,7 +47,7 @@ class StatsSession:
         with contextlib.suppress(*DISCONNECT_ERRORS):
             while True:
                 try:
-                    event = self._snapshot()
+                    event = self._make_snapshot()
                 except AsyncLLMError:
                     await self.connection.close(1001, "the engine is gone")
                     return
@@ -56,7 +56,7 @@ class StatsSession:
                     await self.connection.send(encode(event))
                 await anyio.sleep(self.serving.stats_interval)
 
-    def _snapshot(self) -> dict[str, Any]:
+    def _make_snapshot(self) -> dict[str, Any]:
         sessions = self.serving.sessions
         responses = [
             {"id": turn.events.id, "tokens": turn.events.num_tokens}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from asyncllm.outputs import TokenLogprobs
 from asyncllm.serving.answers import CompletionLogprobs, TokenLogprob, TopLogprob
 
-LOWEST = -1e9
+LOWEST_LOGPROB = -1e9
 """JSON value for minus infinity, the log-probability of a token that cannot be sampled."""
 
 
@@ -32,19 +32,19 @@ class LogprobWriter:
     def write(self, tokens: Iterable[TokenLogprobs]) -> list[TokenLogprob]:
         return [
             {
-                **self._entry(item.token_id, item.logprob),
+                **self._make_entry(item.token_id, item.logprob),
                 "top_logprobs": [
-                    self._entry(one.token_id, one.logprob) for one in item.top[: self.num_top]
+                    self._make_entry(one.token_id, one.logprob) for one in item.top[: self.num_top]
                 ],
             }
             for item in tokens
         ]
 
-    def _entry(self, token_id: int, logprob: float) -> TopLogprob:
+    def _make_entry(self, token_id: int, logprob: float) -> TopLogprob:
         data = self.bytes_of(token_id)
         return {
             "token": data.decode(errors="replace"),
-            "logprob": max(logprob, LOWEST),
+            "logprob": max(logprob, LOWEST_LOGPROB),
             "bytes": list(data),
         }
 
@@ -74,21 +74,23 @@ class LegacyLogprobs:
         found = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for item in tokens:
             token_id = first if item is None else item.token_id
-            text = "" if token_id is None else self._text(token_id)
+            text = "" if token_id is None else self._token_text(token_id)
             found["tokens"].append(text)
-            found["token_logprobs"].append(None if item is None else max(item.logprob, LOWEST))
-            found["top_logprobs"].append(None if item is None else self._top(item))
+            found["token_logprobs"].append(
+                None if item is None else max(item.logprob, LOWEST_LOGPROB)
+            )
+            found["top_logprobs"].append(None if item is None else self._top_by_text(item))
             found["text_offset"].append(self._offset)
             self._offset += len(text)
         return found
 
-    def _top(self, item: TokenLogprobs) -> dict[str, float]:
+    def _top_by_text(self, item: TokenLogprobs) -> dict[str, float]:
         """Top log-probabilities by text. Of two tokens with the same text the likelier one counts.
         As in OpenAI's protocol, the sampled token is always included."""
         top: dict[str, float] = {}
         for one in (*item.top[: self.num_top], item.sampled):
-            top.setdefault(self._text(one.token_id), max(one.logprob, LOWEST))
+            top.setdefault(self._token_text(one.token_id), max(one.logprob, LOWEST_LOGPROB))
         return top
 
-    def _text(self, token_id: int) -> str:
+    def _token_text(self, token_id: int) -> str:
         return self.bytes_of(token_id).decode(errors="replace")

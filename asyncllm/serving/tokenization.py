@@ -21,7 +21,7 @@ from asyncllm.serving.chat_request import (
 from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.request_body import RequestBody, parse_json
-from asyncllm.serving.serving import LONG_JSON, Serving
+from asyncllm.serving.serving import LONG_JSON_BYTES, Serving
 from asyncllm.validation import MAX_ITEMS
 
 
@@ -74,10 +74,10 @@ async def answer_long_text(
     serving: Serving,
     exchange: Exchange,
 ) -> None:
-    """Send ``make_answer(serving, body, at_once)``. The engine's thread for long texts makes the
-    answer of a long body, and one that is None with ``at_once``."""
+    """Send the answer of ``make_answer(serving, body, at_once)``. If the body is long, or the
+    answer is None with ``at_once``, the engine's thread for long texts makes the answer."""
     body = await exchange.body()
-    answer = make_answer(serving, body, True) if len(body) < LONG_JSON else None
+    answer = make_answer(serving, body, True) if len(body) < LONG_JSON_BYTES else None
     if answer is None:
         long_texts = serving.engine._running().prompts.long_texts
         answer = await long_texts.call(partial(make_answer, serving, body, False), len(body))

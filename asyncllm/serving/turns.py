@@ -10,10 +10,10 @@ EVENTS_PER_TURN = 64
 """Maximum number of events that a connection parses in one turn. An event takes 5 to 15
 microseconds."""
 
-REST = 0.004
+MIN_PAUSE_SECONDS = 0.004
 """Minimum number of seconds between two turns."""
 
-REST_FACTOR = 4
+PAUSE_FACTOR = 4
 """Minimum pause after a turn, as a multiple of the turn's duration. So turns take at most a fifth
 of the loop's time."""
 
@@ -27,30 +27,30 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[Callable[[], None], None] = {}
+        self._connections: dict[Callable[[], None], None] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, begin_turn: Callable[[], None]) -> None:
         """Queue a connection for its next slice of the event loop's time; ``begin_turn`` is called
         when the slice begins."""
-        self._waiting[begin_turn] = None
+        self._connections[begin_turn] = None
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(REST, self._next_turn)
+            self._timer = asyncio.get_running_loop().call_later(MIN_PAUSE_SECONDS, self._next_turn)
 
     def discard(self, begin_turn: Callable[[], None]) -> None:
-        self._waiting.pop(begin_turn, None)
+        self._connections.pop(begin_turn, None)
 
     def _next_turn(self) -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
-            if self._waiting:
-                begin_turn = next(iter(self._waiting))
-                del self._waiting[begin_turn]
+            if self._connections:
+                begin_turn = next(iter(self._connections))
+                del self._connections[begin_turn]
                 begin_turn()
         finally:
-            rest = max(REST, REST_FACTOR * (loop.time() - began))
-            self._timer = loop.call_later(rest, self._next_turn) if self._waiting else None
+            pause = max(MIN_PAUSE_SECONDS, PAUSE_FACTOR * (loop.time() - began))
+            self._timer = loop.call_later(pause, self._next_turn) if self._connections else None
 
 
 STARTS_PER_ITERATION = 4

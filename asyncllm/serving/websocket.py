@@ -111,7 +111,7 @@ class EngineServer(HttpServer):
     async def __aenter__(self) -> Self:
         """Begin to listen. Raises EngineError for an engine that is not running, and OSError as
         ``bind``."""
-        self.engine.stats()  # raises here, instead of at each request
+        self.engine.stats()  # Raise the engine's error here, instead of at each request.
         if not (self._app.needs_token or is_loopback(self.host)):
             logger.warning(
                 "listening on %s WITHOUT A TOKEN: all who reach this address use the model "

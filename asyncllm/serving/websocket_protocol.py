@@ -33,7 +33,7 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
         """Close with 1001, and wait for the client's answer as after a close by the application."""
         if not self.handshake_complete:
             super().shutdown()
-        elif self.conn.state is State.OPEN:  # otherwise the connection is already closing
+        elif self.conn.state is State.OPEN:  # In another state the connection is already closing.
             self.queue.put_nowait({"type": "websocket.disconnect", "code": CloseCode.GOING_AWAY})
             self.conn.send_close(CloseCode.GOING_AWAY, "the server is closing")
             self.transport.write(b"".join(self.conn.data_to_send()))
@@ -56,7 +56,7 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
             await super().send(message)
             return
         # websockets would make a Frame and a buffer for each text, at more than half of the cost.
-        self.transport.write(_text_frame(text.encode()))
+        self.transport.write(_encode_text_frame(text.encode()))
 
     def _parse(self) -> None:
         least, most = FRAME_SLICE_BYTES
@@ -88,7 +88,7 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
     def _may_parse(self) -> bool:
         # Before the handshake is answered, the client may turn out to have no access.
         is_decided = self.handshake_complete or not self.handshake_initiated
-        return is_decided and not self.read_paused  # paused: an unread message
+        return is_decided and not self.read_paused  # Reading is paused while a message is unread.
 
     def _may_read(self) -> bool:
         # Pongs would pile up while writing is paused.
@@ -116,7 +116,7 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
             self.handle_parser_exception()
 
 
-def _text_frame(data: bytes) -> bytes:
+def _encode_text_frame(data: bytes) -> bytes:
     """Encode a text message as one server frame without extensions (RFC 6455, section 5.2)."""
     length = len(data)
     if length < 126:

@@ -19,18 +19,18 @@ class WholeCalls:
     """
 
     num_calls: int = 0
-    _open: dict[int, tuple[str, str, list[str]]] = field(default_factory=dict)
+    _open_calls: dict[int, tuple[str, str, list[str]]] = field(default_factory=dict)
 
     def push(self, fragments: tuple[ToolCallDelta, ...]) -> list[ToolCall]:
         """Add fragments; returns the calls that are now complete."""
         found = []
         for fragment in fragments:
             if fragment.id is not None:
-                self._open[fragment.index] = (fragment.id, fragment.name or "", [])
-            call_id, name, arguments = self._open[fragment.index]
+                self._open_calls[fragment.index] = (fragment.id, fragment.name or "", [])
+            call_id, name, arguments = self._open_calls[fragment.index]
             arguments.append(fragment.arguments)
             if fragment.done:
-                del self._open[fragment.index]
+                del self._open_calls[fragment.index]
                 found.append(ToolCall(call_id, name, "".join(arguments)))
         self.num_calls += len(found)
         return found

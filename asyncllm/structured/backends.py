@@ -37,7 +37,7 @@ class Backends:
         self._vocabulary: Vocabulary | None = None
         self._lock = threading.Lock()
         self._backends: dict[str, GrammarBackend] = {}
-        self._installed: tuple[str, ...] | None = None
+        self._installed_names: tuple[str, ...] | None = None
 
     def check_installed(self) -> None:
         """Raise InvalidRequestError, which names the extra to install, if there is no backend."""
@@ -52,13 +52,13 @@ class Backends:
     def prepare(self) -> None:
         """Make the first backend: import it and pass it the vocabulary. Takes about a second for a
         large vocabulary."""
-        self._backend(self._backend_names()[0])
+        self._get_backend(self._backend_names()[0])
 
-    def compile(self, spec: StructuredOutputs, begin: Callable[[], None]) -> Grammar:
+    def compile(self, spec: StructuredOutputs, before_compile: Callable[[], None]) -> Grammar:
         """Compile a grammar with the first backend that can enforce it.
 
         Args:
-            begin: function that is called before each backend compiles, after its import.
+            before_compile: function that is called before each backend compiles, after its import.
 
         Raises:
             GrammarError: if no backend can, with the reason of each; or if the grammar admits no
@@ -69,8 +69,8 @@ class Backends:
             try:
                 if refusals:
                     check_xgrammar_can_compile(spec)
-                backend = self._backend(name)
-                begin()
+                backend = self._get_backend(name)
+                before_compile()
                 grammar = backend.compile(spec)
                 break
             except GrammarError as error:
@@ -82,15 +82,16 @@ class Backends:
         return grammar
 
     def _backend_names(self) -> tuple[str, ...]:
-        if self._installed is None:
+        if self._installed_names is None:
             names = ("llguidance", "xgrammar") if self._choice == "auto" else (self._choice,)
             found = tuple(name for name in names if importlib.util.find_spec(name) is not None)
             if not found:
-                return ()  # not cached: a backend may be installed while the process runs
-            self._installed = found
-        return self._installed
+                # Do not cache an empty result: a backend may be installed while the process runs.
+                return ()
+            self._installed_names = found
+        return self._installed_names
 
-    def _backend(self, name: str) -> GrammarBackend:
+    def _get_backend(self, name: str) -> GrammarBackend:
         with self._lock:
             backend = self._backends.get(name)
             if backend is None:

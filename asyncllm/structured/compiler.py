@@ -33,17 +33,17 @@ class _Job:
     """Compilation of one grammar.
 
     Attributes:
-        waiting: callbacks of the requests that wait for the grammar; None once they were called.
+        callbacks: callbacks of the requests that wait for the grammar; None once they were called.
         timer: timer that makes the compilation overdue; None before it begins.
     """
 
     spec: StructuredOutputs
-    waiting: list[DoneCallback] | None = field(default_factory=list)
+    callbacks: list[DoneCallback] | None = field(default_factory=list)
     timer: threading.Timer | None = None
 
 
 class GrammarCompiler:
-    """Compiler of an engine's grammars, with a cache of the ``CACHE_SIZE`` most recently used.
+    """Compiler of an engine's grammars; it caches the ``CACHE_SIZE`` most recently used ones.
 
     At most ``MAX_THREADS`` grammars are compiled at a time, and requests for the same one share its
     compilation. A compilation that takes longer than ``timeout`` is overdue: the requests that wait
@@ -86,7 +86,7 @@ class GrammarCompiler:
         """
         with self._lock:
             if self._closed:
-                return  # the engine has ended, and so has the request
+                return  # The engine has ended, and so has the request.
             if self._num_overdue >= MAX_OVERDUE:
                 raise RequestError(
                     f"structured_outputs: {self._num_overdue} grammars that took longer than "
@@ -99,8 +99,8 @@ class GrammarCompiler:
                     self._start_thread()
                 job = self._jobs[spec] = _Job(spec)
                 self._queue.append(job)
-            assert job.waiting is not None
-            job.waiting.append(done)
+            assert job.callbacks is not None
+            job.callbacks.append(done)
 
     def close(self) -> list[threading.Thread]:
         """Cancel the compilations that have not begun; returns the threads that still run."""
@@ -121,7 +121,7 @@ class GrammarCompiler:
             thread.start()
         except (RuntimeError, MemoryError) as error:
             if len(self._threads) > self._num_overdue:
-                return  # a thread that is not overdue takes the job
+                return  # A thread that is not overdue takes the job.
             raise RequestError(
                 "structured_outputs: a grammar needs a thread to be compiled on, and none can be "
                 f"started ({check.explain(error)})"
@@ -143,13 +143,13 @@ class GrammarCompiler:
             self._backends.prepare()
             return self._backends.compile(job.spec, partial(self._start_timer, job)), None
         except GrammarError as error:
-            return None, _refusal(job.spec, str(error))
+            return None, _refusal_error(job.spec, str(error))
         except Exception as error:
-            refused = _refusal(job.spec, check.explain(error))
+            refused = _refusal_error(job.spec, check.explain(error))
             refused.__cause__ = error
             return None, refused
-        except BaseException as error:  # a Rust panic in a backend's native code
-            return None, _refusal(job.spec, check.describe(error))
+        except BaseException as error:  # A backend's native code may panic (Rust).
+            return None, _refusal_error(job.spec, check.describe(error))
 
     def _start_timer(self, job: _Job) -> None:
         timer = threading.Timer(self._timeout, self._expire_job, (job,))
@@ -163,10 +163,10 @@ class GrammarCompiler:
 
     def _expire_job(self, job: _Job) -> None:
         with self._lock:
-            if job.waiting is None or self._closed:
+            if job.callbacks is None or self._closed:
                 return
             late = f"was not compiled within grammar_timeout={self._timeout:g} s"
-            refused: list[tuple[_Job, Exception]] = [(job, _refusal(job.spec, late))]
+            refused: list[tuple[_Job, Exception]] = [(job, _refusal_error(job.spec, late))]
             self._num_overdue += 1
             if self._queue:
                 try:
@@ -175,25 +175,26 @@ class GrammarCompiler:
                     refused += [(queued, error) for queued in self._queue]
                     self._queue.clear()
             told = [(self._drop_job(one), error) for one, error in refused]
-        for waiting, error in told:
-            for done in waiting:
+        for callbacks, error in told:
+            for done in callbacks:
                 done(None, copy(error))
 
     def _drop_job(self, job: _Job) -> list[DoneCallback]:
-        """Remove a failed job; returns its waiting callbacks. The caller holds the lock."""
-        waiting, job.waiting = job.waiting, None
+        """Remove a failed job; returns the callbacks that wait for it. The caller holds the
+        lock."""
+        callbacks, job.callbacks = job.callbacks, None
         self._jobs.pop(job.spec, None)
-        return waiting or []
+        return callbacks or []
 
     def _finish_job(self, job: _Job, grammar: Grammar | None, error: Exception | None) -> None:
         with self._lock:
             if job.timer is not None:
                 job.timer.cancel()
-            waiting, job.waiting = job.waiting, None
-            if waiting is None:
+            callbacks, job.callbacks = job.callbacks, None
+            if callbacks is None:
                 self._num_overdue -= 1
             elif self._closed:
-                waiting = None  # the engine has ended, and so have these requests
+                callbacks = None  # The engine has ended, and so have these requests.
             else:
                 self._jobs.pop(job.spec, None)
             if grammar is not None and not self._closed:
@@ -201,12 +202,12 @@ class GrammarCompiler:
                 self._cache.move_to_end(job.spec)
                 if len(self._cache) > CACHE_SIZE:
                     self._cache.popitem(last=False)
-        for done in waiting or ():
-            done(grammar, copy(error))  # each request raises its own copy
+        for done in callbacks or ():
+            done(grammar, copy(error))  # Each request raises its own copy of the error.
 
 
-def _refusal(spec: StructuredOutputs, why: str) -> InvalidRequestError:
+def _refusal_error(spec: StructuredOutputs, reason: str) -> InvalidRequestError:
     what = spec.param
     if what == "structured_outputs":
         what += f".{spec.kind}={check.describe(spec.text)}"
-    return InvalidRequestError(f"{what}: {why}", param=spec.param)
+    return InvalidRequestError(f"{what}: {reason}", param=spec.param)

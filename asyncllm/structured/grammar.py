@@ -19,11 +19,11 @@ class GrammarError(Exception):
     """
 
 
-def too_complex_error(spec: StructuredOutputs, why: str) -> InvalidRequestError:
+def too_complex_error(spec: StructuredOutputs, reason: str) -> InvalidRequestError:
     """Make the error for an output whose next token exceeds the limits of the parser."""
     what = f"{spec.param}.{spec.kind}" if spec.param == "structured_outputs" else spec.param
     return InvalidRequestError(
-        f"{what}: too complex for the next token, expected fewer alternatives at a time: {why}",
+        f"{what}: too complex for the next token, expected fewer alternatives at a time: {reason}",
         param=spec.param,
     )
 

@@ -43,7 +43,7 @@ def subschemas(schema: Any) -> Iterator[Mapping[str, Any]]:
     while pending:
         item = pending.pop()
         if not isinstance(item, Mapping):
-            continue  # true and false have no keywords, and backends refuse other values
+            continue  # The schemas true and false have no keywords; backends refuse other values.
         yield item
         for keyword, value in item.items():
             if keyword in _MAPS_OF_SCHEMAS and isinstance(value, Mapping):
@@ -67,8 +67,8 @@ def refuse_unenforced(schema: Any, enforced: frozenset[str]) -> None:
 
 
 XGRAMMAR_KEYWORDS = {
-    # Without lengths and patterns: with them, xgrammar allows unescaped control characters, which
-    # are invalid JSON.
+    # Keywords for lengths and patterns are missing: with them, xgrammar allows unescaped control
+    # characters, which are invalid JSON.
     "string": frozenset[str](),
     "integer": frozenset("minimum maximum exclusiveMinimum exclusiveMaximum".split()),
     "number": frozenset("minimum maximum exclusiveMinimum exclusiveMaximum".split()),

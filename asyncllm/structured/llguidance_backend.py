@@ -20,9 +20,9 @@ from asyncllm.structured.parser_limits import (
     MAX_ITEMS,
     MAX_LEXER_FUEL,
     check_first_states,
-    explain,
     max_items_in_row,
     refuse_past_llguidance,
+    shorten_message,
 )
 from asyncllm.structured.spec import StructuredOutputs
 from asyncllm.structured.structural_tag import to_lark
@@ -65,17 +65,17 @@ class LLGuidanceBackend:
             verbose_errors=False,
         )
         matcher = self._library.LLMatcher(
-            self._tokenizer, self._grammar(spec), log_level=0, limits=limits
+            self._tokenizer, self._make_grammar(spec), log_level=0, limits=limits
         )
         if matcher.is_error():
-            raise GrammarError(explain(matcher.get_error()))
+            raise GrammarError(shorten_message(matcher.get_error()))
         check_first_states(matcher, self._vocabulary.mask_size, len(spec.text))
         vocabulary = self._vocabulary
         return Grammar(
             lambda: LLGuidanceMatcher(matcher.deep_copy(), vocabulary, spec), vocabulary.special
         )
 
-    def _grammar(self, spec: StructuredOutputs) -> str:
+    def _make_grammar(self, spec: StructuredOutputs) -> str:
         library, text = self._library.LLMatcher, spec.text
         try:
             match spec.kind:
@@ -111,19 +111,20 @@ class LLGuidanceMatcher:
         error = self._matcher.get_error()
         if "satisfy the grammar" in error:
             return False
-        raise too_complex_error(self._spec, explain(error))
+        raise too_complex_error(self._spec, shorten_message(error))
 
     def rollback(self, num_tokens: int) -> None:
         if not self._matcher.rollback(num_tokens):
-            raise too_complex_error(self._spec, explain(self._matcher.get_error()))
+            raise too_complex_error(self._spec, shorten_message(self._matcher.get_error()))
 
     def bitmask(self) -> bytearray:
         mask = self._matcher.compute_bitmask()
         if not self._matcher.is_error():
             return self._vocabulary.cut(mask)
         if self._matcher.stop_reason() == "NoExtensionBias":
-            return bytearray(self._vocabulary.mask_size)  # no token can follow: an empty mask
-        raise too_complex_error(self._spec, explain(self._matcher.get_error()))
+            # No token can follow, so the mask is empty.
+            return bytearray(self._vocabulary.mask_size)
+        raise too_complex_error(self._spec, shorten_message(self._matcher.get_error()))
 
     def may_end(self) -> bool:
         return self._matcher.is_accepting()
@@ -145,9 +146,9 @@ class _TokenizerAdapter:
         self.eos_token_id = size
         self.bos_token_id = None
         self._encode = vocabulary.encode
-        self._texts = vocabulary.tokens
-        self._ids = {data: i for i, data in enumerate(vocabulary.tokens) if data}
-        self._longest = min(max(map(len, self._ids), default=0), _MAX_TOKEN_BYTES)
+        self._token_bytes = vocabulary.tokens
+        self._id_by_bytes = {data: i for i, data in enumerate(vocabulary.tokens) if data}
+        self._max_token_bytes = min(max(map(len, self._id_by_bytes), default=0), _MAX_TOKEN_BYTES)
 
     def __call__(self, text: bytes | str) -> list[int]:
         """Tokenise a text that a grammar forces: if only one text can follow, llguidance allows
@@ -155,7 +156,7 @@ class _TokenizerAdapter:
         data = (text.encode() if isinstance(text, str) else text)[:_MAX_FORCED_BYTES]
         with suppress(Exception):
             found = self._encode(data.decode())
-            if b"".join(self._texts[i] for i in found) == data:
+            if b"".join(self._token_bytes[i] for i in found) == data:
                 return found
         # The tokenizer cannot encode the text exactly: it ends within a character, it spells a
         # special token, or the tokenizer puts a space before every text.
@@ -164,13 +165,13 @@ class _TokenizerAdapter:
     def _tokenise_longest_first(self, data: bytes) -> list[int]:
         found, start = [], 0
         while start < len(data):
-            for end in range(min(start + self._longest, len(data)), start, -1):
-                token_id = self._ids.get(data[start:end])
+            for end in range(min(start + self._max_token_bytes, len(data)), start, -1):
+                token_id = self._id_by_bytes.get(data[start:end])
                 if token_id is not None:
                     found.append(token_id)
                     break
             else:
-                break  # no token of the vocabulary begins the rest
+                break  # No token of the vocabulary begins the rest of the text.
             start = end
         return found
 

@@ -33,7 +33,7 @@ Schema = Mapping[str, Any]
 def refuse_large_merges(root: Any) -> None:
     """Raise GrammarError if llguidance could take very long to merge schemas of one value."""
     try:
-        _Merges(root).examine([root])
+        _Merges(root).examine_value([root])
     except RecursionError:
         raise GrammarError("the schemas of one value are nested too deeply") from None
 
@@ -41,35 +41,36 @@ def refuse_large_merges(root: Any) -> None:
 class _Merges:
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._examined: set[tuple[frozenset[int], frozenset[int]]] = set()
+        self._examined_keys: set[tuple[frozenset[int], frozenset[int]]] = set()
         self._multiples: set[frozenset[Fraction]] = set()
 
-    def examine(self, schemas: Iterable[Any], known: frozenset[int] = frozenset()) -> None:
+    def examine_value(self, schemas: Iterable[Any], known: frozenset[int] = frozenset()) -> None:
         """Check the value that all ``schemas`` apply to, and its items and properties.
 
         Args:
-            known: ids of lists of alternatives one of which is among ``schemas``, or was.
+            known: ids of the lists of alternatives that are already examined: one alternative of
+                each is, or was, among ``schemas``.
         """
         applied = self._included_schemas(schemas)
         key = frozenset(map(id, applied)), known
-        if key in self._examined:
+        if key in self._examined_keys:
             return
-        self._examined.add(key)
-        if len(self._examined) > MAX_VALUES:
+        self._examined_keys.add(key)
+        if len(self._examined_keys) > MAX_VALUES:
             raise GrammarError("too many combinations of schemas apply to one value")
-        lists = [
+        alternative_lists = [
             choices
             for schema in applied
             for keyword in ("anyOf", "oneOf")
             if isinstance(choices := schema.get(keyword), list) and id(choices) not in known
         ]
-        self._check(applied, lists)
-        for group in _children(applied):
-            self.examine(group)
-        known |= set(map(id, lists))
-        for choices in lists:
+        self._check_patterns(applied, alternative_lists)
+        for group in _child_groups(applied):
+            self.examine_value(group)
+        known |= set(map(id, alternative_lists))
+        for choices in alternative_lists:
             for choice in choices:
-                self.examine([*applied, choice], known)
+                self.examine_value([*applied, choice], known)
 
     def _included_schemas(self, schemas: Iterable[Any]) -> list[Schema]:
         """Schemas that apply to the value: ``schemas``, and those that they include by ``allOf``
@@ -84,15 +85,15 @@ class _Merges:
             if isinstance(included := schema.get("allOf"), list):
                 pending += included
             if is_local(pointer := schema.get("$ref")):
-                with suppress(LookupError):  # the backend refuses it
+                with suppress(LookupError):  # The backend refuses such a schema.
                     pending.append(resolve(pointer, self._root))
         return list(found.values())
 
-    def _check(self, applied: list[Schema], lists: list[list[Any]]) -> None:
+    def _check_patterns(self, applied: list[Schema], alternative_lists: list[list[Any]]) -> None:
         # One alternative of each list applies, in any combination.
         count = len(_patterns(applied)) + sum(
             max((len(_patterns(self._included_schemas([choice]))) for choice in choices), default=0)
-            for choices in lists
+            for choices in alternative_lists
         )
         if count > MAX_PATTERNS:
             raise GrammarError(
@@ -114,7 +115,7 @@ class _Merges:
             )
 
 
-def _children(applied: list[Schema]) -> Iterable[list[Any]]:
+def _child_groups(applied: list[Schema]) -> Iterable[list[Any]]:
     """Groups of schemas that apply to one property or item of the value."""
     names = dict.fromkeys(
         name
@@ -141,6 +142,7 @@ def _patterns(applied: list[Schema]) -> set[tuple[str, str]]:
 
 
 def _num_remainders(multiples: frozenset[Fraction]) -> int:
-    """Number of remainders that an automaton for numbers divided by all ``multiples`` knows."""
+    """Number of remainders that an automaton has to distinguish to check divisibility by all
+    ``multiples``."""
     unit = math.lcm(*(one.denominator for one in multiples))
     return math.lcm(*(int(one * unit) for one in multiples)) if multiples else 0

@@ -45,8 +45,8 @@ def max_items_in_row(spec: StructuredOutputs) -> int:
 
 
 def refuse_past_llguidance(schema: Any) -> None:
-    """Raise GrammarError for a keyword that llguidance does not enforce, and for a schema whose
-    values never end, or whose parts it could merge for hours."""
+    """Raise GrammarError for a keyword that llguidance does not enforce, for a schema whose values
+    never end, and for one whose parts llguidance could take hours to merge."""
     refuse_unenforced(schema, LLGUIDANCE_KEYWORDS)
     refuse_endless(schema)
     refuse_large_merges(schema)
@@ -79,7 +79,7 @@ def check_first_states(matcher: Any, mask_size: int, num_characters: int) -> Non
 
 def _check_limits(matcher: Any) -> None:
     if matcher.is_error() and matcher.stop_reason() != "NoExtensionBias":
-        raise GrammarError(explain(matcher.get_error()))
+        raise GrammarError(shorten_message(matcher.get_error()))
 
 
 def _some_tokens(mask: bytes) -> list[int]:
@@ -88,7 +88,7 @@ def _some_tokens(mask: bytes) -> list[int]:
     return found[:: max(1, len(found) // 4)][:4]
 
 
-def explain(error: str) -> str:
+def shorten_message(error: str) -> str:
     """Shorten an error message of llguidance to one line without the grammar."""
     if error.startswith("NoExtensionBias"):
         return "admits nothing"

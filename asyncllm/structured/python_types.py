@@ -41,10 +41,10 @@ def schema_of(kind: type, name: str) -> dict[str, Any]:
     Raises:
         InvalidRequestError: for a type without a JSON schema, or if Pydantic is not installed.
     """
-    adapter = _adapter(kind, name)
+    adapter = _make_adapter(kind, name)
     try:
         schema = adapter.json_schema()
-    except Exception as error:  # the type's own hooks may raise anything
+    except Exception as error:  # The type's own hooks may raise anything.
         raise check.invalid(name, kind, f"a type that JSON can express ({error})") from error
     return close_objects(schema)
 
@@ -74,7 +74,7 @@ def from_json(kind: Any, text: str, name: str) -> Any:
         InvalidRequestError: for a type that Pydantic does not support, or if it is not installed.
         ValueError: if ``text`` does not fit the type.
     """
-    adapter = _adapter(kind, name)
+    adapter = _make_adapter(kind, name)
     try:
         return adapter.validate_json(text)
     except (ValueError, RecursionError):
@@ -85,7 +85,7 @@ def from_json(kind: Any, text: str, name: str) -> Any:
         raise check.invalid(name, kind, f"a type that Pydantic knows ({error})") from error
 
 
-def _adapter(kind: Any, name: str) -> Any:
+def _make_adapter(kind: Any, name: str) -> Any:
     try:
         pydantic = importlib.import_module("pydantic")
     except ImportError:

@@ -40,26 +40,26 @@ def refuse_endless(root: Any) -> None:
 
     A grammar would admit the beginning of such a value, and the output would go on for ever.
 
-    The references with a finite value are a least fixed point: those whose schema has a value that
-    needs no references, or only references that have a finite value. The time is linear in the size
-    of the schema, unless one place has a long list of references.
+    The references with a finite value are a least fixed point: a reference has one if its schema
+    has a value that needs no references, or only references with a finite value. The time is linear
+    in the size of the schema, unless one schema has a long list of references.
     """
     targets = dict(_reachable_references(root))
-    ending: set[str] = set()
+    finite: set[str] = set()
     waiting: dict[str, list[str]] = defaultdict(list)
     pending = list(targets)
     while pending:
         pointer = pending.pop()
-        if pointer in ending:
+        if pointer in finite:
             continue
         missing: list[str] = []
-        if _has_finite_value(targets[pointer], ending, targets, missing):
-            ending.add(pointer)
+        if _has_finite_value(targets[pointer], finite, targets, missing):
+            finite.add(pointer)
             pending += waiting.pop(pointer, ())
         for one in missing:
             waiting[one].append(pointer)
     for pointer in targets:
-        if pointer not in ending:
+        if pointer not in finite:
             raise GrammarError(
                 f"the $ref {describe(pointer)} leads to values that never end: each holds another"
             )
@@ -91,36 +91,36 @@ def _reachable_references(root: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _has_finite_value(
-    schema: Any, ending: set[str], known: Mapping[str, Any], missing: list[str]
+    schema: Any, finite: set[str], known: Mapping[str, Any], missing: list[str]
 ) -> bool:
     """Whether a schema has a finite value.
 
     Args:
-        ending: references that are known to have a finite value.
+        finite: references that are known to have a finite value.
         known: target of every reference.
-        missing: list to which other references are added that the schema's values need.
+        missing: list to which the references are added that the schema's values need besides.
     """
 
-    def ends(one: Any) -> bool:
-        return _has_finite_value(one, ending, known, missing)
+    def is_finite(one: Any) -> bool:
+        return _has_finite_value(one, finite, known, missing)
 
     if not isinstance(schema, Mapping):
         return True
     pointer = schema.get("$ref")
-    if isinstance(pointer, str) and pointer in known and pointer not in ending:
+    if isinstance(pointer, str) and pointer in known and pointer not in finite:
         missing.append(pointer)
         return False
     if "enum" in schema or "const" in schema:
         return True
     for keyword, among in (("allOf", all), ("anyOf", any), ("oneOf", any)):
         given = schema.get(keyword)
-        if isinstance(given, list) and given and not among(map(ends, given)):
+        if isinstance(given, list) and given and not among(map(is_finite, given)):
             return False
     kinds = schema.get("type", "null")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     needed = {"object": _needed_properties, "array": _needed_items}
     return any(
-        kind not in _CONTAINER_TYPES or all(map(ends, needed[kind](schema))) for kind in kinds
+        kind not in _CONTAINER_TYPES or all(map(is_finite, needed[kind](schema))) for kind in kinds
     )
 
 

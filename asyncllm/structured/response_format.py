@@ -11,8 +11,8 @@ from asyncllm.errors import InvalidRequestError
 from asyncllm.structured.python_types import is_schema_type
 from asyncllm.structured.spec import StructuredOutputs, parse_structured_outputs
 
-_NAME = "response_format"
-_ACCEPTED = (
+_PARAM = "response_format"
+_ACCEPTED_VALUES = (
     '{"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": …, '
     '"schema": {…}}}, a Pydantic model, a dataclass, a TypedDict or None'
 )
@@ -31,9 +31,9 @@ def parse_response_format(value: Any) -> StructuredOutputs | None:
     try:
         found = parse_structured_outputs(_structured_outputs(value))
     except InvalidRequestError as error:
-        error.param = _NAME
+        error.param = _PARAM
         raise
-    return None if found is None else replace(found, param=_NAME)
+    return None if found is None else replace(found, param=_PARAM)
 
 
 def _structured_outputs(value: Any) -> dict[str, Any] | None:
@@ -46,17 +46,17 @@ def _structured_outputs(value: Any) -> dict[str, Any] | None:
         return {"structural_tag": dict(value)}
     known = {"text": None, "json_object": {"json_object": True}}
     if not isinstance(kind, str) or kind not in known or len(value) != 1:
-        raise check.invalid(_NAME, value, _ACCEPTED)
+        raise check.invalid(_PARAM, value, _ACCEPTED_VALUES)
     return known[kind]
 
 
 def _check_schema(value: Mapping[str, Any]) -> Mapping[str, Any]:
-    check.refuse_unknown(f"field of {_NAME}", value, ("type", "json_schema"))
+    check.refuse_unknown(f"field of {_PARAM}", value, ("type", "json_schema"))
     found: Any = value.get("json_schema")
     if not isinstance(found, Mapping) or not isinstance(found.get("schema"), Mapping):
-        raise check.invalid(f"{_NAME}.json_schema", found, 'a dict with a "name" and a "schema"')
+        raise check.invalid(f"{_PARAM}.json_schema", found, 'a dict with a "name" and a "schema"')
     known = ("name", "schema", "strict", "description")
-    check.refuse_unknown(f"field of {_NAME}.json_schema", found, known)
-    check.string(f"{_NAME}.json_schema.name", found.get("name"), optional=True)
-    check.boolean(f"{_NAME}.json_schema.strict", found.get("strict"), optional=True)
+    check.refuse_unknown(f"field of {_PARAM}.json_schema", found, known)
+    check.string(f"{_PARAM}.json_schema.name", found.get("name"), optional=True)
+    check.boolean(f"{_PARAM}.json_schema.strict", found.get("strict"), optional=True)
     return found["schema"]

@@ -24,8 +24,8 @@ MAX_DEPTH = 48
 MAX_REGEX_CHARACTERS = 2**13
 MAX_CHOICES = 2**12
 
-_NAME = "structured_outputs"
-_ACCEPTED = "a dict with exactly one of " + ", ".join(KINDS)
+_PARAM = "structured_outputs"
+_ACCEPTED_VALUES = "a dict with exactly one of " + ", ".join(KINDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,27 +54,27 @@ def parse_structured_outputs(value: Any) -> StructuredOutputs | None:
     if value is None or isinstance(value, StructuredOutputs):
         return value
     try:
-        return _parse(value)
+        return _parse_mapping(value)
     except InvalidRequestError as error:
-        error.param = _NAME  # without the kind, which the message names
+        error.param = _PARAM  # ``param`` lacks the kind, which the message names.
         raise
 
 
-def _parse(value: Any) -> StructuredOutputs:
+def _parse_mapping(value: Any) -> StructuredOutputs:
     if not isinstance(value, Mapping):
-        raise check.invalid(_NAME, value, _ACCEPTED + ", or None")
-    check.refuse_unknown(f"kind of {_NAME}", value, KINDS)
+        raise check.invalid(_PARAM, value, _ACCEPTED_VALUES + ", or None")
+    check.refuse_unknown(f"kind of {_PARAM}", value, KINDS)
     given: dict[Kind, Any] = {kind: value[kind] for kind in KINDS if value.get(kind) is not None}
     if given.get("json_object") is False:
         del given["json_object"]
     if len(given) != 1:
-        raise check.invalid(_NAME, dict(value), _ACCEPTED)
+        raise check.invalid(_PARAM, dict(value), _ACCEPTED_VALUES)
     kind, found = next(iter(given.items()))
     return StructuredOutputs(kind, _PARSERS[kind](found))
 
 
 def _check_json(value: Any) -> str:
-    name = f"{_NAME}.json"
+    name = f"{_PARAM}.json"
     accepted = "a JSON schema, as a dict or text, a Pydantic model, a dataclass or a TypedDict"
     if is_schema_type(value):
         value = schema_of(value, name)
@@ -89,22 +89,22 @@ def _check_json(value: Any) -> str:
 
 
 def _check_json_object(value: Any) -> str:
-    check.boolean(f"{_NAME}.json_object", value)
+    check.boolean(f"{_PARAM}.json_object", value)
     return '{"type": "object"}'
 
 
 def _check_regex(value: Any) -> str:
-    name = f"{_NAME}.regex"
+    name = f"{_PARAM}.regex"
     return _check_length(name, check.string(name, value), MAX_REGEX_CHARACTERS)
 
 
 def _check_grammar(value: Any) -> str:
-    name = f"{_NAME}.grammar"
+    name = f"{_PARAM}.grammar"
     return _check_length(name, check.string(name, value), MAX_CHARACTERS)
 
 
 def _check_choice(value: Any) -> str:
-    name = f"{_NAME}.choice"
+    name = f"{_PARAM}.choice"
     accepted = f"1 to {MAX_CHOICES} different strings, none of them empty"
     choices = check.items(name, value, accepted, MAX_CHOICES)
     choices = [check.string(name, one) for one in choices]
@@ -114,7 +114,7 @@ def _check_choice(value: Any) -> str:
 
 
 def _check_structural_tag(value: Any) -> str:
-    name = f"{_NAME}.structural_tag"
+    name = f"{_PARAM}.structural_tag"
     if isinstance(value, str):
         value = _parse_json(name, value)
     if not isinstance(value, Mapping) or not check.equal_json(value.get("type"), "structural_tag"):
@@ -134,9 +134,9 @@ _PARSERS = {
 }
 
 
-def _check_length(name: str, text: str, most: int) -> str:
-    if len(text) > most:
-        raise check.invalid(name, text, f"at most {most} characters, not {len(text)}")
+def _check_length(name: str, text: str, max_characters: int) -> str:
+    if len(text) > max_characters:
+        raise check.invalid(name, text, f"at most {max_characters} characters, not {len(text)}")
     return text
 
 

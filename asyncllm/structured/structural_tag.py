@@ -30,11 +30,11 @@ def to_lark(tag: dict[str, Any], special: Mapping[int, str] = MappingProxyType({
         GrammarError: for an unsupported format.
     """
     lark = _Lark(special)
-    form = with_format(tag)["format"]
+    form = convert_to_format(tag)["format"]
     if _require_field(form, "type", str) == "triggered_tags":
         start = lark.triggered_tags(form)
     else:
-        start = lark.expression(form)
+        start = lark.add_expression(form)
     return "\n".join([f"start: {start}", "TEXT: /(.|\\n)*/", *lark.rules, ""])
 
 
@@ -45,45 +45,45 @@ class _Lark:
         self.rules: list[str] = []
         self._special = {name: token_id for token_id, name in special.items()}
         names = sorted(map(re.escape, filter(None, self._special)), key=len, reverse=True)
-        self._names = re.compile(f"({'|'.join(names)})" if names else "(?!)()")
+        self._name_pattern = re.compile(f"({'|'.join(names)})" if names else "(?!)()")
 
-    def rule(self, body: str, attributes: str = "") -> str:
+    def add_rule(self, body: str, attributes: str = "") -> str:
         if len(self.rules) >= MAX_RULES:
             raise GrammarError(f"a structural tag has at most {MAX_RULES} parts")
         name = f"part_{len(self.rules)}"
         self.rules.append(f"{name}{attributes}: {body}")
         return name
 
-    def expression(self, form: Any) -> str:
+    def add_expression(self, form: Any) -> str:
         """Add a rule for a format; returns its name."""
         kind = _require_field(form, "type", str)
         if kind == "const_string":
-            return self.rule(self._terminals(_require_field(form, "value", str)) or _EMPTY)
+            return self.add_rule(self._text_terminals(_require_field(form, "value", str)) or _EMPTY)
         if kind == "json_schema" and form.get("style", "json") == "json":
-            return self.rule(_json_rule(form.get("json_schema")))
+            return self.add_rule(_json_rule(form.get("json_schema")))
         if kind in ("sequence", "or"):
-            parts = map(self.expression, _require_field(form, "elements", list))
-            return self.rule((" | " if kind == "or" else " ").join(parts) or _EMPTY)
+            parts = map(self.add_expression, _require_field(form, "elements", list))
+            return self.add_rule((" | " if kind == "or" else " ").join(parts) or _EMPTY)
         if kind == "tag":
-            return self.rule(self._tag(form, _require_field(form, "begin", str)))
+            return self.add_rule(self._tag_body(form, _require_field(form, "begin", str)))
         if kind == "tags_with_separator":
-            return self.rule(self._with_separator(form))
+            return self.add_rule(self._with_separator(form))
         raise GrammarError(f"{_describe_format(form)} {_NEEDS_XGRAMMAR}")
 
-    def _tag(self, form: Any, begin: str) -> str:
-        content, end = self.expression(form.get("content")), _require_field(form, "end", str)
-        return f"{self._terminals(begin)} {content} {self._terminals(end)}"
+    def _tag_body(self, form: Any, begin: str) -> str:
+        content, end = self.add_expression(form.get("content")), _require_field(form, "end", str)
+        return f"{self._text_terminals(begin)} {content} {self._text_terminals(end)}"
 
     def _with_separator(self, form: Any) -> str:
-        tags = " | ".join(map(self.expression, _require_field(form, "tags", list))) or _EMPTY
-        body = self.rule(tags)
+        tags = " | ".join(map(self.add_expression, _require_field(form, "tags", list))) or _EMPTY
+        body = self.add_rule(tags)
         if not form.get("stop_after_first", False):
-            body += f" ({self._terminals(_require_field(form, 'separator', str))} {body})*"
+            body += f" ({self._text_terminals(_require_field(form, 'separator', str))} {body})*"
         return body if form.get("at_least_one", False) else f"({body})?"
 
-    def _terminals(self, text: str) -> str:
+    def _text_terminals(self, text: str) -> str:
         parts = []
-        for part in self._names.split(text):
+        for part in self._name_pattern.split(text):
             if part in self._special:
                 parts.append(f"<[{self._special[part]}]>")
             elif part:
@@ -102,14 +102,14 @@ class _Lark:
                 raise GrammarError(f"no trigger begins {begin!r}")
             # Free text cannot contain a special token. So only a trigger that is text needs a lazy
             # match, which ends the free text at the first trigger.
-            opens = self._terminals(trigger)
-            head = self.rule(f"TEXT {opens}", "" if opens.startswith("<[") else "[lazy]")
-            tags.append(self.rule(f"{head} {self._tag(tag, begin[len(trigger) :])}"))
+            opens = self._text_terminals(trigger)
+            head = self.add_rule(f"TEXT {opens}", "" if opens.startswith("<[") else "[lazy]")
+            tags.append(self.add_rule(f"{head} {self._tag_body(tag, begin[len(trigger) :])}"))
         if not tags:
             raise GrammarError("a structural tag without tags")
         if form.get("stop_after_first", False):
-            return f"{' | '.join(tags)} | {self.rule('TEXT')}"
-        return f"({' | '.join(tags)})* {self.rule('TEXT')}"
+            return f"{' | '.join(tags)} | {self.add_rule('TEXT')}"
+        return f"({' | '.join(tags)})* {self.add_rule('TEXT')}"
 
 
 def _describe_format(form: dict[str, Any]) -> str:
@@ -132,7 +132,7 @@ def _json_rule(schema: Any) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
 
 
-def with_format(tag: dict[str, Any]) -> dict[str, Any]:
+def convert_to_format(tag: dict[str, Any]) -> dict[str, Any]:
     """Convert a structural tag with "structures" and "triggers" to one with "format"."""
     if "format" in tag:
         return tag

@@ -20,7 +20,7 @@ from asyncllm.structured.grammar import (
 )
 from asyncllm.structured.json_schema import refuse_ignored_by_xgrammar
 from asyncllm.structured.spec import StructuredOutputs
-from asyncllm.structured.structural_tag import schemas_in_tag, with_format
+from asyncllm.structured.structural_tag import convert_to_format, schemas_in_tag
 
 MAX_WORK = 2**16
 """Maximum work for an output under a caller's own rules: the characters of the rules times the
@@ -51,13 +51,13 @@ class XGrammarBackend:
 
     def compile(self, spec: StructuredOutputs) -> Grammar:
         try:
-            compiled = self._compile(spec)
+            compiled = self._compile_spec(spec)
         except (
             AttributeError,
             RuntimeError,
             TypeError,
             ValueError,
-        ) as error:  # xgrammar's own errors are RuntimeErrors
+        ) as error:  # xgrammar's own errors are RuntimeErrors.
             raise GrammarError(_shorten_message(error)) from None
         max_bytes = max_output_bytes(spec)
 
@@ -67,7 +67,7 @@ class XGrammarBackend:
 
         return Grammar(new_matcher)
 
-    def _compile(self, spec: StructuredOutputs) -> Any:
+    def _compile_spec(self, spec: StructuredOutputs) -> Any:
         compiler, text = self._compiler, spec.text
         match spec.kind:
             case "json" | "json_object":
@@ -81,7 +81,7 @@ class XGrammarBackend:
                 choices = " | ".join(json.dumps(one) for one in json.loads(text))
                 return compiler.compile_grammar(f"root ::= {choices}")
             case "structural_tag":
-                tag = with_format(json.loads(text))
+                tag = convert_to_format(json.loads(text))
                 for schema in schemas_in_tag(tag):
                     refuse_ignored_by_xgrammar(schema)
                 return compiler.compile_structural_tag(tag)
@@ -97,11 +97,11 @@ class XGrammarMatcher:
     __slots__ = (
         "_bytes_left",
         "_mask",
+        "_mask_words",
         "_matcher",
         "_max_output_bytes",
         "_spec",
         "_vocabulary",
-        "_words",
     )
 
     def __init__(
@@ -111,8 +111,9 @@ class XGrammarMatcher:
         self._vocabulary = vocabulary
         self._spec = spec
         self._max_output_bytes = self._bytes_left = max_bytes
-        num_words = len(vocabulary.tokens) // 32 + 1  # one more: the token that ends a grammar
-        self._words = np.zeros((1, num_words), dtype=np.int32)
+        # One token more than the vocabulary's: it ends a grammar.
+        num_words = len(vocabulary.tokens) // 32 + 1
+        self._mask_words = np.zeros((1, num_words), dtype=np.int32)
         self._mask: bytearray | None = None
 
     def accept(self, token_id: int) -> bool:
@@ -132,8 +133,8 @@ class XGrammarMatcher:
 
     def bitmask(self) -> bytearray:
         if self._mask is None:
-            self._matcher.fill_next_token_bitmask(self._words, 0)
-            self._mask = self._vocabulary.cut(self._words.tobytes())
+            self._matcher.fill_next_token_bitmask(self._mask_words, 0)
+            self._mask = self._vocabulary.cut(self._mask_words.tobytes())
         return self._mask.copy()
 
     def may_end(self) -> bool:

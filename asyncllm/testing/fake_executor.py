@@ -118,12 +118,12 @@ class FakeExecutor:
         self.row_errors: dict[str, Exception] = {}
         self.gate: threading.Semaphore | None = None
         self.closed = False
-        self._queue: deque[StepBatch] = deque()
+        self._launched_batches: deque[StepBatch] = deque()
         self._masks: dict[int, GrammarMask] = {}
         self._block_size = max(group.block_size for group in info.kv_groups)
-        self._kv: list[int | None] = [None] * (info.num_blocks * self._block_size)
-        self._tokens: dict[int, list[int]] = {}
-        self._blocks: dict[int, tuple[list[int], ...]] = {}
+        self._kv_digests: list[int | None] = [None] * (info.num_blocks * self._block_size)
+        self._tokens_by_index: dict[int, list[int]] = {}
+        self._blocks_by_index: dict[int, tuple[list[int], ...]] = {}
         self._request_ids: dict[int, str] = {}
         self._states = [0] * (info.max_num_seqs + info.num_state_snapshots)
 
@@ -135,7 +135,7 @@ class FakeExecutor:
             states = [one.append(token_id) for one in digests]
         tokens = []
         for _ in range(count):
-            tokens.append(self._token(states))
+            tokens.append(self._next_token(states))
             states = [one.append(tokens[-1]) for one in digests]
         return tokens
 
@@ -159,22 +159,24 @@ class FakeExecutor:
         return [_Digests(index, window) for index, window in enumerate(windows)]
 
     def _logprobs(self, states: Sequence[int], token_id: int, count: int) -> TokenLogprobs:
-        likeliest, size = self._token(states), self.info.vocab_size
+        likeliest, size = self._next_token(states), self.info.vocab_size
         top = [Logprob((likeliest + r - 1) % size, -r / 10, r) for r in range(1, count + 1)]
         rank = (token_id - likeliest) % size + 1
         return TokenLogprobs(Logprob(token_id, -rank / 10, rank), tuple(top))
 
-    def _token(self, states: Sequence[int]) -> int:
-        """Token that follows from the last digests of all KV groups."""
+    def _next_token(self, states: Sequence[int]) -> int:
+        """Token that is computed from the last digests of all KV groups."""
         return functools.reduce(operator.xor, states) % self.info.vocab_size
 
     def launch(self, batch: StepBatch) -> None:
-        if len(self._queue) >= self.info.pipeline_depth:
+        if len(self._launched_batches) >= self.info.pipeline_depth:
             raise RuntimeError(f"more than {self.info.pipeline_depth} steps in flight")
-        self._queue.append(batch)
+        self._launched_batches.append(batch)
 
     def sample(self, masks: GrammarMask) -> None:
-        awaiting = (b for b in self._queue if b.masked_rows and b.step not in self._masks)
+        awaiting = (
+            b for b in self._launched_batches if b.masked_rows and b.step not in self._masks
+        )
         batch = next(awaiting, None)
         if batch is None or batch.step != masks.step:
             expected = "none" if batch is None else f"those of step {batch.step}"
@@ -186,9 +188,12 @@ class FakeExecutor:
         self._masks[masks.step] = masks
 
     def collect(self) -> StepResult:
-        if self._queue[0].masked_rows and self._queue[0].step not in self._masks:
-            raise RuntimeError(f"step {self._queue[0].step} awaits its masks")
-        batch = self._queue.popleft()
+        if (
+            self._launched_batches[0].masked_rows
+            and self._launched_batches[0].step not in self._masks
+        ):
+            raise RuntimeError(f"step {self._launched_batches[0].step} awaits its masks")
+        batch = self._launched_batches.popleft()
         if self.gate is not None:
             self.gate.acquire()
         if self.step_time:
@@ -200,31 +205,31 @@ class FakeExecutor:
         return fault(result) if fault is not None else result
 
     def discard(self) -> None:
-        self._queue.clear()
+        self._launched_batches.clear()
         self._masks.clear()
-        self._tokens.clear()
-        self._blocks.clear()
+        self._tokens_by_index.clear()
+        self._blocks_by_index.clear()
         self._request_ids.clear()
 
     def close(self) -> None:
         self.closed = True
-        self._queue.clear()
+        self._launched_batches.clear()
 
     def _execute(self, batch: StepBatch) -> StepResult:
         if self.record:
             self.batches.append(batch)
         for req_index in batch.released:
-            self._tokens.pop(req_index, None)
-            self._blocks.pop(req_index, None)
+            self._tokens_by_index.pop(req_index, None)
+            self._blocks_by_index.pop(req_index, None)
         for assignment in batch.assignments:
-            self._tokens[assignment.req_index] = list(assignment.token_ids)
-            self._blocks[assignment.req_index] = tuple(map(list, assignment.block_ids))
+            self._tokens_by_index[assignment.req_index] = list(assignment.token_ids)
+            self._blocks_by_index[assignment.req_index] = tuple(map(list, assignment.block_ids))
             self._request_ids[assignment.req_index] = assignment.request_id
         for req_index, block_ids in batch.new_blocks:
-            for blocks, new in zip(self._blocks[req_index], block_ids, strict=True):
+            for blocks, new in zip(self._blocks_by_index[req_index], block_ids, strict=True):
                 blocks.extend(new)
         for req_index, group, first, end in batch.trimmed:
-            self._blocks[req_index][group][first:end] = [NULL_BLOCK_ID] * (end - first)
+            self._blocks_by_index[req_index][group][first:end] = [NULL_BLOCK_ID] * (end - first)
         result = StepResult(batch.step, [], [0] * len(batch))
         masks = self._masks.pop(batch.step, GrammarMask(batch.step))
         mask_of = dict(zip(masks.rows, masks.masks, strict=True))
@@ -243,8 +248,8 @@ class FakeExecutor:
     def _span_logprobs(self, req_index: int, span: PromptSpan) -> list[TokenLogprobs]:
         groups, found = range(len(self.info.kv_groups)), []
         for position in range(span.first, span.end):
-            states = [self._kv[self._kv_index(g, req_index, position)] for g in groups]
-            token_id = self._tokens[req_index][position + 1]
+            states = [self._kv_digests[self._kv_index(g, req_index, position)] for g in groups]
+            token_id = self._tokens_by_index[req_index][position + 1]
             found.append(self._logprobs(cast("list[int]", states), token_id, span.num_top))
         return found
 
@@ -276,20 +281,20 @@ class FakeExecutor:
                 pending.pop()
                 if current not in states:
                     end = start + batch.counts[current]
-                    tokens = self._tokens[req_index][start:end]
+                    tokens = self._tokens_by_index[req_index][start:end]
                     states[current] = self._write_digests(group, req_index, start, tokens)
         return [states[row] for row in range(len(batch))]
 
     def _advance_states(self, batch: StepBatch) -> list[int]:
         """Compute the recurrent state after each row."""
-        first = self.info.max_num_seqs - 1  # snapshots are numbered from 1
+        first = self.info.max_num_seqs - 1  # Snapshots are numbered from 1.
         for req_index, snapshot in batch.state_loads:
             self._states[req_index] = self._states[first + snapshot]
         for req_index, start, count in zip(
             batch.req_indices, batch.starts, batch.counts, strict=True
         ):
             state = self._states[req_index] if start else len(self.info.kv_groups)
-            tokens = self._tokens[req_index][start : start + count]
+            tokens = self._tokens_by_index[req_index][start : start + count]
             self._states[req_index] = functools.reduce(mix, tokens, state)
         for req_index, snapshot in batch.state_saves:
             self._states[first + snapshot] = self._states[req_index]
@@ -298,7 +303,7 @@ class FakeExecutor:
     def _write_digests(self, group: int, req_index: int, start: int, tokens: Sequence[int]) -> int:
         """Write the digests of ``tokens`` from position ``start`` on; returns the last digest."""
         seen = self._read_positions(group, start)
-        states = [self._kv[self._kv_index(group, req_index, position)] for position in seen]
+        states = [self._kv_digests[self._kv_index(group, req_index, position)] for position in seen]
         if None in states:
             raise RuntimeError(
                 f"request index {req_index} reads KV at {seen[states.index(None)]} that no step "
@@ -309,7 +314,7 @@ class FakeExecutor:
         state = group
         for position, token_id in enumerate(tokens, start):
             state = digests.append(token_id)
-            self._kv[self._kv_index(group, req_index, position)] = state
+            self._kv_digests[self._kv_index(group, req_index, position)] = state
         return state
 
     def _read_positions(self, group: int, position: int) -> range:
@@ -319,7 +324,7 @@ class FakeExecutor:
 
     def _kv_index(self, group: int, req_index: int, position: int) -> int:
         block_size = self.info.kv_groups[group].block_size
-        block_id = self._blocks[req_index][group][position // block_size]
+        block_id = self._blocks_by_index[req_index][group][position // block_size]
         if block_id == NULL_BLOCK_ID:
             raise RuntimeError(
                 f"request index {req_index} has the null block at position {position}"
@@ -337,7 +342,7 @@ class FakeExecutor:
         req_index, info = batch.req_indices[row], self.info
         position = batch.starts[row] + batch.counts[row]
         error = self.row_errors.get(self._request_ids[req_index])
-        yielded, drafts = [self._token(states)], 0
+        yielded, drafts = [self._next_token(states)], 0
         if mask is None:
             drafts = min(info.max_tokens_per_row, info.max_model_len - position) - 1
         else:
@@ -353,7 +358,7 @@ class FakeExecutor:
             groups = range(len(states))
             states = [self._write_digests(g, req_index, position + i, [draft]) for g in groups]
             if i < accepted:
-                yielded.append(self._token(states))
+                yielded.append(self._next_token(states))
         if error is None:
             result.token_ids += yielded
             result.counts[row] = len(yielded)
@@ -362,6 +367,6 @@ class FakeExecutor:
             result.prompt_logprobs.pop(row, None)
             result.errors[row] = RowError.of(error)
             self.in_process.errors.setdefault(batch.step, {})[row] = error
-        tokens = self._tokens[req_index]
+        tokens = self._tokens_by_index[req_index]
         del tokens[position:]
         tokens += yielded

@@ -13,7 +13,7 @@ def bad_words_token_ids(
 ) -> tuple[tuple[int, ...], ...]:
     """Convert ``bad_words`` to token sequences, as vLLM does.
 
-    A word has the sequence of the word itself. With a space before the word, it has a second one if
+    A word gives its own token sequence. The word with a space before it gives a second sequence if
     that is as long and begins with another token.
 
     Raises:

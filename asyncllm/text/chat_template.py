@@ -42,7 +42,7 @@ class ChatTemplate:
         self.sources = dict(sources)
         self.special_tokens = dict(special_tokens)
         self._sandbox = TemplateSandbox()
-        self._compiled: dict[str, jinja2.Template] = {}
+        self._compiled_templates: dict[str, jinja2.Template] = {}
         self._compile_cached = lru_cache(_MAX_CACHED)(self._compile)
 
     @classmethod
@@ -110,7 +110,7 @@ class ChatTemplate:
         return any(word.search(source) for source in sources)
 
     def is_compiled(self, conversation: TemplateInput) -> bool:
-        return self._choose_source(conversation) in self._compiled
+        return self._choose_source(conversation) in self._compiled_templates
 
     def render(
         self,
@@ -130,7 +130,7 @@ class ChatTemplate:
             TemplateLimitError: for a template that needs more than ``limits``.
         """
         source = self._choose_source(conversation)
-        template = self._compiled.get(source) or self._compile_cached(source)
+        template = self._compiled_templates.get(source) or self._compile_cached(source)
         try:
             values = conversation.values
             if change is not None:
@@ -138,7 +138,7 @@ class ChatTemplate:
             return self._sandbox.render(template, {**self.special_tokens, **values}, limits)
         except TemplateLimitError:
             raise
-        # A template is a program of others. Any exception that it raises must end only this
+        # A template is the model author's program. Any exception that it raises must end only this
         # request.
         except Exception as error:
             raise InvalidRequestError(
@@ -194,7 +194,7 @@ class ChatTemplate:
                 param="chat_template",
             ) from error
         if source in self.sources.values():
-            self._compiled[source] = template
+            self._compiled_templates[source] = template
         return template
 
 

@@ -55,7 +55,7 @@ class ControlTokens:
         # templates compare fields and roles with words.
         self._delimiters = [sign for sign in surrogates if not _occurs_in_words(sign)]
         self._word_tokens = [text for text, sign in signs.items() if _occurs_in_words(sign)]
-        self._pattern = any_of(self._ids)
+        self._token_pattern = any_of(self._ids)
         normalizers = {step["type"] for step in component_stages(backend.normalizer)}
         self._normalizer_rewrites = not normalizers <= {"NFC", "Prepend", "Replace"}
         self._add_marks(backend, added)
@@ -76,11 +76,11 @@ class ControlTokens:
         # A message cannot contain a mark, because its author does not know the random number.
         number = secrets.token_hex(8)
         self._break_mark = f"\U0010fffd{number}\U0010fffd"
-        self._marks: dict[str, str] = {}
+        self._mark_by_token: dict[str, str] = {}
         tokens, ids = [tokenizers.AddedToken(self._break_mark, normalized=False)], [-1]
         for i, token in added:
             if token.content in self._ids:
-                mark = self._marks[token.content] = f"\U0010fffd{number}{i}\U0010fffd"
+                mark = self._mark_by_token[token.content] = f"\U0010fffd{number}{i}\U0010fffd"
                 token = tokenizers.AddedToken(
                     mark, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False
                 )
@@ -113,7 +113,7 @@ class ControlTokens:
                 "messages: have a lone surrogate, expected Unicode text", param="messages"
             )
         try:
-            prompt = self._render_least_hidden(set(self._pattern.findall(text)), render)
+            prompt = self._render_least_hidden(set(self._token_pattern.findall(text)), render)
         except InvalidRequestError as error:
             raise InvalidRequestError(
                 self._restore_delimiters(str(error)), param=error.param
@@ -127,7 +127,7 @@ class ControlTokens:
     def _render_least_hidden(
         self, spelled: set[str], render: Callable[[Callable[[str], str]], str]
     ) -> str:
-        """Render the prompt with as few delimiters hidden as possible.
+        """Render the prompt with as few of the messages' delimiters hidden as possible.
 
         Templates search messages, for example for thoughts in old turns, so a hidden delimiter may
         change the prompt. Three renderings are tried until one has the control tokens of a prompt
@@ -157,12 +157,12 @@ class ControlTokens:
                     self._encodable_character, self._hide_all_delimiters(text)
                 )
             )
-        written = self._pattern.findall(strict)
+        written = self._token_pattern.findall(strict)
         hidden: set[str] = set()
         for everything in (set(), set(), spelled):
             hidden |= everything
             prompt = render(partial(self._hide_tokens, hidden))
-            found = self._pattern.findall(prompt)
+            found = self._token_pattern.findall(prompt)
             if found == written and (spelled <= hidden or self._only_drops_text(prompt, strict)):
                 return prompt
             hidden |= set(Counter(found) - Counter(written))
@@ -173,7 +173,9 @@ class ControlTokens:
     def _only_drops_text(self, prompt: str, strict: str) -> bool:
         """Whether ``prompt`` equals ``strict`` except for dropped text between control tokens. If
         so, no message has moved a control token."""
-        parts = zip(self._pattern.split(prompt), self._pattern.split(strict), strict=True)
+        parts = zip(
+            self._token_pattern.split(prompt), self._token_pattern.split(strict), strict=True
+        )
         for part, whole in parts:
             rest = iter(self._restore_delimiters(whole))
             if not all(character in rest for character in self._restore_delimiters(part)):
@@ -181,7 +183,7 @@ class ControlTokens:
         return True
 
     def _hide_tokens(self, hidden: Collection[str], text: str) -> str:
-        return self._pattern.sub(
+        return self._token_pattern.sub(
             lambda match: self._hidden_spellings[match[0]] if match[0] in hidden else match[0], text
         )
 
@@ -191,9 +193,9 @@ class ControlTokens:
             text = text.replace(sign, self._surrogates[sign])
         return text
 
-    def _restore_delimiters(self, text: str, around: str = "") -> str:
+    def _restore_delimiters(self, text: str, separator: str = "") -> str:
         for sign, surrogate in self._surrogates.items():
-            text = text.replace(surrogate, around + sign + around)
+            text = text.replace(surrogate, separator + sign + separator)
         return text
 
     def encode(
@@ -208,13 +210,13 @@ class ControlTokens:
             InvalidRequestError: if message text becomes a control token in any case, for example
                 through the tokenizer's normalizer.
         """
-        written = self._pattern.findall(prompt)
+        written = self._token_pattern.findall(prompt)
         controls = [i for i in map(self._ids.__getitem__, written) if i in self._control_ids]
-        marked = self._pattern.sub(lambda match: self._marks[match[0]], prompt)
+        marked = self._token_pattern.sub(lambda match: self._mark_by_token[match[0]], prompt)
         # The vocabulary may contain a special token's text as an ordinary token too. The second
         # attempt therefore splits such text at its delimiter.
-        for around in ("", self._break_mark):
-            ids = encode(self._marking_tokenizer, self._restore_delimiters(marked, around))
+        for separator in ("", self._break_mark):
+            ids = encode(self._marking_tokenizer, self._restore_delimiters(marked, separator))
             ids = [self._original_ids.get(i, i) for i in ids]
             ids = [i for i in ids if i >= 0]
             if [i for i in ids if i in self._control_ids] == controls:
@@ -251,7 +253,7 @@ def _unknown_ids(backend: tokenizers.Tokenizer) -> list[int]:
     """Ids that an unknown character is encoded to; none if the tokenizer raises an error for it."""
     try:
         return backend.encode("\U0010fffd\ufffe", add_special_tokens=False).ids
-    except Exception:  # ``tokenizers`` raises bare Exceptions
+    except Exception:  # ``tokenizers`` raises bare Exceptions.
         return []
 
 

@@ -47,7 +47,7 @@ class StopMatcher:
             search: False to ignore a stop string that ends in this piece.
         """
         if not self._held and self._first_characters.isdisjoint(text):
-            return text  # the usual case: no stop string begins in this piece
+            return text  # Usually no stop string begins in this piece.
         if not text:
             return ""
         buffer = self._held + text

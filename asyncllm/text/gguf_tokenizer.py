@@ -26,7 +26,7 @@ def read_gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str
     Raises:
         ModelLoadError: if the file is damaged, or transformers does not support its tokenizer.
     """
-    metadata = GGUFFile(path).metadata  # GGUFFile checks lengths; transformers does not
+    metadata = GGUFFile(path).metadata  # GGUFFile checks lengths; transformers does not.
     with importing_transformers():
         _check_pre_tokenizer(path, metadata)
         from transformers import PreTrainedTokenizerFast
@@ -38,7 +38,7 @@ def read_gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str
             backend = _truncate_vocabulary(
                 loaded.backend_tokenizer, metadata["tokenizer.ggml.tokens"]
             )
-        except Exception as error:  # transformers' converters raise errors of any class
+        except Exception as error:  # transformers' converters raise errors of any class.
             raise ModelLoadError(
                 f"{path}: transformers makes no tokenizer of it ({explain(error)})"
             ) from error

@@ -67,12 +67,12 @@ class Meter:
     operation would exceed the limits.
     """
 
-    __slots__ = ("_characters_left", "_charges", "_deadline", "_limits")
+    __slots__ = ("_characters_left", "_deadline", "_limits", "_num_charges")
 
     def __init__(self, limits: RenderLimits) -> None:
         self._limits = limits
         self._characters_left = 16 * limits.max_value
-        self._charges = 0
+        self._num_charges = 0
         self._deadline = time.thread_time() + limits.seconds
 
     def charge(self, size: int) -> None:
@@ -80,9 +80,9 @@ class Meter:
         self._characters_left -= max(size, 0)
         if size > self._limits.max_value or self._characters_left < 0:
             raise TemplateLimitError(f"makes more than {self._limits.max_value} characters")
-        self._charges += 1
+        self._num_charges += 1
         # Reading the clock takes longer than most operations, so it is not read for each.
-        if self._charges % 32 == 0 and time.thread_time() > self._deadline:
+        if self._num_charges % 32 == 0 and time.thread_time() > self._deadline:
             raise TemplateLimitError(f"takes more than {self._limits.seconds} s")
 
     def charge_text(self, *values: Any) -> int:
@@ -158,7 +158,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
             finalize=self._finalize,
         )
-        self._rendering = threading.local()
+        self._thread_state = threading.local()
         self.filters["tojson"] = _to_json
         for name, function in self.filters.items():
             self.filters[name] = self._metered_filter(name, function)
@@ -183,7 +183,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             TemplateLimitError: for a template that needs more than ``limits``.
             Exception: any other error, from the template itself.
         """
-        self._rendering.meter = Meter(limits)
+        self._thread_state.meter = Meter(limits)
         pieces, length = [], 0
         try:
             for piece in template.root_render_func(template.new_context(values)):
@@ -192,14 +192,14 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
                 if length > limits.max_output:
                     raise TemplateOutputError(f"writes more than {limits.max_output} characters")
         finally:
-            del self._rendering.meter
+            del self._thread_state.meter
         return "".join(pieces)
 
     @property
     def _meter(self) -> Meter:
         # During compilation there is no meter, so this raises. Jinja then does not fold constant
         # expressions, whose cost would escape the limits.
-        return self._rendering.meter
+        return self._thread_state.meter
 
     # --- methods that Jinja calls ------------------------------------------------------------
 
@@ -314,7 +314,7 @@ class _Namespace(jinja2.utils.Namespace):
     __repr__ = object.__repr__
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        # No parameter is named ``self``, as in Jinja: an attribute may have this name.
+        # As in Jinja, no parameter is named ``self``, because an attribute may have this name.
         jinja2.utils.Namespace.__init__(args[0])
         for name, value in dict(*args[1:], **kwargs).items():
             args[0][name] = value

@@ -7,8 +7,8 @@ There is a class for each family of tokenizer decoders:
 - WindowDecoder: any other; it decodes the last few tokens again with each new one.
 
 A decoder is made for one output, and gets the token ids of its prompt. If the prompt ends within a
-character, the output that completes the character has it whole. No other text of the prompt
-appears in the output.
+character, the output that completes the character contains the whole of it. No other text of the
+prompt appears in the output.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class ByteLevelDecoder:
         return self._without_prompt(text, b"") if self._boundary_bytes else text
 
     def _without_prompt(self, text: str, data: bytes) -> str:
-        """Remove the replacement character of the prompt's unfinished character, if the output did
-        not complete it.
+        """Remove the replacement character that stands for the prompt's unfinished character, if
+        the output did not complete that character.
 
         Args:
             text: new text, of which only the first non-empty one is changed.
@@ -188,17 +188,17 @@ class ByteFallbackDecoder:
     differ in one case: characters that were complete before their run became invalid are kept.
     """
 
-    __slots__ = ("_at_start", "_pending", "_prompt_bytes", "_run_is_invalid", "_table")
+    __slots__ = ("_is_at_start", "_pending_bytes", "_prompt_bytes", "_run_is_invalid", "_table")
 
     def __init__(self, table: PieceTable, prompt_token_ids: Sequence[int] = ()) -> None:
         self._table = table
-        self._pending = b""
+        self._pending_bytes = b""
         self._run_is_invalid = False
         run, has_text = _trailing_bytes(table, prompt_token_ids)
         for byte in run:
             self._push_byte(byte)
-        self._prompt_bytes = len(self._pending)
-        self._at_start = table.strips_start and not has_text
+        self._prompt_bytes = len(self._pending_bytes)
+        self._is_at_start = table.strips_start and not has_text
 
     def push(self, token_id: int) -> str:
         piece = self._table[token_id]
@@ -206,12 +206,12 @@ class ByteFallbackDecoder:
             return ""
         if isinstance(piece, int):
             text = self._push_byte(piece)
-        elif self._pending or self._run_is_invalid:
+        elif self._pending_bytes or self._run_is_invalid:
             text = self.flush() + piece
         else:
             text = piece
-        if self._at_start and text:
-            self._at_start = False
+        if self._is_at_start and text:
+            self._is_at_start = False
             return text.removeprefix(" ")
         return text
 
@@ -223,23 +223,23 @@ class ByteFallbackDecoder:
     def _push_byte(self, byte: int) -> str:
         if self._run_is_invalid:
             return REPLACEMENT
-        self._pending += bytes((byte,))
+        self._pending_bytes += bytes((byte,))
         try:
-            text = self._pending.decode()
+            text = self._pending_bytes.decode()
         except UnicodeDecodeError as error:
             if error.reason == "unexpected end of data":
                 return ""
             self._run_is_invalid = True
             return self._replace_pending()
-        self._pending = b""
+        self._pending_bytes = b""
         self._prompt_bytes = 0
         return text
 
     def _replace_pending(self) -> str:
         """Clear the pending bytes; returns a replacement character for each that is not the
         prompt's."""
-        text = REPLACEMENT * (len(self._pending) - self._prompt_bytes)
-        self._pending = b""
+        text = REPLACEMENT * (len(self._pending_bytes) - self._prompt_bytes)
+        self._pending_bytes = b""
         self._prompt_bytes = 0
         return text
 
@@ -278,7 +278,7 @@ class WindowDecoder:
         skip: ids without text, which are not passed to ``decode``.
     """
 
-    __slots__ = ("_context", "_decode", "_prefix", "_prompt_text", "_skip", "_window")
+    __slots__ = ("_context_length", "_context_text", "_decode", "_prompt_text", "_skip", "_window")
 
     def __init__(
         self,
@@ -295,13 +295,13 @@ class WindowDecoder:
             del tail[0]
         # The window consists of the context, whose text was already returned, and newer tokens.
         self._window = tail
-        self._context, self._prefix = self._finished_part(tail)
-        unfinished = tail[self._context :]
+        self._context_length, self._context_text = self._finished_part(tail)
+        unfinished = tail[self._context_length :]
         self._prompt_text = decode(unfinished) if unfinished else ""
 
     def _priming_tokens(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        """The prompt's last tokens, up to six with text. They are needed as context, because a
-        token may have another text at the beginning of a text."""
+        """The prompt's last tokens, up to six with text. They are needed as context, because the
+        first token of a text may be decoded differently."""
         tail: list[int] = []
         with_text = 0
         for token_id in reversed(prompt_token_ids):
@@ -321,15 +321,15 @@ class WindowDecoder:
         unfinished = len(text) - len(text.rstrip(REPLACEMENT))
         if not text or 1 <= unfinished <= 3:
             return ""
-        del self._window[: self._context]
-        self._context = len(self._window)
-        self._prefix = self._decode(self._window)
+        del self._window[: self._context_length]
+        self._context_length = len(self._window)
+        self._context_text = self._decode(self._window)
         return self._without_prompt(text)
 
     def flush(self) -> str:
         text = self._new_text()
         self._window = []
-        self._context, self._prefix = 0, ""
+        self._context_length, self._context_text = 0, ""
         return self._without_prompt(text)
 
     def _finished_part(self, token_ids: list[int]) -> tuple[int, str]:
@@ -345,15 +345,15 @@ class WindowDecoder:
 
     def _new_text(self) -> str:
         """Text that the window's newer tokens add to the text of its context."""
-        if len(self._window) == self._context:
+        if len(self._window) == self._context_length:
             return ""
         text = self._decode(self._window)
-        if text.startswith(self._prefix):
-            return text[len(self._prefix) :]
+        if text.startswith(self._context_text):
+            return text[len(self._context_text) :]
         # The new tokens changed the context's text, so the bytes of the window are invalid UTF-8.
         # They may become valid with the next tokens. Decode the new tokens alone: if their text
         # ends in replacement characters, more bytes may follow, so it is held back.
-        return self._decode(self._window[self._context :])
+        return self._decode(self._window[self._context_length :])
 
     def _without_prompt(self, text: str) -> str:
         """Remove from the first text the prompt's unfinished character, if the output did not

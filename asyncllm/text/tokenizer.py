@@ -95,10 +95,10 @@ class Tokenizer:
                 a fast tokenizer.
         """
         with _load_errors(Path(path)):
-            return cls._read(Path(path), trust_remote_code)
+            return cls._read_directory(Path(path), trust_remote_code)
 
     @classmethod
-    def _read(cls, path: Path, trust_remote_code: bool) -> Tokenizer:
+    def _read_directory(cls, path: Path, trust_remote_code: bool) -> Tokenizer:
         if path.suffix == GGUF_SUFFIX:
             backend, special_tokens, templates = read_gguf_tokenizer(path)
             return cls(backend, ChatTemplate(templates, special_tokens), special_tokens)
@@ -174,7 +174,7 @@ class Tokenizer:
         try:
             return self.chat_template.render(conversation, self._render_limits(None))
         except TemplateLimitError as error:
-            raise _limit_refusal(error) from None
+            raise _limit_error(error) from None
 
     def encode_chat(
         self,
@@ -219,7 +219,7 @@ class Tokenizer:
                     f"messages: the chat template {error}, which are at least {least} tokens, "
                     f"expected at most {max_tokens}"
                 ) from None
-            raise _limit_refusal(error) from None
+            raise _limit_error(error) from None
 
     def _render_limits(self, max_tokens: int | None) -> RenderLimits:
         fitting = (max_tokens or 0) * self._max_token_characters or _MAX_PROMPT_CHARACTERS
@@ -280,10 +280,10 @@ class Tokenizer:
             min_tokens=params.min_tokens,
         )
 
-    def special_ids_where(self, holds: Callable[[str], bool]) -> frozenset[int]:
-        """Ids of the special tokens whose text fulfils ``holds``."""
+    def special_ids_where(self, predicate: Callable[[str], bool]) -> frozenset[int]:
+        """Ids of the special tokens for whose text ``predicate`` is true."""
         added = self.backend.get_added_tokens_decoder()
-        return frozenset(i for i in self.special_token_ids if holds(added[i].content))
+        return frozenset(i for i in self.special_token_ids if predicate(added[i].content))
 
     def delimiter_ids(self, text: str) -> tuple[int, ...]:
         """Token ids of ``text`` that are the same in any context.
@@ -292,7 +292,7 @@ class Tokenizer:
         """
         try:
             ids = self.encode(text, add_special_tokens=False)
-        except InvalidRequestError:  # characters unknown to the model
+        except InvalidRequestError:  # The text has characters that the model does not know.
             return ()
         added = self.backend.get_added_tokens_decoder()
         return tuple(ids) if ids and ids[0] in added and ids[-1] in added else ()
@@ -318,7 +318,7 @@ class Tokenizer:
         decode = partial(self.decode, skip_special_tokens=False)
 
         @cache
-        def factory(skip: frozenset[int]) -> Callable[[Sequence[int]], TextDecoder]:
+        def make_decoder(skip: frozenset[int]) -> Callable[[Sequence[int]], TextDecoder]:
             table = make_table(steps, id_to_token, skip)
             if isinstance(table, ByteTable):
                 return partial(ByteLevelDecoder, table)
@@ -326,7 +326,7 @@ class Tokenizer:
                 return partial(ByteFallbackDecoder, table)
             return partial(WindowDecoder, decode, skip=skip)
 
-        return factory
+        return make_decoder
 
 
 @contextmanager
@@ -365,7 +365,7 @@ def _encode(
         raise InvalidRequestError(f"{param}: cannot be tokenised ({error})", param=param) from error
 
 
-def _limit_refusal(error: TemplateLimitError) -> InvalidRequestError:
+def _limit_error(error: TemplateLimitError) -> InvalidRequestError:
     return InvalidRequestError(
         f"messages: the chat template {error}, expected one that needs less", param="messages"
     )
@@ -422,7 +422,7 @@ def _convert_with_transformers(path: Path, trust_remote_code: bool) -> tokenizer
             loaded = AutoTokenizer.from_pretrained(
                 str(path), use_fast=True, trust_remote_code=trust_remote_code, local_files_only=True
             )
-    except Exception as error:  # transformers' tokenizer classes raise errors of any class
+    except Exception as error:  # transformers' tokenizer classes raise errors of any class.
         raise ModelLoadError(
             f"{path}: no tokenizer.json, and transformers makes no tokenizer of the other files "
             f"({explain(error)})"

@@ -62,17 +62,17 @@ class RegionCallReader:
         self.events: list[Event] = []
         self._parse = parse
         self._scanner = None if close is None else DelimiterScanner(close)
-        self._raw = [opening]
+        self._region_texts = [opening]
 
     def push(self, text: str, last: bool = False) -> str | None:
         if self._scanner is None:
-            self._raw.append(text)
+            self._region_texts.append(text)
             return None
         before, found, rest = self._scanner.feed(text, last)
-        self._raw.append(before)
+        self._region_texts.append(before)
         if found is None:
             return None
-        self._raw.append(found.text)
+        self._region_texts.append(found.text)
         self._parse_region()
         return rest
 
@@ -83,7 +83,7 @@ class RegionCallReader:
         return rest or ""
 
     def _parse_region(self) -> None:
-        raw = "".join(self._raw)
+        raw = "".join(self._region_texts)
         calls = self._parse(raw)
         if calls is None:
             self.events.append(Event("text", raw))

@@ -31,7 +31,7 @@ class Delimiters:
     """
 
     def __init__(self, patterns: Sequence[tuple[str, list[str] | str]]) -> None:
-        import regex  # here, because the import takes 15 ms
+        import regex  # Import ``regex`` here, because its import takes 15 ms.
 
         self.patterns: list[tuple[str, Any, bool]] = []
         starters: set[str] | None = set()
@@ -54,11 +54,11 @@ class Delimiters:
         """Match a delimiter at the beginning of ``text``.
 
         Args:
-            last: no more text will come.
+            last: whether this is the last text.
 
         Returns:
-            The match, or None if there is none that more text could not change; and whether more
-            text could lead to a match.
+            The match, or None if there is none or more text could change it; and whether more text
+            could lead to a match.
         """
         pending = False
         for _, pattern, literal in self.patterns:
@@ -74,14 +74,14 @@ class Delimiters:
 def _starting_characters(pattern: Any, source: str) -> set[str] | None:
     """Characters that a match can begin with; None if it can begin with any."""
 
-    def begins(character: str) -> bool:
+    def can_begin_with(character: str) -> bool:
         match = pattern.match(character, partial=True)
         return match is not None and (match.partial or match.end() > 0)
 
     return (
         None
-        if begins(_PRIVATE_CHARACTER)
-        else {c for c in {*_SAMPLE_CHARACTERS, *source} if begins(c)}
+        if can_begin_with(_PRIVATE_CHARACTER)
+        else {c for c in {*_SAMPLE_CHARACTERS, *source} if can_begin_with(c)}
     )
 
 
@@ -99,31 +99,31 @@ class DelimiterScanner:
     """Finds delimiters in one output, with the semantics of transformers' ResponseParser.
 
     The earliest match wins; of several at the same place, the longest wins. Text is held back only
-    if it may become a match, or is a match that more text could change.
+    while it may become a match, or is a match that more text could change.
 
     Most pieces contain no character that a delimiter begins with, and are returned at once. Only
     held-back text is stored, so the cost of a piece does not grow with the output.
     """
 
-    __slots__ = ("_delimiters", "_held")
+    __slots__ = ("_delimiters", "_held_text")
 
     def __init__(self, delimiters: Delimiters) -> None:
         self._delimiters = delimiters
-        self._held = ""
+        self._held_text = ""
 
     def feed(self, text: str, last: bool = False) -> tuple[str, Found | None, str]:
         """Take a piece of text.
 
         Args:
-            last: no more text will come.
+            last: whether this is the last text.
 
         Returns:
             If there is a delimiter: the text before it, the delimiter, and the text after it, which
             the caller must feed again. If there is none: the text that is not held back, None, "".
         """
-        if not self._held and not self._delimiters.may_begin_in(text):
+        if not self._held_text and not self._delimiters.may_begin_in(text):
             return text, None, ""
-        buffer, self._held = self._held + text, ""
+        buffer, self._held_text = self._held_text + text, ""
         position = 0
         while True:
             best, hold = self._scan(buffer, position, last)
@@ -137,7 +137,7 @@ class DelimiterScanner:
             elif len(buffer) - hold > MAX_DELIMITER_LENGTH:
                 position = hold + 1
             else:
-                self._held = buffer[hold:]
+                self._held_text = buffer[hold:]
                 return buffer[:hold], None, ""
 
     def _scan(self, buffer: str, position: int, last: bool) -> tuple[tuple[str, Any] | None, int]:

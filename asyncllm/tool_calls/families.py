@@ -26,7 +26,7 @@ class CallForm:
         style: syntax of the arguments: JSON, or Qwen's ``<parameter=…>``.
         parallel: whether an answer may have several calls. In Harmony an answer ends with its
             first call.
-        restart: text that may stand between reasoning and a call.
+        restart_text: text that may stand between reasoning and a call.
     """
 
     begin: str
@@ -37,7 +37,7 @@ class CallForm:
     trigger: str | None = None
     style: Literal["json", "qwen_xml"] = "json"
     parallel: bool = True
-    restart: str = ""
+    restart_text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
             "",
             parallel=False,
-            restart="<|start|>assistant",
+            restart_text="<|start|>assistant",
         ),
         markers=(("<|channel|>", "<|constrain|>", "<|message|>"),),
         ignored_pattern=_HARMONY_IGNORED,

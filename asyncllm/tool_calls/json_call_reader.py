@@ -13,8 +13,10 @@ from asyncllm.tool_calls.delimiters import Delimiters
 _MAX_TOKEN_LENGTH = 1024
 """Maximum number of characters of a key, of a name, or of another value beside the arguments."""
 
-_SPACE = re.compile(r"[ \t\r\n]*")
-_TOKEN = re.compile(r'[{}\[\]:,]|"(?:[^"\\]|\\.)*"|[^"{}\[\]:,][^,}\s]*(?=[,}\s])', re.DOTALL)
+_SPACE_PATTERN = re.compile(r"[ \t\r\n]*")
+_TOKEN_PATTERN = re.compile(
+    r'[{}\[\]:,]|"(?:[^"\\]|\\.)*"|[^"{}\[\]:,][^,}\s]*(?=[,}\s])', re.DOTALL
+)
 _OUTSIDE_STRING = re.compile(r'["{}\[\]]')
 _INSIDE_STRING = re.compile(r'["\\]')
 
@@ -81,48 +83,48 @@ class JsonCallReader:
         self.events: list[Event] = []
         self._syntax = syntax
         self._tools = tools
-        self._close = close
-        # Text since the last complete call: ``_raw`` is parsed, ``_text`` is an unfinished token.
-        self._raw = [opening]
+        self._delimiters = close
+        # Text since the last complete call: ``_raw_texts`` is parsed, ``_text`` is not.
+        self._raw_texts = [opening]
         self._text = ""
-        self._mark = 0
-        self._tail: str | None = None
+        self._raw_end = 0
+        self._close_text: str | None = None
         self._state: _State = syntax.kind
         self._name = name
-        self._ended = False
-        self._reset()
+        self._has_ended = False
+        self._reset_call()
 
-    def _reset(self) -> None:
-        self._begun = False
-        self._key = ""
+    def _reset_call(self) -> None:
+        self._has_begun = False
+        self._current_key = ""
         self._arguments: list[str] | None = None
-        self._depth = 0
-        self._quoted = self._escaped = False
+        self._bracket_depth = 0
+        self._is_in_string = self._is_escaped = False
 
     def push(self, text: str) -> str | None:
-        if self._tail is not None:
+        if self._close_text is not None:
             return self._push_close(text)
-        text, self._mark = self._text + text, 0
+        text, self._raw_end = self._text + text, 0
         try:
             position = self._parse(text)
         except _NotACallError as error:
             position = error.args[0]
-            self._raw.append(text[self._mark : position])
-            return self._give_up(text[position:])
-        self._raw.append(text[self._mark : position])
+            self._raw_texts.append(text[self._raw_end : position])
+            return self._return_as_text(text[position:])
+        self._raw_texts.append(text[self._raw_end : position])
         self._text = text[position:]
-        if not self._ended:
+        if not self._has_ended:
             return None
-        return self._text if self._close is None else self._push_close(self._text)
+        return self._text if self._delimiters is None else self._push_close(self._text)
 
     def _parse(self, text: str) -> int:
         """Parse tokens and arguments; returns the position of the first unfinished token."""
         position = 0
-        while not self._ended and position < len(text):
+        while not self._has_ended and position < len(text):
             if self._state == "inside":
                 position = self._read_arguments(text, position)
                 continue
-            match = _SPACE.match(text, position)
+            match = _SPACE_PATTERN.match(text, position)
             assert match is not None
             position = match.end()
             if position == len(text):
@@ -134,7 +136,7 @@ class JsonCallReader:
                 else first not in _TRANSITIONS[self._state]
             ):
                 raise _NotACallError(position)
-            match = _TOKEN.match(text, position)
+            match = _TOKEN_PATTERN.match(text, position)
             end = len(text) if match is None else match.end()
             if end - position > _MAX_TOKEN_LENGTH:
                 raise _NotACallError(position + _MAX_TOKEN_LENGTH)
@@ -145,39 +147,39 @@ class JsonCallReader:
 
     def _push_close(self, text: str) -> str | None:
         """Parse white space and the closing delimiter. After anything else, the text is no call."""
-        assert self._close is not None
-        self._tail = (self._tail or "") + text
-        rest = self._tail.lstrip()
-        match, pending = self._close.match(rest)
+        assert self._delimiters is not None
+        self._close_text = (self._close_text or "") + text
+        rest = self._close_text.lstrip()
+        match, pending = self._delimiters.match(rest)
         if match is not None:
             self._complete_call(0)
             return rest[match.end() :]
         if pending or not rest:
             return None
-        self._raw.append(self._tail[: len(self._tail) - len(rest)])
-        return self._give_up(rest)
+        self._raw_texts.append(self._close_text[: len(self._close_text) - len(rest)])
+        return self._return_as_text(rest)
 
     def finish(self) -> str:
-        if self._tail is not None:
-            assert self._close is not None
-            rest = self._tail.lstrip()
-            match, _ = self._close.match(rest, last=True)
+        if self._close_text is not None:
+            assert self._delimiters is not None
+            rest = self._close_text.lstrip()
+            match, _ = self._delimiters.match(rest, last=True)
             self._complete_call(0)
             return rest[match.end() :] if match is not None else ""
-        self._raw.append(self._text)
-        return "" if self._state == "next" else self._give_up("")
+        self._raw_texts.append(self._text)
+        return "" if self._state == "next" else self._return_as_text("")
 
-    def _give_up(self, rest: str) -> str:
+    def _return_as_text(self, rest: str) -> str:
         """Report the text of the call so far as text; returns ``rest``, the text after it."""
-        self.events.append(Event("text", "".join(self._raw)))
+        self.events.append(Event("text", "".join(self._raw_texts)))
         return rest
 
     def _process_token(self, token: str, start: int, end: int) -> int:
         """Process a token; returns the position at which parsing continues."""
         state = self._state
         if state == "key":
-            self._key = _parse_string(token, end)
-            if self._key not in (self._syntax.name, self._syntax.arguments, "id", "type"):
+            self._current_key = _parse_string(token, end)
+            if self._current_key not in (self._syntax.name, self._syntax.arguments, "id", "type"):
                 raise _NotACallError(end)
         elif state == "name":
             self._begin_call(_parse_string(token, end), end)
@@ -191,23 +193,23 @@ class JsonCallReader:
         elif state == "other" and token[0] == '"':
             _parse_string(token, end)
         self._state = "after" if state == "other" else _TRANSITIONS[state][token[0]]
-        if state == "colon" and self._key == self._syntax.arguments:
+        if state == "colon" and self._current_key == self._syntax.arguments:
             self._state = "arguments"
-        elif state == "colon" and self._key == self._syntax.name:
+        elif state == "colon" and self._current_key == self._syntax.name:
             if self._name is not None:
                 raise _NotACallError(end)
             self._state = "name"
         elif token == "}":
             self._end_call(end)
         elif token == "]":
-            self._ended = True
+            self._has_ended = True
         return end
 
     def _begin_call(self, name: str, position: int) -> None:
         if name not in self._tools:
             raise _NotACallError(position)
         self._name = name
-        self._begun = True
+        self._has_begun = True
         self.events.append(Event("begin", name))
         if self._arguments:
             self.events.append(Event("arguments", "".join(self._arguments)))
@@ -219,7 +221,7 @@ class JsonCallReader:
         self._arguments.append(piece)
         if end is not None and not _is_object("".join(self._arguments)):
             raise _NotACallError(end)
-        if self._begun:
+        if self._has_begun:
             self.events.append(Event("arguments", piece))
         if end is None:
             return len(text)
@@ -230,27 +232,29 @@ class JsonCallReader:
 
     def _find_value_end(self, text: str, position: int) -> int | None:
         """Position after the bracket that closes the value; None if the text ends before it."""
-        if self._escaped and position < len(text):
-            self._escaped = False
+        if self._is_escaped and position < len(text):
+            self._is_escaped = False
             position += 1
         while True:
-            match = (_INSIDE_STRING if self._quoted else _OUTSIDE_STRING).search(text, position)
+            match = (_INSIDE_STRING if self._is_in_string else _OUTSIDE_STRING).search(
+                text, position
+            )
             if match is None:
                 return None
             position = match.end()
             sign = match[0]
             if sign == '"':
-                self._quoted = not self._quoted
+                self._is_in_string = not self._is_in_string
             elif sign == "\\":
                 if position == len(text):
-                    self._escaped = True
+                    self._is_escaped = True
                     return None
                 position += 1
             elif sign in "{[":
-                self._depth += 1
+                self._bracket_depth += 1
             else:
-                self._depth -= 1
-                if self._depth == 0:
+                self._bracket_depth -= 1
+                if self._bracket_depth == 0:
                     return position
 
     def _end_call(self, end: int) -> None:
@@ -259,16 +263,16 @@ class JsonCallReader:
         if self._arguments is None:
             self.events.append(Event("arguments", "{}"))
         is_array = self._syntax.kind == "array"
-        self._ended = not is_array
-        if is_array or self._close is None:
+        self._has_ended = not is_array
+        if is_array or self._delimiters is None:
             self._complete_call(end)
 
     def _complete_call(self, end: int) -> None:
         self.events.append(Event("done"))
-        self._raw = []
-        self._mark = end
+        self._raw_texts = []
+        self._raw_end = end
         self._name = None
-        self._reset()
+        self._reset_call()
 
 
 def _parse_string(string: str, end: int) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from asyncllm.outputs import CompletionOutput, Delta, ToolCall, ToolCallDelta
 from asyncllm.tool_calls.call_reader import CallReader, Event
 from asyncllm.tool_calls.delimiters import DelimiterScanner, Found
-from asyncllm.tool_calls.response_format import CALLS, SKIP, ResponseFormat
+from asyncllm.tool_calls.response_format import CALLS, IGNORED, ResponseFormat
 
 _PIECE_CHARACTERS = 4096
 """Maximum number of characters that are parsed at a time. After each call the rest of the piece is
@@ -32,14 +32,14 @@ class TrimmedText:
     White space next to a delimiter is dropped, unless there is text before and after the delimiter.
 
     Attributes:
-        begun: whether there was text other than white space.
+        has_text: whether there was text other than white space.
     """
 
-    __slots__ = ("_behind_delimiter", "_space", "begun")
+    __slots__ = ("_behind_delimiter", "_space", "has_text")
 
     def __init__(self, behind_delimiter: bool) -> None:
         self._behind_delimiter = behind_delimiter
-        self.begun = False
+        self.has_text = False
         self._space: list[str] = []
 
     def push(self, text: str) -> str:
@@ -52,13 +52,13 @@ class TrimmedText:
         space = "".join(self._space)
         self._space = [text[len(body) :]] if len(body) < len(text) else []
         if self._behind_delimiter:
-            if not self.begun:
+            if not self.has_text:
                 space, body = "", body.lstrip()
             self._behind_delimiter = False
-        self.begun = True
+        self.has_text = True
         return space + body if space else body
 
-    def delimit(self) -> None:
+    def add_delimiter(self) -> None:
         self._behind_delimiter = True
 
     def finish(self) -> str:
@@ -102,18 +102,18 @@ class OutputParser:
         self._tools = tools
         self._one_call = one_call
         self._text_is_free = text_is_free
-        self._content = TrimmedText(behind_delimiter=bool(answer_begin))
+        self._content_text = TrimmedText(behind_delimiter=bool(answer_begin))
         self._thoughts = TrimmedText(behind_delimiter=True)
         self._scanner = DelimiterScanner(form.delimiters)
-        self._thinking: DelimiterScanner | None = None
-        self._reader: CallReader | None = None
+        self._reasoning_scanner: DelimiterScanner | None = None
+        self._call_reader: CallReader | None = None
         self._id = self._name = ""
         self._arguments: list[str] = []
         self._num_calls_begun = 0
         self._prompt_characters_left = 0
         if answer_begin:
             self._parse_piece(answer_begin, last=False)
-            if self._thinking is None:
+            if self._reasoning_scanner is None:
                 self._prompt_characters_left = len(answer_begin)
 
     def push(self, text: str) -> None:
@@ -129,7 +129,7 @@ class OutputParser:
         """End the output: no more text will come."""
         self._parse_piece("", last=True)
         self._add_reasoning(self._thoughts.finish())
-        if rest := self._content.finish():
+        if rest := self._content_text.finish():
             self._new_text.append(rest)
 
     def take_increments(self) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
@@ -146,21 +146,21 @@ class OutputParser:
 
     def _parse_piece(self, text: str, last: bool) -> None:
         while True:
-            if self._reader is not None:
-                rest = self._reader.push(text)
+            if self._call_reader is not None:
+                rest = self._call_reader.push(text)
                 if rest is None and last:
-                    rest = self._reader.finish()
-                self._handle_events(self._reader.events)
+                    rest = self._call_reader.finish()
+                self._handle_events(self._call_reader.events)
                 if rest is None:
                     return
-                self._reader = None
-            elif self._thinking is not None:
-                thought, found, rest = self._thinking.feed(text, last)
+                self._call_reader = None
+            elif self._reasoning_scanner is not None:
+                thought, found, rest = self._reasoning_scanner.feed(text, last)
                 self._add_reasoning(self._thoughts.push(thought))
                 if found is None:
                     return
-                self._thinking = None
-                self._thoughts.delimit()
+                self._reasoning_scanner = None
+                self._thoughts.add_delimiter()
             else:
                 content, found, rest = self._scanner.feed(text, last)
                 self._add_text(content)
@@ -175,25 +175,25 @@ class OutputParser:
             text = rest
 
     def _is_text(self, found: Found) -> bool:
-        if self._content.begun and not self._text_is_free:
+        if self._content_text.has_text and not self._text_is_free:
             return True
         return found.name == CALLS and self._one_call and bool(self.calls)
 
     def _open_region(self, found: Found) -> None:
         self._prompt_characters_left = 0
         if found.name == CALLS:
-            self._reader = self._form.call_reader(self._tools, found)
+            self._call_reader = self._form.call_reader(self._tools, found)
             return
-        self._content.delimit()
-        if found.name != SKIP and self._form.thoughts_close is not None:
-            self._thinking = DelimiterScanner(self._form.thoughts_close)
+        self._content_text.add_delimiter()
+        if found.name != IGNORED and self._form.thoughts_close is not None:
+            self._reasoning_scanner = DelimiterScanner(self._form.thoughts_close)
 
     def _add_text(self, text: str) -> None:
         if self._prompt_characters_left:
             dropped = min(len(text), self._prompt_characters_left)
             self._prompt_characters_left -= dropped
             text = text[dropped:]
-        if said := self._content.push(text):
+        if said := self._content_text.push(text):
             self._new_text.append(said)
 
     def _add_reasoning(self, thought: str) -> None:
@@ -215,7 +215,7 @@ class OutputParser:
             else:
                 self._new_calls.append(ToolCallDelta(self._num_calls_begun - 1, done=True))
                 self.calls.append(ToolCall(self._id, self._name, "".join(self._arguments)))
-                self._content.delimit()
+                self._content_text.add_delimiter()
         events.clear()
 
 
@@ -245,18 +245,18 @@ class MessageParser:
             OutputParser, form, tools, one_call=one_call, text_is_free=text_is_free
         )
         self._outputs: dict[int, OutputParser] = {}
-        self._unfinished: set[int] = set()
-        self._interrupted = False
+        self._unfinished_outputs: set[int] = set()
+        self._is_interrupted = False
 
     def push(self, delta: Delta) -> Delta:
         """Copy of ``delta`` with its text split into text, reasoning and calls."""
-        if self._interrupted and self._unfinished and not delta.finish_reason:
-            delta = replace(delta, index=min(self._unfinished))
+        if self._is_interrupted and self._unfinished_outputs and not delta.finish_reason:
+            delta = replace(delta, index=min(self._unfinished_outputs))
         output = self.output(delta.index)
         output.push(delta.text)
-        if delta.finish_reason is not None or self._interrupted:
+        if delta.finish_reason is not None or self._is_interrupted:
             output.finish()
-            self._unfinished.discard(delta.index)
+            self._unfinished_outputs.discard(delta.index)
         reason = delta.finish_reason
         if reason == "stop" and output.calls:
             reason = "tool_calls"
@@ -281,8 +281,8 @@ class MessageParser:
         Returns:
             Whether text may be held back. If so, pushing an empty delta releases it.
         """
-        self._interrupted = True
-        return bool(self._unfinished)
+        self._is_interrupted = True
+        return bool(self._unfinished_outputs)
 
     def complete(self, output: CompletionOutput) -> CompletionOutput:
         """Copy of ``output`` with its reasoning and tool calls."""
@@ -294,7 +294,7 @@ class MessageParser:
         if found is None:
             found = self._make_output(self.answer_begin)
             self._outputs[index] = found
-            self._unfinished.add(index)
+            self._unfinished_outputs.add(index)
         return found
 
 

@@ -23,7 +23,7 @@ from asyncllm.tool_calls.json_call_reader import JsonCallReader, JsonSyntax
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 CALLS = "tool_calls"
 THOUGHTS = "reasoning_content"
-SKIP = "skip"
+IGNORED = "skip"
 
 if TYPE_CHECKING:
     from asyncllm.config import EngineConfig
@@ -79,7 +79,7 @@ class ResponseFormat:
             if part is not None and (given := literals_or_pattern(part, "open")) is not None:
                 opens.append((name, given))
         if self.ignored_pattern is not None:
-            opens.append((SKIP, self.ignored_pattern))
+            opens.append((IGNORED, self.ignored_pattern))
         self.delimiters = Delimiters(opens)
         self.calls_close, self.thoughts_close = (
             _closing_delimiters(self.calls),
@@ -125,18 +125,18 @@ class ResponseFormat:
         ]
         try:
             message = parse_response(raw, template, prefix="", tools=schemas)
-        except Exception:  # transformers' parser raises errors of any class for malformed calls
+        except Exception:  # transformers' parser raises errors of any class for malformed calls.
             return None
         found = message.get(CALLS)
-        calls = [_name_and_arguments(call) for call in _flatten(found)]
+        calls = [_name_and_arguments(call) for call in _flatten_lists(found)]
         if not calls or any(call is None or call[0] not in tools for call in calls):
             return None
         return [call for call in calls if call is not None]
 
 
-def _flatten(value: Any) -> list[Any]:
+def _flatten_lists(value: Any) -> list[Any]:
     if isinstance(value, list):
-        return [item for one in value for item in _flatten(one)]
+        return [item for one in value for item in _flatten_lists(one)]
     return [] if value is None else [value]
 
 
@@ -228,8 +228,8 @@ class ResponseFormats:
             )
         else:
             calling = known if tool_call_parser == "auto" else TOOL_FAMILIES[tool_call_parser]
-        self._thinking = thinking
-        self._calling = calling
+        self._reasoning_family = thinking
+        self._tool_family = calling
         self._formats: dict[bool, ResponseFormat] = {}
 
     @classmethod
@@ -240,7 +240,7 @@ class ResponseFormats:
 
     def prepare(self) -> None:
         """Import transformers' parser if it is needed, so that no event loop waits for it later."""
-        if self._calling is not None and _json_syntax(self._calling.calls) is None:
+        if self._tool_family is not None and _json_syntax(self._tool_family.calls) is None:
             with importing_transformers():
                 importlib.import_module("transformers.utils.chat_parsing")
 
@@ -253,23 +253,23 @@ class ResponseFormats:
         Raises:
             InvalidRequestError: if it has, and the model's format of calls is unknown.
         """
-        if with_tools and self._calling is None:
+        if with_tools and self._tool_family is None:
             raise InvalidRequestError(
                 "tools: how the model writes calls is not known from its chat template, expected "
                 f"EngineConfig.tool_call_parser to name it, one of {', '.join(TOOL_FAMILIES)}",
                 param="tools",
             )
-        calling = self._calling if with_tools else None
-        if calling is None and self._thinking is None:
+        calling = self._tool_family if with_tools else None
+        if calling is None and self._reasoning_family is None:
             return None
         if with_tools not in self._formats:
-            self._formats[with_tools] = ResponseFormat(calling, self._thinking)
+            self._formats[with_tools] = ResponseFormat(calling, self._reasoning_family)
         return self._formats[with_tools]
 
     @property
     def arguments_as_text(self) -> bool:
         """Whether the chat template expects the arguments of past calls as JSON text."""
-        return self._calling is not None and self._calling.arguments_as_text
+        return self._tool_family is not None and self._tool_family.arguments_as_text
 
 
 def _recognise_family(families: Mapping[str, Any], sources: Sequence[str]) -> Any:

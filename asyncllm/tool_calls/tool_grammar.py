@@ -57,7 +57,7 @@ def with_tool_grammar(
                 param="tools",
             )
         return sampling, True
-    if answer is not None and form is not None and form.restart:
+    if answer is not None and form is not None and form.restart_text:
         raise InvalidRequestError(
             f"{answer.param}: with tools of a model that writes a header before its answer, "
             "expected None",
@@ -119,7 +119,7 @@ def tool_grammar(
         _tool_tag(form, one, before, just_strict and not one.get("strict"))
         for one in functions
         if name in (None, one["name"])
-        for before in dict.fromkeys(("", form.restart))
+        for before in dict.fromkeys(("", form.restart_text))
     ]
     parallel = parallel and form.parallel and name is None
     if choice == "auto" and answer is None:

@@ -222,7 +222,7 @@ def test_cached_launches_are_bounded(driver, monkeypatch):
         bound((1,), x, x, 5, stride, 1.0)
         assert 1 <= len(bound._launches) <= 3
         toy_kernel.bind(WIDTH=stride)
-        assert 1 <= len(toy_kernel._bound) <= 3
+        assert 1 <= len(toy_kernel._bound_kernels) <= 3
 
 
 def test_arguments_in_another_order_are_refused():

@@ -10,7 +10,7 @@ NO_BLOCKS = np.zeros(0, dtype=np.int64)
 
 
 class BlockTable:
-    """Block ids, one row per request index, as wide as the longest sequence.
+    """Table of block ids: one row per request index, as wide as the longest sequence.
 
     Args:
         tracks_changes: record changes for ``pop_changes``, with which a copy on the device is

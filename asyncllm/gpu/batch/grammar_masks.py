@@ -38,7 +38,7 @@ class GrammarMasks:
         self.words = torch.zeros(shape, dtype=torch.int32, device=device, pin_memory=pinned)
 
     def set_masks(self, masks: Mapping[int, bytes]) -> dict[int, Exception]:
-        """Writes a step's masks; this object has to be in host memory.
+        """Writes a step's masks into this object, which has to be in host memory.
 
         Args:
             masks: packed mask by sampled row.

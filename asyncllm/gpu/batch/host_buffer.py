@@ -74,7 +74,8 @@ class HostBuffer(StepBuffer):
         return overflow
 
     def set_scalars(self, state: SamplingState) -> None:
-        """Writes the sampling scalars of all request indices, unless the buffer's are current."""
+        """Writes the sampling scalars of all request indices, unless the buffer has their latest
+        values."""
         if state.version == self._scalars_version:
             return
         self._scalars_version = state.version

@@ -79,8 +79,8 @@ class InputBatch:
         for assignment in batch.assignments:
             start, end = _token_span(batch, row_of.get(assignment.req_index))
             for table in self.tables:
-                # Skip blocks before ``start``: they are from the prefix cache and may have other
-                # readers.
+                # Skip blocks before ``start``: they come from the prefix cache, and other requests
+                # may read them.
                 shared = -(-start // table.block_size)
                 found.append(table.unfilled_blocks(assignment.req_index, shared, end))
         for req_index, new_blocks in batch.new_blocks:

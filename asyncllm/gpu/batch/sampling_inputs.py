@@ -80,8 +80,8 @@ class SamplingRows:
         host_token_ids: ``[S]`` int64, token at ``positions``; -1 if only ``last_sampled_tokens``
             has it.
         last_sampled_tokens: ``[N + 1]`` int64, by request index.
-        rules: tensors named in LOGITS_STAGE_SCALARS, ``[N + 1]`` each.
-        tables: rules and penalties by request index.
+        rules: tensors of LOGITS_STAGE_SCALARS by name, ``[N + 1]`` each.
+        tables: LogitsTables of rules and penalties, by request index.
         mask_slots, mask_words: see GrammarMasks; None without MASKS.
     """
 
@@ -101,7 +101,7 @@ class SamplingRows:
         )
 
     def at(self, index: Tensor | slice) -> SamplingRows:
-        """Selects some of the rows: views for a slice, else copies."""
+        """Selects the rows of ``index``: views for a slice, else copies."""
         return replace(
             self,
             req_indices=self.req_indices[index],

@@ -52,6 +52,7 @@ class Sections:
         return {name: tensor.numpy() for name, tensor in self.tensors.items()}
 
     def copy_from(self, source: Sections, last: str) -> None:
-        """Queues a copy from ``source``, which has the same table: all sections up to ``last``."""
+        """Queues a copy of all sections up to ``last`` from ``source``, which has the same
+        SectionTable."""
         end = self.ends[last]
         self.memory[:end].copy_(source.memory[:end], non_blocking=True)

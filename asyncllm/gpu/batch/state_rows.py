@@ -17,7 +17,7 @@ class RowSpan:
     Attributes:
         start, end: range of the row's tokens in the step.
         slot: slot of the row's states.
-        is_fresh: the row starts at position 0, without a state.
+        is_fresh: whether the row starts at position 0, without a state.
     """
 
     start: int
@@ -28,8 +28,8 @@ class RowSpan:
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """A step's rows: D rows of one token, computed as one batch, and longer rows, each computed
-    alone.
+    """Rows of a step for recurrent layers: D rows of one token, computed as one batch, and longer
+    rows, each computed alone.
 
     Attributes:
         slots: ``[D]`` int64, slots of the batch's states; None if there is no batch.

@@ -28,7 +28,7 @@ class StepSizes(NamedTuple):
         wanted: number of tokens whose hidden states are returned: first the last token of each
             sampled row, then the tokens of prompt log-probabilities.
         logits: number of sampled rows whose logits are computed; they come first.
-        greedy: number of the sampled rows after these, which only need the token of the largest
+        greedy: number of the sampled rows after those, which only need the token of the largest
             logit.
     """
 
@@ -173,7 +173,8 @@ class StepBuffer(Sections):
     def groups(
         self, batch: InputBatch, tables: Sequence[Tensor], num_tokens: int
     ) -> list[GroupInputs]:
-        """Inputs of each KV group for the first tokens, with its block table on the device."""
+        """Inputs of each KV group for the first ``num_tokens`` tokens, with its block table on the
+        device."""
         return [
             GroupInputs(
                 self.tensors[f"slots_{group}"][:num_tokens], on_device, own.table, own.block_size
@@ -193,7 +194,8 @@ class StepBuffer(Sections):
         """
         rows, tokens, wanted, num_logits, num_greedy = sizes
         tensors, own = self.tensors, host.rows(rows)
-        # If all rows are decodes, and not reordered, every token is wanted: no selection is needed.
+        # If all rows are decodes, and not reordered, the hidden states of every token are returned,
+        # so no indices are needed.
         every = num_decodes == rows and 0 in (num_logits, num_greedy)
         return StepInputs(
             num_decodes=num_decodes,

@@ -69,13 +69,13 @@ class StepInputs:
         groups: one per KV group.
         max_num_seqs: N.
         max_len: the largest of ``seq_lens``; in a captured step an upper bound.
-        num_logits: number of leading entries of ``wanted`` that need their logits.
+        num_logits: number of leading entries of ``wanted`` whose logits are computed.
         num_greedy: number of entries of ``wanted`` after these that need only the token of the
             largest logit.
         wanted: ``[E]`` int64, indices of the tokens whose hidden states are returned (vLLM's
             ``logits_indices``, and tokens of prompt log-probabilities); None for all.
         host: the rows on the host; None in a captured step.
-        balanced: decode attention splits the keys among programs in proportion to the rows'
+        balanced: whether decode attention splits the keys among programs in proportion to the rows'
             lengths, because these differ much.
         previous_tokens: ``[R]`` int64, the input token of each decode row; -1 if only
             ``last_sampled_tokens`` has it.

@@ -44,7 +44,7 @@ class Scheme:
     """One of ``config_groups``: its modules, and how their weights are stored.
 
     Attributes:
-        targets: each is a module's name, "re:" and a regular expression, or a class of modules.
+        targets: module names, "re:" with a regular expression, or classes of modules.
         bits: bits of a stored integer; 8 for e4m3.
         block: number of rows and columns that share a scale; 0 columns stand for a whole row, None
             for the whole tensor.
@@ -98,11 +98,11 @@ class CompressedTensors(WeightFormat):
 
     def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
         for parts in TensorParts.find_all_with(reader, "weight_packed"):
-            yield self._packed(reader, parts)
+            yield self._make_packed_layout(reader, parts)
         for parts in TensorParts.find_all_with(reader, "weight", ("I8", "F8_E4M3")):
-            yield self._unpacked(parts)
+            yield self._make_unpacked_layout(parts)
 
-    def _packed(self, reader: CheckpointReader, parts: TensorParts) -> PackedTensor:
+    def _make_packed_layout(self, reader: CheckpointReader, parts: TensorParts) -> PackedTensor:
         scheme = self._scheme_of(parts, "weight_packed")
         rows, words = parts.require("weight_packed", ["I32"], dims=2).shape
         info = parts.require("weight_shape", ["I64"], (2,))
@@ -117,7 +117,7 @@ class CompressedTensors(WeightFormat):
             )
         return self._make_packed(parts, scheme, (rows, columns))
 
-    def _unpacked(self, parts: TensorParts) -> PackedTensor:
+    def _make_unpacked_layout(self, parts: TensorParts) -> PackedTensor:
         scheme = self._scheme_of(parts, "weight")
         dtype = "F8_E4M3" if scheme.is_float else "I8"
         rows, columns = parts.require("weight", [dtype], dims=2).shape
@@ -213,7 +213,7 @@ def _zero_points(scheme: Scheme, parts: Mapping[str, Tensor], scale: Tensor) -> 
 
 
 def _column_groups(tensor: PackedTensor, parts: Mapping[str, Tensor], count: int) -> Tensor | None:
-    """The group of each column; None if groups are in order."""
+    """Index of each column's group; None if groups are in order."""
     groups = parts.get("weight_g_idx")
     # A tensor of -1 stands for groups in order.
     if groups is None or bool((groups == -1).all()):

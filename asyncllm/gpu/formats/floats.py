@@ -68,9 +68,9 @@ class Fp8(WeightFormat):
         self.ignored = f"{scheme} FP8 activations"
 
     def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
-        yield from map(self._packed, TensorParts.find_all_with(reader, "weight", ["F8_E4M3"]))
+        yield from map(self._make_packed, TensorParts.find_all_with(reader, "weight", ["F8_E4M3"]))
 
-    def _packed(self, parts: TensorParts) -> PackedTensor:
+    def _make_packed(self, parts: TensorParts) -> PackedTensor:
         shape = parts.require("weight", ["F8_E4M3"], dims=2).shape
         suffix = next(
             (s for s in _SCALE_SUFFIXES if parts.find(s)), _SCALE_SUFFIXES[self.block is None]

@@ -66,8 +66,8 @@ class GGUFReader:
         config = gguf_config(file)
         self.path, self.dtype = path, dtype
         self.tensors: dict[str, TensorInfo] = {}
-        self._stored: dict[str, GGUFTensor] = {}
-        self._heads: dict[str, int] = {}
+        self._stored_tensors: dict[str, GGUFTensor] = {}
+        self._num_heads_by_name: dict[str, int] = {}
         permuted = config.values["architectures"] == ["LlamaForCausalLM"]
         heads = {"q": config.integer("num_attention_heads")}
         heads["k"] = config.integer("num_key_value_heads", heads["q"])
@@ -79,48 +79,50 @@ class GGUFReader:
             if name in self.tensors:
                 raise ModelLoadError(f"{path}: tensor {stored_name!r} is there twice, as {name!r}")
             self.tensors[name] = TensorInfo(path, stored.shape, dtype_name, stored.num_bytes)
-            self._stored[name] = stored
+            self._stored_tensors[name] = stored
             rotated = _ROTATED_NAME.fullmatch(stored_name)
             if rotated and permuted:
-                self._heads[name] = heads[rotated[1]]
-        self.types = sorted({GGML_TYPES[t.type][0] for t in self._stored.values()})
+                self._num_heads_by_name[name] = heads[rotated[1]]
+        self.types = sorted({GGML_TYPES[t.type][0] for t in self._stored_tensors.values()})
         self.label = f"gguf, {', '.join(self.types)}" if is_quantised(file) else ""
-        packed = {t.type for t in self._stored.values()} - _PLAIN_TYPE_IDS
+        packed = {t.type for t in self._stored_tensors.values()} - _PLAIN_TYPE_IDS
         self._dequantise = _dequantiser(path, sorted(packed))
         self._version.check()
         # Map copy-on-write, because torch does not accept a read-only array.
-        self._data: np.memmap[Any, Any] | None = np.memmap(path, np.uint8, mode="c")
+        self._mapped_file: np.memmap[Any, Any] | None = np.memmap(path, np.uint8, mode="c")
 
     def tensor(self, name: str) -> Tensor:
-        plain = _TORCH_DTYPES.get(GGML_TYPES[self._stored[name].type][0], self.dtype)
+        plain = _TORCH_DTYPES.get(GGML_TYPES[self._stored_tensors[name].type][0], self.dtype)
         return join_slices(self.slices(name), self.tensors[name].shape, plain)
 
     def slices(self, name: str) -> Iterator[Tensor]:
-        stored = self._stored[name]
+        stored = self._stored_tensors[name]
         # Read a matrix by rows, each of which consists of whole blocks. Read a quantised vector at
         # once, because a slice of it may end within a block.
         plain = GGML_TYPES[stored.type][0] in PLAIN_TYPES
         rows = stored.shape[0] if plain or len(stored.shape) > 1 else 1
         read = self._row_bytes(name, rows)
-        for start, stop in row_ranges((rows, *stored.shape[1:])):
-            yield self._dequantise_bytes(read(start, stop), stored).view(-1, *stored.shape[1:])
+        for start_offset, stop in row_ranges((rows, *stored.shape[1:])):
+            yield self._dequantise_bytes(read(start_offset, stop), stored).view(
+                -1, *stored.shape[1:]
+            )
 
     def quantised_tensor(self, name: str) -> QuantisedTensor | None:
         """Codes of a Q4_0 or Q8_0 matrix, whose blocks have a scale and integers; else None."""
-        stored = self._stored[name]
+        stored = self._stored_tensors[name]
         label, shape = GGML_TYPES[stored.type][0], stored.shape
         if label not in ("Q4_0", "Q8_0") or len(shape) != 2:
             return None
         read = self._row_bytes(name, shape[0])
         unpacked = _unpack_q4_0 if label == "Q4_0" else _unpack_q8_0
 
-        def blocks(start: int, stop: int) -> Tensor:
+        def blocks(start_offset: int, stop: int) -> Tensor:
             _, _, size = GGML_TYPES[stored.type]
-            raw = np.ascontiguousarray(read(start, stop))
-            return torch.from_numpy(raw).view(stop - start, -1, size)
+            raw = np.ascontiguousarray(read(start_offset, stop))
+            return torch.from_numpy(raw).view(stop - start_offset, -1, size)
 
-        def rows(start: int, stop: int) -> Tensor:
-            return unpacked(blocks(start, stop)[:, :, 2:]).flatten(1)
+        def rows(start_offset: int, stop: int) -> Tensor:
+            return unpacked(blocks(start_offset, stop)[:, :, 2:]).flatten(1)
 
         ranges = row_ranges(shape)
         scales = torch.cat([blocks(*r)[:, :, :2].contiguous().view(torch.float16) for r in ranges])
@@ -134,14 +136,14 @@ class GGUFReader:
 
         Rows are in transformers' order.
         """
-        stored, data = self._stored[name], self._data
+        stored, data = self._stored_tensors[name], self._mapped_file
         assert data is not None
         self._version.check()
-        raw = data[stored.start : stored.start + stored.num_bytes].reshape(rows, -1)
-        order = _row_order(self.path, name, rows, self._heads.get(name))
+        raw = data[stored.start_offset : stored.start_offset + stored.num_bytes].reshape(rows, -1)
+        order = _row_order(self.path, name, rows, self._num_heads_by_name.get(name))
         if order is None:
-            return lambda start, stop: raw[start:stop]
-        return lambda start, stop: raw[order[start:stop]]
+            return lambda start_offset, stop: raw[start_offset:stop]
+        return lambda start_offset, stop: raw[order[start_offset:stop]]
 
     def _dequantise_bytes(self, raw: np.ndarray, stored: GGUFTensor) -> Tensor:
         label = GGML_TYPES[stored.type][0]
@@ -153,7 +155,7 @@ class GGUFReader:
         return values.to(self.dtype)
 
     def close(self) -> None:
-        self._data = None
+        self._mapped_file = None
 
 
 def _unpack_q4_0(blocks: Tensor) -> Tensor:

@@ -40,21 +40,21 @@ class PackedSizes:
     """Sizes of the weights that stay quantised, for the log.
 
     Attributes:
-        forms: phrases that describe their quantisation.
+        form_phrases: phrases that describe the weights' quantisation.
         num_bytes, elements: bytes and number of elements of all such weights.
     """
 
-    forms: set[str] = field(default_factory=set)
+    form_phrases: set[str] = field(default_factory=set)
     num_bytes: int = 0
-    elements: int = 0
+    num_elements: int = 0
 
     def add(self, weights: LinearWeights) -> None:
         assert weights.scale_block is not None
         columns, group = weights.shape[1], weights.scale_block[1]
         where = "per channel" if group == columns else f"in groups of {group}"
-        self.forms.add(f"{weights.scheme} {where}")
+        self.form_phrases.add(f"{weights.scheme} {where}")
         self.num_bytes += weights.num_bytes
-        self.elements += math.prod(weights.shape)
+        self.num_elements += math.prod(weights.shape)
 
 
 def open_checkpoint(path: Path, dtype: torch.dtype) -> CheckpointReader:
@@ -97,10 +97,10 @@ def log_sizes(
     infos = reader.tensors.values()
     held = sum(math.prod(info.shape) for info in infos) * dtype.itemsize
     name, how = str(dtype).removeprefix("torch."), "weights (%s) are"
-    if packed is not None and packed.forms:
-        held += packed.num_bytes - packed.elements * dtype.itemsize
-        forms = ", ".join(sorted(packed.forms))
-        how = f"weights (%s) stay packed for linear layers ({forms}); others are"
+    if packed is not None and packed.form_phrases:
+        held += packed.num_bytes - packed.num_elements * dtype.itemsize
+        form_phrases = ", ".join(sorted(packed.form_phrases))
+        how = f"weights (%s) stay packed for linear layers ({form_phrases}); others are"
     logger.info(
         "%s: " + how + " dequantised to %s as they are read: %.1f MiB read, %.1f MiB held%s",
         path,

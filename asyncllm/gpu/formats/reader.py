@@ -33,14 +33,14 @@ class DequantisingReader:
     def __init__(self, source: CheckpointReader, fmt: WeightFormat, dtype: torch.dtype) -> None:
         self.source, self.format, self.dtype = source, fmt, dtype
         self.label, self.ignored = fmt.label, fmt.ignored
-        self._packed = {tensor.name: tensor for tensor in fmt.packed(source)}
-        parts = {part for tensor in self._packed.values() for part in tensor.parts.values()}
+        self._packed_tensors = {tensor.name: tensor for tensor in fmt.packed(source)}
+        parts = {part for tensor in self._packed_tensors.values() for part in tensor.parts.values()}
         self.tensors: dict[str, TensorInfo] = {
             name: info
             for name, info in source.tensors.items()
             if name not in parts and not name.endswith(fmt.ignored_tensor_suffixes)
         }
-        for name, tensor in self._packed.items():
+        for name, tensor in self._packed_tensors.items():
             if name in self.tensors:
                 raise ModelLoadError(
                     f"{self.tensors[name].file}: tensor {name!r} is there both plain and as "
@@ -54,12 +54,12 @@ class DequantisingReader:
 
     def tensor(self, name: str) -> Tensor:
         """Reads a tensor: dequantised, or as a view of the mapped file if it is stored plain."""
-        if name not in self._packed:
+        if name not in self._packed_tensors:
             return self.source.tensor(name)
-        return join_slices(self.slices(name), self._packed[name].shape, self.dtype)
+        return join_slices(self.slices(name), self._packed_tensors[name].shape, self.dtype)
 
     def slices(self, name: str) -> Iterator[Tensor]:
-        packed = self._packed.get(name)
+        packed = self._packed_tensors.get(name)
         if packed is None:
             yield from self.source.slices(name)
             return
@@ -69,7 +69,7 @@ class DequantisingReader:
             yield rows(start, stop).to(self.dtype).contiguous()
 
     def quantised_tensor(self, name: str) -> QuantisedTensor | None:
-        packed = self._packed.get(name)
+        packed = self._packed_tensors.get(name)
         found = None if packed is None else self._read_packed(packed)
         return found if isinstance(found, QuantisedTensor) else None
 

@@ -46,11 +46,11 @@ class CudaGraphCapturer(GraphCapturer):
         run()
         with CAPTURES.turn(), _no_garbage_collection():
             try:
-                return self._record(run, self._pool)
+                return self._record_graph(run, self._pool)
             except Exception as error:
-                reason, is_memory = explain(error), is_out_of_memory(error)
+                reason, is_memory_error = explain(error), is_out_of_memory(error)
             self._reset_generator()
-        self._report(reason, is_memory)
+        self._log_failure(reason, is_memory_error)
         return None
 
     def cut(self, work: Callable[[], None]) -> None:
@@ -62,7 +62,7 @@ class CudaGraphCapturer(GraphCapturer):
     def memory(self) -> int:
         return pool_bytes(self._pool, self.device)
 
-    def _record(self, run: Callable[[], None], pool: _POOL_HANDLE) -> Callable[[], None]:
+    def _record_graph(self, run: Callable[[], None], pool: _POOL_HANDLE) -> Callable[[], None]:
         recording = self._recording = _Recording(pool)
         try:
             recording.begin()
@@ -87,7 +87,7 @@ class CudaGraphCapturer(GraphCapturer):
         before it reaches the call that ends the recording (CUDAGraph.cpp).
         """
         self._pool = torch.cuda.graph_pool_handle()
-        # An error means that torch has ended the recording already.
+        # This raises an error if torch has already ended the recording.
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self.device.index, pool)
             CAPTURES.keep_failed_graph(graph)
@@ -109,13 +109,13 @@ class CudaGraphCapturer(GraphCapturer):
             def run() -> None:
                 scratch.zero_()
 
-            self._record(run, torch.cuda.graph_pool_handle())
+            self._record_graph(run, torch.cuda.graph_pool_handle())
 
-    def _report(self, reason: str, is_memory: bool) -> None:
+    def _log_failure(self, reason: str, is_memory_error: bool) -> None:
         if reason in self._logged_reasons:
             return
         self._logged_reasons.add(reason)
-        remedy = ": lower gpu_memory_utilization or kv_cache_memory" if is_memory else ""
+        remedy = ": lower gpu_memory_utilization or kv_cache_memory" if is_memory_error else ""
         logger.warning(
             "a CUDA graph could not be captured, its steps run eagerly and are tried again later%s "
             "(%s)",
@@ -129,12 +129,12 @@ class _Recording:
 
     Attributes:
         graph: the graph being captured.
-        is_ended: ``capture_end`` has been called for ``graph``.
+        is_ended: whether ``capture_end`` has been called for ``graph``.
     """
 
     def __init__(self, pool: _POOL_HANDLE) -> None:
         self._pool = pool
-        self._pieces: list[Callable[[], None]] = []
+        self._replay_calls: list[Callable[[], None]] = []
 
     def begin(self) -> None:
         self.graph, self.is_ended = torch.cuda.CUDAGraph(), False
@@ -143,15 +143,15 @@ class _Recording:
     def end(self) -> None:
         self.is_ended = True
         self.graph.capture_end()
-        self._pieces.append(self.graph.replay)
+        self._replay_calls.append(self.graph.replay)
 
     def cut(self, work: Callable[[], None]) -> None:
         self.end()
-        self._pieces.append(work)
+        self._replay_calls.append(work)
         self.begin()
 
     def replay(self) -> None:
-        for piece in self._pieces:
+        for piece in self._replay_calls:
             piece()
 
 

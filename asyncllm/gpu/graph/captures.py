@@ -25,7 +25,7 @@ class ProcessCaptures:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._failed: list[torch.cuda.CUDAGraph] = []
+        self._failed_graphs: list[torch.cuda.CUDAGraph] = []
 
     @contextmanager
     def turn(self, seconds: float = -1) -> Iterator[None]:
@@ -46,7 +46,7 @@ class ProcessCaptures:
 
     def keep_failed_graph(self, graph: torch.cuda.CUDAGraph) -> None:
         """Keeps a failed graph, to which torch still has a pointer; hold the turn meanwhile."""
-        self._failed.append(graph)
+        self._failed_graphs.append(graph)
 
 
 CAPTURES = ProcessCaptures()

@@ -63,7 +63,8 @@ class CaptureStats:
 
 
 class GraphCapturer:
-    """Captures a function over static tensors; this base runs every step eagerly."""
+    """Capturer of functions over static tensors; this base class captures nothing and runs every
+    step eagerly."""
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
         """Calls ``run`` once, and returns a function that repeats its work.
@@ -151,8 +152,8 @@ class StepGraphs:
         largest = replace(key, bucket=self.buckets[-1])
         if largest not in self._graphs and largest not in self._failed:
             key = largest
-        if self._retry_is_due(key):
-            self._capture(key)
+        if self._should_retry(key):
+            self._capture_graph(key)
         else:
             self._run(key)
 
@@ -163,7 +164,7 @@ class StepGraphs:
         Graphs of half steps and of balanced attention are captured later, when a batch needs them.
         """
         for bucket in reversed(self.buckets):
-            self._capture(GraphKey(bucket, part))
+            self._capture_graph(GraphKey(bucket, part))
             yield
 
     def close(self) -> None:
@@ -171,7 +172,7 @@ class StepGraphs:
         self._graphs.clear()
         del self._run
 
-    def _retry_is_due(self, key: GraphKey) -> bool:
+    def _should_retry(self, key: GraphKey) -> bool:
         """Counts a step of a key without a graph, and returns whether to capture that step."""
         failed = self._failed.get(key)
         if failed is None:
@@ -179,7 +180,7 @@ class StepGraphs:
         failed.steps += 1
         return failed.steps >= RETRY_STEPS**failed.captures
 
-    def _capture(self, key: GraphKey) -> None:
+    def _capture_graph(self, key: GraphKey) -> None:
         """Runs the step, and keeps its graph."""
         began, before = time.perf_counter(), self._capturer.memory()
         run = partial(self._run, key)

@@ -23,8 +23,9 @@ from asyncllm.logger import get_logger
 
 logger = get_logger("asyncllm")
 
-Draw = Callable[[Tensor, Stages], None]
-"""Draws the tokens of the first rows, from their logits ``[S, vocab_size]``."""
+DrawFunction = Callable[[Tensor, Stages], None]
+"""Function that draws the tokens of the first S sampled rows from their logits ``[S,
+vocab_size]``."""
 
 
 class GraphReplay(Replay):
@@ -55,10 +56,10 @@ class GraphReplay(Replay):
         capturer: GraphCapturer,
         sizes: Sequence[int],
         token_sizes: Sequence[int],
-        draw: Draw,
+        draw: DrawFunction,
     ) -> None:
         super().__init__(model, cache, memory)
-        self.graphs = StepGraphs(self._run, capturer, sizes)
+        self.graphs = StepGraphs(self._run_part, capturer, sizes)
         self.segments: Segments | None = None
         if token_sizes and isinstance(model, Decoder):
             self.segments = Segments(model, cache, memory, capturer, token_sizes)
@@ -140,9 +141,9 @@ class GraphReplay(Replay):
         kernels."""
         if key.part is not Part.STEP:
             self._static_logits()
-        self._run(key)
+        self._run_part(key)
 
-    def _run(self, key: GraphKey) -> None:
+    def _run_part(self, key: GraphKey) -> None:
         """Runs the part of a decode step that the key names."""
         if key.part is Part.SAMPLE:
             self._draw(self._static_logits()[: key.bucket], key.stages)

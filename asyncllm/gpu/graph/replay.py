@@ -13,8 +13,8 @@ class Replay:
 
     Attributes:
         description: phrase for the log that says how steps run.
-        finds_greedy_tokens: the model finds the token of a row's largest logit without writing the
-            logits.
+        finds_greedy_tokens: whether the model finds the token of a row's largest logit without
+            writing the logits.
     """
 
     description = "ops called one by one"
@@ -41,5 +41,5 @@ class Replay:
         return self.model.forward(step.inputs, self.cache)
 
     def sample(self, step: LaunchedStep) -> bool:
-        """Samples the step if a graph holds its sampling; else returns False."""
+        """Samples the step and returns True if a graph holds its sampling; else returns False."""
         return False

@@ -47,9 +47,9 @@ class Segments:
     ) -> None:
         self.model, self.cache, self.memory = model, cache, memory
         self.graphs = StepGraphs(self._run, capturer, sizes)
-        self._cut = capturer.cut
+        self._cut_capture = capturer.cut
         self._tensors: dict[tuple[object, ...], Tensor] = {}
-        self._filled: dict[tuple[int, torch.dtype], int] = {}
+        self._num_filled_rows: dict[tuple[int, torch.dtype], int] = {}
         self._ends: dict[object, Tensor] = {}
         self._shared_kv: tuple[int, ...] = ()
         self._context: StepContext | None = None
@@ -58,7 +58,7 @@ class Segments:
     def forward(self, step: StepInputs, bucket: int) -> StepOutput:
         """Runs a step in the graphs of ``bucket`` tokens.
 
-        The step's sections have to be padded to the largest bucket.
+        The step's input sections have to be padded to the largest bucket.
         """
         count = self._num_tokens = step.num_tokens
         context = self._context = self.model.context(step, self.cache)
@@ -95,12 +95,12 @@ class Segments:
 
     def run_core(self, core: Core, width: int, tensors: Sequence[Tensor]) -> Tensor:
         """Cuts the capture at a layer's core; returns the tensor that gets the core's output."""
-        count, like = len(tensors[0]), tensors[0]
+        count, example = len(tensors[0]), tensors[0]
         core_inputs = [
             self._copy_to_static_tensor(place, tensor) for place, tensor in enumerate(tensors)
         ]
-        out = self._static_tensor("out", (width,), like)
-        self._cut(partial(self._run_core, core, core_inputs, out))
+        out = self._static_tensor("out", (width,), example)
+        self._cut_capture(partial(self._run_core, core, core_inputs, out))
         return out[:count]
 
     def _run_core(self, core: Core, core_inputs: Sequence[Tensor], out: Tensor) -> None:
@@ -110,9 +110,9 @@ class Segments:
         count, key = self._num_tokens, (out.shape[1], out.dtype)
         out[:count] = core(self._context, *(tensor[:count] for tensor in core_inputs))
         # Zero the padded tokens' values, which an earlier, longer step has left there.
-        if (filled := self._filled.get(key, 0)) > count:
+        if (filled := self._num_filled_rows.get(key, 0)) > count:
             out[count:filled].zero_()
-        self._filled[key] = count
+        self._num_filled_rows[key] = count
 
     def _copy_to_static_tensor(self, place: object, tensor: Tensor) -> Tensor:
         """Copies ``tensor`` into a tensor at a fixed address, which it returns."""
@@ -120,16 +120,16 @@ class Segments:
         fixed[: len(tensor)].copy_(tensor)
         return fixed
 
-    def _static_tensor(self, place: object, sizes: tuple[int, ...], like: Tensor) -> Tensor:
+    def _static_tensor(self, place: object, sizes: tuple[int, ...], example: Tensor) -> Tensor:
         """A tensor ``[T, *sizes]`` of the largest bucket, allocated as zeros on first use.
 
         The first use is outside a capture: the largest bucket is captured first, and runs eagerly
         before its capture.
         """
-        key = place, sizes, like.dtype
+        key = place, sizes, example.dtype
         if key not in self._tensors:
             shape = self.graphs.buckets[-1], *sizes
-            self._tensors[key] = torch.zeros(shape, dtype=like.dtype, device=like.device)
+            self._tensors[key] = torch.zeros(shape, dtype=example.dtype, device=example.device)
         return self._tensors[key]
 
 

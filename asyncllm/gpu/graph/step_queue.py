@@ -37,7 +37,7 @@ class _Job(HostBuffer):
         super().__init__(own.limits, memory.info.vocab_size, num_logprobs)
         given, tokens = own.tensors, self.tokens
         indices, positions = given["sampled_req_indices"], given[LAST_DECODE_SECTION]
-        # If the output head has no argmax, no row is greedy, and this tensor is not read.
+        # If the output head has no argmax, no row is greedy, and the greedy tokens are not read.
         greedy = tokens if recorded_step.greedy is None else recorded_step.greedy
         lines, width = batch.token_ids.shape
         self.args = STRUCTS["Job"](
@@ -70,7 +70,7 @@ class StepQueue(SyncStream):
     The batch is not copied: a step that reassigns a request index, or frees blocks before a
     window, has to wait for steps in flight that have a row of that request index.
 
-    While a step is queued, no other op may run on the native context.
+    While a step is queued, no other op may run on the native library's context.
 
     Attributes:
         min_tokens: smallest step, in tokens, that begins before it is collected; None if only
@@ -87,9 +87,9 @@ class StepQueue(SyncStream):
         self._jobs = cycle(
             [_Job(recorded_step, memory, batch, num_logprobs) for _ in range(MAX_STEPS_IN_FLIGHT)]
         )
-        self._last: _Job | None = None
+        self._last_job: _Job | None = None
 
-    def can_begin_early(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
+    def can_begin_early(self, step: LaunchedStep, earlier_steps: Iterable[LaunchedStep]) -> bool:
         """Whether a step is worth running ahead, and can be applied while others are in flight.
 
         Running ahead pays if the step is long enough or awaits masks. The step may only append to
@@ -106,7 +106,7 @@ class StepQueue(SyncStream):
             return True
         changed = {*batch.released, *(each.req_index for each in batch.assignments)}
         changed.update(req_index for req_index, *_ in batch.trimmed)
-        return all(changed.isdisjoint(one.batch.req_indices) for one in before)
+        return all(changed.isdisjoint(one.batch.req_indices) for one in earlier_steps)
 
     def submit(self, step: LaunchedStep) -> bool:
         """Queues a step that has been applied to the batch.
@@ -131,7 +131,7 @@ class StepQueue(SyncStream):
         status = context.functions.submit(context.handle, job.args)
         if status:
             raise_status("submit", status)
-        self._last = job
+        self._last_job = job
         return True
 
     def wait(self, step: LaunchedStep) -> None:
@@ -154,6 +154,6 @@ class StepQueue(SyncStream):
 
     def synchronize(self) -> None:
         """Waits for the last submitted step, and ignores an error of it."""
-        if self._last is not None:
+        if self._last_job is not None:
             context = self.recorded_step.program.context
-            context.functions.wait(context.handle, self._last.args)
+            context.functions.wait(context.handle, self._last_job.args)

@@ -17,8 +17,8 @@ class SyncStream:
     """The stream of a CPU, which does work at once; base class of other streams.
 
     Attributes:
-        is_async: queueing returns before the work is done, so that a second step can be queued
-            behind the first.
+        is_async: whether queueing returns before the work is done, so that a second step can be
+            queued behind the first.
     """
 
     is_async = False
@@ -34,13 +34,14 @@ class SyncStream:
         """
         return nullcontext()
 
-    def can_begin_early(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
-        """Whether a step can be launched while the earlier steps in ``before`` are still
+    def can_begin_early(self, step: LaunchedStep, earlier_steps: Iterable[LaunchedStep]) -> bool:
+        """Whether a step can be launched while the earlier steps in ``earlier_steps`` are still
         running."""
         return False
 
     def submit(self, step: LaunchedStep) -> bool:
-        """Queues a whole step; False if the stream wants work piece by piece, by ``run``."""
+        """Queues a whole step; returns False if work must be queued piece by piece, with
+        ``run``."""
         return False
 
     def run(self, work: Callable[[], None]) -> None:
@@ -86,11 +87,11 @@ class CudaStream(SyncStream):
             finally:
                 self._side_stream.synchronize()
 
-    def can_begin_early(self, step: LaunchedStep, before: Iterable[LaunchedStep]) -> bool:
-        return not any(step.awaits_tokens_of(one) for one in before)
+    def can_begin_early(self, step: LaunchedStep, earlier_steps: Iterable[LaunchedStep]) -> bool:
+        return not any(step.awaits_tokens_of(one) for one in earlier_steps)
 
     def record(self) -> Event | None:
-        # Not torch.Event, which ignores ``blocking``: waiting for it would spin.
+        # Do not use torch.Event, which ignores ``blocking``: waiting for it would spin.
         event = torch.cuda.Event(blocking=True)
         event.record(self._stream)
         return event

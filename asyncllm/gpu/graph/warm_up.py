@@ -63,7 +63,7 @@ def warm_up(runner: StepRunner, replay: GraphReplay, progress: Callable[[int, in
 
 
 def _sample_processed(runner: StepRunner) -> None:
-    """Runs all stages of sampling on a padded row, with separate tables.
+    """Runs all stages of sampling on a padded row, with tables of its own.
 
     CUDA loads torch's kernels at their first launch. The stages return float32 logits, for which
     the draw has a kernel of its own.

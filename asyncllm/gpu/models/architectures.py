@@ -1,4 +1,4 @@
-"""parameters, is_unused: a decoder's parameters by its configuration, and tensors that it
+"""parameters, is_unused: the parameters of a decoder, and the checkpoint tensors that it
 ignores."""
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class _ParameterRecorder:
     """
 
     def __init__(self) -> None:
-        self.requested: list[Parameter] = []
+        self.requested_parameters: list[Parameter] = []
 
     def __call__(self, parameter: Parameter) -> Tensor:
-        self.requested.append(parameter)
+        self.requested_parameters.append(parameter)
         if len(parameter.shape) == 1:
             return torch.ones(parameter.shape, dtype=torch.float32, device="cpu")
         return torch.empty(parameter.shape, dtype=torch.float32, device="meta")
 
-    def builder(self, model: ModelConfig, layers: Iterable[int]) -> DecoderBuilder:
+    def make_builder(self, model: ModelConfig, layers: Iterable[int]) -> DecoderBuilder:
         """Makes a builder of ``layers`` in plain torch that requests its weights from this source.
 
         Its layers have no attention.
@@ -60,8 +60,8 @@ class _ParameterRecorder:
 def parameters(model: ModelConfig) -> list[Parameter]:
     """Every parameter of the decoder, in the order in which ``build_decoder`` requests them."""
     layers, recorder = range(model.num_layers), _ParameterRecorder()
-    recorder.builder(model, layers).decoder(layers, {}, ())
-    return recorder.requested
+    recorder.make_builder(model, layers).decoder(layers, {}, ())
+    return recorder.requested_parameters
 
 
 def is_unused(model: ModelConfig, name: str) -> bool:
@@ -90,13 +90,13 @@ def sum_parameters(model: ModelConfig, size: Callable[[Parameter], int]) -> int:
     sum is multiplied by the number of such layers.
     """
     kinds, recorder = _kinds_of_layers(model), _ParameterRecorder()
-    builder = recorder.builder(model, kinds)
-    builder.decoder((), {}, ())
-    total = sum(map(size, recorder.requested))
+    make_builder = recorder.make_builder(model, kinds)
+    make_builder.decoder((), {}, ())
+    total = sum(map(size, recorder.requested_parameters))
     for layer, count in kinds.items():
-        recorder.requested.clear()
-        builder.layer(layer)
-        total += count * sum(map(size, recorder.requested))
+        recorder.requested_parameters.clear()
+        make_builder.layer(layer)
+        total += count * sum(map(size, recorder.requested_parameters))
     return total
 
 

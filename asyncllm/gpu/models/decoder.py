@@ -28,10 +28,10 @@ class Decoder:
     Attributes:
         attention: the Attention of each kind, in the order of the kinds' indices.
         ropes: content of each RoPE table, by index.
-        embedding: has the model's dtype and device.
+        embedding: embedding of token ids; its dtype and device are the model's.
         states: recurrent states of a sequence; () for a model without recurrent layers.
         layer_inputs: per-layer embeddings; None for a model without them.
-        rope_tables: see ``set_max_positions``.
+        rope_tables: RoPE tables on the device, made by ``set_max_positions``.
     """
 
     model: ModelConfig
@@ -137,7 +137,7 @@ class Decoder:
         )
 
     def token_inputs(self, step: StepInputs, cache: KVCache) -> dict[str, Any]:
-        """The fields of a StepContext that depend on the step's tokens alone."""
+        """Makes the fields of a StepContext that depend on the step's tokens alone."""
         if self.rope_tables is None:
             raise RuntimeError("set_max_positions has to come first")
         positions, groups = step.positions, step.groups

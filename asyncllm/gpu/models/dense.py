@@ -31,7 +31,7 @@ from asyncllm.gpu.models.layers import (
 from asyncllm.gpu.models.linear_attention import build_linear_attention, linear_attention_states
 from asyncllm.gpu.models.parameter import Parameter
 from asyncllm.gpu.models.rope import RopeSpec, rotary_order
-from asyncllm.gpu.models.scope import Scope, Source, stacked
+from asyncllm.gpu.models.scope import ParameterSource, Scope, stack_with_rows
 from asyncllm.gpu.ops.base import Attention, AttentionShape, Embedding, Linear, RMSNorm
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.quantise import Conversion
@@ -57,8 +57,8 @@ def build_decoder(
             twice.
         convert: quantisation of every linear layer's weights, the output head included, before
             they are handed to ``ops``; None for no quantisation.
-        dtype: the model's dtype; needed only if the embedding arrives as LinearWeights, which do
-            not name it.
+        dtype: dtype of the model; needed only if the embedding arrives as LinearWeights, which have
+            no model dtype.
     """
     source, by_layer = _OrderedSource(iter(weights)), attention_by_layer(model, attention)
     builder = DecoderBuilder(model, ops, by_layer, source, convert, dtype)
@@ -91,7 +91,8 @@ class DecoderBuilder:
 
     Args:
         attention_by_layer: LayerAttention of each attention layer, by layer index.
-        source: returns the weights of a parameter, requested in order.
+        source: function that returns the weights of a parameter; called in the order of the
+            parameters.
         convert, dtype: see ``build_decoder``.
 
     Attributes:
@@ -104,7 +105,7 @@ class DecoderBuilder:
         model: ModelConfig,
         ops: TorchOps,
         attention_by_layer: Mapping[int, LayerAttention],
-        source: Source,
+        source: ParameterSource,
         convert: Conversion | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -203,7 +204,7 @@ class DecoderBuilder:
             # Values equal keys in this layer: projecting the key's rows a second time costs less
             # than a branch in every kernel.
             names = (*names[:2], names[1])
-        rows = stacked(names, (queries + gates, keys, keys))
+        rows = stack_with_rows(names, (queries + gates, keys, keys))
         if reads_shared_kv:
             rows, order = ((names[0], queries),), None if order is None else order[:queries]
         qkv = scope.linear("qkv", rows, model.hidden_size, model.attention_bias, order)

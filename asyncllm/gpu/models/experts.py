@@ -23,9 +23,9 @@ class ExpertsMLP:
     """Mixture of experts (Shazeer et al., 2017), with or without a shared expert.
 
     Attributes:
-        shared: the shared expert; None for a model without.
-        gate: layer that computes a logit, whose sigmoid multiplies the output of ``shared``; None
-            if that is not gated.
+        shared: the shared expert; None for a model without one.
+        gate: layer that computes a logit, whose sigmoid multiplies the shared expert's output; None
+            if it has no gate.
     """
 
     routing: Routing

@@ -23,7 +23,7 @@ class LayerInputs:
         table: ``[T] -> [T, layers * P]``.
         projection: ``[T, H] -> [T, layers * P]``.
         norm: norm of each layer's P projected elements.
-        add: adds two tensors.
+        add: op that adds two tensors.
     """
 
     table: Embedding
@@ -48,7 +48,7 @@ class InputLayer:
     """A layer, followed by a residual block with its per-layer embedding as a factor.
 
     Attributes:
-        add: adds the layer's output to the residual.
+        add: op that adds the layer's output to the residual.
         activation: activation of the gate, multiplied by the layer's embedding.
         index: index of the layer.
     """

@@ -123,11 +123,12 @@ class AttentionMixer:
         attention_index: index of the mixer's attention kind in StepContext.
         rope_index: index of the mixer's RoPE table in StepContext.
         kv_index: index in StepContext of the KV cache that the mixer reads.
-        sinks: the last argument of attention, ``[Hq]`` float32; () without sinks.
+        sinks: ``(sinks,)`` with ``[Hq]`` float32, passed as attention's last argument; () without
+            sinks.
         gate: gate on attention's output; None for no gate.
-        shares_kv: later layers attend to this layer's keys and values.
-        reads_shared_kv: this layer attends to the keys and values of an earlier layer, and writes
-            no KV.
+        shares_kv: whether later layers attend to this layer's keys and values.
+        reads_shared_kv: whether this layer attends to the keys and values of an earlier layer, and
+            writes no KV.
     """
 
     qkv: Linear
@@ -194,8 +195,8 @@ class DecoderLayer:
     """Mixer and MLP, each with a residual connection and norms before it, after it, or both.
 
     Attributes:
-        parallel_experts: adds the output of experts in parallel to the MLP, given the MLP's output
-            and the residual; None without such experts.
+        parallel_experts: function of the MLP's output and the residual that adds the output of
+            experts in parallel to the MLP; None without such experts.
     """
 
     kind: Hashable

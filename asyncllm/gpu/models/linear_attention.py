@@ -19,7 +19,7 @@ from asyncllm.gpu.state_cache import StateSpec
 
 @dataclass(slots=True)
 class GatedDeltaMixer:
-    """Gated DeltaNet (Yang et al., 2025).
+    """Gated DeltaNet mixer (Yang et al., 2025).
 
     It consists of projections, a short convolution over q, k and v, the gated delta rule, and a
     norm gated by z.
@@ -28,7 +28,7 @@ class GatedDeltaMixer:
         qkvz: projection to q, k and v, ``conv_size`` columns together, then z.
         gates: projection to the logits of beta, one per value head, then those of the decay.
         first_state: index in ``StepContext.states`` of the convolution's state; the delta rule's
-            state is the next.
+            state is at the next index.
     """
 
     qkvz: Linear

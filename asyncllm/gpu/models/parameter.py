@@ -15,8 +15,9 @@ class StackLayout:
     Its shape is ``[count, rows, columns]``, or ``[count, rows]`` for vectors.
 
     Attributes:
-        transposed: the shape is ``[count, columns, rows]``.
-        interleaved: the checkpoint alternates the rows of each matrix's first and second half.
+        transposed: whether the shape is ``[count, columns, rows]`` instead.
+        interleaved: whether the checkpoint alternates the rows of each matrix's first and second
+            half.
     """
 
     count: int
@@ -48,8 +49,8 @@ class Parameter:
         parts: ``(tensor name, rows)`` in order.
         dtype: torch's name of the parameter's dtype, e.g. "float32"; None is the model's.
         layout: layout of a single fused part; None if the parts are plain rows.
-        linear: the parameter is a linear layer's weight that may be packed or quantised. Weights of
-            routers and gates are not.
+        linear: whether the parameter is a linear layer's weight that may be packed or quantised.
+            Weights of routers and gates may not.
         alternative: the same parameter in the layout of other checkpoints; None if all checkpoints
             have the same layout.
     """

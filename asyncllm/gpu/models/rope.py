@@ -42,7 +42,7 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int, max_positions: int = 
       if ``max_positions`` exceeds ``original_max_position``, else from the short ones. The choice
       is the same for all sequences, so that none depends on another's length.
     - "proportional" (Gemma 4) divides by ``factor`` too, and sets the frequencies after the first
-      ``share`` of all pairs to 0.
+      ``rotated_fraction`` of all pairs to 0.
     - "none" sets all to 0.
     """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
@@ -135,7 +135,8 @@ def rotary_order(head_dim: int, rotary_dim: int, *, interleaved: bool) -> Tensor
 
     Args:
         rotary_dim: leading rows of the head, which are rotated.
-        interleaved: rows 2i and 2i + 1 are rotated together, not i and i + rotary_dim / 2.
+        interleaved: whether rows 2i and 2i + 1 are rotated together, and not i and i + rotary_dim /
+            2.
     """
     if rotary_dim == head_dim and not interleaved:
         return None

@@ -16,7 +16,7 @@ from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.quantise import ConvertWeights
 from asyncllm.gpu.ops.torch_ops import TorchOps
 
-Source = Callable[[Parameter], Tensor | LinearWeights]
+ParameterSource = Callable[[Parameter], Tensor | LinearWeights]
 """Function that returns a parameter's values; those of a ``linear`` parameter may have any form
 that the op set accepts."""
 
@@ -29,7 +29,7 @@ class Scope:
     """Builder of one part of a decoder; names of weights are relative to its prefixes.
 
     Attributes:
-        source: returns the values of a parameter; called once for each.
+        source: function that returns the values of a parameter; called once for each parameter.
         convert: quantisation of linear layers' weights; None for no quantisation.
         prefix, stored_prefix: prefixes of names in the decoder and in the checkpoint, e.g.
             "layers.3." and "model.layers.3.".
@@ -37,7 +37,7 @@ class Scope:
 
     model: ModelConfig
     ops: TorchOps
-    source: Source
+    source: ParameterSource
     convert: ConvertWeights | None = None
     prefix: str = ""
     stored_prefix: str = ""
@@ -83,7 +83,7 @@ class Scope:
 
         Args:
             order: order of the rows; None keeps the checkpoint's.
-            exact: the weight is never packed or quantised.
+            exact: whether the weight must not be packed or quantised.
         """
         weight = self.parameter(name, parts, width, linear=not exact)
         own_bias = self.parameter(name, parts, suffix=".bias") if bias else None
@@ -130,7 +130,7 @@ class Scope:
         """Makes the gated MLP of this scope, of intermediate size ``size``."""
         names, hidden, bias = self.model.names, self.model.hidden_size, self.model.mlp_bias
         return GatedMLP(
-            self.linear("gate_up", stacked(names.gate_up, (size, size)), hidden, bias),
+            self.linear("gate_up", stack_with_rows(names.gate_up, (size, size)), hidden, bias),
             self.activation,
             self.linear("down", ((names.down, hidden),), size, bias),
         )
@@ -141,7 +141,7 @@ class Scope:
         return self.ops.gelu_mul if self.model.activation == "gelu_tanh" else self.ops.silu_mul
 
 
-def stacked(names: tuple[str, ...], rows: tuple[int, ...]) -> Parts:
+def stack_with_rows(names: tuple[str, ...], rows: tuple[int, ...]) -> Parts:
     """Pairs modules with their numbers of rows; a single fused module has all rows."""
     return tuple(zip(names, (sum(rows),) if len(names) == 1 else rows, strict=True))
 

@@ -106,10 +106,10 @@ def _make_steps(request: AttentionRequest, size: int) -> Iterator[_Step]:
     for name, rows in (
         ("decode", decodes), ("prefill", prefills), ("decode and prefill", decodes + prefills),
     ):  # fmt: skip
-        yield _make_step(name, _Rows(rows, size), request)
+        yield _make_step(name, _RandomRows(rows, size), request)
 
 
-def _make_step(name: str, rows: _Rows, request: AttentionRequest) -> _Step:
+def _make_step(name: str, rows: _RandomRows, request: AttentionRequest) -> _Step:
     shape, device, random = request.shape, request.device, torch.Generator().manual_seed(len(name))
     pair = (shape.num_kv_heads, shape.head_dim)
     cache = torch.full((2, rows.blocks.size + 1, rows.size, *pair), UNOWNED_VALUE)
@@ -128,7 +128,7 @@ def _make_step(name: str, rows: _Rows, request: AttentionRequest) -> _Step:
     return _Step(name, shape, q, cache, torch.from_numpy(slots).to(device), inputs)
 
 
-class _Rows:
+class _RandomRows:
     """Rows of a step, decode rows first, from pairs (cached tokens, tokens of the step).
 
     Each row has its own blocks, in random order, and a request index other than its row number.
@@ -153,17 +153,17 @@ class _Rows:
 
     def planned_inputs(self, device: torch.device) -> StepInputs:
         """Inputs of an eager step, whose lengths the host knows."""
-        return self._inputs(device, 0)
+        return self._make_inputs(device, 0)
 
     def captured_inputs(self, device: torch.device) -> StepInputs:
         """Inputs of a captured step: the same rows, then padded rows; no lengths on the host."""
         return replace(
-            self._inputs(device, NUM_PADDED_ROWS),
+            self._make_inputs(device, NUM_PADDED_ROWS),
             max_len=self.table.shape[1] * self.size,
             host=None,
         )
 
-    def _inputs(self, device: torch.device, padded: int) -> StepInputs:
+    def _make_inputs(self, device: torch.device, padded: int) -> StepInputs:
         def padded_on_device(array: np.ndarray, dtype: torch.dtype, padding: int = 0) -> Tensor:
             padded_rows = np.concatenate((array, np.full(padded, padding)))
             return torch.from_numpy(padded_rows).to(device, dtype)

@@ -10,8 +10,8 @@ class Lifetime(NamedTuple):
     """A buffer's size in bytes, and the indices of the first and the last op that use it."""
 
     num_bytes: int
-    first: int
-    last: int
+    first_op: int
+    last_op: int
 
 
 def lay_out_buffers(buffers: Sequence[Lifetime], alignment: int) -> tuple[list[int], int]:
@@ -23,16 +23,16 @@ def lay_out_buffers(buffers: Sequence[Lifetime], alignment: int) -> tuple[list[i
     starts, total = [0] * len(buffers), 0
     # Each entry is a placed buffer: first byte, end byte, index of its last op.
     taken: list[tuple[int, int, int]] = []
-    for index in sorted(range(len(buffers)), key=lambda each: buffers[each].first):
-        num_bytes, first, last = buffers[index]
+    for index in sorted(range(len(buffers)), key=lambda each: buffers[each].first_op):
+        num_bytes, first_op, last_op = buffers[index]
         need = -(-num_bytes // alignment) * alignment
-        taken = sorted(place for place in taken if place[2] >= first)
+        taken = sorted(place for place in taken if place[2] >= first_op)
         at = 0
         for first_byte, end_byte, _ in taken:
             if at + need <= first_byte:
                 break
             at = max(at, end_byte)
         starts[index] = at
-        taken.append((at, at + need, last))
+        taken.append((at, at + need, last_op))
         total = max(total, at + need)
     return starts, total

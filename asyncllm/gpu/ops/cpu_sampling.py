@@ -110,8 +110,8 @@ def _race_truncated(
     vocab_size: int,
     width: int,
 ) -> Tensor:
-    """Samples truncated rows from the best ``width`` spans, and from more spans where these do not
-    suffice."""
+    """Samples truncated rows from the ``width`` spans with the largest maxima, and from more spans
+    if these do not suffice."""
     top_k, top_p, min_p = limits
     values, ids, bound = _find_candidates(scaled, maxima, width)
     largest = values[:, 0]

@@ -18,7 +18,7 @@ from asyncllm.gpu.ops.linear_weights import LinearWeights
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertsWeights:
-    """The weights of a layer's experts, stacked along the rows.
+    """Weights of a layer's experts, stacked along the rows.
 
     Attributes:
         gate_up: ``[num_experts * 2 * inner, H]``; an expert's gate rows precede its up rows.

@@ -164,7 +164,7 @@ class FlashAttention(ABC):
         """Attention of the prefill rows of ``q [tokens, Hq, D]``; returns the same shape."""
 
     def call_options(self, window: tuple[int, int]) -> dict[str, Any]:
-        """Keyword arguments of every call, in FlashAttention 2 and in FlashAttention 3."""
+        """Keyword arguments of every call, which FlashAttention 2 and 3 have in common."""
         return {
             "softmax_scale": self.shape.scale,
             "causal": True,

@@ -122,8 +122,8 @@ def _compute_token(
     ``state`` is ``[D, heads, key_dim, value_dim]``, the others are ``[D, heads, ...]``.
     """
     past = decay.exp().unsqueeze(-1)
-    # One pass over the old state gives S^T k and S^T q. The output, S^T q of the new state, is that
-    # S^T q, decayed, plus (q . k) times the change.
+    # One pass over the old state S gives S^T k and S^T q. The new state's S^T q, the output, is the
+    # old one's, decayed, plus (q . k) times the change.
     found_k, found_q = (torch.stack((k, q), -2) @ state).unbind(-2)
     change = (v - found_k * past) * beta.unsqueeze(-1)
     state.mul_(past.unsqueeze(-1)).addcmul_(k.unsqueeze(-1), change.unsqueeze(-2))

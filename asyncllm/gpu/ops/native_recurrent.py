@@ -21,7 +21,7 @@ class NativeStateRows:
 
     def __init__(self, step: StepInputs) -> None:
         rows = step.host
-        assert rows is not None  # Steps on a CPU always have their rows on the host.
+        assert rows is not None  # Steps on a CPU always have a host copy of their rows.
         arrays = rows.req_indices, rows.starts, rows.query_start_loc
         self.arrays = [np.ascontiguousarray(array, np.int64) for array in arrays]
         self.count, self.num_tokens = len(rows.starts), step.num_tokens

@@ -101,7 +101,7 @@ def sample(
 
 
 def process_logits(context: Context, logits: Tensor, rows: SamplingRows, stages: Stages) -> Tensor:
-    """``logits.process_logits`` in C++, with the same bits."""
+    """Computes ``logits.process_logits`` in C++, with the same bits."""
     logits = contiguous_logits(logits)
     count, vocab_size = logits.shape
     out = torch.empty((count, vocab_size), dtype=torch.float32, device="cpu")
@@ -174,7 +174,8 @@ def _set_scalars(args: Any, rows: SamplingRows, *names: str) -> None:
 
 
 def top_logprobs(context: Context, logits: Tensor, tokens: Tensor, out: TopLogprobs) -> None:
-    """``logits.top_logprobs`` in C++; tokens with equal logits are in the order of their ids."""
+    """Computes ``logits.top_logprobs`` in C++; tokens with equal logits are in the order of their
+    ids."""
     logits = contiguous_logits(logits)
     count, width = len(tokens), out.values.shape[1]
     if len(logits) < count:

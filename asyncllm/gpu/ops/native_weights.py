@@ -39,7 +39,7 @@ def native_type(form: WeightForm) -> int | None:
 
 
 def round_int8(context: Context, weights: LinearWeights) -> LinearWeights:
-    """``quantise.quantise_int8`` in C++, with the same bits."""
+    """Computes ``quantise.quantise_int8`` in C++, with the same bits."""
     rows, columns = weights.shape
     values = torch.empty(rows, columns, dtype=torch.int8, device="cpu")
     scales = torch.empty(rows, 1, dtype=torch.float32, device="cpu")
@@ -50,7 +50,7 @@ def round_int8(context: Context, weights: LinearWeights) -> LinearWeights:
 
 
 def round_int4(context: Context, weights: LinearWeights) -> LinearWeights:
-    """``quantise.quantise_int4`` in C++, with the same bits.
+    """Computes ``quantise.quantise_int4`` in C++, with the same bits.
 
     Raises:
         ModelLoadError: the number of inputs is odd.

@@ -27,7 +27,7 @@ with AVX2 but not AVX-512, ``F.linear`` is faster for small weights at any numbe
 
 
 def bucket_size(num_rows: int) -> int:
-    """The number of rows to which ``num_rows`` are padded.
+    """Number of rows to which a step of ``num_rows`` rows is padded.
 
     Up to 16 rows there is no padding. Above 16 rows there are 8 bucket sizes per power of two, and
     above 128 rows 16 sizes, because padding costs more where matrix products dominate a step.

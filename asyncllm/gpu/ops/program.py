@@ -59,7 +59,7 @@ class Program:
         capacity: number of rows that the buffers of each Size have.
         num_bytes: bytes of the activations.
         results: tensors that contain the results after a run, with rows for the largest step.
-        held: objects that own the memory to which the ops point.
+        held: owners of the memory to which the ops point, kept alive by the program.
     """
 
     def __init__(

@@ -102,8 +102,8 @@ def _nearest_values(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     low = values.amin(2, keepdim=True).clamp_(max=0.0)
     high = values.amax(2, keepdim=True).clamp_(min=0.0)
     best, least = _scale_and_zero(low, high, RANGE_FRACTIONS[0]), None
-    for shrink in RANGE_FRACTIONS:
-        scale, zero = _scale_and_zero(low, high, shrink)
+    for fraction in RANGE_FRACTIONS:
+        scale, zero = _scale_and_zero(low, high, fraction)
         exact = values * _reciprocal(scale)
         error = exact.round().clamp_(-zero, 15.0 - zero).sub_(exact).square_()
         while (half := error.shape[2] // 2) > 0:
@@ -120,10 +120,10 @@ def _nearest_values(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return scale, zero, quantised.nan_to_num_().to(torch.uint8)
 
 
-def _scale_and_zero(low: Tensor, high: Tensor, shrink: float) -> tuple[Tensor, Tensor]:
-    """The scale that divides ``shrink`` of a range into 15 steps, and the zero point."""
-    scale = ((high - low) * (shrink / 15.0)).to(torch.bfloat16).float()
-    zero = (low * -shrink * _reciprocal(scale)).round_().clamp_(0.0, 15.0).nan_to_num_()
+def _scale_and_zero(low: Tensor, high: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
+    """The scale that divides ``fraction`` of a range into 15 steps, and the zero point."""
+    scale = ((high - low) * (fraction / 15.0)).to(torch.bfloat16).float()
+    zero = (low * -fraction * _reciprocal(scale)).round_().clamp_(0.0, 15.0).nan_to_num_()
     return scale, zero
 
 

@@ -29,7 +29,7 @@ ALIGNMENT = 64
 
 
 class Unrecordable(Exception):
-    """The step calls something that is not a native op; the message names it."""
+    """Error for a step that calls an op that is not native; the message names the op."""
 
 
 class Size(IntEnum):
@@ -182,7 +182,7 @@ class Recorder(TorchDispatchMode):
         self._held += keep_alive
 
     def keep_result(self, tensor: Tensor) -> None:
-        """Makes a tensor a result of the program, whose memory no other buffer reuses."""
+        """Makes a tensor a result of the program; no other buffer reuses its memory."""
         buffer, _ = self._find_buffer("result", tensor)
         self._results.append((buffer, tensor.dtype, tensor.shape[1]))
 
@@ -209,7 +209,7 @@ class Recorder(TorchDispatchMode):
         raise Unrecordable(f"a tensor {tuple(tensor.shape)} does not have the step's tokens")
 
     def _find_buffer(self, name: str, tensor: Tensor, skipped: int = 0) -> tuple[_Buffer, int]:
-        """Finds the buffer that contains a tensor, and the tensor's byte offset in it less
+        """Finds the buffer that contains a tensor, and the tensor's byte offset in it minus
         ``skipped`` rows.
 
         Raises:

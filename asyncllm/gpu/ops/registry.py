@@ -97,7 +97,7 @@ def _runs_native() -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NativeChoice:
-    """Whether attention backend "auto" runs native ops on this CPU, and why.
+    """Choice whether attention backend "auto" runs native ops on this CPU, with the reason.
 
     Attributes:
         can_be_built: whether only the compiled library is missing; ``reason`` names the remedy.

@@ -62,11 +62,11 @@ class FixedPlan:
 
     Attributes:
         blocks: ``[B, W]`` int64, the rows' whole block tables.
-        hidden: ``[B, W * block_size]`` bool, True for keys that a row does not see.
+        hidden_keys: ``[B, W * block_size]`` bool, True for keys that a row does not see.
     """
 
     blocks: Tensor
-    hidden: Tensor
+    hidden_keys: Tensor
 
 
 class TorchAttention:
@@ -102,7 +102,7 @@ class TorchAttention:
         lengths = rows.seq_lens - first_keys
         return [
             self._plan_group(
-                _Rows(step, rows, group, some), first_keys[some], lengths[some], window
+                _GroupRows(step, rows, group, some), first_keys[some], lengths[some], window
             )
             for some in self._group_rows(step, rows, lengths, block_size)
         ]
@@ -115,10 +115,10 @@ class TorchAttention:
         blocks = step.tables(group).long()
         keys = torch.arange(blocks.shape[1] * step.groups[group].block_size, device=blocks.device)
         ends = step.seq_lens.long().unsqueeze(1)
-        hidden = keys >= ends
+        hidden_keys = keys >= ends
         if window is not None:
-            hidden = hidden | (keys < ends - window)
-        return FixedPlan(blocks, hidden)
+            hidden_keys = hidden_keys | (keys < ends - window)
+        return FixedPlan(blocks, hidden_keys)
 
     def __call__(
         self,
@@ -156,10 +156,10 @@ class TorchAttention:
         shape, rows = self.shape, plan.blocks.shape[0]
         gathered = cache.index_select(1, plan.blocks.view(-1))
         gathered = gathered.view(2, rows, -1, shape.num_kv_heads, shape.head_dim)
-        gathered = gathered.masked_fill(plan.hidden[None, :, :, None, None], 0.0)
+        gathered = gathered.masked_fill(plan.hidden_keys[None, :, :, None, None], 0.0)
         k, v = gathered.transpose(2, 3)
         # Let a padded row, whose sequence is empty, see all keys: a softmax over no key is NaN.
-        seen = ~plan.hidden
+        seen = ~plan.hidden_keys
         seen = seen | (seen.sum(-1, keepdim=True) == 0)
         if self._has_plain_softmax:
             q = q.reshape(rows, shape.num_kv_heads, shape.group_size, shape.head_dim)
@@ -195,7 +195,7 @@ class TorchAttention:
         return groups + [np.array(sorted(each)) for each in joined]
 
     def _plan_group(
-        self, rows: _Rows, first_keys: np.ndarray, lengths: np.ndarray, window: int | None
+        self, rows: _GroupRows, first_keys: np.ndarray, lengths: np.ndarray, window: int | None
     ) -> AttentionGroup:
         first_tokens, counts, starts = rows.first_tokens, rows.counts, rows.starts
         num_rows, num_queries, length = len(counts), int(counts.max()), int(lengths.max())
@@ -367,14 +367,14 @@ def _make_mask(
     # Padding queries see the keys of the last real query: a softmax over no key is NaN.
     queries = np.minimum(queries, (lengths - 1)[:, None])[:, :, None]
     keys = np.arange(int(lengths.max()))
-    hidden = keys > queries
+    hidden_keys = keys > queries
     if window is not None:
-        hidden |= keys <= queries - window
-    return np.where(hidden, np.float32(-math.inf), np.float32(0.0))
+        hidden_keys |= keys <= queries - window
+    return np.where(hidden_keys, np.float32(-math.inf), np.float32(0.0))
 
 
-class _Rows:
-    """Rows of one AttentionGroup, with their block tables in one KV group."""
+class _GroupRows:
+    """Rows of one AttentionGroup, with their block tables in its KV group."""
 
     def __init__(self, step: StepInputs, host: RowArrays, group: int, rows: np.ndarray) -> None:
         self.device = step.token_ids.device

@@ -83,10 +83,10 @@ class TorchOps:
     packs_linear = False
     """Whether linear layers copy their weights and keep no reference to the originals."""
     linear_bytes = 0
-    """Bytes of linear weights that a step of one token reads, for all layers made so far."""
+    """Bytes of the linear layers made so far that a step of one token reads."""
 
     def enter_thread(self) -> None:
-        """Prepares the calling thread for running steps."""
+        """Prepares the calling thread to run steps."""
 
     def recorder(self) -> Recorder | None:
         """Makes a Recorder of steps; None if the op set's ops cannot be recorded."""

@@ -64,8 +64,7 @@ class BatchedProcessors:
 
         Args:
             processed: logits ``[S, vocab_size]``.
-            requests: by row, the request with the processors that apply to it; its output is up to
-                date.
+            requests: by row, the ClaimedRequest, whose output is up to date.
             num_batch_updates: number of batch updates before this step.
             errors: errors by row. Rows with an error are skipped; if a processor fails, errors are
                 added for its rows.

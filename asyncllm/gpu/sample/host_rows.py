@@ -27,7 +27,7 @@ class HostRows:
 
     Args:
         places: ``[K]``, indices of the rows within the step's sampled rows.
-        req_indices, positions: ``[K]``, request index and position of each sampled token; all
+        req_indices, positions: ``[K]``, request index and position of each token to sample; all
             tokens before it are known.
     """
 
@@ -39,18 +39,18 @@ class HostRows:
         indices, at = req_indices.tolist(), positions.tolist()
         self._stages, self._num_logprobs = state.stages[req_indices], state.logprobs[req_indices]
         self._host_logprobs = [state.host_logprobs.get(index) for index in indices]
-        self._rules = {
+        self._rules_by_row = {
             row: state.host_rules[index]
             for row, index in enumerate(indices)
             if index in state.host_rules
         }
-        self._outputs = {
+        self._outputs_by_row = {
             row: sampler.inputs.output_token_ids(indices[row], at[row]).copy()
-            for row in self._rules
+            for row in self._rules_by_row
         }
         self._num_batch_updates = sampler.batched.num_batch_updates
-        self._logits = self._processed = self._positions = torch.empty(0)
-        self._scalars: dict[str, Tensor] = {}
+        self._logits = self._processed_logits = self._positions = torch.empty(0)
+        self._draw_scalars: dict[str, Tensor] = {}
 
     def copy_inputs(
         self, logits: Tensor, rows: SamplingRows, scalars: Mapping[str, Tensor], stages: Stages
@@ -64,17 +64,17 @@ class HostRows:
             stages: sampling stages of the whole step.
 
         Returns:
-            ``places`` on the device.
+            The indices ``places`` on the device.
         """
         index = copy_to_device(self.places, logits.device)
         own = rows.at(index)
         # One table row for each sampled row, and one more for padding.
         table_rows = torch.cat((own.table_rows(), own.table_rows()[:1]))
-        self._scalars = {name: scalars[name][table_rows] for name in DRAW_SCALARS}
+        self._draw_scalars = {name: scalars[name][table_rows] for name in DRAW_SCALARS}
         self._logits, self._positions = logits[index], own.positions
         needed = Stages(int(np.bitwise_or.reduce(self._stages))) | (stages & Stages.MASKS)
         needed &= LOGITS_STAGES
-        self._processed = self._sampler.ops.process_logits(self._logits, own, needed)
+        self._processed_logits = self._sampler.ops.process_logits(self._logits, own, needed)
         return index
 
     def sample(self) -> SampleOutput:
@@ -87,7 +87,7 @@ class HostRows:
             torch.empty_like(table_rows),
         )
         self._sampler.ops.sample(
-            self._processed, self._scalars, table_rows, self._positions, last, tokens
+            self._processed_logits, self._draw_scalars, table_rows, self._positions, last, tokens
         )
         output = SampleOutput(tokens.cpu().numpy(), errors=errors)
         self._add_errors(output)
@@ -97,19 +97,19 @@ class HostRows:
 
     def _apply_processors(self, errors: dict[int, Exception]) -> None:
         """Applies bad words and logits processors in place; adds failed rows to ``errors``."""
-        processed, requests = self._processed, dict[int, ClaimedRequest]()
-        for row, rules in self._rules.items():
-            output = self._outputs[row]
+        processed, requests = self._processed_logits, dict[int, ClaimedRequest]()
+        for row, rules in self._rules_by_row.items():
+            output = self._outputs_by_row[row]
             mask_bad_words(processed[row], rules, output)
             if (request := rules.claimed_request) is not None:
                 request.output += output[len(request.output) :].tolist()
                 requests[row] = request
         if requests:
             self._sampler.batched.apply(processed, requests, self._num_batch_updates, errors)
-        for row, rules in self._rules.items():
+        for row, rules in self._rules_by_row.items():
             if rules.processors and row not in errors:
                 try:
-                    apply_processors(processed[row], rules, self._outputs[row])
+                    apply_processors(processed[row], rules, self._outputs_by_row[row])
                 except Exception as error:
                     errors[row] = error
 

@@ -10,11 +10,12 @@ from torch import Tensor
 from asyncllm.outputs import Logprob, TokenLogprobs
 
 MAX_BUFFERED_LOGPROBS = 64
-"""Maximum number of log-probabilities per token in a step's buffers; the host computes more."""
+"""Maximum number of log-probabilities per token in a step's buffers; further ones are computed on
+the host."""
 
 
 DEFAULT_BUFFERED_LOGPROBS = 20
-"""Number of log-probabilities per token in a step's buffers if the configuration has no limit."""
+"""Number of log-probabilities per token in a step's buffers if ``max_logprobs`` sets no limit."""
 
 
 def token_logprobs(

@@ -56,8 +56,8 @@ class TableUpdate:
 class SamplingState:
     """Sampling parameters by request index, set when a request enters.
 
-    The arrays have the dtypes that steps compute with, so that a value that does not fit raises
-    when its request enters, and not in a step.
+    The arrays have the dtypes that steps compute with, so that a value that does not fit raises an
+    error when its request enters, and not in a step.
 
     Attributes:
         sections: tensors named in SCALARS, ``[N + 1]`` each, with one element for padding.
@@ -195,7 +195,7 @@ class SamplingState:
         self.host_logprobs.pop(req_index, None)
 
     def host_rules_of(self, req_index: int) -> HostRules:
-        """HostRules of a request index; adds empty HostRules if the index does not have any."""
+        """HostRules of a request index; adds empty ones if the index has none."""
         self.needs_logits[req_index] = True
         return self.host_rules.setdefault(req_index, HostRules())
 

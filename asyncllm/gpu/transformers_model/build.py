@@ -33,7 +33,7 @@ from asyncllm.gpu.transformers_model.weights import Owner, has_tied_head
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Attention and states of a model, known before its weights are loaded.
+    """Plan of a model's attention and states, made before its weights are loaded.
 
     Attributes:
         kv: attention kinds and KV groups, in the order of the calls of attention.
@@ -65,7 +65,7 @@ def build_transformers_decoder(
     dtype: torch.dtype,
     convert: Conversion | None = None,
 ) -> TransformersDecoder:
-    """Replaces parts of transformers' modules with the engine's.
+    """Replaces parts of transformers' modules by the engine's ops; returns the decoder.
 
     Args:
         modules: the model with its weights. Its linear layers are replaced one by one, so that
@@ -135,11 +135,11 @@ def _replace_tied_head(
     weights = LinearWeights(head.weight.detach(), bias, shared=True)
     dtype = weights.values.dtype
     weights = convert.head(weights) if convert else weights
-    if bias is None and (type(embedding) is nn.Embedding or found.processes_lookup):
+    if bias is None and (type(embedding) is nn.Embedding or found.embedding_processes_rows):
         table, linear = ops.tied_embedding(weights, dtype)
         look_up_in(embedding, table)
     else:
-        # This embedding computes more than a look-up, so it keeps its own table.
+        # The embedding's class computes more than a look-up, so it keeps its own table.
         linear = ops.linear(weights)
     _replace_module(modules, names[head], OpLinear(linear, head.in_features, head.out_features))
 

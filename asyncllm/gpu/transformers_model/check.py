@@ -122,7 +122,7 @@ class Reference:
         Raises:
             ModelLoadError: log-probabilities differ by more than ``TOLERANCE`` times the noise.
         """
-        model, wrong = decoder.model, self.difference(decoder, groups)
+        model, wrong = decoder.model, self.max_difference(decoder, groups)
         limit = TOLERANCE * self.noise
         if not wrong <= limit:
             raise ModelLoadError(
@@ -138,7 +138,7 @@ class Reference:
         )  # fmt: skip
 
     @torch.inference_mode()
-    def difference(self, decoder: TransformersDecoder, groups: Sequence[KVGroup]) -> float:
+    def max_difference(self, decoder: TransformersDecoder, groups: Sequence[KVGroup]) -> float:
         """Largest difference of a log-probability from the reference; NaN if any is NaN."""
         device, specs = decoder.embedding.device, [group.spec for group in groups]
         free = count(1)

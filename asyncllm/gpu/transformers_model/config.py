@@ -56,7 +56,7 @@ class TransformersConfig:
         quantization, generation_defaults: as in ModelConfig.
         config: transformers' configuration of the text model.
         model_class: the class of the model.
-        is_text_part: the checkpoint has other parts too, such as a vision tower.
+        is_text_part: whether the checkpoint has other parts too, such as a vision tower.
         skeleton: the model's modules on the meta device, without memory.
     """
 
@@ -106,7 +106,7 @@ class TransformersConfig:
             # contradicts it.
             if type(config) is not type(whole):
                 config.tie_word_embeddings = whole.tie_word_embeddings
-            # The checkpoint reader dequantises weights: transformers must not unpack them again.
+            # The checkpoint reader dequantises weights, so transformers must not unpack them again.
             vars(config).pop("quantization_config", None)
             model_class = _model_class(directory, file, whole, config, trust_remote_code)
             skeleton = build_skeleton(file.path, model_class, config)

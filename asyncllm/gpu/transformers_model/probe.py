@@ -44,7 +44,7 @@ class AttentionCall:
         scale: factor on ``q @ k``; None if the module passes none.
         mask: transformers' mask, which tells which keys a query sees; None without a mask.
         window, softcap: sliding window and soft cap that the module passes; None if it passes none.
-        sinks: the module passes attention sinks, a logit per head.
+        sinks: whether the module passes attention sinks, a logit per head.
         shared: index of the earlier call whose keys this call reuses; None if it has its own.
         options: other arguments of the call that are set.
     """
@@ -75,8 +75,8 @@ class Probe:
         calls: calls of attention, in order.
         linears: names of the linear layers that are called, and whose weight no other code reads.
         experts: names of the modules with experts.
-        processes_lookup: the embedding's class calls ``nn.Embedding.forward`` and processes the
-            result.
+        embedding_processes_rows: whether the embedding's class calls ``nn.Embedding.forward`` and
+            processes the result.
         recurrent: calls of modules that keep a state of a sequence, in order.
         idle_modules: names of modules that take a cache and do not use it.
     """
@@ -86,7 +86,7 @@ class Probe:
     calls: list[AttentionCall] = field(default_factory=list)
     linears: set[str] = field(default_factory=set)
     experts: set[str] = field(default_factory=set)
-    processes_lookup: bool = False
+    embedding_processes_rows: bool = False
     recurrent: list[RecurrentCall] = field(default_factory=list)
     idle_modules: set[str] = field(default_factory=set)
 
@@ -153,7 +153,7 @@ def linear_kinds() -> tuple[type[nn.Module], ...]:
 
 
 class _WatchedLinear(nn.Module):
-    """Mixin that notes whether a linear layer is called, and whether other code reads its weight.
+    """Mixin that records whether a linear layer is called, and whether other code reads its weight.
 
     It comes before the layer's class in the method resolution order.
     """
@@ -172,7 +172,7 @@ class _WatchedLinear(nn.Module):
 
 
 class _WatchedLookup(nn.Embedding):
-    """Base class that notes whether a subclass calls ``nn.Embedding.forward``."""
+    """Base class that records whether a subclass calls ``nn.Embedding.forward``."""
 
     def forward(self, input: Tensor) -> Tensor:
         self.__dict__["called"] = True
@@ -192,8 +192,7 @@ def probe(model: TransformersConfig) -> Probe:
     model.config._experts_implementation = ENGINE_NAME
     try:
         skeleton: Any = build_skeleton(model.path, model.model_class, model.config)
-    # The model accepted its own attention when the skeleton was built, but it may refuse the
-    # probe's.
+    # When the skeleton was built, the model accepted its own attention; it may refuse the probe's.
     except ModelLoadError as error:
         raise ModelLoadError(
             f"{model.path}: {model.architecture}: its code takes none but its own attention "
@@ -232,7 +231,7 @@ def probe(model: TransformersConfig) -> Probe:
             f"one pass of its code without weights fails{_error_location(error, recorder.names)}: "
             f"{explain(error)}"
         ) from error
-    found.processes_lookup = (
+    found.embedding_processes_rows = (
         isinstance(embedding, _WatchedLookup) and "called" in embedding.__dict__
     )
     found.linears = {

@@ -27,7 +27,7 @@ class RecurrentModule:
         self, step: Step, forward: Callable[..., Tensor], call: RecurrentCall, first_state: int
     ) -> None:
         self.step, self.forward = step, forward
-        self.places = {key: first_state + i for i, key in enumerate(call.states)}
+        self.tensor_indices = {key: first_state + i for i, key in enumerate(call.states)}
         self.hidden, self.cache = call.hidden, call.cache
 
     def __call__(self, *args: Any, **options: Any) -> Tensor:
@@ -43,17 +43,17 @@ class RecurrentModule:
         return (results[0] if len(results) == 1 else torch.cat(results)).unsqueeze(0)
 
     def _compute_batch(self, hidden: Tensor, rows: StateRows, options: dict[str, Any]) -> Tensor:
-        """Computes all rows of one token in one call, ``[D, H] -> [D, H]``."""
+        """Computes the rows that have one token, all in one call, ``[D, H] -> [D, H]``."""
         slots, states = rows.slots, self.step.states
         assert slots is not None
-        held = {key: rows.gather(states[place]) for key, place in self.places.items()}
+        held = {key: rows.gather(states[place]) for key, place in self.tensor_indices.items()}
         out = self.forward(hidden.unsqueeze(1), **options | {self.cache: CallStates(held)})
-        for key, place in self.places.items():
+        for key, place in self.tensor_indices.items():
             states[place].index_copy_(0, slots, held[key])
         return out.squeeze(1)
 
     def _compute_row(self, hidden: Tensor, span: RowSpan, options: dict[str, Any]) -> Tensor:
         """Computes one row in place on its state slot, ``[1, n, H] -> [n, H]``."""
         states = self.step.states
-        held = {key: span_state(states[place], span) for key, place in self.places.items()}
+        held = {key: span_state(states[place], span) for key, place in self.tensor_indices.items()}
         return self.forward(hidden, **options | {self.cache: CallStates(held)})[0]

@@ -55,7 +55,7 @@ class CallStates:
         state_idx: int = 0,
         conv_kernel_size: int | None = None,
     ) -> Tensor:
-        """Returns the last inputs followed by the new ones; keeps the new last inputs.
+        """Returns the stored inputs followed by the new ones; stores the last of these.
 
         Args:
             conv_states: ``[B, C, n]``, the new inputs.
@@ -77,7 +77,7 @@ class CallStates:
         return False
 
 
-def cache_parameters(model: nn.Module) -> dict[str, str]:
+def cache_parameter_by_module(model: nn.Module) -> dict[str, str]:
     """Name of the cache parameter of each module that takes a cache; keys are module names."""
     of_kind: dict[type, str | None] = {}
     found = {}
@@ -94,13 +94,13 @@ def cache_parameters(model: nn.Module) -> dict[str, str]:
 
 def modules_with_cache(model: nn.Module) -> list[str]:
     """Names of the innermost modules that take a cache, which are attention or recurrent."""
-    names = list(cache_parameters(model))
+    names = list(cache_parameter_by_module(model))
     outer = {name[:dot] for name in names for dot in range(len(name)) if name[dot] == "."}
     return [name for name in names if name not in outer]
 
 
 Flaw = tuple[str, str]
-"""Why a model cannot be computed here, and what would be accepted."""
+"""Pair of texts: why a model cannot be computed here, and what would be accepted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -126,7 +126,7 @@ class RecurrentCall:
 
 
 class SeenCall(NamedTuple):
-    """Arguments of a module's call in the probe's forward pass."""
+    """A module's call in the probe's forward pass, with its arguments."""
 
     args: tuple[Any, ...]
     options: dict[str, Any]
@@ -229,7 +229,7 @@ def probe_recurrent(
             state in the model's dtype differs from one that is always in float32.
         callers: names of the modules that call attention.
     """
-    found, idle, taken = [], set(), cache_parameters(model)
+    found, idle, taken = [], set(), cache_parameter_by_module(model)
     for name, seen in watch.calls.items():
         if not any(f"{caller}.".startswith(f"{name}.") for caller in callers):
             call = _probe_module(model.get_submodule(name), name, taken[name], seen)

@@ -20,10 +20,10 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.interface import ProbedMask
 from asyncllm.gpu.transformers_model.probe import NUM_TOKENS, AttentionCall, Probe
-from asyncllm.gpu.transformers_model.recurrent_probe import Flaw, cache_parameters
+from asyncllm.gpu.transformers_model.recurrent_probe import Flaw, cache_parameter_by_module
 
 _TOKEN_MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.RNNCellBase)
-"""torch's modules in which tokens of a sequence see one another."""
+"""Classes of torch's modules in which tokens of a sequence see one another."""
 
 _ACCEPTED_ATTENTION = "attention to all keys or to a window"
 
@@ -140,7 +140,7 @@ def _recurrent_flaws(probe: Probe) -> Iterator[Flaw]:
                 "those as the only places where tokens see one another",
             )
     known = [*keepers, *(f"{call.module}." for call in probe.calls)]
-    for name, taken in cache_parameters(probe.model).items():
+    for name, taken in cache_parameter_by_module(probe.model).items():
         if name not in probe.idle_modules and not any(
             each.startswith(f"{name}.") for each in known
         ):

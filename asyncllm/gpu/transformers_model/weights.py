@@ -59,8 +59,8 @@ def load_modules(
 def _check_dtypes(reader: CheckpointReader, model: TransformersConfig) -> None:
     """Raises ModelLoadError for a stored weight that is not of floating point.
 
-    It would be a quantised weight whose scales are missing, for example, and transformers would
-    cast it silently.
+    For example, it may be a quantised weight whose scales are missing; transformers would cast it
+    silently.
     """
     floats = {name for name, t in model.skeleton.state_dict().items() if t.is_floating_point()}
     for name, info in reader.tensors.items():
@@ -169,11 +169,11 @@ class Owner:
 
     def __init__(self, device: torch.device, total: int, progress: Progress | None) -> None:
         self.device, self._total, self._progress = device, total, progress
-        self._read = self._taken = self._num_bytes = 0
+        self._num_bytes_read = self._num_bytes_taken = self._num_bytes = 0
         self._mapped: set[int] = set()
 
     def count_read(self, num_bytes: int) -> None:
-        self._read += num_bytes
+        self._num_bytes_read += num_bytes
         self._report_progress()
 
     def track(self, modules: nn.Module, mapped: Iterable[Tensor] = ()) -> None:
@@ -185,7 +185,7 @@ class Owner:
         """Returns the tensor if the engine owns its memory already, else a copy."""
         # Cap the sum: a tensor may be counted twice, for example because it was moved to a device
         # first.
-        self._taken = min(self._taken + tensor.nbytes, self._num_bytes)
+        self._num_bytes_taken = min(self._num_bytes_taken + tensor.nbytes, self._num_bytes)
         self._report_progress()
         if self.device.type != "cpu":
             return tensor.to(self.device)
@@ -201,13 +201,13 @@ class Owner:
 
     def finish(self) -> None:
         """Reports to ``progress`` that the engine owns all tensors."""
-        self._taken = self._num_bytes
+        self._num_bytes_taken = self._num_bytes
         self._report_progress()
 
     def _report_progress(self) -> None:
         if self._progress is not None:
-            taken = self._total * self._taken // self._num_bytes if self._num_bytes else 0
-            self._progress((self._read + taken) // 2, self._total)
+            taken = self._total * self._num_bytes_taken // self._num_bytes if self._num_bytes else 0
+            self._progress((self._num_bytes_read + taken) // 2, self._total)
 
 
 def has_tied_head(modules: Any) -> bool:

@@ -36,8 +36,8 @@ class TritonAttention:
     """Paged attention by the Triton kernels, for one CUDA device.
 
     Args:
-        capability: compute capability as ``10 * major + minor``; the device's if None.
-        num_sms: number of multiprocessors; the device's if None.
+        capability: compute capability as ``10 * major + minor``; None is the device's.
+        num_sms: number of multiprocessors; None is the device's.
 
     Raises:
         EngineError: Triton cannot compile kernels here.
@@ -199,13 +199,13 @@ class TritonAttention:
     ) -> None:
         """Writes the attention of ``q [T, Hq, D]`` to ``out``, of the same shape."""
         if not plan.is_bound:
-            self._bind(plan, q.shape[0], cache.shape[2])
+            self._bind_kernels(plan, q.shape[0], cache.shape[2])
         if plan.decode is not None:
             plan.decode(q, cache, out, sinks)
         if plan.prefill is not None:
             plan.prefill(q, cache, out, sinks)
 
-    def _bind(self, plan: TritonPlan, tokens: int, block_size: int) -> None:
+    def _bind_kernels(self, plan: TritonPlan, tokens: int, block_size: int) -> None:
         """Binds the kernels to the arguments that all layers of a step share."""
         if plan.num_decodes:
             plan.decode = self._decode(self.shape, block_size, self.decode_tiles, plan)

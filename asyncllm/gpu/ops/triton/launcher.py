@@ -62,7 +62,7 @@ class Launcher:
         self.constant_placeholders = (None,) * sum(constant)
         self.num_tensors: int | None = None
         self.pick_aligned = self.pick_specialised = self.pick_unspecialised = _tuple_getter([])
-        self._bound: dict[tuple[Any, ...], BoundKernel] = {}
+        self._bound_kernels: dict[tuple[Any, ...], BoundKernel] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *args, **constants: self.bind(**constants)(grid, *args)
@@ -71,11 +71,11 @@ class Launcher:
         """Returns the kernel bound to constants and options; equal ones give the same object."""
         values = constants.values()
         key = (*constants, *values, *map(type, values))
-        bound = self._bound.get(key)
+        bound = self._bound_kernels.get(key)
         if bound is None:
-            if len(self._bound) >= MAX_LAUNCHES:
-                self._bound.clear()
-            bound = self._bound[key] = BoundKernel(self, constants)
+            if len(self._bound_kernels) >= MAX_LAUNCHES:
+                self._bound_kernels.clear()
+            bound = self._bound_kernels[key] = BoundKernel(self, constants)
         return bound
 
     def classify_args(self, args: tuple[Any, ...]) -> int:

@@ -23,7 +23,7 @@ from asyncllm.gpu.ops.triton.tuning import Tiles, next_power_of_2, num_tiles
 
 @triton.jit
 def find_sequence(query_start_loc, num_seqs, tile, TOKENS: tl.constexpr):
-    """The sequence of a tile: the last one whose first tile is not after ``tile``.
+    """Index of a tile's sequence: the last sequence whose first tile is at or before ``tile``.
 
     The first tile of sequence s is ``query_start_loc[s] // TOKENS + s``, which leaves each sequence
     at least as many tiles as it needs.

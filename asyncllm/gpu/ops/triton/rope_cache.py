@@ -144,7 +144,7 @@ class TritonRopeAndCache:
         self.q_norm = self.k_norm = None
         self.v_norm, self.eps = v_norm, eps
         self.whole_norms: tuple[TritonRMSNorm, ...] = ()
-        self._bound_for, self._blocks = (0, False), 0
+        self._bound_for, self._blocks_per_token = (0, False), 0
         self._bound: Any = None
         if q_norm is None or k_norm is None:
             if v_norm is not None:
@@ -180,7 +180,7 @@ class TritonRopeAndCache:
                 norm.norm_in_place(part)
         rows = qkv.shape[0]
         if rows:
-            kernel, blocks = self._bind(cache.shape[2], table.dim() == 3)
+            kernel, blocks = self._bind_kernel(cache.shape[2], table.dim() == 3)
             kernel(
                 (rows, blocks, 1),
                 qkv,
@@ -201,7 +201,7 @@ class TritonRopeAndCache:
         split = qkv.view(rows, num_q + 2 * num_k, shape.head_dim)
         return split[:, :num_q], split[:, num_q : num_q + num_k], split[:, num_q + num_k :]
 
-    def _bind(self, block_size: int, scaled: bool) -> tuple[Any, int]:
+    def _bind_kernel(self, block_size: int, scaled: bool) -> tuple[Any, int]:
         """Returns the bound kernel, and the number of programs per token."""
         if (block_size, scaled) != self._bound_for:
             shape = self.shape
@@ -221,8 +221,8 @@ class TritonRopeAndCache:
                 SCALED=scaled,
                 num_warps=4,
             )
-            self._blocks = cdiv(shape.num_heads + 2 * shape.num_kv_heads, heads)
-        return self._bound, self._blocks
+            self._blocks_per_token = cdiv(shape.num_heads + 2 * shape.num_kv_heads, heads)
+        return self._bound, self._blocks_per_token
 
 
 class TritonRope:

@@ -29,8 +29,9 @@ _FEW_PROGRAMS_PER_SM = 2
 heads of more than 256 elements."""
 
 TILE_SPLIT_TOKENS = 512
-"""Minimum number of keys per split of a prefill tile. Fewer do not pay: the split's partial result,
-which has to be merged, is twice as large as the keys and values that a step of its loop reads."""
+"""Minimum number of keys per split of a prefill tile. Shorter splits do not pay: a split's partial
+result, which has to be merged, is twice as large as the keys and values that one step of its loop
+reads."""
 
 SKEWED_TOKENS = 1024
 """Tokens by which a split must exceed twice the average per program to make a batch skewed."""
@@ -186,8 +187,7 @@ def num_splits(
 def num_extra_splits(kv_heads: int, num_sms: int, programs_per_sm: int = PROGRAMS_PER_SM) -> int:
     """Number of balanced splits, beyond one per row, for a skewed batch of decode rows.
 
-    It is chosen so that these splits of all key/value heads fill two waves: each place on the GPU
-    computes about two splits.
+    It is chosen so that these splits of all key/value heads fill two waves of programs.
     """
     return cdiv(2 * programs_per_sm * num_sms, kv_heads)
 
