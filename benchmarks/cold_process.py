@@ -104,13 +104,13 @@ def load(parts: Parts, backed: int) -> Callable[..., Any]:
             with parts.measured("import torch"):
                 import torch  # noqa: F401 - for its time
             with parts.measured("other imports"):
-                from asyncllm.gpu import token_budget
+                from asyncllm.gpu import calibration
                 from asyncllm.runtime.loading import load_model
                 from asyncllm.text.tokenizer import Tokenizer
 
                 measure_weights(parts, backed)
                 for function in ("calibrate_token_budget", "min_tokens_ahead"):
-                    parts.measure(token_budget, function, "calibration")
+                    parts.measure(calibration, function, "calibration")
                 import asyncllm.gpu.build  # noqa: F401 - for its time
             parts.measure(Tokenizer, "from_directory", "tokenizer, beside the weights")
             return load_model(config, progress)

@@ -114,10 +114,21 @@ async def read_to_end(reader):
         return await reader.read()
 
 
-async def open_to(server, text=""):
+async def open_to(server, data=b""):
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(text.encode())
+    writer.write(data.encode() if isinstance(data, str) else data)
     return reader, writer
+
+
+@asynccontextmanager
+async def connected(server, data=b"", seconds=10):
+    """Reader and writer of a connection that has sent ``data``; aborted in the end."""
+    reader, writer = await open_to(server, data)
+    try:
+        async with asyncio.timeout(seconds):
+            yield reader, writer
+    finally:
+        writer.transport.abort()
 
 
 BODY = {"messages": user("Hi")}

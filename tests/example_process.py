@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.processes import python
 
 
 def run_example(path: Path, *options: str) -> str:
@@ -14,14 +14,7 @@ def run_example(path: Path, *options: str) -> str:
     Args:
         options: of the interpreter.
     """
-    done = subprocess.run(
-        [sys.executable, *options, str(path)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        # More threads than idle cores make a small model slow.
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    # More threads than idle cores make a small model slow.
+    done = python(*options, str(path), timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout

@@ -25,6 +25,10 @@ from asyncllm.text.template_input import TemplateInput
 VOCAB_SIZE = 1000
 
 
+def text_of(token_ids: Sequence[int]) -> str:
+    return "".join(f"{token_id} " for token_id in token_ids)
+
+
 class WordDecoder:
     """Token 17 is the text "17 "."""
 
@@ -54,7 +58,7 @@ class FakeTokenizer:
             raise InvalidRequestError(f"prompt: {error}", param="prompt") from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return "".join(f"{token_id} " for token_id in token_ids)
+        return text_of(token_ids)
 
     def bytes_of(self, token_id: int) -> bytes:
         return f"{token_id} ".encode()

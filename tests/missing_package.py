@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from tests.processes import python
 
 CODE = """
 import importlib, sys
@@ -18,6 +17,4 @@ except ImportError as error:
 
 def import_error(module: str, *, without: str) -> str:
     """The ImportError of ``module`` in an interpreter that lacks the package ``without``."""
-    command = [sys.executable, "-c", CODE, module, without]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    return done.stdout
+    return python("-c", CODE, module, without, timeout=60, check=True).stdout

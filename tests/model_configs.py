@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
+
+from asyncllm.checkpoint.model_config import ModelConfig
 
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -22,3 +26,11 @@ QWEN3: dict[str, Any] = {
     "hidden_act": "silu",
 }
 LLAMA = QWEN3 | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+
+
+def read(path: Path, values: dict[str, Any], generation: Any = None) -> ModelConfig:
+    """What is made of a directory with these files."""
+    (path / "config.json").write_text(json.dumps(values))
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation))
+    return ModelConfig.from_directory(path)

@@ -18,13 +18,15 @@ from asyncllm.native.shared_library import Library, NativeUnavailableError
 
 OTHER_LIBRARY = "NATIVE_LIBRARY"
 """The environment variable that names another library to test."""
+INT8_IN_SPANS = ("avx512", "avx512bf16")
+"""Instruction sets that round inputs of int8 weights to 8 bits in spans; others do to 16 bits."""
 EMULATION = Path(__file__).parent / "native" / "avx512_emulation.h"
 
 
 def build_emulated(output: Path, flags: Sequence[str] = ()) -> None:
     """Builds both sets of AVX-512 in halves of AVX2, for a processor that lacks them."""
     units = dict(ISA_FLAGS["x86_64"])
-    for name in ("avx512", "avx512bf16"):
+    for name in INT8_IN_SPANS:
         ISA_FLAGS["x86_64"][name] = [*units["avx2"], "-include", str(EMULATION)]
     try:
         # The library asks the processor.

@@ -4,14 +4,15 @@ are compared, and what a comparison has to notice."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
@@ -19,7 +20,7 @@ from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.transformers_model.config import read_config
-from asyncllm.gpu.weights import load_weights
+from asyncllm.gpu.weights import load_weights, weights_bytes
 from tests.driver import Driver, Sequence
 from tests.native_library import context
 from tests.reference import Expected, Tally, check_tokens, compare, generate
@@ -175,6 +176,34 @@ def run_static_step(case: Case) -> None:
         check_tokens(seq.outputs, expected.first(10))
 
 
+def check_sizes(config: ModelConfig) -> None:
+    """The bytes of the parameters that are announced are those that are loaded."""
+    held: Any = load_weights(config, torch.float32, CPU)
+    assert weights_bytes(config, torch.float32) == sum(each.nbytes for _, each in held)
+
+
+def with_tensors(case: Case, target: Path, tensors: dict[str, torch.Tensor | None]) -> ModelConfig:
+    """The configuration of a copy of a checkpoint with other tensors; None takes one out."""
+    found: dict[str, Any] = load_file(case.path / "model.safetensors") | tensors
+    found = {name: tensor for name, tensor in found.items() if tensor is not None}
+    save_file(found, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_text((case.path / "config.json").read_text())
+    return ModelConfig.from_directory(target)
+
+
+def setting(
+    parts: Callable[[ModelRunner], Iterable[Any]], path: str, value: Any
+) -> Callable[[ModelRunner], None]:
+    """A mistake: in each of these parts of a runner, an attribute has another value."""
+    *way, name = path.split(".")
+
+    def mutate(runner: ModelRunner) -> None:
+        for part in parts(runner):
+            setattr(reduce(getattr, way, part), name, value)
+
+    return mutate
+
+
 def check_fails(case: Case, runner: ModelRunner) -> None:
     """That the comparison sees the mistake in a runner."""
     driver = Driver(runner)
@@ -182,6 +211,20 @@ def check_fails(case: Case, runner: ModelRunner) -> None:
     driver.run([seq], chunk=10)
     with pytest.raises(AssertionError):
         check(case, [seq], [1])
+
+
+def check_greedy(model: ModelConfig, reference: Any, count: int = 16) -> None:
+    """Compares greedy tokens of a checkpoint that may be packed with those of transformers' model
+    with the same weights."""
+    decoder = make_decoder(model, load_weights(model, torch.float32, CPU))
+    driver = Driver(make_runner(decoder, capturer=None))
+    tally, prompts = Tally(), ([3], [1, 4, 1, 5, 9, 2, 6], list(range(40)))
+    sequences = [driver.add(prompt, count) for prompt in prompts]
+    driver.run(sequences)
+    for seq, prompt in zip(sequences, prompts, strict=True):
+        compare(seq, generate(reference, prompt, count), tally)
+    assert tally.tokens == count * len(prompts)
+    assert len({token for seq in sequences for token in seq.outputs}) > 10
 
 
 def check_longrope(case: Case) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import asyncllm
+from tests.processes import python
 from tests.public_api import MADE_FOR_THE_CALLER, MODULES, _members
 
 ROOT = Path(__file__).parent.parent
@@ -39,9 +38,7 @@ def test_the_reference_is_generated(tmp_path: Path) -> None:
     command = re.search(r"^python -m (pdoc .+) -o build/api (.+)$", text, re.M)
     assert command is not None
     arguments = [*command[1].split(), "-o", str(tmp_path), *command[2].replace("'", "").split()]
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments], capture_output=True, text=True, check=False, cwd=ROOT
-    )
+    done = python("-m", *arguments, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "asyncllm.html").read_text(encoding="utf-8")
     for name in CLASSES:

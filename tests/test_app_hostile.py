@@ -20,19 +20,31 @@ from asyncllm.serving.http_parser import HttpParser
 from asyncllm.serving.turns import EVENTS_PER_TURN, STARTS_PER_ITERATION, Starts
 from asyncllm.serving.websocket_protocol import MAX_FRAGMENTS, WebSocketProtocol
 from asyncllm.testing import fake_engine
-from tests.app_clients import BODY, CHAT, HEAD, open_to, read_to_end, served_app, url_of, user
+from tests.app_clients import (
+    BODY,
+    CHAT,
+    HEAD,
+    connected,
+    open_to,
+    read_to_end,
+    served_app,
+    url_of,
+    user,
+)
 from tests.idle import until
 from tests.websocket_frames import BINARY, CLOSE, FIN, PING, TEXT, UPGRADE, frame, heard
 
 
 @contextlib.asynccontextmanager
 async def attacked(caplog, **options):
-    """A server whose event loop has caught no exception in the end, and which answers others."""
+    """A server that no connection is left to in the end, whose event loop has caught no exception,
+    and which answers others."""
     problems = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: problems.append(context))
     with caplog.at_level(logging.ERROR, "asyncllm"):
         async with served_app(fake_engine("Hello"), **options) as server:
             yield server
+            await all_left(server)
             headers = {"authorization": f"Bearer {options.get('token')}"}
             async with httpx.AsyncClient(base_url=url_of(server), headers=headers) as client:
                 answer = await client.post(CHAT, json=BODY)
@@ -47,8 +59,6 @@ async def all_left(server):
         while server._server.server_state.connections:
             await asyncio.sleep(0.005)
 
-
-# --- HTTP -------------------------------------------------------------------------------
 
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
 POST = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n".encode()
@@ -87,28 +97,21 @@ REQUESTS = [
 ]
 
 
-async def test_requests_that_are_none(caplog):
+async def test_invalid_requests_are_refused(caplog):
     async with attacked(caplog) as server:
         for data, status in REQUESTS:
-            reader, writer = await open_to(server)
-            writer.write(data)
-            async with asyncio.timeout(10):
+            async with connected(server, data) as (reader, _):
                 line = await reader.readline()
             assert line.split(b" ")[1] == status, (data[:80], line)
-            writer.transport.abort()
-        await all_left(server)
 
 
-async def test_nonsense_behind_an_answer(caplog):
-    async with attacked(caplog) as server:
-        reader, writer = await open_to(server)
-        writer.write(POST.replace(b"chat", b"none") + b"Transfer-Encoding: chunked\r\n\r\n")
+async def test_an_invalid_chunk_after_the_answer(caplog):
+    head = POST.replace(b"chat", b"none") + b"Transfer-Encoding: chunked\r\n\r\n"
+    async with attacked(caplog) as server, connected(server, head) as (reader, writer):
         assert b" 404 " in await reader.readline()
         writer.write(b"no number\r\n")
         with contextlib.suppress(ConnectionError):
             await read_to_end(reader)
-        writer.close()
-        await all_left(server)
 
 
 async def test_requests_of_clients_that_have_gone_are_not_submitted():
@@ -149,17 +152,14 @@ async def test_requests_begin_a_few_at_a_time_and_in_order():
 async def test_a_body_that_nothing_reads_holds_no_connection(caplog, monkeypatch, sent):
     """It may be sent byte by byte, or begun and not gone on with."""
     monkeypatch.setattr(http_protocol, "LINGER_SECONDS", 0.2)
-    async with attacked(caplog) as server:
-        reader, writer = await open_to(server)
-        writer.write(GET + b"Content-Length: 100000\r\n\r\n")
+    head = GET + b"Content-Length: 100000\r\n\r\n"
+    async with attacked(caplog) as server, connected(server, head) as (reader, writer):
         assert b" 200 " in await reader.readline()
         writer.write(b"x")
-        async with asyncio.timeout(10):
-            while server._server.server_state.connections:
-                if not writer.is_closing():
-                    writer.write(sent)
-                await asyncio.sleep(0.01)
-        writer.transport.abort()
+        while server._server.server_state.connections:
+            if not writer.is_closing():
+                writer.write(sent)
+            await asyncio.sleep(0.01)
 
 
 @pytest.fixture
@@ -192,56 +192,47 @@ REFUSED = [
 
 @pytest.mark.parametrize(("asked", "fields", "status"), REFUSED)
 async def test_chunks_behind_an_answer_are_not_parsed(monkeypatch, turns, asked, fields, status):
-    """The client gets its answer, although it sends on."""
     monkeypatch.setattr(http_protocol, "LINGER_SECONDS", 0.2)
     head = f"{asked} HTTP/1.1\r\nHost: x\r\n".encode() + fields
+    data = head + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 1_000_000
     async with served_app(fake_engine("x"), token="right") as server:
-        reader, writer = await open_to(server)
-        writer.write(head + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 1_000_000)
-        async with asyncio.timeout(10):
+        async with connected(server, data) as (reader, _):
             answer = await reader.readuntil(b"\r\n\r\n")
             with contextlib.suppress(ConnectionError):
                 await reader.read()
-        assert answer.split(b" ")[1] == status
-        assert b"connection: close\r\n" in answer
-        await all_left(server)
-        writer.transport.abort()
+            assert answer.split(b" ")[1] == status
+            assert b"connection: close\r\n" in answer
+            await all_left(server)
     # The first turn, and another where the answer had to wait for a turn of the loop.
     assert sum(turns) <= 2 * EVENTS_PER_TURN
 
 
 async def test_a_client_that_sends_on_is_not_reset_at_once(caplog):
     """A reset could cost it the answer."""
-    async with attacked(caplog) as server:
-        reader, writer = await open_to(server)
-        writer.write(POST.replace(b"chat", b"none") + b"Content-Length: 99999\r\n\r\n")
-        async with asyncio.timeout(10):
-            assert b" 404 " in await reader.readline()
-            assert b"not_found" in await reader.read()
+    head = POST.replace(b"chat", b"none") + b"Content-Length: 99999\r\n\r\n"
+    async with attacked(caplog) as server, connected(server, head) as (reader, writer):
+        assert b" 404 " in await reader.readline()
+        assert b"not_found" in await reader.read()
         for _ in range(3):
             writer.write(b"x" * 1000)
             await asyncio.sleep(0.05)
             assert not writer.transport.is_closing()
-        writer.transport.abort()
 
 
 async def test_a_body_that_was_read_keeps_its_connection(caplog):
     """With an error as with an answer; nothing is parsed as a chunk that is none."""
     body = b'{"messages": 1}'
-    async with attacked(caplog) as server:
-        reader, writer = await open_to(server)
+    async with attacked(caplog) as server, connected(server) as (reader, writer):
         for request, status in [
             (POST.replace(b"chat", b"none") + b"Content-Length: 15\r\n\r\n" + body, b"404"),
             (CHUNKED + b"f;x=y\r\n" + body + b"\r\n0\r\nX: y\r\n\r\n", b"400"),
             (GET + b"\r\n", b"200"),
         ]:
             writer.write(request)
-            async with asyncio.timeout(10):
-                answer = await reader.readuntil(b"\r\n\r\n")
-                length = int(answer.split(b"content-length: ")[1].split(b"\r\n")[0])
-                await reader.readexactly(length)
+            answer = await reader.readuntil(b"\r\n\r\n")
+            length = int(answer.split(b"content-length: ")[1].split(b"\r\n")[0])
+            await reader.readexactly(length)
             assert (answer.split(b" ")[1], b"connection: close" in answer) == (status, False)
-        writer.transport.abort()
 
 
 def in_chunks(data, size):
@@ -254,43 +245,33 @@ async def test_chunks_are_bounded_by_their_number(caplog, turns):
     asked = json.dumps(BODY).encode()
     async with attacked(caplog) as server:
         for size, width, status in [(1000, 1, b"200"), (100_000, 64, b"200"), (1200, 1, b"400")]:
-            reader, writer = await open_to(server)
             turns.clear()
-            writer.write(CHUNKED + in_chunks(asked + b" " * (size - len(asked)), width))
-            async with asyncio.timeout(10):
+            data = CHUNKED + in_chunks(asked + b" " * (size - len(asked)), width)
+            async with connected(server, data) as (reader, _):
                 line = await reader.readline()
                 assert line.split(b" ")[1] == status
                 if status == b"400":
                     assert b"body: has 1041 chunks in 1041 bytes" in await reader.read()
-            assert len(turns) >= sum(turns) / EVENTS_PER_TURN > 10
-            assert max(turns) <= EVENTS_PER_TURN
-            writer.transport.abort()
+                assert len(turns) >= sum(turns) / EVENTS_PER_TURN > 10
+                assert max(turns) <= EVENTS_PER_TURN
 
 
 async def test_requests_that_do_not_wait_have_turns(caplog):
-    count = 50
-    async with attacked(caplog) as server:
-        reader, writer = await open_to(server)
-        began = time.monotonic()
-        writer.write((GET + b"\r\n") * count)
-        async with asyncio.timeout(10):
-            for _ in range(count):
-                assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
-                await reader.readuntil(b"}")
+    count, began = 50, time.monotonic()
+    data = (GET + b"\r\n") * count
+    async with attacked(caplog) as server, connected(server, data) as (reader, _):
+        for _ in range(count):
+            assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+            await reader.readuntil(b"}")
         assert time.monotonic() - began >= 0.0035 * (count - 1)
-        writer.transport.abort()
 
 
 @contextlib.asynccontextmanager
 async def crowd(server, count, data=b""):
-    """Connections that send this and no more, after an answer to it."""
-    opened = []
-    for _ in range(count):
-        reader, writer = await open_to(server)
-        opened.append((reader, writer))
-        writer.write(data)
-        if data:
-            await reader.readuntil(b"}")
+    """Readers of connections that send this and no more, after an answer to it."""
+    opened = [await open_to(server, data) for _ in range(count)]
+    for reader, _ in opened if data else ():
+        await reader.readuntil(b"}")
     yield [reader for reader, _ in opened]
     for _, writer in opened:
         writer.transport.abort()
@@ -299,21 +280,17 @@ async def crowd(server, count, data=b""):
 @pytest.mark.parametrize("sent", [b"", GET + b"\r\n"])
 async def test_silent_connections_make_room(sent):
     """Those that never sent a header, and those that wait for another; the oldest first."""
-    engine = fake_engine("x" * 3000, step_time=0.01)
+    engine, body = fake_engine("x" * 3000, step_time=0.01), json.dumps({**BODY, "stream": True})
     async with served_app(engine, limits={"max_connections": 8}) as server:
-        body = json.dumps({**BODY, "stream": True})
-        stream, held = await open_to(server, f"{HEAD}{len(body)}\r\n\r\n{body}")
-        assert b" 200 " in await stream.readline()
-        async with crowd(server, 30, sent) as readers, asyncio.timeout(10):
-            reader, writer = await open_to(server)
-            writer.write(GET + b"\r\n")
-            assert b" 200 " in await reader.readline()
-            assert server.num_connections == 8
-            assert [await one.read() for one in readers[:24]] == [b""] * 24
-            assert not any(one.at_eof() for one in readers[24:])
-            await stream.readuntil(b"data: ")
-        for one in (held, writer):
-            one.transport.abort()
+        async with connected(server, f"{HEAD}{len(body)}\r\n\r\n{body}") as (stream, _):
+            assert b" 200 " in await stream.readline()
+            async with crowd(server, 30, sent) as readers:
+                async with connected(server, GET + b"\r\n") as (reader, _):
+                    assert b" 200 " in await reader.readline()
+                    assert server.num_connections == 8
+                    assert [await one.read() for one in readers[:24]] == [b""] * 24
+                    assert not any(one.at_eof() for one in readers[24:])
+                    await stream.readuntil(b"data: ")
 
 
 async def test_silent_connections_make_room_below_the_limit_of_files(monkeypatch):
@@ -355,29 +332,26 @@ async def test_an_answer_that_is_not_read_holds_no_connection(caplog):
 
 async def test_a_server_that_closes_leaves_no_connection():
     async with served_app(fake_engine("x"), drain=0.1) as server:
-        async with deaf(server, GET.replace(b"health", b"openapi.json") + b"\r\n") as (
-            _,
-            transport,
-        ):
+        request = GET.replace(b"health", b"openapi.json") + b"\r\n"
+        async with deaf(server, request) as (_, transport):
             await until(lambda: transport.get_write_buffer_size())
             await server.aclose()
             await all_left(server)
 
 
-# --- WebSockets -------------------------------------------------------------------------
+@contextlib.asynccontextmanager
+async def upgraded(server, data=b""):
+    """Reader and writer of a WebSocket that has sent ``data``."""
+    async with connected(server, UPGRADE) as (reader, writer):
+        assert b" 101 " in await reader.readuntil(b"\r\n\r\n")
+        writer.write(data)
+        yield reader, writer
 
 
 async def told(server, data, end=None):
-    """What a connection is sent that sends ``data``, up to its end or this one."""
-    reader, writer = await open_to(server)
-    writer.write(UPGRADE)
-    async with asyncio.timeout(10):
-        assert b" 101 " in await reader.readuntil(b"\r\n\r\n")
-    writer.write(data)
-    async with asyncio.timeout(10):
-        answer = await (reader.read() if end is None else reader.readuntil(end))
-    writer.transport.abort()
-    return heard(answer)
+    """What a WebSocket is sent that sends ``data``, up to its end or this one."""
+    async with upgraded(server, data) as (reader, _):
+        return heard(await (reader.read() if end is None else reader.readuntil(end)))
 
 
 CREATE = json.dumps({"type": "response.create", "input": "Hi"}).encode()
@@ -398,7 +372,7 @@ FRAMES = [
 ]
 
 
-async def test_frames_that_are_none(caplog):
+async def test_invalid_frames_close_the_socket(caplog):
     async with attacked(caplog) as server:
         for data, code in FRAMES:
             (opcode, payload), *more = await told(server, data)
@@ -407,7 +381,6 @@ async def test_frames_that_are_none(caplog):
         for kind, code in ((BINARY, "invalid_message"), (TEXT, "invalid_json")):
             answer, *_ = await told(server, frame(FIN | kind, b"\x00") * 70, end=b"}}")
             assert json.loads(answer[1])["error"]["code"] == code
-        await all_left(server)
 
 
 async def test_a_socket_behind_an_answer_that_is_read_late(caplog):
@@ -425,7 +398,6 @@ async def test_a_socket_behind_an_answer_that_is_read_late(caplog):
             writer.write(frame(FIN | TEXT, CREATE))
             await reader.readuntil(b'"response.completed"')
             writer.transport.abort()
-        await all_left(server)
 
 
 async def test_pings_whose_answers_are_not_read_pile_up_nowhere(caplog):
@@ -442,7 +414,6 @@ async def test_pings_whose_answers_are_not_read_pile_up_nowhere(caplog):
             sending.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await sending
-        await all_left(server)
 
 
 async def test_pings_have_turns(caplog, monkeypatch):
@@ -450,48 +421,35 @@ async def test_pings_have_turns(caplog, monkeypatch):
     monkeypatch.setattr(
         WebSocketProtocol, "_begin_turn", lambda self: (turns.append(self), begin_turn(self))
     )
-    async with attacked(caplog) as server:
-        reader, writer = await open_to(server)
-        writer.write(UPGRADE)
-        async with asyncio.timeout(10):
-            assert b" 101 " in await reader.readuntil(b"\r\n\r\n")
-            writer.write(frame(FIN | PING) * count + frame(FIN | TEXT, CREATE))
-            assert await reader.readexactly(2 * count) == b"\x8a\0" * count
-            await reader.readuntil(b'"response.completed"')
+    data = frame(FIN | PING) * count + frame(FIN | TEXT, CREATE)
+    async with attacked(caplog) as server, upgraded(server, data) as (reader, _):
+        assert await reader.readexactly(2 * count) == b"\x8a\0" * count
+        await reader.readuntil(b'"response.completed"')
         # A slice beyond the turn's last event may hold more of them.
         assert len(turns) >= count // (64 + 256 // 6)
-        writer.transport.abort()
 
 
 async def test_frames_behind_the_handshake_wait_for_its_answer(caplog):
     async with attacked(caplog, token="right") as server:
-        for token, status in ((b"right", b" 101 "), (b"wrong", b" 401 ")):
-            reader, writer = await open_to(server)
-            fields = b"Authorization: Bearer " + token + b"\r\nUpgrade: w"
+        for token, status, data, end in (
+            (b"right", b" 101 ", frame(FIN | TEXT, CREATE), b'"response.completed"'),
             # An unmasked frame is an error.
-            data = frame(FIN | TEXT, CREATE) if token == b"right" else b"\x89\0" * 1000
-            writer.write(UPGRADE.replace(b"Upgrade: w", fields) + data)
-            async with asyncio.timeout(10):
+            (b"wrong", b" 401 ", b"\x89\0" * 1000, b'invalid_api_key"'),
+        ):
+            fields = b"Authorization: Bearer " + token + b"\r\nUpgrade: w"
+            data = UPGRADE.replace(b"Upgrade: w", fields) + data
+            async with connected(server, data) as (reader, _):
                 assert status in await reader.readuntil(b"\r\n\r\n")
-                if token == b"right":
-                    await reader.readuntil(b'"response.completed"')
-                else:
-                    assert b"invalid_api_key" in await reader.readuntil(b"}}")
-            writer.transport.abort()
+                await reader.readuntil(end)
 
 
 async def test_messages_that_do_not_wait_are_answered_in_turn(caplog):
     count = 40
-    async with attacked(caplog) as server:
-        reader, writer = await open_to(server)
-        writer.write(UPGRADE)
-        async with asyncio.timeout(10):
-            assert b" 101 " in await reader.readuntil(b"\r\n\r\n")
-            writer.write(frame(FIN | TEXT, b"{}" + b" " * 100) * count)
-            for _ in range(count):
-                await reader.readuntil(b'"error"')
-                await reader.readuntil(b"}}")
-        writer.transport.abort()
+    data = frame(FIN | TEXT, b"{}" + b" " * 100) * count
+    async with attacked(caplog) as server, upgraded(server, data) as (reader, _):
+        for _ in range(count):
+            await reader.readuntil(b'"error"')
+            await reader.readuntil(b"}}")
 
 
 async def test_a_page_of_another_origin_reaches_nothing(caplog):
@@ -502,7 +460,5 @@ async def test_a_page_of_another_origin_reaches_nothing(caplog):
         fields = f"{evil}Content-Type: text/plain\r\n\r\n{body}"
         upgrade = UPGRADE.replace(b"Upgrade: w", evil.encode() + b"Upgrade: w").decode()
         for request in (f"{HEAD}{len(body)}\r\n{fields}", upgrade):
-            reader, writer = await open_to(server, request)
-            async with asyncio.timeout(10):
+            async with connected(server, request) as (reader, _):
                 assert b" 403 " in await reader.readline()
-            writer.transport.abort()

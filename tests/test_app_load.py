@@ -27,7 +27,7 @@ from asyncllm.serving.http_server import HttpServer
 ROOT = Path(__file__).parent.parent
 BUILD = ROOT / "build"
 DEMO = Path(asyncllm.__file__).parent / "demo_model"
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_factories=["asyncio"])]
 
 
 def folder_of(name):
@@ -56,11 +56,8 @@ async def run(name, *arguments):
     assert process.returncode == 0, out.decode()[-5000:]
 
 
-def test_guidellm_for_a_minute(tmp_path):
-    asyncio.run(load(tmp_path / "report.json"))
-
-
-async def load(report):
+async def test_guidellm_for_a_minute(tmp_path):
+    report = tmp_path / "report.json"
     async with AsyncLLMEngine() as engine, served(engine) as url:
         await run(
             *("guidellm", "run", "--disable-progress"),
@@ -98,7 +95,7 @@ doc_to_choice: "{{{{choices}}}}"
 SUMS = [(2, 3), (4, 5), (12, 7), (6, 6), (10, 9), (1, 8)]
 
 
-def test_lm_eval_scores_as_the_engine_does(tmp_path):
+async def test_lm_eval_scores_as_the_engine_does(tmp_path):
     data = tmp_path / "data.jsonl"
     rows = [
         {
@@ -110,18 +107,14 @@ def test_lm_eval_scores_as_the_engine_does(tmp_path):
     ]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "sums.yaml").write_text(TASK.format(data=data))
-    asyncio.run(score(tmp_path, rows))
-
-
-async def score(folder, rows):
     async with AsyncLLMEngine() as engine, served(engine) as url:
         await run(
             *("lm_eval", "run", "--model", "local-completions", "--log_samples"),
             "--model_args",
             f"model=asyncllm/demo,base_url={url}/v1/completions,tokenizer={DEMO}",
-            *("--tasks", "sums", "--include_path", folder, "--output_path", folder / "out"),
+            *("--tasks", "sums", "--include_path", tmp_path, "--output_path", tmp_path / "out"),
         )
-        (samples,) = folder.glob("out/*/samples_*.jsonl")
+        (samples,) = tmp_path.glob("out/*/samples_*.jsonl")
         found = [json.loads(line) for line in samples.read_text().splitlines()]
         assert len(found) == len(rows)
         for sample in found:

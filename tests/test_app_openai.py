@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from contextlib import asynccontextmanager
@@ -18,6 +17,7 @@ from tests.app_clients import served_app, url_of, user
 from tests.idle import idle
 
 openai = pytest.importorskip("openai")
+pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])
 
 AGENTS = Path(__file__).parent.parent / "build" / "agents"
 
@@ -51,11 +51,7 @@ class Trip(BaseModel):
     days: Literal[1, 2, 3]
 
 
-def test_the_openai_client_on_the_packaged_model():
-    asyncio.run(speak_openai())
-
-
-async def speak_openai():
+async def test_the_openai_client_on_the_packaged_model():
     engine = AsyncLLMEngine(num_blocks=64)
     model = "asyncllm/demo"
     async with client_of(engine, token="secret") as client:
@@ -176,11 +172,7 @@ async def speak_responses(client, model, form):
         assert (error.error.code, error.status) == ("previous_response_not_found", 400)
 
 
-def test_errors_are_the_clients_own_kinds():
-    asyncio.run(meet_errors())
-
-
-async def meet_errors():
+async def test_errors_are_the_clients_own_kinds():
     engine = fake_engine("x" * 3000, max_model_len=4000, step_time=0.002)
     async with client_of(engine, token="secret") as client:
         create = client.chat.completions.create
@@ -213,15 +205,11 @@ async def meet_errors():
         assert (await idle(engine)).num_aborted == 3
 
 
-def test_the_agents_sdk_with_a_tool(monkeypatch):
+async def test_the_agents_sdk_with_a_tool(monkeypatch):
     # It asks for an older websockets than the one that is tested, and does without: last in the
     # path, its own copies of what is installed are not used.
     monkeypatch.setattr(sys, "path", [*sys.path, str(AGENTS)])
     agents = pytest.importorskip("agents", reason=f".ci/run installs it into {AGENTS.name}")
-    asyncio.run(run_an_agent(agents))
-
-
-async def run_an_agent(agents):
     asked = []
 
     @agents.function_tool

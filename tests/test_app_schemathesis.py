@@ -17,20 +17,16 @@ COMMAND = Path(os.environ.get("SCHEMATHESIS", BUILD / "schemathesis/bin/schemath
 
 
 @pytest.mark.slow
-def test_schemathesis(tmp_path):
-    if not COMMAND.is_file():
-        pytest.skip("python3 -m venv build/schemathesis, and pip install schemathesis there, first")
-    asyncio.run(attack(tmp_path))
-
-
-async def attack(folder):
+@pytest.mark.skipif(not COMMAND.is_file(), reason="pip install schemathesis in build/schemathesis")
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+async def test_schemathesis(tmp_path):
     async with served_app(fake_engine("Hello, friend!", max_model_len=300)) as server:
         process = await asyncio.create_subprocess_exec(
             *(str(COMMAND), "run", url_of(server) + "/openapi.json"),
             *("--phases", "examples,coverage,fuzzing", "--max-examples", "20"),
             # A schema cannot say that min_tokens is at most max_tokens, say.
             *("--exclude-checks", "positive_data_acceptance"),
-            cwd=folder,
+            cwd=tmp_path,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )

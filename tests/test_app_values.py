@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
@@ -13,6 +12,7 @@ from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.testing import fake_engine
 from tests.app_clients import BODY, CHAT, app_client
 
+pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])
 DEEP = "x"
 for _ in range(150):
     DEEP = [DEEP]
@@ -38,11 +38,7 @@ VALUES = [
         ("/v1/responses", ResponseRequest, {"input": "Hi"}),
     ],
 )
-def test_no_value_of_a_field_is_a_failure_of_the_server(path, kind, given):
-    asyncio.run(try_values(path, kind, given))
-
-
-async def try_values(path, kind, given):
+async def test_no_value_of_a_field_is_a_failure_of_the_server(path, kind, given):
     engine = fake_engine("x", max_model_len=64)
     async with app_client(engine) as client:
         for field in sorted({*kind.model_fields, *kind.NEUTRAL} - {"generate"}):
@@ -56,11 +52,7 @@ async def try_values(path, kind, given):
         assert (await client.post(path, json=given)).status_code == 200
 
 
-def test_a_million_stop_strings():
-    asyncio.run(stop_at_many())
-
-
-async def stop_at_many():
+async def test_a_million_stop_strings():
     async with app_client(fake_engine("x")) as client:
         for number, status, code in (
             (1_000_000, 413, "request_too_large"),

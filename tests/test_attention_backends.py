@@ -71,9 +71,6 @@ def hopper(monkeypatch):
     return capability
 
 
-# --- choosing ------------------------------------------------------------------------------
-
-
 def test_a_cpu_has_plain_torch():
     attention, block_size = make_attention("torch", CPU)
     assert type(attention) is TorchAttention
@@ -164,7 +161,7 @@ def test_native_layers_share_one_pool_and_leave_torch_one_thread():
         ("flash_attn_3", "flash_attn_3", 16),
     ],
 )
-def test_a_gpu_has_them_all(hopper, name, backend, block_size):
+def test_backends_of_a_gpu(hopper, name, backend, block_size):
     if backend == "triton":
         pytest.importorskip("triton")
     attention, found = make_attention(name, GPU)
@@ -245,8 +242,6 @@ assert not loaded, loaded
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# --- refusals ------------------------------------------------------------------------------
-
 WIDE = replace(SHAPE, head_dim=288)
 WIDEST = replace(SHAPE, head_dim=514)
 ODD = replace(SHAPE, head_dim=68)
@@ -271,7 +266,7 @@ CAPPED = replace(SHAPE, softcap=30.0)
         ("auto", {}, (7, 0), "is 'triton' on device cuda:0, which takes compute capability"),
     ],
 )
-def test_what_a_backend_does_not_cover(hopper, name, changes, capability, words):
+def test_requests_that_a_backend_does_not_cover(hopper, name, changes, capability, words):
     hopper[:] = capability or ()
     said = f"^attention_backend={name!r}.*{words}.*or attention_backend=.torch., which covers it"
     with pytest.raises(InvalidRequestError, match=said) as error:
@@ -335,9 +330,6 @@ def test_a_capability_can_be_checked_without_the_gpu():
     assert not list(TritonAttention.constraints.unmet(GPU, (12, 1)))
 
 
-# --- Triton that does not work -------------------------------------------------------------
-
-
 @pytest.fixture
 def no_compiler(monkeypatch):
     triton = pytest.importorskip("triton")
@@ -358,9 +350,6 @@ def test_the_way_out_needs_no_compiler(hopper, no_compiler):
     flash, _ = make_attention("flash_attn", GPU)
     with pytest.raises(EngineError, match='attention_backend="torch"'):
         make_ops(GPU.device, flash)
-
-
-# --- other distributions -------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -462,7 +451,7 @@ def test_a_broken_distribution_is_named(install, source, words):
     assert make_attention("torch", CPU)[0].name == "torch"
 
 
-def test_what_is_no_attention_is_refused(install):
+def test_a_backend_has_to_make_an_attention(install):
     source = example() + "\nExactAttention.make = classmethod(lambda cls, request: None)\n"
     install(source, exact="ExactAttention")
     with pytest.raises(EngineError, match="attention_backend='exact': it made a NoneType"):
@@ -476,7 +465,7 @@ def test_a_name_belongs_to_one_distribution(install):
         make_attention("exact", CPU)
 
 
-def test_our_names_are_ours(install, monkeypatch):
+def test_builtin_names_cannot_be_registered(install, monkeypatch):
     monkeypatch.setattr(registry, "Library", no_library)
     install(example(), torch="ExactAttention")
     for name in ("torch", "auto"):

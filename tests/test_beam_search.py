@@ -91,12 +91,9 @@ WAYS = [
 
 
 @pytest.mark.parametrize("way", range(len(WAYS)))
-def test_beams_equal_transformers(checkpoint, way):
-    asyncio.run(_compare(*checkpoint, way))
-
-
-async def _compare(path, model, way):
-    compared = set()
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+async def test_beams_equal_transformers(checkpoint, way):
+    (path, model), compared = checkpoint, set()
     async with AsyncLLMEngine(path, **SETTINGS, async_scheduling=way % 2 == 1) as engine:
         for i, prompt in enumerate(prompts(6)):
             width, length = 2 + (i + way) % 5, 4 + 2 * i
@@ -144,9 +141,6 @@ async def test_beams_share_prefixes(checkpoint):
     # Of each but the first no more than a block, and the blocks that a beam has filled meanwhile.
     computed = stats.prefix_cache_queries - stats.prefix_cache_hits
     assert computed <= len(prompt) + 19 * 4 * 4
-
-
-# --- the search alone -------------------------------------------------------------------
 
 
 class Table:
@@ -219,9 +213,6 @@ def test_only_the_likeliest_end_and_those_behind_them_go_on():
     search.advance([[*top, Logprob(7, -5.0, 5)]])
     assert [beam.token_ids for beam in search.ended_beams] == [[1], [5]]
     assert [beam.token_ids for beam in search.running_beams] == [[2], [6]]
-
-
-# --- arguments and ends -----------------------------------------------------------------
 
 
 WRONG = [

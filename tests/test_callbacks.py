@@ -23,6 +23,7 @@ from asyncllm.callbacks import stream_with_callbacks
 from tests.fakes import fake
 from tests.idle import until
 
+WHOLE = ["on_llm_start", "on_llm_new_token", "on_llm_end"]
 CHAT = [{"role": "system", "content": "7"}, {"role": "user", "content": "8 9"}]
 
 
@@ -44,6 +45,12 @@ class Recorder:
 
     def of(self, name):
         return [(args, kwargs) for n, args, kwargs in self.events if n == name]
+
+    @property
+    def error(self):
+        """The exception that it was told first, and what came with that."""
+        ((error,), kwargs), *_ = self.of("on_llm_error")
+        return error, kwargs
 
 
 class AsyncRecorder(Recorder):
@@ -72,9 +79,6 @@ async def told(engine, handlers, prompt=(1,), **options):
     return await stream.result()
 
 
-# --- what they are told -----------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", [Recorder, AsyncRecorder])
 async def test_a_prompt_is_told_from_start_to_end(kind):
     rig, handler = fake(), kind()
@@ -94,7 +98,7 @@ async def test_a_prompt_is_told_from_start_to_end(kind):
         deltas = [delta async for delta in stream]
         plain = await engine.generate("1 2 3", max_tokens=6)
     assert "".join(map(str, deltas)) == plain.text
-    assert handler.names == ["on_llm_start", "on_llm_new_token", "on_llm_end"]
+    assert handler.names == WHOLE
     for _, _, kwargs in handler.events:
         assert kwargs["run_id"] == run_id == stream.run_id
         assert kwargs["parent_run_id"] == parent
@@ -153,7 +157,7 @@ async def test_a_handler_without_chat_gets_one_prompt(how):
     rig, handler = fake(), Old()
     async with rig.engine() as engine:
         await told(engine, [handler], CHAT, max_tokens=2)
-    assert handler.names == ["on_llm_start", "on_llm_new_token", "on_llm_end"]
+    assert handler.names == WHOLE
     ((_, prompts), _), *_ = handler.of("on_llm_start")
     assert prompts == ["System: 7\nHuman: 8 9"]
 
@@ -163,14 +167,11 @@ async def test_token_ids_and_objects_with_few_methods():
         def on_llm_end(self, result, **kwargs):
             self.text = result.generations[0][0].text
 
-    rig, handler, all_of_it = fake(), OnlyEnds(), Recorder()
-    async with rig.engine() as engine:
-        stream = stream_with_callbacks(
-            engine, [4, 5], handlers=[handler, object(), all_of_it], max_tokens=2
-        )
-        assert (await stream.result()).text == handler.text
-        stream = stream_with_callbacks(engine, np.array([4, 5]), handlers=[handler], max_tokens=2)
-        assert (await stream.result()).text == handler.text
+    handler, all_of_it = OnlyEnds(), Recorder()
+    async with fake().engine() as engine:
+        for prompt in ([4, 5], np.array([4, 5])):
+            completion = await told(engine, [handler, object(), all_of_it], prompt, max_tokens=2)
+            assert completion.text == handler.text
     assert all_of_it.of("on_llm_start")[0][0][1] == ["4 5"]
 
 
@@ -184,9 +185,6 @@ async def test_ignored_events_are_not_told():
         for prompt in ("1 2", CHAT):
             await told(engine, [handler], prompt, max_tokens=2)
     assert handler.events == []
-
-
-# --- where they run ---------------------------------------------------------------------
 
 
 async def test_synchronous_handlers_run_off_the_loop_unless_inline():
@@ -285,9 +283,6 @@ async def test_a_handler_may_run_a_loop_of_its_own_below_any_other():
     assert [len(completion.token_ids) for completion in completions] == [3, 3]
 
 
-# --- errors -----------------------------------------------------------------------------
-
-
 class Faulty(Recorder):
     def __init__(self, event, raise_error=False):
         super().__init__()
@@ -311,18 +306,18 @@ async def test_a_handler_that_asks_for_it_stops_the_stream(event):
         await until(lambda: engine.stats().num_aborted != 0)
         assert engine.stats().num_free_blocks == engine.stats().num_blocks
     for one in (handler, other):
-        ((error,), kwargs), *_ = one.of("on_llm_error")
+        error, kwargs = one.error
         assert isinstance(error, ValueError)
         assert kwargs["run_id"] == stream.run_id
     assert other.names[-1] == "on_llm_error"
 
 
 async def test_a_handler_may_refuse_the_end():
-    rig, handler = fake(), Faulty("on_llm_end", raise_error=True)
-    async with rig.engine() as engine:
+    handler = Faulty("on_llm_end", raise_error=True)
+    async with fake().engine() as engine:
         with pytest.raises(ValueError, match="on_llm_end"):
             await told(engine, [handler], max_tokens=2)
-    assert handler.names == ["on_llm_start", "on_llm_new_token", "on_llm_end"]
+    assert handler.names == WHOLE
 
 
 async def test_a_refused_request_is_told_and_raised_at_the_first_read():
@@ -372,7 +367,7 @@ async def test_cancellation_is_an_error_to_handlers():
             await task
         await until(lambda: engine.stats().num_aborted != 0)
     for one in (handler, other):
-        ((error,), kwargs), *_ = one.of("on_llm_error")
+        error, kwargs = one.error
         assert isinstance(error, asyncio.CancelledError)
         assert kwargs["response"].generations[0][0].text
 
@@ -394,22 +389,11 @@ async def test_closing_and_aborting_end_the_run():
         del four
         gc.collect()
         await until(lambda: engine.stats().num_aborted >= 4)
-    assert closed.names == aborted.names == ["on_llm_start", "on_llm_new_token", "on_llm_end"]
+    assert closed.names == aborted.names == WHOLE
     assert closed.of("on_llm_end")[0][0][0].generations[0][0].text == first.text
     result = aborted.of("on_llm_end")[0][0][0]
     assert result.generations[0][0].generation_info["finish_reason"] == "abort"
     assert unread.events == []
-
-
-async def test_submitted_at_once():
-    rig = fake(record=True)
-    async with rig.engine() as engine:
-        await engine.pause()
-        streams = [stream_with_callbacks(engine, [i], max_tokens=3) for i in range(4)]
-        await engine.resume()
-        for stream in streams:
-            await stream.result()
-    assert [len(batch) for batch in rig.executor.batches] == [4, 4, 4]
 
 
 def _run_on_trio(main):
@@ -434,10 +418,9 @@ async def test_works_under_trio():
                     scope.cancel()
 
     await asyncio.to_thread(_run_on_trio, main)
-    assert handler.names == ["on_llm_start", "on_llm_new_token", "on_llm_end"]
+    assert handler.names == WHOLE
     for one in (cancelled, other):
-        ((error,), _), *_ = one.of("on_llm_error")
-        assert isinstance(error, trio.Cancelled)
+        assert isinstance(one.error[0], trio.Cancelled)
 
 
 async def test_a_cancel_scope_of_anyio_leaves_on_llm_error_its_awaits():
@@ -453,8 +436,7 @@ async def test_a_cancel_scope_of_anyio_leaves_on_llm_error_its_awaits():
         with anyio.CancelScope() as scope:
             async for _ in stream_with_callbacks(engine, [1], handlers=[handler], max_tokens=200):
                 scope.cancel()
-    ((error,), _), *_ = handler.of("on_llm_error")
-    assert isinstance(error, asyncio.CancelledError)
+    assert isinstance(handler.error[0], asyncio.CancelledError)
 
 
 async def test_a_read_that_is_destroyed_awaits_no_handler():
@@ -467,9 +449,6 @@ async def test_a_read_that_is_destroyed_awaits_no_handler():
         read.close()  # as the collector does with a task of a loop that was closed
         assert handler.names == ["on_llm_start"]
         await engine.resume()
-
-
-# --- LangChain's own handlers -----------------------------------------------------------
 
 
 @pytest.fixture
@@ -514,9 +493,6 @@ async def test_langchain_tracers_accept_an_error(tracer_class):
     assert run.outputs["generations"][0][0]["text"]
 
 
-# --- what handlers raise that is no Exception, and what is not theirs --------------------
-
-
 class Raising:
     """Raises in one of its methods; on the thread, inline, or asynchronously."""
 
@@ -538,7 +514,7 @@ HOWS = ["thread", "inline", "async"]
 
 
 @pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("event", ["on_llm_start", "on_llm_new_token", "on_llm_end"])
+@pytest.mark.parametrize("event", WHOLE)
 @pytest.mark.parametrize(
     "kind", [ValueError, SystemExit, asyncio.CancelledError, GeneratorExit, StopAsyncIteration]
 )
@@ -549,7 +525,7 @@ async def test_any_error_of_a_handler_is_logged_and_no_more(kind, event, how, ca
             completion = await told(engine, [handler, other], max_tokens=4)
             assert len(completion.token_ids) == 4
     assert handler.calls > 0
-    assert other.names == ["on_llm_start", "on_llm_new_token", "on_llm_end"]
+    assert other.names == WHOLE
     assert f"Raising.{event} raised" in caplog.text
 
 
@@ -610,7 +586,7 @@ async def test_a_cancellation_within_a_handler_cancels_the_reader(how):
     assert scope.cancel_called == (how == "scope")
 
 
-async def test_a_handler_that_cannot_say_what_it_has():
+async def test_a_handler_whose_attributes_raise():
     class Odd:
         def __getattr__(self, name):
             raise ValueError(name)

@@ -20,8 +20,6 @@ from asyncllm.runtime.mailbox import ThreadMailbox
 from tests.channels import ChannelRig, logprobs_of, run_with_switch
 from tests.hypothesis_settings import examples
 
-# --- a thread switch at each bytecode ---------------------------------------------------
-
 
 def at_each_bytecode(make):
     """Yields rigs made by ``make() -> (rig, call, other)``, each after ``call`` with ``other``
@@ -197,9 +195,6 @@ def test_first_end_is_the_end_and_counts_its_token_once():
         assert (channel.final, channel.num_written) == (end, 0)
 
 
-# --- several ends -----------------------------------------------------------------------
-
-
 def ended_once(rig):
     """The reader slept all the while, and only those who ended the request wake it."""
     rig.read_until_asleep()
@@ -260,16 +255,6 @@ def test_thread_stuck_in_an_observer_does_not_keep_the_stream_from_ending():
     ended_once(rig)
 
 
-def test_put_after_the_end_is_dropped():
-    rig = ChannelRig()
-    rig.put()
-    rig.fail()
-    rig.put()
-    rig.read_until_asleep()
-    assert str(rig.end) == "hung"
-    rig.check_read(1)
-
-
 def test_cancelled_read_loses_nothing_of_what_was_generated():
     rig = ChannelRig(max_unread=3)
     rig.request.output.detokenizer.finish = lambda: "held back"
@@ -285,9 +270,6 @@ def test_cancelled_read_loses_nothing_of_what_was_generated():
     rig.deltas[-1] = replace(rig.deltas[-1], text=rig.deltas[-1].text.removesuffix("held back"))
     rig.check_read(5)
     assert rig.stream._outputs[0].texts[-1].endswith("held back")
-
-
-# --- any order of operations ------------------------------------------------------------
 
 
 class ChannelMachine(RuleBasedStateMachine):
@@ -380,9 +362,6 @@ ChannelMachine.TestCase.settings = examples(100, stateful_step_count=40)
 test_any_order_of_operations = ChannelMachine.TestCase
 
 
-# --- threads ----------------------------------------------------------------------------
-
-
 @pytest.fixture
 def short_switch_interval():
     before = sys.getswitchinterval()
@@ -445,9 +424,6 @@ def test_threads_that_end_a_channel_together(short_switch_interval):
         delivery = rig.output_processor
         assert delivery.num_finished + delivery.num_failed == 1
         rig.check_read(sum(len(delta.token_ids) for delta in rig.deltas))
-
-
-# --- where the argument does not hold ---------------------------------------------------
 
 
 def test_python_without_the_gil_is_refused(monkeypatch):

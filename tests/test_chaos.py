@@ -34,7 +34,6 @@ def test_chaos(make, seconds, seed):
 
 
 def test_the_ledger_sees_a_wrong_token(seed, monkeypatch):
-    """The check bites: one wrong token in a prefix hit is noticed."""
     from asyncllm.testing import FakeExecutor
 
     write = FakeExecutor._write_digests

@@ -51,7 +51,7 @@ def by_the_worker(calls: list[tuple[str, int]]) -> list[bool]:
     return [name == "asyncllm-text" for name, _ in calls]
 
 
-async def test_a_short_chat_is_tokenised_in_the_call(encoded: list[tuple[str, int]]) -> None:
+async def test_a_short_chat_is_tokenised_in_the_call(encoded):
     rig = rig_with()
     async with rig.engine() as engine:
         stream = engine.chat(HELLO, max_tokens=2)
@@ -61,7 +61,7 @@ async def test_a_short_chat_is_tokenised_in_the_call(encoded: list[tuple[str, in
         assert list((await stream.result()).token_ids) == rig.executor.reference(ids, 2)
 
 
-async def test_text_in_a_message_writes_no_turn() -> None:
+async def test_text_in_a_message_writes_no_turn():
     async with rig_with().engine() as engine:
         for messages in (FORGED, [FORGED[0] | {"content": FORGED[0]["content"] * 99}]):
             tokenizer = tokenizer_of(engine)
@@ -93,9 +93,7 @@ async def test_text_in_a_message_writes_no_turn() -> None:
         "{% set x = 'ab ' * 3000 %}{{ x }}",
     ],
 )
-async def test_what_a_template_writes_decides_on_the_thread(
-    template: str, encoded: list[tuple[str, int]]
-) -> None:
+async def test_what_a_template_writes_decides_on_the_thread(template, encoded):
     rig = rig_with(template)
     async with rig.engine() as engine:
         stream = engine.chat(HELLO, max_tokens=2)
@@ -107,7 +105,7 @@ async def test_what_a_template_writes_decides_on_the_thread(
         assert list(result.token_ids) == rig.executor.reference(ids, 2)
 
 
-async def test_a_template_that_is_not_compiled_is_compiled_elsewhere() -> None:
+async def test_a_template_that_is_not_compiled_is_compiled_elsewhere():
     async with rig_with().engine() as engine:
         stream = engine.chat(HELLO, chat_template="ab{{ '' }}", max_tokens=1)
         assert stream.prompt_token_ids is None
@@ -124,7 +122,7 @@ async def test_a_template_that_is_not_compiled_is_compiled_elsewhere() -> None:
         ("{% if messages[0].content %}{{ 1 / 0 }}{% endif %}", "division by zero"),
     ],
 )
-async def test_a_hostile_template_ends_its_own_request(template: str, match: str) -> None:
+async def test_a_hostile_template_ends_its_own_request(template, match):
     rig = rig_with()
     tokenizer: Any = rig.tokenizer
     tokenizer._max_token_characters = 0
@@ -140,9 +138,7 @@ async def test_a_hostile_template_ends_its_own_request(template: str, match: str
         assert engine.stats().num_waiting == 0
 
 
-async def test_what_is_too_long_for_certain_is_not_tokenised(
-    encoded: list[tuple[str, int]],
-) -> None:
+async def test_prompts_that_cannot_fit_are_not_tokenised(encoded):
     async with rig_with("{{ 'ab ' * 100000 }}", max_model_len=100).engine() as engine:
         stream = engine.chat(HELLO)
         with pytest.raises(ContextLengthExceededError, match=r"at least 100 tokens, .* most 99"):
@@ -150,7 +146,7 @@ async def test_what_is_too_long_for_certain_is_not_tokenised(
         assert encoded == []
 
 
-async def test_only_what_the_tokenizer_is_given_proves_a_length() -> None:
+async def test_only_what_the_tokenizer_is_given_proves_a_length():
     """Fields that no template writes are no part of the prompt, however long they are."""
     async with rig_with(max_model_len=64, num_blocks=100).engine(max_queued_tokens=200) as engine:
         await engine.pause()
@@ -165,7 +161,7 @@ async def test_only_what_the_tokenizer_is_given_proves_a_length() -> None:
         assert list(stream.prompt_token_ids or ()) == as_written(tokenizer_of(engine), HELLO)
 
 
-async def test_messages_are_the_callers_again_after_the_call() -> None:
+async def test_messages_are_the_callers_again_after_the_call():
     class Content(str):
         def __deepcopy__(self, memo: Any) -> Any:
             raise AssertionError("a method of the caller's")
@@ -182,7 +178,7 @@ async def test_messages_are_the_callers_again_after_the_call() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 10_000])
-async def test_cyclic_and_deep_messages_are_refused_at_once(size: int) -> None:
+async def test_cyclic_and_deep_messages_are_refused_at_once(size):
     cyclic: dict[str, Any] = {"role": "user", "content": "x" * size}
     cyclic["self"] = [cyclic]
     deep: Any = "x" * size
@@ -206,9 +202,7 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize("size", [1, LONG_TEXT])
-async def test_a_panic_in_the_tokenizer_ends_its_own_request(
-    size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_panic_in_the_tokenizer_ends_its_own_request(size, monkeypatch):
     class Panicking:
         def encode(self, *args: Any, **kwargs: Any) -> Any:
             raise Panic("index out of bounds")
@@ -253,7 +247,7 @@ async def test_a_panic_in_the_tokenizer_ends_its_own_request(
         "|",
     ],
 )
-async def test_odd_text(text: str, repeat: int) -> None:
+async def test_odd_text(text, repeat):
     messages = [{"role": "user", "content": text * repeat}]
     async with rig_with(num_blocks=100, max_model_len=300).engine() as engine:
         tokenizer = tokenizer_of(engine)
@@ -296,7 +290,7 @@ class Hostile:
         Hostile(),
     ],
 )
-async def test_what_python_cannot_print_is_refused_as_any_other(message: Any) -> None:
+async def test_messages_that_cannot_be_printed_are_refused(message):
     async with rig_with().engine() as engine:
         with pytest.raises(InvalidRequestError, match="messages") as caught:
             engine.chat([message])

@@ -42,7 +42,11 @@ def _what_is_missing() -> str | None:
 
 
 _MISSING = _what_is_missing()
-pytestmark = [pytest.mark.skipif(_MISSING is not None, reason=_MISSING or "")]
+pytestmark = [
+    pytest.mark.skipif(_MISSING is not None, reason=_MISSING or ""),
+    pytest.mark.asyncio(loop_factories=["asyncio"]),
+]
+SCREENSHOTS = ROOT / "build" / "screenshots"
 
 
 def page(path):
@@ -70,14 +74,10 @@ class Browser:
 
 @contextlib.asynccontextmanager
 async def driven(scenario, url, out="."):
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    program, *folders = map(str, (ROOT / "tests" / "chat_page.mjs", PLAYWRIGHT, CHROMIUM, out))
     process = await asyncio.create_subprocess_exec(
-        "node",
-        str(ROOT / "tests" / "chat_page.mjs"),
-        scenario,
-        url,
-        str(PLAYWRIGHT),
-        str(CHROMIUM),
-        str(out),
+        *("node", program, scenario, url, *folders),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -95,28 +95,25 @@ def url_of(server):
     return f"http://127.0.0.1:{server.port}/"
 
 
-def slow_rig(**options):
-    return fake(num_blocks=400, max_model_len=1500, step_time=0.01, **options)
+@contextlib.asynccontextmanager
+async def playing(scenario, max_model_len=1500, step_time=0.01):
+    """A scenario on the page of an engine in this process: the browser, the engine, its rig."""
+    rig = fake(num_blocks=400, max_model_len=max_model_len, step_time=step_time)
+    async with rig.engine() as engine, serve(engine, port=0, page=page) as server:
+        async with driven(scenario, url_of(server)) as browser:
+            yield browser, engine, rig
 
 
-# --- on an engine in this process -------------------------------------------------------
+async def test_two_tabs_chat_at_once():
+    async with playing("interleave", max_model_len=80) as (browser, _, rig):
+        result = await browser.hear()
+    for i, text in enumerate(result["texts"]):
+        expected = rig.executor.reference([i + 1], 79)
+        assert text.split() == [str(token) for token in expected]
+    assert result["switches"] > 3  # one after the other there would be one
 
 
-def test_two_tabs_chat_at_once():
-    async def main():
-        rig = fake(num_blocks=400, max_model_len=80, step_time=0.01)
-        async with rig.engine() as engine, serve(engine, port=0, page=page) as server:
-            async with driven("interleave", url_of(server)) as browser:
-                result = await browser.hear()
-        for i, text in enumerate(result["texts"]):
-            expected = rig.executor.reference([i + 1], 79)
-            assert text.split() == [str(token) for token in expected]
-        assert result["switches"] > 3  # one after the other there would be one
-
-    asyncio.run(main())
-
-
-def test_stop_aborts_within_a_step(monkeypatch):
+async def test_stop_aborts_within_a_step(monkeypatch):
     from asyncllm.serving.response_session import ResponseSession
 
     steps = []
@@ -127,32 +124,23 @@ def test_stop_aborts_within_a_step(monkeypatch):
         cancel(self)
 
     monkeypatch.setattr(ResponseSession, "_cancel_response", noting)
-
-    async def main():
-        async with slow_rig().engine() as engine, serve(engine, port=0, page=page) as server:
-            async with driven("stop", url_of(server)) as browser:
-                assert await browser.hear() == {"note": "Stopped", "again": "Stopped"}
-            stats = await idle(engine)
-            assert stats.num_aborted == 2
-            # The last stop was followed by the step under way, and no other.
-            assert stats.num_steps - steps[-1] <= 1
-
-    asyncio.run(main())
+    async with playing("stop") as (browser, engine, _):
+        assert await browser.hear() == {"note": "Stopped", "again": "Stopped"}
+        stats = await idle(engine)
+        assert stats.num_aborted == 2
+        # The last stop was followed by the step under way, and no other.
+        assert stats.num_steps - steps[-1] <= 1
 
 
-def test_a_reload_in_mid_answer_frees_the_blocks():
-    async def main():
-        async with slow_rig().engine() as engine, serve(engine, port=0, page=page) as server:
-            async with driven("reload", url_of(server)) as browser:
-                assert await browser.hear() == "running"
-                assert engine.stats().num_free_blocks < engine.stats().num_blocks
-                browser.say()
-                assert (await browser.hear())["note"].startswith("Interrupted")
-                stats = await idle(engine)
-                assert (stats.num_aborted, stats.num_finished) == (1, 0)
-                browser.say()
-
-    asyncio.run(main())
+async def test_a_reload_in_mid_answer_frees_the_blocks():
+    async with playing("reload") as (browser, engine, _):
+        assert await browser.hear() == "running"
+        assert engine.stats().num_free_blocks < engine.stats().num_blocks
+        browser.say()
+        assert (await browser.hear())["note"].startswith("Interrupted")
+        stats = await idle(engine)
+        assert (stats.num_aborted, stats.num_finished) == (1, 0)
+        browser.say()
 
 
 class ScriptedDecoder(WordDecoder):
@@ -197,9 +185,9 @@ PARTS = [
 ]
 
 
-def test_data_in_an_answer_is_monospaced():
+async def test_data_in_an_answer_is_monospaced():
     whole = "".join(text for _, text in PARTS)
-    result = asyncio.run(shown("data", [whole[i : i + 3] for i in range(0, len(whole), 3)]))
+    result = await shown("data", [whole[i : i + 3] for i in range(0, len(whole), 3)])
     parts = [[name, text.rstrip()] for name, text in PARTS]
     assert result == {"parts": parts, "mono": True, "failures": []}
 
@@ -243,10 +231,10 @@ RENDERED = (
 )
 
 
-def test_markdown_is_rendered_and_copied():
+async def test_markdown_is_rendered_and_copied():
     """As it grows, three characters at a time, it becomes what the whole text is."""
     pieces = [MARKDOWN[i : i + 3] for i in range(0, len(MARKDOWN), 3)]
-    result = asyncio.run(shown("markdown", pieces))
+    result = await shown("markdown", pieces)
     assert result == {
         "html": RENDERED,
         "again": RENDERED,
@@ -259,14 +247,9 @@ def test_markdown_is_rendered_and_copied():
     }
 
 
-def test_chats_are_kept_by_tab_and_forgotten():
-    async def main():
-        rig = fake(max_model_len=30)
-        async with rig.engine() as engine, serve(engine, port=0, page=page) as server:
-            async with driven("storage", url_of(server)) as browser:
-                return await browser.hear()
-
-    result = asyncio.run(main())
+async def test_chats_are_kept_by_tab_and_forgotten():
+    async with playing("storage", max_model_len=30, step_time=0) as (browser, *_):
+        result = await browser.hear()
     assert result["reloaded"] == "of the first tab"
     assert sorted(result["both"]) == ["New chat", "of the first tab", "of the second tab"]
     assert result["most"] == 20
@@ -274,14 +257,9 @@ def test_chats_are_kept_by_tab_and_forgotten():
     assert (result["refused"], result["failures"]) == ("without storage", [])
 
 
-def test_no_scroll_bar_where_nothing_is_to_scroll():
-    async def main():
-        rig = fake(max_model_len=30)
-        async with rig.engine() as engine, serve(engine, port=0, page=page) as server:
-            async with driven("empty", url_of(server)) as browser:
-                return await browser.hear()
-
-    assert asyncio.run(main()) == []
+async def test_no_scroll_bar_where_nothing_is_to_scroll():
+    async with playing("empty", max_model_len=30, step_time=0) as (browser, *_):
+        assert await browser.hear() == []
 
 
 class ScriptedServer:
@@ -367,19 +345,12 @@ ANSWER = [
 ]
 
 
-def test_calls_are_cards_and_thoughts_are_folded():
+async def test_calls_are_cards_and_thoughts_are_folded():
     """They run in the page, and their results go back to the model."""
-
-    async def main():
-        scripted = ScriptedServer()
-        out = ROOT / "build" / "screenshots"
-        out.mkdir(parents=True, exist_ok=True)
-        async with await scripted.start(), driven("tools", scripted.url, out) as browser:
-            while (heard := await browser.hear()) == "thinking":
-                scripted.thinking_seen.release()
-            return scripted.asked, heard
-
-    asked, results = asyncio.run(main())
+    scripted = ScriptedServer()
+    async with await scripted.start(), driven("tools", scripted.url, SCREENSHOTS) as browser:
+        while (results := await browser.hear()) == "thinking":
+            scripted.thinking_seen.release()
     error = f"error: no time zone is named after {HOSTILE}"
     for result in results:
         assert result["thoughts"] == [[False, "Thoughts", "A sum it is."]]
@@ -391,7 +362,7 @@ def test_calls_are_cards_and_thoughts_are_folded():
         assert (result["elements"], result["mono"], result["kept"]) == (0, True, 2)
         assert result["problems"] == []
     assert len(results) == 4
-    question, results_of_calls = asked[:2]
+    question, results_of_calls = scripted.asked[:2]
     assert [tool["name"] for tool in question["tools"]] == ["add", "get_time"]
     assert question["input"] == [{"role": "user", "content": "What is 12 + 30?"}]
     assert results_of_calls["previous_response_id"] == "resp_1"
@@ -401,13 +372,9 @@ def test_calls_are_cards_and_thoughts_are_folded():
     ]
 
 
-def test_enter_drawers_and_edges_on_a_phone():
-    async def main():
-        async with slow_rig().engine() as engine, serve(engine, port=0, page=page) as server:
-            async with driven("phone", url_of(server)) as browser:
-                return await browser.hear()
-
-    result = asyncio.run(main())
+async def test_enter_drawers_and_edges_on_a_phone():
+    async with playing("phone") as (browser, *_):
+        result = await browser.hear()
     assert result["hint"].startswith("Wait for the answer")
     assert (result["kept"], result["asked"]) == ("2", 1)
     assert (result["after"], result["sent"]) == ("", "2")
@@ -419,53 +386,40 @@ def test_enter_drawers_and_edges_on_a_phone():
     assert result["failures"] == []
 
 
-def test_markup_in_an_answer_stays_text():
+async def test_markup_in_an_answer_stays_text():
     markup = "<b>1</b><script>window.ran = 1</script><img src=x onerror='window.ran=2'>"
-
-    async def main():
-        result = await shown("script", [markup] * 5)
-        assert result["text"].count("<script>window.ran = 1</script>") == 5
-        assert (result["elements"], result["ran"], result["failures"]) == (0, None, [])
-
-    asyncio.run(main())
+    result = await shown("script", [markup] * 5)
+    assert result["text"].count("<script>window.ran = 1</script>") == 5
+    assert (result["elements"], result["ran"], result["failures"]) == (0, None, [])
 
 
-def test_a_lost_connection_says_so_and_comes_back():
-    async def main():
-        async with slow_rig().engine() as engine:
-            server = await serve(engine, port=0, page=page)
-            port = server.port
-            async with driven("lost", url_of(server)) as browser:
-                assert await browser.hear() == "running"
-                await server.aclose()
-                await idle(engine)
+async def test_a_lost_connection_says_so_and_comes_back():
+    rig = fake(num_blocks=400, max_model_len=1500, step_time=0.01)
+    async with rig.engine() as engine:
+        server = await serve(engine, port=0, page=page)
+        port = server.port
+        async with driven("lost", url_of(server)) as browser:
+            assert await browser.hear() == "running"
+            await server.aclose()
+            await idle(engine)
+            browser.say()
+            assert await browser.hear() == "lost"
+            # A short answer, once the connection is back.
+            short = fake(num_blocks=400, max_model_len=60)
+            async with short.engine() as other, serve(other, port=port, page=page):
                 browser.say()
-                assert await browser.hear() == "lost"
-                # A short answer, once the connection is back.
-                short = fake(num_blocks=400, max_model_len=60)
-                async with short.engine() as other, serve(other, port=port, page=page):
-                    browser.say()
-                    result = await browser.hear()
-        assert "Reconnecting" in result["banner"]
-        assert result["note"].startswith("Interrupted")
-        assert result["offline"] in ("offline", "connecting")
-        expected = short.executor.reference([1], 59)
-        assert result["text"].split() == [str(token) for token in expected]
-
-    asyncio.run(main())
-
-
-# --- the example itself, on the packaged model ------------------------------------------
+                result = await browser.hear()
+    assert "Reconnecting" in result["banner"]
+    assert result["note"].startswith("Interrupted")
+    assert result["offline"] in ("offline", "connecting")
+    expected = short.executor.reference([1], 59)
+    assert result["text"].split() == [str(token) for token in expected]
 
 
 @contextlib.asynccontextmanager
-async def example(*arguments):
+async def example():
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(SERVER),
-        "--port",
-        "0",
-        *arguments,
+        *(sys.executable, str(SERVER), "--port", "0"),
         stdout=asyncio.subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
@@ -477,20 +431,14 @@ async def example(*arguments):
         await process.wait()
 
 
-def test_the_example_talks(tmp_path):
-    async def main():
-        async with example() as url:
-            async with driven("talk", url) as browser:
-                talk = await browser.hear()
-            async with driven("keyboard", url) as browser:
-                keyboard = await browser.hear()
-            out = ROOT / "build" / "screenshots"
-            out.mkdir(parents=True, exist_ok=True)
-            async with driven("look", url, out) as browser:
-                assert await browser.hear() == {"problems": []}
-        return talk, keyboard
-
-    talk, keyboard = asyncio.run(main())
+async def test_the_example_talks():
+    async with example() as url:
+        async with driven("talk", url) as browser:
+            talk = await browser.hear()
+        async with driven("keyboard", url) as browser:
+            keyboard = await browser.hear()
+        async with driven("look", url, SCREENSHOTS) as browser:
+            assert await browser.hear() == {"problems": []}
     assert talk["failures"] == []
     assert talk["first"]
     assert talk["second"] == talk["again"] != ""

@@ -33,9 +33,6 @@ def render(source: str, messages: Any = CHAT, limits: RenderLimits = LIMITS, **m
     return template.render(TemplateInput(messages, more), limits)
 
 
-# The meter changes nothing
-
-
 @pytest.mark.parametrize(
     "source",
     [
@@ -85,8 +82,6 @@ def test_renders_as_transformers(source: str) -> None:
     expected = theirs.apply_chat_template(CHAT, chat_template=source, tokenize=False)
     assert render(source, add_generation_prompt=False) == expected
 
-
-# What a template may use
 
 DOUBLING = "{% for i in range(64) %}{% set ns.x = EXPRESSION %}{% endfor %}"
 TOO_LARGE = [
@@ -264,10 +259,7 @@ def test_a_template_that_is_too_long_is_not_compiled(monkeypatch: pytest.MonkeyP
         template.render(TemplateInput(CHAT, {}), LIMITS)
 
 
-# What a tokenizer makes of a template's limits
-
-
-def test_what_is_too_long_for_certain_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_that_cannot_fit_are_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = make(byte_level(), "{{ 'x' * n }}")
     longest = max(map(len, tokenizer.backend.get_vocab()))
     monkeypatch.setattr("asyncllm.text.tokenizer._encode", lambda backend, text: [len(text)])
@@ -283,7 +275,7 @@ def test_what_is_too_long_for_certain_is_not_tokenised(monkeypatch: pytest.Monke
     assert caught.value.param == "messages"
 
 
-def test_what_takes_long_is_not_made_at_once() -> None:
+def test_long_renderings_are_left_to_the_thread() -> None:
     tokenizer = make(byte_level(), "{{ 'x' * n }}")
     short, long = (TemplateInput(CHAT, {"n": n}) for n in (4096, 4097))
     assert tokenizer.encode_chat(short, at_once=True) is None, "it is not compiled"
@@ -295,9 +287,6 @@ def test_what_takes_long_is_not_made_at_once() -> None:
     own = TemplateInput(CHAT, {"chat_template": "{{ 1 }}"})
     assert tokenizer.encode_chat(own, at_once=True) is None, "it is to be compiled"
     assert tokenizer.encode_chat(own) == tokenizer.encode("1", False)
-
-
-# What a template is given
 
 
 def nested(depth: int, kind: Callable[[Any], Any] = lambda inner: {"a": inner}) -> Any:
@@ -392,7 +381,7 @@ def test_a_template_by_a_name_that_is_none() -> None:
     assert caught.value.param == "chat_template"
 
 
-def test_what_the_caller_changes_later_does_not_matter() -> None:
+def test_messages_are_copied() -> None:
     class Text(str):
         def __str__(self) -> str:
             raise AssertionError("a method of the caller's")

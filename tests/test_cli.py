@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,9 +16,8 @@ from asyncllm.cli import main
 from asyncllm.cli.conversation import Conversation
 from asyncllm.cli.flow import WordWrapper
 from asyncllm.cli.measure import percentile
-from asyncllm.cli.prompts import prompts
 from asyncllm.cli.text import format_rate, printable
-from tests.processes import hear_ctrl_c
+from tests.processes import hear_ctrl_c, python
 from tests.slow import slow_but
 from tests.terminal import QUICK, Terminal, asyncllm
 
@@ -31,22 +29,19 @@ def is_plain(text: str) -> bool:
     return not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
 
 
-# --- without an engine -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["chat", "--help"]])
-def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
-    code = (
-        "import sys\n"
-        "from asyncllm.cli import main\n"
-        "try:\n"
-        f"    main({arguments!r})\n"
-        "except SystemExit as end:\n"
-        "    assert not end.code\n"
-        "heavy = {'torch', 'transformers', 'tokenizers', 'rich', 'asyncio'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+def test_help_loads_nothing_heavy(arguments):
+    code = """
+import sys
+from asyncllm.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    assert not end.code
+heavy = {'torch', 'transformers', 'tokenizers', 'rich', 'asyncio'} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = python("-c", code, *arguments)
     assert (done.returncode, done.stderr) == (0, "")
     assert "asyncllm" in done.stdout
 
@@ -59,7 +54,7 @@ def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
         (">/dev/full", 1, "asyncllm: [Errno 28] No space left on device\n"),
     ],
 )
-def test_standard_streams_that_are_closed_or_full(redirected: str, code: int, says: str) -> None:
+def test_standard_streams_that_are_closed_or_full(redirected, code, says):
     """The command is that of a server's supervisor, or of a script on a full disk."""
     stand_in = (
         "import sys, types\n"
@@ -74,13 +69,9 @@ def test_standard_streams_that_are_closed_or_full(redirected: str, code: int, sa
         "arguments.parse = lambda argv: types.SimpleNamespace(run=run)\n"
         "sys.exit(asyncllm.cli.main())\n"
     )
-    command = f'exec "$0" -c "$1" {redirected}'
+    command = ["/bin/sh", "-c", f'exec "$0" -c "$1" {redirected}', sys.executable, stand_in]
     done = subprocess.run(
-        ["/bin/sh", "-c", command, sys.executable, stand_in],
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
+        command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
     )
     assert (done.returncode, done.stderr) == (code, says)
 
@@ -95,9 +86,7 @@ def test_standard_streams_that_are_closed_or_full(redirected: str, code: int, sa
         (["bench", "--json", "/no/such/folder/file"], "--json /no/such/folder/file"),
     ],
 )
-def test_a_bad_value_is_named(
-    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_value_is_named(arguments, named, capsys):
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -115,9 +104,7 @@ def test_a_bad_value_is_named(
         ["bench", "--prompt-len", "ten"],
     ],
 )
-def test_a_command_line_that_cannot_be_read(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_line_that_cannot_be_read(arguments, capsys):
     with pytest.raises(SystemExit) as end:
         main(arguments)
     assert end.value.code == 2
@@ -125,15 +112,13 @@ def test_a_command_line_that_cannot_be_read(
 
 
 @pytest.mark.parametrize("command", ["demo", "chat", "bench"])
-def test_a_model_that_is_not_there(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_is_not_there(command, tmp_path, capsys):
     assert main([command, str(tmp_path / "nothing")]) == 1
     error = capsys.readouterr().err
     assert re.fullmatch(r"asyncllm: .*nothing: does not exist, expected .*\n", error)
 
 
-def test_an_engine_that_dies_is_one_line() -> None:
+def test_an_engine_that_dies_is_one_line():
     code = (
         "import sys\n"
         "from asyncllm.cli import main\n"
@@ -146,36 +131,30 @@ def test_an_engine_that_dies_is_one_line() -> None:
         "ModelRunner.launch = launch\n"
         "sys.exit(main(['bench']))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = python("-c", code)
     assert done.returncode == 1
     assert done.stderr == "asyncllm: the engine died: ValueError: the device is on fire\n"
 
 
-def test_text_from_a_model_cannot_control_the_terminal() -> None:
+def test_text_from_a_model_cannot_control_the_terminal():
     assert printable("a\x1b[2Jb\x07\tc\r\nd\x9be") == "a[2Jb c\nde"
     assert printable("häß 日本 🙂\n") == "häß 日本 🙂\n"
 
 
-def test_rate() -> None:
-    assert format_rate(30, 0.5) == "60 tok/s"
-    assert format_rate(30, 0.0) == "–"
-
-
-def test_percentile() -> None:
+def test_percentile_and_rate():
     values = list(range(100, 0, -1))
     assert percentile(values, 0.5) == 51
     assert percentile(values, 0.99) == 100
     assert percentile(values, 0.0) == 1
     assert percentile([7.0], 0.99) == 7.0
     assert percentile([], 0.5) is None
+    assert (format_rate(30, 0.5), format_rate(30, 0.0)) == ("60 tok/s", "–")
 
 
-def test_flow_breaks_lines_between_words_however_the_text_is_cut() -> None:
+def test_flow_breaks_lines_between_words_however_the_text_is_cut():
     text = "One two three four.\n\n  indented line of several words\nend"
     whole: set[str] = set()
-    seed = 11
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = random.Random(11)
     for _ in range(50):
         out = io.StringIO()
         flow = WordWrapper(out, width=16)
@@ -193,7 +172,7 @@ def test_flow_breaks_lines_between_words_however_the_text_is_cut() -> None:
     assert " ".join(" ".join(lines).split()) == " ".join(text.split())
 
 
-def test_flow_lets_a_word_that_is_too_long_stand_alone() -> None:
+def test_flow_lets_a_word_that_is_too_long_stand_alone():
     out = io.StringIO()
     flow = WordWrapper(out, width=10)
     flow.write("an incomprehensible word")
@@ -201,7 +180,7 @@ def test_flow_lets_a_word_that_is_too_long_stand_alone() -> None:
     assert out.getvalue() == "  an\n  incomprehensible\n  word\n"
 
 
-def test_conversation_forgets_whole_turns(tmp_path: Path) -> None:
+def test_conversation_forgets_whole_turns(tmp_path):
     conversation = Conversation("Be brief.")
     for role, text in (("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4")):
         conversation.add_message(role, text)
@@ -216,17 +195,8 @@ def test_conversation_forgets_whole_turns(tmp_path: Path) -> None:
     assert saved == conversation.messages_to_send()
 
 
-def test_prompts_are_as_many_as_asked_for() -> None:
-    for count in (1, 3, 8, 50):
-        assert len(prompts(count, random.Random(0))) == count
-    assert prompts(30, random.Random(4)) == prompts(30, random.Random(4))
-
-
-# --- between pipes ---------------------------------------------------------------------------
-
-
 @pytest.mark.slow
-def test_demo_into_a_pipe() -> None:
+def test_demo_into_a_pipe():
     done = asyncllm("demo", "--streams", "9", "--seed", "3", "--max-tokens", "32")
     assert (done.returncode, done.stderr) == (0, "")
     assert is_plain(done.stdout)
@@ -238,40 +208,36 @@ def test_demo_into_a_pipe() -> None:
     assert re.search(r"^9 streams, \d+ tokens in .* prefix cache$", done.stdout, re.M)
 
 
+def demo(*options: str, **more) -> subprocess.Popen[str]:
+    """A demo between pipes that has written its first line."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "asyncllm", "demo", *options, *QUICK],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **more,
+    )
+    child.stdout.readline()
+    return child
+
+
 @pytest.mark.slow
-def test_demo_whose_reader_leaves() -> None:
-    options = ("--streams", "4", "--max-tokens", "8", *QUICK)
-    command = [sys.executable, "-m", "asyncllm", "demo", *options]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdout is not None
-        assert child.stderr is not None
-        child.stdout.readline()
+def test_demo_whose_reader_leaves():
+    with demo("--streams", "4", "--max-tokens", "8") as child:
         child.stdout.close()
         assert child.stderr.read() == ""
         assert child.wait(60) == 1
 
 
 @pytest.mark.slow
-def test_interrupted_demo() -> None:
-    command = [sys.executable, "-m", "asyncllm", "demo", *ENDLESS, *QUICK]
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=hear_ctrl_c,
-    ) as child:
-        assert child.stdout is not None
-        assert child.stderr is not None
-        child.stdout.readline()
+def test_interrupted_demo():
+    with demo(*ENDLESS, preexec_fn=hear_ctrl_c) as child:
         child.send_signal(signal.SIGINT)
         assert child.stderr.read() == ""
         assert child.wait(60) == 130
 
 
-def test_bench_writes_what_it_prints(tmp_path: Path) -> None:
+def test_bench_writes_what_it_prints(tmp_path):
     file = tmp_path / "bench.json"
     done = asyncllm(
         *("bench", "--concurrency", "2,1", "--prompt-len", "9", "--output-len", "20"),
@@ -296,7 +262,7 @@ def test_bench_writes_what_it_prints(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_bench_says_which_path_runs_and_why() -> None:
+def test_bench_says_which_path_runs_and_why():
     done = asyncllm("bench", "--env")
     assert (done.returncode, done.stderr) == (0, "")
     machine, path, traffic = done.stdout.splitlines()
@@ -312,7 +278,7 @@ def test_bench_says_which_path_runs_and_why() -> None:
 
 
 @pytest.mark.slow
-def test_bench_of_what_does_not_fit() -> None:
+def test_bench_of_what_does_not_fit():
     done = asyncllm("bench", "--prompt-len", "500")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
@@ -322,7 +288,7 @@ def test_bench_of_what_does_not_fit() -> None:
 
 
 @pytest.mark.slow
-def test_chat_through_a_pipe_forgets_what_does_not_fit() -> None:
+def test_chat_through_a_pipe_forgets_what_does_not_fit():
     turns = "".join(f"Mia has {i} red hats and a boat.\n" for i in range(4))
     done = asyncllm("chat", "--max-model-len", "80", "--max-tokens", "12", stdin=turns)
     assert done.returncode == 0
@@ -341,12 +307,7 @@ def pipe(monkeypatch: pytest.MonkeyPatch, stdin: bytes, encoding: str = "utf-8")
 
 
 @pytest.mark.parametrize("room", [("--max-model-len", "80"), ("--kv-cache-memory", "800KiB")])
-def test_a_message_that_is_too_long_forgets_nothing(
-    room: tuple[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_message_that_is_too_long_forgets_nothing(room, tmp_path, monkeypatch, capsys):
     """Not one that is refused when it is sent, nor one that a worker thread has to tokenise."""
     long = ["Mia has a boat. " * 40, "Mia has a boat. " * 400]
     turns = ["My name is Lena.", *long, "I am 5.", f"/save {tmp_path}/saved.json"]
@@ -362,9 +323,7 @@ def test_a_message_that_is_too_long_forgets_nothing(
     assert [m["content"] for m in said if m["role"] == "user"] == ["My name is Lena.", "I am 5."]
 
 
-def test_commands_through_a_pipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_through_a_pipe(tmp_path, monkeypatch, capsys):
     file = tmp_path / "saved.json"
     lines = (
         *("/help", "My name is Lena.", "/reset", "/system Be brief.", "What is \\", "my name?"),
@@ -381,9 +340,7 @@ def test_commands_through_a_pipe(
 @pytest.mark.parametrize(
     "bad", slow_but([b"/dance", b"/save", b"/save /no/such/folder/file"], b"/dance")
 )
-def test_a_command_that_fails_in_a_pipe_is_told_at_the_end(
-    bad: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_that_fails_in_a_pipe_is_told_at_the_end(bad, monkeypatch, capsys):
     out = pipe(monkeypatch, bad + b"\n/exit\n")
     assert main(["chat", *QUICK]) == 1
     assert out.getvalue() == b""
@@ -391,10 +348,7 @@ def test_a_command_that_fails_in_a_pipe_is_told_at_the_end(
 
 
 @pytest.mark.parametrize("encoding", slow_but(["ascii", "utf-8"], "ascii"))
-def test_characters_that_an_encoding_lacks(
-    encoding: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Read, and written."""
+def test_characters_that_an_encoding_lacks(encoding, monkeypatch, capsys):
     out = pipe(monkeypatch, b"h\xe4\xff \\", encoding)
     assert main(["chat", "--max-tokens", "4", *QUICK]) == 0
     assert out.getvalue().endswith(b"\n")
@@ -405,10 +359,7 @@ def test_characters_that_an_encoding_lacks(
     assert capsys.readouterr().err == ""
 
 
-# --- on a terminal ---------------------------------------------------------------------------
-
-
-def test_demo_on_a_terminal() -> None:
+def test_demo_on_a_terminal():
     with Terminal("demo", "--streams", "12", "--max-tokens", "24") as terminal:
         assert terminal.wait_for_exit() == 0
         assert "12 streams on one event loop" in terminal.text
@@ -418,14 +369,14 @@ def test_demo_on_a_terminal() -> None:
 
 
 @pytest.mark.slow
-def test_interrupted_bench_takes_its_progress_back() -> None:
+def test_interrupted_bench_takes_its_progress_back():
     with Terminal("bench", "--concurrency", "32") as terminal:
         terminal.wait_for("32 streams …")
         assert terminal.interrupt_until_exit() == 130
         assert terminal.raw.endswith("\r\x1b[2K")
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Path) -> None:
+def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path):
     with Terminal("chat", *ENDLESS) as terminal:
         terminal.wait_for("/help lists commands")
         terminal.wait_for("› ")
@@ -454,7 +405,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_chat_remembers_and_takes_a_paste_as_one_message() -> None:
+def test_chat_remembers_and_takes_a_paste_as_one_message():
     with Terminal("chat", "--temperature", "0", "--max-tokens", "16") as terminal:
         terminal.wait_for("› ")
         terminal.type("My name is Lena.\n")

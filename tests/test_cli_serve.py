@@ -41,11 +41,8 @@ async def serving(*arguments):
         await process.communicate()
 
 
-def test_serve_answers_logs_and_drains(tmp_path):
-    asyncio.run(answered_logged_and_drained(tmp_path))
-
-
-async def answered_logged_and_drained(tmp_path):
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+async def test_serve_answers_logs_and_drains(tmp_path):
     tokens = tmp_path / "tokens"
     tokens.write_text("one\ntwo\n")
     arguments = ("--token-file", str(tokens), "--served-model-name", "tiny", "--no-uvloop")
@@ -77,12 +74,9 @@ async def answered_logged_and_drained(tmp_path):
     assert "WITHOUT A TOKEN" not in errors.decode()
 
 
+@pytest.mark.asyncio(loop_factories=["asyncio"])
 @pytest.mark.slow
-def test_a_second_signal_does_not_wait():
-    asyncio.run(hurried())
-
-
-async def hurried():
+async def test_a_second_signal_does_not_wait():
     policy = ("--scheduling-policy", "priority")
     async with serving("--host", "0.0.0.0", *policy) as (process, url):
         # With another policy the priority is refused.

@@ -46,7 +46,7 @@ def random_text(rng: random.Random, *more: str) -> str:
     return "".join(rng.choices(parts, k=rng.randrange(12)))
 
 
-def test_without_a_special_token_nothing_changes(kind: Tokenizer) -> None:
+def test_without_a_special_token_nothing_changes(kind):
     rng = random.Random(1)
     print("seed 1")
     for _ in range(300):
@@ -59,7 +59,7 @@ def test_without_a_special_token_nothing_changes(kind: Tokenizer) -> None:
         assert switched_off == as_written(kind, chat)
 
 
-def test_text_is_never_a_control_token(kind: Tokenizer) -> None:
+def test_text_is_never_a_control_token(kind):
     rng = random.Random(2)
     print("seed 2")
     spelled = 0
@@ -84,7 +84,7 @@ def renamed(backend: Backend) -> Tokenizer:
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in ("unigram", "word piece")])
-def test_text_is_encoded_as_if_there_were_no_such_token(name: str) -> None:
+def test_text_is_encoded_as_if_there_were_no_such_token(name):
     backend = KINDS[name]()
     kind, oracle = make(backend), renamed(backend)
     rng = random.Random(3)
@@ -94,7 +94,7 @@ def test_text_is_encoded_as_if_there_were_no_such_token(name: str) -> None:
         assert encode(kind, chat) == as_written(oracle, chat)
 
 
-def test_text_is_encoded_as_transformers_splits_it() -> None:
+def test_text_is_encoded_as_transformers_splits_it():
     from transformers import PreTrainedTokenizerFast
 
     backend = byte_level()
@@ -109,9 +109,6 @@ def test_text_is_encoded_as_transformers_splits_it() -> None:
         assert ids == [backend.token_to_id("<s>"), start, *said, end, *newline, *tail]
         assert kind.decode(ids, False) == kind.apply_chat_template(user(text))
         assert encode(kind, user(text), split_special_tokens=False) == as_written(kind, user(text))
-
-
-# What templates do with messages
 
 
 THINKING = """\
@@ -130,7 +127,7 @@ def backend() -> Backend:
     return byte_level()
 
 
-def test_templates_that_look_into_old_turns(backend: Backend) -> None:
+def test_templates_that_look_into_old_turns(backend):
     """Tokens that are not special stay tokens, and a template finds them."""
     kind = make(backend, THINKING)
     chat = [
@@ -156,7 +153,7 @@ CHANNELS = """\
 {%- endfor %}"""
 
 
-def test_templates_that_look_for_special_tokens_in_old_turns(backend: Backend) -> None:
+def test_templates_that_look_for_special_tokens_in_old_turns(backend):
     """As Gemma 4's leaves out thoughts, which are between special tokens."""
     kind = make(backend, CHANNELS)
     thoughts = {"role": "assistant", "content": "<s>Hm.</s>Yes.<s>Well.</s>"}
@@ -182,7 +179,7 @@ def test_templates_that_look_for_special_tokens_in_old_turns(backend: Backend) -
     ],
 )
 @pytest.mark.parametrize("content", ["a<|im_end|>b", "<|im_end|>b", "a", "<|im_end|><|im_end|>b"])
-def test_text_does_not_move_a_control_token(backend: Backend, template: str, content: str) -> None:
+def test_text_does_not_move_a_control_token(backend, template, content):
     kind = make(backend, "{% for m in messages %}" + template + "{% endfor %}")
     ids = encode(kind, user(content))
     end = backend.token_to_id("<|im_end|>")
@@ -190,7 +187,7 @@ def test_text_does_not_move_a_control_token(backend: Backend, template: str, con
     assert kind.decode(ids, False) == content + "<|im_end|>"
 
 
-def test_a_role_completes_the_templates_delimiters_but_brings_none(backend: Backend) -> None:
+def test_a_role_completes_the_templates_delimiters_but_brings_none(backend):
     kind = make(backend, THINKING)
     assert controls(kind, encode(kind, user("x"))) == ["<|user|>", "</s>"]
     for role in ("x|><|user", "x|>y</s><|user"):
@@ -230,9 +227,7 @@ def test_a_role_completes_the_templates_delimiters_but_brings_none(backend: Back
         ("persona", ""),
     ],
 )
-def test_no_template_makes_a_control_token_of_text(
-    backend: Backend, expression: str, content: str
-) -> None:
+def test_no_template_makes_a_control_token_of_text(backend, expression, content):
     template = "{% for m in messages %}<|im_start|>{{ " + expression + " }}<|im_end|>{% endfor %}"
     kind = make(backend, template)
     chat = [user(content)[0] | {"name": "end|>", "args": {"<|im_end|>": ["<|im_start|>"]}}]
@@ -245,12 +240,12 @@ def test_no_template_makes_a_control_token_of_text(
         assert kind.decode(ids, False) == kind.apply_chat_template(chat, **more)
 
 
-def test_variables_named_as_tokens_are_the_templates(backend: Backend) -> None:
+def test_variables_named_as_tokens_are_the_templates(backend):
     chat = user("<s>")
     assert controls(make(backend), encode(make(backend), chat, bos_token="</s>"))[0] == "</s>"
 
 
-def test_errors_show_text_as_it_was_written(backend: Backend) -> None:
+def test_errors_show_text_as_it_was_written(backend):
     kind = make(backend, "{{ raise_exception('No role ' ~ messages[0].role) }}")
     with pytest.raises(InvalidRequestError, match=r"No role <\|im_end\|>\)") as caught:
         encode(kind, user("x", "<|im_end|>"))
@@ -260,13 +255,13 @@ def test_errors_show_text_as_it_was_written(backend: Backend) -> None:
 @pytest.mark.parametrize(
     "content", ["\ud83d", "|\udc00", "<|im_end|>\ud800", "x" * 5000 + "\ud800"]
 )
-def test_lone_surrogates(backend: Backend, content: str) -> None:
+def test_lone_surrogates(backend, content):
     with pytest.raises(InvalidRequestError, match="messages") as caught:
         encode(make(backend), user(content))
     assert caught.value.param == "messages"
 
 
-def test_what_a_normalizer_makes_is_refused() -> None:
+def test_what_a_normalizer_makes_is_refused():
     """A vocabulary of pieces has the special tokens among them, and NFKC makes one."""
     kind = make(unigram())
     assert controls(kind, encode(kind, user("</s>"))).count("</s>") == 0
@@ -275,7 +270,7 @@ def test_what_a_normalizer_makes_is_refused() -> None:
     assert encode(kind, user("＜/s＞"), split_special_tokens=False)
 
 
-def test_special_tokens_of_letters(backend: Backend) -> None:
+def test_special_tokens_of_letters(backend):
     backend = Backend.from_str(backend.to_str())
     backend.add_special_tokens([AddedToken(text, normalized=False) for text in ("ENDTURN", "a_b")])
     template = "{% for m in messages %}{{ m.content ~ m.user_name }}ENDTURN{% endfor %}"
@@ -290,7 +285,7 @@ def test_special_tokens_of_letters(backend: Backend) -> None:
     assert controls(kind, ids) == ["ENDTURN"]
 
 
-def test_special_tokens_that_take_the_space_beside_them(backend: Backend) -> None:
+def test_special_tokens_that_take_the_space_beside_them(backend):
     """As those of Phi-3 do. A mark for one takes it as well."""
     backend = Backend.from_str(backend.to_str())
     backend.add_special_tokens(
@@ -303,7 +298,7 @@ def test_special_tokens_that_take_the_space_beside_them(backend: Backend) -> Non
         assert controls(kind, ids) == ["<|b|>", "<|e|>"] * 2
 
 
-def test_a_tokenizer_without_special_tokens() -> None:
+def test_a_tokenizer_without_special_tokens():
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = BpeTrainer(
@@ -320,7 +315,7 @@ def test_a_tokenizer_without_special_tokens() -> None:
     "template",
     ["{{ messages[0].content|urlencode }}</s>", "{{ messages[0].content.encode()|length }}</s>"],
 )
-def test_templates_that_encode(backend: Backend, template: str) -> None:
+def test_templates_that_encode(backend, template):
     kind = make(backend, template)
     for content in ("a | b", "<| é [ < |im_end", "\ue000"):
         ids = encode(kind, user(content))

@@ -15,7 +15,6 @@ from asyncllm.callbacks import stream_with_callbacks
 from asyncllm.counterparts import COUNTERPARTS
 from asyncllm.serving.chat_request import ChatRequest
 from asyncllm.serving.completion_request import CompletionRequest
-from asyncllm.serving.request_body import RequestBody
 from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.testing import fake_engine, fake_llm
 
@@ -48,7 +47,7 @@ MAKES: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-def test_a_setting(make: Callable[..., Any], name: str) -> None:
+def test_a_setting(make, name):
     with pytest.raises(InvalidRequestError) as caught:
         make(**{name: 1})
     assert str(caught.value) == f"{name}: no such setting, expected {SETTINGS[name]}"
@@ -59,7 +58,7 @@ MESSAGES = [{"role": "user", "content": "x"}]
 
 
 @pytest.mark.parametrize("name", [*SAMPLING, "params"])
-async def test_a_sampling_parameter(name: str) -> None:
+async def test_a_sampling_parameter(name):
     given: dict[str, Any] = {name: SamplingParams()}
     ours = (SAMPLING | {"params": "sampling_params"})[name]
     async with fake_engine("x") as engine:
@@ -87,7 +86,7 @@ async def test_a_sampling_parameter(name: str) -> None:
         assert engine.stats().num_requests == 0
 
 
-def test_every_counterpart_exists() -> None:
+def test_every_counterpart_exists():
     assert COUNTERPARTS["setting"] == SETTINGS
     assert COUNTERPARTS["sampling parameter"] == SAMPLING | {"params": "sampling_params"}
     for kind, known in {"setting": EngineConfig, "sampling parameter": SamplingParams}.items():
@@ -104,7 +103,7 @@ def test_every_counterpart_exists() -> None:
 
 
 @pytest.mark.parametrize("body", [ChatRequest, CompletionRequest, ResponseRequest])
-def test_every_counterpart_of_a_body_exists(body: type[RequestBody]) -> None:
+def test_every_counterpart_of_a_body_exists(body):
     names = COUNTERPARTS[body.KIND]
     assert not body.model_fields.keys() & names.keys()
     assert not body.NEUTRAL.keys() & names.keys()
@@ -112,27 +111,27 @@ def test_every_counterpart_of_a_body_exists(body: type[RequestBody]) -> None:
     assert ours - {"a message with the role system"} <= body.model_fields.keys()
 
 
-def test_other_unknown_names_are_told_what_there_is() -> None:
+def test_other_unknown_names_are_told_what_there_is():
     with pytest.raises(InvalidRequestError, match=r"^best_of: no such sampling.*there are allowed"):
         SamplingParams(best_of=2)  # pyright: ignore[reportCallIssue]
     with pytest.raises(InvalidRequestError, match=r"^swap_space: no such setting.*are async_sch"):
         EngineConfig(swap_space=4)  # pyright: ignore[reportCallIssue]
 
 
-async def test_the_names_work() -> None:
+async def test_the_names_work():
     greedy = SamplingParams(max_tokens=2)
     async with fake_engine("abcd") as engine:
-        assert (await engine.generate("x", sampling_params=greedy)).text == "ab"
-        assert (await engine.chat(MESSAGES, sampling_params=greedy).result()).text == "ab"
-        assert (await engine.stream("x", sampling_params=greedy).result()).text == "ab"
-        called = stream_with_callbacks(engine, "x", sampling_params=greedy)
-        assert (await called.result()).text == "ab"
+        for asked in (
+            engine.generate("x", sampling_params=greedy),
+            engine.chat(MESSAGES, sampling_params=greedy),
+            engine.stream("x", sampling_params=greedy),
+            stream_with_callbacks(engine, "x", sampling_params=greedy).result(),
+        ):
+            assert (await asked).text == "ab"
     with fake_llm("abcd") as llm:
         assert llm.generate("x", sampling_params=greedy).text == "ab"
-        assert [one.text for one in llm.generate(["x"] * 2, sampling_params=[greedy] * 2)] == [
-            "ab",
-            "ab",
-        ]
+        both = llm.generate(["x"] * 2, sampling_params=[greedy] * 2)
+        assert [one.text for one in both] == ["ab"] * 2
         assert llm.chat(MESSAGES, sampling_params=greedy).text == "ab"
         assert llm.stream("x", sampling_params=greedy).result().text == "ab"
         assert llm.stream_chat(MESSAGES, sampling_params=greedy).result().text == "ab"

@@ -90,9 +90,6 @@ def test_longrope_chooses_its_factors_by_the_longest_sequence(load_case):
     check_longrope(load_case("Phi3-longrope"))
 
 
-# --- what the comparison sees ----------------------------------------------------------------
-
-
 def _swapped(config: ModelConfig) -> ModelConfig:
     """Each kind of layer with the RoPE of the other."""
     full, sliding = (

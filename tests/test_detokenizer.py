@@ -15,8 +15,13 @@ from tokenizers.decoders import DecodeStream
 
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.text.chat_template import ChatTemplate
-from asyncllm.text.detokenizer import Detokenizer, StopMatcher
-from asyncllm.text.text_decoder import ByteFallbackDecoder, ByteLevelDecoder, WindowDecoder
+from asyncllm.text.detokenizer import Detokenizer
+from asyncllm.text.text_decoder import (
+    ByteFallbackDecoder,
+    ByteLevelDecoder,
+    WindowDecoder,
+    byte_alphabet,
+)
 from asyncllm.text.tokenizer import Tokenizer
 from tests.hypothesis_settings import examples
 from tests.tokenizer_kinds import train_byte_level
@@ -210,7 +215,7 @@ def test_prompt_ends_inside_a_character(name: str) -> None:
     tokenizer = TOKENIZERS[name]()
     token = tokenizer.backend.token_to_id
     if name == "byte-level":
-        alphabet = {b: c for c, b in byte_level_alphabet().items()}
+        alphabet = {b: c for c, b in byte_alphabet().items()}
         spelt = [alphabet[byte] for byte in range(256)]
         tail = token("<think>")
     else:
@@ -233,15 +238,9 @@ def test_prompt_ends_inside_a_character(name: str) -> None:
         assert pushes(tokenizer, literal[1:], literal[:1]) == ["", REPLACEMENT, ""]
 
 
-def byte_level_alphabet() -> dict[str, int]:
-    from asyncllm.text.text_decoder import byte_alphabet
-
-    return byte_alphabet()
-
-
 def test_alphabet_is_the_librarys() -> None:
-    assert set(byte_level_alphabet()) == set(pre_tokenizers.ByteLevel.alphabet())
-    assert sorted(byte_level_alphabet().values()) == list(range(256))
+    assert set(byte_alphabet()) == set(pre_tokenizers.ByteLevel.alphabet())
+    assert sorted(byte_alphabet().values()) == list(range(256))
 
 
 def test_byte_run_that_breaks_after_a_character() -> None:
@@ -301,9 +300,6 @@ def test_failure_in_decoding_is_raised() -> None:
     detokenizer = Detokenizer(WindowDecoder(decode), stop=("x",))
     with pytest.raises(ValueError, match="broken"):
         detokenizer.push(1)
-
-
-# Stop strings
 
 
 def reference(
@@ -405,24 +401,6 @@ def test_stop_string_across_tokens_and_inside_one() -> None:
     assert detokenizer.finish() == ""
     with pytest.raises(RuntimeError, match="User"):
         detokenizer.push(0)
-
-
-def test_held_back_text_comes_out_when_it_was_no_stop_string() -> None:
-    detokenizer = Detokenizer(Pieces(["a\nUs", "ual\nU"]), stop=["\nUser:"])
-    assert [detokenizer.push(0), detokenizer.push(1)] == ["a", "\nUsual"]
-    assert detokenizer.finish() == "\nU"
-    assert detokenizer.stopped is None
-
-
-def test_earliest_match_wins_and_then_the_first_listed() -> None:
-    for stops, stopped, text in (
-        (["c", "bc"], "bc", "a"),
-        (["ab", "abc"], "ab", ""),
-        (["abc", "ab"], "abc", ""),
-    ):
-        matcher = StopMatcher(stops)
-        assert matcher.push("abcd") == text
-        assert matcher.stopped == stopped
 
 
 def test_skip_special_tokens_and_flush() -> None:

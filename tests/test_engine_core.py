@@ -14,10 +14,9 @@ import pytest
 from asyncllm.core.admission import Admission
 from asyncllm.core.channel import Channel, End
 from asyncllm.core.deadlines import DeadlineExceededError
-from asyncllm.core.engine_core import CLOSED, EngineCore, close_executor
-from asyncllm.core.executor import ExecutorInfo, StepOutOfMemoryError
+from asyncllm.core.engine_core import CLOSED, EngineCore
+from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.core.idle_calls import IdleCalls
-from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.output_processor import Output
 from asyncllm.core.request import Request, RequestGroup, Status
 from asyncllm.core.scheduler import Scheduler
@@ -30,6 +29,9 @@ from asyncllm.errors import (
 )
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.testing import FakeExecutor
+from tests.fakes import FakeTokenizer, fake
+
+TOKENIZER = FakeTokenizer()
 
 
 class Inbox:
@@ -57,62 +59,31 @@ class Inbox:
         raise queue.Empty
 
 
+def noting(name):
+    def method(self, *args):
+        self.calls.append(name)
+        self.rig.now += self.seconds * (name == "collect")
+        return getattr(FakeExecutor, name)(self, *args)
+
+    return method
+
+
 class Device(FakeExecutor):
     """Notes what it is asked for. A step takes ``seconds`` of the rig's clock."""
 
     def __init__(self, info, rig):
         super().__init__(info)
-        self.rig = rig
+        self.rig, self.seconds = rig, 0.0
         self.calls: list[str] = []
-        self.seconds = 0.0
 
-    def launch(self, batch):
-        self.calls.append("launch")
-        super().launch(batch)
-
-    def collect(self):
-        self.calls.append("collect")
-        self.rig.now += self.seconds
-        return super().collect()
-
-    def discard(self):
-        self.calls.append("discard")
-        super().discard()
-
-    def close(self):
-        self.calls.append("close")
-        super().close()
-
-
-class Text:
-    """A detokenizer of nothing: token 17 is "17 "."""
-
-    stopped = None
-
-    def push(self, token_id):
-        return f"{token_id} "
-
-    def finish(self):
-        return ""
-
-
-def decode(token_ids):
-    return "".join(f"{token_id} " for token_id in token_ids)
+    launch, collect, discard, close = map(noting, ("launch", "collect", "discard", "close"))
 
 
 class Rig:
     def __init__(self, *, depth=1, **limits):
         self.now = 100.0
-        values = dict(
-            vocab_size=997,
-            num_blocks=33,
-            kv_groups=(KVCacheSpec((0,), 4),),
-            max_model_len=128,
-            max_num_seqs=4,
-            max_num_batched_tokens=32,
-            pipeline_depth=depth,
-        )
-        info = ExecutorInfo(**(values | limits))
+        sizes = {"num_blocks": 33, "max_num_seqs": 4, "max_num_batched_tokens": 32} | limits
+        info = fake(pipeline_depth=depth, **sizes).info
         self.device = Device(info, self)
         self.admission = Admission(100, 10_000, self.clock)
         self.scheduler = Scheduler(info)
@@ -133,7 +104,7 @@ class Rig:
             SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0),
             token_ids=list(prompt),
             max_model_len=128,
-            output=Output(decode, Text()),
+            output=Output(TOKENIZER.decode, TOKENIZER.detokenizer(SamplingParams())),
         )
         self.admission.reserve(group, len(prompt))
         return request
@@ -159,9 +130,6 @@ def end_of(request):
     """The reason of a request's end, or its exception; None while it lives."""
     final = request.group.channel.final
     return final.finish_reason if isinstance(final, End) else final
-
-
-# --- turns ------------------------------------------------------------------------------
 
 
 def test_one_step_at_a_time_is_launched_and_collected():
@@ -279,9 +247,6 @@ def test_waiting_requests_are_those_that_neither_run_nor_are_paused():
     assert rig.core.stats().num_waiting == 3
 
 
-# --- arrivals and departures ------------------------------------------------------------
-
-
 def test_an_abort_is_sent_once_and_overtakes_the_arrival():
     rig = Rig()
     request = rig.make("a")
@@ -322,9 +287,6 @@ def test_a_destructor_aborts_in_its_own_process_only(monkeypatch):
     rig.core.abandon(request.group)
     rig.turns(1)
     assert end_of(request) == "abort"
-
-
-# --- deadlines --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seconds", [2.0, 50.0, 3600.0])
@@ -383,7 +345,7 @@ def test_a_deadline_says_what_it_cut_short():
     assert "passed its deadline while being tokenised, 5.000 s" in str(end_of(unknown))
     partial = end_of(running).partial
     assert partial.outputs[0].token_ids == tuple(rig.device.reference([1, 2, 3], 3))
-    assert partial.outputs[0].text == decode(rig.device.reference([1, 2, 3], 3))
+    assert partial.outputs[0].text == TOKENIZER.decode(rig.device.reference([1, 2, 3], 3))
     assert partial.prompt_token_ids == (1, 2, 3)
     assert (partial.usage.completion_tokens, partial.usage.total_time) == (3, 5.0)
     assert end_of(unknown).partial is None
@@ -412,9 +374,6 @@ def test_requests_that_ended_are_not_kept_until_their_deadlines():
     assert isinstance(end_of(live), DeadlineExceededError)
 
 
-# --- the end ----------------------------------------------------------------------------
-
-
 def test_closing_at_once_aborts_what_lives():
     rig = Rig()
     request = rig.submit("a", max_tokens=50)
@@ -426,17 +385,7 @@ def test_closing_at_once_aborts_what_lives():
     assert rig.device.closed
     with pytest.raises(EngineClosedError, match=CLOSED):
         rig.make("b")
-    assert isinstance(rig.core.call(int).exception(), EngineClosedError)
-
-
-def test_closing_without_an_end_lets_all_finish():
-    rig = Rig()
-    request = rig.submit("a", max_tokens=50)
-    rig.core.send(rig.core.on_close, None)
-    rig.core.run()
-    assert end_of(request) == "length"
-    assert rig.device.calls[-1] == "close"
-    assert rig.inbox.waits == []
+    assert isinstance(rig.core.call(int).exception(0), EngineClosedError)
 
 
 @pytest.mark.parametrize("drains", [(3.0,), (3.0, 9.0), (9.0, 3.0), (None, 3.0), (3.0, None)])
@@ -521,9 +470,6 @@ def test_a_suspended_engine_takes_in_what_is_in_flight():
     assert rig.inbox.waits == [None]
 
 
-# --- calls ------------------------------------------------------------------------------
-
-
 def test_a_call_runs_with_no_step_in_flight():
     rig = Rig(depth=2)
     rig.submit("a", max_tokens=9)
@@ -545,16 +491,14 @@ def test_what_a_call_raises_ends_the_engine_and_every_call():
     def fails():
         raise ZeroDivisionError("in a call")
 
-    futures = [rig.core.call(fails), rig.core.call(int)]
+    futures = [rig.core.call(run) for run in (int, fails, int)]
     rig.core.run()
-    for future in [*futures, rig.core.call(int)]:
+    assert futures[0].result(0) == 0
+    for future in [*futures[1:], rig.core.call(int)]:
         error = future.exception(0)
         assert isinstance(error, EngineDeadError)
         assert isinstance(error.__cause__, ZeroDivisionError)
     assert rig.device.closed
-
-
-# --- faults -----------------------------------------------------------------------------
 
 
 def test_a_failing_step_ends_everything():
@@ -674,20 +618,9 @@ def test_a_device_that_is_not_called_does_not_hang():
     assert rig.core.fatal_error is None
 
 
-def test_a_device_that_cannot_be_closed_is_logged(caplog):
-    rig = Rig()
-
-    def fails():
-        raise SystemExit("no")
-
-    rig.device.close = fails
-    close_executor(rig.device)
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-
-
 def raised(kind, seen):
     """An exception whose frame refers to something."""
-    kept = Text()
+    kept = FakeTokenizer()
     seen.append(weakref.ref(kept))
     try:
         raise kind

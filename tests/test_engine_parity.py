@@ -190,9 +190,6 @@ def tensor_bytes():
     return sum(o.numel() * o.element_size() for o in gc.get_objects() if type(o) is torch.Tensor)
 
 
-# --- bad input --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("settings", "error", "says"),
     [
@@ -210,8 +207,10 @@ def tensor_bytes():
 async def test_settings_that_cannot_be_honoured(checkpoint, settings, error, says):
     path, _ = checkpoint("Qwen3ForCausalLM")
     engine = AsyncLLMEngine(path, **(SETTINGS | settings))
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=says) as caught:
         await engine.start()
+    if error is InvalidRequestError:
+        assert caught.value.param in settings
 
 
 async def test_unset_max_model_len_is_what_the_pool_holds(checkpoint):

@@ -35,13 +35,8 @@ def demo_with(path: Path, file: str, **values: Any) -> Path:
     return path
 
 
-# --- generation_config ------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("setting", "temperature", "top_p"), [("auto", 0.6, 0.9), ("none", 1, 1)])
-async def test_defaults_of_the_model_are_taken_or_not(
-    setting: str, temperature: float, top_p: float
-) -> None:
+async def test_defaults_of_the_model_are_taken_or_not(setting, temperature, top_p):
     engine = AsyncLLMEngine(generation_config=setting, **SMALL)
     async with app_client(engine) as client:
         stream = engine.stream("Once", max_tokens=1)
@@ -54,7 +49,7 @@ async def test_defaults_of_the_model_are_taken_or_not(
     assert (answer["temperature"], answer["top_p"]) == (temperature, top_p)
 
 
-def test_bad_defaults_of_a_model_are_no_error_where_they_are_ignored(tmp_path: Path) -> None:
+def test_bad_defaults_of_a_model_are_no_error_where_they_are_ignored(tmp_path):
     path = demo_with(tmp_path / "bad", "generation_config.json", temperature=-1)
     with pytest.raises(ModelLoadError, match=r"generation_config\.json: temperature=-1"):
         LLM(path, **SMALL)
@@ -62,7 +57,7 @@ def test_bad_defaults_of_a_model_are_no_error_where_they_are_ignored(tmp_path: P
         assert llm.generate("Once", max_tokens=3, ignore_eos=True).usage.completion_tokens == 3
 
 
-def test_transformers_modules_ignore_the_defaults_too(tmp_path: Path) -> None:
+def test_transformers_modules_ignore_the_defaults_too(tmp_path):
     make_checkpoint(tmp_path, "GemmaForCausalLM", eos_token_id=3)
     file = tmp_path / "generation_config.json"
     file.write_text('{"temperature": 0.25, "eos_token_id": 5}')
@@ -71,10 +66,7 @@ def test_transformers_modules_ignore_the_defaults_too(tmp_path: Path) -> None:
     assert found[0].eos_token_ids == found[1].eos_token_ids == (5, 3)
 
 
-# --- served_model_name ------------------------------------------------------------------
-
-
-def test_names_are_a_tuple_and_the_first_is_the_models() -> None:
+def test_names_are_a_tuple_and_the_first_is_the_models():
     assert EngineConfig(served_model_name="mia").served_model_name == ("mia",)
     several = EngineConfig(model="/some/path", served_model_name=["mia", "tim"])
     assert several.served_model_name == ("mia", "tim")
@@ -83,7 +75,7 @@ def test_names_are_a_tuple_and_the_first_is_the_models() -> None:
     assert EngineConfig(model="/some/path").model_name == "/some/path"
 
 
-async def test_everything_calls_the_model_by_its_served_name() -> None:
+async def test_everything_calls_the_model_by_its_served_name():
     engine = fake_engine("x", served_model_name=("mia", "tim"))
     assert repr(engine) == "<AsyncLLMEngine 'mia' new>"
     assert model_name(engine) == "mia"
@@ -110,14 +102,12 @@ async def test_everything_calls_the_model_by_its_served_name() -> None:
     assert heard == ["mia"]
 
 
-# --- chat_template ----------------------------------------------------------------------
-
 SHOUT = "{% for m in messages %}{{ m.content | upper }}!{% endfor %}"
 HELLO = user("hé")
 
 
 @pytest.mark.parametrize("kind", ["text", "str", "Path"])
-async def test_a_template_in_place_of_the_models(kind: str, tmp_path: Path) -> None:
+async def test_a_template_in_place_of_the_models(kind, tmp_path):
     file = tmp_path / "shout.jinja"
     file.write_text(SHOUT, encoding="utf-8")
     given: Any = {"text": SHOUT, "str": str(file), "Path": file}[kind]
@@ -132,7 +122,7 @@ async def test_a_template_in_place_of_the_models(kind: str, tmp_path: Path) -> N
         assert list(llm.chat(HELLO).prompt_token_ids) == expected
 
 
-async def test_a_template_of_a_model_that_is_loaded() -> None:
+async def test_a_template_of_a_model_that_is_loaded():
     async with AsyncLLMEngine(chat_template=SHOUT, **SMALL) as engine:
         done = await engine.chat(user("once"), max_tokens=1).result()
         assert engine.tokenizer.decode(done.prompt_token_ids) == "ONCE!"
@@ -140,7 +130,7 @@ async def test_a_template_of_a_model_that_is_loaded() -> None:
             engine.chat(HELLO, tools=[TOOL])
 
 
-async def test_a_template_that_is_wrong_is_told_at_the_start(tmp_path: Path) -> None:
+async def test_a_template_that_is_wrong_is_told_at_the_start(tmp_path):
     huge = tmp_path / "huge.jinja"
     huge.write_text("{{ 1 }}" * 30_000)
     for given, error, says in (
@@ -156,7 +146,7 @@ async def test_a_template_that_is_wrong_is_told_at_the_start(tmp_path: Path) -> 
             await fake_engine("x", chat_template=given).start()
 
 
-async def test_a_template_for_one_call() -> None:
+async def test_a_template_for_one_call():
     expected = list("HÉ!".encode())
     async with app_client(fake_engine("x")) as client:
         engine = client._transport.app._serving.engine
@@ -194,7 +184,7 @@ async def test_a_template_for_one_call() -> None:
         assert llm.tokenize(HELLO, chat_template=SHOUT) == expected
 
 
-def test_only_the_last_templates_of_calls_are_kept_compiled() -> None:
+def test_only_the_last_templates_of_calls_are_kept_compiled():
     with fake_llm("x") as llm:
         template = llm.engine.tokenizer.chat_template
         for i in range(40):
@@ -204,8 +194,6 @@ def test_only_the_last_templates_of_calls_are_kept_compiled() -> None:
         assert (found.currsize, found.hits, found.misses) == (8, 1, 40)
         assert len(template._compiled_templates) == 1
 
-
-# --- hf_overrides -----------------------------------------------------------------------
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 
@@ -226,9 +214,7 @@ def write(path: Path, values: dict[str, Any]) -> Path:
     ],
 )
 @pytest.mark.parametrize("model_impl", ["native", "transformers", "auto"])
-def test_an_override_is_read_as_if_the_file_had_it(
-    tmp_path: Path, overrides: dict[str, Any], changed: dict[str, Any], model_impl: str
-) -> None:
+def test_an_override_is_read_as_if_the_file_had_it(tmp_path, overrides, changed, model_impl):
     plain, edited = write(tmp_path / "a", QWEN3), write(tmp_path / "b", QWEN3 | changed)
     found: Any = read_config(plain, model_impl, overrides=overrides)
     expected: Any = read_config(edited, model_impl)
@@ -246,7 +232,7 @@ def test_an_override_is_read_as_if_the_file_had_it(
         assert replace(found, path=edited) == expected != replace(unchanged, path=edited)
 
 
-def test_nested_configurations_are_merged_and_other_objects_replaced() -> None:
+def test_nested_configurations_are_merged_and_other_objects_replaced():
     file = ConfigFile(
         Path("/m/config.json"),
         {
@@ -279,7 +265,7 @@ def test_nested_configurations_are_merged_and_other_objects_replaced() -> None:
         assert caught.value.param == "hf_overrides"
 
 
-async def test_a_model_computes_with_the_overrides(tmp_path: Path) -> None:
+async def test_a_model_computes_with_the_overrides(tmp_path):
     theta = {"rope_theta": 30.0, "rope_type": "default"}
     overrides = {"max_position_embeddings": 48, "rope_parameters": theta, "rope_theta": 30.0}
     edited = demo_with(tmp_path / "edited", "config.json", **overrides)
@@ -298,7 +284,7 @@ async def test_a_model_computes_with_the_overrides(tmp_path: Path) -> None:
         await AsyncLLMEngine(hf_overrides={"hidden_size": "wide"}, **SMALL).start()
 
 
-def test_a_gguf_file_has_nothing_to_override(tmp_path: Path) -> None:
+def test_a_gguf_file_has_nothing_to_override(tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF")
     with pytest.raises(InvalidRequestError, match=r"^hf_overrides=.*a GGUF file has no") as caught:
@@ -307,9 +293,7 @@ def test_a_gguf_file_has_nothing_to_override(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("own_code")
-def test_a_checkpoints_own_configuration_is_overridden_where_its_code_is_trusted(
-    tmp_path: Path,
-) -> None:
+def test_a_checkpoints_own_configuration_is_overridden_where_its_code_is_trusted(tmp_path):
     code = (
         "from transformers import PreTrainedConfig, Qwen3Config\n"
         "class Own(Qwen3Config):\n"
@@ -327,11 +311,8 @@ def test_a_checkpoints_own_configuration_is_overridden_where_its_code_is_trusted
     assert type(_read_config(path, known, False, is_overridden=True)).__name__ == "Qwen3Config"
 
 
-# --- commands ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("command", ["chat", "demo", "serve", "bench"])
-def test_options_of_the_commands(command: str) -> None:
+def test_options_of_the_commands(command):
     given = ["--generation-config", "none", "--chat-template", "a.jinja"]
     given += ["--hf-overrides", '{"rope_theta": 1e6}']
     config = EngineConfig(**engine_options(parse([command, *given])))

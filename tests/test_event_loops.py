@@ -10,7 +10,8 @@ import sys
 import textwrap
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import anyio
 import anyio.from_thread
@@ -28,15 +29,12 @@ from asyncllm.runtime.event_loop import join, post_when_done, running_backend
 from tests.event_loops import BACKENDS, run  # noqa: F401 - a fixture, by its name
 from tests.fakes import channel_of, fake, mailbox_of_this_loop
 from tests.idle import until
-from tests.processes import hear_ctrl_c
+from tests.processes import hear_ctrl_c, python
 
 
 def free(engine):
     stats = engine.stats()
     return stats.num_free_blocks == stats.num_blocks and not stats.num_waiting
-
-
-# --- the core promises on every backend -------------------------------------------------
 
 
 def test_streams_run_together(run):
@@ -109,18 +107,6 @@ def test_hung_step_is_noticed(run):
     rig.executor.gate.release(100)
 
 
-def test_one_loop_after_the_other(run):
-    rig = fake()
-
-    async def main():
-        async with rig.engine() as engine:
-            result = await engine.generate([4], max_tokens=5)
-            assert list(result.token_ids) == rig.executor.reference([4], 5)
-
-    run(main)
-    run(main)
-
-
 def test_heartbeat_fills_silences_and_loses_nothing(run):
     rig = fake(gate=3)
 
@@ -168,9 +154,6 @@ def test_heartbeat_is_left_as_the_stream_itself_is(run):
     run(main)
 
 
-# --- several loops ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("other", BACKENDS)
 def test_one_engine_from_two_loops_at_once(run, other):
     rig = fake(step_time=0.0005)
@@ -184,15 +167,12 @@ def test_one_engine_from_two_loops_at_once(run, other):
                 for i in range(5):
                     elsewhere[i] = await engine.generate([100 + i], max_tokens=20)
 
-            def second_loop():
-                anyio.run(read_elsewhere, backend=backend, backend_options=options)
-
-            thread = threading.Thread(target=second_loop)
-            thread.start()
-            for i in range(5):
-                result = await engine.generate([i], max_tokens=20)
-                assert list(result.token_ids) == rig.executor.reference([i], 20)
-            await anyio.to_thread.run_sync(thread.join)
+            run_there = partial(anyio.run, backend=backend, backend_options=options)
+            async with anyio.create_task_group() as group:
+                group.start_soon(anyio.to_thread.run_sync, run_there, read_elsewhere)
+                for i in range(5):
+                    result = await engine.generate([i], max_tokens=20)
+                    assert list(result.token_ids) == rig.executor.reference([i], 20)
             for i, result in elsewhere.items():
                 assert list(result.token_ids) == rig.executor.reference([100 + i], 20)
             assert len(elsewhere) == 5
@@ -225,12 +205,8 @@ def test_loop_that_was_closed_aborts_its_streams(run, other):
                     group.start_soon(let_it_run)
                     await anext(stream)
 
-            def second_loop():
-                anyio.run(abandon, backend=backend, backend_options=options)
-
-            thread = threading.Thread(target=second_loop)
-            thread.start()
-            await anyio.to_thread.run_sync(thread.join)
+            run_there = partial(anyio.run, backend=backend, backend_options=options)
+            await anyio.to_thread.run_sync(run_there, abandon)
             rig.executor.gate.release(1000)
             await until(lambda: engine.stats().num_aborted == 1)
             await until(lambda: free(engine))
@@ -300,24 +276,11 @@ def test_engine_started_in_a_thread_that_is_not_the_main_one(run):
 
     async def main():
         async with rig.engine() as engine:
-            await engine.generate([1], max_tokens=3)
+            return await engine.generate([1], max_tokens=3)
 
-    errors = []
-
-    def target():
-        try:
-            run(main)
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=target)
-    thread.start()
-    thread.join(20)
-    assert errors == []
+    with ThreadPoolExecutor() as pool:
+        assert len(pool.submit(run, main).result(20).token_ids) == 3
     assert rig.executor.closed
-
-
-# --- a host that blocks its loop --------------------------------------------------------
 
 
 def test_engine_makes_progress_while_the_loop_is_blocked(run):
@@ -356,21 +319,15 @@ def test_at_most_one_wake_is_outstanding(run):
     run(main)
 
 
-# --- processes --------------------------------------------------------------------------
+PRELUDE = "import asyncio, os, sys, threading, time\nfrom tests.fakes import fake\n"
 
 
-def python(code: str, *options: str, timeout=60) -> subprocess.CompletedProcess[str]:
-    prelude = "import asyncio, os, sys, threading, time\nfrom tests.fakes import fake\n"
-    return subprocess.run(
-        [sys.executable, *options, "-c", prelude + textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+def program(code: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return python(*options, "-c", PRELUDE + textwrap.dedent(code), timeout=60)
 
 
 def test_fork_after_start_is_a_clear_error_in_the_child():
-    out = python(
+    out = program(
         """
         import gc, warnings
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -413,7 +370,7 @@ def test_fork_after_start_is_a_clear_error_in_the_child():
 @pytest.mark.parametrize("how", ["sys.exit(0)", "pass", "raise KeyError('host')"])
 def test_interpreter_exits_while_streams_run(how):
     began = time.monotonic()
-    out = python(
+    out = program(
         f"""
         engines = []
         async def main():
@@ -426,8 +383,7 @@ def test_interpreter_exits_while_streams_run(how):
             {how}
         asyncio.run(main())
         """,
-        "-W",
-        "error",
+        *("-W", "error"),
     )
     assert time.monotonic() - began < 30
     assert out.returncode == (1 if "KeyError" in how else 0), out.stderr
@@ -436,7 +392,7 @@ def test_interpreter_exits_while_streams_run(how):
 
 def test_interpreter_exits_from_a_loop_that_never_closes():
     """No loop to cancel anything, no aclose: the exit hook ends the thread."""
-    out = python(
+    out = program(
         """
         import atexit
         rig = fake(step_time=0.001)
@@ -458,7 +414,7 @@ def test_interpreter_exits_from_a_loop_that_never_closes():
 
 
 def test_development_mode_with_errors_for_warnings():
-    out = python(
+    out = program(
         """
         async def main():
             # How long a callback takes is the machine's: asyncio would warn above 0.1 s.
@@ -472,16 +428,13 @@ def test_development_mode_with_errors_for_warnings():
                 await engine.generate([1], max_tokens=3)
         asyncio.run(main(), debug=True)
         """,
-        "-X",
-        "dev",
-        "-W",
-        "error",
+        *("-X", "dev", "-W", "error"),
     )
     assert (out.returncode, out.stderr) == (0, "")
 
 
 def test_the_host_is_left_alone():
-    out = python(
+    out = program(
         """
         import asyncio, gc, logging, random, signal
         def state():
@@ -529,9 +482,8 @@ def test_ctrl_c_reaches_the_host():
         except KeyboardInterrupt:
             print("interrupted", threading.active_count())
     """
-    prelude = "import asyncio, os, sys, threading, time\nfrom tests.fakes import fake\n"
     process = subprocess.Popen(
-        [sys.executable, "-c", prelude + textwrap.dedent(code)],
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(code)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asyncllm import LLM, AsyncLLMEngine
-from asyncllm.config import CudaGraphs, EngineConfig
+from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidRequestError
 from asyncllm.gpu import calibration, execution_mode
 from asyncllm.gpu.build import build_model_runner
@@ -34,19 +34,16 @@ def _plain_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "OneDNNOps", TorchOps)
 
 
+def dummy_config(**fields: Any) -> EngineConfig:
+    return EngineConfig(load_format="dummy", device="cpu", attention_backend="torch", **fields)
+
+
 @pytest.fixture(scope="module")
 def expected() -> list[str]:
-    llm = LLM(num_threads=1, dtype="float32")
-    try:
-        found = llm.chat(
-            [[{"role": "user", "content": prompt}] for prompt in PROMPTS],
-            temperature=0.0,
-            max_tokens=24,
-            progress=False,
-        )
+    messages = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    with LLM(num_threads=1, dtype="float32") as llm:
+        found = llm.chat(messages, temperature=0.0, max_tokens=24, progress=False)
         return [completion.text for completion in found]
-    finally:
-        llm.close()
 
 
 async def answers(engine: AsyncLLMEngine) -> list[str]:
@@ -74,9 +71,7 @@ async def answers(engine: AsyncLLMEngine) -> list[str]:
     ],
     ids=str,
 )
-async def test_the_packaged_model_answers_the_same(
-    expected: list[str], fields: dict[str, Any]
-) -> None:
+async def test_the_packaged_model_answers_the_same(expected, fields):
     ahead = AheadOnCPU()
     assert await answers(ahead.engine(**fields)) == expected
     depth = 1 if fields.get("async_scheduling") is False else 2
@@ -100,7 +95,7 @@ async def test_the_packaged_model_answers_the_same(
         assert len(ahead.capturer.traces) == count + tokens * ahead.num_layers
 
 
-def test_what_a_placement_leaves_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_that_are_chosen_by_measurement(monkeypatch):
     timed: list[int] = []
 
     def time_prefill(runner: ModelRunner, count: int) -> float:
@@ -113,9 +108,7 @@ def test_what_a_placement_leaves_open(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def info(**fields: Any) -> Any:
         ahead = AheadOnCPU()
-        config = EngineConfig(
-            load_format="dummy", device="cpu", attention_backend="torch", **fields
-        )
+        config = dummy_config(**fields)
         runner = build_model_runner(config, MODEL, None, ahead.mode(config))
         assert runner.graphs is not None
         return runner.info, runner.graphs.buckets
@@ -136,13 +129,8 @@ def test_what_a_placement_leaves_open(monkeypatch: pytest.MonkeyPatch) -> None:
     ("graphs", "buckets", "tokens"),
     [("auto", (8, 4, 2, 1), (96, 64, 32)), ("decode", (8, 4, 2, 1), ()), ("off", (), ())],
 )
-def test_what_is_captured_before_the_first_step(
-    graphs: CudaGraphs, buckets: tuple[int, ...], tokens: tuple[int, ...]
-) -> None:
-    config = EngineConfig(
-        load_format="dummy", device="cpu", attention_backend="torch", cuda_graphs=graphs,
-        max_num_batched_tokens=100,
-    )  # fmt: skip
+def test_what_is_captured_before_the_first_step(graphs, buckets, tokens):
+    config = dummy_config(cuda_graphs=graphs, max_num_batched_tokens=100)
     runner = build_model_runner(config, MODEL, None, AheadOnCPU().mode(config))
     segments = replay_of(runner).segments
     made = runner.graphs.captured + (segments.graphs.captured if segments else [])
@@ -152,27 +140,21 @@ def test_what_is_captured_before_the_first_step(
     ]
 
 
-def test_a_cpu_is_in_step() -> None:
+def test_a_cpu_is_in_step():
     mode = execution_mode_for(EngineConfig(), CPU)
     assert not mode.stream.is_async
     assert mode.make_capturer is None
     assert (mode.max_num_seqs, mode.pipeline_depth) == (64, 1)
 
 
-def test_what_a_gpu_leaves_to_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_gpu_leaves_to_the_application(monkeypatch):
     monkeypatch.setattr(execution_mode, "CudaStream", lambda device: SyncStream())
     mode = execution_mode_for(EngineConfig(), torch.device("cuda", 0))
     assert (mode.step_timeout, mode.shares_memory) == (60.0, True)
     mode = execution_mode_for(EngineConfig(), CPU)
     assert (mode.step_timeout, mode.shares_memory) == (600.0, False)
 
-    config = EngineConfig(
-        load_format="dummy",
-        device="cpu",
-        attention_backend="torch",
-        max_model_len=64,
-        max_num_seqs=3,
-    )
+    config = dummy_config(max_model_len=64, max_num_seqs=3)
     limits = {"step_timeout": 7.0, "shares_memory": True}
     runner = build_model_runner(config, MODEL, None, replace(AheadOnCPU().mode(config), **limits))
     size = runner.info.kv_groups[0].block_size
@@ -193,7 +175,7 @@ def test_what_a_gpu_leaves_to_the_application(monkeypatch: pytest.MonkeyPatch) -
         ({"cudagraph_capture_sizes": (1, 9)}, "expected sizes up to max_num_seqs=8"),
     ],
 )
-def test_sizes_that_cannot_be(fields: dict[str, Any], says: str) -> None:
+def test_capture_sizes_that_are_refused(fields, says):
     config = EngineConfig(**fields)
     with pytest.raises(InvalidRequestError, match=says) as caught:
         graph_sizes(config, AheadOnCPU().mode(config), 8)

@@ -33,9 +33,6 @@ def ops(request: pytest.FixtureRequest) -> TorchOps:
     return make(request.param)
 
 
-# --- routing ------------------------------------------------------------------------------
-
-
 def routed(config: RoutingConfig, weights: RouterWeights, x: list[float]) -> dict[int, float]:
     """The weight of each expert of one token, by the definition."""
     rows = weights.linear.values.tolist()
@@ -87,7 +84,7 @@ def test_a_router_in_float32_reads_hidden_states_of_any_dtype(ops):
     assert torch.equal(found, expected)
 
 
-def test_rows_that_are_no_numbers_have_experts(ops):
+def test_rows_of_nan_are_routed(ops):
     check_routing_without_numbers(ops, "groups")
 
 
@@ -95,8 +92,6 @@ def test_rows_that_are_no_numbers_have_experts(ops):
 def test_native_routing_takes_the_first_of_equal_scores(backend):
     check_routing_ties(make(backend))
 
-
-# --- experts ------------------------------------------------------------------------------
 
 COUNT, WIDTH, INNER = 5, 40, 24
 
@@ -190,9 +185,6 @@ def test_rounded_experts_are_what_linear_layers_make_of_them(backend, convert):
             gate_up, down = (layer[expert] for layer in layers)
             expected += factor * down(ops.silu_mul(gate_up(x[row : row + 1])))[0]
         torch.testing.assert_close(found[row], expected, rtol=1e-5, atol=1e-6)
-
-
-# --- what is refused ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheme", ["int4", "e2m1"])

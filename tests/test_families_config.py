@@ -22,12 +22,11 @@ from asyncllm.gpu.models.rope import inverse_frequencies, rope_table, rotary_ord
 from asyncllm.gpu.transformers_model.config import read_config
 from tests.dense_cases import BACKEND
 from tests.families import LINEAR, LLAMA3, MINISTRAL, MIXED, TINY, YARN, draw_weights
+from tests.model_configs import read
 from tests.parity import OUTPUT, SETTINGS
 from tests.text_part import check_text_part
 
 CPU = torch.device("cpu")
-
-# --- text parts --------------------------------------------------------------------------------
 
 
 def multimodal(path: Path, name: str, *, tied: bool, **text: Any) -> Any:
@@ -95,8 +94,6 @@ def test_what_a_text_part_leaves_out_is_the_familys_default(tmp_path):
     assert ours.layer_ropes == (RopeConfig(),) * 5 + (full, RopeConfig())
 
 
-# --- defaults, and what is refused -------------------------------------------------------------
-
 PLAIN: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -121,11 +118,6 @@ EXTRA: dict[str, dict[str, Any]] = {
     "ministral3": {"rope_parameters": MINISTRAL},
 }  # fmt: skip
 """Without which a file is not of that family."""
-
-
-def read(path: Path, values: dict[str, Any]) -> ModelConfig:
-    (path / "config.json").write_text(json.dumps(values))
-    return ModelConfig.from_directory(path)
 
 
 def test_every_family_is_read():
@@ -228,9 +220,6 @@ def test_granite_4_with_experts_or_states_is_left_to_transformers(change):
     values = {**PLAIN, **EXTRA["granitemoehybrid"], "model_type": "granitemoehybrid"}
     assert has_native_decoder(ConfigFile(Path("x"), values))
     assert not has_native_decoder(ConfigFile(Path("x"), values | change))
-
-
-# --- RoPE ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["yarn", "longrope", "llama3", "linear", "default"])

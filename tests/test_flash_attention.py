@@ -24,7 +24,7 @@ from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.ops import flash_attention
 from asyncllm.gpu.ops.backend import AttentionRequest
 from asyncllm.gpu.ops.base import Attention, AttentionShape
-from asyncllm.gpu.ops.flash_attention import FlashAttention, FlashPlan
+from asyncllm.gpu.ops.flash_attention import FlashAttention
 from asyncllm.gpu.ops.flash_attention_2 import FlashAttention2
 from asyncllm.gpu.ops.flash_attention_3 import FlashAttention3
 from asyncllm.gpu.ops.registry import make_attention
@@ -253,43 +253,39 @@ def test_paged_rows_are_never_split_where_flash_attn_would_choose_to(monkeypatch
     assert splits == [1]
 
 
-# --- what the checks above notice -----------------------------------------------------------
+def moved(starts: Tensor, index: int) -> Tensor:
+    """Starts of which one is one later."""
+    starts = starts.clone()
+    starts[index] += 1
+    return starts
 
 
-def shift_queries(plan: FlashPlan) -> None:
-    if plan.prefill is not None:
-        plan.prefill.query_starts = plan.prefill.query_starts + 1
+def reversed_rows(table: Tensor) -> Tensor:
+    return table.flip(0).contiguous()
 
 
-def shift_keys(plan: FlashPlan) -> None:
-    if plan.prefill is not None:
-        plan.prefill.key_starts[-1] += 1
-        plan.prefill.seq_lens = plan.prefill.seq_lens.clone()
-        plan.prefill.seq_lens[-1] += 1
+WRONG_PLANS: dict[str, list[tuple[str, Callable[[Tensor], Tensor]]]] = {
+    "queries shifted": [("prefill.query_starts", lambda starts: starts + 1)],
+    "keys shifted": [
+        ("prefill.key_starts", lambda starts: moved(starts, -1)),
+        ("prefill.seq_lens", lambda lengths: moved(lengths, -1)),
+    ],
+    "lengths short by one": [("seq_lens", lambda lengths: lengths - 1)],
+    "tables swapped": [("block_table", reversed_rows)],
+    "tables of prefills swapped": [("prefill.block_table", reversed_rows)],
+}
 
 
-def shorten(plan: FlashPlan) -> None:
-    plan.seq_lens = plan.seq_lens - 1
-
-
-def swap_tables(plan: FlashPlan) -> None:
-    plan.block_table = plan.block_table.flip(0).contiguous()
-
-
-def swap_prefill_tables(plan: FlashPlan) -> None:
-    if plan.prefill is not None:
-        plan.prefill.block_table = plan.prefill.block_table.flip(0).contiguous()
-
-
-@pytest.mark.parametrize(
-    "mutate", [shift_queries, shift_keys, shorten, swap_tables, swap_prefill_tables]
-)
+@pytest.mark.parametrize("mistake", WRONG_PLANS)
 @pytest.mark.parametrize(("version", "block_size"), VERSIONS[:2])
-def test_a_wrong_plan_is_noticed(version, block_size, mutate: Callable[[FlashPlan], None]):
+def test_a_wrong_plan_is_noticed(version, block_size, mistake):
     class Broken(version):
         def plan(self, step, window, group):
             plan = super().plan(step, window, group)
-            mutate(plan)
+            for path, change in WRONG_PLANS[mistake]:
+                of, _, name = path.rpartition(".")
+                part = getattr(plan, of) if of else plan
+                setattr(part, name, change(getattr(part, name)))
             return plan
 
     with pytest.raises((AssertionError, RuntimeError)):
@@ -323,9 +319,6 @@ def test_tables_in_the_order_of_slots_are_noticed(monkeypatch):
     monkeypatch.setattr(StepInputs, "tables", unordered)
     with pytest.raises(AssertionError):
         check_decode(FlashAttention2(SHAPE), 256, None)
-
-
-# --- the libraries ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -363,9 +356,6 @@ def test_an_old_flash_attn_interface_is_named(monkeypatch):
     monkeypatch.delattr(module, "flash_attn_with_kvcache")
     with pytest.raises(EngineError, match="too old"):
         FlashAttention3(SHAPE)
-
-
-# --- the check at start -----------------------------------------------------------------------
 
 
 def request(version: type[FlashAttention], block_size: int, **shape) -> AttentionRequest:

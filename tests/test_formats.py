@@ -25,15 +25,12 @@ from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.weight_upload import PinnedUploader
 from asyncllm.gpu.weights import load_weights
 from tests.checkpoints import make_checkpoint
-from tests.driver import Driver
 from tests.live_bytes import LiveBytes
 from tests.packing import CASES, Case, compressed, quantise_checkpoint, repack
-from tests.reference import Tally, compare, generate
+from tests.parity import check_greedy
 from tests.slow import slow_but
-from tests.static_runner import make_decoder, make_runner
 
 CPU = torch.device("cpu")
-PROMPTS = ([3], [1, 4, 1, 5, 9, 2, 6], list(range(40)))
 
 
 def make(path: Path, case: Case, **settings: Any) -> tuple[torch.nn.Module, dict]:
@@ -98,16 +95,9 @@ def test_greedy_tokens_are_those_of_transformers_with_the_dequantised_weights(na
     """From two shards, the query, key and value projections fused out of different ones."""
     reference, _ = make(tmp_path, CASES[name], shard="150KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    model, tally = ModelConfig.from_directory(tmp_path), Tally()
+    model = ModelConfig.from_directory(tmp_path)
     assert model.quantization == CASES[name].config["quant_method"]
-    decoder = make_decoder(model, load_weights(model, torch.float32, CPU))
-    driver = Driver(make_runner(decoder, capturer=None))
-    sequences = [driver.add(prompt, 16) for prompt in PROMPTS]
-    driver.run(sequences)
-    for seq, prompt in zip(sequences, PROMPTS, strict=True):
-        compare(seq, generate(reference, prompt, 16), tally)
-    assert tally.tokens == 16 * len(PROMPTS)
-    assert len({token for seq in sequences for token in seq.outputs}) > 10
+    check_greedy(model, reference)
 
 
 def test_blocks_of_fp8_are_what_transformers_makes_of_them(plain, tmp_path):

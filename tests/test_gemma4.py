@@ -6,13 +6,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from asyncllm.checkpoint.model_config import ModelConfig
@@ -24,17 +22,15 @@ from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_plan
 from asyncllm.gpu.models.layer_inputs import InputLayer
 from asyncllm.gpu.models.rope import inverse_frequencies
 from asyncllm.gpu.ops.torch_attention import TorchAttention
-from asyncllm.gpu.weights import load_weights, weights_bytes
+from asyncllm.gpu.weights import load_weights
 from tests.dense_cases import BACKEND, load_case  # noqa: F401 - a fixture, by its name
 from tests.driver import state_of
 from tests.families import TINY
-from tests.parity import check_fails
+from tests.model_configs import read
+from tests.parity import check_fails, check_sizes, setting, with_tensors
 
 CPU = torch.device("cpu")
 FULL, SLIDING = "full_attention", "sliding_attention"
-
-
-# --- what the comparison with transformers sees ---------------------------------------------
 
 
 def _layers(runner: ModelRunner) -> list[Any]:
@@ -60,20 +56,10 @@ def _other_kv(runner: ModelRunner) -> None:
         mixer.shares_kv = True
 
 
-def _no_scalars(runner: ModelRunner) -> None:
-    for layer in _layers(runner):
-        layer.input_norm.scale = 1.0
-
-
 def _neighbours_input(runner: ModelRunner) -> None:
     state = state_of(runner)
     for layer in state.model.layers:
         layer.index = (layer.index + 1) % len(state.model.layers)
-
-
-def _no_value_norm(runner: ModelRunner) -> None:
-    for mixer in _mixers(runner):
-        mixer.rope_and_cache.v_norm = None
 
 
 def _normed_keys_for_values(runner: ModelRunner) -> None:
@@ -92,21 +78,6 @@ def _other_rows_for_values(runner: ModelRunner) -> None:
             weight[-32:] = weight[:32]
 
 
-def _no_router_norm(runner: ModelRunner) -> None:
-    for layer in _layers(runner):
-        layer.parallel_experts.router_norm = lambda x: x
-
-
-def _no_expert_scale(runner: ModelRunner) -> None:
-    for layer in _layers(runner):
-        layer.parallel_experts.experts.routing.expert_scale = None
-
-
-def _no_experts(runner: ModelRunner) -> None:
-    for layer in _layers(runner):
-        layer.parallel_experts.experts_output_norm = torch.zeros_like
-
-
 def _config(**fields: Any) -> Callable[[ModelConfig], ModelConfig]:
     return lambda config: replace(config, **fields)
 
@@ -117,16 +88,26 @@ def _whole_rope(config: ModelConfig) -> ModelConfig:
     )
 
 
+EXPERTS = "parallel_experts"
 MUTATIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "the KV of another layer": ("Gemma4-shared", _other_kv),
-    "no scalars": ("Gemma4", _no_scalars),
+    "no scalars": ("Gemma4", setting(_layers, "input_norm.scale", 1.0)),
     "the input of the neighbour": ("Gemma4", _neighbours_input),
-    "no norm of values": ("Gemma4", _no_value_norm),
+    "no norm of values": ("Gemma4", setting(_mixers, "rope_and_cache.v_norm", None)),
     "values behind the norm of keys": ("Gemma4", _normed_keys_for_values),
     "values of other rows than keys": ("Gemma4", _other_rows_for_values),
-    "no norm before the router": ("Gemma4-experts", _no_router_norm),
-    "no scale of experts": ("Gemma4-experts", _no_expert_scale),
-    "no experts": ("Gemma4-experts", _no_experts),
+    "no norm before the router": (
+        "Gemma4-experts",
+        setting(_layers, f"{EXPERTS}.router_norm", lambda x: x),
+    ),
+    "no scale of experts": (
+        "Gemma4-experts",
+        setting(_layers, f"{EXPERTS}.experts.routing.expert_scale", None),
+    ),
+    "no experts": (
+        "Gemma4-experts",
+        setting(_layers, f"{EXPERTS}.experts_output_norm", torch.zeros_like),
+    ),
 }
 CONFIGS: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
     "a window of one more": ("Gemma4", _config(sliding_window=8)),
@@ -156,8 +137,6 @@ def test_the_comparison_sees_another_configuration(load_case, mutation):
     check_fails(case, wrong.runner(attention_backend="torch"))
 
 
-# --- the cache -------------------------------------------------------------------------------
-
 E4B = TINY | {
     "model_type": "gemma4_text", "num_hidden_layers": 42, "num_kv_shared_layers": 18,
     "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 256, "sliding_window": 512,
@@ -169,11 +148,6 @@ A4B = TINY | {
     "attention_k_eq_v": True, "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8,
     "moe_intermediate_size": 48, "sliding_window": 1024, "max_position_embeddings": 262_144,
 }  # fmt: skip
-
-
-def read(path: Path, values: dict[str, Any]) -> ModelConfig:
-    (path / "config.json").write_text(json.dumps(values))
-    return ModelConfig.from_directory(path)
 
 
 def groups_of(model: ModelConfig, block_size: int) -> list[Any]:
@@ -231,9 +205,6 @@ def test_a_step_that_samples_nothing_ends_with_the_last_write(load_case):
     assert written[-1] == "rope_and_cache"
     assert written.count("rope_and_cache") == 4
     assert program.names.count("rope_and_cache") == 6
-
-
-# --- files -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("values", [E4B, A4B], ids=["E4B", "A4B"])
@@ -315,16 +286,13 @@ def test_values_that_are_refused(tmp_path, values, change, said):
 
 
 def test_the_last_layer_is_full(tmp_path):
-    """Also where the file says sliding, as in transformers."""
     model = read(tmp_path, E4B | {"layer_types": [FULL, *[SLIDING] * 41]})
     assert model.sliding_layers == (False, *[True] * 40, False)
 
 
 def test_sizes_count_layers_by_their_kind(load_case):
     for name in ("Gemma4-shared", "Gemma4-experts"):
-        config = load_case(name).config
-        held: Any = load_weights(config, torch.float32, CPU)
-        assert weights_bytes(config, torch.float32) == sum(each.nbytes for _, each in held)
+        check_sizes(load_case(name).config)
     wide = load_case("Gemma4-shared").config
     assert [layer.intermediate_size for layer in wide.layers] == [96, 96, 96, 96, 192, 192]
     narrow = replace(wide, layers=tuple(replace(e, intermediate_size=96) for e in wide.layers))
@@ -336,15 +304,10 @@ def test_sizes_count_layers_by_their_kind(load_case):
 def test_keys_that_no_layer_uses_are_left_out(load_case, tmp_path):
     """Files of the hub have them for the layers that attend to another's; and no others."""
     case = load_case("Gemma4-shared")
-    tensors = load_file(case.path / "model.safetensors")
-    (tmp_path / "config.json").write_text((case.path / "config.json").read_text())
     stem = "model.layers.5.self_attn."
     extra = {f"{stem}{name}.weight": torch.zeros(4) for name in ("k_proj", "v_proj", "k_norm")}
-    save_file(tensors | extra, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    list(load_weights(ModelConfig.from_directory(tmp_path), torch.float32, CPU))
+    list(load_weights(with_tensors(case, tmp_path, extra), torch.float32, CPU))
     for name in ("model.layers.3.self_attn.v_norm.weight", f"{stem}v_gate.weight"):
-        save_file(
-            tensors | {name: torch.zeros(4)}, tmp_path / "model.safetensors", {"format": "pt"}
-        )
+        config = with_tensors(case, tmp_path, {name: torch.zeros(4)})
         with pytest.raises(ModelLoadError, match=f"'{name}' is none of this architecture's"):
-            list(load_weights(ModelConfig.from_directory(tmp_path), torch.float32, CPU))
+            list(load_weights(config, torch.float32, CPU))

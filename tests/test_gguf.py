@@ -36,10 +36,8 @@ from asyncllm.gpu.weights import load_weights
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.tokenizer import Tokenizer
 from tests.checkpoints import make_checkpoint
-from tests.driver import Driver
 from tests.linear_weights import dequantised
-from tests.reference import Tally, compare, generate
-from tests.static_runner import make_decoder, make_runner
+from tests.parity import check_greedy
 
 gguf = pytest.importorskip("gguf", reason="the extra 'gguf' is not installed")
 from tests.gguf_files import ARCHITECTURES, TEMPLATE, write_gguf  # noqa: E402
@@ -150,19 +148,6 @@ def test_every_type_is_what_gguf_py_makes_of_it(tmp_path, monkeypatch, kind):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)
 
 
-def greedy(path: Path, reference: torch.nn.Module, count: int = 16) -> None:
-    model, tally = ModelConfig.from_directory(path), Tally()
-    decoder = make_decoder(model, load_weights(model, torch.float32, CPU))
-    driver = Driver(make_runner(decoder, capturer=None))
-    prompts = ([3], [1, 4, 1, 5, 9, 2, 6], list(range(40)))
-    sequences = [driver.add(prompt, count) for prompt in prompts]
-    driver.run(sequences)
-    for seq, prompt in zip(sequences, prompts, strict=True):
-        compare(seq, generate(reference, prompt, count), tally)
-    assert tally.tokens == count * len(prompts)
-    assert len({token for seq in sequences for token in seq.outputs}) > 10
-
-
 @pytest.mark.parametrize(
     ("name", "kind", "settings"),
     [
@@ -185,7 +170,7 @@ def test_greedy_tokens_are_those_of_transformers_with_the_dequantised_weights(
     assert [getattr(config, n) for n in same] == [getattr(expected, n) for n in same]
     assert config.quantization == (None if kind == "F16" else "gguf")
     assert config.dtype == ("float16" if kind == "F16" else "bfloat16")
-    greedy(path, reference)
+    check_greedy(ModelConfig.from_directory(path), reference)
 
 
 def test_a_mixture_of_k_quants_computes_what_transformers_does(tmp_path):
@@ -209,7 +194,7 @@ def test_a_mixture_of_k_quants_computes_what_transformers_does(tmp_path):
             tensors[name] = torch.from_numpy(gguf.dequantize(blocks, kind))
     write_gguf(path, tmp_path, tensors, "F32", raw=raw)
     reference.load_state_dict(tensors)
-    greedy(path, reference)
+    check_greedy(ModelConfig.from_directory(path), reference)
 
 
 def llama3_factors(size: int, factor: float, theta: float = 10_000.0) -> np.ndarray:
@@ -276,7 +261,6 @@ def test_bos_is_added_where_the_file_says_so(plain, tmp_path):
 
 
 def test_a_sentencepiece_vocabulary(plain, tmp_path):
-    """With a beginning of its own."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(200, 245)), "▁", "a", "b"]
     pieces += ["ab", "▁ab", "c"]
     tokens = pieces + [f"unused{i}" for i in range(256 - len(pieces))]
@@ -320,7 +304,6 @@ def test_every_end_that_the_file_names_ends_an_output(plain, tmp_path):
 
 
 def test_an_engine_serves_a_file(plain, tmp_path, caplog):
-    """And says once what it read."""
     path = tmp_path / "model.gguf"
     write(path, plain)
     with caplog.at_level(logging.INFO, logger="asyncllm"), LLM(path, device="cpu") as llm:

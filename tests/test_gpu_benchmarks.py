@@ -1,24 +1,57 @@
-"""The files and the command line of the GPU benchmarks."""
+"""The GPU benchmarks on the CPU: files, the command line, and the stages kernels, mixed, profile,
+decode, engine, tune and smoke. No time is asserted."""
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import inspect
+import itertools
 import json
 import os
-import subprocess
 import sys
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
+from asyncllm import EngineConfig
+from asyncllm.checkpoint.model_config import ModelConfig
+from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey
+from asyncllm.gpu.ops.torch_ops import TorchOps
+from asyncllm.gpu.ops.triton.attention import TritonAttention
+from asyncllm.gpu.ops.triton.attention_plan import TritonPlan
+from asyncllm.gpu.ops.triton.tuning import Tiles
 from benchmarks.common import Report
+from benchmarks.gpu import baselines, decode, engine, kernels, smoke, smoke_probes, tune
+from benchmarks.gpu.checkpoint import write_checkpoint
+from benchmarks.gpu.clock import DeviceSpan
+from benchmarks.gpu.kernel_table import KernelRow, kernel_table, short_name
+from benchmarks.gpu.mixed import MixedBench, MixedPlan, step_times
+from benchmarks.gpu.paged_inputs import decode_calls, make_inputs, prefill_calls, shaped_inputs
+from benchmarks.gpu.probe import StepRecord, count_nodes
+from benchmarks.gpu.profile import ProfileBench, ProfilePlan
+from benchmarks.gpu.shapes import AttentionLoad
+from benchmarks.gpu.smoke_kernels import checks_of
+from benchmarks.gpu.smoke_models import MODELS
 from benchmarks.gpu.stage import Deadline, Stage
-from tests.gpu_stand_ins import figures, make_stage
+from benchmarks.gpu.traffic import poisson_arrivals, run_traffic
+from benchmarks.gpu.tune import Sweep, TunePlan
+from benchmarks.gpu.tune_compile import Compiled, CompileJob, TunedAttention, compile_all
+from tests.cuda_captures import Captures, Illegal
+from tests.gpu_stand_ins import TINY, HostClock, figures, make_stage, tiny_plan
+from tests.processes import python
+from tests.static_runner import LateStream, make_decoder, make_runner, replay_of
+from tests.triton import checks
+from tests.triton.paged import assert_close, attend, plain_attention
 
 ROOT = Path(__file__).parent.parent
-
-# --- deadlines and failures --------------------------------------------------------------
+CPU = torch.device("cpu")
 
 
 def test_figures_are_written_after_every_measurement(tmp_path, monkeypatch):
@@ -37,31 +70,15 @@ def test_figures_are_written_after_every_measurement(tmp_path, monkeypatch):
     assert str(tmp_path) not in file.read_text()
 
 
-# --- the command line -------------------------------------------------------------------
-
-
 def test_the_command_refuses_without_a_gpu():
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", "--stage", "kernels"],
-        cwd=ROOT,
-        env=hidden,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 2
-    assert done.stdout == ""
+    done = python("-m", "benchmarks.gpu", "--stage", "kernels", cwd=ROOT, env=hidden)
+    assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
     assert "needs an NVIDIA GPU" in done.stderr
 
 
-# --- the kernels stage ------------------------------------------------------------------
-
-
 def test_a_wrong_kernel_is_counted_and_named(capsys):
-    from benchmarks.gpu import kernels
-
     def wrong() -> None:
         raise AssertionError("row 3: 1 of 8 vectors are off")
 
@@ -76,7 +93,429 @@ def test_a_wrong_kernel_is_counted_and_named(capsys):
 
 def test_checks_of_the_stage_run_on_the_plain_functions():
     """So that what the stage imports from the tests is what the backends are held to."""
-    from asyncllm.gpu.ops.torch_ops import TorchOps
-    from tests.triton import checks
-
     checks.check_step_state(TorchOps().decode_inputs, "cpu", 16)
+
+
+def test_arrivals_are_those_of_the_rate_and_the_seed():
+    found = poisson_arrivals(50.0, 100.0, shortest=3, longest=9, highest_token=7)
+    assert found.times == sorted(found.times)
+    assert 4700 < len(found.times) < 5300
+    assert 0 < found.times[0] < found.times[-1] < 100.0
+    assert len(found.times) == len(found.work.prompts) == len(found.work.max_tokens)
+    assert {len(prompt) for prompt in found.work.prompts} == set(range(3, 10))
+    assert found == poisson_arrivals(50.0, 100.0, shortest=3, longest=9, highest_token=7)
+    assert found != poisson_arrivals(50.0, 100.0, shortest=3, longest=9, highest_token=7, seed=1)
+    assert poisson_arrivals(1e-9, 0.5).times == [0.5]
+
+
+def test_every_request_is_submitted_and_read():
+    arrivals = poisson_arrivals(200.0, 0.1, shortest=2, longest=4)
+    seen = []
+
+    async def submit(prompt: list[int], max_tokens: int) -> AsyncIterator[int]:
+        seen.append((tuple(prompt), max_tokens))
+        yield 1
+        yield max_tokens - 1
+
+    times = asyncio.run(run_traffic(submit, arrivals))
+    work = arrivals.work
+    expected = zip(map(tuple, work.prompts), work.max_tokens, strict=True)
+    assert sorted(seen) == sorted(expected)
+    assert times.tokens == work.num_output_tokens
+    assert len(times.firsts) == len(times.between) == len(arrivals.times)
+    assert min(times.firsts + times.between + times.lags) >= 0
+    assert times.seconds > 0
+
+
+def test_steps_are_timed_from_their_launch_or_the_step_before():
+    def record(rows: int, tokens: int, launched: float, returned: float) -> StepRecord:
+        return StepRecord(rows, tokens, 0, returned, 0.0, launched)
+
+    records = [
+        record(2, 9, launched=1.0, returned=3.0),
+        record(2, 2, launched=2.0, returned=4.0),  # behind the first
+        record(0, 0, launched=5.0, returned=6.0),
+        record(3, 3, launched=8.0, returned=9.5),  # nothing was running
+    ]
+    assert step_times(records) == {"mixed": [2.0], "decode": [1.0, 1.5]}
+
+
+def tiny_mixed(**changes: Any) -> MixedPlan:
+    return MixedPlan(tiny_plan(), rates=(30.0, 60.0), seconds=0.3, lengths=(4, 20), **changes)
+
+
+def test_mixed_traffic_on_the_cpu(tmp_path):
+    stage = make_stage()
+    asyncio.run(MixedBench(stage, HostClock(), tiny_mixed(), tmp_path).run())
+    assert (stage.failed, stage.skipped) == ([], [])
+    found = figures(stage)
+    for rate in (30, 60):
+        for figure in (
+            "output", "time to first token", "time between tokens", "time between tokens, p99",
+            "decode steps", "mixed steps", "mixed steps, p99", "loop lag, p99",
+        ):  # fmt: skip
+            assert found[f"{rate} requests a second, {figure}"] > 0, figure
+    assert [score.name for score, _ in stage.scores.scores] == [
+        f"{rate} requests a second, loop lag, p99" for rate in (30, 60)
+    ]
+
+
+def test_a_trace_by_kernel():
+    spans = [
+        DeviceSpan(0.0, 1.0, "norm_kernel"),
+        # Beside it, and beyond.
+        DeviceSpan(0.5, 3.0, "void gemm<float, 3>(int)"),
+        DeviceSpan(3.5, 4.5, "norm_kernel"),
+        DeviceSpan(4.5, 5.0, "void gemm<half, 4>(int)"),
+    ]
+    assert kernel_table(spans[::-1]) == [
+        KernelRow("gemm", 2, 1.5, 0.6, 0.0),
+        KernelRow("norm_kernel", 2, 1.0, 0.4, 0.25),
+    ]
+    assert kernel_table([]) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("decode_kernel", "decode_kernel"),
+        ("Memcpy DtoH (Device -> Pinned)", "Memcpy DtoH"),
+        (
+            "void at::native::(anonymous namespace)::vectorized_elementwise_kernel<4, at::native::"
+            "CUDAFunctor_add<float>, std::array<char*, 3ul> >(int, float)",
+            "vectorized_elementwise_kernel",
+        ),
+        (
+            "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm>(int)",
+            "cutlass_80_wmma_tensorop_bf16_s161616gemm",
+        ),
+        ("nvjet_hsh_64x8_64x16_1x4_h_bz_splitK_TNT", "nvjet_hsh_64x8_64x16_1x4_h_bz_splitK_TNT"),
+        ("x" * 90, "x" * 48),
+    ],
+)
+def test_names_without_templates(name, expected):
+    assert short_name(name) == expected
+
+
+class Tracing(HostClock):
+    """A kernel and a half for each thing that is traced."""
+
+    def trace(self, work) -> list[DeviceSpan]:
+        work()
+        spans = [DeviceSpan(i / 1e3, (i + 0.5) / 1e3, f"kernel_{i % 20}") for i in range(40)]
+        return [*spans, DeviceSpan(0.04, 0.06, "decode_kernel")]
+
+
+def test_steps_are_traced_while_they_run(tmp_path):
+    stage = make_stage()
+    plan = ProfilePlan(
+        tiny_plan(max_len=200), batches=(1, 3), truncated_batch=2, steps=4, prompts=(20, 5)
+    )
+    asyncio.run(ProfileBench(stage, Tracing(), plan, tmp_path).run())
+    assert (stage.failed, stage.skipped) == ([], [])
+    found = figures(stage)
+    notes = {figure.name: figure.note for figure in stage.report.figures}
+    for name in (
+        "decode steps of 1 rows",
+        "decode steps of 3 rows",
+        "decode steps of 2 rows, top_k 20, top_p 0.95",
+        "2 rows decode and prompts come",
+    ):
+        steps, mixed = (int(word) for word in notes[f"{name}, kernels a step"].split()[::2][:2])
+        assert steps >= 4
+        assert found[f"{name}, kernels a step"] == 41 / steps
+        assert (mixed > 0) == ("prompts" in name)
+        assert found[f"{name}, busy"] == pytest.approx(2 / 3)
+        assert found[f"{name}: decode_kernel"] == pytest.approx(0.02)
+        assert notes[f"{name}: decode_kernel"].startswith("1 times, 50.0%, 500.0 µs of nothing")
+        assert notes[f"{name}: the others"] == "14 times, 17.5%, 7 kernels"
+
+
+SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 32}
+
+
+class PlainAttention(TritonAttention):
+    """The backend with its kernels replaced by plain attention."""
+
+    def __init__(self) -> None:
+        load = AttentionLoad(1, 1, 0, **SMALL)
+        shape = decode.AttentionShape(load.heads, load.kv_heads, load.head_dim, load.head_dim**-0.5)
+        super().__init__(shape, torch.bfloat16, CPU, capability=90, num_sms=132)
+        self.lengths: list[int] = []
+
+    def __call__(self, q, k, v, cache, plan: TritonPlan):
+        self.lengths += plan.seq_lens.tolist()
+        return plain_attention(q, cache, plan, self.shape.scale)
+
+
+def plain_varlen(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1),
+    enable_gqa=False, num_splits=None,
+):  # fmt: skip
+    assert (window_size, enable_gqa, num_splits) == ((-1, 0), True, 1)
+    out = []
+    for (q0, q1), (k0, k1) in zip(
+        itertools.pairwise(cu_seq_q.tolist()), itertools.pairwise(cu_seq_k.tolist()), strict=True
+    ):
+        assert (q1 - q0, k1 - k0) == (max_q, max_k)
+        scale = query.shape[-1] ** -0.5
+        out.append(attend(query[q0:q1], key[k0:k1], value[k0:k1], scale, None, None))
+    return torch.cat(out).to(query.dtype)
+
+
+@pytest.fixture
+def varlen(monkeypatch):
+    module = pytest.importorskip("torch.nn.attention.varlen")
+    monkeypatch.setattr(module, "varlen_attn", plain_varlen)
+
+
+@pytest.mark.parametrize("queries", [1, 24])
+def test_launches_and_baseline_attend_to_the_same(varlen, queries):
+    load = AttentionLoad(2, queries, 64 - queries, **SMALL)
+    inputs = make_inputs(load, 3, CPU)
+    attention = PlainAttention()
+    if queries == 1:
+        calls = decode_calls(attention, inputs, 4096)
+    else:
+        calls = prefill_calls(attention, inputs)
+    others = baselines.varlen_calls(inputs, gather=True)
+    outputs = [call() for call in calls]
+    for output, other in zip(outputs, others, strict=True):
+        assert_close(output.view(-1, 4, 32), other().double(), torch.bfloat16)
+    assert not torch.equal(outputs[0], outputs[1])
+    alone = baselines.varlen_calls(inputs, gather=False)[0]()
+    assert torch.equal(alone, others[0]())
+    assert set(attention.lengths) == {64}
+
+
+def test_decode_bench(varlen, capsys):
+    stage = make_stage()
+    bench = decode.DecodeBench(
+        stage, HostClock(), PlainAttention(), cache=10_000, memory=10_000_000
+    )
+    bench.measure_copy()
+    load = AttentionLoad(2, 1, 63, **SMALL)
+    bench.measure_decode(load)
+    bench.measure_prefill(AttentionLoad(1, 32, 32, **SMALL))
+    bench.score()
+    found = figures(stage)
+    assert found["copy, read and written"] == 0.01
+    for name in (
+        "decode 2 × 64",
+        "  decode 2 × 64, 1 splits",
+        "  decode 2 × 64, gather + varlen_attn",
+        "prefill 32 after 32",
+        "  prefill 32 after 32, gather + varlen_attn",
+        "  prefill 32 after 32, varlen_attn alone",
+    ):
+        assert found[name] > 0, name
+    notes = {figure.name: figure.note for figure in stage.report.figures}
+    assert notes["decode 2 × 64"].endswith("of copy bandwidth, 119 splits")
+    assert "TOO FAR" not in " ".join(notes.values())
+    # Nothing was past LARGE.
+    assert found["decode attention past 64k tokens, of copy bandwidth"] is None
+
+
+def test_engine_stage_on_the_cpu(capsys):
+    stage = make_stage()
+    clock = HostClock()
+    engine.run(stage, clock, tiny_plan())
+    assert (stage.failed, stage.skipped) == ([], [])
+    assert clock.released == 8
+    found = figures(stage)
+    for name in (
+        "start, random weights and capture",
+        "tiny Qwen, batch 1, step",
+        "tiny Qwen, batch 4, over the floor",
+        "engine thread, CPU time a step",
+        "loop lag, p99",
+        "throughput",
+        "time to first token",
+        "GPU busy, 4 streams, from a trace",
+        "tiny Llama, batch 2, step",
+        "batch 4, not ahead over ahead",
+    ):
+        assert found[name] > 0, name
+    for name in ("capture of all buckets", "batch sizes of 0 with other tokens"):
+        assert found[name] is None
+    assert found["memory left by the second open and close"] == 0
+    verdicts = {
+        figure.name: goal.met(figure.value)
+        for figure, goal in stage.scores.scores
+        if figure.value is not None
+    }
+    assert verdicts["tiny Qwen, batch 1, over the floor"]
+    assert not verdicts["tiny Llama, batch 2, over the floor"]
+    assert stage.finish() == 0
+    assert "goals" in capsys.readouterr().out
+
+
+H200 = {"capability": 90, "num_sms": 132}
+DEFAULT = Tiles(16, 64, 4, 5)
+FAST, BROKEN = Tiles(16, 32, 1, 5), Tiles(16, 128, 4, 5)
+DECODE = AttentionLoad(3, 1, 63, **SMALL)
+SKEWED = replace(DECODE, longest=600)
+PREFILL = AttentionLoad(1, 24, 40, **SMALL)
+
+
+class Plain(TunedAttention):
+    """Notes its launches, and computes them without kernels."""
+
+    launched: list[tuple[Tiles, int]]
+
+    def __call__(self, q: Any, k: Any, v: Any, cache: Any, plan: Any) -> Any:
+        if self.decode_tiles == BROKEN:
+            raise RuntimeError("out of resource: shared memory\nof 300000 bytes")
+        return plain_attention(q, cache, plan, self.shape.scale)
+
+
+class TableClock(HostClock):
+    """The seconds of a launch follow from its shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Tiles, int]] = []
+
+    def median(self, calls: Any, *, graph: bool = True) -> float:
+        cells = dict(zip(calls[0].__code__.co_freevars, calls[0].__closure__, strict=True))
+        attention, plan = (cells[name].cell_contents for name in ("attention", "plan"))
+        calls[0]()
+        self.seen.append((attention.decode_tiles, plan.splits))
+        fast = 0.5 if attention.decode_tiles == FAST else 1.0
+        return fast / (2 if plan.splits == 2 else 1)
+
+
+def compiled(jobs: Sequence[CompileJob], gpu: Mapping[str, int], *_: Any) -> Iterator[Compiled]:
+    assert gpu == H200
+    for job in jobs:
+        error = "OutOfResources: shared memory" if job.tiles.rows == 64 else None
+        yield Compiled(job, 1.0, 40_000, error)
+
+
+def test_a_sweep_finds_the_best_and_writes_tables(monkeypatch, tmp_path):
+    monkeypatch.setattr(tune, "TunedAttention", Plain)
+    stage, clock = make_stage(name="tune", out=tmp_path), TableClock()
+    plan = TunePlan(
+        decodes=(DECODE, SKEWED),
+        prefills=(PREFILL,),
+        decode_tiles=(DEFAULT, FAST, BROKEN),
+        prefill_tiles=(FAST, Tiles(64, 64, 4, 3)),
+        splits=(1, 2, 3, 64),
+    )
+    sweep = Sweep(stage, clock, plan, CPU, cache=10_000, memory=10**9, **H200)
+    sweep.run(compiled)
+    assert (stage.failed, stage.skipped) == ([], [])
+    tables = json.loads((tmp_path / "tune-tables.json").read_text())
+    assert tables == json.loads(json.dumps(sweep.tables()))
+    loads = dict.fromkeys(entry["load"] for entry in tables["decode tiles"])
+    assert list(loads) == ["decode 3 × 64", "decode 3 × 64, one of 600"]
+    for table, load, entries in (
+        ("decode tiles", DECODE, [(DEFAULT, 1.0), (FAST, 0.5)]),
+        ("prefill tiles", PREFILL, [(Tiles(128, 64, 8, 3), 1.0), (FAST, 0.5)]),
+    ):
+        found = [each for each in tables[table] if each["load"] == load.name]
+        assert [(each["tiles"], each["over_default"]) for each in found] == [
+            (asdict(tiles), share) for tiles, share in entries
+        ]
+        assert [each["default"] for each in found] == [True, False]
+    assert tables["best"] == {
+        table: {"tiles": asdict(FAST), "over_default": 0.5}
+        for table in ("decode tiles", "prefill tiles")
+    }
+    # A split for 64 tokens is one; for 600 it may be three at most, of which two are the fastest.
+    found = [each for each in tables["decode splits"] if each["load"] == SKEWED.name]
+    assert [each["splits"] for each in found] == [1, 2, 3]
+    assert min(found, key=lambda each: each["seconds"])["over_default"] == 0.25
+    assert all(each["tiles"] == asdict(FAST) for each in found)
+    assert {(one["kernel"], one["tiles"]["keys"], one["reason"]) for one in tables["unusable"]} == {
+        ("prefill", 64, "OutOfResources: shared memory"),
+        ("decode", 128, "RuntimeError: out of resource: shared memory"),
+    }
+    values = figures(stage)
+    assert values["launches that compile"] == 3 * 2 + 2
+    assert values["decode splits, decode 3 × 64, one of 600"] == 0.25
+
+
+def test_what_is_compiled_is_what_is_launched():
+    """Shapes and strides, for which Triton compiles kernels, are those of real inputs."""
+    for load in (DECODE, SKEWED, PREFILL):
+        real, shaped = make_inputs(load, 1, CPU), shaped_inputs(load, torch.device("meta"))
+        for name in ("queries", "tables", "seq_lens"):
+            found, wanted = getattr(shaped, name), getattr(real, name)
+            assert (found.shape, found.stride(), found.dtype) == (
+                wanted.shape, wanted.stride(), wanted.dtype,
+            )  # fmt: skip
+        assert shaped.cache.stride()[1:] == real.cache.stride()[1:]
+        assert shaped.cache.dtype == real.cache.dtype
+
+
+@pytest.mark.slow
+def test_a_pool_compiles_and_says_what_does_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    load = AttentionLoad(2, 1, 1023)
+    jobs = [CompileJob(load, Tiles(16, 32, 4, 3)), CompileJob(load, Tiles(24, 32, 4, 3))]
+    found = {one.job: one for one in compile_all(jobs, H200, 2, 300)}
+    assert found[jobs[0]].error is None
+    assert 1000 < found[jobs[0]].shared < 227 * 1024
+    # 24 is no power of two.
+    assert "CompilationError" in str(found[jobs[1]].error)
+
+
+def test_every_task_is_a_probe_that_there_is():
+    tasks = smoke.tasks()
+    assert {task.probe for task in tasks} <= set(smoke_probes.PROBES)
+    kernels = [task.options["name"] for task in tasks if task.probe == "kernel"]
+    assert sorted(kernels) == sorted(checks_of("cpu", 90))
+    assert {"windows", "sinks", "experts"} <= set(kernels)
+    models = {task.options["model"] for task in tasks if task.probe == "engine"}
+    assert models == set(MODELS)
+    settings = {field.name for field in dataclasses.fields(EngineConfig)}
+    ways = list(smoke.WAYS.values())
+    assert {name for way in ways for name in way.get("settings", {})} <= settings
+    for probe in {task.probe for task in tasks if task.bisected}:
+        taken = set(inspect.signature(smoke_probes.PROBES[probe]).parameters)
+        assert {name for way in ways for name in way} <= taken
+
+
+STAGED = pytest.param("dense", "staged", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("model", "requests"),
+    [
+        ("sinks", "plain"),
+        STAGED,
+        *(
+            pytest.param(name, "plain", marks=pytest.mark.slow)
+            for name in MODELS
+            if name != "sinks"
+        ),
+    ],
+)
+def test_an_engine_on_the_cpu_is_right(model, requests):
+    """Native ops, one step ahead, against plain torch: the same probe as on a GPU."""
+    ((name, value, *_),) = smoke_probes.engine(model, requests, device="cpu")
+    assert name == "tokens compared"
+    assert value is not None
+    assert value > 100
+
+
+def test_an_engine_in_bfloat16_on_the_cpu_is_right():
+    ((_, value, *_),) = smoke_probes.bfloat16(device="cpu")
+    assert value is not None
+    assert value > 100
+    # Weights of 4 bits are further from them than bfloat16.
+    with pytest.raises(AssertionError, match=r"log-probability off by|are others"):
+        smoke_probes.bfloat16(device="cpu", settings={"quantization": "int4"})
+
+
+def test_nodes_of_a_captured_step_are_counted(monkeypatch, tmp_path):
+    captures = Captures()
+    captures.install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    model = ModelConfig.from_directory(write_checkpoint(tmp_path, TINY))
+    runner = make_runner(make_decoder(model), capturer=GraphCapturer(), stream=LateStream())
+    with torch.inference_mode(), Illegal("", captures.error) as expected:
+        replay_of(runner).run_padded_rows(GraphKey(2))
+    assert count_nodes(runner, 2) == expected.ops > 10
+    assert not captures.debugging

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
-from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.memory import MemoryProbe, cuda_cache_bytes, release
 from asyncllm.gpu.weights import load_weights
 from tests.checkpoints import make_checkpoint
-from tests.driver import Driver
-from tests.dummy_runner import MODEL
 from tests.gpu_turns import alone_on_the_gpu  # noqa: F401 - a fixture, by its name
 
 pytestmark = [
@@ -63,22 +58,6 @@ def test_measuring_leaves_the_hosts_peak_statistics():
     )
     assert torch.cuda.max_memory_allocated(GPU) == held
     assert found <= min(int(0.9 * total), free) - 32 * MIB
-
-
-@pytest.mark.parametrize("fields", [{}, {"kv_cache_memory": "256MiB"}])
-def test_a_second_open_and_close_leaves_what_the_first_left(fields):
-    model = replace(MODEL, hidden_size=256, head_dim=64, dtype="bfloat16")
-    left = []
-    for _ in range(2):
-        runner = build_model_runner(
-            EngineConfig(device="cuda", load_format="dummy", max_num_seqs=8, **fields), model
-        )
-        driver = Driver(runner)
-        driver.run([driver.add([1, 2, 3], 8)])
-        del driver
-        runner.close()
-        left.append((torch.cuda.mem_get_info(GPU)[0], torch.cuda.memory_reserved(GPU)))
-    assert left[0] == left[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

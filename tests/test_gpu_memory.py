@@ -3,7 +3,6 @@ which runs on the CPU as well."""
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import logging
 import re
@@ -20,7 +19,8 @@ import pytest
 import torch
 
 from asyncllm.config import EngineConfig
-from asyncllm.errors import EngineDeadError, EngineError, KVCacheTooSmallError
+from asyncllm.core.batch import StepBatch
+from asyncllm.errors import EngineError, KVCacheTooSmallError
 from asyncllm.gpu import build, cache_sizing, decoder_loading, memory, model_runner
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.cache_sizing import KVCacheSize, min_cache_bytes, size_cache
@@ -48,7 +48,6 @@ from tests.ahead_on_cpu import AheadOnCPU
 from tests.cuda_captures import Captures
 from tests.driver import Driver, state_of
 from tests.dummy_runner import MODEL, make
-from tests.fakes import Fake, fake
 from tests.live_bytes import LiveBytes
 from tests.static_runner import kv_groups
 
@@ -148,9 +147,6 @@ def size(gpu: SimulatedGPU, *, weights: int, step: Any, config: EngineConfig | N
         )
 
 
-# --- the arithmetic --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("gpu", "step", "graph_reserve", "left"),
     [
@@ -190,25 +186,6 @@ def test_two_engines_share_a_gpu():
         size(gpu, weights=2 * GIB, step=1 * GIB, config=config)
 
 
-def test_blocks_follow_from_the_bytes():
-    """The formula of the whole: (budget - weights - peak) // bytes per block."""
-    config = EngineConfig(max_model_len=256)
-    available = size(SimulatedGPU(total=GIB), weights=500 * MIB, step=100 * MIB)
-    groups = kv_groups(MODEL, 16)
-    per_block = block_bytes(groups, torch.bfloat16)
-    sized = size_cache(
-        config,
-        MODEL,
-        groups,
-        torch.bfloat16,
-        max_num_seqs=10**6,
-        step_tokens=8,
-        available=available,
-    )
-    assert sized.num_blocks == available // per_block
-    assert (int(0.9 * GIB) - 600 * MIB - available) < SEGMENT_BYTES
-
-
 @pytest.mark.parametrize(
     ("max_num_seqs", "max_model_len", "available", "blocks", "alone"),
     [
@@ -243,9 +220,6 @@ def test_the_default_cache_leaves_the_application_its_half(
     assert sized.max_model_len == max_model_len
     asked = config.with_overrides({"num_blocks": 1000})
     assert size_cache(asked, MODEL, groups, torch.bfloat16, **limits).num_blocks == 1001
-
-
-# --- too little ------------------------------------------------------------------------
 
 
 def test_too_little_for_a_sequence_names_the_numbers_and_the_share():
@@ -345,15 +319,17 @@ def test_a_configured_cache_that_does_not_fit_names_its_knob():
     on_gpu(gpu, check_cache, EngineConfig(), GPU, 100 * GIB)
 
 
-@pytest.mark.parametrize(("asked", "blocks"), [(None, 2), (16, 2), (17, 3), (256, 17)])
-def test_the_least_cache_has_the_null_block_and_one_sequence(asked, blocks):
-    config = EngineConfig(max_model_len=asked)
-    sized = (kv_groups(MODEL, 16), torch.bfloat16)
-    least = min_cache_bytes(config, *sized, 8)
-    assert least == blocks * block_bytes(*sized)
-    size_cache(config, MODEL, *sized, max_num_seqs=4, step_tokens=8, available=least)
+@pytest.mark.parametrize("layers", [((0, 1),), ((0,), (1,))], ids=["one group", "two groups"])
+@pytest.mark.parametrize(("asked", "blocks"), [(None, 1), (16, 1), (17, 2), (256, 16)])
+def test_the_least_cache_has_the_null_block_and_one_sequence(asked, blocks, layers):
+    config, groups = EngineConfig(max_model_len=asked), kv_groups(MODEL, 16, *layers)
+    least = min_cache_bytes(config, groups, torch.bfloat16, 8)
+    assert least == (blocks * len(layers) + 1) * block_bytes(groups, torch.bfloat16)
+    sized, limits = (groups, torch.bfloat16), {"max_num_seqs": 4, "step_tokens": 8}
+    found = size_cache(config, MODEL, *sized, **limits, available=least)
+    assert found.max_model_len == (asked or 16)
     with pytest.raises(KVCacheTooSmallError):
-        size_cache(config, MODEL, *sized, max_num_seqs=4, step_tokens=8, available=least - 1)
+        size_cache(config, MODEL, *sized, **limits, available=least - 1)
 
 
 def test_nothing_is_measured_where_the_configuration_says(monkeypatch):
@@ -381,9 +357,6 @@ def chosen(decoder: Decoder, states: StateCache | None = None, **fields) -> KVCa
         token_budget=64,
         max_num_seqs=4,
     )
-
-
-# --- the largest step ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -554,9 +527,6 @@ class OnGPU:
     device: torch.device = GPU
 
 
-# --- giving it back --------------------------------------------------------------------
-
-
 ILLEGAL = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 LAUNCH = RuntimeError("CUDA error: unspecified launch failure")
 
@@ -581,29 +551,17 @@ def test_release_waits_and_then_empties(device, state, log, warning, caplog):
     assert warning in caplog.text
 
 
-def test_a_second_open_and_close_leaves_what_the_first_left():
-    gpu = SimulatedGPU(others=3 * GIB)
-    left = []
-    for _ in range(2):
-        found = size(gpu, weights=16 * GIB, step=3 * GIB)
-        gpu.engine += found
-        # Closing drops the tensors, which torch keeps for itself until it is told not to.
-        gpu.cached, gpu.engine = gpu.engine + 3 * GIB, 0
-        on_gpu(gpu, release, GPU)
-        left.append((found, gpu.free))
-    assert left == [(53 * GIB, 77 * GIB)] * 2
-
-
 def test_the_runner_drops_everything_before_it_gives_memory_back(monkeypatch):
     """With the collector off: a cycle would keep tensors alive past the moment that counts."""
     runner = make()
     driver = Driver(runner)
     driver.run([driver.add([1, 2, 3], 3)])
+    runner.launch(StepBatch(99))
     state = state_of(runner)
-    tensors = [weakref.ref(state.cache.tensor), weakref.ref(state.model.embedding)]
+    held = [weakref.ref(x) for x in (state.cache.tensor, state.model.embedding, state.inputs)]
     alive = []
     monkeypatch.setattr(
-        model_runner, "release", lambda device: alive.append((device, [t() for t in tensors]))
+        model_runner, "release", lambda device: alive.append((device, [x() for x in held]))
     )
     del state
     gc.collect()
@@ -613,7 +571,11 @@ def test_the_runner_drops_everything_before_it_gives_memory_back(monkeypatch):
         runner.close()
     finally:
         gc.enable()
-    assert alive == [(CPU, [None, None])]
+    assert alive == [(CPU, [None] * 3)]
+    for call in (runner.collect, lambda: runner.launch(StepBatch(0))):
+        with pytest.raises(RuntimeError, match="closed"):
+            call()
+    runner.discard()
 
 
 @pytest.mark.parametrize("failure", ["step", "memory"])
@@ -664,9 +626,6 @@ def test_a_failed_start_gives_everything_back(monkeypatch, module, stage):
         build_model_runner(EngineConfig(load_format="dummy", device="cpu"), MODEL)
     assert released == [(CPU, None)]
     assert [entry.name for entry in caught.traceback][-1] == "fail"
-
-
-# --- the probe -------------------------------------------------------------------------
 
 
 def test_the_pool_is_torchs_own_and_counts_its_segments_alone(monkeypatch):
@@ -803,9 +762,6 @@ def test_release_does_not_wait_for_a_capture_that_hangs(
     assert not caplog.records
 
 
-# --- errors of the device --------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("error", "is_memory"),
     [
@@ -824,45 +780,3 @@ def test_release_does_not_wait_for_a_capture_that_hangs(
 )
 def test_errors_that_a_smaller_step_may_avoid(error, is_memory):
     assert is_out_of_memory(error) == is_memory
-
-
-def failing(error: Exception) -> Fake:
-    """An engine whose device fails in its second step, and again when it is closed."""
-    broken = fake()
-    broken.executor.faults[1] = error
-
-    def close() -> None:
-        broken.executor.closed = True
-        raise error
-
-    broken.executor.close = close
-    return broken
-
-
-@pytest.mark.parametrize("error", [ILLEGAL, LAUNCH])
-@pytest.mark.asyncio
-async def test_a_device_that_fails_ends_the_engine_and_nothing_hangs(error, caplog):
-    broken = failing(error)
-    broken.executor.gate = threading.Semaphore(0)
-    engine = broken.engine()
-    await engine.start()
-    streams = [engine.stream("3 5 8", max_tokens=20) for _ in range(3)]
-    broken.executor.gate.release(5)
-    for stream in streams:
-        with pytest.raises(EngineDeadError, match="CUDA error") as caught:
-            await asyncio.wait_for(stream.result(), 10)
-        assert caught.value.__cause__ is error
-    with pytest.raises(EngineDeadError):
-        engine.stream("1 2")
-    await asyncio.wait_for(engine.aclose(), 10)
-    assert broken.executor.closed
-    assert "could not be closed" in caplog.text
-
-
-@pytest.mark.asyncio
-async def test_a_device_that_fails_only_at_the_end_does_not_disturb_closing(caplog):
-    broken = failing(RuntimeError("CUDA error: unspecified launch failure"))
-    broken.executor.faults.clear()
-    async with broken.engine() as engine:
-        assert len((await engine.generate("3 5 8", max_tokens=4)).outputs[0].token_ids) == 4
-    assert "could not be closed" in caplog.text

@@ -74,12 +74,12 @@ def alone(decoder: Decoder, kinds: list[SamplingParams], count: int = 6) -> list
     return found
 
 
-def test_masked_rows_beside_free_ones(decoder: Decoder) -> None:
+def test_masked_rows_beside_free_ones(decoder):
     assert run(make_runner(decoder, capturer=None, depth=1), 1, KINDS) == alone(decoder, KINDS)
 
 
 @pytest.mark.parametrize("kinds", [ON_DEVICE, KINDS], ids=["device", "host"])
-def test_masks_on_the_static_step(decoder: Decoder, kinds: list[SamplingParams]) -> None:
+def test_masks_on_the_static_step(decoder, kinds):
     """While a row needs the eager sampler, sampling is the host's."""
     expected, stream, capturer = alone(decoder, kinds), LateStream(), TraceRecorder()
     runner = make_runner(decoder, capturer=capturer, stream=stream, sizes=(8,))
@@ -95,7 +95,7 @@ def test_masks_on_the_static_step(decoder: Decoder, kinds: list[SamplingParams])
         assert not {op for op in trace.ops if op.startswith(("aten._local_scalar", "aten.nonzero"))}
 
 
-def test_a_forward_pass_is_queued_before_its_masks_come(decoder: Decoder) -> None:
+def test_a_forward_pass_is_queued_before_its_masks_come(decoder):
     stream = LateStream()
     runner = make_runner(decoder, capturer=GraphCapturer(), stream=stream)
     driver = Driver(runner)
@@ -124,9 +124,7 @@ def runners(decoder: Decoder) -> list[ModelRunner]:
     ("mask", "message"),
     [(packed((), VOCAB), "no token is left"), (b"\xff" * 7, "has 7 bytes; expected 16")],
 )
-def test_a_bad_mask_ends_its_own_row(
-    decoder: Decoder, ahead: int, mask: bytes, message: str
-) -> None:
+def test_a_bad_mask_ends_its_own_row(decoder, ahead, mask, message):
     runner = runners(decoder)[ahead]
     driver = Driver(runner)
     good = [driver.add([1, 2, 3], 4, GREEDY), driver.add([9, 8], 4, GREEDY, mask=residue)]
@@ -143,7 +141,7 @@ def test_a_bad_mask_ends_its_own_row(
 
 
 @pytest.mark.parametrize("kind", ["host", "device", "fake"])
-def test_masks_that_no_step_awaits(decoder: Decoder, kind: str) -> None:
+def test_masks_that_no_step_awaits(decoder, kind):
     executor: Any = fake() if kind == "fake" else runners(decoder)[kind == "device"]
     with pytest.raises(RuntimeError, match="masks of step 0 came; expected none"):
         executor.sample(GrammarMask(0))
@@ -165,7 +163,7 @@ def fake(**limits: Any) -> FakeExecutor:
     return FakeExecutor(ExecutorInfo(VOCAB, kv_groups=groups, max_num_batched_tokens=64, **info))
 
 
-def test_the_fake_draws_allowed_tokens() -> None:
+def test_the_fake_draws_allowed_tokens():
     for depth in (1, 2):
         run(fake(pipeline_depth=depth), depth, [GREEDY])
     executor = fake()
@@ -177,7 +175,7 @@ def test_the_fake_draws_allowed_tokens() -> None:
     assert good.outputs == [17] * 3
 
 
-def test_words_and_bits() -> None:
+def test_words_and_bits():
     allowed = [0, 31, 32, 95, 96]
     mask = packed(allowed, 97)
     assert num_words(97) * 4 == len(mask)

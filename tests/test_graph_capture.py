@@ -42,21 +42,23 @@ def collecting(request: pytest.FixtureRequest) -> Iterator[bool]:
     (gc.enable if was else gc.disable)()
 
 
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[Captures]:
+    """torch's captures, of which none may be left in the end."""
+    made = Captures()
+    made.install(monkeypatch)
+    yield made
+    made.check_clean()
+
+
 def look_up() -> None:
     torch.nn.functional.embedding(torch.tensor([1]), torch.zeros(2, 2))
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("fails", ["capture_begin", EMBEDDING, "capture_end", "instantiate"])
-def test_a_capture_that_fails_leaves_nothing_behind(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    collecting: bool,
-    fails: str,
-    error: Exception,
-) -> None:
-    captures = Captures(fails, error)
-    captures.install(monkeypatch)
+def test_a_capture_that_fails_leaves_nothing_behind(captures, caplog, collecting, fails, error):
+    captures.fails, captures.error = fails, error
     runs: list[GraphKey] = []
 
     def run(key: GraphKey) -> None:
@@ -82,9 +84,7 @@ def test_a_capture_that_fails_leaves_nothing_behind(
     )
 
 
-def test_a_capture_that_goes_well(monkeypatch: pytest.MonkeyPatch, collecting: bool) -> None:
-    captures = Captures()
-    captures.install(monkeypatch)
+def test_a_capture_that_goes_well(captures, collecting):
     runs: list[GraphKey] = []
     graphs = StepGraphs(runs.append, CudaGraphCapturer(DEVICE), (1, 2))
     for rows in (2, 1, 1):
@@ -94,16 +94,11 @@ def test_a_capture_that_goes_well(monkeypatch: pytest.MonkeyPatch, collecting: b
     assert [record.key for record in graphs.captured] == [GraphKey(2), GraphKey(1)]
     assert [record.num_bytes for record in graphs.captured] == [2**20] * 2
     assert gc.isenabled() == collecting
-    captures.check_clean()
     assert len(captures.references) == 1
 
 
-def test_a_key_is_captured_again_at_its_third_step_and_at_its_ninth(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Whatever the other keys do."""
-    captures = Captures(EMBEDDING)
-    captures.install(monkeypatch)
+def test_a_key_is_captured_again_at_its_third_step_and_at_its_ninth(captures, caplog):
+    captures.fails = EMBEDDING
     runs: list[GraphKey] = []
 
     def run(key: GraphKey) -> None:
@@ -131,14 +126,11 @@ def test_a_key_is_captured_again_at_its_third_step_and_at_its_ninth(
     assert len(graphs.captured) == 1
     graphs.run(2)
     assert [record.key for record in graphs.captured] == [GraphKey(1), GraphKey(2)]
-    captures.check_clean()
     assert len(caplog.records) == 1
 
 
-def test_the_largest_graph_of_a_kind_is_captured_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_graph_of_a_kind_is_captured_first(captures):
     """The others fit into its memory. Where it fails they do not wait for it."""
-    captures = Captures()
-    captures.install(monkeypatch)
     runs: list[GraphKey] = []
 
     def run(key: GraphKey) -> None:
@@ -165,9 +157,7 @@ def test_the_largest_graph_of_a_kind_is_captured_first(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("fails", ["capture_begin", EMBEDDING, "capture_end", "instantiate"])
-def test_captures_behind_a_failed_one_go_well(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
-    captures = Captures()
-    captures.install(monkeypatch)
+def test_captures_behind_a_failed_one_go_well(captures, fails):
     capturer = CudaGraphCapturer(DEVICE)
     kept = [capturer.capture(look_up)]
     for _ in range(2):
@@ -180,11 +170,8 @@ def test_captures_behind_a_failed_one_go_well(monkeypatch: pytest.MonkeyPatch, f
 
 
 @pytest.mark.parametrize("fails", ["capture_begin", EMBEDDING, "capture_end", "instantiate"])
-def test_a_failed_graph_outlives_its_engine_where_torch_goes_on_asking_it(
-    monkeypatch: pytest.MonkeyPatch, fails: str
-) -> None:
-    captures = Captures(fails)
-    captures.install(monkeypatch)
+def test_a_failed_graph_outlives_its_engine_where_torch_goes_on_asking_it(captures, fails):
+    captures.fails = fails
     capturer = CudaGraphCapturer(DEVICE)
     assert capturer.capture(look_up) is None
     del capturer
@@ -194,12 +181,9 @@ def test_a_failed_graph_outlives_its_engine_where_torch_goes_on_asking_it(
     # One that torch has ended by itself does not stay, nor does its pool.
     assert bool(captures.filters) == (fails != "instantiate")
     assert not any(captures.references.values())
-    captures.check_clean()
 
 
-def test_an_error_of_the_step_itself_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    captures = Captures()
-    captures.install(monkeypatch)
+def test_an_error_of_the_step_itself_is_raised(captures):
 
     def run() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -209,9 +193,7 @@ def test_an_error_of_the_step_itself_is_raised(monkeypatch: pytest.MonkeyPatch) 
     assert captures.begun == 0
 
 
-def test_two_threads_capture_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    captures = Captures()
-    captures.install(monkeypatch)
+def test_two_threads_capture_in_turn(captures):
     meeting, met = threading.Barrier(2), []
 
     def run() -> None:
@@ -231,7 +213,6 @@ def test_two_threads_capture_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
         thread.join()
     assert met == [False, False]
     assert gc.isenabled()
-    captures.check_clean()
 
 
 class Failing(AheadOnCPU):
@@ -242,12 +223,9 @@ class Failing(AheadOnCPU):
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])
-async def test_two_engines_without_captures_answer(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_two_engines_without_captures_answer(captures, monkeypatch, caplog):
     monkeypatch.setattr(registry, "OneDNNOps", TorchOps)
-    captures = Captures(EMBEDDING)
-    captures.install(monkeypatch)
+    captures.fails = EMBEDDING
 
     async def ask(ahead: AheadOnCPU, **fields: Any) -> tuple[int, ...]:
         async with ahead.engine(**fields) as engine:
@@ -262,15 +240,12 @@ async def test_two_engines_without_captures_answer(
     )
     assert len(found[0]) == 6 * len(PROMPTS)
     assert found[0] == found[1] == found[2]
-    captures.check_clean()
     # Four buckets of each engine at start, and more in the answers' steps.
     assert captures.begun >= 2 * 2 * 4
     assert caplog.text.count("could not be captured") == 2
 
 
-def test_the_streams_are_not_of_the_pool_that_applications_share(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_streams_are_not_of_the_pool_that_applications_share(monkeypatch):
     made: list[int] = []
 
     class PooledStream:

@@ -4,7 +4,6 @@ in float32."""
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,19 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.batch.state_rows import StateRows
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.layers import AttentionMixer
 from asyncllm.gpu.models.linear_attention import GatedDeltaMixer
 from asyncllm.gpu.state_cache import StateSpec
-from asyncllm.gpu.weights import load_weights, weights_bytes
+from asyncllm.gpu.weights import load_weights
 from tests.driver import Driver, state_of
 from tests.fakes import engine_on
 from tests.families import EXPERTS, GATED_DELTA, TINY, make
+from tests.model_configs import read
 from tests.native_library import context
 from tests.parity import (
     OUTPUT,
@@ -34,9 +32,12 @@ from tests.parity import (
     check,
     check_fails,
     check_reference,
+    check_sizes,
     run_everything,
     run_matrix,
     run_static_step,
+    setting,
+    with_tensors,
 )
 from tests.recurrent_checkpoint import MISTAKES
 from tests.reference import check_tokens, generate
@@ -93,9 +94,6 @@ def load_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]
     return case_loader(tmp_path_factory, make_case)
 
 
-# --- parity -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("backend", "name"),
     [
@@ -110,6 +108,7 @@ def test_equals_transformers(load_case, name, backend):
         context()
     case = load_case(name)
     check_reference(case)
+    check_sizes(case.config)
     runner = case.runner(attention_backend=backend)
     if backend == "native":
         assert runner.execution.startswith("one native program of")
@@ -140,7 +139,6 @@ def test_transformers_modules_agree(load_case, name):
 
 
 def test_slots_are_used_again(load_case):
-    """At another place, and behind states that are no numbers."""
     context()
     case = load_case("Qwen3_5")
     runner = case.runner(attention_backend="native")
@@ -196,11 +194,12 @@ def test_a_quantisation_leaves_gates_as_they_are(load_case):
     assert 1e-4 < (plain - rounded).norm() / plain.norm() < 0.03
 
 
-# --- what the comparison sees ------------------------------------------------------------
+def _layers(runner: ModelRunner) -> list[Any]:
+    return list(state_of(runner).model.layers)
 
 
 def _mixers(runner: ModelRunner, kind: type) -> list[Any]:
-    return [each.mixer for each in state_of(runner).model.layers if isinstance(each.mixer, kind)]
+    return [each.mixer for each in _layers(runner) if isinstance(each.mixer, kind)]
 
 
 def _shifted_inputs(runner: ModelRunner) -> None:
@@ -239,7 +238,7 @@ def _rounded_decay(runner: ModelRunner) -> None:
 
 
 def _no_offset(runner: ModelRunner) -> None:
-    for layer in state_of(runner).model.layers:
+    for layer in _layers(runner):
         layer.input_norm.weight -= 1
 
 
@@ -247,11 +246,6 @@ def _all_rotated(runner: ModelRunner) -> None:
     decoder = state_of(runner).model
     decoder.ropes = [rope._replace(rotary_dim=None) for rope in decoder.ropes]
     decoder.set_max_positions(256)
-
-
-def _no_gate_of_the_shared(runner: ModelRunner) -> None:
-    for layer in state_of(runner).model.layers:
-        layer.mlp.gate = None
 
 
 MUTATIONS: dict[str, tuple[str, Callable[[ModelRunner], None]]] = {
@@ -262,7 +256,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[ModelRunner], None]]] = {
     "a decay in bfloat16": ("Qwen3Next", _rounded_decay),
     "norms of w": ("Qwen3_5", _no_offset),
     "RoPE on all of the head": ("Qwen3_5", _all_rotated),
-    "no gate on the shared expert": ("Qwen3_5Moe", _no_gate_of_the_shared),
+    "no gate on the shared expert": ("Qwen3_5Moe", setting(_layers, "mlp.gate", None)),
 }
 
 
@@ -290,28 +284,13 @@ def test_the_comparison_sees_wrong_states(load_case, monkeypatch, mistake):
             check(case, seqs, [0, 1, 2])
 
 
-# --- checkpoints and configurations ----------------------------------------------------------
-
-
-def test_sizes_count_both_kinds_of_layers(load_case):
-    config = load_case("Qwen3Next").config
-    held = load_weights(config, torch.float32, torch.device("cpu"))
-    assert weights_bytes(config, torch.float32) == sum(tensor.nbytes for _, tensor in held)
-
-
 def test_predictors_of_further_tokens_are_left_out(load_case, tmp_path):
-    case = load_case("Qwen3_5")
-    tensors = load_file(case.path / "model.safetensors")
-    (tmp_path / "config.json").write_text((case.path / "config.json").read_text())
-    for extra, taken in (("mtp.fc.weight", True), ("model.layers.1.linear_attn.A_log", False)):
-        more = tensors | {extra: torch.zeros(4)}
-        save_file(more, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        config = ModelConfig.from_directory(tmp_path)
-        if taken:
-            list(load_weights(config, torch.float32, torch.device("cpu")))
-        else:
-            with pytest.raises(ModelLoadError, match=r"linear_attn\.A_log' is none of"):
-                list(load_weights(config, torch.float32, torch.device("cpu")))
+    case, cpu = load_case("Qwen3_5"), torch.device("cpu")
+    config = with_tensors(case, tmp_path, {"mtp.fc.weight": torch.zeros(4)})
+    list(load_weights(config, torch.float32, cpu))
+    config = with_tensors(case, tmp_path, {"model.layers.1.linear_attn.A_log": torch.zeros(4)})
+    with pytest.raises(ModelLoadError, match=r"linear_attn\.A_log' is none of"):
+        list(load_weights(config, torch.float32, cpu))
 
 
 QWEN = TINY | {"model_type": "qwen3_5_text", "head_dim": 16}
@@ -342,12 +321,10 @@ MOE.pop("intermediate_size")
     ],
 )  # fmt: skip
 def test_bad_numbers_are_named(tmp_path, config, fields, said):
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(config | {"full_attention_interval": 3}))
-    read = ModelConfig.from_directory(tmp_path)
-    assert read.linear_attention is not None
-    assert read.linear_attention.layers == (True, True, False)
-    assert (read.experts is not None) == ("num_experts" in config)
-    file.write_text(json.dumps(config | {"full_attention_interval": 3} | fields))
+    config = config | {"full_attention_interval": 3}
+    good = read(tmp_path, config)
+    assert good.linear_attention is not None
+    assert good.linear_attention.layers == (True, True, False)
+    assert (good.experts is not None) == ("num_experts" in config)
     with pytest.raises(ModelLoadError, match=said):
-        ModelConfig.from_directory(tmp_path)
+        read(tmp_path, config | fields)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import python
 
 STAND_IN = """
 import sys, threading, types
@@ -57,14 +58,8 @@ def test_a_thread_that_waits_for_an_import_finds_what_is_complete(
     tmp_path: Path, other: str, found: str
 ) -> None:
     (tmp_path / "transformers.py").write_text(STAND_IN)
-    ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM.replace("OTHER", other)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
-    )
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    ran = python("-c", PROGRAM.replace("OTHER", other), timeout=60, env=os.environ | path)
     assert (ran.stdout.strip(), ran.stderr) == (found, "")
 
 
@@ -88,7 +83,5 @@ for thread in threads:
     thread.join()
 print(len(found), len(set(found)))
 """
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False
-    )
+    ran = python("-c", program)
     assert ran.stdout == "5 1\n", ran.stderr

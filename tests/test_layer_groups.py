@@ -1,4 +1,4 @@
-"""Layers into KV groups, and the size of a cache that they share."""
+"""Layers into KV groups, the memory that these share, their block tables, and its size."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import torch
 from asyncllm.config import EngineConfig
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.errors import KVCacheTooSmallError
+from asyncllm.gpu.batch.block_table import BlockTable
 from asyncllm.gpu.cache_sizing import blocks_per_seq, size_cache
 from asyncllm.gpu.kv_cache import KVCache, KVGroup, block_bytes
 from asyncllm.gpu.kv_groups import MAX_GROUPS, KVPlan, LayerCache, LayerGroup, group_layers
 from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_plan
 from asyncllm.gpu.models.layers import AttentionKind
-from asyncllm.gpu.ops.base import AttentionShape, BlockLayout
+from asyncllm.gpu.ops.base import AttentionShape, BlockLayout, block_layout
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from tests.dummy_runner import MODEL
 from tests.static_runner import CPU
@@ -101,14 +102,69 @@ def test_groups_of_layers_with_other_heads_share_blocks():
     shapes = AttentionShape(4, 2, 16, 1.0), AttentionShape(4, 2, 8, 1.0)
     kinds = [AttentionKind(shapes[0]), AttentionKind(shapes[1], 512, kv_group=1)]
     attention = {kind: TorchAttention(kind.shape, torch.float32) for kind in kinds}
-    plan = KVPlan.of(kinds, [None, None], CONTEXT)
-    cache = KVCache(plan.kv_groups(attention, 4), 3, torch.float32, CPU)
+    groups = KVPlan.of(kinds, [None, None], CONTEXT).kv_groups(attention, 4)
+    cache = KVCache(groups, 3, torch.float32, CPU)
     assert [tuple(one.shape) for one in cache.layers] == [(2, 3, 4, 2, 16), (2, 3, 8, 2, 8)]
     cache.layers[1][:, 2] = 1.0
-    assert cache.layers[0].sum((0, 2, 3, 4)).tolist() == [0, 0, 256]
+    assert torch.equal(cache.layers[0][:, 2], torch.ones(2, 4, 2, 16))
+    assert not cache.layers[0][:, :2].any()
+    assert blocks_per_seq(groups, 9, 64) == 3 + 2
+    cache.clear(np.array([], dtype=np.int64))
+    assert int(cache.tensor.count_nonzero()) == cache.tensor.numel() // 3
 
 
-# --- the size of the cache ---------------------------------------------------------------
+@pytest.mark.parametrize(
+    "other",
+    [
+        KVGroup(KVCacheSpec((1,), 8), BlockLayout((2, 8, 2, 8))),
+        KVGroup(KVCacheSpec((1,), 4), BlockLayout((2, 4, 2, 8), order=(1, 0, 2, 3, 4))),
+    ],
+)
+def test_groups_whose_blocks_differ_are_refused(other):
+    groups = [KVGroup(KVCacheSpec((0,), 4), BlockLayout((2, 4, 2, 8))), other]
+    with pytest.raises(ValueError, match="same size of a block and order"):
+        KVCache(groups, 3, torch.float32, CPU)
+
+
+def test_the_attention_chooses_the_layout():
+    """The shape that ops see stays; a block is contiguous here, and may be moved in one copy."""
+    shape = AttentionShape(4, 2, 8, 1.0)
+
+    class BlocksFirst:
+        def block_layout(self, block_size: int) -> BlockLayout:
+            return BlockLayout((2, block_size, 2, 8), order=(1, 0, 2, 3, 4))
+
+    attentions = [BlocksFirst(), object()]  # of which only the layout is asked
+    chosen, default = (block_layout(attention, shape, 4) for attention in attentions)
+    assert default == BlockLayout((2, 4, 2, 8))
+    spec = KVCacheSpec((0, 1), 4)
+    for layout, contiguous in ((chosen, True), (default, False)):
+        cache = KVCache([KVGroup(spec, layout)], 6, torch.float32, CPU)
+        assert tuple(cache.tensor.shape) == (2, 2, 6, 4, 2, 8)
+        assert cache.layers[0][:, 3].is_contiguous() == contiguous
+        cache.tensor.fill_(1.0)
+        cache.clear(np.array([0, 4]))
+        assert cache.layers[1].sum((0, 2, 3, 4)).tolist() == [0, 128, 128, 128, 0, 128]
+
+
+def test_table_changes_are_taken_once():
+    table = BlockTable(3, 16, 4, tracks_changes=True)
+    table.append(1, [7, 8])
+    table.append(1, [9])
+    table.append(0, [5])
+    indices, values = table.pop_changes()
+    assert (indices.tolist(), values.tolist()) == ([4, 5, 6, 0], [7, 8, 9, 5])
+    assert (indices.dtype, values.dtype) == (np.int64, np.int32)
+    assert [len(part) for part in table.pop_changes()] == [0, 0]
+    # A request that enters anew overwrites: the last value counts, wherever the index stands.
+    table.num_blocks[1] = 0
+    table.append(1, [3])
+    table.num_blocks[1] = 0
+    table.append(1, [4])
+    indices, values = table.pop_changes()
+    assert (indices.tolist(), values.tolist()) == ([4, 4], [4, 4])
+    assert table.slot_mapping(np.array([1, 0]), np.array([2, 3])).tolist() == [18, 23]
+
 
 SLIDING = replace(
     MODEL,

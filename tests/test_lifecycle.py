@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import weakref
+from contextlib import nullcontext
 
 import anyio
 import pytest
@@ -37,9 +38,6 @@ ENGINE_THREAD = "asyncllm.runtime.engine_thread"
 
 def engine_threads():
     return [t for t in threading.enumerate() if t.name == "asyncllm-engine"]
-
-
-# --- a start that fails -----------------------------------------------------------------
 
 
 def the_loader(rig, patch, stop):
@@ -148,7 +146,7 @@ def test_a_start_that_fails_without_a_loop(stage, monkeypatch):
     assert rig.executor.closed
 
 
-def test_an_executor_whose_numbers_make_no_sense():
+def test_an_executor_with_invalid_limits():
     """And that cannot be closed either: the first error counts."""
     rig = fake()
     rig.executor.info = dataclasses.replace(rig.info, num_blocks=1)
@@ -193,7 +191,7 @@ def test_a_start_that_is_cancelled_leaves_nothing(stage, backend, monkeypatch):
     "kind", [ValueError, SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError]
 )
 @pytest.mark.parametrize("place", ["filter", "handler"])
-def test_a_log_that_raises_does_not_end_the_engine(place, kind, monkeypatch, capsys):
+async def test_a_log_that_raises_does_not_end_the_engine(place, kind, monkeypatch, capsys):
     """In the middle of steps as well: of one that ran out of memory, of an observer that failed."""
     rig, heard = fake(), []
     prompt = list(range(9))
@@ -217,22 +215,15 @@ def test_a_log_that_raises_does_not_end_the_engine(place, kind, monkeypatch, cap
 
         on_first_token = on_finish = "no method"  # calling it fails
 
-    async def main():
-        engine = rig.engine()
-        engine.add_observer(Observer())
-        async with engine:
-            completion = await engine.generate(prompt, max_tokens=9)
-        assert (engine.state, engine.error) == ("closed", None)
-        return list(completion.token_ids)
-
-    assert asyncio.run(main()) == rig.executor.reference(prompt, 9)
-    blocking_until(lambda: not engine_threads())
+    engine = rig.engine()
+    engine.add_observer(Observer())
+    async with engine:
+        completion = await engine.generate(prompt, max_tokens=9)
+    assert (engine.state, engine.error) == ("closed", None)
+    assert list(completion.token_ids) == rig.executor.reference(prompt, 9)
     for told in ("engine started", "a step ran out", "an observer", "the executor", "engine ended"):
         assert any(message.startswith(told) for message in heard), heard
     assert capsys.readouterr().err.count(f"{kind.__name__}: in the log") == len(heard)
-
-
-# --- an ending that is told -------------------------------------------------------------
 
 
 def test_the_life_of_an_engine(run):
@@ -272,17 +263,14 @@ def test_the_life_of_an_engine(run):
     run(main)
 
 
-def test_closing_an_engine_that_was_never_started():
-    async def main():
-        engine = fake().engine()
-        await engine.aclose()
-        await engine.wait_closed()
-        assert (engine.state, engine.error) == ("closed", None)
-
-    asyncio.run(main())
+async def test_closing_an_engine_that_was_never_started():
+    engine = fake().engine()
+    await engine.aclose()
+    await engine.wait_closed()
+    assert (engine.state, engine.error) == ("closed", None)
 
 
-def test_the_death_of_an_engine(run):
+def test_the_death_of_an_engine(run, caplog):
     rig = fake()
     lost = RuntimeError("device lost")
     rig.executor.faults[2] = lost
@@ -312,6 +300,7 @@ def test_the_death_of_an_engine(run):
         assert "dead" in repr(engine)
         stats = engine.stats()
         assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
+        assert (stats.num_failed, stats.num_free_blocks) == (1, stats.num_blocks)
         await engine.aclose()
         assert engine.state == "closed"
         assert engine.error.__cause__ is lost
@@ -321,75 +310,63 @@ def test_the_death_of_an_engine(run):
         assert len(told) == 5
 
     run(main)
+    assert "the engine died" in caplog.text
 
 
 @pytest.mark.parametrize("how", UNPRINTABLE)
-def test_a_device_error_that_cannot_be_printed_ends_all(how):
-    rig = fake()
+async def test_a_device_error_that_cannot_be_printed_ends_all(how):
+    rig = fake(gate=0)
     odd = rig.executor.faults[2] = UNPRINTABLE[how]()
-    gate = rig.executor.gate = threading.Semaphore(0)
-
-    async def main():
-        engine = rig.engine()
-        await engine.start()
-        streams = [engine.stream([i], max_tokens=9) for i in range(3)]
-        gate.release(9)
-        for ended in [*(stream.result() for stream in streams), engine.wait_closed()]:
-            with pytest.raises(EngineDeadError) as caught:
-                await asyncio.wait_for(ended, 10)
-            assert caught.value.__cause__ is odd
-        assert (engine.state, engine.error.__cause__) == ("dead", odd)
-        await engine.aclose()
-
-    asyncio.run(main())
+    engine = rig.engine()
+    await engine.start()
+    streams = [engine.stream([i], max_tokens=9) for i in range(3)]
+    rig.executor.gate.release(9)
+    for ended in [*(stream.result() for stream in streams), engine.wait_closed()]:
+        with pytest.raises(EngineDeadError) as caught:
+            await asyncio.wait_for(ended, 10)
+        assert caught.value.__cause__ is odd
+    assert (engine.state, engine.error.__cause__) == ("dead", odd)
+    await engine.aclose()
 
 
 @pytest.mark.parametrize("how", UNPRINTABLE)
-def test_a_start_that_fails_with_what_cannot_be_printed(how):
+async def test_a_start_that_fails_with_what_cannot_be_printed(how):
     rig = fake()
     rig.load_error = UNPRINTABLE[how]()
     engine = rig.engine()
     with pytest.raises(EngineError, match="could not start") as caught:
-        asyncio.run(asyncio.wait_for(engine.start(), 10))
+        await asyncio.wait_for(engine.start(), 10)
     assert caught.value.__cause__ is rig.load_error
     assert engine.state == "new"
 
 
 @pytest.mark.parametrize("how", UNPRINTABLE)
-def test_an_error_of_a_row_that_cannot_be_printed_ends_that_request(how):
+async def test_an_error_of_a_row_that_cannot_be_printed_ends_that_request(how):
     rig = fake()
     odd = rig.executor.row_errors["bad"] = UNPRINTABLE[how]()
-
-    async def main():
-        async with rig.engine() as engine:
-            good = engine.stream([2], max_tokens=4)
-            with pytest.raises(RequestError, match="'bad' failed") as caught:
-                await asyncio.wait_for(engine.generate([1], request_id="bad"), 10)
-            assert caught.value.__cause__ is odd
-            return list((await good.result()).token_ids)
-
-    assert asyncio.run(main()) == rig.executor.reference([2], 4)
+    async with rig.engine() as engine:
+        good = engine.stream([2], max_tokens=4)
+        with pytest.raises(RequestError, match="'bad' failed") as caught:
+            await asyncio.wait_for(engine.generate([1], request_id="bad"), 10)
+        assert caught.value.__cause__ is odd
+        assert list((await good.result()).token_ids) == rig.executor.reference([2], 4)
 
 
 @pytest.mark.parametrize("kind", [EngineDeadError, EngineClosedError, asyncio.CancelledError])
-def test_an_error_of_a_row_does_not_speak_of_the_engine(kind):
+async def test_an_error_of_a_row_does_not_speak_of_the_engine(kind):
     rig = fake()
     own = rig.executor.row_errors["own"] = kind("the engine is gone")
     told = rig.executor.row_errors["told"] = InvalidRequestError("not this")
-
-    async def main():
-        async with rig.engine() as engine:
-            with pytest.raises(RequestError, match=r"failed: .*the engine is gone") as caught:
-                await engine.generate([1], request_id="own")
-            assert caught.value.__cause__ is own
-            with pytest.raises(InvalidRequestError) as caught:
-                await engine.generate([1], request_id="told")
-            assert (type(caught.value), str(caught.value)) == (type(told), str(told))
-
-    asyncio.run(main())
+    async with rig.engine() as engine:
+        with pytest.raises(RequestError, match=r"failed: .*the engine is gone") as caught:
+            await engine.generate([1], request_id="own")
+        assert caught.value.__cause__ is own
+        with pytest.raises(InvalidRequestError) as caught:
+            await engine.generate([1], request_id="told")
+        assert (type(caught.value), str(caught.value)) == (type(told), str(told))
 
 
-def test_a_text_that_cannot_be_tokenised_does_not_speak_of_the_engine():
+async def test_a_text_that_cannot_be_tokenised_does_not_speak_of_the_engine():
     """On the worker thread, where it meets a tokenizer of the application's."""
     rig = fake(num_blocks=2000)
     own = EngineClosedError("the engine is gone")
@@ -397,21 +374,17 @@ def test_a_text_that_cannot_be_tokenised_does_not_speak_of_the_engine():
     def encode(*_):
         raise own
 
-    async def main():
-        async with rig.engine() as engine:
-            rig.tokenizer.encode = encode
-            with pytest.raises(RequestError, match="the engine is gone") as caught:
-                await engine.generate("word " * 2000)
-            assert caught.value.__cause__ is own
-
-    asyncio.run(main())
+    async with rig.engine() as engine:
+        rig.tokenizer.encode = encode
+        with pytest.raises(RequestError, match="the engine is gone") as caught:
+            await engine.generate("word " * 2000)
+        assert caught.value.__cause__ is own
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 @pytest.mark.parametrize("at_work", [False, True])
 @pytest.mark.filterwarnings("ignore:coroutine")
 def test_a_loop_that_is_closed_with_its_tasks_ends_the_engine(new_loop, at_work):
-    """At once: nothing has to ask, or to be collected."""
     rig = fake(step_time=0.001)
     engine, loop = rig.engine(), new_loop()
     loop.run_until_complete(engine.start())
@@ -435,16 +408,14 @@ def test_a_loop_that_is_closed_with_its_tasks_ends_the_engine(new_loop, at_work)
     assert "event loop" in str(engine.error)
 
 
-def test_a_loop_that_outlives_the_engine_keeps_nothing_of_it():
-    async def main():
-        async with fake().engine() as engine:
-            thread = weakref.ref(thread_of(engine))
-        del engine
-        gc.collect()
-        assert thread() is None
-        assert not [h for h in asyncio.get_running_loop()._scheduled if not h.cancelled()]
-
-    asyncio.run(main())
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+async def test_a_loop_that_outlives_the_engine_keeps_nothing_of_it():
+    async with fake().engine() as engine:
+        thread = weakref.ref(thread_of(engine))
+    del engine
+    gc.collect()
+    assert thread() is None
+    assert not [h for h in asyncio.get_running_loop()._scheduled if not h.cancelled()]
 
 
 WAITS = {
@@ -537,42 +508,34 @@ def test_closing_lets_a_paused_engine_finish(run, paused):
     run(main)
 
 
-# --- a device that does not come back ---------------------------------------------------
-
-
+@pytest.mark.parametrize("dies", [False, True])
 @pytest.mark.parametrize("kind", [OSError, SystemExit])
-def test_a_device_that_fails_to_close_is_reported(kind, caplog):
+async def test_a_device_that_fails_to_close_is_reported(kind, dies, caplog):
     rig = fake()
 
     def close():
         raise kind("on purpose")
 
     rig.executor.close = close
-
-    async def main():
-        async with rig.engine() as engine:
-            await engine.generate([1], max_tokens=3)
-        assert (engine.state, engine.error) == ("closed", None)
-
-    asyncio.run(main())
-    (record,) = caplog.records
-    assert record.message == "the executor could not be closed"
+    if dies:
+        rig.executor.faults[2] = RuntimeError("device lost")
+    async with rig.engine() as engine:
+        with pytest.raises(EngineDeadError) if dies else nullcontext():
+            await engine.generate([1], max_tokens=9)
+    assert (engine.state, engine.error is None) == ("closed", not dies)
+    (record,) = (r for r in caplog.records if r.message == "the executor could not be closed")
     assert isinstance(record.exc_info[1], kind)
 
 
-def test_a_device_that_dies_and_then_hangs_died_of_the_first(caplog):
+async def test_a_device_that_dies_and_then_hangs_died_of_the_first(caplog):
     rig = fake()
     lost, gate = RuntimeError("device lost"), threading.Event()
     rig.executor.faults[2] = lost
     rig.executor.close = lambda: gate.wait(10)
-
-    async def main():
-        async with rig.engine(step_timeout=0.25) as engine:
-            with pytest.raises(EngineDeadError):
-                await engine.generate([1], max_tokens=9)
-        assert engine.error.__cause__ is lost
-
-    asyncio.run(main())
+    async with rig.engine(step_timeout=0.25) as engine:
+        with pytest.raises(EngineDeadError):
+            await engine.generate([1], max_tokens=9)
+    assert engine.error.__cause__ is lost
     assert "longer than step_timeout=0.25 s" in caplog.text
     gate.set()
 
@@ -662,9 +625,6 @@ def test_a_thread_that_comes_back_while_it_is_declared_hung_touches_nothing():
     with pytest.raises(EngineDeadError, match="stuck"):
         asyncio.run(read())
     assert tokens == rig.executor.reference([1], 2)
-
-
-# --- destructors, loops and registries --------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")

@@ -9,6 +9,7 @@ import io
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -25,7 +26,8 @@ from asyncllm import (
     RequestError,
     SamplingParams,
 )
-from tests.fakes import fake
+from tests.fakes import channel_of, fake
+from tests.idle import blocking_until
 
 
 @pytest.fixture
@@ -58,9 +60,6 @@ def expected(rig, prompts, count):
 
 def tokens(results):
     return [list(result.token_ids) for result in results]
-
-
-# --- results ----------------------------------------------------------------------------
 
 
 def test_one_prompt_gives_one_completion(make):
@@ -158,9 +157,6 @@ def test_leaving_a_stream_aborts_it(make, leave):
     assert stats.num_free_blocks == stats.num_blocks
 
 
-# --- many at once -----------------------------------------------------------------------
-
-
 def test_a_batch_may_be_larger_than_the_queue(make):
     rig = fake(max_num_seqs=2)
     llm = make(rig, max_queued_requests=3)
@@ -195,34 +191,26 @@ def test_a_batch_that_has_not_begun_is_refused(make):
 def test_many_threads_at_once(make):
     rig = fake(max_num_seqs=4)
     llm = make(rig, max_queued_requests=500)
-    results = {}
 
     def work(i):
         prompts = [[i, j] for j in range(5)]
-        results[i] = tokens(llm.generate(prompts, max_tokens=6)) == expected(rig, prompts, 6)
+        return tokens(llm.generate(prompts, max_tokens=6)) == expected(rig, prompts, 6)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert results == dict.fromkeys(range(12), True)
+    with ThreadPoolExecutor(12) as pool:
+        assert list(pool.map(work, range(12))) == [True] * 12
 
 
 def test_a_stream_has_one_reader_at_a_time(make):
     rig = fake(gate=0)
     llm = make(rig)
     stream = llm.stream([1], max_tokens=1)
-    other = threading.Thread(target=lambda: got.append(stream.result()))
-    got = []
-    other.start()
-    while not stream._stream._channel.has_reader:
-        time.sleep(0.001)
-    with pytest.raises(RuntimeError, match="another thread"):
-        next(stream)
-    rig.executor.gate.release()
-    other.join(10)
-    assert got[0].finish_reason == "length"
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(stream.result)
+        blocking_until(lambda: channel_of(stream._stream).has_reader)
+        with pytest.raises(RuntimeError, match="another thread"):
+            next(stream)
+        rig.executor.gate.release()
+    assert other.result().finish_reason == "length"
 
 
 def test_below_a_running_loop_and_on_a_borrowed_engine():
@@ -252,9 +240,6 @@ def test_an_engine_is_borrowed_running_and_without_settings():
         with pytest.raises(InvalidRequestError) as caught:
             LLM(engine=engine, **settings)
         assert caught.value.param == "engine"
-
-
-# --- what goes wrong --------------------------------------------------------------------
 
 
 def test_the_first_error_aborts_the_rest_even_while_it_is_held(make):
@@ -298,7 +283,7 @@ def test_an_error_names_its_conversation_and_no_single_prompt(make):
 
 
 @pytest.mark.parametrize("prompts", [None, 5, {"a": 1}, {1, 2}, b"ab", (i for i in [1])])
-def test_what_is_no_sequence_is_refused(make, prompts):
+def test_prompts_have_to_be_a_sequence(make, prompts):
     llm = make(fake())
     with pytest.raises(InvalidRequestError, match="expected a sequence") as caught:
         llm.generate(prompts)
@@ -338,35 +323,17 @@ def test_closing_aborts_what_lives(make):
             call()
 
 
-def test_closing_may_let_it_finish(make):
-    rig = fake(step_time=0.001)
-    llm = make(rig)
-    stream = llm.stream([1], max_tokens=20)
-    llm.close(drain=None)
-    assert list(stream.result().token_ids) == rig.executor.reference([1], 20)
-
-
 def test_the_death_of_the_engine_reaches_every_thread(make):
     rig = fake(gate=0)
-    rig.executor.faults[0] = RuntimeError("device lost")
+    lost = rig.executor.faults[0] = RuntimeError("device lost")
     llm = make(rig)
-    heard = []
-
-    def work(i):
-        try:
-            llm.generate([[i], [i]], max_tokens=5)
-        except EngineDeadError as error:
-            heard.append(str(error.__cause__))
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    while llm.stats().num_requests < 8:
-        time.sleep(0.001)
-    rig.executor.gate.release(100)
-    for thread in threads:
-        thread.join(10)
-    assert heard == ["device lost"] * 4
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(llm.generate, [[i], [i]], max_tokens=5) for i in range(4)]
+        blocking_until(lambda: llm.stats().num_requests == 8)
+        rig.executor.gate.release(100)
+    for future in asked:
+        assert isinstance(future.exception(), EngineDeadError)
+        assert future.exception().__cause__ is lost
     with pytest.raises(EngineDeadError):
         llm.generate([1])
 
@@ -416,9 +383,6 @@ def test_an_interrupt_aborts_what_it_interrupts(make, monkeypatch):
     rig.executor.gate.release(1000)
     llm.generate([2], max_tokens=1)
     assert llm.stats().num_aborted == 1
-
-
-# --- the bar ----------------------------------------------------------------------------
 
 
 class Screen(io.StringIO):

@@ -79,9 +79,7 @@ def make_logits(dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("stages", STAGES, ids=str)
-def test_processing_takes_what_is_declared(
-    monkeypatch: pytest.MonkeyPatch, stages: Stages, dtype: torch.dtype
-) -> None:
+def test_processing_takes_what_is_declared(monkeypatch, stages, dtype):
     """The result, and temporaries of a sixth of the batch."""
     monkeypatch.setattr(logits_ops, "CHUNK_ELEMENTS", 8 * VOCAB)
     logits, rows = make_logits(dtype), make_rows()
@@ -90,7 +88,7 @@ def test_processing_takes_what_is_declared(
     assert result < found <= logits_ops.processing_bytes(ROWS, VOCAB) < 2.2 * result
 
 
-def test_log_probabilities_take_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_probabilities_take_no_more(monkeypatch):
     monkeypatch.setattr(logits_ops, "CHUNK_ELEMENTS", 8 * VOCAB)
     logits, out = make_logits(), TopLogprobs(ROWS, 20, CPU)
     tokens = torch.arange(ROWS)
@@ -100,9 +98,7 @@ def test_log_probabilities_take_no_more(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("elements", [1, 7 * VOCAB + 1], ids=["row by row", "seven rows"])
 @pytest.mark.parametrize("stages", STAGES, ids=str)
-def test_chunks_change_nothing(
-    monkeypatch: pytest.MonkeyPatch, stages: Stages, elements: int
-) -> None:
+def test_chunks_change_nothing(monkeypatch, stages, elements):
     logits, whole, cut = make_logits(), make_rows(), make_rows()
     expected = logits_ops.process_logits(logits, whole, stages)
     tokens = torch.arange(ROWS)
@@ -118,7 +114,7 @@ def test_chunks_change_nothing(
     assert torch.equal(tops[0].ids, tops[1].ids)
 
 
-def test_what_is_kept_beside_the_largest_step() -> None:
+def test_what_is_kept_beside_the_largest_step():
     """For all stages at once: what a graph of the sampling holds, and a mixed step beside it."""
     tables = LogitsTables(ROWS, VOCAB, CPU)
     tables.make(LOGITS_STAGES)

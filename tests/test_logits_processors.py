@@ -143,10 +143,7 @@ def runners(decoder: Decoder, make: Any, **settings: Any) -> dict[str, ModelRunn
     }
 
 
-# --- which requests ----------------------------------------------------------------------
-
-
-def test_a_request_is_claimed_by_its_extra_args() -> None:
+def test_a_request_is_claimed_by_its_extra_args():
     processors = [force(), Negate(CONFIG, CPU, False)]
 
     def found(**fields: Any) -> tuple[int, ...]:
@@ -182,13 +179,13 @@ def test_a_request_is_claimed_by_its_extra_args() -> None:
         {"\ud800": 1},
     ],
 )
-def test_extra_args_are_plain_data(value: Any) -> None:
+def test_extra_args_are_plain_data(value):
     with pytest.raises(InvalidRequestError, match="a dict of plain data") as caught:
         SamplingParams(extra_args=value)
     assert caught.value.param == "extra_args"
 
 
-def test_extra_args_are_copied_and_bounded_in_depth() -> None:
+def test_extra_args_are_copied_and_bounded_in_depth():
     given: dict[str, Any] = {"a": [1, np.int64(2), {"b": (None, True, "x")}], "c": np.float32(0.5)}
     params = SamplingParams(extra_args=given)
     given["a"].append(3)
@@ -197,9 +194,6 @@ def test_extra_args_are_copied_and_bounded_in_depth() -> None:
     endless.append(endless)
     with pytest.raises(InvalidRequestError, match="16 deep"):
         SamplingParams(extra_args={"a": endless})
-
-
-# --- what a processor is told ------------------------------------------------------------
 
 
 def assigned(req_index: int, output: list[int], claimed_by: tuple[int, ...]) -> RequestAssignment:
@@ -211,7 +205,7 @@ def assigned(req_index: int, output: list[int], claimed_by: tuple[int, ...]) -> 
     )
 
 
-def test_state_follows_the_batch_and_outputs_grow() -> None:
+def test_state_follows_the_batch_and_outputs_grow():
     processor, bench = force(), Bench(100)
     bench.sampler.batched = BatchedProcessors([processor])
 
@@ -262,7 +256,7 @@ def test_state_follows_the_batch_and_outputs_grow() -> None:
         (lambda x: x.to("meta"), "logits processor Odd failed"),
     ],
 )
-def test_what_apply_returns_is_checked(made: Any, says: str) -> None:
+def test_the_result_of_apply_is_checked(made, says):
     class Odd(Negate):
         def apply(self, logits: Tensor, indices: Any) -> Any:
             return made(logits)
@@ -281,11 +275,8 @@ def test_what_apply_returns_is_checked(made: Any, says: str) -> None:
     assert all(says in str(error) for error in output.errors.values())
 
 
-# --- in an engine ------------------------------------------------------------------------
-
-
 @pytest.mark.asyncio(loop_factories=["asyncio"])
-async def test_the_same_tokens_on_every_path(decoder: Decoder) -> None:
+async def test_the_same_tokens_on_every_path(decoder):
     """Two that are claimed among two that are not, which are in every step of a device that runs
     ahead; with a processor of their own behind it, and preempted."""
     asked = [
@@ -318,9 +309,7 @@ async def test_the_same_tokens_on_every_path(decoder: Decoder) -> None:
 @pytest.mark.asyncio(loop_factories=["asyncio"])
 @pytest.mark.parametrize("bad", [{"raise_at": 3}, {"stop_at": 3}, {"update_raises": True}])
 @pytest.mark.parametrize("path", ["cpu", "late"])
-async def test_one_that_raises_ends_the_requests_that_it_claimed(
-    decoder: Decoder, bad: dict[str, Any], path: str
-) -> None:
+async def test_a_processor_that_raises_ends_the_requests_that_it_claimed(decoder, bad, path):
     runner = runners(decoder, lambda: [force(), Negate(CONFIG, CPU, False)])[path]
     kept = {"keep": True}
     async with engine_of(runner) as engine:
@@ -346,12 +335,7 @@ async def test_one_that_raises_ends_the_requests_that_it_claimed(
             engine.stream([1], extra_args={"force": -1})
 
 
-# --- how an engine gets them -------------------------------------------------------------
-
-
-def test_processors_are_made_from_classes_names_and_entry_points(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_processors_are_made_from_classes_names_and_entry_points(monkeypatch):
     here = Force.__module__
     config = EngineConfig(logits_processors=[Force, f"{here}:Force"], max_num_seqs=3)
     (found,) = make_processors(config, CPU)
@@ -376,19 +360,19 @@ def test_processors_are_made_from_classes_names_and_entry_points(
         (f"{__name__}:CONFIG", "no subclass of asyncllm.LogitsProcessor"),
     ],
 )
-def test_one_that_cannot_be_made_is_named(given: Any, says: str) -> None:
+def test_a_processor_that_cannot_be_made_is_named(given, says):
     with pytest.raises(EngineError, match=says):
         make_processors(EngineConfig(logits_processors=[given]), CPU)
 
 
 @pytest.mark.parametrize("given", [5, ["no colon"], [int], [3], "a:B"])
-def test_a_configuration_of_anything_else_is_refused(given: Any) -> None:
+def test_a_configuration_of_anything_else_is_refused(given):
     with pytest.raises(InvalidRequestError, match="logits_processors"):
         EngineConfig(logits_processors=given)
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])
-async def test_the_packaged_model_with_a_processor() -> None:
+async def test_the_packaged_model_with_a_processor():
     settings = {"num_blocks": 60, "max_model_len": 64, "num_threads": 1}
     page = (Path(__file__).parents[1] / "docs" / "sampling.md").read_text()
     scope: dict[str, Any] = {}

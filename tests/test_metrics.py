@@ -38,9 +38,6 @@ class Request:
         self.sampling = type("Sampling", (), {"max_tokens": max_tokens, "n": 1})
 
 
-# --- values -----------------------------------------------------------------------------
-
-
 async def test_requests_are_counted_by_how_they_end():
     rig = fake()
     async with rig.engine() as engine:
@@ -195,8 +192,6 @@ async def test_deadlines_are_told_apart_from_other_errors():
     assert got["asyncllm:request_errors_total", ("error_type", "DeadlineExceededError")] == 1
 
 
-# --- names and labels -------------------------------------------------------------------
-
 DASHBOARD = """
     vllm:num_requests_running vllm:num_requests_waiting vllm:kv_cache_usage_perc
     vllm:prompt_tokens_total vllm:generation_tokens_total vllm:num_preemptions_total
@@ -269,9 +264,6 @@ async def test_bad_compat_and_no_engine_are_refused():
         EngineMetrics(fake().engine(), compat="sglang")
     with pytest.raises(InvalidRequestError, match="at least one"):
         EngineMetrics([])
-
-
-# --- registries and lives ---------------------------------------------------------------
 
 
 async def test_nothing_is_in_the_global_registry_unless_asked_for():

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
+from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.errors import ModelLoadError
-from tests.model_configs import LLAMA, QWEN3
+from tests.model_configs import LLAMA, QWEN3, read
+from tests.processes import python
 
 MISTRAL = QWEN3 | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 QWEN2 = QWEN3 | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
@@ -25,25 +23,19 @@ LLAMA3_ROPE = {
 }
 
 
-def read(tmp_path: Path, config: dict[str, Any], generation: Any = None) -> ModelConfig:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    if generation is not None:
-        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    return ModelConfig.from_directory(tmp_path)
+SAME = {name: name for name in (
+    "vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings", "rms_norm_eps",
+    "tie_word_embeddings",
+)}  # fmt: skip
+SAME |= {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
+SAME |= {"num_kv_heads": "num_key_value_heads"}
 
 
 def assert_same(ours: ModelConfig, theirs: Any) -> None:
-    assert ours.vocab_size == theirs.vocab_size
-    assert ours.hidden_size == theirs.hidden_size
-    assert ours.intermediate_size == theirs.intermediate_size
-    assert ours.num_layers == theirs.num_hidden_layers
-    assert ours.num_heads == theirs.num_attention_heads
-    assert ours.num_kv_heads == theirs.num_key_value_heads
+    for name, there in SAME.items():
+        assert getattr(ours, name) == getattr(theirs, there), name
     head_dim = getattr(theirs, "head_dim", None)
     assert ours.head_dim == (head_dim or theirs.hidden_size // theirs.num_attention_heads)
-    assert ours.max_position_embeddings == theirs.max_position_embeddings
-    assert ours.rms_norm_eps == theirs.rms_norm_eps
-    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     rope = theirs.rope_parameters
     assert ours.rope.theta == rope["rope_theta"]
     assert ours.rope.kind == rope["rope_type"]
@@ -59,10 +51,7 @@ def assert_same(ours: ModelConfig, theirs: Any) -> None:
     kinds = getattr(theirs, "layer_types", None)
     if kinds is not None:
         assert ours.sliding_layers == tuple(kind == "sliding_attention" for kind in kinds)
-    if any(ours.sliding_layers):
-        assert ours.sliding_window == theirs.sliding_window
-    else:
-        assert ours.sliding_window is None
+    assert ours.sliding_window == (theirs.sliding_window if any(ours.sliding_layers) else None)
 
 
 SMALL = {
@@ -103,7 +92,7 @@ SAVED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_saved_by_transformers(tmp_path: Path, name: str) -> None:
+def test_saved_by_transformers(tmp_path, name):
     import transformers
 
     class_name, values = SAVED[name]
@@ -139,36 +128,13 @@ def test_saved_by_transformers(tmp_path: Path, name: str) -> None:
         {k: v for k, v in LLAMA.items() if k not in ("num_key_value_heads", "rms_norm_eps")},
     ],
 )
-def test_keys_of_transformers_4(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_keys_of_transformers_4(tmp_path, config):
     from transformers import AutoConfig
 
     assert_same(read(tmp_path, config), AutoConfig.from_pretrained(tmp_path))
 
 
-def test_values(tmp_path: Path) -> None:
-    config = read(tmp_path, LLAMA | {"rope_scaling": LLAMA3_ROPE})
-    assert config == ModelConfig(
-        path=tmp_path,
-        architecture="LlamaForCausalLM",
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=96,
-        num_layers=4,
-        num_heads=8,
-        num_kv_heads=2,
-        head_dim=16,
-        max_position_embeddings=1024,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(1_000_000.0, "llama3", 8.0, 1.0, 4.0, 256),
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-        sliding_layers=(False,) * 4,
-        eos_token_ids=(2,),
-        generation_defaults={},
-    )
-
-
-def test_generation_config(tmp_path: Path) -> None:
+def test_generation_config(tmp_path):
     generation = {
         "eos_token_id": [9, 7],
         "do_sample": False,
@@ -240,7 +206,7 @@ def test_generation_config(tmp_path: Path) -> None:
         ({"use_sliding_window": True, "sliding_window": -1}, "sliding_window", "from 1"),
     ],
 )
-def test_refused(tmp_path: Path, change: dict[str, Any], field: str, accepted: str) -> None:
+def test_refused(tmp_path, change, field, accepted):
     with pytest.raises(ModelLoadError) as caught:
         read(tmp_path, QWEN3 | change)
     message = str(caught.value)
@@ -252,20 +218,20 @@ def test_refused(tmp_path: Path, change: dict[str, Any], field: str, accepted: s
         assert repr(value) in message
 
 
-def test_default_eos_is_only_for_files_that_name_none(tmp_path: Path) -> None:
+def test_default_eos_is_only_for_files_that_name_none(tmp_path):
     assert read(tmp_path, LLAMA).eos_token_ids == (2,)
     assert read(tmp_path, LLAMA | {"eos_token_id": None}).eos_token_ids == ()
     assert read(tmp_path, LLAMA, {"eos_token_id": 11}).eos_token_ids == (11,)
 
 
-def test_kv_heads_must_be_stated_but_for_llama(tmp_path: Path) -> None:
+def test_kv_heads_must_be_stated_but_for_llama(tmp_path):
     without = {k: v for k, v in MISTRAL.items() if k != "num_key_value_heads"}
     with pytest.raises(ModelLoadError, match="num_key_value_heads is missing"):
         read(tmp_path, without)
     assert read(tmp_path, without | {"num_key_value_heads": None}).num_kv_heads == 8
 
 
-def test_mistral_layer_types(tmp_path: Path) -> None:
+def test_mistral_layer_types(tmp_path):
     layers = ["sliding_attention"] * 3 + ["full_attention"]
     with pytest.raises(ModelLoadError, match="layer_types"):
         read(tmp_path, MISTRAL | {"layer_types": layers, "sliding_window": 8})
@@ -288,56 +254,47 @@ def test_mistral_layer_types(tmp_path: Path) -> None:
         ({"eos_token_id": 99999}, "eos_token_id"),
     ],
 )
-def test_generation_config_refused(tmp_path: Path, generation: dict[str, Any], field: str) -> None:
+def test_generation_config_refused(tmp_path, generation, field):
     with pytest.raises(ModelLoadError, match=rf"generation_config\.json: {field}[ =]"):
         read(tmp_path, QWEN3, generation)
 
 
-def test_broken_files(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"config\.json: cannot be read"):
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (None, r"config\.json: cannot be read"),
+        (b"{", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "not valid JSON"),
+        (b'{"a": "\xff"}', "UTF-8"),
+        (b"[1]", "expected a JSON object"),
+    ],
+)
+def test_broken_files(tmp_path, data, said):
+    if data is not None:
+        (tmp_path / "config.json").write_bytes(data)
+    with pytest.raises(ModelLoadError, match=said):
         ModelConfig.from_directory(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelLoadError, match="not valid JSON"):
-        ModelConfig.from_directory(tmp_path)
-    (tmp_path / "config.json").write_text("[" * 100_000)
-    with pytest.raises(ModelLoadError, match="not valid JSON"):
-        ModelConfig.from_directory(tmp_path)
-    (tmp_path / "config.json").write_text('{"a": ' + "9" * 5000 + "}")
-    with pytest.raises(ModelLoadError, match="not valid JSON"):
-        ModelConfig.from_directory(tmp_path)
-    (tmp_path / "config.json").write_bytes(b'{"a": "\xff"}')
-    with pytest.raises(ModelLoadError, match="UTF-8"):
-        ModelConfig.from_directory(tmp_path)
-    (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ModelLoadError, match="expected a JSON object"):
-        ModelConfig.from_directory(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    read(tmp_path, QWEN3)
     (tmp_path / "generation_config.json").write_text("no")
     with pytest.raises(ModelLoadError, match=r"generation_config\.json"):
         ModelConfig.from_directory(tmp_path)
 
 
-def test_loads_neither_torch_nor_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "lacks"),
+    [
+        ("asyncllm.text.detokenizer, asyncllm.text.text_decoder", {"tokenizers", "asyncio"}),
+        (
+            "asyncllm.checkpoint.model_files, asyncllm.text.tokenizer, asyncllm.text.detokenizer;"
+            "from asyncllm.checkpoint.model_config import ModelConfig as C;"
+            "C.from_directory(sys.argv[1])",
+            {"huggingface_hub"},
+        ),
+    ],
+    ids=["text", "files"],
+)
+def test_heavy_libraries_are_not_imported(tmp_path, code, lacks):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
-    code = (
-        "import sys; from asyncllm.checkpoint.model_config import ModelConfig; "
-        "import asyncllm.checkpoint.model_files; "
-        "import asyncllm.text.tokenizer, asyncllm.text.detokenizer; "
-        "ModelConfig.from_directory(sys.argv[1]); "
-        "print([m for m in ('torch', 'transformers', 'huggingface_hub') "
-        "if m in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "[]"
-
-
-def test_core_text_modules_need_no_library() -> None:
-    code = (
-        "import sys; import asyncllm.text.detokenizer, asyncllm.text.text_decoder; "
-        "print([m for m in ('torch', 'transformers', 'tokenizers', 'asyncio') "
-        "if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    code = f"import sys, {code}; print(*{lacks | {'torch', 'transformers'}} & {{*sys.modules}})"
+    assert python("-c", code, str(tmp_path), check=True).stdout == "\n"

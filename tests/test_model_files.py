@@ -6,10 +6,10 @@ import hashlib
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -42,18 +42,14 @@ def files_of(commit: str) -> dict[str, bytes]:
     }
 
 
-WANTED = {
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "additional_chat_templates/tool_use.jinja",
-    "vocab.json",
-    "merges.txt",
+UNWANTED = {
+    "README.md",
+    "consolidated.safetensors",
+    "onnx/model.safetensors",
+    "pytorch_model.bin",
+    "original/consolidated.00.pth",
 }
+WANTED = files_of(MAIN).keys() - UNWANTED
 
 
 class HubStandIn(ThreadingHTTPServer):
@@ -75,12 +71,6 @@ class _Handler(BaseHTTPRequestHandler):
     server: HubStandIn
     protocol_version = "HTTP/1.1"
 
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def do_GET(self) -> None:
-        self._answer()
-
     def log_message(self, format: str, *args: object) -> None:
         pass
 
@@ -94,6 +84,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._file("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
         else:
             self._fail(404, "EntryNotFound")
+
+    do_HEAD = do_GET = _answer
 
     def _api(self, model: str, rest: list[str]) -> None:
         if model in ("org/absent", "org/private"):
@@ -127,20 +119,16 @@ class _Handler(BaseHTTPRequestHandler):
         known = self.server.revisions
         return revision if revision in known.values() else known.get(revision)
 
-    def _send(self, data: bytes, headers: dict[str, str]) -> None:
-        self.send_response(200)
-        for name, value in headers.items():
+    def _send(self, data: bytes, headers: dict[str, str], status: int = 200) -> None:
+        self.send_response(status)
+        for name, value in (headers | {"Content-Length": str(len(data))}).items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(data)
 
     def _fail(self, status: int, code: str) -> None:
-        self.send_response(status)
-        self.send_header("X-Error-Code", code)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
+        self._send(b"", {"X-Error-Code": code}, status)
 
 
 def _sha1(data: bytes) -> str:
@@ -156,6 +144,12 @@ def hub() -> Iterator[HubStandIn]:
     server.shutdown()
     server.server_close()
     thread.join()
+
+
+@pytest.fixture
+def resolve(hub: HubStandIn, tmp_path: Path) -> Callable[..., Path]:
+    """``resolve_model`` from the stand-in, with a cache of the test's."""
+    return partial(resolve_model, endpoint=hub.endpoint, cache_dir=tmp_path)
 
 
 @pytest.fixture
@@ -177,15 +171,10 @@ def relative_files(path: Path) -> set[str]:
     return {str(f.relative_to(path)) for f in path.rglob("*") if f.is_file()}
 
 
-def test_download(hub: HubStandIn, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_download(hub, resolve, capfd):
     seen: list[tuple[int, int]] = []
     before = set(threading.enumerate())
-    path = resolve_model(
-        "org/model",
-        endpoint=hub.endpoint,
-        cache_dir=tmp_path,
-        progress=lambda done, total: seen.append((done, total)),
-    )
+    path = resolve("org/model", progress=lambda done, total: seen.append((done, total)))
     assert relative_files(path) == WANTED
     assert (path / "model.safetensors").read_bytes() == WEIGHTS
     assert json.loads((path / "config.json").read_text()) == {"commit": MAIN}
@@ -197,39 +186,30 @@ def test_download(hub: HubStandIn, tmp_path: Path, capfd: pytest.CaptureFixture[
     assert capfd.readouterr() == ("", "")
     left = {type(thread).__name__ for thread in set(threading.enumerate()) - before}
     assert left <= {"Thread"}  # the hub's own; no monitor of progress bars
-
-
-def test_revision(hub: HubStandIn, tmp_path: Path) -> None:
-    for revision in ("v1", TAGGED):
-        path = resolve_model("org/model", revision, endpoint=hub.endpoint, cache_dir=tmp_path)
-        assert json.loads((path / "config.json").read_text()) == {"commit": TAGGED}
-
-
-def test_second_time_fetches_nothing(hub: HubStandIn, tmp_path: Path) -> None:
-    first = resolve_model("org/model", endpoint=hub.endpoint, cache_dir=tmp_path)
+    # A second time nothing is fetched.
     hub.requests.clear()
-    assert resolve_model("org/model", endpoint=hub.endpoint, cache_dir=tmp_path) == first
+    assert resolve("org/model") == path
     assert not [r for r in hub.requests if r.startswith("GET") and "/resolve/" in r]
 
 
-def test_offline_uses_the_cache(hub: HubStandIn, tmp_path: Path, unreachable: str) -> None:
-    path = resolve_model("org/model", endpoint=hub.endpoint, cache_dir=tmp_path)
-    assert resolve_model("org/model", endpoint=unreachable, cache_dir=tmp_path) == path
+@pytest.mark.parametrize("revision", ["v1", TAGGED])
+def test_revision(resolve, revision):
+    path = resolve("org/model", revision)
+    assert json.loads((path / "config.json").read_text()) == {"commit": TAGGED}
 
 
-def test_offline_without_cache(tmp_path: Path, unreachable: str) -> None:
-    with pytest.raises(ModelLoadError, match="not in the cache") as caught:
-        resolve_model("org/model", endpoint=unreachable, cache_dir=tmp_path)
-    assert "org/model" in str(caught.value)
+def test_offline_uses_the_cache(resolve, unreachable):
+    with pytest.raises(ModelLoadError, match=r"org/model.* not in the cache") as caught:
+        resolve("org/model", endpoint=unreachable)
     assert caught.value.__cause__ is not None
+    assert resolve("org/model") == resolve("org/model", endpoint=unreachable)
 
 
-def test_without_weights(hub: HubStandIn, tmp_path: Path) -> None:
-    path = resolve_model("org/model", weights=False, endpoint=hub.endpoint, cache_dir=tmp_path)
-    assert relative_files(path) == WANTED - {"model.safetensors"}
+def test_without_weights(resolve):
+    assert relative_files(resolve("org/model", weights=False)) == WANTED - {"model.safetensors"}
 
 
-def test_tokenizer_alone(hub: HubStandIn, tmp_path: Path) -> None:
+def test_tokenizer_alone(hub, tmp_path):
     path = resolve_tokenizer("org/model", "v1", endpoint=hub.endpoint, cache_dir=tmp_path)
     assert relative_files(path) == WANTED - {"model.safetensors", "generation_config.json"}
 
@@ -245,17 +225,15 @@ def test_tokenizer_alone(hub: HubStandIn, tmp_path: Path) -> None:
         ("not a hub id!", None, "valid hub id"),
     ],
 )
-def test_hub_errors(
-    hub: HubStandIn, tmp_path: Path, model: str, revision: str | None, message: str
-) -> None:
+def test_hub_errors(resolve, model, revision, message):
     with pytest.raises(ModelLoadError) as caught:
-        resolve_model(model, revision, endpoint=hub.endpoint, cache_dir=tmp_path)
+        resolve(model, revision)
     assert message in str(caught.value)
     assert model in str(caught.value)
     assert caught.value.__cause__ is not None
 
 
-def test_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory(tmp_path, monkeypatch):
     path = model_directory(tmp_path / "org" / "model")
     assert resolve_model(path) == path
     assert resolve_model(str(path)) == path
@@ -266,28 +244,26 @@ def test_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("model", ["./absent", "/absent/model", "~/absent", "a/b/c", "", "file"])
-def test_no_directory(
-    hub: HubStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
-) -> None:
+def test_no_directory(hub, resolve, tmp_path, monkeypatch, model):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelLoadError):
-        resolve_model(model, endpoint=hub.endpoint, cache_dir=tmp_path)
+        resolve(model)
     with pytest.raises(ModelLoadError, match="expected a directory"):
         resolve_model(Path("absent"))
     assert hub.requests == []
 
 
-@pytest.mark.parametrize("resolve", [resolve_model, resolve_tokenizer])
+@pytest.mark.parametrize("resolved", [resolve_model, resolve_tokenizer])
 @pytest.mark.parametrize("name", ["x" * 5000, "./" + "x" * 5000, "y/" * 3000])
-def test_a_question_that_the_system_refuses_is_no_answer(resolve: Any, name: str) -> None:
+def test_names_that_are_too_long_are_refused(resolved, name):
     with pytest.raises(ModelLoadError, match=r"cannot be read \(File name too long\)") as caught:
-        resolve(name)
+        resolved(name)
     assert str(caught.value).startswith(name[:200])
     assert len(str(caught.value)) < 400
 
 
-def test_incomplete_directory(tmp_path: Path) -> None:
+def test_incomplete_directory(tmp_path):
     with pytest.raises(ModelLoadError, match=r"config\.json is missing; the directory is empty"):
         resolve_model(tmp_path)
     (tmp_path / "config.json").write_text("{}")
@@ -308,13 +284,13 @@ def test_incomplete_directory(tmp_path: Path) -> None:
         resolve_tokenizer(tmp_path)
 
 
-def test_revision_of_a_directory(tmp_path: Path) -> None:
+def test_revision_of_a_directory(tmp_path):
     path = model_directory(tmp_path)
     with pytest.raises(ModelLoadError, match="revision='main'"):
         resolve_model(path, "main")
 
 
-def test_model_in_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_in_the_package(tmp_path, monkeypatch):
     import importlib.resources
 
     monkeypatch.setattr(importlib.resources, "files", lambda package: tmp_path / package)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import traceback
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -14,16 +12,15 @@ import pytest
 import torch
 
 from asyncllm.config import EngineConfig
-from asyncllm.core.batch import StepBatch
 from asyncllm.core.executor import Executor, StepOutOfMemoryError
-from asyncllm.errors import EngineError, InvalidRequestError, KVCacheTooSmallError
+from asyncllm.errors import KVCacheTooSmallError
 from asyncllm.gpu import cache_sizing, devices
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.calibration import GPU_TARGET_SECONDS, calibrate_token_budget, min_tokens_ahead
 from asyncllm.gpu.graph.replay import Replay
 from asyncllm.gpu.ops.registry import NativeChoice
 from asyncllm.sampling_params import SamplingParams
-from tests.driver import GREEDY, Driver, state_of
+from tests.driver import Driver, state_of
 from tests.dummy_runner import LARGE, MODEL, make
 
 
@@ -96,46 +93,6 @@ def test_an_unused_cache_takes_no_memory():
     assert resident() - before < 2**28
 
 
-@pytest.mark.parametrize("name", ["triton", "flash_attn", "flash_attn_3"])
-def test_attention_backends_that_a_cpu_lacks(name):
-    reason = f"attention_backend='{name}' takes device cuda, and this is cpu"
-    with pytest.raises(InvalidRequestError, match=reason) as error:
-        make(attention_backend=name)
-    assert error.value.param == "attention_backend"
-
-
-@pytest.mark.parametrize("name", ["Native", "nonsense"])
-def test_attention_backends_that_are_not_known(name):
-    expected = "expected one of auto, torch, native, triton, flash_attn, flash_attn_3"
-    with pytest.raises(
-        InvalidRequestError, match=f"attention_backend='{name}': {expected}"
-    ) as error:
-        make(attention_backend=name)
-    assert error.value.param == "attention_backend"
-
-
-@pytest.mark.parametrize(
-    ("param", "value"), [("cuda_graphs", "decode"), ("cudagraph_capture_sizes", (1, 2))]
-)
-def test_graphs_are_not_silently_left_out(param, value):
-    with pytest.raises(InvalidRequestError, match="eagerly") as error:
-        make(**{param: value})
-    assert error.value.param == param
-
-
-def test_float16_on_a_cpu_is_refused():
-    with pytest.raises(InvalidRequestError, match="bfloat16") as error:
-        make(dtype="float16")
-    assert error.value.param == "dtype"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_no_cuda_names_the_way_out():
-    with pytest.raises(EngineError, match='device="cpu"'):
-        make(device="cuda:1")
-    assert make(device="auto").device.type == "cpu"
-
-
 def test_dtype_follows_the_checkpoint_the_processor_and_the_size(monkeypatch):
     cpu = torch.device("cpu")
     half = replace(LARGE, dtype="bfloat16")
@@ -155,17 +112,6 @@ def test_dtype_follows_the_checkpoint_the_processor_and_the_size(monkeypatch):
         other = expected if able else torch.float32
         assert devices.resolve_dtype("auto", model, cpu, "torch") == other
     assert devices.resolve_dtype("bfloat16", MODEL, cpu) == torch.bfloat16
-
-
-def test_bfloat16_runs_close_to_float32():
-    outputs = []
-    for dtype in ("float32", "bfloat16"):
-        driver = Driver(make(dtype=dtype))
-        seq = driver.add(list(range(1, 40)), 1, GREEDY)
-        driver.run([seq], chunk=16)
-        outputs.append(seq.logprobs[0])
-    exact, rough = outputs
-    assert rough.logprob == pytest.approx(exact.logprob, abs=0.1)
 
 
 def test_threads_belong_to_the_engine_thread_alone():
@@ -225,26 +171,6 @@ def test_the_hosts_defaults_do_not_reach_the_model():
         torch.set_default_device(None)
 
 
-def test_closing_drops_everything_and_is_idempotent():
-    runner = make()
-    tensors = [
-        weakref.ref(state_of(runner).cache.tensor),
-        weakref.ref(state_of(runner).model.embedding),
-        weakref.ref(state_of(runner).inputs),
-    ]
-    driver = Driver(runner)
-    driver.run([driver.add([1, 2, 3], 3)])
-    runner.launch(StepBatch(99))
-    runner.close()
-    runner.close()
-    gc.collect()
-    assert [tensor() for tensor in tensors] == [None] * 3
-    for call in (runner.collect, lambda: runner.launch(StepBatch(0))):
-        with pytest.raises(RuntimeError, match="closed"):
-            call()
-    runner.discard()
-
-
 def test_a_step_without_rows_takes_releases():
     driver = Driver(make())
     seq = driver.add([1, 2, 3], 1, SamplingParams(seed=1, presence_penalty=1.0))
@@ -269,6 +195,7 @@ def test_collect_without_a_step_is_a_mistake():
         RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
         torch.OutOfMemoryError("CUDA out of memory"),
         MemoryError(),
+        RuntimeError("shape mismatch"),  # is itself
     ],
 )
 def test_out_of_memory_voids_the_step_and_no_more(monkeypatch, error):
@@ -284,30 +211,19 @@ def test_out_of_memory_voids_the_step_and_no_more(monkeypatch, error):
     def fail(*_):
         raise error
 
+    is_memory = "shape" not in str(error)
     with monkeypatch.context() as patch:
         patch.setattr(Replay, "forward", fail)
-        with pytest.raises(StepOutOfMemoryError, match="3 tokens"):
+        with pytest.raises(StepOutOfMemoryError if is_memory else RuntimeError) as caught:
             runner.collect()
+    assert isinstance(caught.value, StepOutOfMemoryError) == is_memory
+    assert ("3 tokens" if is_memory else "shape mismatch") in str(caught.value)
     runner.discard()
     driver.in_flight.clear()
     driver.release(seq)
     seq.in_flight = 0
     driver.run([seq])
     assert seq.outputs == reference.outputs
-
-
-def test_other_failures_are_not_taken_for_memory(monkeypatch):
-    runner = make(attention_backend="torch")
-    driver = Driver(runner)
-    driver.launch([(driver.add([1], 1), 0)])
-
-    def fail(*_):
-        raise RuntimeError("shape mismatch")
-
-    monkeypatch.setattr(Replay, "forward", fail)
-    with pytest.raises(RuntimeError, match="shape mismatch") as caught:
-        runner.collect()
-    assert not isinstance(caught.value, StepOutOfMemoryError)
 
 
 def test_one_bad_row_leaves_the_others():
@@ -326,28 +242,6 @@ def test_one_bad_row_leaves_the_others():
     frames = [frame for frame, _ in traceback.walk_tb(bad.error.__traceback__)]
     assert frames[-1].f_code is broken.__code__
     assert not any(frame.f_locals for frame in frames)
-
-
-def test_random_outputs_do_not_depend_on_company_or_preemption():
-    def params(index: int) -> SamplingParams:
-        return SamplingParams(temperature=1.2, seed=index, top_p=0.95, presence_penalty=0.4)
-
-    prompts = [[index + 1] * (3 * index + 2) for index in range(6)]
-    single = []
-    for index, prompt in enumerate(prompts):
-        driver = Driver(make())
-        seq = driver.add(prompt, 20, params(index))
-        driver.run([seq])
-        single.append(seq.outputs)
-    driver = Driver(make(async_scheduling=True))
-    seqs = [driver.add(prompt, 20, params(index)) for index, prompt in enumerate(prompts)]
-    for _ in range(7):
-        driver.launch([(seq, 0) for seq in seqs])
-        driver.collect()
-    driver.release(seqs[2])
-    driver.run(seqs, chunk=5, depth=2)
-    assert [seq.outputs for seq in seqs] == single
-    assert len({tuple(output) for output in single}) == 6
 
 
 @pytest.mark.parametrize(
@@ -388,7 +282,6 @@ def test_on_a_gpu_the_budget_is_what_takes_50_ms():
     ("native", None, 1), ("native", "awq", 2), ("torch", None, 2),
 ])  # fmt: skip
 def test_torch_has_one_thread_while_native_threads_pack(backend, quantization, threads):
-    """Two where it computes the weights, or the steps."""
     counts = set()
 
     def progress(*_, **stage):
@@ -460,7 +353,7 @@ def test_a_second_step_is_in_flight_where_a_full_one_takes_ten_milliseconds(seco
 
 
 @pytest.mark.parametrize(("asked", "depth"), [(None, (1, 2)), (False, (1,)), (True, (2,))])
-def test_who_decides_on_the_depth(asked, depth):
+def test_the_pipeline_depth(asked, depth):
     runner = make(attention_backend="native", async_scheduling=asked)
     assert runner.info.pipeline_depth in depth
     assert make(attention_backend="torch", async_scheduling=asked).info.pipeline_depth == depth[0]

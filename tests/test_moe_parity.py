@@ -17,9 +17,10 @@ from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.experts import ExpertsMLP
-from asyncllm.gpu.weights import load_weights, weights_bytes
+from asyncllm.gpu.weights import load_weights
 from tests.driver import state_of
 from tests.families import EXPERTS, GROUPS, MIXED, SLIDING, TINY, make
+from tests.model_configs import read
 from tests.native_library import context
 from tests.parity import (
     OUTPUT,
@@ -27,9 +28,12 @@ from tests.parity import (
     case_loader,
     check_fails,
     check_reference,
+    check_sizes,
     run_everything,
     run_matrix,
     run_static_step,
+    setting,
+    with_tensors,
 )
 from tests.reference import generate
 from tests.slow import slow_but
@@ -116,9 +120,6 @@ def load_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]
     return case_loader(tmp_path_factory, make_case)
 
 
-# --- parity -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("backend", ["torch", "native"])
 def test_equals_transformers(load_case, name, backend):
@@ -127,6 +128,7 @@ def test_equals_transformers(load_case, name, backend):
         context()
     case = load_case(name)
     check_reference(case)
+    check_sizes(case.config)
     assert case.config.experts is not None
     runner = case.runner(attention_backend=backend)
     if backend == "native":
@@ -172,10 +174,8 @@ def test_int8_covers_experts(load_case, name):
         sum(linear.weights.num_bytes for part in layer.mlp.experts.layers for linear in part)
         for layer in layers
     ]
-    assert packed[1] == packed[0] // 4
-
-
-# --- what the comparison sees ------------------------------------------------------------
+    # Some instruction sets pad the inputs to a multiple of 32, and these are 48.
+    assert packed[0] // 4 <= packed[1] <= packed[0] // 4 * 64 // 48
 
 
 def _layers(runner: ModelRunner) -> list[Any]:
@@ -185,11 +185,6 @@ def _layers(runner: ModelRunner) -> list[Any]:
 
 def _mlps(runner: ModelRunner) -> list[ExpertsMLP]:
     return [layer.mlp for layer in _layers(runner) if isinstance(layer.mlp, ExpertsMLP)]
-
-
-def _no_sinks(runner: ModelRunner) -> None:
-    for layer in _layers(runner):
-        layer.mixer.sinks = (torch.full_like(layer.mixer.sinks[0], -1e9),)
 
 
 def _routed(change: Callable[[Any], Any]) -> Callable[[ModelRunner], None]:
@@ -221,24 +216,11 @@ def _bias_as_weight(runner: ModelRunner) -> None:
         mlp.routing = biased
 
 
-def _no_shared(runner: ModelRunner) -> None:
-    for mlp in _mlps(runner):
-        mlp.shared = None
-
-
-def _no_gate(runner: ModelRunner) -> None:
-    for mlp in _mlps(runner):
-        mlp.gate = None
-
-
-def _no_correction(runner: ModelRunner) -> None:
-    for mlp in _mlps(runner):
-        routing: Any = mlp.routing
-        routing.correction = None
-
-
 MUTATIONS: dict[str, tuple[str, Callable[[ModelRunner], None]]] = {
-    "no sinks": ("GptOss", _no_sinks),
+    "no sinks": (
+        "GptOss",
+        setting(_layers, "mixer.sinks", (torch.full((4,), -1e9),)),
+    ),
     "experts swapped": ("Qwen3Moe", _swapped_experts),
     "weights not renormalised": ("Qwen3Moe", _routed(lambda c: replace(c, renormalise=False))),
     "weights renormalised": ("Olmoe", _routed(lambda c: replace(c, renormalise=True))),
@@ -246,9 +228,9 @@ MUTATIONS: dict[str, tuple[str, Callable[[ModelRunner], None]]] = {
     "no groups": ("Glm4Moe", _routed(lambda c: replace(c, num_groups=1, top_groups=1))),
     "no scale": ("Dots1", _routed(lambda c: replace(c, scale=1.0))),
     "correction as weight": ("Glm4Moe", _bias_as_weight),
-    "no correction": ("Ernie4_5_Moe", _no_correction),
-    "no shared experts": ("Dots1", _no_shared),
-    "no gate of the shared expert": ("Qwen2Moe", _no_gate),
+    "no correction": ("Ernie4_5_Moe", setting(_mlps, "routing.correction", None)),
+    "no shared experts": ("Dots1", setting(_mlps, "shared", None)),
+    "no gate of the shared expert": ("Qwen2Moe", setting(_mlps, "gate", None)),
 }
 
 
@@ -259,9 +241,6 @@ def test_the_comparison_sees_mistakes(load_case, mutation):
     runner = case.runner()
     mutate(runner)
     check_fails(case, runner)
-
-
-# --- checkpoints --------------------------------------------------------------------------
 
 
 def fuse(path: Path, target: Path) -> None:
@@ -336,18 +315,10 @@ def test_experts_in_mxfp4(load_case, tmp_path):
     run_everything(quantised, quantised.runner(attention_backend="native"))
 
 
-def change(case: Case, target: Path, **tensors: torch.Tensor | None) -> ModelConfig:
-    """A copy of a checkpoint with other tensors; None takes one out."""
-    found: dict[str, Any] = load_file(case.path / "model.safetensors") | tensors
-    found = {name: tensor for name, tensor in found.items() if tensor is not None}
-    save_file(found, target / "model.safetensors", metadata={"format": "pt"})
-    (target / "config.json").write_text((case.path / "config.json").read_text())
-    return ModelConfig.from_directory(target)
-
-
 def test_experts_that_are_missing_or_too_many_are_named(load_case, tmp_path):
     case = load_case("Qwen3Moe")
     stem = "model.layers.1.mlp.experts."
+    tensors: dict[str, torch.Tensor | None]
     for tensors, said in (
         ({f"{stem}3.up_proj.weight": None}, rf"'{stem}3.up_proj.weight' is missing, .*\(48, 64\)"),
         ({f"{stem}6.up_proj.weight": torch.zeros(48, 64)}, rf"'{stem}6.up_proj.weight' is none of"),
@@ -360,7 +331,7 @@ def test_experts_that_are_missing_or_too_many_are_named(load_case, tmp_path):
             r"\(5, 64\), expected .*\(6, 64\)",
         ),
     ):
-        config = change(case, tmp_path, **tensors)
+        config = with_tensors(case, tmp_path, tensors)
         with pytest.raises(ModelLoadError, match=said):
             list(load_weights(config, torch.float32, torch.device("cpu")))
 
@@ -368,31 +339,20 @@ def test_experts_that_are_missing_or_too_many_are_named(load_case, tmp_path):
 def test_fused_experts_of_another_count_are_named(load_case, tmp_path):
     case = load_case("GptOss")
     name = "model.layers.0.mlp.experts.gate_up_proj"
-    config = change(case, tmp_path, **{name: torch.zeros(5, 64, 192)})
+    config = with_tensors(case, tmp_path, {name: torch.zeros(5, 64, 192)})
     with pytest.raises(ModelLoadError, match=rf"'{name}' is .*\(5, 64, 192\), .*\(6, 64, 192\)"):
         list(load_weights(config, torch.float32, torch.device("cpu")))
 
 
 def test_layers_that_predict_further_tokens_are_left_out(load_case, tmp_path):
-    """And one behind those is not."""
     case = load_case("Glm4Moe")
     extra = "model.layers.3.eh_proj.weight"
-    config = change(case, tmp_path, **{extra: torch.zeros(4, 4)})
+    config = with_tensors(case, tmp_path, {extra: torch.zeros(4, 4)})
     list(load_weights(config, torch.float32, torch.device("cpu")))
-    config = change(case, tmp_path, **{extra.replace("3", "4"): torch.zeros(4, 4)})
+    config = with_tensors(case, tmp_path, {extra.replace("3", "4"): torch.zeros(4, 4)})
     with pytest.raises(ModelLoadError, match=r"layers\.4\.eh_proj\.weight' is none of"):
         list(load_weights(config, torch.float32, torch.device("cpu")))
 
-
-def test_sizes_count_both_kinds_of_layers(load_case):
-    """Two layers of Qwen3Moe's four have experts."""
-    config = load_case("Qwen3Moe").config
-    held = load_weights(config, torch.float32, torch.device("cpu"))
-    expected = sum(tensor.nbytes for _, tensor in held)
-    assert weights_bytes(config, torch.float32) == expected
-
-
-# --- configurations -----------------------------------------------------------------------
 
 QWEN3 = TINY | {"model_type": "qwen3_moe", "head_dim": 16, **EXPERTS}
 GLM = TINY | {"model_type": "glm4_moe", **ROUTED, **(GROUPS | ROUTED)}
@@ -428,14 +388,10 @@ GPT = TINY | {"model_type": "gpt_oss", **LOCAL}
     ],
 )  # fmt: skip
 def test_bad_numbers_are_named(tmp_path, config, fields, said):
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(config))
-    assert ModelConfig.from_directory(tmp_path).experts is not None
-    file.write_text(json.dumps(config | fields))
+    assert read(tmp_path, config).experts is not None
     with pytest.raises(ModelLoadError, match=said):
-        ModelConfig.from_directory(tmp_path)
+        read(tmp_path, config | fields)
 
 
 def test_a_model_without_a_layer_of_experts_is_dense(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | {"decoder_sparse_step": 9}))
-    assert ModelConfig.from_directory(tmp_path).experts is None
+    assert read(tmp_path, QWEN3 | {"decoder_sparse_step": 9}).experts is None

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import contextlib
-import inspect
-import re
 import threading
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -29,7 +25,7 @@ from asyncllm.stream import TokenStream
 from asyncllm.testing import FakeExecutor, fake_engine
 from asyncllm.testing.fake_executor import mix
 from tests.core_rig import Rig
-from tests.fakes import channel_of, core_of, fake
+from tests.fakes import channel_of, core_of, fake, text_of
 from tests.idle import all_free, until
 
 PROMPT = [*range(100, 111)]
@@ -73,10 +69,6 @@ def expected(rig, params, count, prompt=PROMPT):
     return [executor.of_seed(prompt, count, seed) for seed in seeds]
 
 
-def words(tokens):
-    return "".join(f"{token} " for token in tokens)
-
-
 def by_index(deltas):
     """Tokens, texts and finish reasons, in the order of the deltas."""
     tokens, texts, reasons = {}, {}, {}
@@ -89,8 +81,6 @@ def by_index(deltas):
     assert [delta.usage is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
     return tokens, texts, reasons
 
-
-# --- tokens -----------------------------------------------------------------------------
 
 COMPANY = {
     "as it comes": {},
@@ -119,13 +109,13 @@ async def test_each_output_is_that_of_its_seed(company):
     outputs = expected(rig, params, 9)
     assert len({tuple(one) for one in outputs}) == 5
     assert [tokens[i] for i in range(5)] == outputs
-    assert [texts[i] for i in range(5)] == list(map(words, outputs))
+    assert [texts[i] for i in range(5)] == list(map(text_of, outputs))
     assert reasons == dict.fromkeys(range(5), "length")
     assert [list(one.token_ids) for one in alone] == outputs
     assert completion.outputs == tuple(
-        CompletionOutput(i, words(one), tuple(one), "length") for i, one in enumerate(outputs)
+        CompletionOutput(i, text_of(one), tuple(one), "length") for i, one in enumerate(outputs)
     )
-    assert completion.text == words(outputs[0])
+    assert completion.text == text_of(outputs[0])
     usage = stream.usage
     assert (usage.prompt_tokens, usage.completion_tokens, usage.longest_output) == (11, 45, 9)
     assert usage.cached_tokens == 0
@@ -151,9 +141,6 @@ def test_seeds_of_outputs():
         with pytest.raises(InvalidRequestError) as caught:
             wrong.of_output(index)
         assert caught.value.param == param
-
-
-# --- the prompt is computed once --------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -217,9 +204,6 @@ async def test_hashes_of_the_prompt_are_taken_from_the_first_output():
         await engine.resume()
 
 
-# --- one stream -------------------------------------------------------------------------
-
-
 async def test_outputs_end_one_by_one_and_the_stream_with_the_last():
     rig = seeded()
     params = SamplingParams(n=3, seed=3)
@@ -239,7 +223,7 @@ async def test_outputs_end_one_by_one_and_the_stream_with_the_last():
     assert list(reasons.items()) == [(0, "stop"), (2, "stop"), (1, "length")]
     assert [o.stop_reason for o in completion.outputs] == [stops[0], None, stops[1]]
     assert [o.text for o in completion.outputs] == [
-        words(outputs[0][:2]), words(outputs[1]), words(outputs[2][:4])
+        text_of(outputs[0][:2]), text_of(outputs[1]), text_of(outputs[2][:4])
     ]  # fmt: skip
     assert (stream.finish_reason, completion.finish_reason) == ("length", "stop")
     assert (stream.usage.completion_tokens, stream.usage.longest_output) == (20, 12)
@@ -289,8 +273,8 @@ async def test_all_outputs_end_together(way):
     for i in (1, 2):
         assert 4 <= len(tokens[i]) <= 6
         assert tokens[i] == outputs[i][: len(tokens[i])]
-        assert texts[i] == words(tokens[i]) or way == "deadline"
-    assert (tokens[0], texts[0]) == (outputs[0][:2], words(outputs[0][:1]))
+        assert texts[i] == text_of(tokens[i]) or way == "deadline"
+    assert (tokens[0], texts[0]) == (outputs[0][:2], text_of(outputs[0][:1]))
     if way in ("abort", "closing"):
         assert error is None
         reasons = [output.finish_reason for output in stream.completion().outputs]
@@ -338,7 +322,7 @@ def test_any_order_of_tokens_ends_and_reads(actions):
     """Each output comes whole and in order, and no delta has tokens of two."""
     rig = Rig()
     group = rig.group(9, 9, 9, max_unread=3)
-    stream = stream_of(rig, group)
+    stream = TokenStream(group.members[0], rig.core, lambda: None)
     rig.core._run_commands()
     written = {0: [], 1: [], 2: []}
     open_members, deltas = dict(enumerate(group.members)), []
@@ -359,19 +343,12 @@ def test_any_order_of_tokens_ends_and_reads(actions):
             rig.core.output_processor.deliver((member, token, None, None), 0.0)
     tokens, texts, reasons = by_index(deltas)
     assert tokens == written
-    assert texts == {index: words(tokens) for index, tokens in written.items()}
+    assert texts == {index: text_of(tokens) for index, tokens in written.items()}
     assert reasons == dict.fromkeys(range(3), "length")
     assert all(len(delta.token_ids) <= 3 for delta in deltas)
     assert all(t // 100 == delta.index for delta in deltas for t in delta.token_ids)
     outputs = stream.completion().outputs
     assert [list(o.token_ids) for o in outputs] == [written[i] for i in range(3)]
-
-
-def stream_of(rig, group):
-    return TokenStream(group.members[0], rig.core, lambda: None)
-
-
-# --- limits -----------------------------------------------------------------------------
 
 
 async def test_limits():
@@ -417,9 +394,6 @@ async def test_a_long_text_is_tokenised_once_for_all():
     assert [list(o.token_ids) for o in completion.outputs] == outputs
 
 
-# --- what else is told of it ------------------------------------------------------------
-
-
 def test_cumulative_logprob():
     entries = tuple(TokenLogprobs(Logprob(t, -0.25 * t, 1), ()) for t in (1, 2, 3))
     assert CompletionOutput(0, "", (1, 2, 3), "stop", logprobs=entries).cumulative_logprob == -1.5
@@ -447,7 +421,7 @@ async def test_callbacks_are_told_of_each_output():
             engine, PROMPT, params, handlers=[handler], stop_token_ids=stops
         )
         await stream.result()
-    texts = [words(outputs[0][:1]), words(outputs[1])]
+    texts = [text_of(outputs[0][:1]), text_of(outputs[1])]
     for index in (0, 1):
         assert "".join(text for i, text in handler.chunks if i == index) == texts[index]
     (result,) = handler.results
@@ -486,26 +460,3 @@ async def test_a_script_answers_each_output():
         chat = await engine.chat(messages, n=2).result()
     assert [output.text for output in completion.outputs] == ["one", "two", "three"]
     assert [output.text for output in chat.outputs] == ["four", "five"]
-
-
-# --- the page ---------------------------------------------------------------------------
-
-PAGE = Path(__file__).parent.parent / "docs" / "multiple_outputs.md"
-SNIPPETS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
-PRINTED = (
-    r"(?s)([012] .* (None|length|stop)\n)+0 .+\n1 .+\n2 .+\n",
-    "True\n",
-    r"[0-4] -\d+\.\d+ .+\n",
-    r"(-\d\.\d+ (stop|length) .+\n){4}",
-)
-
-
-def test_the_page(capsys):
-    """With the packaged model; what a snippet defines the later ones know."""
-    names = {}
-    for snippet, printed in zip(SNIPPETS, PRINTED, strict=True):
-        code = compile(snippet, PAGE.name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-        running = eval(code, names)
-        if inspect.iscoroutine(running):
-            asyncio.run(running)
-        assert re.fullmatch(printed, capsys.readouterr().out)

@@ -435,7 +435,7 @@ def test_avx512_computes_the_same(tmp_path):
     for isa in ("avx512", "avx512bf16"):
         run_fuzz(program, 1, 10, isa)
     build_emulated(library)
-    files = ("native", "native_sampling", "int4", "ops", "recorded_step")
+    files = ("native", "native_sampling", "quantisation", "int4", "ops", "recorded_step")
     tests = [str(Path(__file__).parent / f"test_{name}.py") for name in files]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "avx512", *tests],

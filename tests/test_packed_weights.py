@@ -24,7 +24,7 @@ from tests.checkpoints import make_checkpoint
 from tests.driver import Driver, state_of
 from tests.linear_weights import dequantised
 from tests.live_bytes import LiveBytes
-from tests.native_library import isas
+from tests.native_library import INT8_IN_SPANS, isas
 from tests.packing import CASES, GROUP4, Case, compressed, packed_tensors, repack
 
 CPU = torch.device("cpu")
@@ -102,7 +102,8 @@ def test_packed_weights_are_what_is_otherwise_dequantised(plain, tmp_path, monke
 @needs_native
 @pytest.mark.parametrize("name", ["awq", "gptq", "gptq-v2-8", "ct-pack-4", "ct-int"])
 def test_logits_are_those_of_the_dequantised_weights(plain, tmp_path, name):
-    """But for inputs that are rounded to 8 bits, or to 16 with a scale per output channel."""
+    """But for inputs that are rounded to 8 bits, or, with a scale per output channel, to 16 on some
+    instruction sets."""
     model = repacked(plain, tmp_path, CASES[name])
     found = {}
     for attention in ("torch", "native"):
@@ -120,7 +121,8 @@ def test_logits_are_those_of_the_dequantised_weights(plain, tmp_path, name):
         runner.close()
     expected, had = (found[key] - found[key].mean(1, keepdim=True) for key in ("torch", "native"))
     error = (had - expected).norm() / expected.norm()
-    assert 0.0 < error < (0.002 if name == "ct-int" else 0.03)
+    in_16_bits = name == "ct-int" and isas()[0] not in INT8_IN_SPANS
+    assert 0.0 < error < (0.002 if in_16_bits else 0.03)
 
 
 def watch(runner: Any) -> list[Tensor]:

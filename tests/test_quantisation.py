@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from asyncllm import LLM, EngineConfig
 from asyncllm.checkpoint.model_config import ModelConfig
@@ -16,7 +17,7 @@ from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.quantise import CONVERSIONS, quantise_int8
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from benchmarks.quality import REFERENCE, logit_error, perplexity, teacher_forced_logits, texts
-from tests.native_library import context, isas
+from tests.native_library import INT8_IN_SPANS, context, isas
 
 ISAS = isas()
 PLAIN = ModelConfig.from_directory(resolve_model(None))
@@ -59,25 +60,90 @@ def test_linear_layers_compute_with_the_rounded_weights(isa, dtype, shape):
     # Outliers of one row leave the others what they are.
     x[5] *= 1000.0
     x[6] = 0.0
-    exact = x.double() @ dequantised(weights).T + bias.double()
-    size = x.double().abs().amax(1, keepdim=True)
-    tolerance = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
+    integers, scales = rounded_inputs(x, isa)
+    inputs = (integers * scales.double()).flatten(1)[:, : shape[1]]
+    expected = inputs @ dequantised(weights).T + bias.double()
+    size = inputs.abs() @ dequantised(weights).abs().T
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4}[dtype]
     for rows in (0, 1, 2, 3, 17, 70):
         found = linear(x[:rows])
         assert found.dtype == dtype
-        error = (found.double() - exact[:rows]).abs()
-        assert bool((error <= tolerance * (1.0 + size[:rows] + exact[:rows].abs())).all())
+        error = (found.double() - expected[:rows]).abs()
+        bound = tolerance * (1e-2 + expected[:rows].abs()) + 1e-6 * size[:rows]
+        assert bool((error <= bound).all())
+    # Rounding the inputs leaves them near what they were.
+    lost = (inputs - x.double()).norm(dim=1) / x.double().norm(dim=1).clamp(min=1e-9)
+    assert lost.max() < (1e-2 if isa in INT8_IN_SPANS else 2e-3)
+
+
+def rounded_inputs(x: torch.Tensor, isa: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers ``[rows, spans, inputs]`` float64 and scales ``[rows, spans, 1]`` of the kernels."""
+    columns = x.shape[1]
+    span, limit = 32, 127
+    if isa not in INT8_IN_SPANS:
+        span, limit = columns, min(32767, (2**31 - 1) // (127 * columns))
+    spans = F.pad(x.float(), (0, -columns % span)).unflatten(1, (-1, span))
+    largest = spans.abs().amax(2, keepdim=True)
+    # A number divided by a tensor would be the number times the reciprocal.
+    factors = torch.where(largest > 1e-30, torch.full_like(largest, limit) / largest, 0.0)
+    return (spans * factors).round().double(), largest / limit
+
+
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa in INT8_IN_SPANS])
+@pytest.mark.parametrize("columns", [31, 64, 333, 1024])
+def test_spans_are_summed_exactly_and_added_in_order(isa, columns):
+    """Bit by bit: integers within a span, and the spans' sums in float32 without fusing."""
+    generator = torch.Generator().manual_seed(5)
+    weights = quantise_int8(LinearWeights(torch.randn(100, columns, generator=generator)))
+    # A checkpoint's integers go down to -128.
+    weights.values[2, ::3], weights.values[3] = -128, 0
+    x = torch.randn(13, columns, generator=generator)
+    x[4, columns // 2] = 300.0
+    integers, scales = rounded_inputs(x, isa)
+    codes = F.pad(weights.values.double(), (0, -columns % 32)).unflatten(1, (-1, 32))
+    sums = torch.einsum("rsi,osi->sro", integers, codes).float()
+    expected = torch.zeros(13, 100)
+    for span, total in enumerate(sums):
+        expected += scales[:, span] * 2.0**-21 * total
+    assert weights.scales is not None
+    expected *= weights.scales.flatten() * 2.0**21
+    for rows in range(1, 14):
+        assert torch.equal(NativeOps(context(1, isa)).linear(weights)(x[:rows]), expected[:rows])
+    assert not expected[:, 3].any()
+
+
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa in INT8_IN_SPANS])
+def test_an_outlier_harms_its_own_span_alone(isa):
+    values = torch.randn(40, 96, generator=torch.Generator().manual_seed(6))
+    values[:, 32:64] = 0.0
+    linear = NativeOps(context(1, isa)).linear(quantise_int8(LinearWeights(values)))
+    x = torch.randn(2, 96, generator=torch.Generator().manual_seed(7))
+    expected = linear(x)
+    x[:, 40] = 1e6
+    assert torch.equal(linear(x), expected)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_huge_input_overflows_no_earlier_than_the_output(isa):
+    weights = quantise_int8(LinearWeights(torch.full((3, 70), 0.5)))
+    x = torch.zeros(2, 70)
+    x[0, 69], x[1, 5] = 3e38, 1.0
+    found = NativeOps(context(1, isa)).linear(weights)(x)
+    torch.testing.assert_close(found, torch.tensor([[1.5e38] * 3, [0.5] * 3]))
 
 
 @needs_native
 def test_instruction_sets_agree_to_the_last_bit():
-    """The sums are of integers."""
+    """Those that round the inputs alike."""
     generator = torch.Generator().manual_seed(3)
     weights = quantise_int8(LinearWeights(torch.randn(100, 333, generator=generator)))
     x = torch.randn(9, 333, generator=generator)
-    found = [NativeOps(context(1, isa)).linear(weights)(x) for isa in ISAS]
-    for other in found[1:]:
-        assert torch.equal(other, found[0])
+    found: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+    for isa in ISAS:
+        found[isa in INT8_IN_SPANS].append(NativeOps(context(1, isa)).linear(weights)(x))
+    for alike in found.values():
+        for other in alike[1:]:
+            assert torch.equal(other, alike[0])
 
 
 @pytest.mark.parametrize("isa", ISAS)

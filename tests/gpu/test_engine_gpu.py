@@ -42,15 +42,8 @@ Request = tuple[list[int], dict[str, Any]]
 
 def settings(**changes: Any) -> dict[str, Any]:
     """Of a small engine on the GPU, in float32."""
-    chosen = {
-        "device": DEVICE,
-        "dtype": "float32",
-        "num_blocks": 400,
-        "max_num_seqs": 64,
-        "max_model_len": 256,
-        "max_num_batched_tokens": 512,
-    }
-    return chosen | changes
+    chosen = {"device": DEVICE, "dtype": "float32", "num_blocks": 400, "max_num_seqs": 64}
+    return chosen | {"max_model_len": 256, "max_num_batched_tokens": 512} | changes
 
 
 @pytest.fixture(scope="session")
@@ -156,9 +149,6 @@ def graphs_of(engine: AsyncLLMEngine) -> Any:
     return engine._thread.loaded.executor.graphs
 
 
-# --- the CPU's tokens -------------------------------------------------------------------
-
-
 def greedy_requests() -> list[Request]:
     options = {"temperature": 0, "max_tokens": 24, "logprobs": 5}
     return [(prompt, options) for prompt in draw_prompts([1, 3, 8, 17, 40, 64, 129, 200])]
@@ -214,9 +204,6 @@ def test_the_packaged_model_with_default_settings():
     assert text.strip()
 
 
-# --- captured and eager -----------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_graphs_equal_eager_steps_in_every_batch_size(checkpoint, dtype):
     """To the bit, so token for token: a captured step is the eager one."""
@@ -250,16 +237,6 @@ def test_start_captures_every_batch_size(checkpoint):
     assert all(record.seconds > 0 and record.num_bytes >= 0 for record in records)
 
 
-def test_no_graphs_when_they_are_off(checkpoint):
-    async def main() -> Any:
-        async with AsyncLLMEngine(checkpoint(), **settings(cuda_graphs="off")) as engine:
-            await run_together(engine, equal_requests(4))
-            return graphs_of(engine)
-
-    graphs = asyncio.run(main())
-    assert graphs is None or graphs.buckets == ()
-
-
 @pytest.mark.parametrize("count", [3, 5, 13, 61])
 def test_padded_batches_equal_eager_ones(checkpoint, count):
     """Matrix products of a padded batch may round otherwise: ties are excused."""
@@ -283,59 +260,23 @@ def test_sampled_tokens_do_not_depend_on_how_steps_run(checkpoint, dtype, graphs
     assert len(set(tokens(found))) == len(requests)
 
 
+@pytest.mark.parametrize("pool", [{}, {"num_blocks": 16, "max_model_len": None}], ids=str)
 @pytest.mark.parametrize("ahead", [False, True], ids=["in step", "one step ahead"])
 @pytest.mark.parametrize("graphs", GRAPHS)
-def test_penalties_logprobs_and_processors_beside_plain_rows(checkpoint, graphs, ahead):
-    """Each request has the tokens that it has alone, in float32."""
-    requests = mixed_requests()
-    expected = run(checkpoint(), requests, alone=True, cuda_graphs="off", async_scheduling=False)
-    found = run(checkpoint(), requests, cuda_graphs=graphs, async_scheduling=ahead)
-    assert tokens(found) == tokens(expected)
-    assert found[6].logprobs is not None
-    assert set(found[7].token_ids) <= set(range(50, 90))
-
-
-def test_a_processor_that_raises_ends_its_request_alone(checkpoint):
-    def refuse_at_three(ids: Sequence[int], row: Any) -> Any:
-        if len(ids) == 3:
-            raise LookupError("no more")
-        return row
-
-    async def main() -> tuple[Completion, AsyncLLMError]:
-        async with AsyncLLMEngine(checkpoint(), **settings()) as engine:
-            good = engine.stream([4], temperature=0, max_tokens=10, ignore_eos=True)
-            bad = engine.stream([4], temperature=0, logits_processors=[refuse_at_three])
-            with pytest.raises(AsyncLLMError, match="no more") as caught:
-                await bad.result()
-            return await good.result(), caught.value
-
-    result, error = asyncio.run(main())
-    assert len(result.token_ids) == 10
-    assert isinstance(error.__cause__, LookupError)
-
-
-# --- a tiny pool ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("graphs", ["off", "auto"])
-@pytest.mark.parametrize("ahead", [False, True], ids=["in step", "one step ahead"])
-def test_preemptions_change_nothing(checkpoint, graphs, ahead):
+def test_requests_of_every_kind_together_and_preempted(checkpoint, graphs, ahead, pool):
     requests = mixed_requests()
     expected = run(checkpoint(), requests, alone=True, cuda_graphs="off", async_scheduling=False)
 
     async def main() -> tuple[list[Completion], Any]:
-        chosen = settings(
-            num_blocks=16,
-            max_model_len=None,
-            cuda_graphs=graphs,
-            async_scheduling=ahead,
-        )
+        chosen = settings(cuda_graphs=graphs, async_scheduling=ahead, **pool)
         async with AsyncLLMEngine(checkpoint(), **chosen) as engine:
             return await run_together(engine, requests), engine.stats()
 
     found, stats = asyncio.run(main())
     assert tokens(found) == tokens(expected)
-    assert stats.num_preemptions > 0
+    assert found[6].logprobs is not None
+    assert set(found[7].token_ids) <= set(range(50, 90))
+    assert (stats.num_preemptions > 0) == bool(pool)
     assert stats.num_free_blocks == stats.num_blocks
 
 
@@ -370,9 +311,6 @@ def test_aborts_leave_the_others_alone(checkpoint, graphs):
             assert ours == theirs[: len(ours)]
     assert stats.num_aborted > 0
     assert stats.num_free_blocks == stats.num_blocks
-
-
-# --- the card ---------------------------------------------------------------------------
 
 
 def test_two_engines_on_one_card(checkpoint):

@@ -66,10 +66,6 @@ EMULATED emulated_si emulated_cvtepu16_epi32(__m256i x) {
   return {_mm256_cvtepu16_epi32(_mm256_castsi256_si128(x)),
           _mm256_cvtepu16_epi32(_mm256_extracti128_si256(x, 1))};
 }
-EMULATED emulated_si emulated_cvtepi8_epi16(__m256i x) {
-  return {_mm256_cvtepi8_epi16(_mm256_castsi256_si128(x)),
-          _mm256_cvtepi8_epi16(_mm256_extracti128_si256(x, 1))};
-}
 EMULATED __m256i emulated_cvtepi32_epi16(emulated_si x) {
   int32_t wide[16];
   int16_t narrow[16];
@@ -108,10 +104,6 @@ EMULATED float emulated_reduce_max_ps(emulated_ps x) {
   __m128 four = _mm_max_ps(_mm256_extractf128_ps(eight, 1), _mm256_castps256_ps128(eight));
   __m128 two = _mm_max_ps(four, _mm_shuffle_ps(four, four, _MM_SHUFFLE(1, 0, 3, 2)));
   return _mm_cvtss_f32(_mm_max_ps(two, _mm_shuffle_ps(two, two, _MM_SHUFFLE(2, 3, 0, 1))));
-}
-EMULATED emulated_si emulated_dpwssd_epi32(emulated_si acc, emulated_si a, emulated_si b) {
-  return {_mm256_add_epi32(acc.low, _mm256_madd_epi16(a.low, b.low)),
-          _mm256_add_epi32(acc.high, _mm256_madd_epi16(a.high, b.high))};
 }
 EMULATED emulated_si emulated_cvtepu8_epi32(__m128i x) {
   return {_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_srli_si128(x, 8))};
@@ -163,7 +155,6 @@ EMULATED emulated_ps emulated_dpbf16_ps(emulated_ps acc, emulated_si a, emulated
   emulated_mask(_mm256_cmp_ps((a).low, (b).low, op), _mm256_cmp_ps((a).high, (b).high, op))
 #define _mm512_cvtepi32_epi16 emulated_cvtepi32_epi16
 #define _mm512_cvtepi32_ps emulated_cvtepi32_ps
-#define _mm512_cvtepi8_epi16 emulated_cvtepi8_epi16
 #define _mm512_cvtepu8_epi32 emulated_cvtepu8_epi32
 #define _mm512_cvtepu16_epi32 emulated_cvtepu16_epi32
 #define _mm512_cvtph_ps emulated_cvtph_ps
@@ -173,7 +164,6 @@ EMULATED emulated_ps emulated_dpbf16_ps(emulated_ps acc, emulated_si a, emulated
 #define _mm512_div_ps emulated_div_ps
 #define _mm512_dpbf16_ps emulated_dpbf16_ps
 #define _mm512_dpbusd_epi32 emulated_dpbusd_epi32
-#define _mm512_dpwssd_epi32 emulated_dpwssd_epi32
 #define _mm512_extractf32x8_ps(x, half) ((half) ? (x).high : (x).low)
 #define _mm512_fmadd_ps emulated_fmadd_ps
 #define _mm512_loadu_ps emulated_loadu_ps

@@ -38,13 +38,16 @@ void linear(Context* context, int32_t dtype) {
   if (!packed) fail("pack");
   expect_ok(asyncllm_linear(context, packed, x.at(), x_stride, y.at(), y_stride, m, dtype),
             "linear");
-  for (int64_t i = 0; i < m; ++i)
+  for (int64_t i = 0; i < m; ++i) {
+    std::vector<double> row = x.row(i * x_stride, k);
+    if (quantised && rounds_int8_in_spans(context)) row = rounded_in_spans(row);
     for (int64_t j = 0; j < n; ++j) {
       double sum = biased ? bias[j] : 0;
-      for (int64_t l = 0; l < k; ++l) sum += x.get(i * x_stride + l) * weight(j, l);
-      // Rounding x adds 1 in 65,534 of its largest element to each product.
+      for (int64_t l = 0; l < k; ++l) sum += row[l] * weight(j, l);
+      // Rounding x to 16 bits adds 1 in 65,534 of its largest element to each product.
       expect(y, i * y_stride + j, sum, "linear", quantised ? 4e-3 : 0);
     }
+  }
   std::vector<int64_t> tokens(m);
   expect_ok(asyncllm_linear_argmax(context, packed, x.at(), x_stride, tokens.data(), m, dtype),
             "linear_argmax");

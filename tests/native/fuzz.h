@@ -50,6 +50,11 @@ struct Array {
   }
   int64_t size() const { return dtype == DTYPE_F32 ? 4 : 2; }
   void* at(int64_t i = 0) { return bytes.get() + i * size(); }
+  std::vector<double> row(int64_t first, int64_t length) const {
+    std::vector<double> out(length);
+    for (int64_t i = 0; i < length; ++i) out[i] = get(first + i);
+    return out;
+  }
   double get(int64_t i) const {
     if (dtype == DTYPE_F32) {
       float x;
@@ -94,6 +99,22 @@ inline void expect(const Array& found, int64_t at, double wanted, const char* op
                                                                     : 4e-3;
   if (!(fabs(value - wanted) <= bound * (1 + fabs(wanted)) + more))
     fail(std::string(op) + ": " + std::to_string(value) + ", expected " + std::to_string(wanted));
+}
+// A row as kernels round it to 8 bits.
+inline std::vector<double> rounded_in_spans(std::vector<double> x) {
+  for (size_t start = 0; start < x.size(); start += SPAN) {
+    size_t end = std::min<size_t>(x.size(), start + SPAN);
+    float largest = 0;
+    for (size_t i = start; i < end; ++i) largest = std::max(largest, fabsf(float(x[i])));
+    float factor = largest > 1e-30f ? 127.0f / largest : 0.0f;
+    for (size_t i = start; i < end; ++i)
+      x[i] = double(rintf(float(x[i]) * factor)) * double(largest / 127.0f);
+  }
+  return x;
+}
+// Whether kernels round rows so for int8 weights with a scale per output.
+inline bool rounds_int8_in_spans(const Context* context) {
+  return !strncmp(asyncllm_isa(context), "avx512", 6);
 }
 inline void expect_ok(int32_t status, const char* op) {
   if (status) fail(std::string(op) + ": status " + std::to_string(status));

@@ -55,11 +55,11 @@ struct Stack {
   std::vector<Integers> integers;
   std::vector<std::vector<float>> biases;
   std::vector<Weights*> packed;
-  bool quantised;
+  bool quantised, spanned;
 
   Stack(Context* context, int32_t dtype, int64_t count, int64_t n, int64_t k, bool quantised,
         bool biased)
-      : n(n), k(k), quantised(quantised) {
+      : n(n), k(k), quantised(quantised), spanned(quantised && rounds_int8_in_spans(context)) {
     for (int64_t e = 0; e < count; ++e) {
       values.emplace_back(dtype, n * k, 1 / sqrt(double(k)));
       integers.emplace_back(n, n * k);
@@ -75,6 +75,10 @@ struct Stack {
   }
   ~Stack() {
     for (Weights* each : packed) asyncllm_free_weights(each);
+  }
+  // The form in which `row` takes the inputs.
+  std::vector<double> inputs(const std::vector<double>& x) const {
+    return spanned ? rounded_in_spans(x) : x;
   }
   double row(int64_t e, int64_t i, const std::vector<double>& x) const {
     double sum = biases[e][i];
@@ -112,6 +116,7 @@ void experts(Context* context, int32_t dtype) {
   for (int64_t row = 0; row < rows; ++row) {
     std::vector<double> input(width), sums(width), middle(inner);
     for (int64_t i = 0; i < width; ++i) input[i] = x.get(row * stride + i);
+    input = gate_up.inputs(input);
     for (int64_t place = row * top_k; place < (row + 1) * top_k; ++place) {
       int64_t e = ids[place];
       for (int64_t i = 0; i < inner; ++i) {
@@ -123,7 +128,8 @@ void experts(Context* context, int32_t dtype) {
           middle[i] = up * gate / (1 + exp(-gate));
         }
       }
-      for (int64_t i = 0; i < width; ++i) sums[i] += weights[place] * down.row(e, i, middle);
+      std::vector<double> found = down.inputs(middle);
+      for (int64_t i = 0; i < width; ++i) sums[i] += weights[place] * down.row(e, i, found);
     }
     double factor = args.gate ? 1 / (1 + exp(-gates.get(row))) : shares ? 1 : 0;
     for (int64_t i = 0; i < width; ++i)

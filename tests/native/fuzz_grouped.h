@@ -34,21 +34,6 @@ struct Codes {
   }
 };
 
-// A row as the kernels round it.
-std::vector<double> rounded(const Array& x, int64_t first, int64_t k) {
-  std::vector<double> out;
-  for (int64_t start = 0; start < k; start += SPAN) {
-    int64_t end = std::min<int64_t>(k, start + SPAN);
-    float largest = 0;
-    for (int64_t i = start; i < end; ++i)
-      largest = std::max(largest, fabsf(float(x.get(first + i))));
-    float factor = largest > 1e-30f ? 127.0f / largest : 0.0f;
-    for (int64_t i = start; i < end; ++i)
-      out.push_back(double(rintf(float(x.get(first + i)) * factor)) * double(largest / 127.0f));
-  }
-  return out;
-}
-
 void grouped(Context* context, int32_t dtype) {
   int64_t n = draw(1, 150), k = draw(1, 300), m = draw(0, 20);
   int64_t x_stride = k + draw(0, 3), y_stride = n + draw(0, 3);
@@ -65,7 +50,7 @@ void grouped(Context* context, int32_t dtype) {
   expect_ok(asyncllm_linear(context, packed, x.at(), x_stride, y.at(), y_stride, m, dtype),
             "grouped linear");
   for (int64_t i = 0; i < m; ++i) {
-    std::vector<double> row = rounded(x, i * x_stride, k);
+    std::vector<double> row = rounded_in_spans(x.row(i * x_stride, k));
     for (int64_t j = 0; j < n; ++j) {
       double sum = biased ? bias[j] : 0, size = 0;
       for (int64_t l = 0; l < k; ++l) {

@@ -166,9 +166,7 @@ LAUNCHES = st.tuples(
 
 @given(st.lists(LAUNCHES, min_size=4, max_size=12), st.booleans())
 @examples(60)
-def test_a_direct_launch_is_the_one_that_the_jit_makes(
-    launches: list[tuple[Any, ...]], nested: bool
-) -> None:
+def test_a_direct_launch_is_the_one_that_the_jit_makes(launches, nested):
     with driving(nested=nested) as made:
         made.comparing = True
         for grid, *args, width, warps in launches * 2:
@@ -176,7 +174,7 @@ def test_a_direct_launch_is_the_one_that_the_jit_makes(
         assert len(made.launches) == 4 * len(launches)
 
 
-def test_rare_arguments_take_the_path_of_the_jit(driver: Driver) -> None:
+def test_rare_arguments_take_the_path_of_the_jit(driver):
     x, y = MEMORY.view(torch.float32), MEMORY[8:].view(torch.float32)
     usual = (x, y, 5, 16, 1.0)
 
@@ -205,7 +203,7 @@ def test_rare_arguments_take_the_path_of_the_jit(driver: Driver) -> None:
     assert wrapped(*usual) == 0
 
 
-def test_equal_numbers_of_other_types_have_separate_launches(driver: Driver) -> None:
+def test_equal_numbers_of_other_types_have_separate_launches(driver):
     """2 and 2.0 are one key of a dictionary, but an integer and a float to a kernel."""
     x = MEMORY.view(torch.float32)
     driver.comparing = True
@@ -216,7 +214,7 @@ def test_equal_numbers_of_other_types_have_separate_launches(driver: Driver) -> 
     assert len(bound) == 3
 
 
-def test_cached_launches_are_bounded(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_launches_are_bounded(driver, monkeypatch):
     monkeypatch.setattr(launcher, "MAX_LAUNCHES", 3)
     x = MEMORY.view(torch.float32)
     bound = toy_kernel.bind(WIDTH=8)
@@ -227,7 +225,7 @@ def test_cached_launches_are_bounded(driver: Driver, monkeypatch: pytest.MonkeyP
         assert 1 <= len(toy_kernel._bound_kernels) <= 3
 
 
-def test_arguments_in_another_order_are_refused() -> None:
+def test_arguments_in_another_order_are_refused():
     @triton.jit
     def mixed(x, WIDTH: tl.constexpr, y):
         pass
@@ -240,7 +238,7 @@ def test_arguments_in_another_order_are_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="the stub of libcuda is compiled")
-def test_launches_under_the_real_launch_path() -> None:
+def test_launches_under_the_real_launch_path():
     """In a process of its own, which keeps the stub of libcuda. Kernels are compiled for an H200,
     which takes seconds each where Triton's cache has none."""
     command = [sys.executable, "-m", "tests.triton.stub_launches"]
@@ -285,9 +283,7 @@ class Other(Nested):
 @pytest.mark.parametrize(
     ("kind", "is_direct"), [(Nested, True), (Flat, True), (Scratch, False), (Other, False)]
 )
-def test_a_compiled_launch_passes_the_launchers_arguments(
-    kind: type[Nested], is_direct: bool
-) -> None:
+def test_a_compiled_launch_passes_the_launchers_arguments(kind, is_direct):
     run, arguments = kind(), (10**9, 7, 0.5, None)
     compiled: Any = SimpleNamespace(run=run, function=5, packed_metadata=(4, 1, 0))
     launch = CompiledLaunch.of(compiled, arguments)
@@ -309,7 +305,7 @@ def test_a_compiled_launch_passes_the_launchers_arguments(
         ("experts", 0, True),
     ],
 )
-def test_launches_of_a_mixed_step(name: str, prefix: int, nested: bool) -> None:
+def test_launches_of_a_mixed_step(name, prefix, nested):
     """None of them goes through the JIT once there was such a step, and in a step of other sizes
     each is as the JIT would make it."""
     with driving(nested=nested) as driver:
@@ -327,8 +323,7 @@ def test_launches_of_a_mixed_step(name: str, prefix: int, nested: bool) -> None:
         assert [name for name, *_ in driver.launches[-2 * len(kernels) :: 2]] == kernels
 
 
-def test_numbers_of_a_launch(driver: Driver) -> None:
-    """What is compared above is what the kernel gets."""
+def test_numbers_of_a_launch(driver):
     x = MEMORY.view(torch.float32)
     toy_kernel[(2, 3)](x, x, np.int64(7).item(), 16, 0.25, WIDTH=8)
     name, _, grid, stream, args = driver.launches[-1]

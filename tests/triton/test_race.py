@@ -49,7 +49,6 @@ def test_the_noise_is_philox_keyed_by_splitmix() -> None:
 
 
 def test_a_small_change_of_the_logits_changes_few_tokens() -> None:
-    """At one position in a hundred at most."""
     random, count = torch.Generator().manual_seed(0), 1000
     row, change = torch.randn(count, generator=random), torch.randn(count, count, generator=random)
     states, positions, ones = torch.full((count,), 1234567), torch.arange(count), torch.ones(count)

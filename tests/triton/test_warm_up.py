@@ -119,13 +119,7 @@ def warm(runner: ModelRunner, progress: Callable[[int, int], None] = lambda *_: 
     ],
     ids=str,
 )
-def test_everything_is_compiled_before_the_first_step(
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    max_len: int,
-    sizes: tuple[int, ...],
-    dtype: torch.dtype,
-) -> None:
+def test_everything_is_compiled_before_the_first_step(monkeypatch, name, max_len, sizes, dtype):
     runner = make_step(max_len, sizes, dtype, **MODELS[name])
     said: list[tuple[int, int]] = []
     with compiling(monkeypatch) as compiled:
@@ -145,7 +139,7 @@ def test_everything_is_compiled_before_the_first_step(
     assert not compiled - found, "\n".join(sorted(compiled - found))
 
 
-def test_decode_steps_alone_leave_kernels_cold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_steps_alone_leave_kernels_cold(monkeypatch):
     """What is noted tells kernels that are warm from those that are not."""
     runner = make_step(4096, (1, 2), torch.bfloat16)  # both share a sequence among programs
     with compiling(monkeypatch) as decoding:
@@ -159,7 +153,7 @@ def test_decode_steps_alone_leave_kernels_cold(monkeypatch: pytest.MonkeyPatch) 
     }  # fmt: skip
 
 
-def test_a_small_mixed_step_leaves_large_experts_cold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_mixed_step_leaves_large_experts_cold(monkeypatch):
     """Of 65 tokens, in sequences of 50 at most."""
     runner = make_step(50, (1, 64), torch.bfloat16, **MODELS["experts"])
     with compiling(monkeypatch) as every:
@@ -172,8 +166,7 @@ def test_a_small_mixed_step_leaves_large_experts_cold(monkeypatch: pytest.Monkey
     assert not small - every
 
 
-def test_engines_compile_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless the other takes too long."""
+def test_engines_compile_in_turn(monkeypatch):
     meeting, met = threading.Barrier(2), []
 
     def enter() -> None:

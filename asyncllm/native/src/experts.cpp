@@ -20,47 +20,49 @@ struct Arena {
 // Rows of k elements in the type that the kernels of linear layers read.
 struct Operand {
   int64_t k, stride;
+  int32_t dtype;  // of the weights
   float *wide, *scales;
   int16_t* integers;
   int8_t* codes;  // rounded to 8-bit integers in spans
   Span* spans;
   char* paired;  // in the model's own type, for weights in pairs of bfloat16
 
-  void lay_out(Arena& arena, const PackedView& view, int64_t rows, bool takes_bfloat16) {
-    k = view.k, stride = k;
+  void lay_out(Arena& arena, const PackedView& view, int64_t rows, const Kernels* kernels) {
+    k = view.k, stride = k, dtype = view.dtype;
     wide = scales = nullptr, integers = nullptr, codes = nullptr, spans = nullptr, paired = nullptr;
-    if (is_grouped(view.dtype)) {
+    if (kernels->takes_spans(dtype)) {
       stride = divide_up(k, SPAN) * SPAN;
       codes = arena.take<int8_t>(rows * stride);
       spans = arena.take<Span>(rows * (stride / SPAN));
-    } else if (view.dtype == DTYPE_I8) {
+    } else if (dtype == DTYPE_I8) {
       stride = divide_up(k, 2) * 2;
       integers = arena.take<int16_t>(rows * stride);
       scales = arena.take<float>(rows);
-    } else if (takes_bfloat16 && view.dtype == DTYPE_BF16) {
+    } else if (kernels->takes_bfloat16 && dtype == DTYPE_BF16) {
       paired = arena.take<char>(rows * k * 2);
     } else {
       wide = arena.take<float>(rows * k);
     }
   }
 
-  void put(const Kernels* kernels, int64_t row, const void* from, int32_t dtype) const {
+  void put(const Kernels* kernels, int64_t row, const void* from, int32_t x_dtype) const {
     if (codes)
-      kernels->quantise_spans(from, dtype, codes + row * stride, spans + row * (stride / SPAN), k);
+      kernels->quantise_spans(from, x_dtype, codes + row * stride, spans + row * (stride / SPAN), k,
+                              dtype);
     else if (integers)
-      scales[row] = kernels->quantise(from, dtype, integers + row * stride, k, largest_integer(k));
+      scales[row] = kernels->quantise(from, x_dtype, integers + row * stride, k, largest_integer(k));
     else if (paired)
       __builtin_memcpy(paired + row * k * 2, from, k * 2);
     else
-      kernels->widen(from, dtype, wide + row * k, k);
+      kernels->widen(from, x_dtype, wide + row * k, k);
   }
 
-  LinearTask task(void* y, int64_t y_stride, int32_t dtype) const {
+  LinearTask task(void* y, int64_t y_stride, int32_t y_dtype) const {
     LinearTask task = {};
     task.x = wide, task.x16 = reinterpret_cast<const uint16_t*>(paired);
     task.x8 = codes, task.spans = spans;
     task.xq = integers, task.x_scales = scales, task.x_stride = stride;
-    task.y = y, task.y_stride = y_stride, task.dtype = dtype;
+    task.y = y, task.y_stride = y_stride, task.dtype = y_dtype;
     return task;
   }
 };
@@ -87,15 +89,14 @@ struct Pass {
 
   void lay_out(Arena& arena) {
     int64_t size = size_of(args.dtype);
-    bool paired = context->kernels->takes_bfloat16;
     starts = arena.take<int64_t>(args.num_experts + 1);
     tokens_of = arena.take<int64_t>(pairs);
     places = arena.take<int64_t>(pairs);
     units = arena.take<Unit>(pairs + pairs / ROW_CHUNK + 1);
-    in.lay_out(arena, args.gate_up[0]->view, pairs, paired);
+    in.lay_out(arena, args.gate_up[0]->view, pairs, context->kernels);
     gate_up = arena.take<char>(pairs * 2 * args.inner * size);
     inner = arena.take<char>(pairs * args.inner * size);
-    middle.lay_out(arena, args.down[0]->view, pairs, paired);
+    middle.lay_out(arena, args.down[0]->view, pairs, context->kernels);
     results = arena.take<float>(pairs * args.width);
   }
 

@@ -1,12 +1,19 @@
-// y = x W^T + b with weights of 4 or 8 bits that have a scale, and possibly a zero point, for each
-// output and group of inputs. A row of x is rounded to 8-bit integers in spans of SPAN inputs, each
-// with its own scale. A span is summed in integers. The spans' sums are added in ascending order,
-// in float32 and without fused multiply-add, so that all instruction sets give the same result.
+// y = x W^T + b with weights of 4 or 8 bits, and inputs that are rounded to 8-bit integers in spans,
+// each with its own scale. A span is summed in integers. The spans' sums are added in ascending
+// order, in float32 and without fused multiply-add, so that all instruction sets give the same
+// result.
 //
-// A byte of a packed weight is multiplied as two 4-bit integers. In 4-bit weights these are the
-// values of two inputs QUAD apart. In 8-bit weights they are the halves of one value, and two sums
-// are kept per span.
-enum { QUAD = 4, QUADS = SPAN / QUAD };
+// Weights in groups have a scale, and possibly a zero point, for each output and group of inputs. A
+// byte of a packed weight is multiplied as two 4-bit integers. In 4-bit weights these are the values
+// of two inputs QUAD apart. In 8-bit weights they are the halves of one value, with two sums per
+// span; with BYTE_PRODUCTS a code is multiplied whole.
+//
+// int8 weights with a scale per output are multiplied here with BYTE_PRODUCTS only. They are stored
+// as [n / panel][k / QUAD][panel][QUAD], k padded to SPAN, each 128 larger. So the sums of a span
+// start from minus 128 times the sum of its inputs. The inputs' scales are divided by 2^21, the most
+// that a span's sum can be, and the weights' multiplied by it: so a sum overflows no earlier than y.
+enum { QUADS = SPAN / QUAD };
+const float INT8_UNIT = 0x1p-21f;
 
 INLINE bool is_grouped(int32_t dtype) { return dtype == DTYPE_U4 || dtype == DTYPE_U8; }
 // Bytes of one span of inputs in a panel.
@@ -72,7 +79,9 @@ static void pack_grouped(const GroupedArgs& args, const PackedView& view, int64_
 }
 
 template <class T>
-static void quantise_spans(const T* x, int8_t* out, Span* spans, int64_t k) {
+static void quantise_spans(const T* x, int8_t* out, Span* spans, int64_t k, bool by_channel) {
+  const float unit = by_channel ? INT8_UNIT : 1.0f;
+  const int32_t start = by_channel ? -128 : 1;
   for (int64_t span = 0; span < count_spans(k); ++span) {
     const T* from = x + span * SPAN;
     int64_t left = k - span * SPAN;
@@ -97,13 +106,25 @@ static void quantise_spans(const T* x, int8_t* out, Span* spans, int64_t k) {
         sum += integer;
       }
     }
-    spans[span] = {finite ? largest / limit : __builtin_nanf(""), sum};
+    spans[span] = {finite ? largest / limit * unit : __builtin_nanf(""), sum * start};
   }
 }
 
-static void quantise_row_spans(const void* x, int32_t dtype, int8_t* out, Span* spans, int64_t k) {
-  with_type(dtype, [&](auto* type) { quantise_spans((decltype(type))x, out, spans, k); });
+static void quantise_row_spans(const void* x, int32_t dtype, int8_t* out, Span* spans, int64_t k,
+                               int32_t weights_dtype) {
+  with_type(dtype, [&](auto* type) {
+    quantise_spans((decltype(type))x, out, spans, k, weights_dtype == DTYPE_I8);
+  });
 }
+
+// How tiles multiply weights of a type.
+template <int32_t DTYPE> struct Form {
+  static constexpr bool BY_CHANNEL = DTYPE == DTYPE_I8;
+  static constexpr int BITS = DTYPE == DTYPE_U4 ? 4 : 8;
+  static constexpr bool WHOLE = BITS == 8 && SPANS_INT8;
+  static constexpr int SUMS = BITS == 8 && !WHOLE ? 2 : 1;  // of a span, for each output
+  static constexpr int ROWS = WHOLE ? 6 : 16 / BITS;  // for whose sums of a span there are registers
+};
 
 INLINE vf load_scales(const PackedView& weights, int64_t at) {
   if (weights.scale_dtype == DTYPE_BF16) return load((const bf16*)weights.group_scales + at);
@@ -112,31 +133,39 @@ INLINE vf load_scales(const PackedView& weights, int64_t at) {
 }
 
 // Adds a span's integer sums, times both scales, to `out` [M][PANEL].
-template <int BITS, int M>
+template <int32_t DTYPE, int M>
 INLINE void add_span(const PackedView& weights, int64_t at, const va sums[][M][NV],
                      const Span* const* spans, float* out) {
+  using F = Form<DTYPE>;
 #pragma GCC unroll 8
   for (int i = 0; i < NV; ++i) {
-    vf scale = load_scales(weights, at + i * W);
-    vi zeros = weights.zeros ? load_bytes(weights.zeros + at + i * W)
-                             : set_integers(BITS == 4 ? 8 : 128);
+    vf scale = zero();
+    vi zeros = {};
+    if (!F::BY_CHANNEL) {
+      scale = load_scales(weights, at + i * W);
+      zeros = weights.zeros ? load_bytes(weights.zeros + at + i * W)
+                            : set_integers(F::BITS == 4 ? 8 : 128);
+    }
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
       vi sum = total(sums[0][m][i]);
-      if (BITS == 8) sum = add_sixteenfold(sum, total(sums[1][m][i]));
-      vf value = to_floats(less_product(sum, zeros, spans[m]->sum));
+      if (F::SUMS == 2) sum = add_sixteenfold(sum, total(sums[F::SUMS - 1][m][i]));
+      if (!F::BY_CHANNEL) sum = less_product(sum, zeros, spans[m]->sum);
+      vf factor = set1(spans[m]->scale);
+      if (!F::BY_CHANNEL) factor = mul(scale, factor);
       float* to = out + (m * NV + i) * W;
-      store(to, add(load(to), mul(mul(scale, set1(spans[m]->scale)), value)));
+      store(to, add(load(to), mul(factor, to_floats(sum))));
     }
   }
 }
 
 // Multiplies M rows of x by a panel.
-template <int BITS, int M>
-static void grouped_tile(const PackedView& weights, const LinearTask& task, int64_t row,
+template <int32_t DTYPE, int M>
+static void spanned_tile(const PackedView& weights, const LinearTask& task, int64_t row,
                          int64_t panel) {
+  using F = Form<DTYPE>;
   const int64_t spans = count_spans(weights.k), stride = spans * SPAN;
-  const int64_t bytes = PANEL * SPAN * BITS / 8, spans_per_group = weights.group / SPAN;
+  const int64_t bytes = PANEL * SPAN * F::BITS / 8, spans_per_group = weights.group / SPAN;
   const uint8_t* w = (const uint8_t*)weights.data + panel * weights.panel_elements;
   const int8_t* x = task.x8 + row * stride;
   float out[M * PANEL];
@@ -144,62 +173,88 @@ static void grouped_tile(const PackedView& weights, const LinearTask& task, int6
   for (int i = 0; i < M * NV; ++i) store(out + i * W, zero());
   int64_t group = panel * weights.groups, until = spans_per_group;
   for (int64_t span = 0; span < spans; ++span, w += bytes, x += SPAN) {
-    va sums[BITS / 4][M][NV];
+    const Span* of[M];
+    va sums[F::SUMS][M][NV];
 #pragma GCC unroll 8
-    for (int i = 0; i < M * NV * (BITS / 4); ++i) sums[i / NV / M][i / NV % M][i % NV] = no_sums();
+    for (int m = 0; m < M; ++m) {
+      of[m] = task.spans + (row + m) * spans + span;
+      va first = no_sums();
+#ifdef BYTE_PRODUCTS
+      if (F::BY_CHANNEL) first = set_integers(of[m]->sum);
+#endif
 #pragma GCC unroll 8
-    for (int quad = 0; quad < QUADS; quad += 8 / BITS) {
+      for (int i = 0; i < NV * F::SUMS; ++i) sums[i / NV][m][i % NV] = first;
+    }
+#pragma GCC unroll 8
+    for (int quad = 0; quad < QUADS; quad += 8 / F::BITS) {
       vb low[NV], high[NV];
-      const uint8_t* codes = w + quad * (BITS == 4 ? 2 : 4) * PANEL;
+      const uint8_t* codes = w + quad * QUAD * PANEL * F::BITS / 8;
 #pragma GCC unroll 8
-      for (int i = 0; i < NV; ++i) load_codes(codes + i * QUAD * W, low[i], high[i]);
+      for (int i = 0; i < NV; ++i) {
+#ifdef BYTE_PRODUCTS
+        if (F::WHOLE)
+          low[i] = high[i] = load_quads(codes + i * QUAD * W);
+        else
+#endif
+          load_codes(codes + i * QUAD * W, low[i], high[i]);
+      }
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
-        // The barrier keeps GCC from loading all rows first, as in int8_tile.
-        asm volatile("" ::: "memory");
         const int8_t* at = x + m * stride + quad * QUAD;
-        vb first = set_quad(at), second = BITS == 4 ? set_quad(at + QUAD) : first;
+        // The barrier keeps GCC from loading the inputs of all rows first, which would spill sums.
+        asm volatile("" : "+r"(at));
+        vb first = set_quad(at), second = F::BITS == 4 ? set_quad(at + QUAD) : first;
 #pragma GCC unroll 8
         for (int i = 0; i < NV; ++i) {
           sums[0][m][i] = dot_codes(sums[0][m][i], low[i], first);
-          va& other = sums[BITS / 4 - 1][m][i];
-          other = dot_codes(other, high[i], second);
+          va& other = sums[F::SUMS - 1][m][i];
+          if (!F::WHOLE) other = dot_codes(other, high[i], second);
         }
       }
     }
-    const Span* of[M];
-#pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) of[m] = task.spans + (row + m) * spans + span;
-    add_span<BITS, M>(weights, group * PANEL, sums, of, out);
+    add_span<DTYPE, M>(weights, group * PANEL, sums, of, out);
     if (--until == 0) {
       ++group;
       until = spans_per_group;
     }
   }
+  if (F::BY_CHANNEL) {
+#pragma GCC unroll 8
+    for (int i = 0; i < M * NV; ++i) {
+      vf scale = mul(load(weights.scales + panel * PANEL + i % NV * W), set1(1 / INT8_UNIT));
+      store(out + i * W, mul(load(out + i * W), scale));
+    }
+  }
   finish_tile(weights, task, out, row, M, panel, 1);
 }
 
-template <int BITS>
-static void grouped_panels(const PackedView& weights, const LinearTask& task) {
-  // The number of rows for whose sums of a span there are registers.
-  const int ROWS_OF_TILE = 16 / BITS;
-  for (int64_t panel = task.first; panel < task.last; ++panel) {
-    int64_t row = task.first_row;
-    for (; row + ROWS_OF_TILE <= task.last_row; row += ROWS_OF_TILE)
-      grouped_tile<BITS, ROWS_OF_TILE>(weights, task, row, panel);
-    switch (task.last_row - row) {
-      case 1: grouped_tile<BITS, 1>(weights, task, row, panel); break;
-      case 2: grouped_tile<BITS, 2>(weights, task, row, panel); break;
-      case 3: grouped_tile<BITS, ROWS_OF_TILE - 1>(weights, task, row, panel); break;
-    }
+// Multiplies the rows from `row` on, fewer than M, by a panel.
+template <int32_t DTYPE, int M>
+INLINE void last_rows(const PackedView& weights, const LinearTask& task, int64_t row,
+                      int64_t panel) {
+  if constexpr (M > 1) {
+    if (task.last_row - row == M - 1) return spanned_tile<DTYPE, M - 1>(weights, task, row, panel);
+    last_rows<DTYPE, M - 1>(weights, task, row, panel);
   }
 }
 
-static void grouped_linear(const PackedView& weights, const LinearTask& task) {
-  if (weights.dtype == DTYPE_U4)
-    grouped_panels<4>(weights, task);
-  else
-    grouped_panels<8>(weights, task);
+template <int32_t DTYPE>
+static void spanned_panels(const PackedView& weights, const LinearTask& task) {
+  const int STEP = Form<DTYPE>::ROWS;
+  for (int64_t panel = task.first; panel < task.last; ++panel) {
+    int64_t row = task.first_row;
+    for (; row + STEP <= task.last_row; row += STEP)
+      spanned_tile<DTYPE, STEP>(weights, task, row, panel);
+    last_rows<DTYPE, STEP>(weights, task, row, panel);
+  }
+}
+
+static void spanned_linear(const PackedView& weights, const LinearTask& task) {
+  if (weights.dtype == DTYPE_U4) return spanned_panels<DTYPE_U4>(weights, task);
+  if (weights.dtype == DTYPE_U8) return spanned_panels<DTYPE_U8>(weights, task);
+#ifdef BYTE_PRODUCTS
+  spanned_panels<DTYPE_I8>(weights, task);
+#endif
 }
 
 // Dequantises one row of the weight, an output, from its panel.

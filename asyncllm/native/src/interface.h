@@ -447,10 +447,10 @@ int32_t asyncllm_round(Context*, const RoundArgs*);
 void asyncllm_free_weights(Weights*);
 int64_t asyncllm_weights_bytes(const Weights*);
 
-// y [m, n] = x [m, k] W^T + bias. A row's result depends on that row alone. With DTYPE_I8 weights,
-// rows of x are rounded to integers with a scale per row, and summed exactly. With weights in
-// groups, x is rounded to 8-bit integers with a scale per SPAN inputs. With float32 weights, x may
-// be of any type and y is float32; otherwise y has the type of x.
+// y [m, n] = x [m, k] W^T + bias. A row's result depends on that row alone. With weights in
+// groups, x is rounded to 8-bit integers with a scale per SPAN inputs; with DTYPE_I8 weights it is
+// as well on AVX-512, and on other instruction sets rounded to 16-bit integers with a scale per
+// row. With float32 weights, x may be of any type and y is float32; otherwise y has the type of x.
 int32_t asyncllm_linear(Context*, const Weights*, const void* x, int64_t x_stride, void* y,
                         int64_t y_stride, int64_t m, int32_t dtype);
 // out [m] = index of each row's largest output, the first of equal ones, or NOT_FINITE, or

@@ -8,8 +8,8 @@
 #include "interface.h"
 
 // Packed weights [n, k], in panels of `panel` outputs, padded with zeros: [n / panel][k][panel],
-// or, in pairs of inputs, [n / panel][k / 2][panel][2]. grouped.h has the layout of weights in
-// groups.
+// or, in pairs of inputs, [n / panel][k / 2][panel][2]. grouped.h has the layout of weights whose
+// inputs are rounded in spans.
 struct PackedView {
   const void* data;
   const float* scales;  // [n padded to panels] of DTYPE_I8, or null
@@ -23,7 +23,8 @@ struct PackedView {
   const uint8_t* zeros;      // of the same shape, or null
 };
 
-// Scale and sum of SPAN inputs of a row that are rounded to 8-bit integers.
+// Scale and sum of SPAN inputs of a row that are rounded to 8-bit integers. For int8 weights with a
+// scale per output, both are multiplied by constants (grouped.h).
 struct Span {
   float scale;
   int32_t sum;
@@ -115,16 +116,19 @@ struct Kernels {
   int64_t panel;         // outputs per panel
   int64_t row_step;      // rows that one pass over a panel computes
   bool takes_bfloat16;   // whether `linear` with bfloat16 weights reads x in bfloat16
+  bool spans_int8;       // whether `linear` with int8 weights reads x in spans
   int64_t (*panel_elements)(int64_t k, int32_t dtype);
   // Packs panels [first, last); values beyond n are zero.
   void (*pack)(const PlainView&, void* data, int64_t first, int64_t last);
   void (*widen)(const void* x, int32_t dtype, float* out, int64_t count);
   void (*linear)(const PackedView&, const LinearTask&);
   // Rounds x [k] to integers of magnitude at most `limit`, padded with a zero if k is odd. Returns
-  // their scale, which is NaN if x is not finite.
+  // their scale, which is NaN if x is not finite. Null if `spans_int8`.
   float (*quantise)(const void* x, int32_t dtype, int16_t* out, int64_t k, float limit);
-  // Rounds x [k] to 8-bit integers in spans of SPAN elements, padded with zeros.
-  void (*quantise_spans)(const void* x, int32_t dtype, int8_t* out, Span* spans, int64_t k);
+  // Rounds x [k] to 8-bit integers in spans of SPAN elements, padded with zeros, for weights of
+  // weights_dtype.
+  void (*quantise_spans)(const void* x, int32_t dtype, int8_t* out, Span* spans, int64_t k,
+                         int32_t weights_dtype);
   int64_t (*span_bytes)(int32_t dtype);  // bytes of one span of inputs in a panel
   void (*pack_grouped)(const GroupedArgs&, const PackedView&, int64_t first, int64_t last);
   void (*round_row)(const RoundArgs&, int64_t row);
@@ -161,6 +165,11 @@ struct Kernels {
   void (*reduce_chunks)(const LogitsRow&, int64_t first, int64_t last, float* maxima, float* sums);
   // Writes the logits of a chunk, times the factor, to out [CHUNK], padded with minus infinity.
   void (*read_chunk)(const LogitsRow&, int64_t chunk, float* out);
+
+  // Whether `linear` with weights of this type reads x in spans.
+  bool takes_spans(int32_t dtype) const {
+    return dtype == DTYPE_U4 || dtype == DTYPE_U8 || (spans_int8 && dtype == DTYPE_I8);
+  }
 };
 
 // Number of floats of one query row's partial result: the accumulator, the maximum, the sum.

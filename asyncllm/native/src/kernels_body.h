@@ -13,7 +13,7 @@ template <class T> struct pointee<T*> { typedef T type; };
 #include "logits_rows.h"
 
 #define KERNELS(name)                                                                        \
-  {name,         W,         PANEL,     MAX_ROWS,          TAKES_BFLOAT16 != 0, panel_elements, \
+  {name,         W,         PANEL,     MAX_ROWS,          TAKES_BFLOAT16 != 0, SPANS_INT8 != 0, panel_elements, \
    pack,         widen_row, linear,    quantise,          quantise_row_spans,  span_bytes,     \
    pack_grouped, round_row, gather,    attention_scratch, attention,           merge,          \
    rms_norm,     rope,      gated_mul, add_row,           scale_row,           softcap_row,    \

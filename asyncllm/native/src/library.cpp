@@ -73,7 +73,7 @@ bool quantise_rows(Context* context, LinearTask* task, const void* x, int64_t st
 
 // Rounds x to 8-bit integers in spans; false if memory cannot be allocated.
 bool quantise_spans(Context* context, LinearTask* task, const void* x, int64_t stride, int64_t m,
-                    int64_t k, int32_t dtype) {
+                    int64_t k, int32_t dtype, int32_t weights_dtype) {
   int64_t spans = divide_up(k, SPAN), width = spans * SPAN;
   if (!grow(&context->shared, &context->shared_bytes, m * (width + spans * sizeof(Span))))
     return false;
@@ -81,7 +81,8 @@ bool quantise_spans(Context* context, LinearTask* task, const void* x, int64_t s
   Span* scales = reinterpret_cast<Span*>(integers + m * width);
   share(context, m, m * k / 4, [&](int64_t row, int) {
     const char* from = static_cast<const char*>(x) + row * stride * size_of(dtype);
-    context->kernels->quantise_spans(from, dtype, integers + row * width, scales + row * spans, k);
+    context->kernels->quantise_spans(from, dtype, integers + row * width, scales + row * spans, k,
+                                     weights_dtype);
   });
   task->x8 = integers;
   task->spans = scales;
@@ -134,13 +135,14 @@ int32_t run_linear(Context* context, const Weights* weights, LinearTask task, co
   const PackedView& view = weights->view;
   const Kernels* kernels = context->kernels;
   bool integers = view.dtype == DTYPE_I8, wide = view.dtype == DTYPE_F32;
-  bool grouped = is_grouped(view.dtype);
-  if (weights->kernels != kernels || (!integers && !wide && !grouped && dtype != view.dtype))
+  bool spans = kernels->takes_spans(view.dtype);
+  if (weights->kernels != kernels || (!integers && !wide && !spans && dtype != view.dtype))
     return STATUS_INVALID;
   if (!is_matrix(x, dtype, m, view.k, x_stride)) return STATUS_INVALID;
   if (m == 0) return STATUS_OK;
-  if (grouped) {
-    if (!quantise_spans(context, &task, x, x_stride, m, view.k, dtype)) return STATUS_NO_MEMORY;
+  if (spans) {
+    if (!quantise_spans(context, &task, x, x_stride, m, view.k, dtype, view.dtype))
+      return STATUS_NO_MEMORY;
   } else if (integers) {
     if (!quantise_rows(context, &task, x, x_stride, m, view.k, dtype)) return STATUS_NO_MEMORY;
   } else if (kernels->takes_bfloat16 && view.dtype == DTYPE_BF16) {

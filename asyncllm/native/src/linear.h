@@ -9,16 +9,27 @@ enum { TAKES_BFLOAT16 = 0 };
 
 // Defined in grouped.h, for weights with scales per group of inputs.
 INLINE bool is_grouped(int32_t dtype);
-static void grouped_linear(const PackedView& weights, const LinearTask& task);
+static void spanned_linear(const PackedView& weights, const LinearTask& task);
 static void gather_grouped_row(const PackedView& weights, int64_t row, void* out, int32_t dtype);
 
-// Whether panels are packed in pairs of inputs.
-INLINE bool is_paired(int32_t dtype) {
-  return dtype == DTYPE_I8 || (TAKES_BFLOAT16 && dtype == DTYPE_BF16);
+// int8 weights with a scale per output take inputs as 8-bit integers in spans, of which QUAD are
+// multiplied and summed by one instruction, or as 16-bit integers.
+#ifdef BYTE_PRODUCTS
+enum { QUAD = 4, SPANS_INT8 = 1, INT8_ADJACENT = QUAD };
+#else
+enum { QUAD = 4, SPANS_INT8 = 0, INT8_ADJACENT = 2 };
+#endif
+
+// Number of an output's inputs that are adjacent in a panel.
+INLINE int64_t adjacent_inputs(int32_t dtype) {
+  if (dtype == DTYPE_I8) return INT8_ADJACENT;
+  return TAKES_BFLOAT16 && dtype == DTYPE_BF16 ? 2 : 1;
 }
 
 INLINE int64_t panel_elements(int64_t k, int32_t dtype) {
-  return (is_paired(dtype) ? (k + 1) / 2 * 2 : k) * PANEL;
+  int64_t unit = adjacent_inputs(dtype);
+  if (SPANS_INT8 && dtype == DTYPE_I8) unit = SPAN;
+  return (k + unit - 1) / unit * unit * PANEL;
 }
 
 // Index of output `column` among the PANEL elements of one k. bfloat16 vectors are interleaved in
@@ -37,13 +48,16 @@ template <class F> INLINE void with_weight_type(int32_t dtype, F&& f) {
     with_type(dtype, f);
 }
 
+// int8 weights that are multiplied by inputs in spans are stored as unsigned codes, 128 above them.
+template <class T> INLINE T to_code(T weight) { return weight; }
+INLINE int8_t to_code(int8_t weight) { return SPANS_INT8 ? (int8_t)(weight ^ -128) : weight; }
+
 // Number of inputs to pack at a time, so few that the written part of a panel stays in the
 // first-level cache until all PANEL rows have been read.
 enum { PACKED_INPUTS = 64 };
 
-template <class T, bool PAIRED>
+template <class T, int UNIT>
 static void pack_panel(const PlainView& plain, T* data, int64_t panel) {
-  enum { UNIT = PAIRED ? 2 : 1 };
   const T* values = (const T*)plain.values;
   int64_t elements = panel_elements(plain.k, plain.dtype), depth = elements / PANEL;
   T* out = data + panel * elements;
@@ -52,12 +66,15 @@ static void pack_panel(const PlainView& plain, T* data, int64_t panel) {
       int64_t output = panel * PANEL + column, last = least(first + PACKED_INPUTS, depth);
       int64_t known = output < plain.n ? least(last, plain.k) : first;
       const T* row = values + (output < plain.n ? output * plain.row_stride : 0);
-      T* to = out + (PAIRED ? column * 2 : place_in_panel(column, plain.dtype));
-      int64_t i = first;
-      for (; i + UNIT <= known; i += UNIT) __builtin_memcpy(to + i * PANEL, row + i, sizeof(T) * UNIT);
-      for (; i < last; i += UNIT) {
-        __builtin_memset(to + i * PANEL, 0, sizeof(T) * UNIT);
-        if (i < known) to[i * PANEL] = row[i];
+      T* to = out + (UNIT > 1 ? column * UNIT : place_in_panel(column, plain.dtype));
+      for (int64_t i = first; i < last; i += UNIT) {
+        T unit[UNIT] = {};
+        if (i + UNIT <= known)
+          __builtin_memcpy(unit, row + i, sizeof(unit));
+        else if (i < known)
+          __builtin_memcpy(unit, row + i, sizeof(T) * (known - i));
+        for (int j = 0; j < UNIT; ++j) unit[j] = to_code(unit[j]);
+        __builtin_memcpy(to + i * PANEL, unit, sizeof(unit));
       }
     }
 }
@@ -66,10 +83,12 @@ static void pack(const PlainView& plain, void* data, int64_t first, int64_t last
   with_weight_type(plain.dtype, [&](auto* type) {
     using T = typename pointee<decltype(type)>::type;
     for (int64_t panel = first; panel < last; ++panel)
-      if (is_paired(plain.dtype))
-        pack_panel<T, true>(plain, (T*)data, panel);
+      if (plain.dtype == DTYPE_I8)
+        pack_panel<T, INT8_ADJACENT>(plain, (T*)data, panel);
+      else if (adjacent_inputs(plain.dtype) == 2)
+        pack_panel<T, 2>(plain, (T*)data, panel);
       else
-        pack_panel<T, false>(plain, (T*)data, panel);
+        pack_panel<T, 1>(plain, (T*)data, panel);
   });
 }
 
@@ -100,14 +119,14 @@ INLINE void keep_largest(Largest* largest, vf x, int64_t output, int64_t count, 
     }
 }
 
-// Scales the sums [rows][panels * PANEL] of a tile, adds the bias, and either writes them to y or
-// updates task.largest. It is not inlined, because it contains code for every type of y.
+// Scales the sums [rows][panels * PANEL] of a tile if rows have a scale, adds the bias, and either
+// writes the sums to y or updates task.largest. It is not inlined, because it contains code for every type of y.
 static __attribute__((noinline)) void finish_tile(const PackedView& weights,
                                                   const LinearTask& task, const float* sums,
                                                   int64_t row, int64_t rows, int64_t panel,
                                                   int64_t panels) {
   int64_t first = panel * PANEL, width = panels * PANEL;
-  bool as_it_is = !weights.scales && !weights.bias && !task.largest && first + width <= weights.n;
+  bool as_it_is = !task.x_scales && !weights.bias && !task.largest && first + width <= weights.n;
   with_type(task.dtype, [&](auto* type) {
     if (as_it_is) {
       auto* y = (decltype(type))task.y + row * task.y_stride + first;
@@ -119,7 +138,7 @@ static __attribute__((noinline)) void finish_tile(const PackedView& weights,
       auto* y = task.largest ? type : (decltype(type))task.y + (row + m) * task.y_stride + first;
       for (int64_t i = 0; i < width && first + i < weights.n; i += W) {
         vf sum = load(sums + m * width + i);
-        if (weights.scales)
+        if (task.x_scales)
           sum = mul(sum, mul(set1(task.x_scales[row + m]), load(weights.scales + first + i)));
         if (weights.bias) sum = add(sum, load(weights.bias + first + i));
         if (task.largest)
@@ -210,6 +229,7 @@ static void paired_tile(const PackedView& weights, const LinearTask& task, int64
 }
 #endif
 
+#ifndef BYTE_PRODUCTS
 template <int M, int P>
 static void int8_tile(const PackedView& weights, const LinearTask& task, int64_t row,
                       int64_t panel) {
@@ -251,17 +271,20 @@ static void int8_tile(const PackedView& weights, const LinearTask& task, int64_t
         store(out + ((m * P + p) * NV + i) * W, to_floats(sums[m][p][i]));
   finish_tile(weights, task, out, row, M, panel, P);
 }
+#endif
 
 template <class T, int M, int P> struct Runner {
   static void run(const PackedView& weights, const LinearTask& task, int64_t row, int64_t panel) {
     packed_tile<T, M, P>(weights, task, row, panel);
   }
 };
+#ifndef BYTE_PRODUCTS
 template <int M, int P> struct Runner<int8_t, M, P> {
   static void run(const PackedView& weights, const LinearTask& task, int64_t row, int64_t panel) {
     int8_tile<M, P>(weights, task, row, panel);
   }
 };
+#endif
 #ifdef PAIRED_BFLOAT16
 template <int M, int P> struct Runner<bf16, M, P> {
   static void run(const PackedView& weights, const LinearTask& task, int64_t row, int64_t panel) {
@@ -302,12 +325,21 @@ static void packed_linear(const PackedView& weights, const LinearTask& task) {
 }
 
 static void linear(const PackedView& weights, const LinearTask& task) {
-  if (is_grouped(weights.dtype)) return grouped_linear(weights, task);
-  with_weight_type(weights.dtype, [&](auto* type) {
+  if (is_grouped(weights.dtype) || (SPANS_INT8 && weights.dtype == DTYPE_I8))
+    return spanned_linear(weights, task);
+  auto run = [&](auto* type) {
     packed_linear<typename pointee<decltype(type)>::type>(weights, task);
-  });
+  };
+#ifdef BYTE_PRODUCTS
+  with_type(weights.dtype, run);
+#else
+  with_weight_type(weights.dtype, run);
+#endif
 }
 
+#ifdef BYTE_PRODUCTS
+static const decltype(Kernels::quantise) quantise = nullptr;
+#else
 template <class T>
 static float quantise_row(const T* x, int16_t* out, int64_t k, float limit) {
   vf top = zero(), broken = zero();
@@ -336,6 +368,7 @@ static float quantise(const void* x, int32_t dtype, int16_t* out, int64_t k, flo
   with_type(dtype, [&](auto* type) { scale = quantise_row((decltype(type))x, out, k, limit); });
   return scale;
 }
+#endif
 
 INLINE void copy_weight(bf16 from, float, bf16* to) { *to = from; }
 INLINE void copy_weight(f16 from, float, f16* to) { *to = from; }
@@ -352,10 +385,11 @@ static void gather_row(const PackedView& weights, int64_t row, Out* out) {
   int64_t column = row % PANEL;
   const T* panel = (const T*)weights.data + row / PANEL * weights.panel_elements;
   float scale = weights.scales ? weights.scales[row] : 1.0f;
-  if (is_paired(weights.dtype)) {
-    const T* from = panel + column * 2;
+  int64_t unit = adjacent_inputs(weights.dtype);
+  if (unit > 1) {
+    const T* from = panel + column * unit;
     for (int64_t i = 0; i < weights.k; ++i)
-      copy_weight(from[i / 2 * PANEL * 2 + i % 2], scale, out + i);
+      copy_weight(to_code(from[i / unit * PANEL * unit + i % unit]), scale, out + i);
     return;
   }
   const T* from = panel + place_in_panel(column, weights.dtype);

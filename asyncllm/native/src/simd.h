@@ -4,13 +4,15 @@
 //   zero set1 load store add sub mul div fma vmax
 //   at_least(value, x, limit)   value where x is not below limit (NaN is not), else 0
 //   load_pair(bf16*, a, b)      two vectors whose elements are interleaved in memory
-//   vi, vs             W integers of 32 bits; W pairs of 16 bits
-//   zero_integers load_shorts(int8*) set_pair(int16*) to_floats
-//   dot_shorts(acc, a, b)       acc plus the two products of each pair
+//   vi, to_floats      W integers of 32 bits
+//   vs, zero_integers load_shorts(int8*) set_pair(int16*)    W pairs of 16 bits; unless BYTE_PRODUCTS
+//   dot_shorts(acc, a, b)       acc plus the two products of each pair; unless BYTE_PRODUCTS
 //   vb, va             W quads of 4 bytes; W sums of quads' products, wide enough for the sum over
 //                      a span of 4-bit values
 //   load_codes(p, low, high)    the low and the high 4 bits of 4 W bytes
 //   set_quad(int8*) no_sums dot_codes(acc, codes, x) total(va)
+//   BYTE_PRODUCTS      defined if va is vi, and dot_codes sums products of 8-bit codes exactly
+//   load_quads(uint8*)          W quads of 8-bit codes; only if BYTE_PRODUCTS
 //   load_bytes(uint8*) set_integers less_product(a, b, x) add_sixteenfold(a, b)    on vi
 //   round_even, scale_by_pow2(x, n)    n integral, within a normal float's exponents
 //   hmax hsum sum4              sum4 is hsum of four vectors, with the same bits

@@ -1,7 +1,8 @@
 // AVX-512 with the dot products of AVX512_VNNI and, if PAIRED_BFLOAT16, of AVX512_BF16.
 enum { W = 16, ROWS = 6, NV = 4 };
+#define BYTE_PRODUCTS
 typedef __m512 vf;
-typedef __m512i vi, vs;
+typedef __m512i vi;
 INLINE vf zero() { return _mm512_setzero_ps(); }
 INLINE vf set1(float x) { return _mm512_set1_ps(x); }
 INLINE vf load(const float* p) { return _mm512_loadu_ps(p); }
@@ -42,16 +43,6 @@ INLINE vf dot_pair(vf acc, const bf16* weights, uint32_t pair) {
                           (__m512bh)_mm512_set1_epi32((int)pair));
 }
 #endif
-INLINE vi zero_integers() { return _mm512_setzero_si512(); }
-INLINE vs load_shorts(const int8_t* p) {
-  return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
-}
-INLINE vs set_pair(const int16_t* p) {
-  int32_t pair;
-  __builtin_memcpy(&pair, p, 4);
-  return _mm512_set1_epi32(pair);
-}
-INLINE vi dot_shorts(vi acc, vs a, vs b) { return _mm512_dpwssd_epi32(acc, a, b); }
 INLINE vf to_floats(vi x) { return _mm512_cvtepi32_ps(x); }
 typedef __m512i vb, va;
 INLINE void load_codes(const uint8_t* p, vb& low, vb& high) {
@@ -60,6 +51,7 @@ INLINE void load_codes(const uint8_t* p, vb& low, vb& high) {
   low = _mm512_and_si512(both, mask);
   high = _mm512_and_si512(_mm512_srli_epi32(both, 4), mask);
 }
+INLINE vb load_quads(const uint8_t* p) { return _mm512_loadu_si512(p); }
 INLINE vb set_quad(const int8_t* p) {
   int32_t quad;
   __builtin_memcpy(&quad, p, 4);

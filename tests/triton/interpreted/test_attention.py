@@ -39,7 +39,6 @@ def test_prefill(case: AttentionCase) -> None:
 @pytest.mark.parametrize("capability", [80, 89, 90])
 @pytest.mark.parametrize("case", WIDE_PREFILL, ids=str)
 def test_prefill_of_wide_heads(case: AttentionCase, capability: int) -> None:
-    """Of every launch shape."""
     check_prefill(prefill_attention, case, "cpu", capability)
 
 
