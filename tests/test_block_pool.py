@@ -74,7 +74,10 @@ def hold_the_null_block(pool, holders):
         (lambda pool, holders: holders.append(holders[0][:1]), "2 requests hold it"),
         (lambda pool, holders: holders[0].append(holders[0][0]), "holds a block twice"),
         (hold_the_null_block, "holds the null block"),
-        (lambda pool, _: pool._free_list.append(pool.blocks[NULL_BLOCK_ID]), "the null block is free"),
+        (
+            lambda pool, _: pool._free_list.append(pool.blocks[NULL_BLOCK_ID]),
+            "the null block is free",
+        ),
         (lambda pool, holders: pool._free_list.append(holders[0][0]), "leaked"),
         (lambda pool, _: setattr(pool._free_list, "count", 2), "the free list is corrupt"),
         (lambda _, holders: setattr(holders[0][0], "hash", b"y"), "cannot be found"),
