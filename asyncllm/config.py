@@ -109,7 +109,7 @@ class EngineConfig:
             already run.
         max_queued_requests: maximum number of waiting requests; further ones raise
             EngineOverloadedError. Where k owners wait, each has places for 1/k of it even if
-            another has filled the queue.
+            another has filled the queue, up to twice the number in all.
         max_queued_tokens: maximum number of prompt tokens of all waiting requests, with shares as
             those of ``max_queued_requests``.
         max_logprobs: maximum ``logprobs`` of a request; -1 allows any number, up to the whole

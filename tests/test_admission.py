@@ -123,8 +123,14 @@ def test_prompt_tokens_have_shares_too_and_one_long_prompt_fits(clock):
     admission = Admission(100, 100, clock)
     assert len(fill(admission, "a", 20)) == 5
     assert len(fill(admission, "b", 20)) == 2
-    assert len(fill(admission, "c", 500)) == 1
-    assert len(fill(admission, "d", 1)) == 25
+    assert len(fill(admission, "c", 50)) == 1
+    assert len(fill(admission, "d", 1)) == 10
+
+
+def test_many_owners_hold_twice_the_limits_together(clock):
+    admission = Admission(10, 1000, clock)
+    queued = [len(fill(admission, f"owner {i} ")) for i in range(30)]
+    assert (queued[:3], sum(queued)) == ([10, 5, 4], 20)
 
 
 def test_an_owner_without_a_share_left_waits_in_line_and_others_pass_it(clock):

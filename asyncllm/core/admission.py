@@ -40,7 +40,7 @@ class Admission:
     """Registry of live requests by id, and the limits of the waiting queue.
 
     One owner may fill the queue while it is alone. Then each of k owners with queued requests still
-    has places for 1/k of the limits, rounded up, so a queue of several owners may exceed them.
+    has places for 1/k of the limits, rounded up, until the queue holds twice its limits.
 
     Args:
         max_queued_requests: requests that may wait for their first step.
@@ -218,10 +218,15 @@ class Admission:
             self._queued_of[owner] = requests + num_requests, tokens + num_tokens
 
     def _has_share(self, group: RequestGroup, num_tokens: int) -> bool:
-        """Whether a group fits its owner's share of a queue that others use too."""
+        """Whether a group fits its owner's share of a queue that others use too, and the queue
+        does not exceed twice its limits."""
         owner, num_requests = group.members[0].owner, len(group.members)
         num_owners = len(self._queued_of) + (owner not in self._queued_of)
-        if num_owners == 1:
+        if (
+            num_owners == 1
+            or len(self._queued_requests) + num_requests > 2 * self.max_queued_requests
+            or self._queued_tokens + num_requests * num_tokens > 2 * self.max_queued_tokens
+        ):
             return False
         requests, tokens = self._queued_of.get(owner, (0, 0))
         return requests + num_requests <= math.ceil(self.max_queued_requests / num_owners) and (
