@@ -192,7 +192,7 @@ class AsyncLLMEngine(Handle):
             EngineClosedError: if it was not started.
         """
         if self._thread is not None or not self._closed:
-            thread = self._started()
+            thread = self._require_started()
             thread.check_process()
             thread.core.check_waiting()
             await wait_for(thread.exited)
@@ -218,7 +218,7 @@ class AsyncLLMEngine(Handle):
         """Why the engine ended; None after the application's own ``aclose``. An EngineDeadError,
         whose ``__cause__`` is the failure, or an EngineClosedError, for example because the event
         loop that it was started on has ended. Any thread may read it."""
-        return None if self._input_processor is None else self._started().error
+        return None if self._input_processor is None else self._require_started().error
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -536,22 +536,22 @@ class AsyncLLMEngine(Handle):
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer: ``encode``, ``decode``, ``apply_chat_template``."""
-        return self._started().loaded.tokenizer
+        return self._require_started().loaded.tokenizer
 
     @property
     def model_config(self) -> Any:
         """The model's own configuration: its architecture, sizes and limits."""
-        return self._started().loaded.model_config
+        return self._require_started().loaded.model_config
 
     @property
     def max_model_len(self) -> int:
         """Longest sequence in tokens, prompt and output: ``EngineConfig.max_model_len``; if that is
         None, the length that the engine chose at start."""
-        return self._started().loaded.executor.info.max_model_len
+        return self._require_started().loaded.executor.info.max_model_len
 
     # --- checks of the state -----------------------------------------------------------
 
-    def _started(self) -> EngineThread:
+    def _require_started(self) -> EngineThread:
         """Engine thread of a started engine; the thread may have ended since."""
         if self._thread is None or self._input_processor is None:
             raise self._not_started()

@@ -162,7 +162,7 @@ class SamplingParams:
     logits_processors: Sequence[RequestLogitsProcessor] = ()
     extra_args: Mapping[str, Any] | None = None
 
-    _set = object.__setattr__
+    _set_field = object.__setattr__
 
     def __post_init__(self) -> None:
         for name, bounds in INTEGER_BOUNDS.items():
@@ -175,7 +175,7 @@ class SamplingParams:
             check.field(self, check.boolean, name)
         check.field(self, check.boolean, "include_stop_str_in_output")
         if self.top_k == -1:
-            self._set("top_k", 0)
+            self._set_field("top_k", 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             accepted = f"at most max_tokens={self.max_tokens}"
             raise check.invalid("min_tokens", self.min_tokens, accepted)
@@ -183,7 +183,7 @@ class SamplingParams:
         self._check_greedy()
         self._freeze_collections()
         if self.structured_outputs is not None:
-            self._set("structured_outputs", parse_structured_outputs(self.structured_outputs))
+            self._set_field("structured_outputs", parse_structured_outputs(self.structured_outputs))
 
     def _check_greedy(self) -> None:
         if self.temperature == 0 and self.n > 1:
@@ -194,13 +194,13 @@ class SamplingParams:
         """Make every collection immutable: a caller that changes its list later cannot reach a
         running request."""
         if isinstance(self.stop, str):
-            self._set("stop", (self.stop,))
+            self._set_field("stop", (self.stop,))
         for name, *limits in (
             ("stop", MAX_STOP_STRINGS, MAX_STOP_LENGTH),
             ("bad_words", MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH),
         ):
             if getattr(self, name) is None:
-                self._set(name, ())
+                self._set_field(name, ())
             check.field(self, check.strings, name, *limits)
         if self.stop and not self.detokenize:
             accepted = "true with stop strings, which are looked for in the text"
@@ -210,7 +210,7 @@ class SamplingParams:
             check.field(self, check.token_ids, name)
             if found := getattr(self, name):
                 # Without repeats there are at most as many ids as tokens in the vocabulary.
-                self._set(name, tuple(dict.fromkeys(found)))
+                self._set_field(name, tuple(dict.fromkeys(found)))
         if self.allowed_token_ids == ():
             raise check.invalid("allowed_token_ids", (), "at least one token id, or None")
         if self.logit_bias is not None:
@@ -221,7 +221,7 @@ class SamplingParams:
                 raise check.invalid("logit_bias", bias, f"at most {MAX_BIAS} token ids")
             ids = check.token_ids("logit_bias", bias.keys(), most=MAX_BIAS)
             values = [check.number("logit_bias", value, *BIAS_RANGE) for value in bias.values()]
-            self._set("logit_bias", dict(zip(ids, values, strict=True)))
+            self._set_field("logit_bias", dict(zip(ids, values, strict=True)))
         check.field(self, check.items, "logits_processors", "callables", MAX_LOGITS_PROCESSORS)
         if not all(callable(processor) for processor in self.logits_processors):
             raise check.invalid("logits_processors", self.logits_processors, "callables")
@@ -290,9 +290,9 @@ class SamplingParams:
         resolved = replace(self, **overrides) if overrides else copy(self)
         for name, neutral in NEUTRAL.items():
             if getattr(resolved, name) is None:
-                resolved._set(name, defaults.get(name, neutral))
+                resolved._set_field(name, defaults.get(name, neutral))
         if resolved.seed is None:
-            resolved._set("seed", draw_seed())
+            resolved._set_field("seed", draw_seed())
         if resolved.n > 1:
             resolved._check_greedy()
         return resolved
@@ -309,13 +309,13 @@ class SamplingParams:
         if self.seed is None:
             raise check.invalid("seed", None, "the seed of the request, which was not drawn")
         alone = copy(self)
-        alone._set("n", 1)
+        alone._set_field("n", 1)
         if index > 0:
             data = struct.pack("<QQ", self.seed % 2**64, index)
             digest = hashlib.blake2b(data, digest_size=8).digest()
-            alone._set("seed", int.from_bytes(digest, "little"))
+            alone._set_field("seed", int.from_bytes(digest, "little"))
             # Only the first output reports the prompt.
-            alone._set("prompt_logprobs", None)
+            alone._set_field("prompt_logprobs", None)
         return alone
 
 

@@ -17,7 +17,7 @@ import pytest
 from asyncllm.serving import http_protocol
 from asyncllm.serving.connections import SPARE_FILES
 from asyncllm.serving.http_parser import HttpParser
-from asyncllm.serving.turns import EVENTS_PER_TURN, STARTS_PER_ITERATION, Starts
+from asyncllm.serving.turns import EVENTS_PER_TURN, STARTS_PER_ITERATION, RequestStarts
 from asyncllm.serving.websocket_protocol import MAX_FRAGMENTS, WebSocketProtocol
 from asyncllm.testing import fake_engine
 from tests.app_clients import (
@@ -131,7 +131,7 @@ async def test_requests_of_clients_that_have_gone_are_not_submitted():
 
 async def test_requests_begin_a_few_at_a_time_and_in_order():
     """Those of clients that have gone take no other's turn."""
-    starts, begun, sizes = Starts(), [], []
+    starts, begun, sizes = RequestStarts(), [], []
 
     async def request(number):
         await starts.wait(lambda: number < 6)

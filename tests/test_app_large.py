@@ -155,7 +155,7 @@ async def test_a_message_is_not_held_once_it_is_answered():
 @pytest.mark.parametrize("size", [10_000, 50_000])
 @pytest.mark.parametrize("kept", [5, None])
 async def test_a_long_response_is_written_on_the_thread(threads_of, size, kept):
-    written, here = threads_of(ResponseEvents, "_response"), threading.get_ident()
+    written, here = threads_of(ResponseEvents, "_response_object"), threading.get_ident()
     fields = {"instructions": "b" * size, "truncate_prompt_tokens": kept}
     engine = fake_engine("x", max_model_len=5000, num_blocks=2000)
     async with served(engine) as server, client_of(server) as client:

@@ -134,7 +134,7 @@ def test_the_largest_graph_of_a_kind_is_captured_first(captures):
     runs: list[GraphKey] = []
 
     def run(key: GraphKey) -> None:
-        if key.stages is Stages.RULES:
+        if key.stages is Stages.TOKEN_RULES:
             look_up()
         runs.append(key)
 
@@ -152,8 +152,8 @@ def test_the_largest_graph_of_a_kind_is_captured_first(captures):
     captures.fails = EMBEDDING
     runs.clear()
     for _ in range(2):
-        graphs.run(1, Part.SAMPLE, Stages.RULES)
-    assert runs == [GraphKey(rows, Part.SAMPLE, Stages.RULES) for rows in (4, 1)]
+        graphs.run(1, Part.SAMPLE, Stages.TOKEN_RULES)
+    assert runs == [GraphKey(rows, Part.SAMPLE, Stages.TOKEN_RULES) for rows in (4, 1)]
 
 
 @pytest.mark.parametrize("fails", ["capture_begin", EMBEDDING, "capture_end", "instantiate"])

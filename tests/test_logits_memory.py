@@ -25,7 +25,7 @@ from asyncllm.sampling_params import MAX_BIAS, MAX_STOP_IDS
 
 CPU = torch.device("cpu")
 ROWS, VOCAB = 48, 8192
-STAGES = [Stages.PENALTIES, Stages.RULES, Stages.MASKS, LOGITS_STAGES]
+STAGES = [Stages.PENALTIES, Stages.TOKEN_RULES, Stages.MASKS, LOGITS_STAGES]
 
 
 def peak_bytes(work: Callable[[], object]) -> int:

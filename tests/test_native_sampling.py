@@ -197,7 +197,7 @@ def test_what_cannot_be_processed_is_refused():
     bench.sample(torch.zeros(1, 40), [0])
     ops, rows = NativeOps(context(1)), bench.runner.memory.sampling_rows(1)
     logits = torch.zeros(1, 40)
-    stages = Stages.RULES | Stages.PENALTIES
+    stages = Stages.TOKEN_RULES | Stages.PENALTIES
     tables = rows.tables
     tables.bias_ids[0, 0] = 40
     with pytest.raises(RuntimeError, match="process_logits: a slot, block or position"):

@@ -349,7 +349,7 @@ def test_processed_logits(ops, dtype):
     rules = dict(zip(LOGITS_STAGE_SCALARS, values, strict=True))
     order = torch.tensor([1, -1, 2])
     rows = SamplingRows(order, order * 0 + 6, order * 0 - 1, torch.full((4,), token), rules, tables)
-    found = ops.process_logits(logits, rows, Stages.RULES | Stages.PENALTIES)
+    found = ops.process_logits(logits, rows, Stages.TOKEN_RULES | Stages.PENALTIES)
     assert found.dtype == torch.float32
     expected = torch.full((vocab_size,), -torch.inf, dtype=torch.float64)
     expected[8:12] = logits[0, 8:12].double()

@@ -38,6 +38,7 @@ class Follower:
             min_total_tokens=0,
             stop_token_ids=frozenset({310}),
             sampling=SamplingParams(),
+            token_rules=None,
             reasoning=Reasoning(BEGIN, END, **(state | reasoning)),
         )
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -437,9 +438,11 @@ class LateUploader(PinnedUploader):
         self.done = max(self.done, mark)
 
 
-def staged(config: ModelConfig, dtype: torch.dtype, chunk_bytes: int) -> tuple[dict, LateUploader]:
+def staged(
+    config: ModelConfig, dtype: torch.dtype, chunk_bytes: int, *report: Any
+) -> tuple[dict, LateUploader]:
     staging = LateUploader(chunk_bytes=chunk_bytes)
-    return dict(load_weights(config, dtype, CPU, staging=staging)), staging
+    return dict(load_weights(config, dtype, CPU, *report or [None], staging=staging)), staging
 
 
 @pytest.mark.parametrize("chunk_bytes", [64, 1000, 4096, 2**20])

@@ -228,8 +228,9 @@ class KVCacheManager:
     ) -> bool:
         """Assign the cached ``prefix``, and new blocks up to ``num_tokens``, to a request without
         blocks. The blocks for the whole prompt are taken at once, so that later chunks of it need
-        not preempt others. (With a window they still may: a block that others share does not come
-        free.) Returns False, and takes no block, if fewer than ``reserve`` blocks would be left."""
+        not preempt others. (With a sliding window they may preempt: a block outside of the window
+        is not freed if another request shares it.) Returns False, and takes no block, if fewer than
+        ``reserve`` blocks would be left."""
         num_computed = len(prefix[0]) * self.groups[0].block_size
         missing = self._num_missing_blocks(prefix, num_tokens, num_computed)
         num_taken = sum(missing)

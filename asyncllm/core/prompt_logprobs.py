@@ -20,9 +20,11 @@ TOP_PER_TOKEN = 32
 
 
 def token_cost(request: Request, vocab_size: int) -> int:
-    """How many tokens of a step's budget each token of a request's next chunk takes. While prompt
-    log-probabilities are missing, it is one for the layers, one for the vocabulary, and more for
-    many likeliest tokens. So a step that computes them takes as long as any other."""
+    """Cost of a token of the request's next chunk, in tokens of the step's budget.
+
+    It is 1 for most requests. While prompt log-probabilities are missing it is 2, for the layers
+    and the output head, and grows with the number of top log-probabilities. So a step that computes
+    them takes as long as any other."""
     if not request.lacks_prompt_logprobs:
         return 1
     return 2 + _num_top(request, vocab_size) // TOP_PER_TOKEN

@@ -234,7 +234,8 @@ class MaskMaker:
         return masks, ends
 
     def make_ahead(self, step: ScheduledStep) -> None:
-        """Begin the next slow masks of a step's requests, once its tokens are accepted."""
+        """Start to compute the next masks of a step's requests on a thread, where masks are slow.
+        Call this once the step's tokens are accepted."""
         for row in step.batch.masked_rows:
             request = step.requests[row]
             grammar = request.structured_output

@@ -38,7 +38,7 @@ MIN_AHEAD_SECONDS = 0.0005
 """Minimum duration of a step that is worth starting ahead, that is, right after the previous step
 and without waiting for the host."""
 
-_FIRST_TOKEN_COUNTS = 8, 32
+_INITIAL_STEP_SIZES = 8, 32
 """Token counts of the first two timed steps. If the first of them takes half of the target or more,
 the budget is LOWEST_BUDGET and the second is not timed."""
 
@@ -132,7 +132,7 @@ def calibrate_token_budget(
     def time_best(count: int) -> float:
         return min(time_step(count) for _ in range(repeats))
 
-    size, second = _FIRST_TOKEN_COUNTS
+    size, second = _INITIAL_STEP_SIZES
     time_step(1)
     seconds = time_best(size)
     while seconds < target / 2 and size * 2 <= highest:
@@ -166,7 +166,7 @@ def min_tokens_ahead(
         or a step of one token per sequence takes more than 20 ms the first time or more than 10 ms
         in the best of three runs.
     """
-    few = min(_FIRST_TOKEN_COUNTS[0], max_num_seqs)
+    few = min(_INITIAL_STEP_SIZES[0], max_num_seqs)
     if few not in known_seconds:
         time_step(1)
     if (known_seconds[few] if few in known_seconds else time_step(few)) > MAX_AHEAD_SECONDS:

@@ -157,7 +157,7 @@ class LaunchedStep:
         if failed.any():
             masked = self.masks_by_sampled_index()
             for place in np.flatnonzero(failed).tolist():
-                restricted = self.row_stages[place] & Stages.RULES.value or place in masked
+                restricted = self.row_stages[place] & Stages.TOKEN_RULES.value or place in masked
                 none_left = tokens[place] == NO_TOKEN_LEFT and restricted
                 output.errors[place] = ValueError(
                     NO_TOKEN_MESSAGE if none_left else NOT_FINITE_MESSAGE

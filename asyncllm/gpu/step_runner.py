@@ -256,8 +256,8 @@ class StepRunner:
             memory.logprobs.values[index], memory.logprobs.ids[index] = top.values, top.ids
 
     def _rows_with_stages(self, step: LaunchedStep) -> np.ndarray:
-        """Indices, within the sampled rows, of rows with stages or masks that are not sampled on
-        the host."""
+        """Indices of the rows that the device samples and that have a mask or another stage of
+        sampling, among the step's sampled rows."""
         staged = step.row_stages[: step.num_logits] != 0
         if step.masks is not None:
             staged[step.sampled_indices_of(step.masks.rows)] = True

@@ -134,7 +134,7 @@ class ChatWriter:
         rest = encode({"delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
         return f"{self._chunk_start}{index},{rest[1:-1]}{self._chunk_end}"
 
-    def closing(self, usages: Sequence[Usage | None]) -> str:
+    def final_chunks(self, usages: Sequence[Usage | None]) -> str:
         if not self._sends_usage:
             return ""
         usage = encode(usage_fields(usages))

@@ -44,7 +44,7 @@ class ChoicesWriter(Protocol):
         """Approximate number of JSON bytes of a delta's log-probabilities."""
         ...
 
-    def closing(self, usages: Sequence[Usage | None]) -> str: ...
+    def final_chunks(self, usages: Sequence[Usage | None]) -> str: ...
 
 
 async def answer_choices(
@@ -125,7 +125,7 @@ class ChoicesSender:
         else:
             await self._send_several()
         usages = [stream.usage for stream in self._streams]
-        await self._sender.send(self._writer.closing(usages) + "data: [DONE]\n\n")
+        await self._sender.send(self._writer.final_chunks(usages) + "data: [DONE]\n\n")
 
     async def _send_several(self) -> None:
         """Send the chunks of several streams as they arrive. The first error ends all streams."""

@@ -96,7 +96,7 @@ class CompletionWriter:
         prompt = stream.prompt_logprobs if echoes else None
         return logprobs_size(delta.logprobs) + logprobs_size(prompt)
 
-    def closing(self, usages: Sequence[Usage | None]) -> str:
+    def final_chunks(self, usages: Sequence[Usage | None]) -> str:
         if self._request.usage_of_stream == "none":
             return ""
         return f'{self._head},"choices":[],"usage":{encode(self._usage(usages))}}}\n\n'

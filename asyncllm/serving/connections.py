@@ -17,7 +17,7 @@ except ModuleNotFoundError:  # Windows has no limit on open files.
 
 from asyncllm.serving.connection_limits import ConnectionLimits
 from asyncllm.serving.http_protocol import HttpProtocol
-from asyncllm.serving.turns import Starts, Turns
+from asyncllm.serving.turns import RequestStarts, Turns
 from asyncllm.serving.websocket_protocol import WebSocketProtocol
 
 SPARE_FILES = 128
@@ -29,7 +29,7 @@ def make_protocols(limits: ConnectionLimits) -> tuple[type[HttpProtocol], type[W
     connections of one server share their class attributes."""
     max_open = min(2 * limits.max_connections, max(1, _max_open_files() - SPARE_FILES))
     shared = {"limits": limits, "max_open": max_open, "idle": {}}
-    shared |= {"turns": Turns(), "starts": Starts()}
+    shared |= {"turns": Turns(), "starts": RequestStarts()}
     return (
         type("HttpProtocol", (HttpProtocol,), shared),
         type("WebSocketProtocol", (WebSocketProtocol,), shared),

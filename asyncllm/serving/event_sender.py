@@ -53,7 +53,8 @@ class EventSender:
     async def keep_alive(self, seconds: float) -> None:
         """Send a comment after ``seconds`` without events, until the client is gone.
 
-        Each event sets a flag, which costs a fraction of a read with a timeout.
+        An event only sets a flag, which is read here. A timeout around each read of the next event
+        would cost several times as much.
         """
         with suppress(OSError):
             while True:

@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from asyncllm.serving.bounded_protocol import BoundedProtocol, Timer
 from asyncllm.serving.http_parser import HttpParser
-from asyncllm.serving.turns import Starts
+from asyncllm.serving.turns import RequestStarts
 
 HTTP_SLICE_BYTES = 1 << 14
 """Number of bytes that the HTTP parser gets at a time; it checks its bounds after each slice."""
@@ -51,7 +51,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
     """
 
     max_open: ClassVar[int]
-    starts: ClassVar[Starts]
+    starts: ClassVar[RequestStarts]
     idle: ClassVar[dict[HttpProtocol, None]]
     conn: HttpParser
 
@@ -70,7 +70,8 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
             application = self._application
             await self.starts.wait(self.transport.is_closing)
         if self.transport.is_closing():
-            self.cycle.disconnected = True  # uvicorn expects an answer to every other request
+            # Unless a client is gone, uvicorn reports an application that does not answer.
+            self.cycle.disconnected = True
             return
         answer = _Answer(self, send)
         await application(scope, receive, answer.send)

@@ -110,8 +110,8 @@ class ResponseStreamOptions(TypedDict):
 
 
 class ResponseRequest(ConversationFields):
-    """Body of a response: OpenAI's fields, those of SamplingParams, and ``generate``. With
-    ``generate=false`` the prompt is only computed into the prefix cache."""
+    """Body of a request for a response: OpenAI's fields, those of SamplingParams, and ``generate``.
+    With ``generate=false`` the prompt is only computed into the prefix cache."""
 
     KIND = "field of /v1/responses"
 

@@ -20,7 +20,7 @@ from asyncllm.serving.response_store import (
 from asyncllm.serving.serving import Serving
 from asyncllm.stream import TokenStream
 
-MEMORY_PER_JSON = 32
+MEMORY_PER_JSON_BYTE = 32
 """Bytes of a conversation in memory that take as long as a byte of JSON: a short message has about
 360, and is checked and converted in 3 microseconds."""
 
@@ -71,7 +71,7 @@ class ResponseTurn:
             request.previous_response_id, owner, serving.store, connection_store
         )
         submit = partial(cls._submit, serving, owner, request, size, past, connection_store)
-        return await serving.run(submit, size + past.size // MEMORY_PER_JSON)
+        return await serving.run(submit, size + past.size // MEMORY_PER_JSON_BYTE)
 
     @classmethod
     def _submit(

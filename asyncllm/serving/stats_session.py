@@ -38,7 +38,7 @@ class StatsSession:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._send_snapshots)
             async for _ in self.connection:
-                # Do not wait for the close handshake: unread messages precede the close frame.
+                # Do not wait for the client's close frame: unread messages may come before it.
                 tasks.start_soon(self.connection.close, 1008, "this connection is read-only")
             tasks.cancel_scope.cancel()
 

@@ -1,4 +1,4 @@
-"""Turns and Starts: bound the event loop's time for parsing data and for beginning requests."""
+"""Turns and RequestStarts: bound the event loop's time for parsing and for new requests."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ STARTS_PER_ITERATION = 4
 about a millisecond."""
 
 
-class Starts:
+class RequestStarts:
     """Queue of the requests that begin, in order of arrival.
 
     A loop that begins hundreds of requests at once serves no stream meanwhile. A client that sends

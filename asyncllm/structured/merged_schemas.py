@@ -45,11 +45,10 @@ class _Merges:
         self._multiples: set[frozenset[Fraction]] = set()
 
     def examine_value(self, schemas: Iterable[Any], known: frozenset[int] = frozenset()) -> None:
-        """Check the value that all ``schemas`` apply to, and its items and properties.
+        """Check schemas that apply to one value, then those of its items and properties.
 
         Args:
-            known: ids of the lists of alternatives that are already examined: one alternative of
-                each is, or was, among ``schemas``.
+            known: ids of the ``anyOf`` and ``oneOf`` lists that are expanded already.
         """
         applied = self._included_schemas(schemas)
         key = frozenset(map(id, applied)), known

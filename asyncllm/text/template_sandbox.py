@@ -162,7 +162,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _to_json
         for name, function in self.filters.items():
             self.filters[name] = self._metered_filter(name, function)
-        # _MeterNodes inserts these filters. A template cannot call them: its names have no blanks.
+        # _MeterNodes inserts these filters. No template can call them: their names contain blanks.
         self.filters |= {
             " each": self._metered_items,
             " text": self.concat,

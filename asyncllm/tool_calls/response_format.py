@@ -156,7 +156,7 @@ def _closing_delimiters(part: Mapping[str, Any] | None) -> Delimiters | None:
 
 
 def _json_syntax(calls: Mapping[str, Any]) -> JsonSyntax | None:
-    """Layout of calls that the field ``tool_calls`` describes; None if it is not plain JSON."""
+    """JSON layout of tool calls in the template's field ``tool_calls``; None for another layout."""
     transform = calls.get("transform")
     if calls.get("content") != "json" or calls.get("content_args") or not transform:
         return None

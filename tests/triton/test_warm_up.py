@@ -52,8 +52,8 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 def run_everything(runner: ModelRunner) -> None:
     """Every bucket, batch sizes that have none, both halves, and mixed steps of all kinds."""
     replay, memory, info = replay_of(runner), steps_of(runner).memory, runner.info
-    memory.tables.make(Stages.RULES | Stages.PENALTIES)
-    stages = (Stages.NONE, Stages.RULES, Stages.PENALTIES | Stages.LOGPROBS)
+    memory.tables.make(Stages.TOKEN_RULES | Stages.PENALTIES)
+    stages = (Stages.NONE, Stages.TOKEN_RULES, Stages.PENALTIES | Stages.LOGPROBS)
     memory.prepare_sampling(Stages.LOGPROBS, memory.host_buffers[0])
     for rows in sorted({*replay.graphs.buckets, 1, 2, 3, 7, 16, 33, ROWS}):
         replay.graphs.run(rows)

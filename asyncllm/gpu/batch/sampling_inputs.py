@@ -19,13 +19,13 @@ class Stages(enum.Flag):
     NONE = 0
     MASKS = enum.auto()
     """Grammar masks, by row."""
-    RULES = enum.auto()
+    TOKEN_RULES = enum.auto()
     """``logit_bias``, ``allowed_token_ids``, ``bad_words`` of one token, ``min_tokens``."""
     PENALTIES = enum.auto()
     LOGPROBS = enum.auto()
 
 
-LOGITS_STAGES = Stages.MASKS | Stages.RULES | Stages.PENALTIES
+LOGITS_STAGES = Stages.MASKS | Stages.TOKEN_RULES | Stages.PENALTIES
 
 
 class LogitsTables:
@@ -52,7 +52,7 @@ class LogitsTables:
     def make(self, stages: Stages) -> None:
         """Allocates the tables that ``stages`` need and that do not exist yet."""
         words = num_words(self.vocab_size)
-        if stages & ~self.allocated_stages & Stages.RULES:
+        if stages & ~self.allocated_stages & Stages.TOKEN_RULES:
             self.allowed, self.stop_ids = self._zeros(words), self._zeros(MAX_STOP_IDS)
             self.bias_ids = self._zeros(MAX_BIAS)
             self.bias_values = self._zeros(MAX_BIAS, torch.float32)

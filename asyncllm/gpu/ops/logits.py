@@ -70,7 +70,7 @@ def _process_chunk(logits: Tensor, rows: SamplingRows, stages: Stages) -> None:
         assert rows.mask_slots is not None
         assert rows.mask_words is not None
         mask_logits(logits, rows.mask_slots, rows.mask_words)
-    if stages & Stages.RULES:
+    if stages & Stages.TOKEN_RULES:
         _apply_rules(logits, table_rows, rows)
     if stages & Stages.PENALTIES:
         _apply_penalties(logits, table_rows, rows)

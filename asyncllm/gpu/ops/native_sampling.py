@@ -123,7 +123,7 @@ def process_logits(context: Context, logits: Tensor, rows: SamplingRows, stages:
     )
     if stages & Stages.MASKS:
         _set_masks(args, rows)
-    if stages & Stages.RULES:
+    if stages & Stages.TOKEN_RULES:
         _set_rules(args, rows)
     if stages & Stages.PENALTIES:
         _set_penalties(args, rows)

@@ -117,7 +117,7 @@ class SamplingState:
         has_host = req_index in self.host_rules or req_index in self.host_logprobs
         drawn = scalars["temperature"][req_index] >= MIN_TEMPERATURE
         self.needs_logits[req_index] = bool(update.stages) or has_host or drawn
-        return update if update.stages & (Stages.RULES | Stages.PENALTIES) else None
+        return update if update.stages & (Stages.TOKEN_RULES | Stages.PENALTIES) else None
 
     def _assign_logprobs(self, update: TableUpdate, count: int) -> None:
         if 0 <= count <= self.num_logprobs:
@@ -147,7 +147,7 @@ class SamplingState:
         elif params.allowed_token_ids is not None:
             raise ValueError("token_rules: has no mask, expected one of allowed_token_ids")
         if update.rows:
-            update.stages |= Stages.RULES
+            update.stages |= Stages.TOKEN_RULES
         if rules is not None and not rules.bad_words:
             rules = None
         if rules is not None or params.logits_processors:

@@ -32,7 +32,7 @@ class RecurrentModule:
 
     def __call__(self, *args: Any, **options: Any) -> Tensor:
         hidden = args[0] if args else options.pop(self.hidden)
-        # Drop tensors per token, such as positions: the probe refuses modules that use any.
+        # Drop per-token tensors, such as positions: the probe refuses modules that use them.
         options = {name: value for name, value in options.items() if not isinstance(value, Tensor)}
         rows, results = self.step.rows, []
         assert rows is not None

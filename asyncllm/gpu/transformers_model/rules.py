@@ -55,7 +55,8 @@ def check_modules(model: TransformersConfig) -> None:
 
 
 def rope_kinds(config: Any) -> Iterator[tuple[str, str]]:
-    """Yields field and kind of each set of RoPE parameters: one set, or one per type of layer."""
+    """Yields each set of RoPE parameters: its config field, and its RoPE type. There is one set, or
+    one per layer type."""
     parameters = getattr(config, "rope_parameters", None) or {}
     sets = {"rope_parameters": parameters}
     if any(isinstance(value, dict) for value in parameters.values()):

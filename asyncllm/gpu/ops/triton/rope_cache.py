@@ -236,8 +236,8 @@ class TritonRope:
 
     def __call__(self, q: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """``[T, Hq * D] -> [T, Hq, D]``, in place; ``rotary`` as in TritonRopeAndCache."""
-        # Without key/value heads the kernel writes to no cache. Pass the positions as slots, and as
-        # the cache a view of the table, whose strides are the same in every launch.
+        # Without key/value heads the kernel writes no KV. Pass placeholders: the positions for the
+        # slots, and for the cache a view of the table of angles with constant strides.
         table, positions = rotary
         return self.rope(q, rotary, table.as_strided((2, 1, 1, 1, 1), (0, 0, 0, 0, 1)), positions)[
             0

@@ -1,10 +1,10 @@
-"""top_k_threshold: value and id from which on top_k excludes the tokens of a row of logits.
+"""top_k_threshold: the smallest logit that top_k keeps in a row, and its token id.
 
-The k-th largest of the chunks' maxima is a lower bound of the k-th largest logit. Rarely are many
-more than k tokens at or above this bound. One pass over the chunks that contain such tokens, which
-the caller lists, collects the tokens, and a bitonic sort (Batcher, 1968) sorts them. If there are
-more than MAX_SORTED, because k is large or many logits are equal, quickselect (Hoare, 1961) finds
-the threshold in several passes over the listed chunks.
+The k-th largest of the chunks' maxima is a lower bound of the k-th largest logit. There are rarely
+many more than k tokens at or above this bound. One pass over the chunks that contain such tokens,
+which the caller lists, collects the tokens, and a bitonic sort (Batcher, 1968) sorts them. If there
+are more than MAX_SORTED, because k is large or many logits are equal, quickselect (Hoare, 1961)
+finds the threshold in several passes over the listed chunks.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false

@@ -58,8 +58,8 @@ class Tiles:
 
 
 # Keys are the lowest compute capability, values the tiles for heads of up to 64, 128, 256 and 512
-# elements. The pipeline spends two stages on the look-up in the block table: 3 stages buffer one
-# tile of K and V, 5 buffer two. With heads of 512 elements, a tile of 32 keys takes 32 KB
+# elements. Because of the look-up in the block table a buffered tile of K and V takes two stages: n
+# tiles take 2n + 1. With heads of 512 elements, a tile of 32 keys takes 32 KB
 # for K and as much for V.
 _DECODE_TILES = {
     80: (Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 32, 4, 2)),
