@@ -165,20 +165,25 @@ class Admission:
                 waiter.reserved.set_exception(error)
 
     def _admit(self, group: RequestGroup, num_tokens: int) -> tuple[str, int] | None:
-        """Register a group if it fits its owner's share and none of its owner waits in line, or if
-        the queue has room and nobody does; otherwise return why not, as ``_check_room`` does."""
+        """Register a group if the queue has room and no call waits for room, or if it fits its
+        owner's share and no call of its owner waits; otherwise return why not, as ``_check_room``
+        does."""
         self._check_acceptable(group)
-        owner = group.members[0].owner
-        if not self._has_share(group, num_tokens) or any(
-            one.owner == owner for waiting in self._waiters for one in waiting.members[:1]
-        ):
-            if self._waiters:
-                return f"{len(self._waiters)} wait for a place in the queue", len(self._waiters)
+        if self._waiters:
+            count = len(self._waiters)
+            lacks = f"{count} wait for a place in the queue", count
+        else:
             lacks = self._check_room(len(group.members), num_tokens)
-            if lacks is not None:
-                return lacks
-        self._register(group, num_tokens)
-        return None
+        if lacks is None or self._may_take_share(group, num_tokens):
+            self._register(group, num_tokens)
+            return None
+        return lacks
+
+    def _may_take_share(self, group: RequestGroup, num_tokens: int) -> bool:
+        owner = group.members[0].owner
+        return self._has_share(group, num_tokens) and all(
+            one.owner != owner for waiting in self._waiters for one in waiting.members[:1]
+        )
 
     def _check_acceptable(self, group: RequestGroup) -> None:
         """Raise an error that refuses the group even if the queue has room."""
@@ -213,9 +218,11 @@ class Admission:
     def _count_queued(self, owner: str | None, num_requests: int, num_tokens: int) -> None:
         """Add to the queued requests and prompt tokens of an owner."""
         self._queued_tokens += num_tokens
-        requests, tokens = self._queued_of.pop(owner, (0, 0))
+        requests, tokens = self._queued_of.get(owner, (0, 0))
         if requests + num_requests:
             self._queued_of[owner] = requests + num_requests, tokens + num_tokens
+        else:
+            del self._queued_of[owner]
 
     def _has_share(self, group: RequestGroup, num_tokens: int) -> bool:
         """Whether a group fits its owner's share of a queue that others use too, and the queue
