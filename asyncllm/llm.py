@@ -315,7 +315,7 @@ def _adding_index_to_error(name: str | None, index: int) -> Iterator[None]:
 
 
 def _first_item_is(value: Any, name: str, kind: type) -> bool:
-    """Whether the first item is an instance of ``kind``.
+    """Whether the first item of ``value`` is an instance of ``kind``.
 
     Raises:
         InvalidRequestError: if ``value`` has no items.

@@ -174,7 +174,7 @@ def layers_from(first: int, sizes: Sizes) -> tuple[bool, ...]:
     return tuple(index >= first for index in range(sizes.num_layers))
 
 
-# --- one reader per family -------------------------------------------------------------------
+# --- readers of configurations, one for each model family ------------------------------------
 
 
 def _read_llama(config: ConfigFile, sizes: Sizes) -> Fields:

@@ -144,7 +144,7 @@ def _read_deepseek_v3_experts(config: ConfigFile, sizes: Sizes) -> Fields:
     }
 
 
-# --- one reader per family -------------------------------------------------------------------
+# --- readers of configurations, one for each model family ------------------------------------
 
 
 def _read_mixtral(config: ConfigFile, sizes: Sizes) -> Fields:

@@ -14,7 +14,7 @@ MAX_POSITIONS = 2**31 - 1
 
 RopeKind = Literal["default", "linear", "llama3", "longrope", "none", "proportional", "yarn"]
 ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "longrope", "yarn")
-"""Kinds of RoPE scaling that every family accepts; some also accept "proportional".
+"""RoPE types (``rope_type``) that every family accepts; some also accept "proportional".
 
 "dynamic" is not supported: its frequencies depend on the longest sequence of a batch, so an output
 would depend on other requests.

@@ -84,8 +84,8 @@ class StateSnapshots:
         return 0
 
     def is_saving(self, request: Request) -> bool:
-        """Whether a waiting request should wait one more step: the step being scheduled saves a
-        longer prefix of it than any existing snapshot."""
+        """Whether a request should wait for a snapshot that the step being scheduled will save. The
+        snapshot covers a longer prefix of the request than any snapshot that exists."""
         if not self._pending_keys:
             return False
         for end in range(

@@ -24,7 +24,7 @@ def is_schema_type(value: Any) -> bool:
         or typing.is_typeddict(value)
         or callable(getattr(value, "__pydantic_validator__", None))
         or hasattr(value, "__pydantic_core_schema__")
-        # On older Pythons, typing_extensions has a TypedDict that is not typing's.
+        # typing.is_typeddict does not know the TypedDict of typing_extensions on older Pythons.
         or (issubclass(value, dict) and hasattr(value, "__required_keys__"))
     )
 

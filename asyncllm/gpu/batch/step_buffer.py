@@ -216,7 +216,7 @@ class StepBuffer(Sections):
 
 
 def plain_batch(starts: Sequence[int], counts: Sequence[int], *, num_decodes: int = 0) -> StepBatch:
-    """Makes a step with request indices from 0 on, in which every row is sampled."""
+    """Makes a step whose request indices are 0, 1, 2, …, and which samples every row."""
     rows = len(counts)
     return StepBatch(
         step=0,
