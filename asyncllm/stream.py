@@ -226,8 +226,8 @@ class TokenStream(Handle):
         return delta
 
     def _take_delta(self) -> Delta:
-        """Take the next unread delta; if it is the last, add the finish reason and usage. There must
-        be an unread delta or an unread end."""
+        """Take the next unread delta; if it is the last, add the finish reason and usage. There
+        must be an unread delta or an unread end."""
         channel = self._channel
         # Read the end before ``items``: once the end is set, ``items`` is complete.
         final = channel.final
