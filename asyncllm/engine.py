@@ -27,7 +27,7 @@ from asyncllm.runtime.mailbox import MailboxRegistry, ThreadMailbox
 from asyncllm.runtime.prompt_encoder import PromptEncoder
 from asyncllm.runtime.request_options import ChatOptions, RequestOptions, request_ids
 from asyncllm.runtime.submitter import Submitter
-from asyncllm.runtime.worker_thread import Rest, WorkerThread
+from asyncllm.runtime.worker_thread import Rest
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
 from asyncllm.text.long_text import LONG_TEXT
@@ -123,10 +123,8 @@ class AsyncLLMEngine(Handle):
 
     def _adopt_thread(self, thread: EngineThread) -> None:
         loaded, core, config = thread.loaded, thread.core, self.config
-        long_texts = WorkerThread("asyncllm-tokenize", self._rest)
-        prompts = PromptEncoder(loaded, config, long_texts)
-        worker = WorkerThread("asyncllm-text", self._rest)
-        submitter = Submitter(core, thread.grammars, self._mailboxes, self._observers, worker)
+        prompts = PromptEncoder(loaded, config, self._rest)
+        submitter = Submitter(core, thread.grammars, self._mailboxes, self._observers, self._rest)
         self._input_processor = InputProcessor(loaded, config, prompts, submitter)
 
     def _thread_mailbox(self) -> ThreadMailbox:

@@ -636,7 +636,7 @@ def test_a_destructor_takes_no_lock():
     engine._start_blocking()
     core = core_of(engine)
     last = [engine]
-    locks = [core._lock, core.admission._lock, engine._input_processor.submitter.worker._lock]
+    locks = [core._lock, core.admission._lock, engine._input_processor.submitter._worker._lock]
     del engine
 
     def collect_among_locks():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import InitVar, dataclass, field, fields
 from functools import cached_property, partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.errors import ContextLengthExceededError, InvalidRequestError
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.runtime.request_options import TemplateOptions
-from asyncllm.runtime.worker_thread import WorkerThread
+from asyncllm.runtime.worker_thread import Rest, WorkerThread
 from asyncllm.text.long_text import LONG_TEXT
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.tool_calls.response_format import ResponseFormat, ResponseFormats
@@ -35,7 +35,11 @@ class PromptEncoder:
 
     loaded: LoadedModel
     config: EngineConfig
-    long_texts: WorkerThread
+    rest: InitVar[Rest]
+    long_texts: WorkerThread = field(init=False)
+
+    def __post_init__(self, rest: Rest) -> None:
+        self.long_texts = WorkerThread("asyncllm-tokenize", rest)
 
     def prepare_tokenize(
         self,

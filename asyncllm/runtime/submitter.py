@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from asyncllm.errors import InvalidRequestError, RequestError
 from asyncllm.observer import ObserverNotifier, Observers, Operation, RequestInfo
 from asyncllm.runtime.event_loop import wait_for
 from asyncllm.runtime.mailbox import MailboxRegistry
-from asyncllm.runtime.worker_thread import WorkerThread
+from asyncllm.runtime.worker_thread import Rest, WorkerThread
 from asyncllm.stream import TokenStream
 from asyncllm.structured.compiler import GrammarCompiler
 from asyncllm.structured.grammar import Grammar
@@ -52,16 +52,17 @@ class Submitter:
 
     A request takes its place in the queue at once. Long prompts are tokenised and grammars compiled
     on other threads, so that they delay no other request.
-
-    Attributes:
-        worker: worker thread for prompts that take long to render or tokenise.
     """
 
     core: EngineCore
     grammars: GrammarCompiler
     mailboxes: MailboxRegistry
     observers: Observers
-    worker: WorkerThread
+    rest: InitVar[Rest]
+    _worker: WorkerThread = field(init=False)
+
+    def __post_init__(self, rest: Rest) -> None:
+        self._worker = WorkerThread("asyncllm-text", rest)
 
     def enqueue(self, submission: Submission) -> TokenStream:
         """Queue a request, and return its stream. It goes to the engine thread once its prompt and
@@ -97,7 +98,7 @@ class Submitter:
     def close(self) -> list[threading.Thread]:
         """Drop texts that wait to be tokenised and grammars that wait to be compiled; returns the
         threads that still work."""
-        worker = self.worker.close()
+        worker = self._worker.close()
         return self.grammars.close() + ([] if worker is None else [worker])
 
     def _make_notifier(self, submission: Submission) -> ObserverNotifier | None:
@@ -142,7 +143,7 @@ class Submitter:
                 core.send(core.on_fail, group, error)
 
         try:
-            self.worker.submit(make_and_send)
+            self._worker.submit(make_and_send)
         except RequestError as error:
             core.send(core.on_fail, group, error)
 
