@@ -33,7 +33,6 @@ MAX_PROCESSES = 8
 WAYS: dict[str, dict[str, Any]] = {
     "graphs off": {"settings": {"cuda_graphs": "off"}},
     "mixed steps without graphs": {"settings": {"cuda_graphs": "decode"}},
-    "launches through the JIT": {"through_jit": True},
     "one step at a time": {"settings": {"async_scheduling": False}},
     "plain attention": {"settings": {"attention_backend": "torch"}},
 }

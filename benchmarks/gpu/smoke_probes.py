@@ -9,13 +9,11 @@ from __future__ import annotations
 import asyncio
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from triton import knobs
 
 from asyncllm import AsyncLLMEngine, Completion
 from asyncllm.checkpoint.model_config import ModelConfig
@@ -171,29 +169,11 @@ async def run_requests(
         return [await stream.result() for stream in streams]
 
 
-@contextmanager
-def launches(*, through_jit: bool) -> Iterator[None]:
-    """Context of engines whose kernels are launched by Triton's JIT, as ``has_launch_hooks`` asks
-    for beside a profiler, or as ever."""
-
-    def observe(_: object) -> None:
-        pass
-
-    hooks: Any = knobs.runtime.launch_enter_hook
-    if through_jit:
-        hooks.add(observe)
-    try:
-        yield
-    finally:
-        hooks.remove(observe)
-
-
 def engine(
     model: str,
     requests: str = "plain",
     device: str = "cuda",
     settings: dict[str, Any] | None = None,
-    through_jit: bool = False,
 ) -> Figures:
     """An engine with ``settings`` has the tokens of one on plain torch, in float32."""
     with tempfile.TemporaryDirectory() as directory:
@@ -207,15 +187,12 @@ def engine(
             for prompt, given in wanted
         ]
         expected = asyncio.run(run_requests(path, greedy, reference))
-        with launches(through_jit=through_jit):
-            found = asyncio.run(run_requests(path, wanted, {"device": device, **(settings or {})}))
+        found = asyncio.run(run_requests(path, wanted, {"device": device, **(settings or {})}))
     compared = compare(found, expected)
     return [("tokens compared", float(compared), "", f"{model}, {requests}")]
 
 
-def bfloat16(
-    device: str = "cuda", settings: dict[str, Any] | None = None, through_jit: bool = False
-) -> Figures:
+def bfloat16(device: str = "cuda", settings: dict[str, Any] | None = None) -> Figures:
     """A dense engine in bfloat16 with ``settings`` has the tokens and the log-probabilities of one
     on plain torch in float32, as far as bfloat16 can."""
     with tempfile.TemporaryDirectory() as directory:
@@ -226,8 +203,7 @@ def bfloat16(
         requests = [(prompt, options) for prompt, _ in plain_requests(config["vocab_size"])]
         expected = asyncio.run(run_requests(path, requests, REFERENCE | common))
         ours = {**common, "dtype": "bfloat16", **(settings or {})}
-        with launches(through_jit=through_jit):
-            found = asyncio.run(run_requests(path, requests, ours))
+        found = asyncio.run(run_requests(path, requests, ours))
     compared = compare_rounded(found, expected)
     return [("tokens compared", float(compared), "", "dense, in bfloat16")]
 

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncllm.gpu.ops.triton.launcher import with_launcher
 from asyncllm.gpu.ops.triton.operands import row_stride
 from asyncllm.gpu.ops.triton.tuning import cdiv
 
@@ -32,7 +31,6 @@ def activate_gate(x, ACTIVATION: tl.constexpr):
     return result
 
 
-@with_launcher
 @triton.jit
 def gated_mul_kernel(
     out,
@@ -81,7 +79,6 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     return gated_mul(gate, x, activation="sigmoid")
 
 
-@with_launcher
 @triton.jit
 def softcap_kernel(x, width, cap, stride, BLOCK: tl.constexpr):
     """``cap * tanh(x / cap)`` in place; grid ``(rows, blocks of width)``."""

@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncllm.gpu.ops.triton.launcher import with_launcher
 from asyncllm.gpu.ops.triton.prefill_attention import find_sequence
 from asyncllm.gpu.ops.triton.state_rows import TILE_TOKENS, TritonStateRows
 from asyncllm.gpu.ops.triton.tuning import cdiv
@@ -23,7 +22,6 @@ def _silu(total, out):
     return (value / (1.0 + tl.exp(-value))).to(out.dtype.element_ty)
 
 
-@with_launcher
 @triton.jit
 def conv_token_kernel(
     out,
@@ -64,7 +62,6 @@ def conv_token_kernel(
     tl.store(out + token * CHANNELS + columns, _silu(total, out), mask=real)
 
 
-@with_launcher
 @triton.jit(do_not_specialize=["num_rows"])
 def conv_chunk_kernel(
     out,
@@ -109,7 +106,6 @@ def conv_chunk_kernel(
     tl.store(at, _silu(total, out), mask=real & (tokens[:, None] < count))
 
 
-@with_launcher
 @triton.jit
 def conv_state_kernel(
     x,

@@ -15,7 +15,6 @@ import triton.language as tl
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton.attention_plan import TritonPlan
 from asyncllm.gpu.ops.triton.attention_tile import LOG2_E, attend_tile
-from asyncllm.gpu.ops.triton.launcher import with_launcher
 from asyncllm.gpu.ops.triton.merge_attention import balanced_split_keys, split_keys
 from asyncllm.gpu.ops.triton.paged_attention import Merge, PagedAttention
 from asyncllm.gpu.ops.triton.tuning import Tiles, cdiv, next_power_of_2
@@ -23,7 +22,6 @@ from asyncllm.gpu.ops.triton.tuning import Tiles, cdiv, next_power_of_2
 
 # The alignment of partial_sum in the workspace depends on the numbers of rows and splits. A kernel
 # specialised on it would be compiled again while requests are served.
-@with_launcher
 @triton.jit(
     do_not_specialize=["num_rows", "window"], do_not_specialize_on_alignment=["partial_sum"]
 )

@@ -7,13 +7,11 @@ import triton
 import triton.language as tl
 
 from asyncllm.gpu.batch.step_inputs import GroupInputs, StepInputs
-from asyncllm.gpu.ops.triton.launcher import with_launcher
 from asyncllm.gpu.ops.triton.tuning import cdiv
 
 BLOCK = 128
 
 
-@with_launcher
 @triton.jit(do_not_specialize=["num_rows", "num_changes"])
 def decode_inputs_kernel(
     token_ids,

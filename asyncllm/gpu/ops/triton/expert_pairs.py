@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncllm.gpu.ops.triton.launcher import with_launcher
 from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
 
 BLOCK_PAIRS, BLOCK_COLUMNS = 1024, 1024
@@ -19,7 +18,6 @@ BLOCK_PAIRS, BLOCK_COLUMNS = 1024, 1024
 
 # The number of tokens varies by step. A kernel specialised on it would be compiled again while
 # requests are served.
-@with_launcher
 @triton.jit(do_not_specialize=["num_tokens"])
 def sort_kernel(
     pairs,
@@ -53,7 +51,6 @@ def sort_kernel(
         tl.store(starts + EXPERTS, before)
 
 
-@with_launcher
 @triton.jit
 def tiles_kernel(tile_ends, starts, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Computes the end of each expert's tiles as a tile index; grid ``(1,)``."""
@@ -64,7 +61,6 @@ def tiles_kernel(tile_ends, starts, EXPERTS: tl.constexpr, ROWS: tl.constexpr, B
     tl.store(tile_ends + experts, tl.cumsum((count + (ROWS - 1)) // ROWS, 0), mask=real)
 
 
-@with_launcher
 @triton.jit
 def sum_kernel(
     out,

@@ -18,7 +18,6 @@ from asyncllm.checkpoint.experts_config import ActivationConfig
 from asyncllm.gpu.ops.experts import ExpertsWeights
 from asyncllm.gpu.ops.triton.activation import activate_gate
 from asyncllm.gpu.ops.triton.expert_pairs import sort_pairs, sum_experts
-from asyncllm.gpu.ops.triton.launcher import with_launcher
 from asyncllm.gpu.ops.triton.tuning import cdiv, product_tiles
 
 
@@ -45,7 +44,6 @@ def find_rows(starts, tile_ends, expert, tile, ROWS: tl.constexpr):
     return rows, rows < end
 
 
-@with_launcher
 @triton.jit
 def gate_up_kernel(
     out,
@@ -110,7 +108,6 @@ def gate_up_kernel(
     tl.store(out_at, result.to(out.dtype.element_ty), mask=real[:, None] & in_columns[None, :])
 
 
-@with_launcher
 @triton.jit
 def down_kernel(
     out,

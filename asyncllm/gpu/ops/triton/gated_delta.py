@@ -10,7 +10,6 @@ from torch import Tensor
 
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.gpu.ops.gated_delta import NORM_EPS, DeltaBiases
-from asyncllm.gpu.ops.triton.launcher import with_launcher
 from asyncllm.gpu.ops.triton.state_rows import TritonStateRows
 from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
 
@@ -32,7 +31,6 @@ def _log_decay(a, dt_bias, log_rate, head):
     return -rate * _softplus(a.to(tl.float32) + tl.load(dt_bias + head))
 
 
-@with_launcher
 @triton.jit
 def delta_token_kernel(
     out,
@@ -98,7 +96,6 @@ def delta_token_kernel(
     tl.store(matrix, held, mask=own)
 
 
-@with_launcher
 @triton.jit
 def delta_chunk_kernel(
     out,

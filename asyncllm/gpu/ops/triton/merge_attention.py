@@ -14,7 +14,6 @@ exponentials, in float32 (Flash-Decoding, Dao et al., 2023). Keys are split in o
 import triton
 import triton.language as tl
 
-from asyncllm.gpu.ops.triton.launcher import with_launcher
 from asyncllm.gpu.ops.triton.tuning import SPLIT_TOKENS
 
 MIN_SPLIT_TOKENS = tl.constexpr(SPLIT_TOKENS)
@@ -48,7 +47,6 @@ def balanced_split_keys(seq_lens, num_rows, extra, KEYS: tl.constexpr, MAX_ROWS:
 
 # The alignments of partial_sum and seq_lens depend on the numbers of rows and splits. A kernel
 # specialised on them would be compiled again while requests are served.
-@with_launcher
 @triton.jit(
     do_not_specialize=["splits", "first_row", "window"],
     do_not_specialize_on_alignment=["partial_sum", "seq_lens"],

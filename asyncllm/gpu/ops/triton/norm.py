@@ -8,12 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncllm.gpu.ops.triton.launcher import with_launcher
 from asyncllm.gpu.ops.triton.operands import row_stride
 from asyncllm.gpu.ops.triton.tuning import next_power_of_2, row_warps
 
 
-@with_launcher
 @triton.jit
 def norm_kernel(
     out,
@@ -81,17 +79,6 @@ class TritonRMSNorm:
     ) -> None:
         self.weight, self.eps = weight, eps
         self.multiplier, self.scale = multiplier, scale
-        self._norm_kernel, self._add_norm_kernel = (
-            norm_kernel.bind(
-                WIDTH=len(weight),
-                BLOCK=next_power_of_2(len(weight)),
-                ADD=adds,
-                SCALED=adds and multiplier != 1.0,
-                SUM_SCALED=adds and scale != 1.0,
-                num_warps=row_warps(len(weight)),
-            )
-            for adds in (False, True)
-        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """The norm of ``x [T, H]``, or of each part of ``x [T, parts, H]``."""
@@ -116,9 +103,7 @@ class TritonRMSNorm:
         if width != len(self.weight):
             raise ValueError(f"rows of {width} elements: expected {len(self.weight)}")
         if rows:
-            kernel = self._add_norm_kernel if add else self._norm_kernel
-            kernel(
-                (rows, 1, 1),
+            norm_kernel[(rows,)](
                 out,
                 x,
                 residual,
@@ -129,11 +114,16 @@ class TritonRMSNorm:
                 out.stride(0),
                 row_stride("x", x),
                 row_stride("residual", residual),
+                WIDTH=width,
+                BLOCK=next_power_of_2(width),
+                ADD=add,
+                SCALED=add and self.multiplier != 1.0,
+                SUM_SCALED=add and self.scale != 1.0,
+                num_warps=row_warps(width),
             )
         return out
 
 
-@with_launcher
 @triton.jit
 def gated_norm_kernel(
     out,

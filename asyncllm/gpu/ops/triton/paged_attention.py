@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -58,11 +59,12 @@ class PagedAttention:
         merge: Merge | None,
         **constants: Any,
     ) -> None:
-        self._grid, self._metadata, window = grid, metadata, plan.window
+        self._metadata, window = metadata, plan.window
         self._numbers = (*counts, *score_factors(shape.scale, shape.softcap), window or 0)
         block_dim = block_dim_of(shape.head_dim)
         sizes = {"HEAD_DIM": shape.head_dim, "BLOCK_DIM": block_dim, "KEYS": tiles.keys}
-        self._kernel = kernel.bind(
+        self._launch = partial(
+            kernel[grid],
             GROUP=shape.group_size,
             ROWS=tiles.rows,
             BLOCK_SIZE=block_size,
@@ -75,13 +77,14 @@ class PagedAttention:
             **sizes,
             **constants,
         )
-        self._merge, self._num_heads = merge, shape.num_heads
+        self._merge = merge
         if merge is not None:
             assert plan.workspace is not None
             size = merge.num_partials * shape.num_heads
             workspace = plan.workspace[: size * (block_dim + 2)]
             self._partials = workspace.split([size * block_dim, size, size])
-            self._merge_kernel = merge_kernel.bind(
+            self._launch_merge = partial(
+                merge_kernel[merge.num_rows, shape.num_heads, 1],
                 MERGED=MERGED_SPLITS,
                 WINDOW=merge.window is not None,
                 MAX_ROWS=merge.max_rows,
@@ -103,8 +106,7 @@ class PagedAttention:
             ValueError: the kernels do not support the strides.
         """
         merge, out_strides = self._merge, head_strides("out", out)
-        self._kernel(
-            self._grid,
+        self._launch(
             out,
             *((out, out, out) if merge is None else self._partials),
             q,
@@ -119,5 +121,4 @@ class PagedAttention:
         )
         if merge is not None:
             numbers = merge.splits, merge.first_row, merge.window or 0
-            grid = (merge.num_rows, self._num_heads, 1)
-            self._merge_kernel(grid, out, *self._partials, merge.seq_lens, *numbers, *out_strides)
+            self._launch_merge(out, *self._partials, merge.seq_lens, *numbers, *out_strides)

@@ -16,7 +16,6 @@ import triton.language as tl
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton.attention_plan import TritonPlan
 from asyncllm.gpu.ops.triton.attention_tile import LOG2_E, attend_tile
-from asyncllm.gpu.ops.triton.launcher import with_launcher
 from asyncllm.gpu.ops.triton.paged_attention import Merge, PagedAttention
 from asyncllm.gpu.ops.triton.tuning import Tiles, next_power_of_2, num_tiles
 
@@ -43,7 +42,6 @@ def find_sequence(query_start_loc, num_seqs, tile, TOKENS: tl.constexpr):
 # Prefill rows come after the step's decode rows, so that the alignments of their metadata depend on
 # the number of decode rows. A kernel specialised on them would be compiled again while requests are
 # served.
-@with_launcher
 @triton.jit(
     do_not_specialize=["num_seqs", "first_row", "window"],
     do_not_specialize_on_alignment=["partial_sum", "table_rows", "seq_lens", "query_start_loc"],

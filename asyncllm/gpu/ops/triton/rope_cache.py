@@ -4,7 +4,6 @@
 # To a type checker, a Triton kernel is a plain Python function, without ``kernel[grid]``.
 
 from dataclasses import replace
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.head_norms import check_head_norm, norms_whole_projections
-from asyncllm.gpu.ops.triton.launcher import with_launcher
 from asyncllm.gpu.ops.triton.norm import TritonRMSNorm
 from asyncllm.gpu.ops.triton.operands import cache_strides, row_stride
 from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
@@ -27,7 +25,6 @@ def rotate(first, second, cos, sin):
     return first * cos - second * sin, second * cos + first * sin
 
 
-@with_launcher
 @triton.jit
 def rope_cache_kernel(
     qkv,
@@ -144,8 +141,6 @@ class TritonRopeAndCache:
         self.q_norm = self.k_norm = None
         self.v_norm, self.eps = v_norm, eps
         self.whole_norms: tuple[TritonRMSNorm, ...] = ()
-        self._bound_for, self._blocks_per_token = (0, False), 0
-        self._bound: Any = None
         if q_norm is None or k_norm is None:
             if v_norm is not None:
                 raise ValueError("a norm of values alone: expected one of queries and keys as well")
@@ -180,9 +175,9 @@ class TritonRopeAndCache:
                 norm.norm_in_place(part)
         rows = qkv.shape[0]
         if rows:
-            kernel, blocks = self._bind_kernel(cache.shape[2], table.dim() == 3)
-            kernel(
-                (rows, blocks, 1),
+            block_half = next_power_of_2(shape.head_dim // 2)
+            heads = max(1, TILE_ELEMENTS // block_half)
+            rope_cache_kernel[rows, cdiv(num_q + 2 * num_k, heads)](
                 qkv,
                 *(
                     qkv if norm is None else norm
@@ -197,32 +192,20 @@ class TritonRopeAndCache:
                 table.stride(0),
                 shape.head_dim,
                 *cache_strides(cache),
-            )
-        split = qkv.view(rows, num_q + 2 * num_k, shape.head_dim)
-        return split[:, :num_q], split[:, num_q : num_q + num_k], split[:, num_q + num_k :]
-
-    def _bind_kernel(self, block_size: int, scaled: bool) -> tuple[Any, int]:
-        """Returns the bound kernel, and the number of programs per token."""
-        if (block_size, scaled) != self._bound_for:
-            shape = self.shape
-            block_half = next_power_of_2(shape.head_dim // 2)
-            heads = max(1, TILE_ELEMENTS // block_half)
-            self._bound_for = block_size, scaled
-            self._bound = rope_cache_kernel.bind(
-                NUM_HEADS=shape.num_heads,
-                KV_HEADS=shape.num_kv_heads,
+                NUM_HEADS=num_q,
+                KV_HEADS=num_k,
                 HEAD_DIM=shape.head_dim,
                 HALF=shape.head_dim // 2,
                 BLOCK_HALF=block_half,
                 HEADS=heads,
-                BLOCK_SIZE=block_size,
+                BLOCK_SIZE=cache.shape[2],
                 NORM=self.q_norm is not None,
                 NORM_VALUES=self.v_norm is not None,
-                SCALED=scaled,
+                SCALED=table.dim() == 3,
                 num_warps=4,
             )
-            self._blocks_per_token = cdiv(shape.num_heads + 2 * shape.num_kv_heads, heads)
-        return self._bound, self._blocks_per_token
+        split = qkv.view(rows, num_q + 2 * num_k, shape.head_dim)
+        return split[:, :num_q], split[:, num_q : num_q + num_k], split[:, num_q + num_k :]
 
 
 class TritonRope:

@@ -11,11 +11,9 @@ from torch import Tensor
 from asyncllm.checkpoint.experts_config import RoutingConfig
 from asyncllm.gpu.ops.base import Linear
 from asyncllm.gpu.ops.routing import RouterWeights
-from asyncllm.gpu.ops.triton.launcher import with_launcher
 from asyncllm.gpu.ops.triton.tuning import next_power_of_2
 
 
-@with_launcher
 @triton.jit
 def routing_kernel(
     ids,

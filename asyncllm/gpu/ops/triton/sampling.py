@@ -25,7 +25,6 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncllm.gpu.ops import gumbel
-from asyncllm.gpu.ops.triton.launcher import with_launcher
 from asyncllm.gpu.ops.triton.operands import row_stride
 from asyncllm.gpu.ops.triton.top_k import (
     MAX_SORTED,
@@ -81,7 +80,6 @@ def temperature_factor(temperature):
     return greedy, tl.where(greedy, 1.0, tl.div_rn(1.0, tl.where(greedy, 1.0, temperature)))
 
 
-@with_launcher
 @triton.jit(do_not_specialize_on_alignment=CHUNK_ARGUMENTS)
 def chunk_kernel(
     chunk_max,
@@ -194,7 +192,6 @@ def race_ahead(logits, listed, count, factor, vocab_size, largest, key, pivot_va
     return tl.sum(tl.sum(mass, 1), 0), tl.minimum(tl.min(tl.min(first, 1), 0), vocab_size - 1)
 
 
-@with_launcher
 @triton.jit(do_not_specialize_on_alignment=CHUNK_ARGUMENTS)
 def choose_kernel(
     out,
