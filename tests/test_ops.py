@@ -24,7 +24,7 @@ from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.gumbel import chunk_exponentials, gumbel_keys, vocab_exponentials
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.onednn_ops import (
-    PLAIN_PRODUCT,
+    MAX_PLAIN_ELEMENTS,
     BucketedLinear,
     OneDNNOps,
     SmallLinear,
@@ -135,7 +135,10 @@ def test_only_tiny_weights_are_kept_in_two_layouts(monkeypatch):
     ops = OneDNNOps()
     attention = TorchAttention(AttentionShape(2, 1, 8, 1.0), torch.float32)
     assert isinstance(make_ops(CPU, attention), OneDNNOps)
-    small, large = torch.zeros(10, PLAIN_PRODUCT // 10), torch.zeros(11, PLAIN_PRODUCT // 10)
+    small, large = (
+        torch.zeros(10, MAX_PLAIN_ELEMENTS // 10),
+        torch.zeros(11, MAX_PLAIN_ELEMENTS // 10),
+    )
     for capability, kind in (("AVX512", SmallLinear), ("AVX2", TorchLinear)):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)  # noqa: B023
         assert type(ops.linear(LinearWeights(small))) is kind

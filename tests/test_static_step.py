@@ -748,11 +748,11 @@ def test_a_late_token_of_a_slots_last_tenant_is_void(
 
     expected = one(llama, [9, 8, 7, 6, 5, 4, 3, 2], 6, GREEDY)
     assert tokens(traced(llama, max_num_seqs=1)) == expected
-    write_back = StepRunner.write_back
+    store_tokens = StepRunner.store_tokens
 
     def forgetful(self: StepRunner, step: Any, sampled: np.ndarray) -> None:
         step.epochs = self.inputs.epochs[step.req_indices]
-        write_back(self, step, sampled)
+        store_tokens(self, step, sampled)
 
-    monkeypatch.setattr(StepRunner, "write_back", forgetful)
+    monkeypatch.setattr(StepRunner, "store_tokens", forgetful)
     assert tokens(traced(llama, max_num_seqs=1)) != expected

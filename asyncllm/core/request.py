@@ -141,7 +141,7 @@ class Request:
             states. StateSnapshots owns this attribute and the next two.
         num_shared_tokens: leading tokens whose KV was cached at the last look-up, even if there was
             no snapshot.
-        output_snapshot: the newest snapshot of its output, and that snapshot's hash.
+        newest_output_snapshot: the newest snapshot of its output, and that snapshot's hash.
         token_rules: rules of ``allowed_token_ids`` and ``bad_words``; None without them.
         claimed_by: indices of the engine's logits processors that apply to it.
         needs_host: its sampling needs the host, so its next step waits until its last token is
@@ -196,7 +196,7 @@ class Request:
     publish_at: int = field(init=False, default=0)
     snapshot_at: int = field(init=False, default=NEVER)
     num_shared_tokens: int = field(init=False, default=0)
-    output_snapshot: tuple[Block, bytes] | None = field(init=False, default=None)
+    newest_output_snapshot: tuple[Block, bytes] | None = field(init=False, default=None)
     num_cached_tokens: int = field(init=False, default=0)
     num_preemptions: int = field(init=False, default=0)
     first_scheduled_at: float | None = field(init=False, default=None)

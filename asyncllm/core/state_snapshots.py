@@ -159,11 +159,11 @@ class StateSnapshots:
         save.published.append(save.block)
         if save.num_tokens <= request.num_prompt_tokens:
             return
-        if request.output_snapshot is not None:
-            block, former = request.output_snapshot
+        if request.newest_output_snapshot is not None:
+            block, former = request.newest_output_snapshot
             if block.hash == former:
                 self.pool.unpublish(block)
-        request.output_snapshot = save.block, key
+        request.newest_output_snapshot = save.block, key
 
     def _next_snapshot_at(self, request: Request) -> int:
         """Number of tokens at the request's next snapshot. Recomputed output gets a snapshot at its

@@ -106,7 +106,7 @@ def choose_cache_size(
             weights_bytes=model_bytes(model, dtype) + state_bytes,
             profile_run=partial(profile, **largest),
             graph_reserve=graph_reserve(graphs, max_num_seqs, model.vocab_size, dtype.itemsize),
-            captured_fraction=captured / token_budget,
+            captured_share_of_step=captured / token_budget,
             min_bytes=min_cache_bytes(config, groups, dtype, token_budget),
         )
     size = size_cache(

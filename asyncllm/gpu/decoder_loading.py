@@ -132,7 +132,7 @@ def _make_attention(
                 block_size,
                 frozenset({kind.window}),
                 num_threads=num_threads or available_cpus(),
-                peer=next(iter(attention.values()), None),
+                sibling=next(iter(attention.values()), None),
             )
             alike[key], block_size = make_attention(config.attention_backend, request)
         attention[kind] = alike[key]

@@ -176,7 +176,7 @@ def cuda_cache_bytes(
     weights_bytes: int,
     profile_run: Callable[[], None],
     graph_reserve: int,
-    captured_fraction: float = 0.0,
+    captured_share_of_step: float = 0.0,
     min_bytes: int,
 ) -> int:
     """Measures the bytes left for a KV cache whose size is not configured.
@@ -191,8 +191,8 @@ def cuda_cache_bytes(
         free_at_start: bytes that were free before the engine took any.
         weights_bytes: bytes of the weights, which are on the device now.
         profile_run: runs the largest step; weights and RoPE tables are on the device.
-        graph_reserve: bytes to keep for CUDA graphs, without those of ``captured_fraction``.
-        captured_fraction: number of tokens of the largest captured mixed step, whose activations
+        graph_reserve: bytes to keep for CUDA graphs, without those of ``captured_share_of_step``.
+        captured_share_of_step: number of tokens of the largest captured mixed step, whose activations
             the graphs keep, divided by that of the largest step.
         min_bytes: bytes of the smallest usable cache.
 
@@ -216,7 +216,7 @@ def cuda_cache_bytes(
         utilization=config.gpu_memory_utilization,
         weights=weights_bytes,
         peak=peak,
-        graph_reserve=graph_reserve + math.ceil(captured_fraction * peak),
+        graph_reserve=graph_reserve + math.ceil(captured_share_of_step * peak),
         free=free,
     )
     if failure is not None:

@@ -329,7 +329,7 @@ class ModelRunner:
         if not len(step.batch):
             return result
         output = runner.finish(step)
-        runner.write_back(step, output.token_ids)
+        runner.store_tokens(step, output.token_ids)
         row_of, tokens = step.rows.tolist(), output.token_ids
         if step.num_logits not in (0, len(tokens)):
             tokens = tokens[np.argsort(step.rows)]

@@ -131,7 +131,7 @@ class StepRunner:
                     self._gather_prompt_logprobs(step, output)
         return output
 
-    def write_back(self, step: LaunchedStep, tokens: np.ndarray) -> None:
+    def store_tokens(self, step: LaunchedStep, tokens: np.ndarray) -> None:
         """Writes tokens to the batch, for rows whose request index still has the step's epoch.
 
         A failed row's token becomes 0, so that the embedding's index is valid; results computed

@@ -24,7 +24,7 @@ class AttentionRequest:
         windows: sliding windows of the model's layers, as numbers of keys that a query sees;
             contains None if a layer has no window.
         num_threads: number of CPU threads, for a backend that starts its own.
-        peer: attention that was made for another kind of layer of the same model. The backend may
+        sibling: attention that was made for another kind of layer of the same model. The backend may
             reuse its resources.
     """
 
@@ -34,7 +34,7 @@ class AttentionRequest:
     block_size: int | None
     windows: frozenset[int | None]
     num_threads: int = 1
-    peer: Attention | None = None
+    sibling: Attention | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,14 +64,14 @@ class NativeAttention:
 
     @classmethod
     def make(cls, request: AttentionRequest) -> Self:
-        """Makes the attention; reuses the context of ``request.peer``.
+        """Makes the attention; reuses the context of ``request.sibling``.
 
         Raises:
             EngineError: the native library is missing or does not work here.
         """
-        peer = request.peer
-        if isinstance(peer, NativeAttention):
-            return cls(peer.context, request.shape, request.dtype)
+        sibling = request.sibling
+        if isinstance(sibling, NativeAttention):
+            return cls(sibling.context, request.shape, request.dtype)
         return cls(native_context(request.num_threads), request.shape, request.dtype)
 
     def __init__(self, context: Context, shape: AttentionShape, dtype: torch.dtype) -> None:

@@ -20,7 +20,7 @@ from asyncllm.gpu.ops.cpu_ops import CpuOps
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.torch_ops import TorchLinear
 
-PLAIN_PRODUCT = 400_000
+MAX_PLAIN_ELEMENTS = 400_000
 """Number of rows times weight elements up to which ``F.linear`` is faster in float32. Weights with
 fewer elements are kept in both layouts, at most 1.6 MB each; larger ones are packed. On a processor
 with AVX2 but not AVX-512, ``F.linear`` is faster for small weights at any number of rows."""
@@ -76,7 +76,7 @@ class SmallLinear:
         self.weight = weights.values
         self.bias = weights.bias
         self.packed = BucketedLinear(PackedLinear(weights))
-        self.plain_rows = PLAIN_PRODUCT // self.weight.numel()
+        self.plain_rows = MAX_PLAIN_ELEMENTS // self.weight.numel()
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] <= self.plain_rows:
@@ -91,7 +91,7 @@ class OneDNNOps(CpuOps):
 
     def make_linear(self, weights: LinearWeights) -> Linear:
         """Makes a packed layer, unless a large weight would be in memory twice."""
-        dtype, small = weights.values.dtype, weights.values.numel() <= PLAIN_PRODUCT
+        dtype, small = weights.values.dtype, weights.values.numel() <= MAX_PLAIN_ELEMENTS
         if weights.shared and not small and dtype != torch.float32:
             # Pad to buckets for plain weights too: torch calls oneDNN, which caches primitives.
             return BucketedLinear(TorchLinear(weights))

@@ -1,7 +1,7 @@
 """Gated activations, multiplication by a sigmoid, and the soft cap of logits."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# To a type checker, a Triton kernel is a plain Python function, without ``kernel[grid]``.
+# The type checker takes a Triton kernel for a plain function, which has no ``kernel[grid]``.
 
 from functools import partial
 

@@ -1,7 +1,7 @@
 """TritonCausalConv: the causal depthwise convolution of ``gpu/ops/causal_conv.py``."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# To a type checker, a Triton kernel is a plain Python function, without ``kernel[grid]``.
+# The type checker takes a Triton kernel for a plain function, which has no ``kernel[grid]``.
 
 import torch
 import triton

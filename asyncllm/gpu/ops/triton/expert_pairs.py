@@ -5,7 +5,7 @@ expert's pairs, and of the terms of a token's sum, is the same in each run.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# To a type checker, a Triton kernel is a plain Python function, without ``kernel[grid]``.
+# The type checker takes a Triton kernel for a plain function, which has no ``kernel[grid]``.
 
 import triton
 import triton.language as tl

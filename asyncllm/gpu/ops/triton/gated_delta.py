@@ -1,7 +1,7 @@
 """TritonGatedDelta: the gated delta rule of ``gpu/ops/gated_delta.py``, in Triton."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# To a type checker, a Triton kernel is a plain Python function, without ``kernel[grid]``.
+# The type checker takes a Triton kernel for a plain function, which has no ``kernel[grid]``.
 
 import torch
 import triton
@@ -51,10 +51,10 @@ def delta_token_kernel(
     VALUES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    LONG: tl.constexpr,
+    LONG_ROWS: tl.constexpr,
     MIXED: tl.constexpr,
 ):
-    """Computes rows of one token, and with LONG longer rows as well, token by token.
+    """Computes rows of one token, and with LONG_ROWS longer rows as well, token by token.
 
     Grid ``(rows, HEADS, blocks of values)``. There are GROUP value heads per key head.
     """
@@ -63,10 +63,10 @@ def delta_token_kernel(
     if MIXED:
         first = tl.load(query_start + row)
         count = (tl.load(query_start + row + 1) - first).to(tl.int32)
-    if (not LONG) and (count != 1):
+    if (not LONG_ROWS) and (count != 1):
         return
     # Skip rows without tokens: loads for them would read another row's token, or beyond the end.
-    if LONG and (count == 0):
+    if LONG_ROWS and (count == 0):
         return
     keys = tl.arange(0, BLOCK_K)
     values = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -216,7 +216,7 @@ class TritonGatedDelta:
                 *arguments,
                 **sizes,
                 BLOCK_V=TOKEN_VALUES,
-                LONG=exact and rows.is_mixed,
+                LONG_ROWS=exact and rows.is_mixed,
                 MIXED=rows.is_mixed,
                 num_warps=8,
             )

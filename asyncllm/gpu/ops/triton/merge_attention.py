@@ -9,7 +9,7 @@ exponentials, in float32 (Flash-Decoding, Dao et al., 2023). Keys are split in o
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# To a type checker, a Triton kernel is a plain Python function, without ``kernel[grid]``.
+# The type checker takes a Triton kernel for a plain function, which has no ``kernel[grid]``.
 
 import triton
 import triton.language as tl

@@ -8,7 +8,7 @@ there are few tiles, the keys of each are split among programs (``merge_attentio
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# To a type checker, a Triton kernel is a plain Python function, without ``kernel[grid]``.
+# The type checker takes a Triton kernel for a plain function, which has no ``kernel[grid]``.
 
 import triton
 import triton.language as tl

@@ -1,7 +1,7 @@
 """TritonRopeAndCache, TritonRope: QK-norm, RoPE and the KV write in one pass over q, k and v."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# To a type checker, a Triton kernel is a plain Python function, without ``kernel[grid]``.
+# The type checker takes a Triton kernel for a plain function, which has no ``kernel[grid]``.
 
 from dataclasses import replace
 

@@ -15,7 +15,7 @@ race by their mass, then the tokens of the winning chunk. Otherwise:
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# To a type checker, a Triton kernel is a plain Python function, without ``kernel[grid]``.
+# The type checker takes a Triton kernel for a plain function, which has no ``kernel[grid]``.
 
 from collections.abc import Mapping
 

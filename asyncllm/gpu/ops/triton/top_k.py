@@ -8,7 +8,7 @@ finds the threshold in several passes over the listed chunks.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# To a type checker, a Triton kernel is a plain Python function, without ``kernel[grid]``.
+# The type checker takes a Triton kernel for a plain function, which has no ``kernel[grid]``.
 
 import triton
 import triton.language as tl
