@@ -192,8 +192,8 @@ def cuda_cache_bytes(
         weights_bytes: bytes of the weights, which are on the device now.
         profile_run: runs the largest step; weights and RoPE tables are on the device.
         graph_reserve: bytes to keep for CUDA graphs, without those of ``captured_share_of_step``.
-        captured_share_of_step: number of tokens of the largest captured mixed step, whose activations
-            the graphs keep, divided by that of the largest step.
+        captured_share_of_step: number of tokens of the largest captured mixed step, whose
+            activations the graphs keep, divided by that of the largest step.
         min_bytes: bytes of the smallest usable cache.
 
     Raises:

@@ -24,8 +24,8 @@ class AttentionRequest:
         windows: sliding windows of the model's layers, as numbers of keys that a query sees;
             contains None if a layer has no window.
         num_threads: number of CPU threads, for a backend that starts its own.
-        sibling: attention that was made for another kind of layer of the same model. The backend may
-            reuse its resources.
+        sibling: attention that was made for another kind of layer of the same model. The backend
+            may reuse its resources.
     """
 
     shape: AttentionShape
