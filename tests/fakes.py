@@ -81,7 +81,7 @@ class FakeTokenizer:
             min_tokens=params.min_tokens,
         )
 
-    def min_tokens(self, num_characters: int) -> int:
+    def fewest_tokens(self, num_characters: int) -> int:
         return (num_characters + 3) // 4
 
 

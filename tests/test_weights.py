@@ -23,7 +23,7 @@ from asyncllm.checkpoint.reader import TensorInfo
 from asyncllm.checkpoint.safetensors_reader import SafetensorsReader
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.models.architectures import (
-    is_small,
+    is_small_model,
     parameters,
 )
 from asyncllm.gpu.models.dense import DecoderBuilder
@@ -202,8 +202,8 @@ def test_sizes_take_one_layer_for_all(source, monkeypatch):
     ]
     assert sizes[1] - sizes[0] == sizes[3] - sizes[2] > 0
     assert sizes[3] == sizes[0] + 10**15 * (sizes[1] - sizes[0])
-    assert is_small(source)
-    assert not is_small(replace(source, num_layers=10**15))
+    assert is_small_model(source)
+    assert not is_small_model(replace(source, num_layers=10**15))
 
 
 def test_parameters_are_listed_without_memory_for_them(source):

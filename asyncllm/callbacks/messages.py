@@ -154,7 +154,7 @@ def make_chunk(delta: Delta, several_outputs: bool, message_id: str | None) -> C
     Args:
         several_outputs: whether the request has several outputs; the chunk then has its output's
             index.
-        message_id: id of the answer's message; None if the request has a prompt, so that its
+        message_id: id of the answer's message; None for a request without a conversation, whose
             generation has no message.
     """
     index = delta.index if several_outputs else None

@@ -24,7 +24,7 @@ from asyncllm.gpu.execution_mode import (
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.memory import release
 from asyncllm.gpu.model_runner import Graphs, ModelRunner
-from asyncllm.gpu.models.architectures import is_small
+from asyncllm.gpu.models.architectures import is_small_model
 from asyncllm.gpu.sample.batched_processors import make_processors
 from asyncllm.gpu.sample.logprobs import DEFAULT_BUFFERED_LOGPROBS
 from asyncllm.gpu.state_cache import slot_bytes
@@ -154,7 +154,7 @@ def resolve_threads(
     """
     if device.type != "cpu" and count is not None:
         raise invalid("num_threads", count, f"None on device {device}")
-    if device.type != "cpu" or (count is None and not is_small(model)):
+    if device.type != "cpu" or (count is None and not is_small_model(model)):
         return None
     if set_thread_count(count or 1):
         return count or 1

@@ -8,7 +8,7 @@ import torch
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.errors import EngineError, InvalidRequestError
-from asyncllm.gpu.models.architectures import is_small
+from asyncllm.gpu.models.architectures import is_small_model
 from asyncllm.gpu.ops.backend import capability_text
 from asyncllm.gpu.ops.registry import choose_native
 from asyncllm.gpu.transformers_model.config import TransformersConfig
@@ -119,7 +119,7 @@ def resolve_dtype(
     if device.type != "cpu":
         return getattr(torch, model.dtype)
     half = model.dtype in ("bfloat16", "float16")
-    if half and not is_small(model) and (computes_in_bfloat16() or runs_native(backend)):
+    if half and not is_small_model(model) and (computes_in_bfloat16() or runs_native(backend)):
         return torch.bfloat16
     return torch.float32
 

@@ -78,7 +78,7 @@ class InputProcessor:
             return Submission(request, call, request.num_prompt_tokens)
         estimate = len(text) // 4
         if len(text) >= LONG_TEXT:
-            min_tokens = self.loaded.tokenizer.min_tokens(len(text))
+            min_tokens = self.loaded.tokenizer.fewest_tokens(len(text))
             self._check_length(request, len(text), min_tokens)
             estimate = max(min_tokens, estimate)
         encode = partial(self.prompts.encode_text, text)

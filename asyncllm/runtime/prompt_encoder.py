@@ -75,7 +75,7 @@ class PromptEncoder:
         ).items():
             if value is not neutral:
                 raise check.invalid(name, value, f"{neutral} with a text: it is for messages")
-        least = self.loaded.tokenizer.min_tokens(len(text))
+        least = self.loaded.tokenizer.fewest_tokens(len(text))
         if max_tokens is not None and least > max_tokens:
             raise self.too_long_error(least, "at least ")
         return partial(self.encode_text, text, special is not False)

@@ -43,7 +43,7 @@ class ControlTokens:
         surrogates = {
             sign: chr(_FIRST_SURROGATE + i) for i, sign in enumerate(sorted(set(signs.values())))
         }
-        self._hidden_spellings = {
+        self._token_with_surrogate = {
             text: text.replace(sign, surrogates[sign], 1) for text, sign in signs.items()
         }
         self._surrogates = surrogates
@@ -150,8 +150,8 @@ class ControlTokens:
             )
             if spelled:
                 raise refusal from error
-            # A filter such as urlencode refuses surrogates. The messages contain no special token
-            # here, so this prompt is only compared with; one character may replace all delimiters.
+            # A filter such as urlencode refuses surrogates. Without a special token in the messages,
+            # this prompt only serves as a reference, so one character may replace all delimiters.
             strict = render(
                 lambda text: _SURROGATE.sub(
                     self._encodable_character, self._hide_all_delimiters(text)
@@ -184,11 +184,12 @@ class ControlTokens:
 
     def _hide_tokens(self, hidden: Collection[str], text: str) -> str:
         return self._token_pattern.sub(
-            lambda match: self._hidden_spellings[match[0]] if match[0] in hidden else match[0], text
+            lambda match: self._token_with_surrogate[match[0]] if match[0] in hidden else match[0],
+            text,
         )
 
     def _hide_all_delimiters(self, text: str) -> str:
-        text = self._hide_tokens(self._hidden_spellings, text)
+        text = self._hide_tokens(self._token_with_surrogate, text)
         for sign in self._delimiters:
             text = text.replace(sign, self._surrogates[sign])
         return text

@@ -251,7 +251,7 @@ class ResponseFormats:
             with_tools: whether the request has tools.
 
         Raises:
-            InvalidRequestError: if it has, and the model's format of calls is unknown.
+            InvalidRequestError: for tools, if the model's format of calls is unknown.
         """
         if with_tools and self._tool_family is None:
             raise InvalidRequestError(

@@ -44,8 +44,8 @@ class StepLimits:
     """Sizes of the largest step.
 
     Attributes:
-        table_rows: elements of each sampling scalar, one per request index and one for padding; 0
-            if steps read scalars and block tables in the host's memory.
+        table_rows: rows of the device's tables of sampling parameters and of blocks: one per
+            request index and one for padding. 0 if a step reads these tables in the host's memory.
         padded_tokens: number of tokens to which shorter mixed steps are padded.
     """
 

@@ -30,8 +30,8 @@ _KNOWN_FIELDS = (
     "quant_method config_groups format quantization_status global_compression_ratio ignore "
     "kv_cache_scheme sparsity_config transform_config moe_sparsity_config version"
 ).split()
-_KNOWN_GROUP = "targets weights input_activations output_activations format".split()
-_KNOWN_WEIGHTS = (
+_KNOWN_GROUP_FIELDS = "targets weights input_activations output_activations format".split()
+_KNOWN_WEIGHTS_FIELDS = (
     "num_bits type symmetric group_size strategy block_structure dynamic actorder scale_dtype "
     "zp_dtype observer observer_kwargs"
 ).split()
@@ -224,7 +224,7 @@ def _column_groups(tensor: PackedTensor, parts: Mapping[str, Tensor], count: int
 
 def _read_scheme(group: ConfigFile, default: str) -> Scheme | None:
     """Reads the Scheme of one of ``config_groups``; None if it is for activations only."""
-    check_fields(group, _KNOWN_GROUP, "targets")
+    check_fields(group, _KNOWN_GROUP_FIELDS, "targets")
     targets = tuple(group.values.get("targets") or ())
     for target in targets:
         try:
@@ -237,7 +237,7 @@ def _read_scheme(group: ConfigFile, default: str) -> Scheme | None:
     weights = group.section("weights")
     if not weights.values:
         return None
-    check_fields(weights, _KNOWN_WEIGHTS)
+    check_fields(weights, _KNOWN_WEIGHTS_FIELDS)
     if form == "mixed-precision":
         raise group.invalid_field("format", " or ".join(FORMATS))
     if weights.boolean("dynamic", False):

@@ -111,7 +111,7 @@ def _kinds_of_layers(model: ModelConfig) -> dict[int, int]:
     return {kinds.index(kind): count for kind, count in Counter(kinds).items()}
 
 
-def is_small(model: ModelConfig | TransformersConfig) -> bool:
+def is_small_model(model: ModelConfig | TransformersConfig) -> bool:
     """Whether a model has fewer parameters than ``SMALL_MODEL_PARAMETERS``."""
     if isinstance(model, TransformersConfig):
         return model.num_parameters < SMALL_MODEL_PARAMETERS

@@ -98,7 +98,7 @@ def build_layer_inputs(scope: Scope) -> LayerInputs | None:
 
 
 def build_input_layer(scope: Scope, size: int, layer: Layer, index: int) -> InputLayer:
-    """Builds the block that follows ``layer``, for an embedding of ``size`` elements."""
+    """Wraps ``layer``: a block behind it adds its slice of the per-layer input, ``[T, size]``."""
     hidden, scope = scope.model.hidden_size, scope.child("input.", "")
     return InputLayer(
         layer,

@@ -195,8 +195,8 @@ class DecoderLayer:
     """Mixer and MLP, each with a residual connection and norms before it, after it, or both.
 
     Attributes:
-        parallel_experts: function of the MLP's output and the residual that adds the output of
-            experts in parallel to the MLP; None without such experts.
+        parallel_experts: experts in parallel to the MLP; None without. Called with the MLP's output
+            and the residual, returns the MLP's output plus that of the experts.
     """
 
     kind: Hashable

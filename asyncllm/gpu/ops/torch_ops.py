@@ -83,7 +83,7 @@ class TorchOps:
     packs_linear = False
     """Whether linear layers copy their weights and keep no reference to the originals."""
     linear_bytes = 0
-    """Bytes of the linear layers made so far that a step of one token reads."""
+    """Weight bytes that a step of one token reads in the linear layers made so far."""
 
     def enter_thread(self) -> None:
         """Prepares the calling thread to run steps."""
@@ -181,14 +181,14 @@ class TorchOps:
     def rms_norm(
         weight: Tensor, eps: float, multiplier: float = 1.0, scale: float = 1.0
     ) -> RMSNorm:
-        """Makes a norm; called with ``[T, parts, H]``, it norms each part.
+        """Makes a norm over the last dimension of ``[T, H]`` or ``[T, parts, H]``.
 
         The result is rounded to the model's dtype: before the multiplication by a weight of that
         dtype, but after the multiplication by a float32 weight.
 
         Args:
-            multiplier: factor on ``x`` in ``add``.
-            scale: factor on the rounded sum in ``add``.
+            multiplier: factor on ``x`` in ``RMSNorm.add``.
+            scale: factor on the rounded sum in ``RMSNorm.add``.
         """
         return torch_norm(weight, eps, multiplier, scale)
 

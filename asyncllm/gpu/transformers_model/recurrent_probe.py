@@ -218,7 +218,7 @@ class _StateRecorder(CallStates):
 
 
 def probe_recurrent(
-    model: nn.Module, watch: CallWatch, callers: list[str]
+    model: nn.Module, watch: CallWatch, attention_modules: list[str]
 ) -> tuple[list[RecurrentCall], set[str]]:
     """Finds the calls of modules that keep a state, in order, and the names of idle modules.
 
@@ -227,11 +227,11 @@ def probe_recurrent(
     Args:
         model: skeleton on the meta device. Modules with a state are cast to bfloat16, so that a
             state in the model's dtype differs from one that is always in float32.
-        callers: names of the modules that call attention.
+        attention_modules: names of the modules that call attention.
     """
     found, idle, taken = [], set(), cache_parameter_by_module(model)
     for name, seen in watch.calls.items():
-        if not any(f"{caller}.".startswith(f"{name}.") for caller in callers):
+        if not any(f"{caller}.".startswith(f"{name}.") for caller in attention_modules):
             call = _probe_module(model.get_submodule(name), name, taken[name], seen)
             if call is None:
                 idle.add(name)

@@ -75,9 +75,9 @@ def sum_kernel(
     GATE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sums a token's experts and the shared experts; grid ``(rows, blocks of width)``.
+    """Sums the outputs of a token's experts; grid ``(rows, blocks of width)``.
 
-    The terms are in the order of the token's ids.
+    The terms are in the order of the token's expert ids; the shared experts' output comes last.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
