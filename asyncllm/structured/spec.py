@@ -15,8 +15,8 @@ Kind = Literal["json", "regex", "choice", "grammar", "json_object", "structural_
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 MAX_CHARACTERS = 2**17
-"""Maximum number of characters of a schema, grammar or list of choices. An event loop's thread checks
-such a text, so the check must be short."""
+"""Maximum number of characters of a schema, grammar or list of choices. An event loop's thread
+checks such a text, so the check must be short."""
 
 MAX_DEPTH = 48
 """Maximum nesting depth of a schema, which backends parse recursively."""

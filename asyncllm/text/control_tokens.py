@@ -150,8 +150,8 @@ class ControlTokens:
             )
             if spelled:
                 raise refusal from error
-            # A filter such as urlencode refuses surrogates. Without a special token in the messages,
-            # this prompt only serves as a reference, so one character may replace all delimiters.
+            # A filter such as urlencode refuses surrogates. The messages contain no special token,
+            # so this prompt is only a reference, and one character may replace all delimiters.
             strict = render(
                 lambda text: _SURROGATE.sub(
                     self._encodable_character, self._hide_all_delimiters(text)
