@@ -58,6 +58,9 @@ class BoundedProtocol(asyncio.Protocol):
         # A TLS transport pauses when its buffer reaches the limit; with 0 it would pause when
         # empty.
         transport.set_write_buffer_limits(high=1)
+        if hasattr(transport, "max_size"):
+            # asyncio would receive 256 KiB at once, which connections hold while they wait.
+            transport.max_size = FREE_BYTES
 
     def data_received(self, data: bytes) -> None:
         self._unparsed += data

@@ -100,20 +100,21 @@ class Exchange:
             with anyio.fail_after(timeout) as scope:
                 while True:
                     if self._claim is None and max(size, len(data)) >= LONG_JSON_BYTES:
-                        # The length of a chunked body is not known. The client's time does not run
-                        # while its body waits unread.
+                        # The client's time does not run while its body waits unread. How long a
+                        # chunked body becomes is not known.
                         scope.deadline = math.inf
-                        self._claim = await self._serving.claim(size or max_size)
+                        most = len(data) if self._has_read else size or max_size
+                        self._claim = await self._serving.claim(most)
                         scope.deadline = anyio.current_time() + timeout
+                    if self._has_read:
+                        return bytes(data)
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGoneError
                     data += message.get("body", b"")
                     if len(data) > max_size:
                         raise _too_large_error(max_size)
-                    if not message.get("more_body", False):
-                        self._has_read = True
-                        return bytes(data)
+                    self._has_read = not message.get("more_body", False)
         except TimeoutError:
             raise ProtocolError(
                 f"body: did not come within {timeout:g} seconds",
