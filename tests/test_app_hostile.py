@@ -17,6 +17,7 @@ import pytest
 
 from asyncllm.serving import http_protocol
 from asyncllm.serving.bounded_protocol import FREE_BYTES, BoundedProtocol
+from asyncllm.serving.byte_budget import ByteBudget
 from asyncllm.serving.connections import SPARE_FILES
 from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.http_parser import HttpParser
@@ -483,7 +484,7 @@ def held_up(worker):
 
 
 async def test_large_bodies_are_read_as_others_are_tokenised(caplog, monkeypatch):
-    """Three of 4 MB at once; the others wait unread, and small ones do not wait behind them."""
+    """Three at once; the others wait unread, and small ones do not wait behind them."""
     read, body_of = [], Exchange.body
     engine = fake_engine("Hello", max_model_len=9000, num_blocks=2000)
 
@@ -493,9 +494,10 @@ async def test_large_bodies_are_read_as_others_are_tokenised(caplog, monkeypatch
         return data
 
     monkeypatch.setattr(Exchange, "body", body)
-    large = LONG + b" " * (4_000_000 - len(LONG))
+    large = LONG + b" " * (100_000 - len(LONG))
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: "
     async with served_app(engine) as server, contextlib.AsyncExitStack() as stack:
+        server._config.app._serving.large_bodies = ByteBudget(3 * len(large))
         with held_up(engine._running().submitter._worker):
             for data, count in ((large, 6), (LONG, 1)):
                 sent = f"{head}{len(data)}\r\n\r\n".encode() + data
@@ -503,10 +505,8 @@ async def test_large_bodies_are_read_as_others_are_tokenised(caplog, monkeypatch
                     reader, _ = await stack.enter_async_context(connected(server, sent))
                 await until(lambda: len(read) >= 3, 10)
             await until(lambda: len(read) == 4, 10)
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.3)
             assert read == [len(large)] * 3 + [len(LONG)]
-            cycles = [one.cycle for one in server._server.server_state.connections if one.cycle]
-            assert sum(len(cycle.body) for cycle in cycles) < 3 * 300_000
         assert b" 200 " in await reader.readline()
         await until(lambda: len(read) == 7, 10)
 

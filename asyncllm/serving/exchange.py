@@ -199,6 +199,7 @@ class Exchange:
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> str:
         """Send status and headers; returns the prefix of the ASGI message types."""
+        self.release_body()  # A client that does not read its answer must not hold others up.
         self.started, self._status = True, status
         fields = {"x-content-type-options": "nosniff", "x-request-id": self._id, **headers}
         if not self._has_read and "transfer-encoding" in self.headers:

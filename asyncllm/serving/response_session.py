@@ -80,6 +80,17 @@ class ResponseSession:
     # --- requests -----------------------------------------------------------------------
 
     async def _handle_message(self, message: str | bytes) -> None:
+        try:
+            await self._act_on(message)
+        except ProtocolError as error:
+            await self._refuse(error)
+        except AsyncLLMError as error:
+            await self._refuse(from_engine_error(error, ENGINE_NAMES))
+            self._close_with(error)
+        else:
+            self._num_errors = 0
+
+    async def _act_on(self, message: str | bytes) -> None:
         # The message is held already, but takes several times its bytes once it is decoded.
         claim = await self.serving.claim(len(message))
         streams: list[TokenStream] = []
@@ -96,13 +107,6 @@ class ResponseSession:
                     code="unknown_event",
                     param="type",
                 )
-        except ProtocolError as error:
-            await self._refuse(error)
-        except AsyncLLMError as error:
-            await self._refuse(from_engine_error(error, ENGINE_NAMES))
-            self._close_with(error)
-        else:
-            self._num_errors = 0
         finally:
             self.serving.release(claim, streams)
 
