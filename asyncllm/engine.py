@@ -70,7 +70,7 @@ class AsyncLLMEngine(Handle):
         self._closed = False
         self._mailboxes = MailboxRegistry()
         self._observers = Observers()
-        self._rest = Rest()
+        self._rest = Rest(self._has_running_requests)
         self._input_processor: InputProcessor | None = None
 
     @classmethod
@@ -568,6 +568,10 @@ class AsyncLLMEngine(Handle):
         if self._closed or (thread.closing and thread.core.fatal_error is None):
             raise EngineClosedError(thread.core.close_reason)
         return inputs
+
+    def _has_running_requests(self) -> bool:
+        inputs = self._input_processor
+        return inputs is not None and bool(inputs.submitter.core.scheduler.running)
 
     def _not_started(self) -> EngineClosedError:
         return EngineClosedError(

@@ -8,6 +8,7 @@ import json
 import logging
 import resource
 import socket
+import threading
 import time
 
 import h11
@@ -15,10 +16,13 @@ import httpx
 import pytest
 
 from asyncllm.serving import http_protocol
+from asyncllm.serving.bounded_protocol import FREE_BYTES, BoundedProtocol
+from asyncllm.serving.byte_budget import ByteBudget
 from asyncllm.serving.connections import SPARE_FILES
+from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.http_parser import HttpParser
 from asyncllm.serving.turns import EVENTS_PER_TURN, STARTS_PER_ITERATION, RequestStarts
-from asyncllm.serving.websocket_protocol import MAX_FRAGMENTS, WebSocketProtocol
+from asyncllm.serving.websocket_protocol import FREE_FRAMES, WebSocketProtocol
 from asyncllm.testing import fake_engine
 from tests.app_clients import (
     BODY,
@@ -32,7 +36,7 @@ from tests.app_clients import (
     user,
 )
 from tests.idle import until
-from tests.websocket_frames import BINARY, CLOSE, FIN, PING, TEXT, UPGRADE, frame, heard
+from tests.websocket_frames import BINARY, CLOSE, FIN, PING, PONG, TEXT, UPGRADE, frame, heard
 
 
 @contextlib.asynccontextmanager
@@ -359,7 +363,7 @@ FRAMES = [
     (frame(FIN | TEXT, b"\xff\xfe"), 1007),
     (frame(FIN | TEXT, length=2**40), 1009),
     (frame(FIN | TEXT, length=2**63), 1009),
-    (frame(TEXT) + frame(0) * (2 * MAX_FRAGMENTS), 1009),
+    (frame(TEXT) + frame(0) * (2 * FREE_FRAMES), 1009),
     (frame(0, b"x"), 1002),
     (frame(TEXT, b"{") + frame(FIN | TEXT, b"}"), 1002),
     (frame(PING, b"x"), 1002),
@@ -407,7 +411,8 @@ async def test_pings_whose_answers_are_not_read_pile_up_nowhere(caplog):
             async with asyncio.timeout(20):
                 assert b" 101 " in await loop.sock_recv(sock, 1000)
                 sending = asyncio.ensure_future(loop.sock_sendall(sock, pings))
-                while transport.is_reading() and not sending.done():
+                # A connection that waits for its turn is not read either.
+                while not transport.get_write_buffer_size() and not sending.done():
                     await asyncio.sleep(0.001)
             assert not transport.is_reading()
             assert 0 < transport.get_write_buffer_size() < 1 << 20
@@ -462,3 +467,108 @@ async def test_a_page_of_another_origin_reaches_nothing(caplog):
         for request in (f"{HEAD}{len(body)}\r\n{fields}", upgrade):
             async with connected(server, request) as (reader, _):
                 assert b" 403 " in await reader.readline()
+
+
+LONG = json.dumps({"prompt": "a" * 5000}).encode()
+
+
+@contextlib.contextmanager
+def held_up(worker):
+    """Holds up a worker thread inside the block."""
+    go = threading.Event()
+    worker.submit(go.wait, -1)
+    try:
+        yield
+    finally:
+        go.set()
+
+
+async def test_large_bodies_are_read_as_others_are_tokenised(caplog, monkeypatch):
+    """Three at once; the others wait unread, and small ones do not wait behind them."""
+    read, body_of = [], Exchange.body
+    engine = fake_engine("Hello", max_model_len=9000, num_blocks=2000)
+
+    async def body(self):
+        data = await body_of(self)
+        read.append(len(data))
+        return data
+
+    monkeypatch.setattr(Exchange, "body", body)
+    large = LONG + b" " * (100_000 - len(LONG))
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: "
+    async with served_app(engine) as server, contextlib.AsyncExitStack() as stack:
+        server._config.app._serving.large_bodies = ByteBudget(3 * len(large))
+        with held_up(engine._running().submitter._worker):
+            for data, count in ((large, 6), (LONG, 1)):
+                sent = f"{head}{len(data)}\r\n\r\n".encode() + data
+                for _ in range(count):
+                    reader, _ = await stack.enter_async_context(connected(server, sent))
+                await until(lambda: len(read) >= 3, 10)
+            await until(lambda: len(read) == 4, 10)
+            await asyncio.sleep(0.3)
+            assert read == [len(large)] * 3 + [len(LONG)]
+        assert b" 200 " in await reader.readline()
+        await until(lambda: len(read) == 7, 10)
+
+
+async def test_long_messages_are_read_a_few_at_once(caplog, monkeypatch):
+    """16 MiB at once, of which each counts as the longest; the others wait unread."""
+    limits = {"max_message_size": 4 << 20}
+    async with attacked(caplog, limits=limits) as server, contextlib.AsyncExitStack() as stack:
+        writers, message = [], frame(FIN | TEXT, CREATE + b" " * 1_000_000)
+        for _ in range(6):
+            reader, writer = await stack.enter_async_context(upgraded(server, message[:-1]))
+            writers.append((reader, writer))
+        connections = server._server.server_state.connections
+
+        def held():
+            return sorted(len(one.conn.reader.buffer) for one in connections)
+
+        await until(lambda: held()[2:] == [len(message) - 15] * 4, 10)
+        await asyncio.sleep(0.1)
+        assert held()[1] < 100_000
+        for _, writer in writers:
+            writer.write(message[-1:])
+        for reader, _ in writers:
+            await reader.readuntil(b'"response.completed"')
+
+
+async def test_a_long_message_has_to_come(caplog, monkeypatch):
+    monkeypatch.setattr("asyncllm.serving.websocket_protocol.MESSAGE_SECONDS", 0.2)
+    async with attacked(caplog) as server:
+        (opcode, payload), *_ = await told(server, frame(TEXT, b" " * 100_000))
+        assert (opcode, payload) == (CLOSE, b"\x03\xf0a message did not come within 0.2 seconds")
+
+
+async def test_frames_of_a_message_are_bounded_by_their_number(caplog):
+    """1024, and one for each 64 bytes; frames between its fragments count."""
+    async with attacked(caplog) as server:
+        pinged = frame(TEXT, b"{") + (frame(0) + frame(FIN | PING)) * (FREE_FRAMES // 2 + 64)
+        *pongs, (opcode, payload) = await told(server, pinged)
+        assert {one for one, _ in pongs} == {PONG}
+        assert (opcode, payload[:2]) == (CLOSE, (1009).to_bytes(2, "big"))
+        text = CREATE + b" " * (64 * 2 * FREE_FRAMES)
+        parts = [text[begin : begin + 64] for begin in range(0, len(text), 64)]
+        whole = frame(TEXT, parts[0]) + b"".join(frame(0, part) for part in parts[1:])
+        answer = await told(server, whole + frame(FIN), end=b'"response.completed"')
+        assert answer[0][0] == TEXT
+
+
+@pytest.mark.parametrize("is_socket", [True, False])
+async def test_bytes_have_turns(caplog, monkeypatch, is_socket):
+    """A connection receives 64 KiB between two turns, and 64 KiB more with the next read."""
+    turns, begin_turn = [], BoundedProtocol._begin_turn
+    monkeypatch.setattr(
+        BoundedProtocol, "_begin_turn", lambda self: (turns.append(self), begin_turn(self))
+    )
+    size = 1 << 20
+    async with attacked(caplog) as server:
+        if is_socket:
+            data, end = frame(FIN | TEXT, CREATE + b" " * size), b'"response.completed"'
+            async with upgraded(server, data) as (reader, _):
+                await reader.readuntil(end)
+        else:
+            body = json.dumps(BODY).encode() + b" " * size
+            async with connected(server, f"{HEAD}{len(body)}\r\n\r\n".encode() + body) as pair:
+                assert b" 200 " in await pair[0].readline()
+    assert len(turns) >= size // (2 * FREE_BYTES)

@@ -12,7 +12,9 @@ from concurrent.futures import CancelledError
 import pytest
 
 from asyncllm.errors import EngineClosedError
-from asyncllm.runtime.worker_thread import Rest, WorkerThread
+from asyncllm.runtime.worker_thread import LONGEST_WAIT, Rest, WorkerThread
+from asyncllm.testing import fake_engine
+from tests.idle import until
 
 
 def blocked(thread: WorkerThread) -> Callable[[], None]:
@@ -68,7 +70,7 @@ async def test_a_call_has_its_result_or_error_and_does_not_begin_when_cancelled(
 
 
 async def test_close_drops_what_waits_and_cuts_the_rest_short():
-    rest = Rest()
+    rest = Rest(lambda: True)
     thread = WorkerThread("w", rest)
     go = blocked(thread)
     rest.extend(time.perf_counter() - 1e4)
@@ -87,7 +89,7 @@ async def test_close_drops_what_waits_and_cuts_the_rest_short():
 
 
 def test_a_thread_rests_twice_as_long_as_it_worked():
-    thread = WorkerThread("w", Rest())
+    thread = WorkerThread("w", Rest(lambda: True))
     began = time.perf_counter()
     thread.submit(lambda: time.sleep(0.05))
     thread.submit(lambda: None).result(10)
@@ -95,8 +97,36 @@ def test_a_thread_rests_twice_as_long_as_it_worked():
 
 
 def test_a_thread_rests_while_another_has_to():
-    rest = Rest()
+    rest = Rest(lambda: True)
     one, other = WorkerThread("w", rest), WorkerThread("w", rest)
     one.submit(lambda: time.sleep(0.05)).result(10)
     ended = time.perf_counter()
     assert other.submit(time.perf_counter).result(10) - ended >= 0.09
+
+
+def test_a_thread_rests_only_while_it_is_needed():
+    answers = [True, True, False]
+    rest = Rest(lambda: answers.pop(0))
+    rest.extend(time.perf_counter() - 100)
+    began = time.perf_counter()
+    rest.wait(threading.Event())
+    assert answers == []
+    assert 2 * LONGEST_WAIT <= time.perf_counter() - began < 10
+
+
+async def test_long_texts_rest_only_beside_running_requests():
+    gate = threading.Semaphore(0)
+    async with fake_engine("x" * 50, max_model_len=6000, num_blocks=2000, gate=gate) as engine:
+        engine._rest.extend(time.perf_counter() - 1000)
+        assert len(await engine.tokenize("a" * 5000)) == 5000
+        stream = engine.stream("b", max_tokens=2)
+        await until(lambda: engine.stats().num_running == 1)
+        waiting = asyncio.ensure_future(engine.tokenize("a" * 5000))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        for _ in range(4):
+            gate.release()
+        await stream.result()
+        assert len(await asyncio.wait_for(waiting, 10)) == 5000
+        for _ in range(9):
+            gate.release()

@@ -6,7 +6,7 @@ UPGRADE = (
     b"GET /v1/responses HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
     b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
 )
-TEXT, BINARY, CLOSE, PING, FIN = 1, 2, 8, 9, 0x80
+TEXT, BINARY, CLOSE, PING, PONG, FIN = 1, 2, 8, 9, 10, 0x80
 
 
 def frame(opcode, data=b"", length=None):

@@ -6,6 +6,7 @@ import math
 import random
 import uuid
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -134,6 +135,10 @@ class InputProcessor:
             chat = pop_fields(ChatOptions, options)
             return self.conversation(prompt, sampling_params, request, chat, options)
         return self.prompt(prompt, sampling_params, request, options)
+
+    def prompts_made(self) -> Future[None]:
+        """Future that is done once the long prompts submitted so far are tokenised."""
+        return self.submitter._worker.submit(lambda: None)
 
     def _submission(
         self,

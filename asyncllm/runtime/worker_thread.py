@@ -22,20 +22,29 @@ T = TypeVar("T")
 REST_FACTOR = 2
 """Pause after a job, as a multiple of the job's duration."""
 
+LONGEST_WAIT = 0.02
+"""Seconds between two looks at whether a rest is still needed."""
+
 
 class Rest:
     """Pauses of the worker threads that share it. While one of them works, an engine's steps hardly
     go on: Python releases the GIL only every 5 ms, and a step waits for it many times. So none of
-    the threads begins a job for REST_FACTOR times as long as the last one took. Jobs may overlap.
+    the threads begins a job for REST_FACTOR times as long as the last one took, unless the engine
+    has no steps to run. Jobs may overlap.
+
+    Args:
+        is_needed: whether the engine has running requests. Any thread may call it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_needed: Callable[[], bool]) -> None:
+        self._is_needed = is_needed
         self._ends_at = 0.0
 
     def wait(self, closed: threading.Event) -> None:
-        """Wait until the rest ends, or ``closed`` is set."""
-        while (left := self._ends_at - time.perf_counter()) > 0 and not closed.wait(left):
-            pass
+        """Wait until the rest ends or is not needed, or ``closed`` is set."""
+        while (left := self._ends_at - time.perf_counter()) > 0 and self._is_needed():
+            if closed.wait(min(left, LONGEST_WAIT)):
+                return
 
     def extend(self, began_at: float) -> None:
         """Rest after a job that began at ``began_at``, in ``perf_counter``'s time."""

@@ -83,7 +83,9 @@ async def _submit(
         streams = request.submit(serving.engine, serving.options(exchange.owner))
         return request, streams, writer_type(model, request, serving.engine.tokenizer)
 
-    return await serving.run(submit, len(body))
+    submitted = await serving.run(submit, len(body))
+    exchange.release_body(submitted[1])
+    return submitted
 
 
 def _error_event(error: ProtocolError) -> str:

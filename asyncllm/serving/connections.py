@@ -3,7 +3,8 @@
 uvicorn waits without limit for the rest of a header, for a body that its application does not read,
 and for a client that does not read its answer. It parses everything it has received in one go,
 counts idle connections like busy ones, answers pings of a client that does not read, and collects
-any number of fragments. HttpProtocol and WebSocketProtocol bound all of these.
+any number of fragments, and of long messages at once. HttpProtocol and WebSocketProtocol bound all
+of these.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ try:
 except ModuleNotFoundError:  # Windows has no limit on open files.
     resource = None
 
+from asyncllm.serving.byte_budget import ByteBudget
 from asyncllm.serving.connection_limits import ConnectionLimits
 from asyncllm.serving.http_protocol import HttpProtocol
 from asyncllm.serving.turns import RequestStarts, Turns
@@ -23,6 +25,10 @@ from asyncllm.serving.websocket_protocol import WebSocketProtocol
 SPARE_FILES = 128
 """Number of open files to leave for the process's other needs."""
 
+MAX_LONG_MESSAGES = 1 << 24
+"""Number of bytes of long WebSocket messages that are read or decoded at once, of which each counts
+as ``max_message_size``."""
+
 
 def make_protocols(limits: ConnectionLimits) -> tuple[type[HttpProtocol], type[WebSocketProtocol]]:
     """Make subclasses of HttpProtocol and WebSocketProtocol, for uvicorn to instantiate. The
@@ -30,9 +36,10 @@ def make_protocols(limits: ConnectionLimits) -> tuple[type[HttpProtocol], type[W
     max_open = min(2 * limits.max_connections, max(1, _max_open_files() - SPARE_FILES))
     shared = {"limits": limits, "max_open": max_open, "idle": {}}
     shared |= {"turns": Turns(), "starts": RequestStarts()}
+    long_messages = ByteBudget(MAX_LONG_MESSAGES)
     return (
         type("HttpProtocol", (HttpProtocol,), shared),
-        type("WebSocketProtocol", (WebSocketProtocol,), shared),
+        type("WebSocketProtocol", (WebSocketProtocol,), shared | {"long_messages": long_messages}),
     )
 
 

@@ -52,6 +52,7 @@ class Endpoint:
                 raise  # The answer is incomplete: let the server close the connection.
             await exchange.refuse(ProtocolError("internal error", code="server_error", status=500))
         finally:
+            exchange.release_body()
             exchange.log()
 
     def _check_request(self, exchange: Exchange) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import anyio
@@ -14,8 +15,10 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from asyncllm.errors import AsyncLLMError
+from asyncllm.serving.byte_budget import ByteClaim
 from asyncllm.serving.protocol_error import ProtocolError, from_engine_error
-from asyncllm.serving.serving import Serving
+from asyncllm.serving.serving import LONG_JSON_BYTES, Serving
+from asyncllm.stream import TokenStream
 from asyncllm.validation import describe
 
 logger = logging.getLogger("asyncllm.serving.access")
@@ -65,13 +68,18 @@ class Exchange:
         self._send = send
         self._engine_names = engine_names
         self._has_read = False
+        self._claim: ByteClaim | None = None
         self._id = f"req_{uuid.uuid4().hex}"
         self._began_at = time.monotonic()
         self._status: int | str = "-"
 
     async def body(self) -> bytes:
-        """Read the body. Raises ProtocolError if it is too long, too slow or encoded, or
-        ClientGoneError."""
+        """Read the body, once its bytes may be held; ``release_body`` returns them.
+
+        Raises:
+            ProtocolError: if it is too long, too slow or encoded.
+            ClientGoneError: if the client is gone.
+        """
         for encoding in self.headers.getlist("content-encoding"):
             if encoding.strip().lower() not in ("", "identity"):
                 raise ProtocolError(
@@ -82,22 +90,31 @@ class Exchange:
                     headers={"Accept-Encoding": "identity"},
                 )
         max_size, timeout = self._serving.max_body_size, self._serving.body_timeout
+        size = 0
         for length in self.headers.getlist("content-length"):
             if not length.isdecimal() or len(length) > 20 or int(length) > max_size:
                 raise _too_large_error(max_size)
+            size = int(length)
         data = bytearray()
         try:
-            with anyio.fail_after(timeout):
+            with anyio.fail_after(timeout) as scope:
                 while True:
+                    if self._claim is None and max(size, len(data)) >= LONG_JSON_BYTES:
+                        # The client's time does not run while its body waits unread. How long a
+                        # chunked body becomes is not known.
+                        scope.deadline = math.inf
+                        most = len(data) if self._has_read else size or max_size
+                        self._claim = await self._serving.claim(most)
+                        scope.deadline = anyio.current_time() + timeout
+                    if self._has_read:
+                        return bytes(data)
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGoneError
                     data += message.get("body", b"")
                     if len(data) > max_size:
                         raise _too_large_error(max_size)
-                    if not message.get("more_body", False):
-                        self._has_read = True
-                        return bytes(data)
+                    self._has_read = not message.get("more_body", False)
         except TimeoutError:
             raise ProtocolError(
                 f"body: did not come within {timeout:g} seconds",
@@ -105,6 +122,12 @@ class Exchange:
                 status=408,
                 headers=CLOSE_HEADERS,
             ) from None
+
+    def release_body(self, streams: Sequence[TokenStream] = ()) -> None:
+        """Let other bodies take the place of this one, once the prompts of its streams are
+        tokenised."""
+        claim, self._claim = self._claim, None
+        self._serving.release(claim, streams)
 
     async def wait_until_gone(self) -> None:
         """Wait until the client closes its connection, the only message after the body."""
@@ -176,6 +199,7 @@ class Exchange:
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> str:
         """Send status and headers; returns the prefix of the ASGI message types."""
+        self.release_body()  # A client that does not read its answer must not hold others up.
         self.started, self._status = True, status
         fields = {"x-content-type-options": "nosniff", "x-request-id": self._id, **headers}
         if not self._has_read and "transfer-encoding" in self.headers:

@@ -26,6 +26,7 @@ from asyncllm.serving.response_store import ResponseStore
 from asyncllm.serving.response_turn import ResponseTurn
 from asyncllm.serving.serving import Serving
 from asyncllm.serving.sockets import SocketConnection
+from asyncllm.stream import TokenStream
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +81,24 @@ class ResponseSession:
 
     async def _handle_message(self, message: str | bytes) -> None:
         try:
+            await self._act_on(message)
+        except ProtocolError as error:
+            await self._refuse(error)
+        except AsyncLLMError as error:
+            await self._refuse(from_engine_error(error, ENGINE_NAMES))
+            self._close_with(error)
+        else:
+            self._num_errors = 0
+
+    async def _act_on(self, message: str | bytes) -> None:
+        # The message is held already, but takes several times its bytes once it is decoded.
+        claim = await self.serving.claim(len(message))
+        streams: list[TokenStream] = []
+        try:
             event = await self.serving.run(lambda: _decode_message(message), len(message))
             kind = event.get("type")
             if kind == "response.create":
-                await self._create_response(event, len(message))
+                streams.append(await self._create_response(event, len(message)))
             elif kind == "response.cancel":
                 self._cancel_response()
             else:
@@ -92,13 +107,8 @@ class ResponseSession:
                     code="unknown_event",
                     param="type",
                 )
-        except ProtocolError as error:
-            await self._refuse(error)
-        except AsyncLLMError as error:
-            await self._refuse(from_engine_error(error, ENGINE_NAMES))
-            self._close_with(error)
-        else:
-            self._num_errors = 0
+        finally:
+            self.serving.release(claim, streams)
 
     async def _refuse(self, error: ProtocolError) -> None:
         await self.connection.send(encode(error.event()))
@@ -121,7 +131,7 @@ class ResponseSession:
         self._is_closing = True
         self._tasks.start_soon(self.connection.close, code, reason)
 
-    async def _create_response(self, event: dict[str, Any], size: int) -> None:
+    async def _create_response(self, event: dict[str, Any], size: int) -> TokenStream:
         if self.current is not None:
             raise ProtocolError(
                 f"response {self.current.events.id!r} is in flight; one at a time on a connection",
@@ -136,6 +146,7 @@ class ResponseSession:
         self.current = turn
         self.serving.pacer.begin_response()
         self._tasks.start_soon(self._respond, turn)
+        return turn.stream
 
     def _parse_request(self, event: dict[str, Any]) -> ResponseRequest:
         fields = {name: value for name, value in event.items() if name != "type"}

@@ -34,7 +34,9 @@ async def _begin(serving: Serving, exchange: Exchange) -> tuple[ResponseRequest,
     request = await serving.run(
         lambda: ResponseRequest.parse(parse_json(body), serving.unsupported_fields), len(body)
     )
-    return request, await ResponseTurn.begin(serving, exchange.owner, request, len(body))
+    turn = await ResponseTurn.begin(serving, exchange.owner, request, len(body))
+    exchange.release_body([turn.stream])
+    return request, turn
 
 
 async def _drop_events(events: Iterable[Event]) -> None:

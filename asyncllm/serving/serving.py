@@ -5,16 +5,23 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import anyio
+
 from asyncllm.engine import AsyncLLMEngine
+from asyncllm.errors import AsyncLLMError
+from asyncllm.runtime.event_loop import post_when_done
 from asyncllm.runtime.worker_thread import WorkerThread
+from asyncllm.serving.byte_budget import ByteBudget, ByteClaim
 from asyncllm.serving.frame_pacer import FramePacer
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.request_body import UnsupportedFields
 from asyncllm.serving.response_store import ResponseStore
 from asyncllm.serving.scrapes import Scrapes
+from asyncllm.stream import TokenStream
 from asyncllm.validation import describe
 
 T = TypeVar("T")
@@ -22,6 +29,9 @@ T = TypeVar("T")
 LONG_JSON_BYTES = 4096
 """Minimum number of bytes of JSON that a worker thread reads or writes instead of the event loop. A
 byte takes up to a quarter of a microsecond; logit biases and tools take longest."""
+
+LARGE_JSON_BYTES = 1 << 16
+"""Minimum number of bytes of JSON that share ``large_bodies`` instead of ``small_bodies``."""
 
 
 @dataclass(eq=False, repr=False)
@@ -44,6 +54,9 @@ class Serving:
         sessions: sessions of the open WebSockets.
         worker: thread that reads and writes long JSON. It shares the rest of the engine's threads
             for long texts, so that streams keep half their speed under any load of long bodies.
+        small_bodies, large_bodies: budgets of the bytes of JSON from LONG_JSON_BYTES on, and from
+            LARGE_JSON_BYTES on, that are being read, checked or tokenised. A request of many small
+            tools takes 8 times its bytes meanwhile. A small body waits for no large one.
     """
 
     engine: AsyncLLMEngine
@@ -63,6 +76,8 @@ class Serving:
     sessions: set[object] = field(default_factory=set)
     created: int = field(default_factory=lambda: int(time.time()))
     worker: WorkerThread = field(init=False)
+    small_bodies: ByteBudget = field(default_factory=lambda: ByteBudget(1 << 21))
+    large_bodies: ByteBudget = field(default_factory=lambda: ByteBudget(3 << 22))
 
     def __post_init__(self) -> None:
         self.worker = WorkerThread("asyncllm-json", self.engine._rest)
@@ -74,6 +89,31 @@ class Serving:
             size: approximate number of JSON bytes that the job reads or writes.
         """
         return job() if size < LONG_JSON_BYTES else await self.worker.call(job, size)
+
+    async def claim(self, size: int) -> ByteClaim | None:
+        """Wait until ``size`` bytes of JSON may be read and checked; returns the claim, which the
+        caller releases. None if they are so few that they need no claim."""
+        if size < LONG_JSON_BYTES:
+            return None
+        granted = anyio.Event()
+        budget = self.small_bodies if size < LARGE_JSON_BYTES else self.large_bodies
+        claim = budget.claim(size, granted.set)
+        try:
+            await granted.wait()
+        except BaseException:
+            claim.release()
+            raise
+        return claim
+
+    def release(self, claim: ByteClaim | None, streams: Sequence[TokenStream] = ()) -> None:
+        """Release a claim once the prompts of its request's streams are tokenised."""
+        if claim is None:
+            return
+        if not all(stream.prompt_token_ids for stream in streams):
+            with suppress(AsyncLLMError):  # The engine may be closed meanwhile.
+                post_when_done(self.engine._running().prompts_made(), claim.release)
+                return
+        claim.release()
 
     def model_name(self, requested: str | None) -> str:
         """Name of the model in an answer.

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
-from websockets.frames import CloseCode, Frame
+from websockets.frames import CloseCode, Frame, Opcode
 from websockets.protocol import State
 
-from asyncllm.serving.bounded_protocol import BoundedProtocol
+from asyncllm.serving.bounded_protocol import FREE_BYTES, BoundedProtocol, Timer
+from asyncllm.serving.byte_budget import ByteBudget, ByteClaim
 from asyncllm.serving.turns import EVENTS_PER_TURN
 
-MAX_FRAGMENTS = 1024
-"""Maximum number of fragments of a WebSocket message. Without a limit, a client could send empty
-fragments for ever."""
+FREE_FRAMES = 1024
+BYTES_PER_FRAME = 64
+"""Bytes of a fragmented message per allowed frame: it may have FREE_FRAMES frames, and one more for
+each BYTES_PER_FRAME bytes. Pings and pongs between its fragments count."""
+
+MESSAGE_SECONDS = 30.0
+"""Seconds that a client has to send the rest of a message of more than FREE_BYTES."""
 
 FRAME_SLICE_BYTES = 256, 4096
 """Minimum and maximum number of bytes that the WebSocket parser gets at a time. It parses every
@@ -22,12 +27,23 @@ frame in them."""
 
 
 class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
-    """A WebSocket connection."""
+    """A WebSocket connection.
+
+    Class attributes:
+        long_messages: budget of the server's messages of more than FREE_BYTES, from their first
+            bytes until the application reads the next message.
+    """
+
+    long_messages: ClassVar[ByteBudget]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.close_timeout = self.limits.close_timeout
         self._num_frames = 0
+        self._is_fragmented = False
+        self._frames_left = 0.0
+        self._claim: ByteClaim | None = None
+        self._message_timer = Timer(MESSAGE_SECONDS, self._close_slow_message)
 
     def shutdown(self) -> None:
         """Close with 1001, and wait for the client's answer as after a close by the application."""
@@ -65,11 +81,30 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
             if self._num_frames >= EVENTS_PER_TURN:
                 self._wait_for_turn()
                 return
+            if self._claim is None and self._num_message_bytes() > FREE_BYTES:
+                self._claim = self.long_messages.claim(
+                    self.limits.max_message_size, self._begin_long_message
+                )
+                continue
             before = self._num_frames
             WebSocketsSansIOProtocol.data_received(self, self._take_unparsed(size))
             size = least if self._num_frames > before else min(2 * size, most)
         if not self._may_read() and not self.transport.is_closing():
             self.transport.pause_reading()
+
+    def _num_message_bytes(self) -> int:
+        """Number of bytes held of an incomplete message."""
+        return len(self.conn.reader.buffer) + (self.conn.current_size or 0)
+
+    def _begin_long_message(self) -> None:
+        self._message_timer.start()
+        if self._claim is not None:  # The claim had to wait.
+            self._resume_parsing()
+
+    def _close_slow_message(self) -> None:
+        reason = f"a message did not come within {MESSAGE_SECONDS:g} seconds"
+        self.conn.fail(CloseCode.POLICY_VIOLATION, reason)
+        self.handle_parser_exception()
 
     def _resume_parsing(self) -> None:
         """Parse the data received since parsing stopped, and resume reading."""
@@ -80,15 +115,36 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
     def handle_events(self) -> None:
         events = self.conn.events
         self._num_frames += len(events)
+        frames = [event for event in events if isinstance(event, Frame)]
+        if any(self._has_no_frames_left(frame) for frame in frames) and not self.close_sent:
+            reason = (
+                f"more than {FREE_FRAMES} frames, and one for each {BYTES_PER_FRAME} bytes, in a "
+                "message"
+            )
+            self.conn.fail(CloseCode.MESSAGE_TOO_BIG, reason)
+            self.handle_parser_exception()
+            return
         super().handle_events()
-        for event in events:
-            if isinstance(event, Frame):
-                event.data = b""  # websockets' parser refers to the last frame until the next one
+        for frame in frames:
+            frame.data = b""  # websockets' parser refers to the last frame until the next one
+
+    def _has_no_frames_left(self, frame: Frame) -> bool:
+        """Count a frame if it belongs to a fragmented message, or comes between its fragments."""
+        is_control = frame.opcode >= Opcode.CLOSE
+        if frame.opcode in (Opcode.TEXT, Opcode.BINARY):
+            self._frames_left = FREE_FRAMES
+        if self._is_fragmented or not (is_control or frame.fin):
+            self._frames_left += (0 if is_control else len(frame.data) / BYTES_PER_FRAME) - 1
+        if not is_control:
+            self._is_fragmented = not frame.fin
+        return self._frames_left < 0
 
     def _may_parse(self) -> bool:
         # Before the handshake is answered, the client may turn out to have no access.
         is_decided = self.handshake_complete or not self.handshake_initiated
-        return is_decided and not self.read_paused  # Reading is paused while a message is unread.
+        has_claim = self._claim is None or self._claim.granted
+        # Reading is paused while a message is unread.
+        return is_decided and has_claim and not self.read_paused
 
     def _may_read(self) -> bool:
         # Pongs would pile up while writing is paused.
@@ -100,20 +156,32 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
             self._resume_reading()
 
     async def receive(self) -> Any:
+        self._read_on()
         message = await self.queue.get()
-        if self.read_paused and self.queue.empty():
-            self.read_paused = False
-            self._resume_parsing()
+        if self._claim is None:  # A long message is held until the application has decoded it.
+            self._read_on()
         return message
 
-    def handle_cont(self, event: Frame) -> None:
-        if self.close_sent:
-            return
-        if len(self.frames) < MAX_FRAGMENTS:
-            super().handle_cont(event)
-        else:
-            self.conn.fail(CloseCode.MESSAGE_TOO_BIG, f"more than {MAX_FRAGMENTS} fragments")
-            self.handle_parser_exception()
+    def _read_on(self) -> None:
+        """Parse the next message, once the application has the last one."""
+        if self.read_paused and self.queue.empty():
+            self.read_paused = False
+            self._release_claim()
+            self._resume_parsing()
+
+    def _release_claim(self) -> None:
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
+
+    def send_receive_event_to_app(self) -> None:
+        self._message_timer.stop()
+        super().send_receive_event_to_app()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._message_timer.stop()
+        self._release_claim()
 
 
 def _encode_text_frame(data: bytes) -> bytes:
