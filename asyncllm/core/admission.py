@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from asyncllm import validation as check
 from asyncllm.core.request import Request, RequestGroup
+from asyncllm.core.waiting_queue import WaitingQueue
 from asyncllm.errors import AsyncLLMError, EngineOverloadedError, InvalidRequestError
 
 _RATE_HALF_LIFE = 5.0
@@ -64,6 +65,8 @@ class Admission:
         self._queued_tokens = 0
         self._queued_of: dict[str | None, tuple[int, int]] = {}
         self._waiters: dict[RequestGroup, _Waiter] = {}
+        self._line = WaitingQueue("fcfs")
+        self._num_waited = 0
         self._closed: Callable[[], AsyncLLMError] | None = None
         self._drain_rate = 0.0
         self._drain_rate_at = clock()
@@ -115,8 +118,8 @@ class Admission:
 
         Returns:
             None if the group has its place in the queue; else a future, done when it has one. The
-            first in line gets the places that become free, and ``reserve`` fails while a line
-            exists. To leave the line, set the group's ``cancelled`` and send the abort. A group
+            owners in line get the places that become free in turns, and ``reserve`` fails while a
+            line exists. To leave the line, set the group's ``cancelled`` and send the abort. A group
             that leaves the line without a place loses its members.
 
         Raises:
@@ -126,6 +129,9 @@ class Admission:
             if self._admit(group, num_tokens) is None:
                 return None
             waiter = self._waiters[group] = _Waiter(num_tokens, is_gone)
+            self._num_waited += 1
+            group.members[0].arrival_index = self._num_waited
+            self._line.push(group.members[0])
             return waiter.reserved
 
     def withdraw(self, group: RequestGroup) -> None:
@@ -133,18 +139,20 @@ class Admission:
         if group in self._waiters:
             with self._lock:
                 if self._waiters.pop(group, None) is not None:
+                    self._line.discard(group.members[0])
                     group.members = []
             self._advance_line()
 
     def _advance_line(self) -> None:
-        """Reserve places for the groups in line, in order, until one does not fit. Call it without
-        the lock, whenever a place becomes free: ``reserved`` runs callbacks."""
+        """Reserve places for the groups in line, in turns by owner, until one does not fit. Call it
+        without the lock, whenever a place becomes free: ``reserved`` runs callbacks."""
         while self._waiters:
             with self._lock:
-                if not self._waiters:
+                first = self._line.peek()
+                if first is None:
                     return
-                group, waiter = next(iter(self._waiters.items()))
-                error = None
+                group = first.group
+                waiter, error = self._waiters[group], None
                 if group.cancelled or waiter.is_gone():
                     group.members = []
                 elif (
@@ -159,6 +167,8 @@ class Admission:
                     except AsyncLLMError as failure:
                         error, group.members = failure, []
                 del self._waiters[group]
+                self._line.admit(first)
+                self._line.release(first)
             if error is None:
                 waiter.reserved.set_result(None)
             else:
@@ -181,9 +191,7 @@ class Admission:
 
     def _may_take_share(self, group: RequestGroup, num_tokens: int) -> bool:
         owner = group.members[0].owner
-        return self._has_share(group, num_tokens) and all(
-            one.owner != owner for waiting in self._waiters for one in waiting.members[:1]
-        )
+        return self._has_share(group, num_tokens) and not self._line.has_owner(owner)
 
     def _check_acceptable(self, group: RequestGroup) -> None:
         """Raise an error that refuses the group even if the queue has room."""
@@ -324,6 +332,7 @@ class Admission:
         with self._lock:
             self._closed = error
             line, self._waiters = self._waiters, {}
+            self._line = WaitingQueue("fcfs")
             live = [*self._live_groups.values(), *self._replaced_groups]
         for group, waiter in line.items():
             group.members = []

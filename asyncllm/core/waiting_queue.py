@@ -75,6 +75,10 @@ class WaitingQueue:
     def __iter__(self):
         return iter(self._waiting_requests)
 
+    def has_owner(self, name: str | None) -> bool:
+        """Whether a request of this owner waits or runs."""
+        return name in self._owners
+
     def push(self, request: Request) -> None:
         index = request.arrival_index
         request.sort_key = (*self._rank_request(request), index)
