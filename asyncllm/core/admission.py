@@ -119,8 +119,8 @@ class Admission:
         Returns:
             None if the group has its place in the queue; else a future, done when it has one. The
             owners in line get the places that become free in turns, and ``reserve`` fails while a
-            line exists. To leave the line, set the group's ``cancelled`` and send the abort. A group
-            that leaves the line without a place loses its members.
+            line exists. To leave the line, set the group's ``cancelled`` and send the abort. A
+            group that leaves the line without a place loses its members.
 
         Raises:
             InvalidRequestError, EngineError: as ``reserve``; the future fails with them too.
