@@ -63,7 +63,7 @@ class Admission:
         self._next_arrival_index = 0
         self._queued_requests: dict[Request, int] = {}
         self._queued_tokens = 0
-        self._queued_of: dict[str | None, tuple[int, int]] = {}
+        self._queued_of: dict[str | None, list[int]] = {}
         self._waiters: dict[RequestGroup, _Waiter] = {}
         self._line = WaitingQueue("fcfs")
         self._num_waited = 0
@@ -162,8 +162,7 @@ class Admission:
                     return
                 else:
                     try:
-                        self._check_acceptable(group)
-                        self._register(group, waiter.num_tokens)
+                        self._register(group, waiter.num_tokens, self._check_acceptable(group))
                     except AsyncLLMError as failure:
                         error, group.members = failure, []
                 del self._waiters[group]
@@ -178,14 +177,14 @@ class Admission:
         """Register a group if the queue has room and no call waits for room, or if it fits its
         owner's share and no call of its owner waits; otherwise return why not, as ``_check_room``
         does."""
-        self._check_acceptable(group)
+        other = self._check_acceptable(group)
         if self._waiters:
             count = len(self._waiters)
             lacks = f"{count} wait for a place in the queue", count
         else:
             lacks = self._check_room(len(group.members), num_tokens)
         if lacks is None or self._may_take_share(group, num_tokens):
-            self._register(group, num_tokens)
+            self._register(group, num_tokens, other)
             return None
         return lacks
 
@@ -193,8 +192,9 @@ class Admission:
         owner = group.members[0].owner
         return self._has_share(group, num_tokens) and not self._line.has_owner(owner)
 
-    def _check_acceptable(self, group: RequestGroup) -> None:
-        """Raise an error that refuses the group even if the queue has room."""
+    def _check_acceptable(self, group: RequestGroup) -> RequestGroup | None:
+        """Raise an error that refuses the group even if the queue has room. Returns the aborted
+        group that still has its id, or None."""
         if self._closed is not None:
             raise self._closed()
         other = self._live_groups.get(group.request_id)
@@ -207,29 +207,34 @@ class Admission:
         if len(group.members) > self.max_queued_requests:
             accepted = f"at most max_queued_requests={self.max_queued_requests}"
             raise check.invalid("n", len(group.members), accepted)
+        return other
 
-    def _register(self, group: RequestGroup, num_tokens: int) -> None:
-        other, members = self._live_groups.get(group.request_id), group.members
+    def _register(self, group: RequestGroup, num_tokens: int, other: RequestGroup | None) -> None:
+        members = group.members
+        count = len(members)
         if other is not None:
             # An aborted group frees its id at once, but the engine thread will still call
             # ``forget`` for it.
             self._replaced_groups.add(other)
         self._live_groups[group.request_id] = group
-        self._num_members += len(members)
-        self._count_queued(members[0].owner, len(members), len(members) * num_tokens)
+        self._num_members += count
+        self._count_queued(members[0].owner, count, count * num_tokens)
         for i, request in enumerate(members, self._next_arrival_index):
             self._queued_requests[request] = num_tokens
             request.arrival_index = i
-        self._next_arrival_index += len(members)
+        self._next_arrival_index += count
         self.num_requests += 1
 
     def _count_queued(self, owner: str | None, num_requests: int, num_tokens: int) -> None:
         """Add to the queued requests and prompt tokens of an owner."""
         self._queued_tokens += num_tokens
-        requests, tokens = self._queued_of.get(owner, (0, 0))
-        if requests + num_requests:
-            self._queued_of[owner] = requests + num_requests, tokens + num_tokens
-        else:
+        try:
+            queued = self._queued_of[owner]
+        except KeyError:
+            queued = self._queued_of[owner] = [0, 0]
+        queued[0] += num_requests
+        queued[1] += num_tokens
+        if not queued[0]:
             del self._queued_of[owner]
 
     def _has_share(self, group: RequestGroup, num_tokens: int) -> bool:
