@@ -155,14 +155,10 @@ class Admission:
                 waiter, error = self._waiters[group], None
                 if group.cancelled or waiter.is_gone():
                     group.members = []
-                elif (
-                    not self._has_share(group, waiter.num_tokens)
-                    and self._check_room(len(group.members), waiter.num_tokens) is not None
-                ):
-                    return
                 else:
                     try:
-                        self._register(group, waiter.num_tokens, self._check_acceptable(group))
+                        if self._admit(group, waiter.num_tokens, is_next=True) is not None:
+                            return
                     except AsyncLLMError as failure:
                         error, group.members = failure, []
                 del self._waiters[group]
@@ -173,28 +169,18 @@ class Admission:
             else:
                 waiter.reserved.set_exception(error)
 
-    def _admit(self, group: RequestGroup, num_tokens: int) -> tuple[str, int] | None:
-        """Register a group if the queue has room and no call waits for room, or if it fits its
-        owner's share and no call of its owner waits; otherwise return why not, as ``_check_room``
-        does."""
-        other = self._check_acceptable(group)
-        if self._waiters:
-            count = len(self._waiters)
-            lacks = f"{count} wait for a place in the queue", count
-        else:
-            lacks = self._check_room(len(group.members), num_tokens)
-        if lacks is None or self._may_take_share(group, num_tokens):
-            self._register(group, num_tokens, other)
-            return None
-        return lacks
+    def _admit(
+        self, group: RequestGroup, num_tokens: int, *, is_next: bool = False
+    ) -> tuple[str, int] | None:
+        """Register a group if the queue has room, or the group's owner a share of it, and no call
+        waits for that before it; otherwise return why not, as ``_check_room`` does.
 
-    def _may_take_share(self, group: RequestGroup, num_tokens: int) -> bool:
-        owner = group.members[0].owner
-        return self._has_share(group, num_tokens) and not self._line.has_owner(owner)
+        Args:
+            is_next: whether the group is the next one of those in line.
 
-    def _check_acceptable(self, group: RequestGroup) -> RequestGroup | None:
-        """Raise an error that refuses the group even if the queue has room. Returns the aborted
-        group that still has its id, or None."""
+        Raises:
+            AsyncLLMError: that refuses the group even if the queue has room.
+        """
         if self._closed is not None:
             raise self._closed()
         other = self._live_groups.get(group.request_id)
@@ -204,26 +190,32 @@ class Admission:
                 "expected one that is not in use",
                 param="request_id",
             )
-        if len(group.members) > self.max_queued_requests:
-            accepted = f"at most max_queued_requests={self.max_queued_requests}"
-            raise check.invalid("n", len(group.members), accepted)
-        return other
-
-    def _register(self, group: RequestGroup, num_tokens: int, other: RequestGroup | None) -> None:
         members = group.members
-        count = len(members)
+        count, owner = len(members), members[0].owner
+        if count > self.max_queued_requests:
+            accepted = f"at most max_queued_requests={self.max_queued_requests}"
+            raise check.invalid("n", count, accepted)
+        if self._waiters and not is_next:
+            lacks = f"{len(self._waiters)} wait for a place in the queue", len(self._waiters)
+        else:
+            lacks = self._check_room(count, num_tokens)
+        if lacks is not None and not (
+            self._has_share(group, num_tokens) and (is_next or not self._line.has_owner(owner))
+        ):
+            return lacks
         if other is not None:
             # An aborted group frees its id at once, but the engine thread will still call
             # ``forget`` for it.
             self._replaced_groups.add(other)
         self._live_groups[group.request_id] = group
         self._num_members += count
-        self._count_queued(members[0].owner, count, count * num_tokens)
+        self._count_queued(owner, count, count * num_tokens)
         for i, request in enumerate(members, self._next_arrival_index):
             self._queued_requests[request] = num_tokens
             request.arrival_index = i
         self._next_arrival_index += count
         self.num_requests += 1
+        return None
 
     def _count_queued(self, owner: str | None, num_requests: int, num_tokens: int) -> None:
         """Add to the queued requests and prompt tokens of an owner."""
