@@ -148,6 +148,24 @@ def test_an_owner_without_a_share_left_waits_in_line_and_others_pass_it(clock):
     assert waiting.result(0) is None
 
 
+def test_owners_in_line_take_turns(clock):
+    """An owner's first call waits behind one of another owner that has many."""
+    admission = Admission(4, 1000, clock)
+    queued = fill(admission, "a") + fill(admission, "b")
+    assert len(queued) == 6
+    line = []
+    for name in ("1 a", "2 a", "3 a", "1 b", "2 b"):
+        waiting = admission.reserve_or_wait(request(name, name[-1]), 1, lambda: False)
+        assert waiting is not None
+        line.append((name, waiting))
+    told = []
+    for group in queued:
+        admission.forget(group)
+        told.append([name for name, waiting in line if waiting.done()])
+    assert told[1:4] == [[], ["1 a"], ["1 a", "2 a", "1 b"]]
+    assert told[5] == ["1 a", "2 a", "1 b", "2 b"]
+
+
 def test_a_prompt_that_is_longer_than_the_queue_waits_alone(clock):
     admission = Admission(5, 10, clock)
     admission.reserve(request("long"), 50)

@@ -24,14 +24,18 @@ LENGTH = 12
 
 
 class SlowMatcher:
-    """Admits everything. Masks take 10 ms on the engine thread; on another they wait for a gate."""
+    """Admits everything. Masks, or the accepting of tokens, take 10 ms on the engine thread; on
+    another they wait for a gate."""
 
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
         self.gate = threading.Event()
         self.slow = True
+        self.slow_call = "bitmask"
+        self.last_token: int | None = None
         self.error: BaseException | None = None
         self.num_elsewhere = 0
+        self.ended = False
         self._using = threading.Lock()
 
     @contextmanager
@@ -42,8 +46,21 @@ class SlowMatcher:
         finally:
             self._using.release()
 
+    def work(self, call: str) -> None:
+        if call != self.slow_call:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            self.num_elsewhere += 1
+            assert self.gate.wait(10)
+            if self.error is not None:
+                raise self.error
+        elif self.slow:
+            self.rig.now += 0.01
+
     def accept(self, token_id: int) -> bool:
         with self.alone():
+            self.work("accept")
+            self.ended = token_id == self.last_token
             return True
 
     def rollback(self, num_tokens: int) -> None:
@@ -51,20 +68,14 @@ class SlowMatcher:
 
     def bitmask(self) -> bytearray:
         with self.alone():
-            if threading.current_thread() is not threading.main_thread():
-                self.num_elsewhere += 1
-                assert self.gate.wait(10)
-                if self.error is not None:
-                    raise self.error
-            elif self.slow:
-                self.rig.now += 0.01
+            self.work("bitmask")
             return bytearray(b"\xff" * 125 + bytes(3))
 
     def may_end(self) -> bool:
         return False
 
     def is_terminated(self) -> bool:
-        return False
+        return self.ended
 
 
 class SlowRig(Rig):
@@ -74,10 +85,11 @@ class SlowRig(Rig):
         super().__init__(**limits)
         self.matcher = SlowMatcher(self)
         self.matcher.slow = slow
-        self.core._mask_maker._clock = self.clock
         self.hostile = self.group(LENGTH, name="slow")
         self.request = self.hostile.members[0]
-        self.grammar = self.request.structured_output = StructuredOutput(self.matcher)
+        self.grammar = self.request.structured_output = StructuredOutput(
+            self.matcher, clock=self.clock
+        )
         self.neighbour = self.group(4 * LENGTH, name="neighbour").members[0]
 
     def until_ahead(self) -> None:
@@ -85,7 +97,9 @@ class SlowRig(Rig):
         while not self.core._mask_maker.num_pending:
             assert not self.request.finished
             self.steps(1)
+        until = time.monotonic() + 10
         while not self.matcher.num_elsewhere:
+            assert time.monotonic() < until
             time.sleep(0.001)
 
     def finish(self) -> list[int]:
@@ -108,9 +122,10 @@ def depth(request: Any) -> int:
     return request.param
 
 
-@pytest.fixture
-def rig(depth: int) -> Iterator[SlowRig]:
+@pytest.fixture(params=["bitmask", "accept"])
+def rig(request: Any, depth: int) -> Iterator[SlowRig]:
     made = SlowRig(pipeline_depth=depth)
+    made.matcher.slow_call = request.param
     yield made
     made.matcher.gate.set()
     made.core._mask_maker.close()
@@ -188,6 +203,19 @@ def test_an_error_on_the_thread_ends_its_own_request(rig: SlowRig) -> None:
     assert rig.request.finish_reason is None
     assert rig.core.stats().num_failed == 1
     assert rig.neighbour.status is Status.RUNNING
+
+
+def test_a_token_accepted_on_the_thread_ends_the_output(depth: int) -> None:
+    """Its end comes with the next mask, which there is none of."""
+    tokens = expected(pipeline_depth=depth)
+    rig = SlowRig(pipeline_depth=depth)
+    rig.matcher.slow_call, rig.matcher.last_token = "accept", tokens[5]
+    assert tokens.index(tokens[5]) == 5
+    assert rig.finish() == tokens[:6]
+    assert rig.matcher.num_elsewhere > 0
+    assert rig.request.finish_reason == "stop"
+    assert rig.core.stats().num_finished == 1
+    rig.core._mask_maker.close()
 
 
 def test_closing_waits_for_one_mask_and_drops_the_others(rig: SlowRig) -> None:

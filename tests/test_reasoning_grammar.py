@@ -27,9 +27,9 @@ class Follower:
     """Masks, the grammar and Reasoning, in the engine's order: the mask, the grammar's own
     advance, then the push as the token is delivered."""
 
-    def __init__(self, backend: Any, regex: str, **reasoning: Any) -> None:
+    def __init__(self, backend: Any, *choices: str, **reasoning: Any) -> None:
         vocabulary = byte_vocabulary(*[b""] * 60)
-        grammar = backend(vocabulary).compile(parse_structured_outputs({"regex": regex}))
+        grammar = backend(vocabulary).compile(parse_structured_outputs({"choice": choices}))
         self.output = StructuredOutput(grammar.new_matcher())
         state: dict[str, Any] = {"thinking": False, "may_begin": True, "only_at_start": True}
         self.request: Any = SimpleNamespace(
@@ -61,7 +61,7 @@ def backend(request: pytest.FixtureRequest) -> Any:
 
 
 def test_a_delimiter_of_several_tokens_opens_thoughts(backend: Any) -> None:
-    follower = Follower(backend, "ab?")
+    follower = Follower(backend, "a", "ab")
     assert follower.allowed() == {ord("a"), BEGIN[0]}
     for before, following in itertools.pairwise(BEGIN):
         follower.take(before)
@@ -80,7 +80,7 @@ def test_a_delimiter_of_several_tokens_opens_thoughts(backend: Any) -> None:
 
 def test_a_grammar_that_begins_as_the_delimiter_does(backend: Any) -> None:
     """Both go on together; the matcher goes back if thoughts are opened after all."""
-    thinks, answers, parts = (Follower(backend, "<bc|<z") for _ in range(3))
+    thinks, answers, parts = (Follower(backend, "<bc", "<z") for _ in range(3))
     for follower in (thinks, answers, parts):
         assert follower.allowed() == {ord("<")}
         follower.take(ord("<"))
@@ -104,7 +104,7 @@ def test_a_delimiter_that_is_not_completed_is_no_answer(backend: Any) -> None:
 
 
 def test_thoughts_do_not_come_back_in_an_answer(backend: Any) -> None:
-    follower = Follower(backend, "x<b.*")
+    follower = Follower(backend, "x<b", "x<bcd")
     follower.take(*b"x<b")
     follower.request.reasoning.push(300)
     assert not follower.request.reasoning.thinking

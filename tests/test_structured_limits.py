@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from typing import Any
 
@@ -305,29 +304,33 @@ def test_an_ambiguous_grammar_ends_after_the_same_few_tokens(llguidance, asked, 
     assert (again, str(same)) == (count, str(error))
 
 
+def tag_of(*elements: dict[str, Any]) -> dict[str, Any]:
+    form = {"type": "sequence", "elements": list(elements)}
+    return {"structural_tag": {"type": "structural_tag", "format": form}}
+
+
 @pytest.mark.parametrize(
     "asked",
     [
-        {"regex": "((a*)*)*"},
+        {"regex": "(((a?){0,99}){0,99})*"},
         {"grammar": 'root ::= x*\nx ::= y*\ny ::= "a"*'},
-        {"structural_tag": {"type": "structural_tag", "format": {"type": "regex",
-                                                                "pattern": "(a*)*"}}},
+        {"grammar": 'start: "a"'},
+        tag_of({"type": "regex", "pattern": "(a*)*"}),
+        tag_of({"type": "grammar", "grammar": 'root ::= "a"'}),
+        tag_of(*[{"type": "any_text"}] * 5),
+        tags_within_tags(2),
     ],
-)  # fmt: skip
-def test_xgrammar_bounds_the_bytes_under_a_callers_own_rules(asked) -> None:
-    from asyncllm.structured.xgrammar_backend import MAX_WORK, XGrammarBackend
+    ids=lambda one: str(one)[:60],
+)
+def test_xgrammar_refuses_forms_that_may_be_ambiguous(asked) -> None:
+    """A mask of the first takes a minute, and nothing can end it."""
+    from asyncllm.structured.xgrammar_backend import XGrammarBackend
 
-    spec = parse_structured_outputs(asked)
-    assert spec is not None
-    most = math.isqrt(MAX_WORK // len(spec.text))
-    assert 20 < most < 100
-    count, error = written(XGrammarBackend(byte_vocabulary()), asked, "a")
-    assert count == most
-    assert error.param == "structured_outputs"
-    assert f"at most {most} bytes" in str(error)
+    with pytest.raises(GrammarError, match=r"no limit of work for .* expected the llguidance"):
+        compiled(XGrammarBackend(byte_vocabulary()), **asked)
 
 
-def test_xgrammars_schemas_and_choices_have_no_such_bound() -> None:
+def test_xgrammar_takes_long_outputs_of_schemas_and_choices() -> None:
     from asyncllm.structured.xgrammar_backend import XGrammarBackend
 
     backend = XGrammarBackend(byte_vocabulary())

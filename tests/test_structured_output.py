@@ -10,6 +10,7 @@ import json
 import random
 import re
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from asyncllm import (
 )
 from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.structured import compiler as compiler_module
+from asyncllm.structured.compiler import GrammarCompiler
 from asyncllm.structured.llguidance_backend import LLGuidanceBackend, LLGuidanceMatcher
 from asyncllm.structured.spec import parse_structured_outputs
 from asyncllm.testing.byte_tokenizer import TURN_END
@@ -299,6 +301,40 @@ async def test_a_compile_holds_up_nothing_but_its_requests(slow):
         assert [(await stream.result()).text for stream in held] == ["slow"] * 3
         await engine.generate("x", structured_outputs={"regex": "slow"})
         assert slow.begun.count("slow") == 1  # compiled once, for all, and kept
+
+
+class Timed:
+    """Backends whose compiles take 40 ms; their beginnings and ends by thread."""
+
+    def __init__(self) -> None:
+        self.spans: dict[int, list[tuple[float, float]]] = {}
+
+    def prepare(self) -> None: ...
+
+    def compile(self, spec: Any, begin: Any) -> Any:
+        began = time.perf_counter()
+        time.sleep(0.04)
+        span = began, time.perf_counter()
+        self.spans.setdefault(threading.get_ident(), []).append(span)
+        return object()
+
+
+def test_a_thread_rests_between_compiles_until_the_compiler_is_closed() -> None:
+    backends: Any = Timed()
+    compiler, done = GrammarCompiler(backends, 10.0), threading.Semaphore(0)
+    for i in range(4):
+        spec = parse_structured_outputs({"regex": str(i)})
+        assert spec is not None
+        compiler.submit(spec, lambda grammar, error: done.release())
+    for _ in range(4):
+        assert done.acquire(timeout=10)
+    began = time.perf_counter()
+    for thread in compiler.close():
+        thread.join(10)
+    assert time.perf_counter() - began < 0.07  # a rest takes 80 ms
+    pairs = [pair for spans in backends.spans.values() for pair in itertools.pairwise(spans)]
+    assert len(pairs) >= 2
+    assert min(after[0] - before[1] for before, after in pairs) >= 0.08
 
 
 async def test_a_compile_past_its_time_fails_its_requests_and_is_kept(slow):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from asyncllm import validation as check
 from asyncllm.core.request import Request, RequestGroup
+from asyncllm.core.waiting_queue import WaitingQueue
 from asyncllm.errors import AsyncLLMError, EngineOverloadedError, InvalidRequestError
 
 _RATE_HALF_LIFE = 5.0
@@ -62,8 +63,10 @@ class Admission:
         self._next_arrival_index = 0
         self._queued_requests: dict[Request, int] = {}
         self._queued_tokens = 0
-        self._queued_of: dict[str | None, tuple[int, int]] = {}
+        self._queued_of: dict[str | None, list[int]] = {}
         self._waiters: dict[RequestGroup, _Waiter] = {}
+        self._line = WaitingQueue("fcfs")
+        self._num_waited = 0
         self._closed: Callable[[], AsyncLLMError] | None = None
         self._drain_rate = 0.0
         self._drain_rate_at = clock()
@@ -115,9 +118,9 @@ class Admission:
 
         Returns:
             None if the group has its place in the queue; else a future, done when it has one. The
-            first in line gets the places that become free, and ``reserve`` fails while a line
-            exists. To leave the line, set the group's ``cancelled`` and send the abort. A group
-            that leaves the line without a place loses its members.
+            owners in line get the places that become free in turns, and ``reserve`` fails while a
+            line exists. To leave the line, set the group's ``cancelled`` and send the abort. A
+            group that leaves the line without a place loses its members.
 
         Raises:
             InvalidRequestError, EngineError: as ``reserve``; the future fails with them too.
@@ -126,6 +129,9 @@ class Admission:
             if self._admit(group, num_tokens) is None:
                 return None
             waiter = self._waiters[group] = _Waiter(num_tokens, is_gone)
+            self._num_waited += 1
+            group.members[0].arrival_index = self._num_waited
+            self._line.push(group.members[0])
             return waiter.reserved
 
     def withdraw(self, group: RequestGroup) -> None:
@@ -133,60 +139,48 @@ class Admission:
         if group in self._waiters:
             with self._lock:
                 if self._waiters.pop(group, None) is not None:
+                    self._line.discard(group.members[0])
                     group.members = []
             self._advance_line()
 
     def _advance_line(self) -> None:
-        """Reserve places for the groups in line, in order, until one does not fit. Call it without
-        the lock, whenever a place becomes free: ``reserved`` runs callbacks."""
+        """Reserve places for the groups in line, in turns by owner, until one does not fit. Call it
+        without the lock, whenever a place becomes free: ``reserved`` runs callbacks."""
         while self._waiters:
             with self._lock:
-                if not self._waiters:
+                first = self._line.peek()
+                if first is None:
                     return
-                group, waiter = next(iter(self._waiters.items()))
-                error = None
+                group = first.group
+                waiter, error = self._waiters[group], None
                 if group.cancelled or waiter.is_gone():
                     group.members = []
-                elif (
-                    not self._has_share(group, waiter.num_tokens)
-                    and self._check_room(len(group.members), waiter.num_tokens) is not None
-                ):
-                    return
                 else:
                     try:
-                        self._check_acceptable(group)
-                        self._register(group, waiter.num_tokens)
+                        if self._admit(group, waiter.num_tokens, is_next=True) is not None:
+                            return
                     except AsyncLLMError as failure:
                         error, group.members = failure, []
                 del self._waiters[group]
+                self._line.admit(first)
+                self._line.release(first)
             if error is None:
                 waiter.reserved.set_result(None)
             else:
                 waiter.reserved.set_exception(error)
 
-    def _admit(self, group: RequestGroup, num_tokens: int) -> tuple[str, int] | None:
-        """Register a group if the queue has room and no call waits for room, or if it fits its
-        owner's share and no call of its owner waits; otherwise return why not, as ``_check_room``
-        does."""
-        self._check_acceptable(group)
-        if self._waiters:
-            count = len(self._waiters)
-            lacks = f"{count} wait for a place in the queue", count
-        else:
-            lacks = self._check_room(len(group.members), num_tokens)
-        if lacks is None or self._may_take_share(group, num_tokens):
-            self._register(group, num_tokens)
-            return None
-        return lacks
+    def _admit(
+        self, group: RequestGroup, num_tokens: int, *, is_next: bool = False
+    ) -> tuple[str, int] | None:
+        """Register a group if the queue has room, or the group's owner a share of it, and no call
+        waits for that before it; otherwise return why not, as ``_check_room`` does.
 
-    def _may_take_share(self, group: RequestGroup, num_tokens: int) -> bool:
-        owner = group.members[0].owner
-        return self._has_share(group, num_tokens) and all(
-            one.owner != owner for waiting in self._waiters for one in waiting.members[:1]
-        )
+        Args:
+            is_next: whether the group is the next one of those in line.
 
-    def _check_acceptable(self, group: RequestGroup) -> None:
-        """Raise an error that refuses the group even if the queue has room."""
+        Raises:
+            AsyncLLMError: that refuses the group even if the queue has room.
+        """
         if self._closed is not None:
             raise self._closed()
         other = self._live_groups.get(group.request_id)
@@ -196,32 +190,43 @@ class Admission:
                 "expected one that is not in use",
                 param="request_id",
             )
-        if len(group.members) > self.max_queued_requests:
+        members = group.members
+        count, owner = len(members), members[0].owner
+        if count > self.max_queued_requests:
             accepted = f"at most max_queued_requests={self.max_queued_requests}"
-            raise check.invalid("n", len(group.members), accepted)
-
-    def _register(self, group: RequestGroup, num_tokens: int) -> None:
-        other, members = self._live_groups.get(group.request_id), group.members
+            raise check.invalid("n", count, accepted)
+        if self._waiters and not is_next:
+            lacks = f"{len(self._waiters)} wait for a place in the queue", len(self._waiters)
+        else:
+            lacks = self._check_room(count, num_tokens)
+        if lacks is not None and not (
+            self._has_share(group, num_tokens) and (is_next or not self._line.has_owner(owner))
+        ):
+            return lacks
         if other is not None:
             # An aborted group frees its id at once, but the engine thread will still call
             # ``forget`` for it.
             self._replaced_groups.add(other)
         self._live_groups[group.request_id] = group
-        self._num_members += len(members)
-        self._count_queued(members[0].owner, len(members), len(members) * num_tokens)
+        self._num_members += count
+        self._count_queued(owner, count, count * num_tokens)
         for i, request in enumerate(members, self._next_arrival_index):
             self._queued_requests[request] = num_tokens
             request.arrival_index = i
-        self._next_arrival_index += len(members)
+        self._next_arrival_index += count
         self.num_requests += 1
+        return None
 
     def _count_queued(self, owner: str | None, num_requests: int, num_tokens: int) -> None:
         """Add to the queued requests and prompt tokens of an owner."""
         self._queued_tokens += num_tokens
-        requests, tokens = self._queued_of.get(owner, (0, 0))
-        if requests + num_requests:
-            self._queued_of[owner] = requests + num_requests, tokens + num_tokens
-        else:
+        try:
+            queued = self._queued_of[owner]
+        except KeyError:
+            queued = self._queued_of[owner] = [0, 0]
+        queued[0] += num_requests
+        queued[1] += num_tokens
+        if not queued[0]:
             del self._queued_of[owner]
 
     def _has_share(self, group: RequestGroup, num_tokens: int) -> bool:
@@ -324,6 +329,7 @@ class Admission:
         with self._lock:
             self._closed = error
             line, self._waiters = self._waiters, {}
+            self._line = WaitingQueue("fcfs")
             live = [*self._live_groups.values(), *self._replaced_groups]
         for group, waiter in line.items():
             group.members = []

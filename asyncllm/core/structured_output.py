@@ -32,8 +32,12 @@ class StructuredOutput:
     Attributes:
         special: ids of the special tokens, which add no text. A stop token among them that the
             grammar names is part of the output, and ends it only where the grammar may end.
+        clock: processor seconds of the calling thread. By wall-clock time, a quick mask would count
+            as slow on a busy machine.
+        accept_time: seconds that tokens took to be accepted since the last mask.
         num_ahead: number of masks that MaskMaker must still make ahead of their step; 0 if its
-            masks are quick.
+            masks are quick. Meanwhile a token is accepted along with the next mask.
+        unaccepted: the last token, if it waits for the next mask.
         next_mask: future of the next mask, which another thread makes; that thread owns the matcher
             until the mask is done.
         num_opening: number of tokens of a possible reasoning delimiter that the matcher has
@@ -42,6 +46,9 @@ class StructuredOutput:
 
     matcher: GrammarMatcher
     special: Collection[int] = ()
+    clock: Callable[[], float] = time.thread_time
+    accept_time: float = field(init=False, default=0.0)
+    unaccepted: int | None = field(init=False, default=None)
     num_ahead: int = field(init=False, default=0)
     next_mask: Future[tuple[bytes | None, float]] | None = field(init=False, default=None)
     num_opening: int | None = field(init=False, default=0)
@@ -51,10 +58,21 @@ class StructuredOutput:
     ) -> FinishReason | None:
         """Accept the token just appended, before ``request.reasoning`` does. ``reason`` is the
         finish reason so far. Returns the final one: a complete output ends by itself, without EOS.
+        If accepting is slow, it is left to the thread that makes the next mask, which then ends a
+        complete output.
 
         Raises:
             Exception: RequestError for a token that is not allowed, or any error of the matcher.
         """
+        began = self.clock()
+        try:
+            return self._advance(request, token_id, reason)
+        finally:
+            self.accept_time += self.clock() - began
+
+    def _advance(
+        self, request: Request, token_id: int, reason: FinishReason | None
+    ) -> FinishReason | None:
         reasoning = request.reasoning
         thinking = reasoning is not None and reasoning.thinking
         if reason == "stop":  # The grammar gets a stop token only if it names that token.
@@ -67,15 +85,22 @@ class StructuredOutput:
             if token_id == reasoning.next_begin_token():
                 self._follow_opening(reasoning, token_id)
                 return self._finish_reason_of_ended(reason) if self.num_opening else reason
-        if self.num_opening is None or not self.matcher.accept(token_id):
+        if self.num_opening is None:
             raise _grammar_violation_error(request, token_id)
+        if self.num_ahead and reason is None:
+            self.unaccepted = token_id
+            return None
+        self._accept(request, token_id)
         return self._finish_reason_of_ended(reason)
+
+    def _accept(self, request: Request, token_id: int) -> None:
+        if not self.matcher.accept(token_id):
+            raise _grammar_violation_error(request, token_id)
 
     def _accept_named_stop_token(self, request: Request, token_id: int) -> FinishReason | None:
         """Accept a stop token where the grammar cannot end. The mask allowed it, so the grammar
         names it."""
-        if not self.matcher.accept(token_id):
-            raise _grammar_violation_error(request, token_id)
+        self._accept(request, token_id)
         if self.matcher.may_end():
             return "stop"
         request.stop_reason = None
@@ -106,12 +131,17 @@ class StructuredOutput:
         grammar names them. A grammar that cannot go on ends the output before ``min_tokens``.
 
         Raises:
-            RequestError: if no token is allowed and the output is not complete.
+            Exception: RequestError if no token is allowed and the output is not complete, or any
+                error of the matcher.
         """
-        reasoning = request.reasoning
+        matcher, reasoning, token_id = self.matcher, request.reasoning, self.unaccepted
+        if token_id is not None:
+            self.unaccepted = None
+            self._accept(request, token_id)
+            if matcher.is_terminated():
+                return None
         if reasoning is not None and reasoning.thinking:
             return b""
-        matcher = self.matcher
         mask, may_end = matcher.bitmask(), matcher.may_end()
         if self.num_opening is None:
             mask, may_end = bytearray(len(mask)), False
@@ -169,22 +199,17 @@ _SLOW_FRACTION = 1 / 8
 class MaskMaker:
     """Makes the masks of steps; slow masks are made ahead of their step on a thread.
 
-    A step may wait ``max(2 ms, a tenth of its time)`` for its masks. If they take longer and other
-    rows wait for them, the slow requests are scheduled from then on only once their mask is made:
-    until then they count as having a token in flight. So a slow mask delays its own request alone,
-    and changes none of its tokens.
+    A step may wait ``max(2 ms, a tenth of its time)`` for its masks, and for the grammars to accept
+    the tokens before them. If they take longer and other rows wait for them, the slow requests are
+    scheduled from then on only once their mask is made: until then they count as having a token in
+    flight. So a slow grammar delays its own request alone, and changes none of its tokens.
 
     Args:
         send: asks the engine thread to call a function with arguments.
-        clock: processor seconds of the calling thread. By wall-clock time, a quick mask would
-            count as slow on a busy machine.
     """
 
-    def __init__(
-        self, send: Callable[..., None], clock: Callable[[], float] = time.thread_time
-    ) -> None:
+    def __init__(self, send: Callable[..., None]) -> None:
         self._send = send
-        self._clock = clock
         self._worker: ThreadPoolExecutor | None = None
         self.num_pending = 0
 
@@ -209,12 +234,15 @@ class MaskMaker:
             grammar = request.structured_output
             try:
                 assert isinstance(grammar, StructuredOutput)
+                waited, grammar.accept_time = grammar.accept_time, 0.0
                 if grammar.next_mask is None:
                     mask, seconds = self._make_mask(grammar, request)
-                    total += seconds
+                    waited += seconds
+                    seconds = waited
                 else:  # The mask was made ahead, unless the request was preempted meanwhile.
                     mask, seconds = grammar.next_mask.result()
                     grammar.next_mask = None
+                total += waited
             except BaseException as error:  # A grammar backend's native code may panic.
                 ends.append((request, error))
                 continue
@@ -262,8 +290,8 @@ class MaskMaker:
             self._worker.shutdown(cancel_futures=True)
 
     def _make_mask(self, grammar: StructuredOutput, request: Request) -> tuple[bytes | None, float]:
-        began = self._clock()
-        return grammar.mask(request), self._clock() - began
+        began = grammar.clock()
+        return grammar.mask(request), grammar.clock() - began
 
     def _on_mask_made(self, request: Request, epoch: int) -> None:
         self.num_pending -= 1

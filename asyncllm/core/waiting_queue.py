@@ -75,6 +75,10 @@ class WaitingQueue:
     def __iter__(self):
         return iter(self._waiting_requests)
 
+    def has_owner(self, name: str | None) -> bool:
+        """Whether a request of this owner waits or runs."""
+        return name in self._owners
+
     def push(self, request: Request) -> None:
         index = request.arrival_index
         request.sort_key = (*self._rank_request(request), index)
@@ -82,7 +86,10 @@ class WaitingQueue:
             self._newest_arrival_index = index
         owner = self._owners.get(request.owner)
         if owner is None:
+            alone = list(self._owners.values()) if len(self._owners) == 1 else ()
             owner = self._owners[request.owner] = _Owner(request.owner)
+            for other in alone:
+                self._requeue_owner(other)
         self._serial += 1
         self._waiting_requests[request] = self._serial
         self._num_entries += 1
@@ -119,7 +126,8 @@ class WaitingQueue:
         """Record that an admitted request does not run any more."""
         owner = self._owners[request.owner]
         owner.num_running -= 1
-        self._requeue_owner(owner)
+        if owner.heap or not owner.num_running:
+            self._requeue_owner(owner)
 
     def _drop_entry(self, request: Request, owner: _Owner) -> None:
         """Drop the entry of a request that left the queue: at once if it is the first, else
@@ -143,6 +151,8 @@ class WaitingQueue:
             if not owner.num_running:
                 del self._owners[owner.name]
             return
+        if old is not None and len(self._owners) == 1:
+            return  # Its place counts only beside another owner, whose arrival requeues it.
         line = self._line
         sort_key = owner.heap[0][0]
         turn = owner.heap[0][2].arrival_index << _ARRIVAL

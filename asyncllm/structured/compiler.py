@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from copy import copy
@@ -21,6 +22,11 @@ MAX_THREADS = 2
 MAX_OVERDUE = 4
 """Maximum number of overdue compilations. While so many run, no other begins: each occupies a
 thread, which cannot be stopped."""
+
+REST_FACTOR = 2
+MAX_REST = 1.0
+"""Pause of a thread after a compilation, as a multiple of its duration, and its maximum in seconds.
+Each compilation takes processor time from the steps, so many in a row would hold them up."""
 
 CACHE_SIZE = 128
 
@@ -48,7 +54,8 @@ class GrammarCompiler:
     At most ``MAX_THREADS`` grammars are compiled at a time, and requests for the same one share its
     compilation. A compilation that takes longer than ``timeout`` is overdue: the requests that wait
     for it fail. It cannot be interrupted, so it continues on its thread, another thread takes its
-    place, and the result is cached. A result after the end of the engine is dropped.
+    place, and the result is cached. A thread rests after each compilation. A result after the end
+    of the engine is dropped.
 
     Args:
         backends: the grammar backends.
@@ -65,6 +72,7 @@ class GrammarCompiler:
         self._threads: set[threading.Thread] = set()
         self._num_overdue = 0
         self._closed = False
+        self._rest_ends = threading.Event()
 
     def check_installed(self) -> None:
         """Raise InvalidRequestError, which names the extra to install, if there is no backend."""
@@ -106,6 +114,7 @@ class GrammarCompiler:
         """Cancel the compilations that have not begun; returns the threads that still run."""
         with self._lock:
             self._closed = True
+            self._rest_ends.set()
             self._queue.clear()
             for job in self._jobs.values():
                 if job.timer is not None:
@@ -135,8 +144,12 @@ class GrammarCompiler:
                     self._threads.discard(threading.current_thread())
                     return
                 job = self._queue.popleft()
+            began = time.perf_counter()
             grammar, error = self._compile_job(job)
+            took = time.perf_counter() - began
             self._finish_job(job, grammar, error)
+            del job, grammar, error
+            self._rest_ends.wait(min(REST_FACTOR * took, MAX_REST))
 
     def _compile_job(self, job: _Job) -> tuple[Grammar | None, Exception | None]:
         try:

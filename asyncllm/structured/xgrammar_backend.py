@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import re
 from typing import Any
 
@@ -15,26 +14,20 @@ from asyncllm.structured.grammar import (
     Grammar,
     GrammarError,
     Vocabulary,
-    is_gbnf,
-    too_complex_error,
 )
 from asyncllm.structured.json_schema import refuse_ignored_by_xgrammar
 from asyncllm.structured.spec import StructuredOutputs
 from asyncllm.structured.structural_tag import convert_to_format, schemas_in_tag
 
-MAX_WORK = 2**16
-"""Maximum work for an output under a caller's own rules: the characters of the rules times the
-square of the output's bytes. xgrammar's parser has no limits of its own. With ambiguous rules, its
-time grows with the cube of the output's length; at this limit it is half a second."""
-
 MAX_FREE_TEXT_SPANS = 4
-"""Maximum number of ``any_text`` parts in a structural tag without a limit of work. With more, the
-tag may be ambiguous, and MAX_WORK applies to it."""
+"""Maximum number of ``any_text`` parts in a structural tag. With more, the tag may be ambiguous."""
 
 
 class XGrammarBackend:
-    """Grammar backend for grammars that llguidance cannot enforce. Schemas that xgrammar would
-    partly ignore are refused before it compiles them."""
+    """Grammar backend for schemas, choices and structural tags that llguidance cannot enforce.
+    Schemas that xgrammar would partly ignore are refused before it compiles them, and so are rules
+    that may be ambiguous: its parser has no limits, and one mask of 20 characters may take a
+    minute."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._library: Any = importlib.import_module("xgrammar")
@@ -50,6 +43,7 @@ class XGrammarBackend:
         self._vocabulary = vocabulary
 
     def compile(self, spec: StructuredOutputs) -> Grammar:
+        refuse_ambiguous(spec)
         try:
             compiled = self._compile_spec(spec)
         except (
@@ -59,11 +53,10 @@ class XGrammarBackend:
             ValueError,
         ) as error:  # xgrammar's own errors are RuntimeErrors.
             raise GrammarError(_shorten_message(error)) from None
-        max_bytes = max_output_bytes(spec)
 
         def new_matcher() -> XGrammarMatcher:
             matcher = self._library.GrammarMatcher(compiled, terminate_without_stop_token=False)
-            return XGrammarMatcher(matcher, self._vocabulary, spec, max_bytes)
+            return XGrammarMatcher(matcher, self._vocabulary)
 
         return Grammar(new_matcher)
 
@@ -75,8 +68,6 @@ class XGrammarBackend:
                 return compiler.compile_json_schema(
                     text, strict_mode=False, max_whitespace_cnt=MAX_WHITESPACE
                 )
-            case "regex":
-                return compiler.compile_regex(text)
             case "choice":
                 choices = " | ".join(json.dumps(one) for one in json.loads(text))
                 return compiler.compile_grammar(f"root ::= {choices}")
@@ -85,32 +76,16 @@ class XGrammarBackend:
                 for schema in schemas_in_tag(tag):
                     refuse_ignored_by_xgrammar(schema)
                 return compiler.compile_structural_tag(tag)
-            case "grammar":
-                if is_gbnf(text):
-                    return compiler.compile_grammar(text)
-                return compiler.compile_lark(text)
 
 
 class XGrammarMatcher:
     """State of one output in a grammar; see GrammarMatcher."""
 
-    __slots__ = (
-        "_bytes_left",
-        "_mask",
-        "_mask_words",
-        "_matcher",
-        "_max_output_bytes",
-        "_spec",
-        "_vocabulary",
-    )
+    __slots__ = ("_mask", "_mask_words", "_matcher", "_vocabulary")
 
-    def __init__(
-        self, matcher: Any, vocabulary: Vocabulary, spec: StructuredOutputs, max_bytes: float
-    ) -> None:
+    def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
-        self._spec = spec
-        self._max_output_bytes = self._bytes_left = max_bytes
         # One token more than the vocabulary's: it ends a grammar.
         num_words = len(vocabulary.tokens) // 32 + 1
         self._mask_words = np.zeros((1, num_words), dtype=np.int32)
@@ -118,13 +93,6 @@ class XGrammarMatcher:
 
     def accept(self, token_id: int) -> bool:
         self._mask = None
-        self._bytes_left -= len(self._vocabulary.tokens[token_id])
-        if self._bytes_left < 0:
-            raise too_complex_error(
-                self._spec,
-                f"xgrammar takes at most {self._max_output_bytes} bytes under rules of "
-                f"{len(self._spec.text)} characters; expected fewer of one, or llguidance",
-            )
         return self._matcher.accept_token(token_id)
 
     def rollback(self, num_tokens: int) -> None:
@@ -148,18 +116,22 @@ class XGrammarMatcher:
         return mask == bytes(len(mask))
 
 
-def max_output_bytes(spec: StructuredOutputs) -> float:
-    """Maximum size in bytes of an output under a specification.
-
-    It is infinite for schemas and choices, because their rules are not ambiguous.
-    """
-    own_rules = spec.kind in ("regex", "grammar")
+def refuse_ambiguous(spec: StructuredOutputs) -> None:
+    """Raise GrammarError for a caller's own rules, and for other forms that may be ambiguous."""
     if spec.kind == "structural_tag":
         rules = len(re.findall('"(?:regex|grammar)"', spec.text))
         repeated = len(re.findall('"(?:tags_with_separator|optional|plus|star|repeat)"', spec.text))
         texts = spec.text.count('"any_text"')
-        own_rules = rules > 0 or repeated > 1 or texts > MAX_FREE_TEXT_SPANS
-    return math.isqrt(MAX_WORK // len(spec.text)) if own_rules else math.inf
+        refused = rules > 0 or repeated > 1 or texts > MAX_FREE_TEXT_SPANS
+        what = (
+            f"a rule, two repetitions or {MAX_FREE_TEXT_SPANS + 1} free texts in a structural tag"
+        )
+    else:
+        refused, what = spec.kind in ("regex", "grammar"), f"the kind {spec.kind!r}"
+    if refused:
+        raise GrammarError(
+            f"xgrammar has no limit of work for {what}, expected the llguidance backend"
+        )
 
 
 def _shorten_message(error: Exception) -> str:
