@@ -53,5 +53,5 @@ COUNTERPARTS: Mapping[str, Mapping[str, str]] = {
         "tools[].function": "name, description and parameters, beside type",
     },
 }
-"""Map from a kind of name and the foreign name to asyncllm's name; those of parts are paths. Equal
-names are left out."""
+"""Map from the kind of a name, and the name elsewhere, to asyncllm's name. Names of an object's
+parts are paths; names that are the same here are left out."""

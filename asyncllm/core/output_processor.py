@@ -147,7 +147,7 @@ class OutputProcessor:
             self._scheduler.pause(request)
         channel.is_backpressured = True
         if channel.num_unread < channel.max_unread:
-            # The reader has read more before the flag was set, so it will not release the group.
+            # The reader caught up before it could see the flag, so it will not release the group.
             self.release(group)
 
     def close(self, request: Request, error: Exception | None, last: Delta | None = None) -> None:
@@ -160,7 +160,8 @@ class OutputProcessor:
         if not channel.ended:
             self._propose_end(request, error, last)
             channel.end()
-        # Before ``forget``: a thread that fails all live groups must find this one, or its wake.
+        # Queue the wake before ``forget``. So a thread that fails all live requests either finds
+        # this group still registered or wakes its reader.
         self._channels_to_wake.append(channel)
         group.cancelled = True
         self._admission.forget(group)

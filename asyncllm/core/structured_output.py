@@ -190,7 +190,7 @@ def masked_rows(step: ScheduledStep) -> list[int]:
 
 
 _NUM_AHEAD = 16
-"""Number of masks to make ahead after a slow mask, even if they are quick."""
+"""Number of masks that are computed ahead of their steps after a slow one, quick ones included."""
 
 _SLOW_FRACTION = 1 / 8
 """Fraction of the time that a step may wait for masks; a mask that takes longer is slow."""

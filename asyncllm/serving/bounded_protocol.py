@@ -35,11 +35,12 @@ class Timer:
 
 
 class BoundedProtocol(asyncio.Protocol):
-    """Mixin of the HTTP and WebSocket protocols: parses in turns, and closes the connection of a
-    client that leaves its answer unread.
+    """Mixin of the HTTP and WebSocket protocols: parses received data in bounded slices, and closes
+    the connection of a client that leaves its answer unread.
 
-    The transport pauses its protocol as soon as the kernel accepts no more data, with TLS after 64
-    KiB. So no stream runs ahead of its client, and the timer runs for a whole answer too.
+    The transport pauses writing as soon as the kernel accepts no more data, with TLS after 64 KiB.
+    So no stream runs ahead of its client, and a client that reads nothing is noticed even if its
+    answer is a single write.
     """
 
     limits: ClassVar[ConnectionLimits]

@@ -34,7 +34,7 @@ MAX_PARAM_CHARACTERS = 200
 """Maximum number of characters of an error's ``param``."""
 
 _OTHER_TYPES: Mapping[int | str, str] = {"#text": " or list", "#list": " or string"}
-"""The other alternative of a union of text and list, by the tag of the one that was tried."""
+"""What a union of text and list accepts besides the alternative that was tried, by its tag."""
 
 
 def parse_json(data: bytes | str) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class ResponseSession:
                 async for message in self.connection:
                     if not self._is_closing:
                         await self._handle_message(message)
-                    del message  # the next may come in an hour
+                    del message  # Free the text: the next message may come much later.
             self._tasks.cancel_scope.cancel()
 
     # --- requests -----------------------------------------------------------------------

@@ -25,7 +25,7 @@ class Scrapes:
         self._began_at = self._next_at = 0.0
 
     async def text(self) -> bytes:
-        """The metrics as of now or later, in Prometheus' text format."""
+        """Metrics in Prometheus' text format, collected after this call began."""
         asked_at = time.monotonic()
         async with self._lock:
             if self._began_at < asked_at:

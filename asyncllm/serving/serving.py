@@ -52,7 +52,7 @@ class Serving:
         body_timeout: seconds that a client has to send the body.
         draining: whether the server is about to close, and refuses requests.
         sessions: sessions of the open WebSockets.
-        worker: thread that reads and writes long JSON. It shares the rest of the engine's threads
+        worker: thread that reads and writes long JSON. It pauses together with the engine's threads
             for long texts, so that streams keep half their speed under any load of long bodies.
         small_bodies, large_bodies: budgets of the bytes of JSON from LONG_JSON_BYTES on, and from
             LARGE_JSON_BYTES on, that are being read, checked or tokenised. A request of many small

@@ -102,10 +102,10 @@ class Backends:
 
 
 def check_xgrammar_can_compile(spec: StructuredOutputs) -> None:
-    """Raise GrammarError for a specification that xgrammar cannot compile either.
+    """Raise GrammarError for a specification that xgrammar cannot enforce either.
 
-    xgrammar would partly ignore it, or enforces its kind no better than llguidance. The check
-    avoids xgrammar's import, which takes seconds.
+    It is called after llguidance has refused the specification, so that xgrammar, whose import
+    takes seconds, is imported only where it helps.
     """
     if spec.kind == "json":
         refuse_ignored_by_xgrammar(json.loads(spec.text))
