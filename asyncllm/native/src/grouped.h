@@ -137,6 +137,18 @@ template <int32_t DTYPE, int M>
 INLINE void add_span(const PackedView& weights, int64_t at, const va sums[][M][NV],
                      const Span* const* spans, float* out) {
   using F = Form<DTYPE>;
+  if (F::BY_CHANNEL) {
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      vf factor = set1(spans[m]->scale);
+#pragma GCC unroll 8
+      for (int i = 0; i < NV; ++i) {
+        float* to = out + (m * NV + i) * W;
+        store(to, add(load(to), mul(factor, to_floats(total(sums[0][m][i])))));
+      }
+    }
+    return;
+  }
 #pragma GCC unroll 8
   for (int i = 0; i < NV; ++i) {
     vf scale = zero();
@@ -159,20 +171,33 @@ INLINE void add_span(const PackedView& weights, int64_t at, const va sums[][M][N
   }
 }
 
-// Multiplies M rows of x by a panel.
+// Spans [first, last) of a panel, and `lines` cache lines of each to prefetch BLOCK_BYTES ahead, from
+// line `line` on.
+struct SpanBlock {
+  int64_t first, last, line, lines;
+};
+// Bytes of a panel that stay in the first-level cache while they are multiplied by GROUP_ROWS rows.
+enum { BLOCK_BYTES = 8192, GROUP_ROWS = 48 };
+
+// Adds the products of M rows of x and a block of a panel to `out` [M][PANEL].
 template <int32_t DTYPE, int M>
-static void spanned_tile(const PackedView& weights, const LinearTask& task, int64_t row,
-                         int64_t panel) {
+static __attribute__((noinline)) void spanned_tile(const PackedView& weights, const LinearTask& task, int64_t row,
+                         int64_t panel, const SpanBlock& block, float* out) {
   using F = Form<DTYPE>;
   const int64_t spans = count_spans(weights.k), stride = spans * SPAN;
   const int64_t bytes = PANEL * SPAN * F::BITS / 8, spans_per_group = weights.group / SPAN;
   const uint8_t* w = (const uint8_t*)weights.data + panel * weights.panel_elements;
-  const int8_t* x = task.x8 + row * stride;
-  float out[M * PANEL];
-#pragma GCC unroll 8
-  for (int i = 0; i < M * NV; ++i) store(out + i * W, zero());
-  int64_t group = panel * weights.groups, until = spans_per_group;
-  for (int64_t span = 0; span < spans; ++span, w += bytes, x += SPAN) {
+  const int8_t* x = task.x8 + row * stride + block.first * SPAN;
+  const int64_t ahead = BLOCK_BYTES + block.line * 64;
+  int64_t group = panel * weights.groups, until = 0;
+  if (!F::BY_CHANNEL) {
+    group += block.first / spans_per_group;
+    until = spans_per_group - block.first % spans_per_group;
+  }
+  w += block.first * bytes;
+  const int8_t* x3 = x + 3 * stride;
+  for (int64_t span = block.first; span < block.last; ++span, w += bytes, x += SPAN, x3 += SPAN) {
+    for (int64_t i = 0; i < block.lines; ++i) __builtin_prefetch(w + ahead + i * 64);
     const Span* of[M];
     va sums[F::SUMS][M][NV];
 #pragma GCC unroll 8
@@ -200,9 +225,9 @@ static void spanned_tile(const PackedView& weights, const LinearTask& task, int6
       }
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
-        const int8_t* at = x + m * stride + quad * QUAD;
+        const int8_t* at = (m < 3 ? x : x3) + m % 3 * stride + quad * QUAD;
         // The barrier keeps GCC from loading the inputs of all rows first, which would spill sums.
-        asm volatile("" : "+r"(at));
+        asm volatile("" ::: "memory");
         vb first = set_quad(at), second = F::BITS == 4 ? set_quad(at + QUAD) : first;
 #pragma GCC unroll 8
         for (int i = 0; i < NV; ++i) {
@@ -218,35 +243,53 @@ static void spanned_tile(const PackedView& weights, const LinearTask& task, int6
       until = spans_per_group;
     }
   }
-  if (F::BY_CHANNEL) {
-#pragma GCC unroll 8
-    for (int i = 0; i < M * NV; ++i) {
-      vf scale = mul(load(weights.scales + panel * PANEL + i % NV * W), set1(1 / INT8_UNIT));
-      store(out + i * W, mul(load(out + i * W), scale));
-    }
-  }
-  finish_tile(weights, task, out, row, M, panel, 1);
 }
 
-// Multiplies the rows from `row` on, fewer than M, by a panel.
+// Calls spanned_tile for `rows` rows, at most M.
 template <int32_t DTYPE, int M>
-INLINE void last_rows(const PackedView& weights, const LinearTask& task, int64_t row,
-                      int64_t panel) {
+INLINE void spanned_rows(const PackedView& weights, const LinearTask& task, int64_t row,
+                         int64_t rows, int64_t panel, const SpanBlock& block, float* out) {
   if constexpr (M > 1) {
-    if (task.last_row - row == M - 1) return spanned_tile<DTYPE, M - 1>(weights, task, row, panel);
-    last_rows<DTYPE, M - 1>(weights, task, row, panel);
+    if (rows < M)
+      return spanned_rows<DTYPE, M - 1>(weights, task, row, rows, panel, block, out);
   }
+  spanned_tile<DTYPE, M>(weights, task, row, panel, block, out);
+}
+
+// Multiplies `rows` rows from `row` on, at most GROUP_ROWS, by a panel, block by block, so that
+// weights arrive from memory while others are multiplied.
+template <int32_t DTYPE>
+static void spanned_panel(const PackedView& weights, const LinearTask& task, int64_t row,
+                          int64_t rows, int64_t panel) {
+  using F = Form<DTYPE>;
+  alignas(64) float sums[GROUP_ROWS * PANEL];
+  zero_floats(sums, rows * PANEL);
+  const int64_t bytes = PANEL * SPAN * F::BITS / 8, spans = count_spans(weights.k);
+  const int64_t tiles = (rows + F::ROWS - 1) / F::ROWS, lines = bytes / 64;
+  const int64_t step = tiles == 1 ? spans : BLOCK_BYTES / bytes;
+  for (int64_t span = 0; span < spans; span += step) {
+    SpanBlock block = {span, least(spans, span + step), 0, 0};
+    for (int64_t tile = 0, m = 0; tile < tiles; ++tile) {
+      int64_t count = (rows - m + tiles - tile - 1) / (tiles - tile);
+      block.line = lines * tile / tiles, block.lines = lines * (tile + 1) / tiles - block.line;
+      spanned_rows<DTYPE, F::ROWS>(weights, task, row + m, count, panel, block, sums + m * PANEL);
+      m += count;
+    }
+  }
+  if (F::BY_CHANNEL) {
+    for (int64_t i = 0; i < rows * NV; ++i) {
+      vf scale = mul(load(weights.scales + panel * PANEL + i % NV * W), set1(1 / INT8_UNIT));
+      store(sums + i * W, mul(load(sums + i * W), scale));
+    }
+  }
+  finish_tile(weights, task, sums, row, rows, panel, 1);
 }
 
 template <int32_t DTYPE>
 static void spanned_panels(const PackedView& weights, const LinearTask& task) {
-  const int STEP = Form<DTYPE>::ROWS;
-  for (int64_t panel = task.first; panel < task.last; ++panel) {
-    int64_t row = task.first_row;
-    for (; row + STEP <= task.last_row; row += STEP)
-      spanned_tile<DTYPE, STEP>(weights, task, row, panel);
-    last_rows<DTYPE, STEP>(weights, task, row, panel);
-  }
+  for (int64_t panel = task.first; panel < task.last; ++panel)
+    for (int64_t row = task.first_row; row < task.last_row; row += GROUP_ROWS)
+      spanned_panel<DTYPE>(weights, task, row, least(GROUP_ROWS, task.last_row - row), panel);
 }
 
 static void spanned_linear(const PackedView& weights, const LinearTask& task) {
