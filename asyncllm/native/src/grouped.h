@@ -85,28 +85,27 @@ static void quantise_spans(const T* x, int8_t* out, Span* spans, int64_t k, bool
   for (int64_t span = 0; span < count_spans(k); ++span) {
     const T* from = x + span * SPAN;
     int64_t left = k - span * SPAN;
-    vf top = zero(), broken = zero();
-    for (int64_t i = 0; i < SPAN && i < left; i += W) {
-      vf value = load_up_to(from + i, left - i);
-      top = vmax(vmax(value, sub(zero(), value)), top);
-      broken = fma(value, zero(), broken);
+    vf values[SPAN / W], top = zero(), sums = zero();
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < SPAN / W; ++i) {
+      values[i] = left >= SPAN ? load(from + i * W) : load_some(from + i * W, left - i * W);
+      top = vmax(vmax(values[i], sub(zero(), values[i])), top);
     }
     float largest = hmax(top), limit = 127.0f;
-    bool finite = hsum(broken) == 0.0f;
-    float factor = finite && largest > 1e-30f ? limit / largest : 0.0f;
-    int8_t* to = out + span * SPAN;
-    int32_t sum = 0;
-    for (int64_t i = 0; i < SPAN; i += W) {
-      float rounded[W];
-      vf value = i < left && finite ? load_up_to(from + i, left - i) : zero();
-      store(rounded, round_even(mul(value, set1(factor))));
-      for (int j = 0; j < W; ++j) {
-        int32_t integer = (int32_t)rounded[j];
-        to[i + j] = (int8_t)integer;
-        sum += integer;
-      }
+    vf factor = set1(largest > 1e-30f ? limit / largest : 0.0f);
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < SPAN / W; ++i) {
+      values[i] = round_even(mul(values[i], factor));
+      sums = add(sums, values[i]);
     }
-    spans[span] = {finite ? largest / limit * unit : __builtin_nanf(""), sum * start};
+    // It is NaN if an input was NaN, or infinite: then the factor is 0.
+    float sum = hsum(sums);
+    bool finite = sum == sum;
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < SPAN / W; ++i)
+      store(out + span * SPAN + i * W, finite ? values[i] : zero());
+    spans[span] = {finite ? largest / limit * unit : __builtin_nanf(""),
+                   finite ? (int32_t)sum * start : 0};
   }
 }
 
@@ -177,7 +176,7 @@ struct SpanBlock {
   int64_t first, last, line, lines;
 };
 // Bytes of a panel that stay in the first-level cache while they are multiplied by GROUP_ROWS rows.
-enum { BLOCK_BYTES = 8192, GROUP_ROWS = 48 };
+enum { BLOCK_BYTES = 8192, GROUP_ROWS = 48, PART_BYTES = 512 << 10 };
 
 // Adds the products of M rows of x and a block of a panel to `out` [M][PANEL].
 template <int32_t DTYPE, int M>
@@ -287,9 +286,11 @@ static void spanned_panel(const PackedView& weights, const LinearTask& task, int
 
 template <int32_t DTYPE>
 static void spanned_panels(const PackedView& weights, const LinearTask& task) {
-  for (int64_t panel = task.first; panel < task.last; ++panel)
+  const int64_t step = most(1, PART_BYTES / weights.panel_elements);
+  for (int64_t first = task.first; first < task.last; first += step)
     for (int64_t row = task.first_row; row < task.last_row; row += GROUP_ROWS)
-      spanned_panel<DTYPE>(weights, task, row, least(GROUP_ROWS, task.last_row - row), panel);
+      for (int64_t panel = first; panel < least(task.last, first + step); ++panel)
+        spanned_panel<DTYPE>(weights, task, row, least(GROUP_ROWS, task.last_row - row), panel);
 }
 
 static void spanned_linear(const PackedView& weights, const LinearTask& task) {
