@@ -170,18 +170,21 @@ INLINE void add_span(const PackedView& weights, int64_t at, const va sums[][M][N
   }
 }
 
-// Spans [first, last) of a panel, and `lines` cache lines of each to prefetch BLOCK_BYTES ahead, from
-// line `line` on.
+// Bytes of a block of a panel; and of the panels that a group of rows is multiplied by before the
+// next one, so that they stay in the second-level cache.
+enum { BLOCK_BYTES = 8192, PART_BYTES = 512 << 10 };
+
+// Spans [first, last) of a panel, and the cache lines to prefetch with each, BLOCK_BYTES ahead.
 struct SpanBlock {
   int64_t first, last, line, lines;
 };
-// Bytes of a panel that stay in the first-level cache while they are multiplied by GROUP_ROWS rows.
-enum { BLOCK_BYTES = 8192, GROUP_ROWS = 48, PART_BYTES = 512 << 10 };
 
 // Adds the products of M rows of x and a block of a panel to `out` [M][PANEL].
 template <int32_t DTYPE, int M>
-static __attribute__((noinline)) void spanned_tile(const PackedView& weights, const LinearTask& task, int64_t row,
-                         int64_t panel, const SpanBlock& block, float* out) {
+static __attribute__((noinline)) void spanned_tile(const PackedView& weights,
+                                                   const LinearTask& task, int64_t row,
+                                                   int64_t panel, const SpanBlock& block,
+                                                   float* out) {
   using F = Form<DTYPE>;
   const int64_t spans = count_spans(weights.k), stride = spans * SPAN;
   const int64_t bytes = PANEL * SPAN * F::BITS / 8, spans_per_group = weights.group / SPAN;
@@ -195,8 +198,8 @@ static __attribute__((noinline)) void spanned_tile(const PackedView& weights, co
   }
   w += block.first * bytes;
   const int8_t* x3 = x + 3 * stride;
-  for (int64_t span = block.first; span < block.last; ++span, w += bytes, x += SPAN, x3 += SPAN) {
-    for (int64_t i = 0; i < block.lines; ++i) __builtin_prefetch(w + ahead + i * 64);
+  for (int64_t span = block.first; span < block.last; ++span) {
+    prefetch_lines(w + ahead, block.lines);
     const Span* of[M];
     va sums[F::SUMS][M][NV];
 #pragma GCC unroll 8
@@ -241,22 +244,11 @@ static __attribute__((noinline)) void spanned_tile(const PackedView& weights, co
       ++group;
       until = spans_per_group;
     }
+    w += bytes, x += SPAN, x3 += SPAN;
   }
 }
 
-// Calls spanned_tile for `rows` rows, at most M.
-template <int32_t DTYPE, int M>
-INLINE void spanned_rows(const PackedView& weights, const LinearTask& task, int64_t row,
-                         int64_t rows, int64_t panel, const SpanBlock& block, float* out) {
-  if constexpr (M > 1) {
-    if (rows < M)
-      return spanned_rows<DTYPE, M - 1>(weights, task, row, rows, panel, block, out);
-  }
-  spanned_tile<DTYPE, M>(weights, task, row, panel, block, out);
-}
-
-// Multiplies `rows` rows from `row` on, at most GROUP_ROWS, by a panel, block by block, so that
-// weights arrive from memory while others are multiplied.
+// Multiplies `rows` rows from `row` on, at most GROUP_ROWS, by a panel.
 template <int32_t DTYPE>
 static void spanned_panel(const PackedView& weights, const LinearTask& task, int64_t row,
                           int64_t rows, int64_t panel) {
@@ -264,17 +256,13 @@ static void spanned_panel(const PackedView& weights, const LinearTask& task, int
   alignas(64) float sums[GROUP_ROWS * PANEL];
   zero_floats(sums, rows * PANEL);
   const int64_t bytes = PANEL * SPAN * F::BITS / 8, spans = count_spans(weights.k);
-  const int64_t tiles = (rows + F::ROWS - 1) / F::ROWS, lines = bytes / 64;
-  const int64_t step = tiles == 1 ? spans : BLOCK_BYTES / bytes;
-  for (int64_t span = 0; span < spans; span += step) {
-    SpanBlock block = {span, least(spans, span + step), 0, 0};
-    for (int64_t tile = 0, m = 0; tile < tiles; ++tile) {
-      int64_t count = (rows - m + tiles - tile - 1) / (tiles - tile);
-      block.line = lines * tile / tiles, block.lines = lines * (tile + 1) / tiles - block.line;
-      spanned_rows<DTYPE, F::ROWS>(weights, task, row + m, count, panel, block, sums + m * PANEL);
-      m += count;
-    }
-  }
+  const int64_t step = rows <= F::ROWS ? spans : BLOCK_BYTES / bytes;
+  for (int64_t span = 0; span < spans; span += step)
+    each_tile<F::ROWS>(rows, bytes / 64, [&](auto tile) {
+      SpanBlock block = {span, least(spans, span + step), tile.line, tile.lines};
+      spanned_tile<DTYPE, decltype(tile)::ROWS>(weights, task, row + tile.row, panel, block,
+                                                sums + tile.row * PANEL);
+    });
   if (F::BY_CHANNEL) {
     for (int64_t i = 0; i < rows * NV; ++i) {
       vf scale = mul(load(weights.scales + panel * PANEL + i % NV * W), set1(1 / INT8_UNIT));

@@ -1,7 +1,6 @@
 // AVX-512 with the dot products of AVX512_VNNI and, if PAIRED_BFLOAT16, of AVX512_BF16.
 enum { W = 16, ROWS = 6, NV = 4 };
 #define BYTE_PRODUCTS
-#define WIDENS_ONCE
 typedef __m512 vf;
 typedef __m512i vi;
 INLINE vf zero() { return _mm512_setzero_ps(); }
