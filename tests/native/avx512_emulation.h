@@ -73,6 +73,13 @@ EMULATED __m256i emulated_cvtepi32_epi16(emulated_si x) {
   for (int i = 0; i < 16; ++i) narrow[i] = (int16_t)wide[i];
   return _mm256_loadu_si256((const __m256i*)narrow);
 }
+EMULATED __m128i emulated_cvtepi32_epi8(emulated_si x) {
+  int32_t wide[16];
+  int8_t narrow[16];
+  __builtin_memcpy(wide, &x, 64);
+  for (int i = 0; i < 16; ++i) narrow[i] = (int8_t)wide[i];
+  return _mm_loadu_si128((const __m128i*)narrow);
+}
 EMULATED emulated_ps emulated_cvtph_ps(__m256i x) {
   return {_mm256_cvtph_ps(_mm256_castsi256_si128(x)),
           _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1))};
@@ -153,6 +160,7 @@ EMULATED emulated_ps emulated_dpbf16_ps(emulated_ps acc, emulated_si a, emulated
 #define _mm512_castsi512_ps emulated_castsi512_ps
 #define _mm512_cmp_ps_mask(a, b, op) \
   emulated_mask(_mm256_cmp_ps((a).low, (b).low, op), _mm256_cmp_ps((a).high, (b).high, op))
+#define _mm512_cvtepi32_epi8 emulated_cvtepi32_epi8
 #define _mm512_cvtepi32_epi16 emulated_cvtepi32_epi16
 #define _mm512_cvtepi32_ps emulated_cvtepi32_ps
 #define _mm512_cvtepu8_epi32 emulated_cvtepu8_epi32

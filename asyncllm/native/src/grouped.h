@@ -85,28 +85,27 @@ static void quantise_spans(const T* x, int8_t* out, Span* spans, int64_t k, bool
   for (int64_t span = 0; span < count_spans(k); ++span) {
     const T* from = x + span * SPAN;
     int64_t left = k - span * SPAN;
-    vf top = zero(), broken = zero();
-    for (int64_t i = 0; i < SPAN && i < left; i += W) {
-      vf value = load_up_to(from + i, left - i);
-      top = vmax(vmax(value, sub(zero(), value)), top);
-      broken = fma(value, zero(), broken);
+    vf values[SPAN / W], top = zero(), sums = zero();
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < SPAN / W; ++i) {
+      values[i] = left >= SPAN ? load(from + i * W) : load_some(from + i * W, left - i * W);
+      top = vmax(vmax(values[i], sub(zero(), values[i])), top);
     }
     float largest = hmax(top), limit = 127.0f;
-    bool finite = hsum(broken) == 0.0f;
-    float factor = finite && largest > 1e-30f ? limit / largest : 0.0f;
-    int8_t* to = out + span * SPAN;
-    int32_t sum = 0;
-    for (int64_t i = 0; i < SPAN; i += W) {
-      float rounded[W];
-      vf value = i < left && finite ? load_up_to(from + i, left - i) : zero();
-      store(rounded, round_even(mul(value, set1(factor))));
-      for (int j = 0; j < W; ++j) {
-        int32_t integer = (int32_t)rounded[j];
-        to[i + j] = (int8_t)integer;
-        sum += integer;
-      }
+    vf factor = set1(largest > 1e-30f ? limit / largest : 0.0f);
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < SPAN / W; ++i) {
+      values[i] = round_even(mul(values[i], factor));
+      sums = add(sums, values[i]);
     }
-    spans[span] = {finite ? largest / limit * unit : __builtin_nanf(""), sum * start};
+    // It is NaN if an input was NaN, or infinite: then the factor is 0.
+    float sum = hsum(sums);
+    bool finite = sum == sum;
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < SPAN / W; ++i)
+      store(out + span * SPAN + i * W, finite ? values[i] : zero());
+    spans[span] = {finite ? largest / limit * unit : __builtin_nanf(""),
+                   finite ? (int32_t)sum * start : 0};
   }
 }
 
@@ -137,6 +136,18 @@ template <int32_t DTYPE, int M>
 INLINE void add_span(const PackedView& weights, int64_t at, const va sums[][M][NV],
                      const Span* const* spans, float* out) {
   using F = Form<DTYPE>;
+  if (F::BY_CHANNEL) {
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      vf factor = set1(spans[m]->scale);
+#pragma GCC unroll 8
+      for (int i = 0; i < NV; ++i) {
+        float* to = out + (m * NV + i) * W;
+        store(to, add(load(to), mul(factor, to_floats(total(sums[0][m][i])))));
+      }
+    }
+    return;
+  }
 #pragma GCC unroll 8
   for (int i = 0; i < NV; ++i) {
     vf scale = zero();
@@ -159,20 +170,36 @@ INLINE void add_span(const PackedView& weights, int64_t at, const va sums[][M][N
   }
 }
 
-// Multiplies M rows of x by a panel.
+// Bytes of a block of a panel; and of the panels that a group of rows is multiplied by before the
+// next one, so that they stay in the second-level cache.
+enum { BLOCK_BYTES = 8192, PART_BYTES = 512 << 10 };
+
+// Spans [first, last) of a panel, and the cache lines to prefetch with each, BLOCK_BYTES ahead.
+struct SpanBlock {
+  int64_t first, last, line, lines;
+};
+
+// Adds the products of M rows of x and a block of a panel to `out` [M][PANEL].
 template <int32_t DTYPE, int M>
-static void spanned_tile(const PackedView& weights, const LinearTask& task, int64_t row,
-                         int64_t panel) {
+static __attribute__((noinline)) void spanned_tile(const PackedView& weights,
+                                                   const LinearTask& task, int64_t row,
+                                                   int64_t panel, const SpanBlock& block,
+                                                   float* out) {
   using F = Form<DTYPE>;
   const int64_t spans = count_spans(weights.k), stride = spans * SPAN;
   const int64_t bytes = PANEL * SPAN * F::BITS / 8, spans_per_group = weights.group / SPAN;
   const uint8_t* w = (const uint8_t*)weights.data + panel * weights.panel_elements;
-  const int8_t* x = task.x8 + row * stride;
-  float out[M * PANEL];
-#pragma GCC unroll 8
-  for (int i = 0; i < M * NV; ++i) store(out + i * W, zero());
-  int64_t group = panel * weights.groups, until = spans_per_group;
-  for (int64_t span = 0; span < spans; ++span, w += bytes, x += SPAN) {
+  const int8_t* x = task.x8 + row * stride + block.first * SPAN;
+  const int64_t ahead = BLOCK_BYTES + block.line * 64;
+  int64_t group = panel * weights.groups, until = 0;
+  if (!F::BY_CHANNEL) {
+    group += block.first / spans_per_group;
+    until = spans_per_group - block.first % spans_per_group;
+  }
+  w += block.first * bytes;
+  const int8_t* x3 = x + 3 * stride;
+  for (int64_t span = block.first; span < block.last; ++span) {
+    prefetch_lines(w + ahead, block.lines);
     const Span* of[M];
     va sums[F::SUMS][M][NV];
 #pragma GCC unroll 8
@@ -200,9 +227,9 @@ static void spanned_tile(const PackedView& weights, const LinearTask& task, int6
       }
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
-        const int8_t* at = x + m * stride + quad * QUAD;
+        const int8_t* at = (m < 3 ? x : x3) + m % 3 * stride + quad * QUAD;
         // The barrier keeps GCC from loading the inputs of all rows first, which would spill sums.
-        asm volatile("" : "+r"(at));
+        asm volatile("" ::: "memory");
         vb first = set_quad(at), second = F::BITS == 4 ? set_quad(at + QUAD) : first;
 #pragma GCC unroll 8
         for (int i = 0; i < NV; ++i) {
@@ -217,36 +244,41 @@ static void spanned_tile(const PackedView& weights, const LinearTask& task, int6
       ++group;
       until = spans_per_group;
     }
+    w += bytes, x += SPAN, x3 += SPAN;
   }
-  if (F::BY_CHANNEL) {
-#pragma GCC unroll 8
-    for (int i = 0; i < M * NV; ++i) {
-      vf scale = mul(load(weights.scales + panel * PANEL + i % NV * W), set1(1 / INT8_UNIT));
-      store(out + i * W, mul(load(out + i * W), scale));
-    }
-  }
-  finish_tile(weights, task, out, row, M, panel, 1);
 }
 
-// Multiplies the rows from `row` on, fewer than M, by a panel.
-template <int32_t DTYPE, int M>
-INLINE void last_rows(const PackedView& weights, const LinearTask& task, int64_t row,
-                      int64_t panel) {
-  if constexpr (M > 1) {
-    if (task.last_row - row == M - 1) return spanned_tile<DTYPE, M - 1>(weights, task, row, panel);
-    last_rows<DTYPE, M - 1>(weights, task, row, panel);
+// Multiplies `rows` rows from `row` on, at most GROUP_ROWS, by a panel.
+template <int32_t DTYPE>
+static void spanned_panel(const PackedView& weights, const LinearTask& task, int64_t row,
+                          int64_t rows, int64_t panel) {
+  using F = Form<DTYPE>;
+  alignas(64) float sums[GROUP_ROWS * PANEL];
+  zero_floats(sums, rows * PANEL);
+  const int64_t bytes = PANEL * SPAN * F::BITS / 8, spans = count_spans(weights.k);
+  const int64_t step = rows <= F::ROWS ? spans : BLOCK_BYTES / bytes;
+  for (int64_t span = 0; span < spans; span += step)
+    each_tile<F::ROWS>(rows, bytes / 64, [&](auto tile) {
+      SpanBlock block = {span, least(spans, span + step), tile.line, tile.lines};
+      spanned_tile<DTYPE, decltype(tile)::ROWS>(weights, task, row + tile.row, panel, block,
+                                                sums + tile.row * PANEL);
+    });
+  if (F::BY_CHANNEL) {
+    for (int64_t i = 0; i < rows * NV; ++i) {
+      vf scale = mul(load(weights.scales + panel * PANEL + i % NV * W), set1(1 / INT8_UNIT));
+      store(sums + i * W, mul(load(sums + i * W), scale));
+    }
   }
+  finish_tile(weights, task, sums, row, rows, panel, 1);
 }
 
 template <int32_t DTYPE>
 static void spanned_panels(const PackedView& weights, const LinearTask& task) {
-  const int STEP = Form<DTYPE>::ROWS;
-  for (int64_t panel = task.first; panel < task.last; ++panel) {
-    int64_t row = task.first_row;
-    for (; row + STEP <= task.last_row; row += STEP)
-      spanned_tile<DTYPE, STEP>(weights, task, row, panel);
-    last_rows<DTYPE, STEP>(weights, task, row, panel);
-  }
+  const int64_t step = most(1, PART_BYTES / weights.panel_elements);
+  for (int64_t first = task.first; first < task.last; first += step)
+    for (int64_t row = task.first_row; row < task.last_row; row += GROUP_ROWS)
+      for (int64_t panel = first; panel < least(task.last, first + step); ++panel)
+        spanned_panel<DTYPE>(weights, task, row, least(GROUP_ROWS, task.last_row - row), panel);
 }
 
 static void spanned_linear(const PackedView& weights, const LinearTask& task) {

@@ -79,7 +79,7 @@ bool quantise_spans(Context* context, LinearTask* task, const void* x, int64_t s
     return false;
   int8_t* integers = static_cast<int8_t*>(context->shared);
   Span* scales = reinterpret_cast<Span*>(integers + m * width);
-  share(context, m, m * k / 4, [&](int64_t row, int) {
+  share(context, m, m * k * 4, [&](int64_t row, int) {
     const char* from = static_cast<const char*>(x) + row * stride * size_of(dtype);
     context->kernels->quantise_spans(from, dtype, integers + row * width, scales + row * spans, k,
                                      weights_dtype);
@@ -112,7 +112,8 @@ template <class F>
 void share_linear(Context* context, LinearTask task, int64_t m, int64_t units, int64_t step,
                   int64_t work, F&& f) {
   const Kernels* kernels = context->kernels;
-  int64_t row_parts = divide_up(m, ROW_CHUNK);
+  // Kernels divide inputs of 8 bits themselves.
+  int64_t row_parts = divide_up(m, task.x8 ? 4 * ROW_CHUNK : ROW_CHUNK);
   int64_t rows = divide_up(divide_up(m, row_parts), kernels->row_step) * kernels->row_step;
   row_parts = divide_up(m, rows);
   int64_t parts = most(1, 8 * context->pool.size() / row_parts);

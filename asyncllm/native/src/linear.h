@@ -273,6 +273,101 @@ static void int8_tile(const PackedView& weights, const LinearTask& task, int64_t
 }
 #endif
 
+// Rows whose sums are kept while a panel passes in blocks, which stay in the first-level cache. A
+// block is read once for all of them, and the next arrives from memory meanwhile.
+enum { GROUP_ROWS = 48 };
+
+// A tile of a group's rows, with its share of the cache lines to prefetch in each step.
+template <int M> struct RowTile {
+  enum { ROWS = M };
+  int64_t row, line, lines;
+};
+template <int M, class F>
+INLINE void call_tile(int64_t rows, int64_t row, int64_t line, int64_t lines, F&& f) {
+  if constexpr (M > 1) {
+    if (rows < M) return call_tile<M - 1>(rows, row, line, lines, f);
+  }
+  f(RowTile<M>{row, line, lines});
+}
+
+// Calls f for the fewest tiles of at most M rows, whose sizes differ by one at most.
+template <int M, class F> INLINE void each_tile(int64_t rows, int64_t lines, F&& f) {
+  const int64_t tiles = (rows + M - 1) / M;
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    int64_t row = rows * tile / tiles, line = lines * tile / tiles;
+    call_tile<M>(rows * (tile + 1) / tiles - row, row, line, lines * (tile + 1) / tiles - line, f);
+  }
+}
+
+INLINE void prefetch_lines(const void* p, int64_t lines) {
+  for (int64_t i = 0; i < lines; ++i) __builtin_prefetch((const char*)p + i * 64);
+}
+
+// Whether the weights of more than MAX_ROWS rows are converted to float32 once for a group: with
+// AVX-512 conversions take turns with multiplications.
+template <class T> struct Widened { enum { ONCE = W == 16 && sizeof(T) == 2 }; };
+// Inputs of a block that is converted, and of the steps of its multiplication.
+enum { WIDE_INPUTS = 64, WIDE_STEP = 8 };
+
+// Adds the products of M rows of x and `count` inputs of a panel, `w`, to `out` [M][PANEL].
+template <int M>
+static __attribute__((noinline)) void widened_tile(const float* w, const float* x, int64_t stride,
+                                                   int64_t count, float* out, const char* ahead,
+                                                   int64_t lines) {
+  const float* x3 = x + 3 * stride;
+  vf sums[M][NV];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 8
+    for (int i = 0; i < NV; ++i) sums[m][i] = load(out + (m * NV + i) * W);
+  for (int64_t k = 0; k < count; ++k, w += PANEL) {
+    if (k % WIDE_STEP == 0) {
+      prefetch_lines(ahead, lines);
+      ahead += lines * 64;
+    }
+    vf values[NV];
+#pragma GCC unroll 8
+    for (int i = 0; i < NV; ++i) values[i] = load(w + i * W);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      vf factor = set1(((m < 3 ? x : x3) + m % 3 * stride)[k]);
+#pragma GCC unroll 8
+      for (int i = 0; i < NV; ++i) sums[m][i] = fma(factor, values[i], sums[m][i]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 8
+    for (int i = 0; i < NV; ++i) store(out + (m * NV + i) * W, sums[m][i]);
+}
+
+// Multiplies `rows` rows from `row` on, at most GROUP_ROWS, by a panel.
+template <class T>
+static void widened_panel(const PackedView& weights, const LinearTask& task, int64_t row,
+                          int64_t rows, int64_t panel) {
+  alignas(64) float sums[GROUP_ROWS * PANEL], wide[WIDE_INPUTS * PANEL];
+  const T* w = (const T*)weights.data + panel * weights.panel_elements;
+  const float* x = task.x + row * task.x_stride;
+  zero_floats(sums, rows * PANEL);
+  for (int64_t k = 0; k < weights.k; k += WIDE_INPUTS, w += WIDE_INPUTS * PANEL) {
+    int64_t count = least(WIDE_INPUTS, weights.k - k);
+    for (int64_t i = 0; i < count; ++i) {
+      vf values[NV];
+      load_panel(w + i * PANEL, values);
+#pragma GCC unroll 8
+      for (int j = 0; j < NV; ++j) store(wide + i * PANEL + j * W, values[j]);
+    }
+    const char* ahead = (const char*)(w + WIDE_INPUTS * PANEL);
+    each_tile<MAX_ROWS>(rows, PANEL * sizeof(T) * WIDE_STEP / 64, [&](auto tile) {
+      widened_tile<decltype(tile)::ROWS>(wide, x + tile.row * task.x_stride + k, task.x_stride,
+                                         count, sums + tile.row * PANEL,
+                                         ahead + tile.line * 64 * (WIDE_INPUTS / WIDE_STEP),
+                                         tile.lines);
+    });
+  }
+  finish_tile(weights, task, sums, row, rows, panel, 1);
+}
+
 template <class T, int M, int P> struct Runner {
   static void run(const PackedView& weights, const LinearTask& task, int64_t row, int64_t panel) {
     packed_tile<T, M, P>(weights, task, row, panel);
@@ -286,6 +381,7 @@ template <int M, int P> struct Runner<int8_t, M, P> {
 };
 #endif
 #ifdef PAIRED_BFLOAT16
+template <> struct Widened<bf16> { enum { ONCE = 0 }; };
 template <int M, int P> struct Runner<bf16, M, P> {
   static void run(const PackedView& weights, const LinearTask& task, int64_t row, int64_t panel) {
     paired_tile<M, P>(weights, task, row, panel);
@@ -310,6 +406,14 @@ static void packed_linear(const PackedView& weights, const LinearTask& task) {
   if (rows == 1) return run_rows<T, 1, ONE_ROW_PANELS>(weights, task, task.first_row);
   if (rows == 2) return run_rows<T, 2, FEW_ROW_PANELS>(weights, task, task.first_row);
   if (rows == 3) return run_rows<T, 3, FEW_ROW_PANELS>(weights, task, task.first_row);
+  if constexpr (Widened<T>::ONCE) {
+    if (rows > MAX_ROWS) {
+      for (int64_t panel = task.first; panel < task.last; ++panel)
+        for (int64_t row = task.first_row; row < task.last_row; row += GROUP_ROWS)
+          widened_panel<T>(weights, task, row, least(GROUP_ROWS, task.last_row - row), panel);
+      return;
+    }
+  }
   for (int64_t panel = task.first; panel < task.last; ++panel) {
     int64_t row = task.first_row;
     for (; row + MAX_ROWS <= task.last_row; row += MAX_ROWS)

@@ -2,6 +2,7 @@
 //
 //   W, ROWS, NV        floats per vector; rows per register tile; vectors per panel
 //   zero set1 load store add sub mul div fma vmax
+//   store(int8*, x)             x is of integers from -128 to 127
 //   at_least(value, x, limit)   value where x is not below limit (NaN is not), else 0
 //   load_pair(bf16*, a, b)      two vectors whose elements are interleaved in memory
 //   vi, to_floats      W integers of 32 bits

@@ -24,6 +24,11 @@ INLINE void store(bf16* p, vf x) {
   _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(packed));
 }
 INLINE void store(f16* p, vf x) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x, 0)); }
+INLINE void store(int8_t* p, vf x) {
+  __m256i wide = _mm256_cvtps_epi32(x);
+  __m128i both = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+  _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(both, both));
+}
 INLINE vf add(vf a, vf b) { return _mm256_add_ps(a, b); }
 INLINE vf sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
 INLINE vf mul(vf a, vf b) { return _mm256_mul_ps(a, b); }

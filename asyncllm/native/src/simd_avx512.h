@@ -22,6 +22,9 @@ INLINE void store(bf16* p, vf x) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
 }
 INLINE void store(f16* p, vf x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, 0)); }
+INLINE void store(int8_t* p, vf x) {
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
+}
 INLINE vf add(vf a, vf b) { return _mm512_add_ps(a, b); }
 INLINE vf sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
 INLINE vf mul(vf a, vf b) { return _mm512_mul_ps(a, b); }

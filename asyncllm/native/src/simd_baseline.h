@@ -17,6 +17,9 @@ INLINE void store(float* p, vf x) { __builtin_memcpy(p, &x, sizeof(x)); }
 template <class T> INLINE void store(T* p, vf x) {
   for (int i = 0; i < W; ++i) narrow(x[i], p + i);
 }
+INLINE void store(int8_t* p, vf x) {
+  for (int i = 0; i < W; ++i) p[i] = (int8_t)x[i];
+}
 INLINE vf add(vf a, vf b) { return a + b; }
 INLINE vf sub(vf a, vf b) { return a - b; }
 INLINE vf mul(vf a, vf b) { return a * b; }

@@ -23,6 +23,11 @@ INLINE void store(bf16* p, vf x) {
 INLINE void store(f16* p, vf x) {
   vst1_u16((uint16_t*)p, vreinterpret_u16_f16(vcvt_f16_f32(x)));
 }
+INLINE void store(int8_t* p, vf x) {
+  int16x4_t both = vmovn_s32(vcvtq_s32_f32(x));
+  uint32_t four = vget_lane_u32(vreinterpret_u32_s8(vmovn_s16(vcombine_s16(both, both))), 0);
+  __builtin_memcpy(p, &four, 4);
+}
 INLINE vf add(vf a, vf b) { return vaddq_f32(a, b); }
 INLINE vf sub(vf a, vf b) { return vsubq_f32(a, b); }
 INLINE vf mul(vf a, vf b) { return vmulq_f32(a, b); }
