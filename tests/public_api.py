@@ -26,6 +26,14 @@ MODULES = {
     "asyncllm.tracing": ("EngineTracing", "trace_engine"),
     "asyncllm.gpu.ops.backend": ("AttentionBackend", "AttentionRequest", "Constraints"),
     "asyncllm.llm": ("LLMStream",),
+    "asyncllm.routing": (
+        "Candidate",
+        "PrefixIndex",
+        "Route",
+        "Router",
+        "block_hashes",
+        "text_hashes",
+    ),
     "asyncllm.testing": ("FakeExecutor", "byte_tokenizer", "fake_engine", "fake_llm"),
 }
 
@@ -51,6 +59,8 @@ def _describe(path: str, value: Any) -> Iterator[str]:
         pass
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
+            if field.name.startswith("_"):
+                continue
             default = "" if field.default is dataclasses.MISSING else f" = {field.default!r}"
             yield f"    {field.name}: {field.type}{default}"
     elif "__init__" in vars(value):

@@ -35,6 +35,7 @@ ROOMS = (
     "config",
     "observer",
     "text",
+    "routing",
     "core",
     "checkpoint",
     "logits_processor",

@@ -78,6 +78,12 @@ class Admission:
         return len(self._queued_requests)
 
     @property
+    def num_queued_tokens(self) -> int:
+        """Number of prompt tokens of the queued requests, estimated for texts that are not
+        tokenised yet."""
+        return self._queued_tokens
+
+    @property
     def num_live(self) -> int:
         """Number of requests that have not ended."""
         return self._num_members - len(self._ended_members)
@@ -106,6 +112,13 @@ class Admission:
                 retry_after = self._retry_after(num_to_leave)
                 message = f"{what}; try again in {retry_after:.2f} s"
                 raise EngineOverloadedError(message, retry_after=retry_after)
+
+    def retry_after(self, group: RequestGroup, num_tokens: int) -> float:
+        """Seconds after which ``reserve`` is likely to have room for a group; 0.0 if it has room
+        now."""
+        with self._lock:
+            lacks = self._find_lack(group, num_tokens)
+            return 0.0 if lacks is None else self._retry_after(lacks[1])
 
     def reserve_or_wait(
         self, group: RequestGroup, num_tokens: int, is_gone: Callable[[], bool]
@@ -169,14 +182,30 @@ class Admission:
             else:
                 waiter.reserved.set_exception(error)
 
-    def _admit(
+    def _find_lack(
         self, group: RequestGroup, num_tokens: int, *, is_next: bool = False
     ) -> tuple[str, int] | None:
-        """Register a group if the queue has room, or the group's owner a share of it, and no call
-        waits for that before it; otherwise return why not, as ``_check_room`` does.
+        """None if the queue has room for a group, or the group's owner a share of it, and no call
+        waits for that before it; otherwise why not, as ``_check_room`` does.
 
         Args:
             is_next: whether the group is the next one of those in line.
+        """
+        if self._waiters and not is_next:
+            lacks = f"{len(self._waiters)} wait for a place in the queue", len(self._waiters)
+        else:
+            lacks = self._check_room(len(group.members), num_tokens)
+        if lacks is None or (
+            self._has_share(group, num_tokens)
+            and (is_next or not self._line.has_owner(group.members[0].owner))
+        ):
+            return None
+        return lacks
+
+    def _admit(
+        self, group: RequestGroup, num_tokens: int, *, is_next: bool = False
+    ) -> tuple[str, int] | None:
+        """Register a group unless the queue lacks room for it; returns ``_find_lack``.
 
         Raises:
             AsyncLLMError: that refuses the group even if the queue has room.
@@ -195,13 +224,8 @@ class Admission:
         if count > self.max_queued_requests:
             accepted = f"at most max_queued_requests={self.max_queued_requests}"
             raise check.invalid("n", count, accepted)
-        if self._waiters and not is_next:
-            lacks = f"{len(self._waiters)} wait for a place in the queue", len(self._waiters)
-        else:
-            lacks = self._check_room(count, num_tokens)
-        if lacks is not None and not (
-            self._has_share(group, num_tokens) and (is_next or not self._line.has_owner(owner))
-        ):
+        lacks = self._find_lack(group, num_tokens, is_next=is_next)
+        if lacks is not None:
             return lacks
         if other is not None:
             # An aborted group frees its id at once, but the engine thread will still call

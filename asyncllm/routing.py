@@ -1,0 +1,418 @@
+"""Routing: which of several engines a prompt goes to.
+
+Pure Python without a thread, event loop or clock of its own: times are arguments, and engines are
+described by plain values, from the same process or from another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import statistics
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence, Set
+from dataclasses import dataclass, field
+
+from asyncllm.core.block_hashes import append_block_hashes, root_hash
+from asyncllm.errors import EngineClosedError, EngineOverloadedError
+from asyncllm.outputs import EngineStats
+
+Key = Hashable
+"""Name of an engine, chosen by the caller: its number or its address."""
+
+TEXT_PIECE = 2048
+"""Number of characters of a text that ``text_hashes`` hashes together."""
+
+_MAX_TEXT_PIECES = 32
+_RUNNING_TOKENS = 32
+"""Prompt tokens that a running request counts as: its part of a step takes as long as several."""
+_EQUAL_RATES, _MAX_RATE = 1.5, 8.0
+"""Ratios to the median: up to the first a rate counts as the median, because measured rates of
+equal engines differ; beyond the second it counts as the second."""
+_RECENT_CHOICES, _RECENT_WEIGHT = 256, 0.5
+"""Choices per engine over which recent ones count, and the part of an excess that is added. With
+fewer, prompts that are short beside a prefix that they share stay with one engine; with more, an
+old burst counts for long."""
+_MAX_WEIGHT = 1e6
+_TRUST_REQUESTS = 8
+"""Requests over which an engine's false claims count."""
+_NO_KEYS: frozenset[Key] = frozenset()
+
+
+@dataclass(slots=True)
+class Candidate:
+    """What is known of one engine when a prompt has to be routed. It can be pickled.
+
+    Attributes:
+        key: the engine's name.
+        stats: its latest ``EngineStats``. ``num_queued_tokens``, ``num_running``,
+            ``prompt_tokens_per_second`` and ``is_paused`` are read.
+        cached_tokens: how many leading tokens of this prompt it has cached.
+        retry_after: seconds until its queue is likely to have room for the request; 0 if it has
+            room now.
+        alive: whether it accepts requests. False for an engine that starts, closes or is dead.
+    """
+
+    key: Key
+    stats: EngineStats
+    cached_tokens: int = 0
+    retry_after: float = 0.0
+    alive: bool = True
+
+
+@dataclass(slots=True)
+class _Ledger:
+    """What a router has sent to one engine.
+
+    Attributes:
+        num_requests: requests that have no token yet.
+        num_tokens: prompt tokens of these requests.
+        num_left: prompt tokens of these requests that are not expected to be cached.
+        recent: prompt tokens that were not expected to be cached, of the latest requests, weighted
+            by ``Router._weight``.
+        trust: share of the expected cached tokens that were cached in the end, lately.
+    """
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    num_left: int = 0
+    recent: float = 0.0
+    trust: float = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Route:
+    """Decision of a router.
+
+    Attributes:
+        key: the engine to send the prompt to.
+        num_tokens: tokens of the prompt.
+        cached_tokens: how many of them the engine is expected to have cached.
+        seconds: expected time to the first token.
+    """
+
+    key: Key
+    num_tokens: int
+    cached_tokens: int
+    seconds: float
+    _claimed_tokens: int = field(repr=False)
+    _ledger: _Ledger = field(repr=False)
+    _is_pending: bool = field(default=True, init=False, repr=False)
+
+
+class Router:
+    """Chooses the engine with the least expected time to a prompt's first token.
+
+    That time is the number of tokens that the engine computes before, divided by its own rate. The
+    tokens are those of the prompt that the engine has not cached, those of earlier prompts that
+    wait, and some for each running request, which takes its part of every step.
+
+    An engine that was lately sent more tokens to compute than the mean of all counts half of the
+    excess in addition. So a prefix that many prompts share gets a copy on further engines before
+    queues grow, while a single conversation stays where it is.
+
+    A router keeps count of the requests that it sent and that have no token yet, so that a burst
+    spreads even where statistics arrive late. Any thread may call it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ledgers: dict[Key, _Ledger] = {}
+        # Instead of every ``recent`` shrinking with each choice, the weight of a new one grows.
+        self._weight = 1.0
+
+    def choose(self, candidates: Sequence[Candidate], num_tokens: int) -> Route:
+        """Choose an engine, and count the prompt as sent to it until ``settle``.
+
+        Engines that are not alive are excluded, and paused ones while another is not paused. A full
+        engine is not chosen. Equal engines are chosen in turn, because what one was sent counts.
+
+        Args:
+            candidates: all engines.
+            num_tokens: tokens of the prompt, or an estimate until it is tokenised; at least 1.
+
+        Raises:
+            EngineOverloadedError: if all are full, with the least ``retry_after``.
+            EngineClosedError: if none is alive.
+        """
+        alive = [one for one in candidates if one.alive]
+        if not alive:
+            raise EngineClosedError(
+                f"none of {len(candidates)} engines accepts requests; expected one that runs"
+            )
+        usable = [one for one in alive if not one.stats.is_paused] or alive
+        ready = [one for one in usable if one.retry_after <= 0.0]
+        if not ready:
+            wait = min(one.retry_after for one in usable)
+            message = f"the queues of {len(usable)} engines are full; try again in {wait:.2f} s"
+            raise EngineOverloadedError(message, retry_after=wait)
+        with self._lock:
+            return self._choose(ready, num_tokens)
+
+    def settle(self, route: Route, cached_tokens: int | None = None) -> None:
+        """Stop counting a request as sent: it has its first token, has ended, or was not accepted.
+        Later calls for the same route do nothing.
+
+        Args:
+            cached_tokens: how many tokens were cached in the end, as ``usage.cached_tokens`` says.
+                What an engine's later candidates claim to have cached counts in proportion. None if
+                the request had no token.
+        """
+        with self._lock:
+            if not route._is_pending:
+                return
+            ledger, route._is_pending = route._ledger, False
+            ledger.num_requests -= 1
+            ledger.num_tokens -= route.num_tokens
+            ledger.num_left -= route.num_tokens - route.cached_tokens
+            if cached_tokens is not None and route._claimed_tokens > 0:
+                share = min(max(cached_tokens, 0) / route._claimed_tokens, 1.0)
+                ledger.trust += (share - ledger.trust) / _TRUST_REQUESTS
+
+    def forget(self, key: Key) -> None:
+        """Forget an engine that was removed or has died, and the requests sent to it."""
+        with self._lock:
+            self._ledgers.pop(key, None)
+
+    def _choose(self, ready: Sequence[Candidate], num_tokens: int) -> Route:
+        count, usual = len(ready), _median_rate(ready)
+        ledgers = [ledger for one in ready if (ledger := self._ledgers.get(one.key))]
+        mean = sum(ledger.recent for ledger in ledgers) / max(len(ledgers), 1)
+        if len(ledgers) < count:
+            # An engine that joins counts as an average one, so that nothing moves on its account.
+            ledgers = [self._ledgers.setdefault(one.key, _Ledger(recent=mean)) for one in ready]
+        recent_weight = _RECENT_WEIGHT / self._weight
+        best, least = 0, math.inf
+        for i, (one, ledger) in enumerate(zip(ready, ledgers, strict=True)):
+            stats = one.stats
+            work = num_tokens + ledger.num_left
+            if one.cached_tokens > 0:
+                work -= _usable_hit(one, ledger, num_tokens)
+            if stats.num_queued_tokens > ledger.num_tokens:
+                work += stats.num_queued_tokens - ledger.num_tokens
+            work += _RUNNING_TOKENS * max(stats.num_running, ledger.num_requests)
+            if ledger.recent > mean:
+                work += recent_weight * (ledger.recent - mean)
+            rate = stats.prompt_tokens_per_second
+            if rate != usual:
+                rate = _credible_rate(rate, usual)
+            if work < least * rate:
+                best, least = i, work / rate
+        candidate, ledger = ready[best], ledgers[best]
+        hit = _usable_hit(candidate, ledger, num_tokens)
+        self._count_sent(ledger, num_tokens, num_tokens - hit, count)
+        claimed = candidate.cached_tokens
+        return Route(candidate.key, num_tokens, hit, least, claimed, ledger)
+
+    def _count_sent(self, ledger: _Ledger, num_tokens: int, num_left: int, count: int) -> None:
+        ledger.num_requests += 1
+        ledger.num_tokens += num_tokens
+        ledger.num_left += num_left
+        self._weight *= 1.0 + 1.0 / (_RECENT_CHOICES * count)
+        ledger.recent += num_left * self._weight
+        if self._weight > _MAX_WEIGHT:
+            for one in self._ledgers.values():
+                one.recent /= self._weight
+            self._weight = 1.0
+
+
+def _usable_hit(candidate: Candidate, ledger: _Ledger, num_tokens: int) -> int:
+    """Tokens of a prompt that are expected to be cached; the last token is always computed."""
+    return min(int(max(candidate.cached_tokens, 0) * ledger.trust), num_tokens - 1)
+
+
+def _credible_rate(rate: float, usual: float) -> float:
+    """Rate of an engine, by what it says and what is usual."""
+    if not rate > 0.0 or usual / _EQUAL_RATES < rate < usual * _EQUAL_RATES:
+        return usual
+    return min(max(rate, usual / _MAX_RATE), usual * _MAX_RATE)
+
+
+def _median_rate(candidates: Iterable[Candidate]) -> float:
+    """Median of the known rates in tokens a second; 1.0 if none is known."""
+    rates = [one.stats.prompt_tokens_per_second for one in candidates]
+    known = [rate for rate in rates if 0.0 < rate < math.inf]
+    return statistics.median(known) if known else 1.0
+
+
+def block_hashes(
+    token_ids: Sequence[int], block_size: int, cache_salt: str | None = None
+) -> list[bytes]:
+    """Hashes of a prompt's full blocks, equal in every process.
+
+    Args:
+        token_ids: the prompt.
+        block_size: tokens of a block.
+        cache_salt: prompts with different salts have no hash in common.
+    """
+    hashes: list[bytes] = []
+    append_block_hashes(hashes, token_ids, block_size, cache_salt)
+    return hashes
+
+
+def text_hashes(text: str, cache_salt: str | None = None) -> list[bytes]:
+    """Hashes of a text that is not tokenised yet: of its first 2 KiB, and of each further 2 KiB
+    with all before, up to 64 KiB. A shorter piece at the end has none, because it grows.
+
+    Args:
+        text: the beginning of the prompt, or all of it.
+        cache_salt: texts with different salts have no hash in common.
+    """
+    hashes, parent = [], root_hash(cache_salt)
+    for i in range(min(len(text) // TEXT_PIECE, _MAX_TEXT_PIECES)):
+        piece = text[i * TEXT_PIECE : (i + 1) * TEXT_PIECE].encode("utf-8", "surrogatepass")
+        parent = hashlib.blake2b(parent + piece, digest_size=len(parent)).digest()
+        hashes.append(parent)
+    return hashes
+
+
+@dataclass(slots=True, eq=False)
+class Sent:
+    """Prompt in a PrefixIndex.
+
+    Attributes:
+        key: the engine that it was sent to.
+        hashes: its block hashes.
+        found: stamps of the leading blocks that the index had for the engine; 0 for one that was
+            last sent with a prompt under way.
+        stamp: its own stamp.
+    """
+
+    key: Key
+    hashes: Sequence[bytes]
+    found: list[int]
+    stamp: int
+
+
+class PrefixIndex:
+    """Prefixes that engines out of reach are expected to have cached, by what was sent to them.
+
+    Each engine evicts the least recently used blocks, tails before heads, and the index does the
+    same. So the blocks that it has of an engine are whole prefixes. Any thread may call it.
+
+    Args:
+        max_blocks: blocks to remember of each engine: as many as its KV cache has.
+        max_age: seconds after which a block that was not sent again is forgotten.
+    """
+
+    def __init__(self, max_blocks: int, max_age: float = math.inf) -> None:
+        self.max_blocks = max_blocks
+        self.max_age = max_age
+        self._lock = threading.Lock()
+        self._holders: dict[bytes, set[Key]] = {}
+        self._blocks: dict[Key, OrderedDict[bytes, tuple[int, float]]] = {}
+        self._stamp = 0
+        self._under_way: set[int] = set()
+
+    def find(self, hashes: Sequence[bytes], now: float) -> dict[Key, int]:
+        """Number of leading blocks of a prompt that each engine is expected to have; engines
+        without any are left out.
+
+        Args:
+            hashes: the prompt's block hashes.
+            now: the time in seconds, by the clock of ``add``.
+        """
+        with self._lock:
+            found: dict[Key, int] = {}
+            # Bisect: ``keys`` have the first ``least`` blocks, and none has more than ``most``.
+            ranges: list[tuple[Set[Key], int, int]] = [(self._blocks.keys(), 0, len(hashes))]
+            while ranges:
+                keys, least, most = ranges.pop()
+                if least == most:
+                    found.update(dict.fromkeys(keys, least))
+                    continue
+                middle = (least + most + 1) // 2
+                longer = keys & self._holders.get(hashes[middle - 1], _NO_KEYS)
+                if longer:
+                    ranges.append((longer, middle, most))
+                if middle > 1 and len(longer) < len(keys):
+                    ranges.append((keys - longer, least, middle - 1))
+            if self.max_age < math.inf:
+                for key, count in found.items():
+                    found[key] = self._num_young(key, hashes, count, now)
+            return {key: count for key, count in found.items() if count}
+
+    def add(self, key: Key, hashes: Sequence[bytes], now: float) -> Sent:
+        """Add a prompt that is sent to an engine. It is under way until ``correct`` or
+        ``withdraw``, one of which has to follow.
+
+        Args:
+            key: the engine.
+            hashes: the prompt's block hashes.
+            now: the time in seconds.
+        """
+        with self._lock:
+            self._stamp += 1
+            blocks = self._blocks.setdefault(key, OrderedDict())
+            self._expire(key, blocks, now)
+            kept = hashes[: self.max_blocks]
+            found = []
+            for one in kept:
+                known = blocks.get(one)
+                if known is None:
+                    break
+                found.append(0 if known[0] in self._under_way else known[0])
+            for one in reversed(kept):
+                blocks[one] = self._stamp, now
+                blocks.move_to_end(one)
+            for one in kept[len(found) :]:
+                self._holders.setdefault(one, set()).add(key)
+            while len(blocks) > self.max_blocks:
+                self._drop_oldest(key, blocks)
+            self._under_way.add(self._stamp)
+            return Sent(key, kept, found, self._stamp)
+
+    def correct(self, sent: Sent, num_blocks: int) -> None:
+        """Correct the index by what the engine really had cached of a prompt that it has computed.
+        If it was less than expected, the engine has evicted what is missing, and everything that it
+        used before that; unless it was still to compute what is missing for another prompt.
+
+        Args:
+            num_blocks: leading blocks that were cached: ``usage.cached_tokens // block_size``.
+        """
+        with self._lock:
+            self._under_way.discard(sent.stamp)
+            if num_blocks >= len(sent.found):
+                return
+            evicted = sent.found[max(num_blocks, 0)]
+            blocks = self._blocks.get(sent.key, OrderedDict())
+            while blocks and next(iter(blocks.values()))[0] <= evicted:
+                self._drop_oldest(sent.key, blocks)
+
+    def withdraw(self, sent: Sent) -> None:
+        """Forget a prompt that the engine did not compute: it was refused, or ended before its
+        first token. Blocks that were sent again since stay."""
+        with self._lock:
+            self._under_way.discard(sent.stamp)
+            blocks = self._blocks.get(sent.key, OrderedDict())
+            for one in sent.hashes[len(sent.found) :]:
+                if one in blocks and blocks[one][0] == sent.stamp:
+                    del blocks[one]
+                    self._drop_holder(sent.key, one)
+
+    def forget(self, key: Key) -> None:
+        """Forget an engine that died, was closed or has emptied its cache."""
+        with self._lock:
+            for one in self._blocks.pop(key, ()):
+                self._drop_holder(key, one)
+
+    def _num_young(self, key: Key, hashes: Sequence[bytes], count: int, now: float) -> int:
+        blocks = self._blocks[key]
+        while count and now - blocks[hashes[count - 1]][1] > self.max_age:
+            count -= 1
+        return count
+
+    def _expire(self, key: Key, blocks: OrderedDict[bytes, tuple[int, float]], now: float) -> None:
+        while blocks and now - next(iter(blocks.values()))[1] > self.max_age:
+            self._drop_oldest(key, blocks)
+
+    def _drop_oldest(self, key: Key, blocks: OrderedDict[bytes, tuple[int, float]]) -> None:
+        oldest, _ = blocks.popitem(last=False)
+        self._drop_holder(key, oldest)
+
+    def _drop_holder(self, key: Key, block_hash: bytes) -> None:
+        holders = self._holders[block_hash]
+        holders.remove(key)
+        if not holders:
+            del self._holders[block_hash]
