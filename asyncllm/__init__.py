@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from asyncllm.outputs import ToolCall as ToolCall
     from asyncllm.outputs import ToolCallDelta as ToolCallDelta
     from asyncllm.outputs import Usage as Usage
+    from asyncllm.rows import RowResult as RowResult
+    from asyncllm.rows import RowStream as RowStream
     from asyncllm.sampling_params import SamplingParams as SamplingParams
     from asyncllm.stream import TokenStream as TokenStream
 
@@ -69,6 +71,7 @@ _NAMES_BY_MODULE = {
     "asyncllm.logits_processor": "BatchUpdate LogitsProcessor",
     "asyncllm.outputs": "Completion CompletionOutput Delta EngineStats FinishReason Logprob "
     "TokenLogprobs ToolCall ToolCallDelta Usage",
+    "asyncllm.rows": "RowResult RowStream",
     "asyncllm.sampling_params": "SamplingParams",
     "asyncllm.stream": "TokenStream",
 }

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncIterable, Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, Literal, Self
 
 from asyncllm import validation as check
@@ -19,6 +19,7 @@ from asyncllm.errors import EngineClosedError, EngineError
 from asyncllm.observer import Observer, Observers
 from asyncllm.outputs import Completion, EngineStats
 from asyncllm.runtime.engine_thread import EngineThread
+from asyncllm.rows import Rows, RowStream
 from asyncllm.runtime.event_loop import join, wait_for
 from asyncllm.runtime.handle import Handle
 from asyncllm.runtime.input_processor import InputProcessor
@@ -332,6 +333,99 @@ class AsyncLLMEngine(Handle):
         inputs = self._running()
         submission = inputs.prompt_or_conversation(prompt, sampling_params, options)
         return await inputs.submitter.enqueue_or_wait(submission)
+
+    def map(
+        self,
+        rows: Iterable[Any] | AsyncIterable[Any],
+        *,
+        prompt: Callable[[Any], Any] | None = None,
+        sampling_params: SamplingParams | Callable[[Any], SamplingParams | None] | None = None,
+        key: Callable[[Any], Any] | None = None,
+        done: Container[Any] = (),
+        ordered: bool = True,
+        max_under_way: int | None = None,
+        progress: Callable[[int, int], object] | None = None,
+        **options: Any,
+    ) -> RowStream:
+        """Complete the rows of a batch job; returns the stream of their results.
+
+            async with engine.map(rows, prompt=lambda row: row["text"], max_tokens=64) as results:
+                async for result in results:
+                    print(result.key, result.completion or result.error)
+
+        Args:
+            rows: any number of rows, of any type. They are drawn as there is room for them: an
+                iterable that may block on a thread of its own, an async iterable on this loop.
+            prompt: function of a row that makes its prompt: text, token ids or messages. None takes
+                the rows themselves.
+            sampling_params: for all rows, or a function of a row.
+            key: function of a row that makes its key; None counts the rows from 0.
+            done: keys of rows to leave out, such as those whose results an earlier run has stored.
+            ordered: yield the results in the order of the rows; False yields them as they come, so
+                that no row waits for a longer one before it.
+            max_under_way: maximum number of rows that were drawn and whose results were not read;
+                at most ``max_queued_requests``, which None means.
+            progress: function called with the number of rows done, those of ``done`` included, and
+                of rows failed, before each result is returned.
+            options: as for ``stream``, or ``chat``, but for ``request_id``, ``max_unread`` and
+                ``on_slow``.
+
+        An exception of a row, of its ``prompt`` or of its request is the row's own: its result has
+        it, and the other rows go on. An exception of the iterable, or the end of the engine, ends
+        the job.
+
+        Raises:
+            InvalidRequestError: for an argument that cannot be used, with ``param`` set.
+            EngineClosedError, EngineDeadError: as ``stream``.
+        """
+        made = self._make_rows(
+            rows, prompt, sampling_params, key, done, ordered, max_under_way, progress, options
+        )
+
+        async def submit(prompt: Any, sampling_params: SamplingParams | None) -> TokenStream:
+            return await self.submit(prompt, sampling_params, **options)
+
+        return RowStream(made, submit)
+
+    def _make_rows(
+        self,
+        rows: Any,
+        prompt: Any,
+        sampling_params: Any,
+        key: Any,
+        done: Any,
+        ordered: bool,
+        max_under_way: int | None,
+        progress: Any,
+        options: dict[str, Any],
+    ) -> Rows:
+        """Check the arguments of ``map``, but for those that are the rows' own."""
+        inputs = self._running()
+        for name in ("request_id", "max_unread", "on_slow"):
+            if name in options:
+                accepted = (
+                    "no such option in map(): each row has its own id, and is read at its end"
+                )
+                raise check.invalid(name, options[name], accepted)
+        common = None if callable(sampling_params) else sampling_params
+        inputs.check_options(common, options)
+        most = self._max_queued_requests
+        limit = check.integer("max_under_way", max_under_way, 1, most, optional=True) or most
+        return Rows(
+            rows,
+            lambda: self.state == "running",
+            limit,
+            prompt,
+            sampling_params,
+            key,
+            done,
+            ordered,
+            progress,
+        )
+
+    @property
+    def _max_queued_requests(self) -> int:
+        return self.config.max_queued_requests
 
     def chat(
         self,

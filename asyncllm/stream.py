@@ -225,6 +225,14 @@ class TokenStream(Handle):
             channel.waiter = None
         return delta
 
+    def call_at_end(self, waiter: Any, mailbox: ThreadMailbox | None) -> bool:
+        """Have ``mailbox`` (None: the running loop's) wake ``waiter`` when the request has ended, and
+        not at each delta. To be called once, before any read. Returns False if the request has
+        ended already; then the waiter may be woken too."""
+        self._channel.waiter = waiter
+        self._channel.mailbox = self._mailbox_of_loop() if mailbox is None else mailbox
+        return self._channel.final is None
+
     def _take_delta(self) -> Delta:
         """Take the next unread delta; if it is the last, add the finish reason and usage. There
         must be an unread delta or an unread end."""

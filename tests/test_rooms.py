@@ -27,6 +27,7 @@ ROOMS = (
     "beams",
     "llm",
     "engine",
+    "rows",
     "stream runtime",  # The input processor makes the streams, which run on event loops.
     "output_reader",
     "tool_calls",

@@ -135,6 +135,13 @@ class InputProcessor:
             return self.conversation(prompt, sampling_params, request, chat, options)
         return self.prompt(prompt, sampling_params, request, options)
 
+    def check_options(self, sampling_params: Any, options: dict[str, Any]) -> None:
+        """Check options that are the same for many calls of ``prompt_or_conversation``."""
+        options = dict(options)
+        request = pop_fields(RequestOptions, options)
+        pop_fields(ChatOptions, options)
+        self._resolve_params(sampling_params, options, request)
+
     def _submission(
         self,
         request: Request,
