@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 from asyncllm import validation as check
 from asyncllm.checkpoint.progress import LoadStage
 from asyncllm.config import EngineConfig, make_config
+from asyncllm.core.block_hashes import PromptHashes
 from asyncllm.core.channel import OnSlow
 from asyncllm.core.execution_report import ExecutionReport
 from asyncllm.errors import EngineClosedError, EngineError
@@ -612,6 +613,26 @@ class AsyncLLMEngine(Handle):
     def stats(self) -> EngineStats:
         """Snapshot of the engine's counters. Never blocks; any thread may call it."""
         return self._running().submitter.core.stats()
+
+    def cached_prefix(self, token_ids: Sequence[int], cache_salt: str | None = None) -> int:
+        """Number of leading tokens of a prompt that a request would take from the prefix cache now.
+
+        It is at most ``len(token_ids) - 1``: the last token is always computed. No step runs for
+        it, and it changes nothing, not even which prefixes are evicted first. Any thread may call
+        it. A dead engine has nothing cached.
+
+        Args:
+            token_ids: the prompt, as ``tokenize`` returns it.
+            cache_salt: as for ``stream``.
+
+        Raises:
+            InvalidRequestError, ContextLengthExceededError: for arguments that ``stream`` refuses.
+            EngineClosedError: if the engine is not started, or closed.
+        """
+        inputs = self._running()
+        token_ids = inputs.prompts.check_ids(token_ids, None)
+        cache_salt = check.string("cache_salt", cache_salt, empty=True, optional=True)
+        return inputs.submitter.core.num_cached_tokens(PromptHashes(token_ids, cache_salt))
 
     def add_observer(self, observer: Observer) -> None:
         """Register an observer of requests accepted from now on; see

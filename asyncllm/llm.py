@@ -318,6 +318,11 @@ class LLM(Handle):
         """Snapshot of the engine's counters."""
         return self.engine.stats()
 
+    def cached_prefix(self, token_ids: Sequence[int], cache_salt: str | None = None) -> int:
+        """Number of leading tokens of a prompt that are in the prefix cache; see
+        ``AsyncLLMEngine.cached_prefix``."""
+        return self.engine.cached_prefix(token_ids, cache_salt)
+
     @property
     def state(self) -> EngineState:
         """State of the engine's life cycle; see ``AsyncLLMEngine.state``."""

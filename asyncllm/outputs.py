@@ -310,6 +310,9 @@ class EngineStats:
         num_waiting: requests accepted but not in the batch, including requests that are being
             tokenised or were preempted.
         num_paused: requests held back because their readers are late.
+        num_queued_tokens: prompt tokens of requests that wait for their first step; an estimate for
+            texts that are being tokenised.
+        is_paused: whether ``pause`` has stopped scheduling.
         num_blocks: KV blocks that requests can use (the null block is not counted).
         num_free_blocks: blocks that no request holds; cached ones are free as well.
         kv_cache_usage: fraction of the blocks that requests hold, 0 to 1.
@@ -329,11 +332,15 @@ class EngineStats:
         num_aborted: requests that were aborted.
         num_failed: requests that ended with an exception.
         last_step_time: seconds from the launch to the result of the latest step.
+        prompt_tokens_per_second: rate at which steps with prompts have computed tokens lately; 0.0
+            before the first.
     """
 
     num_running: int = 0
     num_waiting: int = 0
     num_paused: int = 0
+    num_queued_tokens: int = 0
+    is_paused: bool = False
     num_blocks: int = 0
     num_free_blocks: int = 0
     kv_cache_usage: float = 0.0
@@ -352,3 +359,4 @@ class EngineStats:
     num_aborted: int = 0
     num_failed: int = 0
     last_step_time: float = 0.0
+    prompt_tokens_per_second: float = 0.0

@@ -7,7 +7,8 @@ import struct
 
 import pytest
 
-from asyncllm.core.request import Request, RequestGroup, Status, root_hash
+from asyncllm.core.block_hashes import root_hash
+from asyncllm.core.request import Request, RequestGroup, Status
 from asyncllm.sampling_params import SamplingParams
 
 

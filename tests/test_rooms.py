@@ -36,6 +36,7 @@ ROOMS = (
     "config",
     "observer",
     "text",
+    "routing",
     "core",
     "checkpoint",
     "logits_processor",

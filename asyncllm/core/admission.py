@@ -75,6 +75,12 @@ class Admission:
         return len(self._queued_requests)
 
     @property
+    def num_queued_tokens(self) -> int:
+        """Number of prompt tokens of the queued requests, estimated for texts that are not
+        tokenised yet."""
+        return self._queued_tokens
+
+    @property
     def num_live(self) -> int:
         """Number of requests that have not ended."""
         return self._num_members - len(self._ended_members)
@@ -103,6 +109,13 @@ class Admission:
                 retry_after = self._retry_after(num_to_leave)
                 message = f"{what}; try again in {retry_after:.2f} s"
                 raise EngineOverloadedError(message, retry_after=retry_after)
+
+    def retry_after(self, group: RequestGroup, num_tokens: int) -> float:
+        """Seconds after which ``reserve`` is likely to have room for a group; 0.0 if it has room
+        now."""
+        with self._lock:
+            lacks = self._find_lack(group, num_tokens)
+            return 0.0 if lacks is None else self._retry_after(lacks[1])
 
     def reserve_or_wait(
         self, group: RequestGroup, num_tokens: int, is_gone: Callable[[], bool]
@@ -165,19 +178,23 @@ class Admission:
                 waiter.reserved.set_exception(error)
 
     def _admit(self, group: RequestGroup, num_tokens: int) -> tuple[str, int] | None:
-        """Register a group if the queue has room and no call waits for room, or if it fits its
-        owner's share and no call of its owner waits; otherwise return why not, as ``_check_room``
-        does."""
+        """Register a group unless the queue lacks room for it; returns ``_find_lack``."""
         self._check_acceptable(group)
+        lacks = self._find_lack(group, num_tokens)
+        if lacks is None:
+            self._register(group, num_tokens)
+        return lacks
+
+    def _find_lack(self, group: RequestGroup, num_tokens: int) -> tuple[str, int] | None:
+        """None if the queue has room for a group and no call waits for room, or if the group fits
+        its owner's share and no call of its owner waits; otherwise why not, as ``_check_room``
+        does."""
         if self._waiters:
             count = len(self._waiters)
             lacks = f"{count} wait for a place in the queue", count
         else:
             lacks = self._check_room(len(group.members), num_tokens)
-        if lacks is None or self._may_take_share(group, num_tokens):
-            self._register(group, num_tokens)
-            return None
-        return lacks
+        return None if lacks is None or self._may_take_share(group, num_tokens) else lacks
 
     def _may_take_share(self, group: RequestGroup, num_tokens: int) -> bool:
         owner = group.members[0].owner

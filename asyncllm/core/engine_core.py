@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from asyncllm.core.admission import Admission
+from asyncllm.core.block_hashes import HashedTokens
 from asyncllm.core.deadlines import DeadlineExceededError, Deadlines
 from asyncllm.core.executor import Executor, StepOutOfMemoryError
 from asyncllm.core.idle_calls import IdleCalls
@@ -24,6 +25,7 @@ from asyncllm.core.request import RequestGroup, Status
 from asyncllm.core.scheduled_step import ScheduledStep
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.core.structured_output import MaskMaker
+from asyncllm.core.token_rate import TokenRate
 from asyncllm.core.tracebacks import clear_frames
 from asyncllm.errors import (
     EngineClosedError,
@@ -95,6 +97,8 @@ class EngineCore:
         self._sampled_step = -1
         self._num_steps = 0
         self._last_step_time = 0.0
+        self._last_collected_at = 0.0
+        self._prompt_rate = TokenRate()
 
     # --- from any thread ---------------------------------------------------------------
 
@@ -135,18 +139,28 @@ class EngineCore:
         """Whether no step is in flight and every call has returned."""
         return not (self._in_flight or self._idle_calls.due_calls or self._idle_calls)
 
+    def num_cached_tokens(self, prompt: HashedTokens) -> int:
+        """Length in tokens of the prefix that an admission of ``prompt`` would find in the cache
+        now. Any thread may call it, at any time; see ``KVCacheManager.num_cached_tokens``."""
+        if self.fatal_error is not None:
+            return 0
+        return self.scheduler.kv.num_cached_tokens(prompt)
+
     def stats(self) -> EngineStats:
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
         states, info = scheduler.kv.states, scheduler.info
         num_running, num_paused = len(scheduler.running), len(scheduler.paused)
         num_blocks, num_free = pool.num_usable, pool.num_free
+        num_queued_tokens = self.admission.num_queued_tokens
         if self.fatal_error is not None:
             # The scheduler of a dead engine still has the requests of its last step.
-            num_running, num_paused, num_free = 0, 0, num_blocks
+            num_running, num_paused, num_free, num_queued_tokens = 0, 0, num_blocks, 0
         return EngineStats(
             num_running=num_running,
             num_waiting=max(0, self.admission.num_live - num_running - num_paused),
             num_paused=num_paused,
+            num_queued_tokens=num_queued_tokens,
+            is_paused=self._is_suspended,
             num_blocks=num_blocks,
             num_free_blocks=num_free,
             kv_cache_usage=1.0 - num_free / num_blocks,
@@ -165,6 +179,7 @@ class EngineCore:
             num_aborted=self.output_processor.num_aborted,
             num_failed=self.output_processor.num_failed,
             last_step_time=self._last_step_time,
+            prompt_tokens_per_second=self._prompt_rate.tokens_per_second,
         )
 
     def shutdown_error(self) -> EngineError:
@@ -320,6 +335,11 @@ class EngineCore:
         now = self.clock()
         self._num_steps += 1
         self._last_step_time = now - launched_at
+        if step.batch.num_decodes < len(step.requests):
+            # With two steps in flight, this one began when the step before it ended.
+            began_at = max(launched_at, self._last_collected_at)
+            self._prompt_rate.add(step.batch.num_tokens, now - began_at)
+        self._last_collected_at = now
         for event in self.scheduler.update(step, result):
             self.output_processor.deliver(event, now)
         if step.has_grammar_mask:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from asyncllm.core.block_hashes import HashedTokens
 from asyncllm.core.block_pool import Block, BlockPool
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.request import NEVER, Request
@@ -35,11 +36,11 @@ class FullAttentionGroup:
         reads."""
         return 0
 
-    def find_prefix(self, request: Request, num_tokens: int) -> list[Block]:
+    def find_prefix(self, prompt: HashedTokens, num_tokens: int) -> list[Block]:
         """Longest cached prefix of the first ``num_tokens`` tokens, as entries of a block table."""
         hit: list[Block] = []
         find, suffix = self.pool.find, self._hash_suffix
-        hashes = request.extend_hashes(self.block_size)
+        hashes = prompt.extend_hashes(self.block_size)
         for i in range(num_tokens // self.block_size):
             block = find(hashes[i] + suffix)
             if block is None:
@@ -47,7 +48,7 @@ class FullAttentionGroup:
             hit.append(block)
         return hit
 
-    def truncate_hit(self, request: Request, hit: list[Block], num_tokens: int) -> list[Block]:
+    def truncate_hit(self, prompt: HashedTokens, hit: list[Block], num_tokens: int) -> list[Block]:
         """Truncate a prefix hit to at most ``num_tokens``, which is less than it covers."""
         return hit[: num_tokens // self.block_size]
 
@@ -91,11 +92,11 @@ class SlidingWindowGroup(FullAttentionGroup):
         """Number of computed tokens at which the next block leaves the window."""
         return (num_out_of_window + 1) * self.block_size + self.window - 1
 
-    def find_prefix(self, request: Request, num_tokens: int) -> list[Block]:
+    def find_prefix(self, prompt: HashedTokens, num_tokens: int) -> list[Block]:
         """Longest prefix within ``num_tokens`` whose last blocks, those that the next query sees,
         are cached. Entries before those are the null block."""
         find, suffix, num_seen = self.pool.find, self._hash_suffix, self._num_visible_blocks
-        hashes = request.extend_hashes(self.block_size)
+        hashes = prompt.extend_hashes(self.block_size)
         i = end = num_tokens // self.block_size
         seen: list[Block] = []
         while i and len(seen) < num_seen:
@@ -108,8 +109,8 @@ class SlidingWindowGroup(FullAttentionGroup):
                 seen.append(block)
         return [self.pool.null_block] * (end - len(seen)) + seen[::-1]
 
-    def truncate_hit(self, request: Request, hit: list[Block], num_tokens: int) -> list[Block]:
-        return self.find_prefix(request, num_tokens)
+    def truncate_hit(self, prompt: HashedTokens, hit: list[Block], num_tokens: int) -> list[Block]:
+        return self.find_prefix(prompt, num_tokens)
 
     def _first_unpublished_block(self, request: Request) -> int:
         """Index of the first block to publish. The request must still hold it: with tokens in
@@ -196,21 +197,37 @@ class KVCacheManager:
         """Longest prefix that all groups have cached, as a block table per group. The prefix has at
         most ``Request.max_cached_tokens``, so that at least one token is left to compute and sample
         from. With recurrent states, the prefix ends at a snapshot."""
-        if not self.enable_prefix_caching:
-            return tuple([] for _ in self.groups)
-        length = request.max_cached_tokens
-        hit: list[list[Block]] = []
-        for group in self.groups:
-            hit.append(group.find_prefix(request, length))
-            length = len(hit[-1]) * group.block_size
-        length = self._shorten_to_common(request, hit, length)
-        if self.states is not None:
-            request.num_shared_tokens = length
-            while (end := self.states.find(request, length)) < length:
-                length = self._shorten_to_common(request, hit, end)
+        hit, request.num_shared_tokens = self._find_prefix(request)
         return tuple(hit)
 
-    def _shorten_to_common(self, request: Request, hit: list[list[Block]], length: int) -> int:
+    def num_cached_tokens(self, prompt: HashedTokens) -> int:
+        """Length in tokens of the prefix that ``find_prefix`` finds. Changes nothing, not even the
+        order of eviction.
+
+        Any thread may call it while the engine thread runs: it only looks hashes up in dicts, and
+        each look-up is atomic. If blocks come or go meanwhile, the length may be that of neither
+        moment; it is an estimate in any case, because eviction may follow."""
+        hit, _ = self._find_prefix(prompt)
+        return len(hit[0]) * self.groups[0].block_size
+
+    def _find_prefix(self, prompt: HashedTokens) -> tuple[list[list[Block]], int]:
+        """Longest prefix that all groups have cached and that ends at a snapshot, as block tables;
+        and the length in tokens of the longest one without regard to snapshots. Other threads may
+        call it, so it only reads, and its loops end whatever each look-up finds."""
+        if not self.enable_prefix_caching:
+            return [[] for _ in self.groups], 0
+        length = prompt.max_cached_tokens
+        hit: list[list[Block]] = []
+        for group in self.groups:
+            hit.append(group.find_prefix(prompt, length))
+            length = len(hit[-1]) * group.block_size
+        shared = length = self._shorten_to_common(prompt, hit, length)
+        if self.states is not None:
+            while (end := self.states.find(prompt, length)) < length:
+                length = self._shorten_to_common(prompt, hit, end)
+        return hit, shared
+
+    def _shorten_to_common(self, prompt: HashedTokens, hit: list[list[Block]], length: int) -> int:
         """Shorten the tables to the longest prefix within ``length`` tokens that all groups have
         cached; returns its length in tokens."""
         agreed = False
@@ -218,7 +235,7 @@ class KVCacheManager:
             agreed = True
             for i, group in enumerate(self.groups):
                 if len(hit[i]) * group.block_size > length:
-                    hit[i] = group.truncate_hit(request, hit[i], length)
+                    hit[i] = group.truncate_hit(prompt, hit[i], length)
                     length = len(hit[i]) * group.block_size
                     agreed = False
         return length

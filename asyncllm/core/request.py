@@ -8,13 +8,12 @@ sent, the engine thread owns it. The reader of its stream may read the first tok
 from __future__ import annotations
 
 import enum
-import hashlib
 import math
 import sys
-from array import array
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from asyncllm.core.block_hashes import append_block_hashes
 from asyncllm.core.block_pool import Block
 from asyncllm.core.channel import Channel
 from asyncllm.core.reasoning import Reasoning
@@ -22,10 +21,7 @@ from asyncllm.core.token_rules import TokenRules
 from asyncllm.outputs import FinishReason, TokenLogprobs, Usage
 from asyncllm.sampling_params import SamplingParams
 
-_DIGEST_SIZE = 16
-_BLOCK_HASH_PERSON = b"asyncllm-kv"
 NEVER = sys.maxsize
-_ROOT_HASH = hashlib.blake2b(digest_size=_DIGEST_SIZE, person=_BLOCK_HASH_PERSON).digest()
 
 
 class Status(enum.IntEnum):
@@ -36,16 +32,6 @@ class Status(enum.IntEnum):
     RUNNING = 2
     PAUSED = 3
     FINISHED = 4
-
-
-def root_hash(cache_salt: str | None) -> bytes:
-    """Parent hash of a sequence's first block. Anything besides the tokens that changes the KV must
-    be hashed here; the chain of hashes carries it to every later block."""
-    if cache_salt is None:
-        return _ROOT_HASH
-    # BLAKE2's ``person`` differs from that of block hashes, so no salt can imitate one.
-    salt = b"salt\0" + cache_salt.encode()
-    return hashlib.blake2b(salt, digest_size=_DIGEST_SIZE, person=_BLOCK_HASH_PERSON).digest()
 
 
 class Notifier(Protocol):
@@ -285,21 +271,11 @@ class Request:
         return None
 
     def extend_hashes(self, block_size: int) -> list[bytes]:
-        """Hashes of all full blocks of ``token_ids``; each is computed once. A hash is 128-bit
-        BLAKE2b of the parent's hash and the token ids, equal in every process."""
+        """Hashes of all full blocks of ``token_ids``; each is computed once."""
         hashes = self.block_hashes.get(block_size)
         if hashes is None:
             hashes = self.block_hashes[block_size] = self._first_request_hashes(block_size)
-        num_full = len(self.token_ids) // block_size
-        if len(hashes) < num_full:
-            parent = hashes[-1] if hashes else root_hash(self.cache_salt)
-            begin = len(hashes) * block_size
-            tokens = array("I", self.token_ids[begin : num_full * block_size])
-            data, size = tokens.tobytes(), block_size * tokens.itemsize
-            for i in range(0, len(data), size):
-                block = parent + data[i : i + size]
-                parent = hashlib.blake2b(block, digest_size=_DIGEST_SIZE).digest()
-                hashes.append(parent)
+        append_block_hashes(hashes, self.token_ids, block_size, self.cache_salt)
         return hashes
 
     def _first_request_hashes(self, block_size: int) -> list[bytes]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from asyncllm.core.block_hashes import HashedTokens
 from asyncllm.core.block_pool import Block, BlockPool
 from asyncllm.core.request import Request
 
@@ -66,10 +67,10 @@ class StateSnapshots:
         self._pending: list[_PendingSnapshot] = []
         self._pending_keys: set[bytes] = set()
 
-    def _snapshot_key(self, request: Request, num_tokens: int) -> bytes:
-        return request.extend_hashes(self._block_size)[num_tokens // self._block_size - 1]
+    def _snapshot_key(self, tokens: HashedTokens, num_tokens: int) -> bytes:
+        return tokens.extend_hashes(self._block_size)[num_tokens // self._block_size - 1]
 
-    def find(self, request: Request, num_tokens: int) -> int:
+    def find(self, prompt: HashedTokens, num_tokens: int) -> int:
         """Length in tokens of the longest prefix within ``num_tokens`` that has a snapshot; else
         0."""
         if not self.pool.num_cached:
@@ -79,7 +80,7 @@ class StateSnapshots:
             0,
             -self._common_block_size,
         ):
-            if self.pool.find(self._snapshot_key(request, end)) is not None:
+            if self.pool.find(self._snapshot_key(prompt, end)) is not None:
                 return end
         return 0
 

@@ -1,0 +1,74 @@
+"""Block hashes: names of full blocks of tokens, each computed from all tokens before it."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from typing import Protocol
+
+_DIGEST_SIZE = 16
+_BLOCK_HASH_PERSON = b"asyncllm-kv"
+_ROOT_HASH = hashlib.blake2b(digest_size=_DIGEST_SIZE, person=_BLOCK_HASH_PERSON).digest()
+
+
+def root_hash(cache_salt: str | None) -> bytes:
+    """Parent hash of a sequence's first block. Anything besides the tokens that changes the KV must
+    be hashed here; the chain of hashes carries it to every later block."""
+    if cache_salt is None:
+        return _ROOT_HASH
+    # BLAKE2's ``person`` differs from that of block hashes, so no salt can imitate one.
+    salt = b"salt\0" + cache_salt.encode()
+    return hashlib.blake2b(salt, digest_size=_DIGEST_SIZE, person=_BLOCK_HASH_PERSON).digest()
+
+
+def append_block_hashes(
+    hashes: list[bytes], token_ids: Sequence[int], block_size: int, cache_salt: str | None
+) -> None:
+    """Append the hashes of the full blocks that ``hashes`` lacks. A hash is 128-bit BLAKE2b of the
+    parent's hash and the token ids, equal in every process."""
+    num_full = len(token_ids) // block_size
+    if len(hashes) >= num_full:
+        return
+    parent = hashes[-1] if hashes else root_hash(cache_salt)
+    tokens = array("I", token_ids[len(hashes) * block_size : num_full * block_size])
+    data, size = tokens.tobytes(), block_size * tokens.itemsize
+    for i in range(0, len(data), size):
+        block = parent + data[i : i + size]
+        parent = hashlib.blake2b(block, digest_size=_DIGEST_SIZE).digest()
+        hashes.append(parent)
+
+
+class HashedTokens(Protocol):
+    """Protocol of tokens whose prefix is looked up: a Request, or PromptHashes."""
+
+    @property
+    def max_cached_tokens(self) -> int: ...
+
+    def extend_hashes(self, block_size: int) -> list[bytes]: ...
+
+
+class PromptHashes:
+    """Block hashes of a prompt that is no request yet, by block size.
+
+    Args:
+        token_ids: the prompt.
+        cache_salt: prompts share cached prefixes only with equal salts.
+    """
+
+    def __init__(self, token_ids: Sequence[int], cache_salt: str | None = None) -> None:
+        self._token_ids = token_ids
+        self._cache_salt = cache_salt
+        self._block_hashes: dict[int, list[bytes]] = {}
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """Maximum number of leading tokens that a request with this prompt takes from the prefix
+        cache: all but the last token, whose logits are sampled."""
+        return len(self._token_ids) - 1
+
+    def extend_hashes(self, block_size: int) -> list[bytes]:
+        """Hashes of all full blocks; each is computed once."""
+        hashes = self._block_hashes.setdefault(block_size, [])
+        append_block_hashes(hashes, self._token_ids, block_size, self._cache_salt)
+        return hashes

@@ -1,0 +1,350 @@
+"""Routing: which of several engines a prompt goes to.
+
+Pure Python without threads, event loop or clock of its own: times are arguments, and engines are
+described by plain values, which may come from the same process or by mail.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import statistics
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from asyncllm.core.block_hashes import append_block_hashes, root_hash
+from asyncllm.errors import EngineClosedError, EngineOverloadedError
+from asyncllm.outputs import EngineStats
+
+Key = Hashable
+"""Name of an engine, chosen by the caller: its number or its address."""
+
+TEXT_PIECE = 2048
+"""Number of characters of a text that ``text_hashes`` hashes together."""
+
+_MAX_TEXT_PIECES = 32
+_RUNNING_TOKENS = 8
+_RATE_RANGE = 8.0
+
+
+@dataclass(slots=True)
+class Candidate:
+    """What is known of one engine when a prompt has to be routed. It can be pickled.
+
+    Attributes:
+        key: the engine's name.
+        stats: its latest ``EngineStats``. ``num_queued_tokens``, ``num_running``,
+            ``prompt_tokens_per_second`` and ``is_paused`` are read.
+        cached_tokens: how many leading tokens of this prompt it has cached.
+        retry_after: seconds until its queue is likely to have room for the request; 0 if it has
+            room now.
+        alive: whether it accepts requests. False for an engine that starts, closes or is dead.
+    """
+
+    key: Key
+    stats: EngineStats
+    cached_tokens: int = 0
+    retry_after: float = 0.0
+    alive: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class Route:
+    """Decision of a router.
+
+    Attributes:
+        key: the engine to send the prompt to.
+        num_tokens: tokens of the prompt.
+        cached_tokens: how many of them the engine is expected to have cached.
+        seconds: expected time to the first token.
+    """
+
+    key: Key
+    num_tokens: int
+    cached_tokens: int
+    seconds: float
+    _is_pending: bool = field(default=True, init=False, repr=False)
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Requests that a router has sent to one engine and that have no token yet.
+
+    Attributes:
+        num_requests: their number.
+        num_tokens: prompt tokens of them.
+        num_left: prompt tokens of them that are not expected to be cached.
+    """
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    num_left: int = 0
+
+
+class Router:
+    """Chooses the engine with the least expected time to a prompt's first token.
+
+    That time is the number of tokens that the engine computes before, divided by its own rate. The
+    tokens are those of the prompt that the engine has not cached, those of earlier prompts that
+    wait, and a few for each running request, which takes its part of every step.
+
+    A router keeps count of the requests that it sent and that have no token yet, so that a burst
+    spreads even where statistics arrive late. Any thread may call it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: dict[Key, _Pending] = {}
+        self._turn = 0
+
+    def choose(self, candidates: Sequence[Candidate], num_tokens: int) -> Route:
+        """Choose an engine, and count the prompt as sent to it until ``settle``.
+
+        Engines that are not alive are excluded, and paused ones while another is not paused. A full
+        engine is not chosen. Of several engines with the same expected time, each is chosen in
+        turn.
+
+        Args:
+            candidates: all engines, in an order that stays the same between calls.
+            num_tokens: tokens of the prompt, or an estimate until it is tokenised.
+
+        Raises:
+            EngineOverloadedError: if all are full, with the least ``retry_after``.
+            EngineClosedError: if none is alive.
+        """
+        alive = [one for one in candidates if one.alive]
+        if not alive:
+            raise EngineClosedError(
+                f"none of {len(candidates)} engines accepts requests; expected one that runs"
+            )
+        usable = [one for one in alive if not one.stats.is_paused] or alive
+        ready = [one for one in usable if one.retry_after <= 0.0]
+        if not ready:
+            wait = min(one.retry_after for one in usable)
+            message = f"the queues of {len(usable)} engines are full; try again in {wait:.2f} s"
+            raise EngineOverloadedError(message, retry_after=wait)
+        with self._lock:
+            return self._choose(ready, num_tokens)
+
+    def settle(self, route: Route) -> None:
+        """Stop counting a request as sent: it has its first token, has ended, or was not accepted.
+        Later calls for the same route do nothing."""
+        with self._lock:
+            if not route._is_pending:
+                return
+            route._is_pending = False
+            pending = self._pending[route.key]
+            pending.num_requests -= 1
+            pending.num_tokens -= route.num_tokens
+            pending.num_left -= route.num_tokens - route.cached_tokens
+            if not pending.num_requests:
+                del self._pending[route.key]
+
+    def _choose(self, ready: Sequence[Candidate], num_tokens: int) -> Route:
+        usual = _median_rate(ready)
+        least, most = usual / _RATE_RANGE, usual * _RATE_RANGE
+        none = _Pending()
+        first = self._turn % len(ready)
+        best, best_seconds, best_index = ready[first], math.inf, first
+        for offset in range(len(ready)):
+            index = (first + offset) % len(ready)
+            one = ready[index]
+            stats = one.stats
+            pending = self._pending.get(one.key, none)
+            work = num_tokens - _usable_hit(one, num_tokens) + pending.num_left
+            work += max(0, stats.num_queued_tokens - pending.num_tokens)
+            work += _RUNNING_TOKENS * max(0, stats.num_running)
+            rate = stats.prompt_tokens_per_second
+            seconds = work / (min(max(rate, least), most) if rate > 0.0 else usual)
+            if seconds < best_seconds:
+                best, best_seconds, best_index = one, seconds, index
+        self._turn = best_index + 1
+        route = Route(best.key, num_tokens, _usable_hit(best, num_tokens), best_seconds)
+        pending = self._pending.setdefault(best.key, _Pending())
+        pending.num_requests += 1
+        pending.num_tokens += num_tokens
+        pending.num_left += num_tokens - route.cached_tokens
+        return route
+
+
+def _usable_hit(candidate: Candidate, num_tokens: int) -> int:
+    """Cached tokens of a prompt; the last token is always computed."""
+    return min(max(candidate.cached_tokens, 0), num_tokens - 1)
+
+
+def _median_rate(candidates: Iterable[Candidate]) -> float:
+    """Median of the known rates in tokens a second; 1.0 if none is known."""
+    rates = [one.stats.prompt_tokens_per_second for one in candidates]
+    known = [rate for rate in rates if 0.0 < rate < math.inf]
+    return statistics.median(known) if known else 1.0
+
+
+def block_hashes(
+    token_ids: Sequence[int], block_size: int, cache_salt: str | None = None
+) -> list[bytes]:
+    """Hashes of a prompt's full blocks, equal in every process.
+
+    Args:
+        token_ids: the prompt.
+        block_size: tokens of a block.
+        cache_salt: prompts with different salts have no hash in common.
+    """
+    hashes: list[bytes] = []
+    append_block_hashes(hashes, token_ids, block_size, cache_salt)
+    return hashes
+
+
+def text_hashes(text: str, cache_salt: str | None = None) -> list[bytes]:
+    """Hashes of a text that is not tokenised yet: of its first 2 KiB, and of each further 2 KiB
+    with all before, up to 64 KiB. A shorter piece at the end has none, because it grows.
+
+    Args:
+        text: the beginning of the prompt, or all of it.
+        cache_salt: texts with different salts have no hash in common.
+    """
+    hashes, parent = [], root_hash(cache_salt)
+    for i in range(min(len(text) // TEXT_PIECE, _MAX_TEXT_PIECES)):
+        piece = text[i * TEXT_PIECE : (i + 1) * TEXT_PIECE].encode("utf-8", "surrogatepass")
+        parent = hashlib.blake2b(parent + piece, digest_size=len(parent)).digest()
+        hashes.append(parent)
+    return hashes
+
+
+@dataclass(slots=True, eq=False)
+class Sent:
+    """Prompt in a PrefixIndex.
+
+    Attributes:
+        key: the engine that it was sent to.
+        hashes: its block hashes.
+        found: stamps of the leading blocks that the index had for the engine.
+        stamp: its own stamp.
+    """
+
+    key: Key
+    hashes: Sequence[bytes]
+    found: list[int]
+    stamp: int
+
+
+class PrefixIndex:
+    """Prefixes that engines out of reach are expected to have cached, by what was sent to them.
+
+    Each engine evicts the least recently used blocks, tails before heads, and the index does the
+    same. So the blocks that it has of an engine are whole prefixes. Any thread may call it.
+
+    Args:
+        max_blocks: blocks to remember of each engine: as many as its KV cache has.
+        max_age: seconds after which a block that was not sent again is forgotten.
+    """
+
+    def __init__(self, max_blocks: int, max_age: float = math.inf) -> None:
+        self.max_blocks = max_blocks
+        self.max_age = max_age
+        self._lock = threading.Lock()
+        self._holders: dict[bytes, dict[Key, None]] = {}
+        self._blocks: dict[Key, OrderedDict[bytes, tuple[int, float]]] = {}
+        self._stamp = 0
+
+    def find(self, hashes: Sequence[bytes], now: float) -> dict[Key, int]:
+        """Number of leading blocks of a prompt that each engine is expected to have; engines
+        without any are left out.
+
+        Args:
+            hashes: the prompt's block hashes.
+            now: the time in seconds, by the clock of ``add``.
+        """
+        with self._lock:
+            found: dict[Key, int] = {}
+            for i in range(len(hashes), 0, -1):
+                holders = self._holders.get(hashes[i - 1], ())
+                if len(holders) > len(found):
+                    for key in holders:
+                        found.setdefault(key, i)
+            if self.max_age < math.inf:
+                for key, count in list(found.items()):
+                    found[key] = self._num_young(key, hashes, count, now)
+            return {key: count for key, count in found.items() if count}
+
+    def add(self, key: Key, hashes: Sequence[bytes], now: float) -> Sent:
+        """Add a prompt that is sent to an engine.
+
+        Args:
+            key: the engine.
+            hashes: the prompt's block hashes.
+            now: the time in seconds.
+        """
+        with self._lock:
+            self._stamp += 1
+            blocks = self._blocks.setdefault(key, OrderedDict())
+            self._expire(key, blocks, now)
+            kept = hashes[: self.max_blocks]
+            found = []
+            for one in kept:
+                known = blocks.get(one)
+                if known is None:
+                    break
+                found.append(known[0])
+            for one in reversed(kept):
+                blocks[one] = self._stamp, now
+                blocks.move_to_end(one)
+            for one in kept[len(found) :]:
+                self._holders.setdefault(one, {})[key] = None
+            while len(blocks) > self.max_blocks:
+                self._drop_oldest(key, blocks)
+            return Sent(key, kept, found, self._stamp)
+
+    def correct(self, sent: Sent, num_blocks: int) -> None:
+        """Correct the index by what the engine really had cached of a prompt. If it was less than
+        expected, the engine has evicted what is missing, and everything that it used before that.
+
+        Args:
+            num_blocks: leading blocks that were cached: ``usage.cached_tokens // block_size``.
+        """
+        if num_blocks >= len(sent.found):
+            return
+        with self._lock:
+            evicted = sent.found[max(num_blocks, 0)]
+            blocks = self._blocks.get(sent.key, OrderedDict())
+            while blocks and next(iter(blocks.values()))[0] <= evicted:
+                self._drop_oldest(sent.key, blocks)
+
+    def withdraw(self, sent: Sent) -> None:
+        """Forget a prompt that the engine did not compute: it was refused, or ended before its
+        first token. Blocks that were sent again since stay."""
+        with self._lock:
+            blocks = self._blocks.get(sent.key, OrderedDict())
+            for one in reversed(sent.hashes[len(sent.found) :]):
+                known = blocks.get(one)
+                if known is None or known[0] != sent.stamp:
+                    break
+                del blocks[one]
+                self._drop_holder(sent.key, one)
+
+    def forget(self, key: Key) -> None:
+        """Forget an engine that died, was closed or has emptied its cache."""
+        with self._lock:
+            for one in self._blocks.pop(key, ()):
+                self._drop_holder(key, one)
+
+    def _num_young(self, key: Key, hashes: Sequence[bytes], count: int, now: float) -> int:
+        blocks = self._blocks[key]
+        while count and now - blocks[hashes[count - 1]][1] > self.max_age:
+            count -= 1
+        return count
+
+    def _expire(self, key: Key, blocks: OrderedDict[bytes, tuple[int, float]], now: float) -> None:
+        while blocks and now - next(iter(blocks.values()))[1] > self.max_age:
+            self._drop_oldest(key, blocks)
+
+    def _drop_oldest(self, key: Key, blocks: OrderedDict[bytes, tuple[int, float]]) -> None:
+        oldest, _ = blocks.popitem(last=False)
+        self._drop_holder(key, oldest)
+
+    def _drop_holder(self, key: Key, block_hash: bytes) -> None:
+        holders = self._holders[block_hash]
+        del holders[key]
+        if not holders:
+            del self._holders[block_hash]
