@@ -19,8 +19,8 @@ from asyncllm.core.execution_report import ExecutionReport
 from asyncllm.errors import EngineClosedError, EngineError
 from asyncllm.observer import Observer, Observers
 from asyncllm.outputs import Completion, EngineStats
-from asyncllm.runtime.engine_thread import EngineThread
 from asyncllm.rows import Rows, RowStream
+from asyncllm.runtime.engine_thread import EngineThread
 from asyncllm.runtime.event_loop import join, wait_for
 from asyncllm.runtime.handle import Handle
 from asyncllm.runtime.input_processor import InputProcessor
@@ -379,50 +379,25 @@ class AsyncLLMEngine(Handle):
             InvalidRequestError: for an argument that cannot be used, with ``param`` set.
             EngineClosedError, EngineDeadError: as ``stream``.
         """
-        made = self._make_rows(
-            rows, prompt, sampling_params, key, done, ordered, max_under_way, progress, options
-        )
+        found = Rows(rows, prompt, sampling_params, key, done, ordered, max_under_way, progress)
+        self._check_rows(found, options)
 
         async def submit(prompt: Any, sampling_params: SamplingParams | None) -> TokenStream:
             return await self.submit(prompt, sampling_params, **options)
 
-        return RowStream(made, submit)
+        return RowStream(found, submit)
 
-    def _make_rows(
-        self,
-        rows: Any,
-        prompt: Any,
-        sampling_params: Any,
-        key: Any,
-        done: Any,
-        ordered: bool,
-        max_under_way: int | None,
-        progress: Any,
-        options: dict[str, Any],
-    ) -> Rows:
-        """Check the arguments of ``map``, but for those that are the rows' own."""
-        inputs = self._running()
+    def _check_rows(self, rows: Rows, options: dict[str, Any]) -> None:
+        """Check what the rows of ``map`` have in common, and bind them to this engine."""
         for name in ("request_id", "max_unread", "on_slow"):
             if name in options:
                 accepted = (
-                    "no such option in map(): each row has its own id, and is read at its end"
+                    "not in map(), whose rows have ids of their own and are read at their end"
                 )
                 raise check.invalid(name, options[name], accepted)
-        common = None if callable(sampling_params) else sampling_params
-        inputs.check_options(common, options)
-        most = self._max_queued_requests
-        limit = check.integer("max_under_way", max_under_way, 1, most, optional=True) or most
-        return Rows(
-            rows,
-            lambda: self.state == "running",
-            limit,
-            prompt,
-            sampling_params,
-            key,
-            done,
-            ordered,
-            progress,
-        )
+        common = None if callable(rows.sampling_params) else rows.sampling_params
+        self._running().check_options(common, options)
+        rows.bind(self._max_queued_requests, lambda: self.state == "running")
 
     @property
     def _max_queued_requests(self) -> int:

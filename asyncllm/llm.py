@@ -21,7 +21,7 @@ from asyncllm.errors import (
     RequestError,
 )
 from asyncllm.outputs import Completion, Delta, EngineStats, FinishReason, Usage
-from asyncllm.rows import RowResult, blocking_results
+from asyncllm.rows import RowResult, Rows, blocking_results
 from asyncllm.runtime.handle import Handle
 from asyncllm.runtime.mailbox import ThreadMailbox
 from asyncllm.sampling_params import SamplingParams
@@ -208,15 +208,12 @@ class LLM(Handle):
         **options: Any,
     ) -> Generator[RowResult]:
         """Complete the rows of a batch job; returns an iterator of their results. Rows are drawn in
-        the reading thread. Closing the iterator, or losing the last reference to it, aborts the rows
-        under way. Arguments and errors are those of ``AsyncLLMEngine.map``."""
+        the reading thread. Closing the iterator, or losing the last reference to it, aborts the
+        rows under way. Arguments and errors are those of ``AsyncLLMEngine.map``."""
         if not isinstance(rows, Iterable):
-            raise invalid(
-                "rows", rows, "an iterable of rows; an async one is for AsyncLLMEngine.map"
-            )
-        made = self.engine._make_rows(
-            rows, prompt, sampling_params, key, done, ordered, max_under_way, progress, options
-        )
+            raise invalid("rows", rows, "an iterable; an async one is for AsyncLLMEngine.map")
+        found = Rows(rows, prompt, sampling_params, key, done, ordered, max_under_way, progress)
+        self.engine._check_rows(found, options)
 
         def submit(prompt: Any, sampling_params: SamplingParams | None) -> TokenStream:
             inputs = self.engine._running()
@@ -228,7 +225,7 @@ class LLM(Handle):
                     # The queue is full of other callers' requests.
                     time.sleep(min(refused.retry_after, _MAX_WAIT))
 
-        return blocking_results(made, submit, self._mailbox)
+        return blocking_results(found, submit, self._mailbox)
 
     def tokenize(self, prompt: str | Messages, **options: Any) -> list[int]:
         """``AsyncLLMEngine.tokenize`` in the calling thread; arguments and errors as there."""

@@ -83,25 +83,28 @@ class _Row:
 class Rows:
     """The rows of one batch job: how a row becomes a request, and the rows under way.
 
-    Args:
+    Attributes:
+        wake: function called when a row has ended; set by the reader.
+        limit: maximum number of rows that were drawn and whose results were not read.
         is_running: tells whether the engine accepts requests; if it does not, its error is the
             job's.
-        limit: maximum number of rows that were drawn and whose results were not read.
+        error: exception that ended the job, until it is raised.
 
     Raises:
         InvalidRequestError: for an argument of ``AsyncLLMEngine.map`` that cannot be used.
     """
 
     rows: Any
-    is_running: Callable[[], bool]
-    limit: int
     prompt: Callable[[Any], Any] | None = None
     sampling_params: SamplingParams | Callable[[Any], SamplingParams | None] | None = None
     key: Callable[[Any], Any] | None = None
     done: Container[Any] = ()
     ordered: bool = True
+    max_under_way: int | None = None
     progress: Callable[[int, int], object] | None = None
     wake: Callable[[], object] = field(init=False)
+    limit: int = field(init=False)
+    is_running: Callable[[], bool] = field(init=False)
     error: BaseException | None = field(init=False, default=None)
     is_exhausted: bool = field(init=False, default=False)
     _under_way: dict[_Row, None] = field(init=False, default_factory=dict)
@@ -120,6 +123,11 @@ class Rows:
         is_text = isinstance(self.rows, (str, bytes, Mapping))
         if is_text or not isinstance(self.rows, Iterable | AsyncIterable):
             raise check.invalid("rows", self.rows, "an iterable of rows, or an async iterable")
+
+    def bind(self, most: int, is_running: Callable[[], bool]) -> None:
+        """Set the limit, at most ``most``, and how to tell whether the engine runs."""
+        given = check.integer("max_under_way", self.max_under_way, 1, most, optional=True)
+        self.limit, self.is_running = given or most, is_running
 
     @property
     def has_room(self) -> bool:
@@ -247,8 +255,8 @@ class RowStream(Handle):
         """
         rows, feed = self._rows, self._feed
         while True:
-            row = rows.take()
             feed.start()
+            row = rows.take()
             if row is not None:
                 return await _read(rows, row)
             if rows.is_over():
@@ -296,20 +304,20 @@ class _Feed:
 
     def start(self) -> None:
         """Begin to feed, unless the task runs or there is no room."""
+        self._backend = self._backend or running_backend()
+        if self._backend.make_waiter() is None:
+            raise RuntimeError("map() belongs to the event loop that read its first result")
         if self._cancel is None and self._rows.has_room:
-            self._backend = self._backend or running_backend()
             self._cancel = self._backend.spawn(self._run())
 
     async def wait(self) -> None:
         """Wait until a row has ended or the task has."""
         if self._waiter is not None:
             raise RuntimeError("the results of map() are being read by another task")
-        waiter = None if self._backend is None else self._backend.make_waiter()
-        if waiter is None:
-            raise RuntimeError("map() belongs to the event loop that read its first result")
-        self._waiter = waiter
+        assert self._backend is not None
+        self._waiter = self._backend.make_waiter()
         try:
-            await waiter
+            await self._waiter
         finally:
             self._waiter = None
 

@@ -226,8 +226,8 @@ class TokenStream(Handle):
         return delta
 
     def call_at_end(self, waiter: Any, mailbox: ThreadMailbox | None) -> bool:
-        """Have ``mailbox`` (None: the running loop's) wake ``waiter`` when the request has ended, and
-        not at each delta. To be called once, before any read. Returns False if the request has
+        """Have ``mailbox`` (None: the running loop's) wake ``waiter`` once the request has ended,
+        and not at each delta. To be called once, before any read. Returns False if the request has
         ended already; then the waiter may be woken too."""
         self._channel.waiter = waiter
         self._channel.mailbox = self._mailbox_of_loop() if mailbox is None else mailbox
