@@ -8,6 +8,8 @@ import threading
 import time
 import warnings
 from collections.abc import AsyncIterable, Callable, Container, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any, Literal, Self
 
 from asyncllm import validation as check
@@ -15,6 +17,7 @@ from asyncllm.checkpoint.progress import LoadStage
 from asyncllm.config import EngineConfig, make_config
 from asyncllm.core.block_hashes import PromptHashes
 from asyncllm.core.channel import OnSlow
+from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.execution_report import ExecutionReport
 from asyncllm.errors import EngineClosedError, EngineError
 from asyncllm.observer import Observer, Observers
@@ -73,6 +76,7 @@ class AsyncLLMEngine(Handle):
         self._mailboxes = MailboxRegistry()
         self._observers = Observers()
         self._rest = Rest()
+        self._submitter: Submitter | None = None
         self._input_processor: InputProcessor | None = None
 
     @classmethod
@@ -127,7 +131,10 @@ class AsyncLLMEngine(Handle):
         loaded, core, config = thread.loaded, thread.core, self.config
         prompts = PromptEncoder(loaded, config, self._rest)
         submitter = Submitter(core, thread.grammars, self._mailboxes, self._observers, self._rest)
+        self._submitter = submitter
         self._input_processor = InputProcessor(loaded, config, prompts, submitter)
+        # Does not refer to the engine, so that one without other references is collected.
+        thread.exited.add_done_callback(partial(_report_death, core, self._observers))
 
     def _thread_mailbox(self) -> ThreadMailbox:
         self._running()
@@ -176,11 +183,12 @@ class AsyncLLMEngine(Handle):
     def _clean_up(self, thread: EngineThread) -> list[threading.Thread]:
         """Drop the mailboxes and the queued jobs of worker threads; returns the threads to join."""
         assert self._input_processor is not None
+        assert self._submitter is not None
         self._mailboxes.clear()
         leftovers = (
             thread.thread_to_join,
             self._input_processor.prompts.long_texts.close(),
-            *self._input_processor.submitter.close(),
+            *self._submitter.close(),
         )
         return [thread_to_join for thread_to_join in leftovers if thread_to_join is not None]
 
@@ -667,3 +675,8 @@ class AsyncLLMEngine(Handle):
 
     def __repr__(self) -> str:
         return f"<AsyncLLMEngine {self.config.model_name!r} {self.state}>"
+
+
+def _report_death(core: EngineCore, observers: Observers, _: Future[None]) -> None:
+    if core.fatal_error is not None:
+        observers.report_death(core.shutdown_error())

@@ -43,6 +43,7 @@ class FakeTokenizer:
     """Every word is a number, and every number a token: "3 5 8" is [3, 5, 8]."""
 
     chat_template = ChatTemplate({}, {})
+    fingerprint = b"numbers"
     response_template = None
 
     def __init__(self) -> None:

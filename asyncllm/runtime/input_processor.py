@@ -23,7 +23,7 @@ from asyncllm.runtime.delimiter_tokens import DelimiterTokens
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.runtime.prompt_encoder import Encode, PromptEncoder
 from asyncllm.runtime.request_options import ChatOptions, RequestOptions, pop_fields
-from asyncllm.runtime.submitter import CallArguments, Submission, Submitter
+from asyncllm.runtime.submitter import CallArguments, RequestQueue, Submission
 from asyncllm.sampling_params import SamplingParams, with_response_format
 from asyncllm.text.bad_words import bad_words_token_ids
 from asyncllm.text.detokenizer import NoText
@@ -52,7 +52,7 @@ class InputProcessor:
     loaded: LoadedModel
     config: EngineConfig
     prompts: PromptEncoder
-    submitter: Submitter
+    submitter: RequestQueue
     _delimiter_tokens: dict[ResponseFormat, DelimiterTokens] = field(default_factory=dict)
     _neutral_params: SamplingParams = field(default_factory=SamplingParams)
 
@@ -160,7 +160,7 @@ class InputProcessor:
             self._set_prompt(request, token_ids, parser)
             return Submission(request, call, request.num_prompt_tokens, parser)
 
-        def make_prompt() -> None:
+        def make_prompt(request: Request) -> None:
             self._set_prompt(request, encode() or [], parser)
 
         most = self._max_prompt_tokens(request) or request.max_model_len
