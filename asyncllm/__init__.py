@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from asyncllm.errors import KVCacheTooSmallError as KVCacheTooSmallError
     from asyncllm.errors import ModelLoadError as ModelLoadError
     from asyncllm.errors import RequestError as RequestError
+    from asyncllm.group import EngineGroup as EngineGroup
+    from asyncllm.group import GroupStats as GroupStats
     from asyncllm.llm import LLM as LLM
     from asyncllm.logits_processor import BatchUpdate as BatchUpdate
     from asyncllm.logits_processor import LogitsProcessor as LogitsProcessor
@@ -67,6 +69,7 @@ _NAMES_BY_MODULE = {
     "asyncllm.errors": "AsyncLLMError ContextLengthExceededError EngineClosedError "
     "EngineDeadError EngineError EngineOverloadedError InvalidOutputError InvalidRequestError "
     "KVCacheTooSmallError ModelLoadError RequestError",
+    "asyncllm.group": "EngineGroup GroupStats",
     "asyncllm.llm": "LLM",
     "asyncllm.logits_processor": "BatchUpdate LogitsProcessor",
     "asyncllm.outputs": "Completion CompletionOutput Delta EngineStats FinishReason Logprob "

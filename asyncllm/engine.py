@@ -124,7 +124,7 @@ class AsyncLLMEngine(Handle):
             yield thread
         except BaseException:
             thread.give_up()
-            self._thread = self._input_processor = None
+            self._thread = self._input_processor = self._submitter = None
             raise
 
     def _adopt_thread(self, thread: EngineThread) -> None:

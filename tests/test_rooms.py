@@ -26,6 +26,7 @@ ROOMS = (
     "metrics",
     "beams",
     "llm",
+    "group",
     "engine",
     "rows",
     "stream runtime",  # The input processor makes the streams, which run on event loops.
