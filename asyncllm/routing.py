@@ -11,7 +11,7 @@ import math
 import statistics
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 from asyncllm.core.block_hashes import append_block_hashes, root_hash
@@ -25,8 +25,18 @@ TEXT_PIECE = 2048
 """Number of characters of a text that ``text_hashes`` hashes together."""
 
 _MAX_TEXT_PIECES = 32
-_RUNNING_TOKENS = 8
-_RATE_RANGE = 8.0
+_RUNNING_TOKENS = 32
+"""Prompt tokens that a running request counts as: its part of a step takes as long as several."""
+_EQUAL_RATES, _MAX_RATE = 1.5, 8.0
+"""Ratios to the median: up to the first a rate counts as the median, because measured rates of
+equal engines differ; beyond the second it counts as the second."""
+_RECENT_CHOICES, _RECENT_WEIGHT = 256, 0.5
+"""Choices per engine over which recent ones count, and the part of an excess that is added. Fewer
+choices let a short prompt follow a long prefix to one engine; more forget a burst too late."""
+_MAX_WEIGHT = 1e6
+_TRUST_REQUESTS = 8
+"""Requests over which an engine's false claims count."""
+_NO_KEYS: frozenset[Key] = frozenset()
 
 
 @dataclass(slots=True)
@@ -50,6 +60,26 @@ class Candidate:
     alive: bool = True
 
 
+@dataclass(slots=True)
+class _Ledger:
+    """What a router has sent to one engine.
+
+    Attributes:
+        num_requests: requests that have no token yet.
+        num_tokens: prompt tokens of these requests.
+        num_left: prompt tokens of these requests that are not expected to be cached.
+        recent: prompt tokens that were not expected to be cached, of the latest requests, weighted
+            by ``Router._weight``.
+        trust: share of the expected cached tokens that were cached in the end, lately.
+    """
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    num_left: int = 0
+    recent: float = 0.0
+    trust: float = 1.0
+
+
 @dataclass(slots=True, eq=False)
 class Route:
     """Decision of a router.
@@ -65,22 +95,9 @@ class Route:
     num_tokens: int
     cached_tokens: int
     seconds: float
+    _claimed_tokens: int = field(repr=False)
+    _ledger: _Ledger = field(repr=False)
     _is_pending: bool = field(default=True, init=False, repr=False)
-
-
-@dataclass(slots=True)
-class _Pending:
-    """Requests that a router has sent to one engine and that have no token yet.
-
-    Attributes:
-        num_requests: their number.
-        num_tokens: prompt tokens of them.
-        num_left: prompt tokens of them that are not expected to be cached.
-    """
-
-    num_requests: int = 0
-    num_tokens: int = 0
-    num_left: int = 0
 
 
 class Router:
@@ -88,7 +105,11 @@ class Router:
 
     That time is the number of tokens that the engine computes before, divided by its own rate. The
     tokens are those of the prompt that the engine has not cached, those of earlier prompts that
-    wait, and a few for each running request, which takes its part of every step.
+    wait, and some for each running request, which takes its part of every step.
+
+    An engine that was lately sent more tokens to compute than the mean of all counts half of the
+    excess in addition. So a prefix that many prompts share gets a copy on further engines before
+    queues grow, while a single conversation stays where it is.
 
     A router keeps count of the requests that it sent and that have no token yet, so that a burst
     spreads even where statistics arrive late. Any thread may call it.
@@ -96,8 +117,10 @@ class Router:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pending: dict[Key, _Pending] = {}
+        self._ledgers: dict[Key, _Ledger] = {}
         self._turn = 0
+        # Instead of every ``recent`` shrinking with each choice, the weight of a new one grows.
+        self._weight = 1.0
 
     def choose(self, candidates: Sequence[Candidate], num_tokens: int) -> Route:
         """Choose an engine, and count the prompt as sent to it until ``settle``.
@@ -108,7 +131,7 @@ class Router:
 
         Args:
             candidates: all engines, in an order that stays the same between calls.
-            num_tokens: tokens of the prompt, or an estimate until it is tokenised.
+            num_tokens: tokens of the prompt, or an estimate until it is tokenised; at least 1.
 
         Raises:
             EngineOverloadedError: if all are full, with the least ``retry_after``.
@@ -128,50 +151,89 @@ class Router:
         with self._lock:
             return self._choose(ready, num_tokens)
 
-    def settle(self, route: Route) -> None:
+    def settle(self, route: Route, cached_tokens: int | None = None) -> None:
         """Stop counting a request as sent: it has its first token, has ended, or was not accepted.
-        Later calls for the same route do nothing."""
+        Later calls for the same route do nothing.
+
+        Args:
+            cached_tokens: how many tokens were cached in the end, as ``usage.cached_tokens`` says.
+                What an engine's later candidates claim to have cached counts in proportion. None if
+                the request had no token.
+        """
         with self._lock:
             if not route._is_pending:
                 return
-            route._is_pending = False
-            pending = self._pending[route.key]
-            pending.num_requests -= 1
-            pending.num_tokens -= route.num_tokens
-            pending.num_left -= route.num_tokens - route.cached_tokens
-            if not pending.num_requests:
-                del self._pending[route.key]
+            ledger, route._is_pending = route._ledger, False
+            ledger.num_requests -= 1
+            ledger.num_tokens -= route.num_tokens
+            ledger.num_left -= route.num_tokens - route.cached_tokens
+            if cached_tokens is not None and route._claimed_tokens > 0:
+                share = min(max(cached_tokens, 0) / route._claimed_tokens, 1.0)
+                ledger.trust += (share - ledger.trust) / _TRUST_REQUESTS
+
+    def forget(self, key: Key) -> None:
+        """Forget an engine that was removed or has died, and the requests sent to it."""
+        with self._lock:
+            self._ledgers.pop(key, None)
 
     def _choose(self, ready: Sequence[Candidate], num_tokens: int) -> Route:
-        usual = _median_rate(ready)
-        least, most = usual / _RATE_RANGE, usual * _RATE_RANGE
-        none = _Pending()
-        first = self._turn % len(ready)
-        best, best_seconds, best_index = ready[first], math.inf, first
-        for offset in range(len(ready)):
-            index = (first + offset) % len(ready)
-            one = ready[index]
-            stats = one.stats
-            pending = self._pending.get(one.key, none)
-            work = num_tokens - _usable_hit(one, num_tokens) + pending.num_left
-            work += max(0, stats.num_queued_tokens - pending.num_tokens)
-            work += _RUNNING_TOKENS * max(0, stats.num_running)
+        count, usual = len(ready), _median_rate(ready)
+        known = [ledger for one in ready if (ledger := self._ledgers.get(one.key))]
+        mean = sum(ledger.recent for ledger in known) / max(len(known), 1)
+        if len(known) < count:
+            # An engine that joins counts as an average one, so that nothing moves on its account.
+            for one in ready:
+                if one.key not in self._ledgers:
+                    self._ledgers[one.key] = _Ledger(recent=mean)
+            known = [self._ledgers[one.key] for one in ready]
+        ledgers = known
+        recent_weight = _RECENT_WEIGHT / self._weight
+        first = self._turn % count
+        best, least = first, math.inf
+        for i in (*range(first, count), *range(first)):
+            stats, ledger = ready[i].stats, ledgers[i]
+            work = num_tokens + ledger.num_left
+            if ready[i].cached_tokens > 0:
+                work -= _usable_hit(ready[i], ledger, num_tokens)
+            if stats.num_queued_tokens > ledger.num_tokens:
+                work += stats.num_queued_tokens - ledger.num_tokens
+            work += _RUNNING_TOKENS * max(stats.num_running, ledger.num_requests)
+            if ledger.recent > mean:
+                work += recent_weight * (ledger.recent - mean)
             rate = stats.prompt_tokens_per_second
-            seconds = work / (min(max(rate, least), most) if rate > 0.0 else usual)
-            if seconds < best_seconds:
-                best, best_seconds, best_index = one, seconds, index
-        self._turn = best_index + 1
-        route = Route(best.key, num_tokens, _usable_hit(best, num_tokens), best_seconds)
-        pending = self._pending.setdefault(best.key, _Pending())
-        pending.num_requests += 1
-        pending.num_tokens += num_tokens
-        pending.num_left += num_tokens - route.cached_tokens
-        return route
+            if rate != usual:
+                rate = _credible_rate(rate, usual)
+            if work < least * rate:
+                best, least = i, work / rate
+        self._turn = best + 1
+        candidate, ledger = ready[best], ledgers[best]
+        hit = _usable_hit(candidate, ledger, num_tokens)
+        self._count_sent(ledger, num_tokens, num_tokens - hit, count)
+        claimed = candidate.cached_tokens
+        return Route(candidate.key, num_tokens, hit, least, claimed, ledger)
+
+    def _count_sent(self, ledger: _Ledger, num_tokens: int, num_left: int, count: int) -> None:
+        ledger.num_requests += 1
+        ledger.num_tokens += num_tokens
+        ledger.num_left += num_left
+        self._weight *= 1.0 + 1.0 / (_RECENT_CHOICES * count)
+        ledger.recent += num_left * self._weight
+        if self._weight > _MAX_WEIGHT:
+            for one in self._ledgers.values():
+                one.recent /= self._weight
+            self._weight = 1.0
 
 
-def _usable_hit(candidate: Candidate, num_tokens: int) -> int:
-    """Cached tokens of a prompt; the last token is always computed."""
-    return min(max(candidate.cached_tokens, 0), num_tokens - 1)
+def _usable_hit(candidate: Candidate, ledger: _Ledger, num_tokens: int) -> int:
+    """Tokens of a prompt that are expected to be cached; the last token is always computed."""
+    return min(int(max(candidate.cached_tokens, 0) * ledger.trust), num_tokens - 1)
+
+
+def _credible_rate(rate: float, usual: float) -> float:
+    """Rate of an engine, by what it says and what is usual."""
+    if not rate > 0.0 or usual / _EQUAL_RATES < rate < usual * _EQUAL_RATES:
+        return usual
+    return min(max(rate, usual / _MAX_RATE), usual * _MAX_RATE)
 
 
 def _median_rate(candidates: Iterable[Candidate]) -> float:
@@ -219,7 +281,8 @@ class Sent:
     Attributes:
         key: the engine that it was sent to.
         hashes: its block hashes.
-        found: stamps of the leading blocks that the index had for the engine.
+        found: stamps of the leading blocks that the index had for the engine; 0 for one that was
+            last sent with a prompt under way.
         stamp: its own stamp.
     """
 
@@ -244,9 +307,10 @@ class PrefixIndex:
         self.max_blocks = max_blocks
         self.max_age = max_age
         self._lock = threading.Lock()
-        self._holders: dict[bytes, dict[Key, None]] = {}
+        self._holders: dict[bytes, set[Key]] = {}
         self._blocks: dict[Key, OrderedDict[bytes, tuple[int, float]]] = {}
         self._stamp = 0
+        self._under_way: set[int] = set()
 
     def find(self, hashes: Sequence[bytes], now: float) -> dict[Key, int]:
         """Number of leading blocks of a prompt that each engine is expected to have; engines
@@ -258,18 +322,27 @@ class PrefixIndex:
         """
         with self._lock:
             found: dict[Key, int] = {}
-            for i in range(len(hashes), 0, -1):
-                holders = self._holders.get(hashes[i - 1], ())
-                if len(holders) > len(found):
-                    for key in holders:
-                        found.setdefault(key, i)
+            # Bisect: ``keys`` have the first ``least`` blocks, and none has more than ``most``.
+            ranges: list[tuple[Set[Key], int, int]] = [(self._blocks.keys(), 0, len(hashes))]
+            while ranges:
+                keys, least, most = ranges.pop()
+                if least == most:
+                    found.update(dict.fromkeys(keys, least))
+                    continue
+                middle = (least + most + 1) // 2
+                longer = keys & self._holders.get(hashes[middle - 1], _NO_KEYS)
+                if longer:
+                    ranges.append((longer, middle, most))
+                if middle > 1 and len(longer) < len(keys):
+                    ranges.append((keys - longer, least, middle - 1))
             if self.max_age < math.inf:
-                for key, count in list(found.items()):
+                for key, count in found.items():
                     found[key] = self._num_young(key, hashes, count, now)
             return {key: count for key, count in found.items() if count}
 
     def add(self, key: Key, hashes: Sequence[bytes], now: float) -> Sent:
-        """Add a prompt that is sent to an engine.
+        """Add a prompt that is sent to an engine. It is under way until ``correct`` or
+        ``withdraw``, one of which has to follow.
 
         Args:
             key: the engine.
@@ -286,26 +359,29 @@ class PrefixIndex:
                 known = blocks.get(one)
                 if known is None:
                     break
-                found.append(known[0])
+                found.append(0 if known[0] in self._under_way else known[0])
             for one in reversed(kept):
                 blocks[one] = self._stamp, now
                 blocks.move_to_end(one)
             for one in kept[len(found) :]:
-                self._holders.setdefault(one, {})[key] = None
+                self._holders.setdefault(one, set()).add(key)
             while len(blocks) > self.max_blocks:
                 self._drop_oldest(key, blocks)
+            self._under_way.add(self._stamp)
             return Sent(key, kept, found, self._stamp)
 
     def correct(self, sent: Sent, num_blocks: int) -> None:
-        """Correct the index by what the engine really had cached of a prompt. If it was less than
-        expected, the engine has evicted what is missing, and everything that it used before that.
+        """Correct the index by what the engine really had cached of a prompt that it has computed.
+        If it was less than expected, the engine has evicted what is missing, and everything that it
+        used before that; unless it was still to compute what is missing for another prompt.
 
         Args:
             num_blocks: leading blocks that were cached: ``usage.cached_tokens // block_size``.
         """
-        if num_blocks >= len(sent.found):
-            return
         with self._lock:
+            self._under_way.discard(sent.stamp)
+            if num_blocks >= len(sent.found):
+                return
             evicted = sent.found[max(num_blocks, 0)]
             blocks = self._blocks.get(sent.key, OrderedDict())
             while blocks and next(iter(blocks.values()))[0] <= evicted:
@@ -315,13 +391,12 @@ class PrefixIndex:
         """Forget a prompt that the engine did not compute: it was refused, or ended before its
         first token. Blocks that were sent again since stay."""
         with self._lock:
+            self._under_way.discard(sent.stamp)
             blocks = self._blocks.get(sent.key, OrderedDict())
-            for one in reversed(sent.hashes[len(sent.found) :]):
-                known = blocks.get(one)
-                if known is None or known[0] != sent.stamp:
-                    break
-                del blocks[one]
-                self._drop_holder(sent.key, one)
+            for one in sent.hashes[len(sent.found) :]:
+                if one in blocks and blocks[one][0] == sent.stamp:
+                    del blocks[one]
+                    self._drop_holder(sent.key, one)
 
     def forget(self, key: Key) -> None:
         """Forget an engine that died, was closed or has emptied its cache."""
@@ -345,6 +420,6 @@ class PrefixIndex:
 
     def _drop_holder(self, key: Key, block_hash: bytes) -> None:
         holders = self._holders[block_hash]
-        del holders[key]
+        holders.remove(key)
         if not holders:
             del self._holders[block_hash]

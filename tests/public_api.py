@@ -26,6 +26,14 @@ MODULES = {
     "asyncllm.tracing": ("EngineTracing", "trace_engine"),
     "asyncllm.gpu.ops.backend": ("AttentionBackend", "AttentionRequest", "Constraints"),
     "asyncllm.llm": ("LLMStream",),
+    "asyncllm.routing": (
+        "Candidate",
+        "PrefixIndex",
+        "Route",
+        "Router",
+        "block_hashes",
+        "text_hashes",
+    ),
     "asyncllm.testing": ("FakeExecutor", "byte_tokenizer", "fake_engine", "fake_llm"),
 }
 

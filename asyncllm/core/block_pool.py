@@ -10,7 +10,7 @@ pool, whose blocks stand for recurrent states.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 NULL_BLOCK_ID = 0
 
@@ -105,6 +105,10 @@ class BlockPool:
 
     Args:
         num_blocks: blocks in all, the null block included; at least 2.
+
+    Attributes:
+        find: returns the block with a hash, or None. The method of the dict itself, because a
+            prompt takes hundreds of look-ups.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -115,6 +119,7 @@ class BlockPool:
         self.null_block.ref_count = 1
         self._free_list = FreeList(self.blocks[1:])
         self._by_hash: dict[bytes, Block] = {}
+        self.find: Callable[[bytes], Block | None] = self._by_hash.get
 
     @property
     def num_usable(self) -> int:
@@ -130,9 +135,6 @@ class BlockPool:
     def num_cached(self) -> int:
         """Number of blocks that can be found by their hash, held or free."""
         return len(self._by_hash)
-
-    def find(self, block_hash: bytes) -> Block | None:
-        return self._by_hash.get(block_hash)
 
     def allocate(self, count: int) -> list[Block]:
         """Take ``count`` blocks from the head of the free list, the least recently used. This

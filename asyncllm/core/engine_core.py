@@ -98,7 +98,7 @@ class EngineCore:
         self._num_steps = 0
         self._last_step_time = 0.0
         self._last_collected_at = 0.0
-        self._prompt_rate = TokenRate()
+        self._token_rate = TokenRate()
 
     # --- from any thread ---------------------------------------------------------------
 
@@ -180,7 +180,7 @@ class EngineCore:
             num_aborted=self.output_processor.num_aborted,
             num_failed=self.output_processor.num_failed,
             last_step_time=self._last_step_time,
-            prompt_tokens_per_second=self._prompt_rate.tokens_per_second,
+            prompt_tokens_per_second=self._token_rate.tokens_per_second,
         )
 
     def shutdown_error(self) -> EngineError:
@@ -336,10 +336,9 @@ class EngineCore:
         now = self.clock()
         self._num_steps += 1
         self._last_step_time = now - launched_at
-        if step.batch.num_decodes < len(step.requests):
-            # With two steps in flight, this one began when the step before it ended.
-            began_at = max(launched_at, self._last_collected_at)
-            self._prompt_rate.add(step.batch.num_tokens, now - began_at)
+        # With two steps in flight, this one began when the step before it ended.
+        began_at = max(launched_at, self._last_collected_at)
+        self._token_rate.add(step.batch.num_tokens, now - began_at)
         self._last_collected_at = now
         for event in self.scheduler.update(step, result):
             self.output_processor.deliver(event, now)

@@ -38,11 +38,11 @@ class FullAttentionGroup:
 
     def find_prefix(self, prompt: HashedTokens, num_tokens: int) -> list[Block]:
         """Longest cached prefix of the first ``num_tokens`` tokens, as entries of a block table."""
+        suffix = self._hash_suffix
+        hashes = prompt.extend_hashes(self.block_size)[: num_tokens // self.block_size]
+        keys = (one + suffix for one in hashes) if suffix else hashes
         hit: list[Block] = []
-        find, suffix = self.pool.find, self._hash_suffix
-        hashes = prompt.extend_hashes(self.block_size)
-        for i in range(num_tokens // self.block_size):
-            block = find(hashes[i] + suffix)
+        for block in map(self.pool.find, keys):
             if block is None:
                 break
             hit.append(block)
