@@ -442,6 +442,7 @@ class _GroupQueue:
     def drop(self, number: int) -> None:
         """Forget an engine that has closed."""
         self.engines = {key: one for key, one in self.engines.items() if key != number}
+        self._router.forget(number)
         self._texts.forget(number)
 
     def enqueue(self, submission: Submission) -> TokenStream:
@@ -553,14 +554,12 @@ class _Sent:
         """Do nothing: the request was counted when it was routed."""
 
     def on_first_token(self, request: Request) -> None:
-        self.router.settle(self.route)
+        self.router.settle(self.route, request.num_cached_tokens)
 
     def on_finish(self, request: Request, usage: Usage, error: BaseException | None) -> None:
         if usage.ttft is None:
             self.withdraw()
-            return
-        self.router.settle(self.route)
-        if self.text is not None:
+        elif self.text is not None:
             pieces = len(self.text.hashes) * usage.cached_tokens / usage.prompt_tokens
             self.texts.correct(self.text, round(pieces))
 

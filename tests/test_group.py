@@ -864,7 +864,10 @@ async def nothing_is_pending():
             await stream.result()
         await group.submit([1], max_tokens=1)
         await all_free_of_each(group)
-        assert group._queue._router._pending == {}
+        ledgers = group._queue._router._ledgers
+        assert sorted(ledgers) == [0, 1]
+        for one in ledgers.values():
+            assert one.num_requests == one.num_tokens == one.num_left == 0
 
 
 async def all_free_of_each(group):

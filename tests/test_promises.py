@@ -25,6 +25,7 @@ from asyncllm.stream import TokenStream
 from asyncllm.testing import FakeExecutor
 from tests.fakes import channel_of, engines_of, fake, fake_group, mailbox_of_this_loop
 from tests.idle import until
+from tests.packaged_group import packaged_group
 
 PATIENCE = 1.5
 
@@ -386,10 +387,21 @@ def kept(promise, fake, seconds) -> bool:
     return True
 
 
-@pytest.mark.parametrize("make", [fake, fake_group], ids=["engine", "group"])
+@pytest.fixture(scope="module")
+def packaged():
+    """Makes groups of two engines on the packaged model."""
+    shared = list(range(8))
+    prompts = [[1], [2], [0, 1, 2, 3, 9], [8, 8, 8, 8, 4, 5, 6, 7, 1], [*shared, 1]]
+    prompts += [shared + [i] * (i + 1) for i in range(8)] + [[9, 9, *shared[2:], 5]]
+    return packaged_group(prompts, 200)
+
+
+@pytest.mark.parametrize("make", ["engine", "group", "packaged"])
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
-def test_kept(promise, make):
-    assert kept(promise, make, 3 * PATIENCE)
+def test_kept(promise, make, request):
+    makers = {"engine": fake, "group": fake_group}
+    maker = makers[make] if make in makers else request.getfixturevalue(make)
+    assert kept(promise, maker, 3 * PATIENCE)
 
 
 @pytest.mark.parametrize(
