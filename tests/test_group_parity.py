@@ -55,4 +55,6 @@ async def test_a_chat_and_beams_are_those_of_an_engine():
         found, expected = [
             await beam_search(one, "Tom", beam_width=3, max_tokens=6) for one in (group, engine)
         ]
-        assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+        assert [one.token_ids for one in found.outputs] == [
+            one.token_ids for one in expected.outputs
+        ]
