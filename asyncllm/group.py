@@ -530,7 +530,7 @@ class _GroupQueue:
     def _watch(self, stream: TokenStream, submission: Submission, retries: int) -> TokenStream:
         """Have the request sent again if its engine dies before the first token."""
         submission.stream = None  # Nothing but the reader may refer to the stream.
-        stream.resubmit = partial(self._resubmit, submission, retries - 1) if retries else None
+        stream._resubmit = partial(self._resubmit, submission, retries - 1) if retries else None
         return stream
 
     def _resubmit(self, submission: Submission, retries: int, stream: TokenStream) -> bool:

@@ -178,7 +178,7 @@ class Rows:
         """Register a row that was submitted; its end wakes the reader of the results."""
         row.stream = stream
         self._under_way[row] = None
-        if not stream.call_at_end(row, mailbox):
+        if not stream._call_at_end(row, mailbox):
             row.set_result()
 
     def _on_end(self, row: _Row) -> None:

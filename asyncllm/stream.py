@@ -73,7 +73,7 @@ class TokenStream(Handle):
     _stop_reason: str | int | None = None
     _outputs: list[OutputReader] = field(init=False)
     _only_output_texts: list[str] | None = None
-    resubmit: Callable[[TokenStream], bool] | None = None
+    _resubmit: Callable[[TokenStream], bool] | None = None
     """Function that has another engine go on with the stream of a request whose engine died before
     its first token; returns whether one does. None without such an engine."""
 
@@ -86,7 +86,7 @@ class TokenStream(Handle):
         self.request_id = self._group.request_id
         self._channel = self._group.channel
 
-    def go_on_with(
+    def _go_on_with(
         self, request: Request, core: EngineCore, mailbox_of_loop: Callable[[], LoopMailbox]
     ) -> None:
         """Go on with another engine's request, before anything was read."""
@@ -96,7 +96,7 @@ class TokenStream(Handle):
 
     def _goes_on(self) -> bool:
         """Whether the request has no token, its engine died, and another engine goes on with it."""
-        channel, resubmit = self._channel, self.resubmit
+        channel, resubmit = self._channel, self._resubmit
         if channel.num_written or self._group.aborted:
             return False
         is_lost = isinstance(channel.final, EngineDeadError)
@@ -183,7 +183,7 @@ class TokenStream(Handle):
                 self._is_reading = False
                 channel.has_reader = False
                 channel.waiter = None
-        if self.resubmit is not None and self._goes_on():
+        if self._resubmit is not None and self._goes_on():
             return await self.__anext__(timeout)  # pyright: ignore[reportArgumentType]
         return self._take_delta()
 
@@ -236,7 +236,7 @@ class TokenStream(Handle):
                 channel.has_reader = True
                 if not items and channel.final is None:
                     mailbox.wait(waiter)
-            delta = None if self.resubmit is not None and self._goes_on() else self._take_delta()
+            delta = None if self._resubmit is not None and self._goes_on() else self._take_delta()
         except BaseException:
             self.abort()
             raise
@@ -246,7 +246,7 @@ class TokenStream(Handle):
             channel.waiter = None
         return self.read_blocking(mailbox) if delta is None else delta
 
-    def call_at_end(self, waiter: Any, mailbox: ThreadMailbox | None) -> bool:
+    def _call_at_end(self, waiter: Any, mailbox: ThreadMailbox | None) -> bool:
         """Have ``mailbox`` (None: the running loop's) wake ``waiter`` once the request has ended,
         and not at each delta. To be called once, before any read. Returns False if the request has
         ended already; then the waiter may be woken too."""

@@ -173,7 +173,7 @@ class Submitter:
         request, mailbox_of_loop = submission.request, self.mailboxes.of_running_loop
         if submission.stream is None:
             return TokenStream(request, self.core, mailbox_of_loop, submission.parser)
-        submission.stream.go_on_with(request, self.core, mailbox_of_loop)
+        submission.stream._go_on_with(request, self.core, mailbox_of_loop)
         return submission.stream
 
     def _start_request(self, submission: Submission) -> None:
