@@ -609,11 +609,13 @@ class AsyncLLMEngine(Handle):
             cache_salt: as for ``stream``.
 
         Raises:
-            InvalidRequestError, ContextLengthExceededError: for arguments that ``stream`` refuses.
+            InvalidRequestError: for anything but at most ``max_model_len`` token ids of the
+                vocabulary, and a text or None.
             EngineClosedError: if the engine is not started, or closed.
         """
         inputs = self._running()
-        token_ids = inputs.prompts.check_ids(token_ids, None)
+        info = inputs.loaded.executor.info
+        token_ids = check.token_ids("token_ids", token_ids, info.vocab_size, info.max_model_len)
         cache_salt = check.string("cache_salt", cache_salt, empty=True, optional=True)
         return inputs.submitter.core.num_cached_tokens(PromptHashes(token_ids, cache_salt))
 

@@ -118,7 +118,6 @@ class Router:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ledgers: dict[Key, _Ledger] = {}
-        self._turn = 0
         # Instead of every ``recent`` shrinking with each choice, the weight of a new one grows.
         self._weight = 1.0
 
@@ -126,11 +125,10 @@ class Router:
         """Choose an engine, and count the prompt as sent to it until ``settle``.
 
         Engines that are not alive are excluded, and paused ones while another is not paused. A full
-        engine is not chosen. Of several engines with the same expected time, each is chosen in
-        turn.
+        engine is not chosen. Equal engines are chosen in turn, because what one was sent counts.
 
         Args:
-            candidates: all engines, in an order that stays the same between calls.
+            candidates: all engines.
             num_tokens: tokens of the prompt, or an estimate until it is tokenised; at least 1.
 
         Raises:
@@ -178,23 +176,18 @@ class Router:
 
     def _choose(self, ready: Sequence[Candidate], num_tokens: int) -> Route:
         count, usual = len(ready), _median_rate(ready)
-        known = [ledger for one in ready if (ledger := self._ledgers.get(one.key))]
-        mean = sum(ledger.recent for ledger in known) / max(len(known), 1)
-        if len(known) < count:
+        ledgers = [ledger for one in ready if (ledger := self._ledgers.get(one.key))]
+        mean = sum(ledger.recent for ledger in ledgers) / max(len(ledgers), 1)
+        if len(ledgers) < count:
             # An engine that joins counts as an average one, so that nothing moves on its account.
-            for one in ready:
-                if one.key not in self._ledgers:
-                    self._ledgers[one.key] = _Ledger(recent=mean)
-            known = [self._ledgers[one.key] for one in ready]
-        ledgers = known
+            ledgers = [self._ledgers.setdefault(one.key, _Ledger(recent=mean)) for one in ready]
         recent_weight = _RECENT_WEIGHT / self._weight
-        first = self._turn % count
-        best, least = first, math.inf
-        for i in (*range(first, count), *range(first)):
-            stats, ledger = ready[i].stats, ledgers[i]
+        best, least = 0, math.inf
+        for i, (one, ledger) in enumerate(zip(ready, ledgers, strict=True)):
+            stats = one.stats
             work = num_tokens + ledger.num_left
-            if ready[i].cached_tokens > 0:
-                work -= _usable_hit(ready[i], ledger, num_tokens)
+            if one.cached_tokens > 0:
+                work -= _usable_hit(one, ledger, num_tokens)
             if stats.num_queued_tokens > ledger.num_tokens:
                 work += stats.num_queued_tokens - ledger.num_tokens
             work += _RUNNING_TOKENS * max(stats.num_running, ledger.num_requests)
@@ -205,7 +198,6 @@ class Router:
                 rate = _credible_rate(rate, usual)
             if work < least * rate:
                 best, least = i, work / rate
-        self._turn = best + 1
         candidate, ledger = ready[best], ledgers[best]
         hit = _usable_hit(candidate, ledger, num_tokens)
         self._count_sent(ledger, num_tokens, num_tokens - hit, count)

@@ -10,7 +10,7 @@ last. Every turn adds to the prompt before it. Four routers are compared:
 - routed: the same statistics, and an index of what was sent;
 - all-knowing: reads each engine's statistics and cache at the moment of the choice.
 
-python -m benchmarks.routing [--quick] [--json FILE] [--replicas 1000] [--conversations 2000]
+python -m benchmarks.routing [--quick] [--json FILE] [--replicas 1000] [--conversations 1000]
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STEP_SECONDS, PROMPT_TOKEN_SECONDS, RUNNING_SECONDS = 0.010, 0.00005, 0.0002
 MAIL_SECONDS = 1.0
 TURNS, QUESTION_TOKENS, ANSWER_TOKENS = 43, (48, 176), 8
 NUM_SHARED, SHARED_TOKENS = 50, (512, 2048)
-THINKING_SECONDS = 0.5
+THINKING_SECONDS = 0.25
 
 INFO = ExecutorInfo(
     vocab_size=50_000,
@@ -279,7 +279,7 @@ class Simulation:
         for i in range(self.num_conversations):
             own = random.Random(i)
             (begin,) = own.choices(shared, weights)
-            begins_at = own.uniform(0.0, self.num_turns * 2 * THINKING_SECONDS)
+            begins_at = own.uniform(0.0, self.num_turns * 4 * THINKING_SECONDS)
             self.at(begins_at, self.ask, Conversation(own, begin, self.num_turns))
 
     def at(self, when: float, run: Callable[..., None], *args: Any) -> None:
@@ -397,7 +397,7 @@ def measure_choices(report: Report, count: int) -> None:
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--replicas", type=int, default=1000)
-    parser.add_argument("--conversations", type=int, default=2000)
+    parser.add_argument("--conversations", type=int, default=1000)
     arguments = parser.parse_args()
     size = arguments.replicas, arguments.conversations, TURNS
     if arguments.quick:

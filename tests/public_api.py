@@ -66,6 +66,8 @@ def _describe(path: str, value: Any) -> Iterator[str]:
         pass
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
+            if field.name.startswith("_"):
+                continue
             default = "" if field.default is dataclasses.MISSING else f" = {field.default!r}"
             yield f"    {field.name}: {field.type}{default}"
     elif "__init__" in vars(value):

@@ -93,6 +93,21 @@ def test_queue_is_full_at_its_limits_and_not_before(clock):
     assert admission.get_live("one more") is None
 
 
+def test_whether_there_is_room_can_be_asked_without_taking_it(clock):
+    admission = drained_at(5.0, clock)
+    assert admission.retry_after(request("new"), 10) == refused(admission, 10).retry_after > 0.0
+    assert admission.retry_after(request("new", "another owner"), 10) == 0.0
+    before = admission.num_requests, admission.num_rejected, admission.num_queued
+    for _ in range(3):
+        assert admission.retry_after(request("new", "another owner"), 10) == 0.0
+        assert admission.retry_after(request("new"), 10) > 0.0
+    assert (admission.num_requests, admission.num_rejected, admission.num_queued) == before
+    assert admission.num_queued_tokens == 100
+    admission.reserve_or_wait(request("in line"), 10, lambda: False)
+    empty = Admission(10, 1000, clock)
+    assert empty.retry_after(request("new"), 5000) == 0.0
+
+
 def fill(admission, owner, num_tokens=1):
     """Groups of an owner that the queue takes until it is full."""
     groups = []

@@ -238,6 +238,30 @@ def test_stats_of_a_dead_engine_hold_nothing():
     assert (stats.num_blocks, stats.num_free_blocks, stats.kv_cache_usage) == (32, 32, 0.0)
 
 
+def test_stats_tell_a_router_what_is_queued_and_how_fast_it_is_computed():
+    rig = Rig(depth=2, max_num_seqs=1)
+    rig.device.seconds = 0.5
+    assert rig.core.stats().prompt_tokens_per_second == 0.0
+    rig.submit("a", range(20), max_tokens=3)
+    rig.submit("b", range(7), max_tokens=1)
+    rig.make("being tokenised", range(5))
+    assert rig.core.stats().num_queued_tokens == 20 + 7 + 5
+    rig.turns(1)
+    assert rig.core.stats().num_queued_tokens == 7 + 5
+    rig.turns(1)
+    # A step of 20 tokens and, in flight behind it, one of a token: half a second each.
+    assert rig.core.stats().prompt_tokens_per_second == pytest.approx(40.0)
+    rig.turns(1)
+    assert rig.core.stats().prompt_tokens_per_second == pytest.approx(21.0, rel=0.1)
+    assert rig.core.stats().is_paused is False
+    rig.core.suspend(True)
+    assert rig.core.stats().is_paused is True
+    rig.device.faults[3] = OSError("gone")
+    rig.core.suspend(False)
+    rig.core.run()
+    assert (rig.core.stats().num_queued_tokens, rig.core.stats().num_waiting) == (0, 0)
+
+
 def test_waiting_requests_are_those_that_neither_run_nor_are_paused():
     rig = Rig(max_num_seqs=1)
     for name in "abc":

@@ -25,6 +25,7 @@ from asyncllm.routing import (
     block_hashes,
     text_hashes,
 )
+from benchmarks.routing import Simulation
 from tests.hypothesis_settings import STEPS, examples
 
 RATE = 1000.0
@@ -352,6 +353,28 @@ class RouterMachine(RuleBasedStateMachine):
 
 RouterMachine.TestCase.settings = examples(30, **STEPS)
 TestRouterAgainstAPlainModel = RouterMachine.TestCase
+
+
+# --- many replicas on virtual time -------------------------------------------------------
+
+
+def test_simulated_conversations_find_what_an_all_knowing_router_finds():
+    """The benchmark's replicas, and few of them; their time is virtual, so figures are exact."""
+    names = ("round robin", "load alone", "routed", "all-knowing")
+    done = {name: Simulation(name, 12, 40, 12) for name in names}
+    for simulation in done.values():
+        simulation.run()
+        assert len(simulation.waits) == 40 * 12
+        stats = [replica.core.stats() for replica in simulation.replicas]
+        assert sum(one.num_finished for one in stats) == 40 * 12
+        assert sum(one.prefix_cache_hits for one in stats) == simulation.num_cached_tokens
+    ours, best = done["routed"], done["all-knowing"]
+    assert ours.hit_rate >= 0.9 * best.hit_rate
+    assert ours.p99 <= 1.2 * best.p99
+    for name in names[:2]:
+        assert ours.hit_rate > 1.5 * done[name].hit_rate
+        assert ours.p99 < done[name].p99
+        assert statistics.median(ours.waits) < 0.5 * statistics.median(done[name].waits)
 
 
 # --- hashes ------------------------------------------------------------------------------

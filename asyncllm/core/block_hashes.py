@@ -65,7 +65,7 @@ class PromptHashes:
     def max_cached_tokens(self) -> int:
         """Maximum number of leading tokens that a request with this prompt takes from the prefix
         cache: all but the last token, whose logits are sampled."""
-        return len(self._token_ids) - 1
+        return max(len(self._token_ids) - 1, 0)
 
     def extend_hashes(self, block_size: int) -> list[bytes]:
         """Hashes of all full blocks; each is computed once."""
