@@ -260,7 +260,8 @@ def test_stats_tell_a_router_what_is_queued_and_how_fast_it_is_computed():
     assert rig.core.stats().is_paused is False
     rig.core.suspend(True)
     assert rig.core.stats().is_paused is True
-    rig.device.faults[3] = OSError("gone")
+    rig.submit("c", range(9), max_tokens=1)
+    rig.device.faults[rig.core.stats().num_steps] = OSError("gone")
     rig.core.suspend(False)
     rig.core.run()
     assert (rig.core.stats().num_queued_tokens, rig.core.stats().num_waiting) == (0, 0)
