@@ -332,8 +332,8 @@ class EngineStats:
         num_aborted: requests that were aborted.
         num_failed: requests that ended with an exception.
         last_step_time: seconds from the launch to the result of the latest step.
-        prompt_tokens_per_second: rate at which steps with prompts have computed tokens lately; 0.0
-            before the first.
+        prompt_tokens_per_second: rate at which steps have computed tokens lately, without the time
+            that each step takes by itself; 0.0 before the first.
     """
 
     num_running: int = 0

@@ -32,7 +32,7 @@ RATE = 1000.0
 
 
 def engines(count, **stats):
-    known = EngineStats(**({"prompt_tokens_per_second": RATE} | stats))
+    known = replace(EngineStats(prompt_tokens_per_second=RATE), **stats)
     return [Candidate(key, known) for key in range(count)]
 
 
@@ -88,8 +88,8 @@ def test_the_expected_time_is_of_the_tokens_before():
 )
 def test_a_prefix_weighs_as_much_as_computing_it(busy, idle, cached, chosen):
     candidates = engines(3, num_queued_tokens=5000)
-    candidates[0].stats = EngineStats(**({"prompt_tokens_per_second": RATE} | busy))
-    candidates[1].stats = EngineStats(**({"prompt_tokens_per_second": RATE} | idle))
+    candidates[0].stats = replace(EngineStats(prompt_tokens_per_second=RATE), **busy)
+    candidates[1].stats = replace(EngineStats(prompt_tokens_per_second=RATE), **idle)
     candidates[0].cached_tokens = cached
     assert Router().choose(candidates, 1000).key == chosen
 
