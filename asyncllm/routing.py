@@ -1,7 +1,7 @@
 """Routing: which of several engines a prompt goes to.
 
-Pure Python without threads, event loop or clock of its own: times are arguments, and engines are
-described by plain values, which may come from the same process or by mail.
+Pure Python without a thread, event loop or clock of its own: times are arguments, and engines are
+described by plain values, from the same process or from another.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ _EQUAL_RATES, _MAX_RATE = 1.5, 8.0
 """Ratios to the median: up to the first a rate counts as the median, because measured rates of
 equal engines differ; beyond the second it counts as the second."""
 _RECENT_CHOICES, _RECENT_WEIGHT = 256, 0.5
-"""Choices per engine over which recent ones count, and the part of an excess that is added. Fewer
-choices let a short prompt follow a long prefix to one engine; more forget a burst too late."""
+"""Choices per engine over which recent ones count, and the part of an excess that is added. With
+fewer, prompts that are short beside a prefix that they share stay with one engine; with more, an
+old burst counts for long."""
 _MAX_WEIGHT = 1e6
 _TRUST_REQUESTS = 8
 """Requests over which an engine's false claims count."""
