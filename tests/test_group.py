@@ -770,10 +770,9 @@ async def test_what_takes_an_engine_takes_a_group():
         stream = stream_with_callbacks(group, "hello", handlers=[])
         assert "".join([delta.text async for delta in stream]) == "HELLO"
         await group.add(fake_engine("late"))
-        for i in range(12):
-            await group.generate(f"{i}")
+        await group.engines[2].generate("by itself")
         page = (await client.get("/metrics")).text
-        assert num_observed(page, 2) == finished(group)[2] > 0
+        assert num_observed(page, 2) == finished(group)[2] == 1
     with pytest.raises(InvalidRequestError, match="EngineGroup alone"):
         EngineMetrics([EngineGroup([fake().engine()]), fake().engine()])
 

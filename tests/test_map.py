@@ -262,6 +262,10 @@ async def test_bad_arguments_are_refused_before_a_row_is_drawn(arguments, param)
 # --- leaving, resuming, progress --------------------------------------------------------
 
 
+def later_is_longer(number):
+    return SamplingParams(max_tokens=200 if number else 50)
+
+
 def test_leaving_aborts_the_rows_under_way(run):
     rig = fake(step_time=0.001)
 
@@ -270,7 +274,9 @@ def test_leaving_aborts_the_rows_under_way(run):
             for leave in ("break", "aclose", "with"):
                 before = engine.stats()
                 source = Source(10**6, "async" if leave == "break" else "iterator")
-                rows = engine.map(source(), prompt=prompt_of, max_under_way=9, max_tokens=50)
+                rows = engine.map(
+                    source(), prompt=prompt_of, max_under_way=9, sampling_params=later_is_longer
+                )
                 if leave == "with":
                     async with rows:
                         await anext(rows)
