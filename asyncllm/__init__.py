@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from asyncllm.errors import KVCacheTooSmallError as KVCacheTooSmallError
     from asyncllm.errors import ModelLoadError as ModelLoadError
     from asyncllm.errors import RequestError as RequestError
+    from asyncllm.group import EngineGroup as EngineGroup
+    from asyncllm.group import GroupStats as GroupStats
     from asyncllm.llm import LLM as LLM
     from asyncllm.logits_processor import BatchUpdate as BatchUpdate
     from asyncllm.logits_processor import LogitsProcessor as LogitsProcessor
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
     from asyncllm.outputs import ToolCall as ToolCall
     from asyncllm.outputs import ToolCallDelta as ToolCallDelta
     from asyncllm.outputs import Usage as Usage
+    from asyncllm.rows import RowResult as RowResult
+    from asyncllm.rows import RowStream as RowStream
     from asyncllm.sampling_params import SamplingParams as SamplingParams
     from asyncllm.stream import TokenStream as TokenStream
 
@@ -65,10 +69,12 @@ _NAMES_BY_MODULE = {
     "asyncllm.errors": "AsyncLLMError ContextLengthExceededError EngineClosedError "
     "EngineDeadError EngineError EngineOverloadedError InvalidOutputError InvalidRequestError "
     "KVCacheTooSmallError ModelLoadError RequestError",
+    "asyncllm.group": "EngineGroup GroupStats",
     "asyncllm.llm": "LLM",
     "asyncllm.logits_processor": "BatchUpdate LogitsProcessor",
     "asyncllm.outputs": "Completion CompletionOutput Delta EngineStats FinishReason Logprob "
     "TokenLogprobs ToolCall ToolCallDelta Usage",
+    "asyncllm.rows": "RowResult RowStream",
     "asyncllm.sampling_params": "SamplingParams",
     "asyncllm.stream": "TokenStream",
 }

@@ -7,7 +7,9 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncIterable, Callable, Container, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any, Literal, Self
 
 from asyncllm import validation as check
@@ -15,10 +17,12 @@ from asyncllm.checkpoint.progress import LoadStage
 from asyncllm.config import EngineConfig, make_config
 from asyncllm.core.block_hashes import PromptHashes
 from asyncllm.core.channel import OnSlow
+from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.execution_report import ExecutionReport
 from asyncllm.errors import EngineClosedError, EngineError
 from asyncllm.observer import Observer, Observers
 from asyncllm.outputs import Completion, EngineStats
+from asyncllm.rows import Rows, RowStream
 from asyncllm.runtime.engine_thread import EngineThread
 from asyncllm.runtime.event_loop import join, wait_for
 from asyncllm.runtime.handle import Handle
@@ -72,6 +76,7 @@ class AsyncLLMEngine(Handle):
         self._mailboxes = MailboxRegistry()
         self._observers = Observers()
         self._rest = Rest(self._has_running_requests)
+        self._submitter: Submitter | None = None
         self._input_processor: InputProcessor | None = None
 
     @classmethod
@@ -119,14 +124,17 @@ class AsyncLLMEngine(Handle):
             yield thread
         except BaseException:
             thread.give_up()
-            self._thread = self._input_processor = None
+            self._thread = self._input_processor = self._submitter = None
             raise
 
     def _adopt_thread(self, thread: EngineThread) -> None:
         loaded, core, config = thread.loaded, thread.core, self.config
         prompts = PromptEncoder(loaded, config, self._rest)
         submitter = Submitter(core, thread.grammars, self._mailboxes, self._observers, self._rest)
+        self._submitter = submitter
         self._input_processor = InputProcessor(loaded, config, prompts, submitter)
+        # Does not refer to the engine, so that one without other references is collected.
+        thread.exited.add_done_callback(partial(_report_death, core, self._observers))
 
     def _thread_mailbox(self) -> ThreadMailbox:
         self._running()
@@ -175,11 +183,12 @@ class AsyncLLMEngine(Handle):
     def _clean_up(self, thread: EngineThread) -> list[threading.Thread]:
         """Drop the mailboxes and the queued jobs of worker threads; returns the threads to join."""
         assert self._input_processor is not None
+        assert self._submitter is not None
         self._mailboxes.clear()
         leftovers = (
             thread.thread_to_join,
             self._input_processor.prompts.long_texts.close(),
-            *self._input_processor.submitter.close(),
+            *self._submitter.close(),
         )
         return [thread_to_join for thread_to_join in leftovers if thread_to_join is not None]
 
@@ -333,6 +342,74 @@ class AsyncLLMEngine(Handle):
         inputs = self._running()
         submission = inputs.prompt_or_conversation(prompt, sampling_params, options)
         return await inputs.submitter.enqueue_or_wait(submission)
+
+    def map(
+        self,
+        rows: Iterable[Any] | AsyncIterable[Any],
+        *,
+        prompt: Callable[[Any], Any] | None = None,
+        sampling_params: SamplingParams | Callable[[Any], SamplingParams | None] | None = None,
+        key: Callable[[Any], Any] | None = None,
+        done: Container[Any] = (),
+        ordered: bool = True,
+        max_under_way: int | None = None,
+        progress: Callable[[int, int], object] | None = None,
+        **options: Any,
+    ) -> RowStream:
+        """Complete the rows of a batch job; returns the stream of their results.
+
+            async with engine.map(rows, prompt=lambda row: row["text"], max_tokens=64) as results:
+                async for result in results:
+                    print(result.key, result.completion or result.error)
+
+        Args:
+            rows: any number of rows, of any type. They are drawn as there is room for them: an
+                iterable that may block on a thread of its own, an async iterable on this loop.
+            prompt: function of a row that makes its prompt: text, token ids or messages. None takes
+                the rows themselves.
+            sampling_params: for all rows, or a function of a row.
+            key: function of a row that makes its key; None counts the rows from 0.
+            done: keys of rows to leave out, such as those whose results an earlier run has stored.
+            ordered: yield the results in the order of the rows; False yields them as they come, so
+                that no row waits for a longer one before it.
+            max_under_way: maximum number of rows that were drawn and whose results were not read;
+                at most ``max_queued_requests``, which None means.
+            progress: function called with the number of rows done, those of ``done`` included, and
+                of rows failed, before each result is returned.
+            options: as for ``stream``, or ``chat``, but for ``request_id``, ``max_unread`` and
+                ``on_slow``.
+
+        An exception of a row, of its ``prompt`` or of its request is the row's own: its result has
+        it, and the other rows go on. An exception of the iterable, or the end of the engine, ends
+        the job.
+
+        Raises:
+            InvalidRequestError: for an argument that cannot be used, with ``param`` set.
+            EngineClosedError, EngineDeadError: as ``stream``.
+        """
+        found = Rows(rows, prompt, sampling_params, key, done, ordered, max_under_way, progress)
+        self._check_rows(found, options)
+
+        async def submit(prompt: Any, sampling_params: SamplingParams | None) -> TokenStream:
+            return await self.submit(prompt, sampling_params, **options)
+
+        return RowStream(found, submit)
+
+    def _check_rows(self, rows: Rows, options: dict[str, Any]) -> None:
+        """Check what the rows of ``map`` have in common, and bind them to this engine."""
+        for name in ("request_id", "max_unread", "on_slow"):
+            if name in options:
+                accepted = (
+                    "not in map(), whose rows have ids of their own and are read at their end"
+                )
+                raise check.invalid(name, options[name], accepted)
+        common = None if callable(rows.sampling_params) else rows.sampling_params
+        self._running().check_options(common, options)
+        rows.bind(self._max_queued_requests, lambda: self.state == "running")
+
+    @property
+    def _max_queued_requests(self) -> int:
+        return self.config.max_queued_requests
 
     def chat(
         self,
@@ -593,8 +670,8 @@ class AsyncLLMEngine(Handle):
         return inputs
 
     def _has_running_requests(self) -> bool:
-        inputs = self._input_processor
-        return inputs is not None and bool(inputs.submitter.core.scheduler.running)
+        submitter = self._submitter
+        return submitter is not None and bool(submitter.core.scheduler.running)
 
     def _not_started(self) -> EngineClosedError:
         return EngineClosedError(
@@ -604,3 +681,8 @@ class AsyncLLMEngine(Handle):
 
     def __repr__(self) -> str:
         return f"<AsyncLLMEngine {self.config.model_name!r} {self.state}>"
+
+
+def _report_death(core: EngineCore, observers: Observers, _: Future[None]) -> None:
+    if core.fatal_error is not None:
+        observers.report_death(core.shutdown_error())

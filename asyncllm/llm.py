@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, overload
 
@@ -21,10 +21,12 @@ from asyncllm.errors import (
     RequestError,
 )
 from asyncllm.outputs import Completion, Delta, EngineStats, FinishReason, Usage
+from asyncllm.rows import RowResult, Rows, blocking_results
 from asyncllm.runtime.handle import Handle
 from asyncllm.runtime.mailbox import ThreadMailbox
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
+from asyncllm.validation import invalid
 
 _MAX_WAIT = 0.1
 """Maximum number of seconds between a batch's attempts to submit to a full queue."""
@@ -191,6 +193,39 @@ class LLM(Handle):
     ) -> LLMStream:
         """Submit a conversation at once; returns its output as a plain iterator."""
         return LLMStream(self.engine.chat(messages, sampling_params, **options), self._mailbox)
+
+    def map(
+        self,
+        rows: Iterable[Any],
+        *,
+        prompt: Callable[[Any], Any] | None = None,
+        sampling_params: SamplingParams | Callable[[Any], SamplingParams | None] | None = None,
+        key: Callable[[Any], Any] | None = None,
+        done: Container[Any] = (),
+        ordered: bool = True,
+        max_under_way: int | None = None,
+        progress: Callable[[int, int], object] | None = None,
+        **options: Any,
+    ) -> Generator[RowResult]:
+        """Complete the rows of a batch job; returns an iterator of their results. Rows are drawn in
+        the reading thread. Closing the iterator, or losing the last reference to it, aborts the
+        rows under way. Arguments and errors are those of ``AsyncLLMEngine.map``."""
+        if not isinstance(rows, Iterable):
+            raise invalid("rows", rows, "an iterable; an async one is for AsyncLLMEngine.map")
+        found = Rows(rows, prompt, sampling_params, key, done, ordered, max_under_way, progress)
+        self.engine._check_rows(found, options)
+
+        def submit(prompt: Any, sampling_params: SamplingParams | None) -> TokenStream:
+            inputs = self.engine._running()
+            submission = inputs.prompt_or_conversation(prompt, sampling_params, dict(options))
+            while True:
+                try:
+                    return inputs.submitter.enqueue(submission)
+                except EngineOverloadedError as refused:
+                    # The queue is full of other callers' requests.
+                    time.sleep(min(refused.retry_after, _MAX_WAIT))
+
+        return blocking_results(found, submit, self._mailbox)
 
     def tokenize(self, prompt: str | Messages, **options: Any) -> list[int]:
         """``AsyncLLMEngine.tokenize`` in the calling thread; arguments and errors as there."""

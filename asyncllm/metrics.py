@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
 from asyncllm.core.request import Request
 from asyncllm.errors import EngineClosedError, InvalidRequestError
+from asyncllm.group import EngineGroup
 from asyncllm.observer import RequestInfo
 from asyncllm.outputs import EngineStats, Usage
 
@@ -149,6 +150,9 @@ class _EngineRecord:
         self.errors: dict[str, int] = {}
         self._stats = EngineStats()
 
+    def records(self) -> list[_EngineRecord]:
+        return [self]
+
     def on_submit(self, request: Request, submission: RequestInfo) -> None:
         """Do nothing: requests are counted when they end."""
 
@@ -186,6 +190,35 @@ class _EngineRecord:
         return self._stats
 
 
+class _GroupRecords:
+    """Observer of an EngineGroup, which has a record for each of its engines."""
+
+    def __init__(
+        self, group: EngineGroup, make_record: Callable[[AsyncLLMEngine, int], _EngineRecord]
+    ) -> None:
+        self.engine = weakref.ref(group)
+        self._make_record = make_record
+        self._records: dict[int | None, _EngineRecord] = {}
+
+    def on_submit(self, request: Request, submission: RequestInfo) -> None:
+        """Make the record, before the engine can be removed."""
+        self.records()
+
+    def on_first_token(self, request: Request) -> None:
+        self._records[request.group.engine].on_first_token(request)
+
+    def on_finish(self, request: Request, usage: Usage, error: BaseException | None) -> None:
+        self._records[request.group.engine].on_finish(request, usage, error)
+
+    def records(self) -> list[_EngineRecord]:
+        """Records of all engines that are in the group, or were."""
+        group = self.engine()
+        for number, engine in ({} if group is None else group.engines).items():
+            if number not in self._records:
+                self._records.setdefault(number, self._make_record(engine, number))
+        return list(self._records.values())
+
+
 def _observed_values(request: Request, usage: Usage) -> Iterator[tuple[str, float]]:
     """Observed values of a finished request, by histogram."""
     yield "e2e_request_latency_seconds", usage.total_time
@@ -215,7 +248,8 @@ class EngineMetrics(Collector):
     nothing.
 
     Args:
-        engine: an engine in any state, or several; the label ``engine`` counts them from 0.
+        engine: an engine in any state, or several; the label ``engine`` counts them from 0. Of an
+            EngineGroup, it is the engines' numbers.
         registry: registry to use; None makes a private one. prometheus_client's global registry is
             used only if it is passed.
         compat: "vllm" gives the metrics vLLM's names and buckets, so that dashboards made
@@ -242,23 +276,30 @@ class EngineMetrics(Collector):
         engines = list(engine) if isinstance(engine, Sequence) else [engine]
         if not engines:
             raise InvalidRequestError("engine=[]: expected at least one engine", param="engine")
+        if len(engines) > 1 and any(isinstance(one, EngineGroup) for one in engines):
+            raise InvalidRequestError(
+                "engine: expected an EngineGroup alone, not beside other engines", param="engine"
+            )
         extra = _check_labels(labels)
         model_name = extra.pop("model_name", None)
         self._prefix = "asyncllm:" if compat is None else "vllm:"
         self._label_names = ("model_name", "engine", *extra)
-        self._records = [
-            _EngineRecord(
-                one,
-                (model_name or one.config.model_name, str(index), *extra.values()),
-                compat is not None,
-            )
+
+        def make_record(engine: AsyncLLMEngine, number: int) -> _EngineRecord:
+            labels = (model_name or engine.config.model_name, str(number), *extra.values())
+            return _EngineRecord(engine, labels, compat is not None)
+
+        self._observers = [
+            _GroupRecords(one, make_record)
+            if isinstance(one, EngineGroup)
+            else make_record(one, index)
             for index, one in enumerate(engines)
         ]
         self.registry = CollectorRegistry() if registry is None else registry
         self.registry.register(self)
         self._closed = False
-        for one, record in zip(engines, self._records, strict=True):
-            one.add_observer(record)
+        for one, observer in zip(engines, self._observers, strict=True):
+            one.add_observer(observer)
 
     def render(self) -> bytes:
         """Render the registry in Prometheus' text format; the content type is
@@ -270,9 +311,9 @@ class EngineMetrics(Collector):
         if self._closed:
             return
         self._closed = True
-        for record in self._records:
-            if (engine := record.engine()) is not None:
-                engine.remove_observer(record)
+        for observer in self._observers:
+            if (engine := observer.engine()) is not None:
+                engine.remove_observer(observer)
         self.registry.unregister(self)
 
     def __enter__(self) -> Self:
@@ -288,7 +329,9 @@ class EngineMetrics(Collector):
         return self._make_families(())
 
     def collect(self) -> Iterable[Metric]:
-        return self._make_families(self._records)
+        return self._make_families(
+            [record for observer in self._observers for record in observer.records()]
+        )
 
     def _make_families(self, records: Sequence[_EngineRecord]) -> list[Metric]:
         """Make all metric families, with samples from ``records``."""

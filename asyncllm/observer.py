@@ -17,6 +17,8 @@ logger = get_logger("asyncllm")
 
 Operation = Literal["chat", "text_completion"]
 
+_OPTIONAL_METHODS = ("on_first_token", "on_engine_dead")
+
 
 @dataclass(frozen=True, slots=True)
 class RequestInfo:
@@ -38,6 +40,10 @@ class Observer(Protocol):
 
     An optional method ``on_first_token(request)`` is called once, between ``on_submit`` and
     ``on_finish``, if the request gets a token; its time is ``request.first_token_at``.
+
+    An optional method ``on_engine_dead(engine, error)`` is called once if the engine dies, after
+    ``on_finish`` of its requests. ``engine`` is its number in an EngineGroup, else None; so is
+    ``request.group.engine``.
 
     The methods must be quick: the first runs in the application's call, the others in the step
     loop. Exceptions, even CancelledError and SystemExit, are logged and affect no request; only
@@ -126,11 +132,13 @@ class Observers:
 
     Attributes:
         all: the current observers, an immutable tuple.
+        engine: the engine's number in its EngineGroup; None outside of one.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.all: tuple[Observer, ...] = ()
+        self.engine: int | None = None
 
     def add(self, observer: Observer) -> None:
         """Add an observer, which is called for requests from now on. Adding it twice has no effect.
@@ -150,10 +158,15 @@ class Observers:
         with self._lock:
             self.all = tuple(one for one in self.all if one is not observer)
 
+    def report_death(self, error: BaseException) -> None:
+        """Tell the observers that the engine has died."""
+        for observer in self.all:
+            _call_method(observer, "on_engine_dead", self.engine, error)
+
 
 def _call_method(observer: Observer, method: str, *args: Any) -> None:
     try:
-        if method != "on_first_token" or getattr(observer, method, None) is not None:
+        if method not in _OPTIONAL_METHODS or getattr(observer, method, None) is not None:
             getattr(observer, method)(*args)
     except BaseException as error:
         # Ctrl-C may interrupt only ``on_submit``, which runs in the application's call: the end of

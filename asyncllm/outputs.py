@@ -333,7 +333,7 @@ class EngineStats:
         num_failed: requests that ended with an exception.
         last_step_time: seconds from the launch to the result of the latest step.
         prompt_tokens_per_second: rate at which steps have computed tokens lately, without the time
-            that each step takes by itself; 0.0 before the first.
+            that each step takes by itself; 0.0 while the steps do not show it.
     """
 
     num_running: int = 0

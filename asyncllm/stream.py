@@ -11,7 +11,7 @@ from asyncllm import validation as check
 from asyncllm.core.channel import Channel, End, merge_pending
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.request import Request, RequestGroup
-from asyncllm.errors import RequestError, copy_for_raise
+from asyncllm.errors import EngineDeadError, RequestError, copy_for_raise
 from asyncllm.output_reader import OutputReader
 from asyncllm.outputs import (
     Completion,
@@ -73,6 +73,9 @@ class TokenStream(Handle):
     _stop_reason: str | int | None = None
     _outputs: list[OutputReader] = field(init=False)
     _only_output_texts: list[str] | None = None
+    _resubmit: Callable[[TokenStream], bool] | None = None
+    """Function that has another engine go on with the stream of a request whose engine died before
+    its first token; returns whether one does. None without such an engine."""
 
     def __post_init__(self) -> None:
         self._group = self._request.group
@@ -82,6 +85,22 @@ class TokenStream(Handle):
             self._only_output_texts = self._outputs[0].texts
         self.request_id = self._group.request_id
         self._channel = self._group.channel
+
+    def _go_on_with(
+        self, request: Request, core: EngineCore, mailbox_of_loop: Callable[[], LoopMailbox]
+    ) -> None:
+        """Go on with another engine's request, before anything was read."""
+        self._request, self._core, self._mailbox_of_loop = request, core, mailbox_of_loop
+        self._backend = None
+        self.__post_init__()
+
+    def _goes_on(self) -> bool:
+        """Whether the request has no token, its engine died, and another engine goes on with it."""
+        channel, resubmit = self._channel, self._resubmit
+        if channel.num_written or self._group.aborted:
+            return False
+        is_lost = isinstance(channel.final, EngineDeadError)
+        return is_lost and resubmit is not None and resubmit(self)
 
     @property
     def prompt_token_ids(self) -> Sequence[int] | None:
@@ -164,6 +183,8 @@ class TokenStream(Handle):
                 self._is_reading = False
                 channel.has_reader = False
                 channel.waiter = None
+        if self._resubmit is not None and self._goes_on():
+            return await self.__anext__(timeout)  # pyright: ignore[reportArgumentType]
         return self._take_delta()
 
     def with_heartbeat(self, seconds: float) -> StreamWithHeartbeat:
@@ -215,7 +236,7 @@ class TokenStream(Handle):
                 channel.has_reader = True
                 if not items and channel.final is None:
                     mailbox.wait(waiter)
-            delta = self._take_delta()
+            delta = None if self._resubmit is not None and self._goes_on() else self._take_delta()
         except BaseException:
             self.abort()
             raise
@@ -223,7 +244,15 @@ class TokenStream(Handle):
             self._is_reading = False
             channel.has_reader = False
             channel.waiter = None
-        return delta
+        return self.read_blocking(mailbox) if delta is None else delta
+
+    def _call_at_end(self, waiter: Any, mailbox: ThreadMailbox | None) -> bool:
+        """Have ``mailbox`` (None: the running loop's) wake ``waiter`` once the request has ended,
+        and not at each delta. To be called once, before any read. Returns False if the request has
+        ended already; then the waiter may be woken too."""
+        self._channel.waiter = waiter
+        self._channel.mailbox = self._mailbox_of_loop() if mailbox is None else mailbox
+        return self._channel.final is None
 
     def _take_delta(self) -> Delta:
         """Take the next unread delta; if it is the last, add the finish reason and usage. There

@@ -133,6 +133,7 @@ def _request_attributes(request: Request, submission: RequestInfo, model: str) -
     effect. The seed is always included, even if the engine drew it, so that a sampled output can be
     reproduced."""
     sampling = request.sampling
+    engine = request.group.engine
     optional = {
         "max_tokens": sampling.max_tokens,
         "choice.count": sampling.n if sampling.n > 1 else None,
@@ -151,6 +152,7 @@ def _request_attributes(request: Request, submission: RequestInfo, model: str) -
         "gen_ai.request.seed": _signed_seed(sampling.seed),
         "gen_ai.output.type": "text",
         **{f"gen_ai.request.{k}": v for k, v in optional.items() if v is not None},
+        **({} if engine is None else {"asyncllm.engine": engine}),
     }
 
 

@@ -57,6 +57,13 @@ async def null_engine(
     *, max_num_seqs: int, step_time: float
 ) -> AsyncIterator[tuple[AsyncLLMEngine, NullDevice]]:
     """A started engine with the packaged model's tokenizer and a null device."""
+    engine, device = make_engine(max_num_seqs, step_time)
+    async with engine:
+        yield engine, device
+
+
+def make_engine(max_num_seqs: int, step_time: float) -> tuple[AsyncLLMEngine, NullDevice]:
+    """``null_engine``, new."""
     path = resolve_model(None, None)
     model_config = ModelConfig.from_directory(path)
     info = ExecutorInfo(
@@ -72,5 +79,4 @@ async def null_engine(
     def load(config: EngineConfig, progress: Any) -> LoadedModel:
         return LoadedModel(device, Tokenizer.from_directory(path), model_config)
 
-    async with AsyncLLMEngine._with_loader(load) as engine:
-        yield engine, device
+    return AsyncLLMEngine._with_loader(load), device

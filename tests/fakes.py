@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncllm import AsyncLLMEngine, EngineConfig
+from asyncllm import AsyncLLMEngine, EngineConfig, EngineGroup
 from asyncllm.core.channel import Channel
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.executor import Executor, ExecutorInfo
@@ -43,6 +43,7 @@ class FakeTokenizer:
     """Every word is a number, and every number a token: "3 5 8" is [3, 5, 8]."""
 
     chat_template = ChatTemplate({}, {})
+    fingerprint = b"numbers"
     response_template = None
 
     def __init__(self) -> None:
@@ -127,6 +128,34 @@ class Fake:
     def engine(self, **overrides: Any) -> AsyncLLMEngine:
         return engine_with(self.load, **overrides)
 
+    @property
+    def executors(self) -> list[FakeExecutor]:
+        return [self.executor]
+
+
+@dataclass
+class FakeGroup:
+    """Fakes whose engines are one group."""
+
+    rigs: list[Fake]
+
+    @property
+    def executors(self) -> list[FakeExecutor]:
+        return [rig.executor for rig in self.rigs]
+
+    @property
+    def executor(self) -> FakeExecutor:
+        """Any of them: all have the same tokens."""
+        return self.rigs[0].executor
+
+    def engine(self, retries: int = 0, **overrides: Any) -> EngineGroup:
+        return EngineGroup([rig.engine(**overrides) for rig in self.rigs], retries=retries)
+
+
+def fake_group(size: int = 2, **limits: Any) -> FakeGroup:
+    """Arguments as for ``fake``."""
+    return FakeGroup([fake(**limits) for _ in range(size)])
+
 
 def engine_with(load: Loader, **overrides: Any) -> AsyncLLMEngine:
     """An engine whose model ``load`` brings."""
@@ -158,6 +187,11 @@ def channel_of(stream: TokenStream) -> Channel:
 def mailbox_of_this_loop(engine: AsyncLLMEngine) -> LoopMailbox:
     """Where the engine tells the running loop of what its streams have."""
     return engine._mailboxes.of_running_loop()
+
+
+def engines_of(engine: AsyncLLMEngine) -> list[AsyncLLMEngine]:
+    """The engines of a group, or the one engine."""
+    return list(engine.engines.values()) if isinstance(engine, EngineGroup) else [engine]
 
 
 def fake(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 
 import anyio
 
 from asyncllm import AsyncLLMEngine, EngineStats
+from asyncllm.runtime.event_loop import wait_for
 from tests.fakes import core_of
 
 
@@ -49,6 +49,6 @@ async def all_free(engine: AsyncLLMEngine) -> None:
 
     await until(is_free, 5.0)
     core = core_of(engine)
-    await asyncio.wrap_future(core.call(core.scheduler.check_integrity))
+    await wait_for(core.call(core.scheduler.check_integrity))
     assert core.admission.num_live == 0
     assert core.admission.num_queued == 0

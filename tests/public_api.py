@@ -37,7 +37,14 @@ MODULES = {
     "asyncllm.testing": ("FakeExecutor", "byte_tokenizer", "fake_engine", "fake_llm"),
 }
 
-MADE_FOR_THE_CALLER = {"CallbackStream", "EngineServer", "LLMStream", "ServerApp", "TokenStream"}
+MADE_FOR_THE_CALLER = {
+    "CallbackStream",
+    "EngineServer",
+    "LLMStream",
+    "RowStream",
+    "ServerApp",
+    "TokenStream",
+}
 """Classes whose constructors are no part of the API."""
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 import asyncllm
-from asyncllm import LLM, AsyncLLMEngine
+from asyncllm import LLM, AsyncLLMEngine, EngineGroup
 from asyncllm.testing import fake_engine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,6 +36,7 @@ HERE = {
     "docs/callbacks.md": 1,
     "docs/chat.md": 4,
     "docs/formats.md": 1,
+    "docs/groups.md": 2,
     "docs/kernels.md": 1,
     "docs/langchain.md": 2,
     "docs/models.md": 1,
@@ -247,6 +248,16 @@ async def test_observability(capsys, llm):
     assert len(printed[2].split()) == 7
 
 
+async def test_groups(capsys):
+    group = EngineGroup([AsyncLLMEngine(num_threads=1) for _ in range(2)])
+    names: Names = {"AsyncLLMEngine": AsyncLLMEngine, "EngineGroup": EngineGroup, "group": group}
+    async with group:
+        await run("docs/groups.md", names, capsys)
+        assert list(group.engines) == [1, 2]
+    assert names["completion"].text
+    assert names["engine"].state == "closed"
+
+
 async def test_streaming(capsys):
     names: Names = {name: getattr(asyncllm, name) for name in asyncllm.__all__}
     sent: list[str] = []
@@ -256,6 +267,7 @@ async def test_streaming(capsys):
 
     names |= {"prompt": "One?", "prompts": ["One?", "Two?"], "send": send, "event": str}
     names |= {"asyncio": asyncio, "math": math, "Response": Response}
+    names["rows"] = [{"id": "a", "text": "One?"}, {"id": "b", "text": ""}]
     async with fake_engine("Yes.") as engine, fake_engine("No.", max_queued_requests=1) as full:
         names["engine"] = engine
 
@@ -273,6 +285,7 @@ async def test_streaming(capsys):
     assert engine.state == "closed"
     assert printed[0].startswith("stop Usage(")
     assert [result.text for result in names["results"]] == ["Yes.", "Yes."]
+    assert names["stored"] == {"a": "Yes."}
     assert "".join(sent) == "Yes."
     assert names["delta"].text
     assert "Yes.".startswith(names["delta"].text)

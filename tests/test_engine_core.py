@@ -249,14 +249,19 @@ def test_stats_tell_a_router_what_is_queued_and_how_fast_it_is_computed():
     rig.turns(1)
     assert rig.core.stats().num_queued_tokens == 7 + 5
     rig.turns(1)
-    # A step of 20 tokens and, in flight behind it, one of a token: half a second each.
-    assert rig.core.stats().prompt_tokens_per_second == pytest.approx(40.0)
-    rig.turns(1)
-    assert rig.core.stats().prompt_tokens_per_second == pytest.approx(21.0, rel=0.1)
+    rig.turns(3)
+    # Steps of 20, 1, 1 and 7 tokens took half a second each: a token takes no time of its own.
+    assert rig.core.stats().prompt_tokens_per_second == 0.0
+    for number, length in enumerate((20, 3, 11, 20, 6) * 4):
+        rig.device.seconds = 0.1 + length * 0.05
+        rig.submit(f"{number}", range(100 * number, 100 * number + length), max_tokens=1)
+        rig.turns(3)
+    assert rig.core.stats().prompt_tokens_per_second == pytest.approx(20.0, rel=0.3)
     assert rig.core.stats().is_paused is False
     rig.core.suspend(True)
     assert rig.core.stats().is_paused is True
-    rig.device.faults[3] = OSError("gone")
+    rig.submit("c", range(9), max_tokens=1)
+    rig.device.faults[rig.core.stats().num_steps] = OSError("gone")
     rig.core.suspend(False)
     rig.core.run()
     assert (rig.core.stats().num_queued_tokens, rig.core.stats().num_waiting) == (0, 0)

@@ -309,7 +309,7 @@ async def test_closed_metrics_count_no_more():
         metrics.close()
         await engine.generate([1], max_tokens=1)
         assert metrics.render() == b""
-        (record,) = metrics._records
+        (record,) = metrics._observers
         assert record.num_finished["length"] == 1
 
 

@@ -23,8 +23,9 @@ from asyncllm.runtime.mailbox import LoopMailbox
 from asyncllm.runtime.submitter import Submitter
 from asyncllm.stream import TokenStream
 from asyncllm.testing import FakeExecutor
-from tests.fakes import channel_of, fake, mailbox_of_this_loop
+from tests.fakes import channel_of, engines_of, fake, fake_group, mailbox_of_this_loop
 from tests.idle import until
+from tests.packaged_group import packaged_group
 
 PATIENCE = 1.5
 
@@ -36,7 +37,7 @@ def blocks_are_free(engine):
 # --- 1 ----------------------------------------------------------------------------------
 
 
-async def every_stream_ends():
+async def every_stream_ends(fake):
     async with fake(eos_token_ids=tuple(range(0, 1000, 10))).engine() as engine:
         for i in range(12):
             ends = [d.finish_reason async for d in engine.stream([i], max_tokens=8)]
@@ -57,15 +58,16 @@ def a_stop_is_not_announced(patch):
 # --- 2 ----------------------------------------------------------------------------------
 
 
-async def stream_submits_at_once():
+async def stream_submits_at_once(fake):
     rig = fake(record=True, gate=0)
     async with rig.engine() as engine:
         streams = [engine.stream([i], max_tokens=3) for i in range(6)]
         await asyncio.sleep(0.05)
-        rig.executor.gate.release(100)
+        for executor in rig.executors:
+            executor.gate.release(100)
         for stream in streams:
             await stream.result()
-    assert max(len(batch) for batch in rig.executor.batches) == 6
+    assert sum(max(len(batch) for batch in one.batches) for one in rig.executors) == 6
 
 
 def submission_waits_for_the_first_read(patch):
@@ -88,7 +90,7 @@ def submission_waits_for_the_first_read(patch):
 # --- 3 ----------------------------------------------------------------------------------
 
 
-async def leaving_a_stream_aborts_it():
+async def leaving_a_stream_aborts_it(fake):
     async with fake(step_time=0.001).engine() as engine:
         async for _ in engine.stream([1], max_tokens=250):
             break
@@ -118,7 +120,7 @@ def an_id_is_free_only_when_the_abort_is_drained(patch):
 # --- 4 ----------------------------------------------------------------------------------
 
 
-async def a_slow_reader_is_held_back():
+async def a_slow_reader_is_held_back(fake):
     rig = fake()
     async with rig.engine() as engine:
         stream = engine.stream([1], max_tokens=200, max_unread=8, on_slow="pause")
@@ -140,10 +142,11 @@ def reading_does_not_release(patch):
 # --- 5 ----------------------------------------------------------------------------------
 
 
-async def the_queue_is_bounded():
-    async with fake(max_num_seqs=1).engine(max_queued_requests=4) as engine:
+async def the_queue_is_bounded(fake):
+    rig = fake(max_num_seqs=1)
+    async with rig.engine(max_queued_requests=4) as engine:
         await engine.pause()
-        streams = [engine.stream([i], max_tokens=1) for i in range(4)]
+        streams = [engine.stream([i], max_tokens=1) for i in range(4 * len(rig.executors))]
         with pytest.raises(EngineOverloadedError):
             engine.stream([9])
         await engine.resume()
@@ -164,11 +167,12 @@ def places_are_never_given_back(patch):
 # --- 6 ----------------------------------------------------------------------------------
 
 
-async def deadlines_are_kept():
+async def deadlines_are_kept(fake):
     async with fake(step_time=0.002, max_num_seqs=1).engine() as engine:
-        running = engine.stream([1], max_tokens=250, timeout=0.05)
-        queued = engine.stream([2], max_tokens=5, timeout=0.02)
-        for stream in (queued, running):
+        engines = range(len(engines_of(engine)))
+        running = [engine.stream([1], max_tokens=250, timeout=0.05) for _ in engines]
+        queued = [engine.stream([2], max_tokens=5, timeout=0.02) for _ in engines]
+        for stream in queued + running:
             with pytest.raises(DeadlineExceededError):
                 await stream.result()
 
@@ -180,9 +184,10 @@ def deadlines_pass(patch):
 # --- 7 ----------------------------------------------------------------------------------
 
 
-async def one_bad_request_fails_alone():
+async def one_bad_request_fails_alone(fake):
     rig = fake()
-    rig.executor.row_errors["bad"] = ZeroDivisionError("on purpose")
+    for executor in rig.executors:
+        executor.row_errors["bad"] = ZeroDivisionError("on purpose")
     async with rig.engine() as engine:
         bad = engine.stream([1], request_id="bad")
         good = engine.stream([2], max_tokens=20)
@@ -205,7 +210,7 @@ def a_bad_row_kills_the_step(patch):
 # --- 8 ----------------------------------------------------------------------------------
 
 
-async def the_host_is_left_alone():
+async def the_host_is_left_alone(fake):
     before = dict(os.environ), {t.name for t in threading.enumerate()}
     async with fake().engine() as engine:
         await engine.generate([1], max_tokens=2)
@@ -226,15 +231,16 @@ def the_environment_is_changed(patch):
 # --- 9 ----------------------------------------------------------------------------------
 
 
-async def one_wake_is_outstanding():
+async def one_wake_is_outstanding(fake):
     async with fake(step_time=0.001).engine() as engine:
         tasks = [asyncio.ensure_future(engine.generate([i], max_tokens=250)) for i in range(8)]
         await asyncio.sleep(0.02)
-        host = mailbox_of_this_loop(engine).backend
-        post, calls = host.post, []
-        host.post = lambda callback: (calls.append(callback), post(callback))
+        hosts = [mailbox_of_this_loop(one).backend for one in engines_of(engine)]
+        post, calls = hosts[0].post, []
+        for host in hosts:
+            host.post = lambda callback: (calls.append(callback), post(callback))
         time.sleep(0.1)
-        assert len(calls) <= 1
+        assert len(calls) <= len(hosts)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -256,7 +262,7 @@ def every_delta_wakes(patch):
 # --- 10 ---------------------------------------------------------------------------------
 
 
-async def a_blocked_loop_does_not_block_the_engine():
+async def a_blocked_loop_does_not_block_the_engine(fake):
     async with fake(step_time=0.001).engine() as engine:
         stream = engine.stream([1], max_tokens=200)
         await anext(stream)
@@ -284,14 +290,14 @@ def the_engine_waits_for_the_loop(patch):
 # --- 11 ---------------------------------------------------------------------------------
 
 
-async def closing_gives_everything_back():
+async def closing_gives_everything_back(fake):
     rig = fake(step_time=0.001)
     engine = rig.engine()
     await engine.start()
     stream = engine.stream([1], max_tokens=250)
     await anext(stream)
     await asyncio.wait_for(engine.aclose(), PATIENCE)
-    assert rig.executor.closed
+    assert all(executor.closed for executor in rig.executors)
     assert "asyncllm-engine" not in {t.name for t in threading.enumerate()}
     assert [d async for d in stream][-1].finish_reason == "abort"
 
@@ -308,7 +314,7 @@ def what_lives_is_waited_for(patch):
 # --- 12 ---------------------------------------------------------------------------------
 
 
-async def results_do_not_depend_on_company():
+async def results_do_not_depend_on_company(fake):
     rig = fake(num_blocks=20, block_size=4, max_model_len=70, pipeline_depth=2)
     async with rig.engine() as engine:
         # The third finds the first block of the second, and must not find the next, which
@@ -369,9 +375,9 @@ PROMISES = {
 }
 
 
-def kept(promise, seconds) -> bool:
+def kept(promise, fake, seconds) -> bool:
     async def main():
-        await asyncio.wait_for(promise(), seconds)
+        await asyncio.wait_for(promise(fake), seconds)
 
     try:
         asyncio.run(main())
@@ -381,9 +387,21 @@ def kept(promise, seconds) -> bool:
     return True
 
 
+@pytest.fixture(scope="module")
+def packaged():
+    """Makes groups of two engines on the packaged model."""
+    shared = list(range(8))
+    prompts = [[1], [2], [0, 1, 2, 3, 9], [8, 8, 8, 8, 4, 5, 6, 7, 1], [*shared, 1]]
+    prompts += [shared + [i] * (i + 1) for i in range(8)] + [[9, 9, *shared[2:], 5]]
+    return packaged_group(prompts, 200)
+
+
+@pytest.mark.parametrize("make", ["engine", "group", "packaged"])
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
-def test_kept(promise):
-    assert kept(promise, 3 * PATIENCE)
+def test_kept(promise, make, request):
+    makers = {"engine": fake, "group": fake_group}
+    maker = makers[make] if make in makers else request.getfixturevalue(make)
+    assert kept(promise, maker, 3 * PATIENCE)
 
 
 @pytest.mark.parametrize(
@@ -393,7 +411,7 @@ def test_kept(promise):
 )
 def test_a_broken_engine_is_noticed(promise, breakage, monkeypatch, caplog):
     breakage(monkeypatch)
-    assert not kept(promise, PATIENCE)
+    assert not kept(promise, fake, PATIENCE)
 
 
 ANYIO = "anyio._backends._asyncio"

@@ -26,7 +26,9 @@ ROOMS = (
     "metrics",
     "beams",
     "llm",
+    "group",
     "engine",
+    "rows",
     "stream runtime",  # The input processor makes the streams, which run on event loops.
     "output_reader",
     "tool_calls",

@@ -92,6 +92,15 @@ class Admission:
         group = self._live_groups.get(request_id)
         return None if group is None or group.cancelled else group
 
+    def check_id(self, request_id: str) -> None:
+        """Raise InvalidRequestError if a live request has this id."""
+        if self.get_live(request_id) is not None:
+            raise InvalidRequestError(
+                f"request_id={request_id!r}: a live request has this id; "
+                "expected one that is not in use",
+                param="request_id",
+            )
+
     def reserve(self, group: RequestGroup, num_tokens: int) -> None:
         """Register a group: give each member a place in the queue and an arrival index.
 
@@ -213,12 +222,8 @@ class Admission:
         if self._closed is not None:
             raise self._closed()
         other = self._live_groups.get(group.request_id)
-        if other is not None and not other.cancelled:
-            raise InvalidRequestError(
-                f"request_id={group.request_id!r}: a live request has this id; "
-                "expected one that is not in use",
-                param="request_id",
-            )
+        if other is not None:
+            self.check_id(group.request_id)
         members = group.members
         count, owner = len(members), members[0].owner
         if count > self.max_queued_requests:

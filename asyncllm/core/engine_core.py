@@ -125,6 +125,7 @@ class EngineCore:
     def abort(self, group: RequestGroup) -> None:
         """Abort a group. Any thread may call it, any number of times. The flag is set before the
         command is sent, so that an abort takes effect even if it arrives before the group."""
+        group.aborted = True
         if not group.cancelled:
             group.cancelled = True
             self.send(self.on_abort, group)

@@ -65,9 +65,11 @@ class RequestGroup:
         channel: carries all members' output to the reader.
         members: requests in order of index; added before the group is submitted, and dropped when
             it ends.
-        cancelled: set once, by any thread, before the abort command is sent.
+        cancelled: set once, by any thread, before the abort command is sent, or when it ends.
+        aborted: whether an abort was asked for.
         notifier: calls the observers; None without any.
         num_truncated_tokens: tokens cut from the prompt's start.
+        engine: number of its engine in an EngineGroup; None outside of one.
     """
 
     request_id: str
@@ -76,8 +78,10 @@ class RequestGroup:
     deadline: float = math.inf
     members: list[Request] = field(default_factory=list)
     cancelled: bool = False
+    aborted: bool = False
     notifier: Notifier | None = None
     num_truncated_tokens: int = 0
+    engine: int | None = None
 
     def restart(self, now: float) -> None:
         """Count the group's times and deadline from ``now`` on, because it waited for a place in

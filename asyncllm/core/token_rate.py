@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 _HALF_LIFE = 5.0
+_MAX_ERROR = 0.2
+"""Maximum standard error of a known rate, relative to it."""
 
 
 class TokenRate:
@@ -10,11 +12,14 @@ class TokenRate:
 
     A step takes a time of its own besides that of its tokens. So the rate is the slope of a
     least-squares fit of the steps' tokens by their times, in which the weight of a step halves with
-    every 5 s that later steps have taken.
+    every 5 s that later steps have taken. Where a step takes as long with few tokens as with many,
+    as a device does that waits for its memory, the slope is noise; so the rate is known only if its
+    standard error is small.
     """
 
     def __init__(self) -> None:
-        self._count = self._tokens = self._seconds = self._squares = self._products = 0.0
+        self._count = self._tokens = self._seconds = 0.0
+        self._token_squares = self._second_squares = self._products = 0.0
 
     def add(self, num_tokens: int, seconds: float) -> None:
         """Add a step.
@@ -27,16 +32,20 @@ class TokenRate:
         self._count = self._count * kept + 1
         self._tokens = self._tokens * kept + num_tokens
         self._seconds = self._seconds * kept + seconds
-        self._squares = self._squares * kept + num_tokens * num_tokens
+        self._token_squares = self._token_squares * kept + num_tokens * num_tokens
+        self._second_squares = self._second_squares * kept + seconds * seconds
         self._products = self._products * kept + num_tokens * seconds
 
     @property
     def tokens_per_second(self) -> float:
-        """The rate; 0.0 before the first step. If all steps have the same number of tokens, or
-        larger ones take no longer, all tokens by the time of all steps."""
-        squares = self._count * self._squares - self._tokens * self._tokens
-        products = self._count * self._products - self._tokens * self._seconds
+        """The rate; 0.0 while it is not known."""
+        count = self._count
+        squares = count * self._token_squares - self._tokens * self._tokens
+        times = count * self._second_squares - self._seconds * self._seconds
+        products = count * self._products - self._tokens * self._seconds
         # The sums are rounded, so equal steps may differ in the last digits.
-        if squares > 1e-6 * self._tokens * self._tokens and products > 0.0:
-            return squares / products
-        return self._tokens / self._seconds if self._seconds > 0.0 else 0.0
+        if count <= 2.0 or products <= 0.0 or squares <= 1e-6 * self._tokens * self._tokens:
+            return 0.0
+        unexplained = squares * times - products * products
+        allowed = _MAX_ERROR * _MAX_ERROR * (count - 2.0) * products * products
+        return squares / products if unexplained <= allowed else 0.0

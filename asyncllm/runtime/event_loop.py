@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
 from typing import Any
 
@@ -53,6 +54,12 @@ class AsyncioBackend:
         if threading.get_ident() != self._thread or self.is_closed():
             return None
         return self._loop.create_future()
+
+    def spawn(self, run: Coroutine[Any, Any, None]) -> Callable[[], Any]:
+        """Run a coroutine that raises nothing, in the background; called on the loop. Returns the
+        function that cancels it, which the caller has to keep: the loop has only weak references
+        to tasks."""
+        return self._loop.create_task(run).cancel
 
     async def wait_at_most(self, waiter: asyncio.Future[None], seconds: float) -> None:
         """Wait at most ``seconds``; can be called again for the same waiter."""
@@ -91,6 +98,17 @@ class TrioBackend:
         if lowlevel.in_trio_run() and lowlevel.current_trio_token() is self._token:
             return TrioWaiter(self._trio.Event())
         return None
+
+    def spawn(self, run: Coroutine[Any, Any, None]) -> Callable[[], Any]:
+        scope = self._trio.CancelScope()
+
+        async def run_in_scope() -> None:
+            with scope:
+                await run
+
+        context = contextvars.copy_context()
+        self._trio.lowlevel.spawn_system_task(run_in_scope, context=context)
+        return scope.cancel
 
     async def wait_at_most(self, waiter: TrioWaiter, seconds: float) -> None:
         with anyio.move_on_after(seconds):

@@ -6,7 +6,6 @@ import math
 import random
 import uuid
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +23,7 @@ from asyncllm.runtime.delimiter_tokens import DelimiterTokens
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.runtime.prompt_encoder import Encode, PromptEncoder
 from asyncllm.runtime.request_options import ChatOptions, RequestOptions, pop_fields
-from asyncllm.runtime.submitter import CallArguments, Submission, Submitter
+from asyncllm.runtime.submitter import CallArguments, RequestQueue, Submission
 from asyncllm.sampling_params import SamplingParams, with_response_format
 from asyncllm.text.bad_words import bad_words_token_ids
 from asyncllm.text.detokenizer import NoText
@@ -53,7 +52,7 @@ class InputProcessor:
     loaded: LoadedModel
     config: EngineConfig
     prompts: PromptEncoder
-    submitter: Submitter
+    submitter: RequestQueue
     _delimiter_tokens: dict[ResponseFormat, DelimiterTokens] = field(default_factory=dict)
     _neutral_params: SamplingParams = field(default_factory=SamplingParams)
 
@@ -136,9 +135,12 @@ class InputProcessor:
             return self.conversation(prompt, sampling_params, request, chat, options)
         return self.prompt(prompt, sampling_params, request, options)
 
-    def prompts_made(self) -> Future[None]:
-        """Future that is done once the long prompts submitted so far are tokenised."""
-        return self.submitter._worker.submit(lambda: None)
+    def check_options(self, sampling_params: Any, options: dict[str, Any]) -> None:
+        """Check options that are the same for many calls of ``prompt_or_conversation``."""
+        options = dict(options)
+        request = pop_fields(RequestOptions, options)
+        pop_fields(ChatOptions, options)
+        self._resolve_params(sampling_params, options, request)
 
     def _submission(
         self,
@@ -158,7 +160,7 @@ class InputProcessor:
             self._set_prompt(request, token_ids, parser)
             return Submission(request, call, request.num_prompt_tokens, parser)
 
-        def make_prompt() -> None:
+        def make_prompt(request: Request) -> None:
             self._set_prompt(request, encode() or [], parser)
 
         most = self._max_prompt_tokens(request) or request.max_model_len

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field
+from concurrent.futures import Future
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from asyncllm import validation as check
+from asyncllm.core.channel import Channel
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.request import Request, RequestGroup
 from asyncllm.core.structured_output import StructuredOutput
 from asyncllm.errors import InvalidRequestError, RequestError
-from asyncllm.observer import ObserverNotifier, Observers, Operation, RequestInfo
+from asyncllm.observer import Observer, ObserverNotifier, Observers, Operation, RequestInfo
 from asyncllm.runtime.event_loop import wait_for
 from asyncllm.runtime.mailbox import MailboxRegistry
 from asyncllm.runtime.worker_thread import Rest, WorkerThread
@@ -35,15 +37,69 @@ class Submission:
         request: first member of its group.
         num_tokens: tokens of the prompt, or an estimate if ``make_prompt`` makes it.
         parser: parser of a conversation's answer; None for a plain prompt.
-        make_prompt: function that sets the request's prompt, called on a worker thread; None if the
+        make_prompt: function that sets a request's prompt, called on a worker thread; None if the
             prompt is already set.
+        observers: observers of this request, beside those of its engine.
+        stream: the stream of an earlier attempt, which goes on with this one; None makes a stream.
     """
 
     request: Request
     call: CallArguments
     num_tokens: int
     parser: MessageParser | None = None
-    make_prompt: Callable[[], None] | None = None
+    make_prompt: Callable[[Request], None] | None = None
+    observers: tuple[Observer, ...] = ()
+    stream: TokenStream | None = None
+    notifier: ObserverNotifier | None = field(init=False, default=None)
+    _members: list[Request] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # A copy, because a group drops its members when it ends.
+        self._members = list(self.request.group.members)
+
+    def again(self, stream: TokenStream | None = None) -> Submission:
+        """Copy of the submission of a request that got no token, for another engine: with its id,
+        seeds, arrival and deadline, and its prompt if that was tokenised already."""
+        old = self.request.group
+        channel = Channel(old.channel.max_unread, old.channel.on_slow)
+        group = RequestGroup(
+            old.request_id,
+            channel,
+            old.arrived_at,
+            old.deadline,
+            num_truncated_tokens=old.num_truncated_tokens,
+        )
+        for member in self._members:
+            prompt = member.token_ids[: member.num_prompt_tokens]
+            first = group.members[0] if group.members else None
+            replace(
+                member, group=group, token_ids=prompt, first=first, structured_output=None
+            )  # The constructor adds the request to the group.
+        request = group.members[0]
+        make_prompt = None if request.token_ids else self.make_prompt
+        return Submission(
+            request, self.call, self.num_tokens, self.parser, make_prompt, stream=stream
+        )
+
+
+class RequestQueue(Protocol):
+    """Protocol of what submits an engine's requests: its Submitter, or that of an EngineGroup.
+
+    Attributes:
+        core, grammars: step loop and grammar compiler of the engine, or of any in the group.
+    """
+
+    @property
+    def core(self) -> EngineCore: ...
+
+    @property
+    def grammars(self) -> GrammarCompiler: ...
+
+    def enqueue(self, submission: Submission) -> TokenStream: ...
+
+    async def enqueue_or_wait(self, submission: Submission) -> TokenStream: ...
+
+    def prompts_made(self) -> list[Future[None]]: ...
 
 
 @dataclass(eq=False, repr=False)
@@ -71,16 +127,25 @@ class Submitter:
         Raises:
             EngineOverloadedError: if the queue is full.
         """
-        notifier = self._make_notifier(submission)
+        self.reserve(submission)
+        return self.start(submission)
+
+    def reserve(self, submission: Submission) -> None:
+        """First half of ``enqueue``: give a request its place in the queue."""
+        self._make_notifier(submission)
         self.core.admission.reserve(submission.request.group, submission.num_tokens)
+
+    def start(self, submission: Submission) -> TokenStream:
+        """Second half of ``enqueue``: make the stream of a request that has its place, and start
+        the request."""
         stream = self._make_stream(submission)
-        self._start_request(submission, notifier)
+        self._start_request(submission)
         return stream
 
     async def enqueue_or_wait(self, submission: Submission) -> TokenStream:
         """Queue a request once the queue has a place; its timeout begins then."""
         core, group = self.core, submission.request.group
-        notifier = self._make_notifier(submission)
+        self._make_notifier(submission)
         is_gone = self.mailboxes.of_running_loop().is_closed
         reserved = core.admission.reserve_or_wait(group, submission.num_tokens, is_gone)
         stream = self._make_stream(submission)
@@ -92,8 +157,12 @@ class Submitter:
                 core.abandon(group)
                 raise
             group.restart(core.clock())
-        self._start_request(submission, notifier)
+        self._start_request(submission)
         return stream
+
+    def prompts_made(self) -> list[Future[None]]:
+        """Futures that are done once the long prompts submitted so far are tokenised."""
+        return [self._worker.submit(lambda: None)]
 
     def close(self) -> list[threading.Thread]:
         """Drop texts that wait to be tokenised and grammars that wait to be compiled; returns the
@@ -101,29 +170,32 @@ class Submitter:
         worker = self._worker.close()
         return self.grammars.close() + ([] if worker is None else [worker])
 
-    def _make_notifier(self, submission: Submission) -> ObserverNotifier | None:
-        observers = self.observers.all
-        if not observers:
-            return None
-        notifier = ObserverNotifier(submission.request, observers)
-        submission.request.group.notifier = notifier
-        return notifier
+    def _make_notifier(self, submission: Submission) -> None:
+        request, observers = submission.request, (*submission.observers, *self.observers.all)
+        request.group.engine = self.observers.engine
+        submission.notifier = ObserverNotifier(request, observers) if observers else None
+        request.group.notifier = submission.notifier
 
     def _make_stream(self, submission: Submission) -> TokenStream:
-        mailbox_of_loop = self.mailboxes.of_running_loop
-        return TokenStream(submission.request, self.core, mailbox_of_loop, submission.parser)
+        request, mailbox_of_loop = submission.request, self.mailboxes.of_running_loop
+        if submission.stream is None:
+            return TokenStream(request, self.core, mailbox_of_loop, submission.parser)
+        submission.stream._go_on_with(request, self.core, mailbox_of_loop)
+        return submission.stream
 
-    def _start_request(self, submission: Submission, notifier: ObserverNotifier | None) -> None:
+    def _start_request(self, submission: Submission) -> None:
         """Begin a request that has a place in the queue and a stream. If Ctrl-C interrupts an
         observer, the stream is dropped, which aborts the request."""
-        if notifier is not None:
-            notifier.submitted(RequestInfo(*submission.call))
+        if submission.notifier is not None:
+            submission.notifier.submitted(RequestInfo(*submission.call))
         if submission.make_prompt is None:
             self._send(submission.request)
         else:
             self._make_prompt_elsewhere(submission.request, submission.make_prompt)
 
-    def _make_prompt_elsewhere(self, request: Request, make_prompt: Callable[[], None]) -> None:
+    def _make_prompt_elsewhere(
+        self, request: Request, make_prompt: Callable[[Request], None]
+    ) -> None:
         """Send a request once a thread has made its prompt."""
         core, group = self.core, request.group
         if group.deadline < math.inf:
@@ -133,7 +205,7 @@ class Submitter:
             if group.cancelled:
                 return
             try:
-                make_prompt()
+                make_prompt(request)
                 core.admission.correct_estimate(group, request.num_prompt_tokens)
                 self._send(request)
             except BaseException as error:

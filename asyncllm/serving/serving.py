@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -109,11 +110,22 @@ class Serving:
         """Release a claim once the prompts of its request's streams are tokenised."""
         if claim is None:
             return
+        prompts: list[Future[None]] = []
         if not all(stream.prompt_token_ids for stream in streams):
             with suppress(AsyncLLMError):  # The engine may be closed meanwhile.
-                post_when_done(self.engine._running().prompts_made(), claim.release)
-                return
-        claim.release()
+                prompts = self.engine._running().submitter.prompts_made()
+        num_left = len(prompts)
+
+        def release_after_last() -> None:
+            nonlocal num_left
+            num_left -= 1
+            if num_left <= 0:
+                claim.release()
+
+        for prompt in prompts:
+            post_when_done(prompt, release_after_last)
+        if not prompts:
+            claim.release()
 
     def model_name(self, requested: str | None) -> str:
         """Name of the model in an answer.

@@ -1,0 +1,441 @@
+"""Rows: the requests of a batch job, a bounded number at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import (
+    AsyncIterable,
+    Awaitable,
+    Callable,
+    Container,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+)
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import anyio.lowlevel
+
+from asyncllm import validation as check
+from asyncllm.errors import EngineError, InvalidRequestError
+from asyncllm.outputs import Completion
+from asyncllm.runtime.event_loop import EventLoopBackend, running_backend
+from asyncllm.runtime.handle import Handle
+from asyncllm.runtime.mailbox import ThreadMailbox
+from asyncllm.runtime.worker_thread import WorkerThread
+from asyncllm.sampling_params import SamplingParams
+from asyncllm.stream import TokenStream
+from asyncllm.validation import explain
+
+_END: Any = object()
+
+Submit = Callable[[Any, SamplingParams | None], Awaitable[TokenStream]]
+"""Submits a prompt with its sampling parameters, waiting while the queue is full."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """Result of one row of ``AsyncLLMEngine.map``.
+
+    Attributes:
+        row: the caller's row.
+        key: the row's key; without a ``key`` function, its index from 0.
+        completion: the completion; None if the row failed.
+        error: why the row failed; None if it did not.
+    """
+
+    row: Any
+    key: Any
+    completion: Completion | None
+    error: Exception | None
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """Row whose result was not read yet. It is the waiter of its stream's channel: a mailbox calls
+    ``set_result`` or ``set`` once the request has ended."""
+
+    row: Any
+    key: Any
+    on_end: Callable[[_Row], None]
+    error: Exception | None = None
+    stream: TokenStream | None = None
+    has_ended: bool = False
+
+    def done(self) -> bool:
+        return self.has_ended
+
+    def set_result(self, _: None = None) -> None:
+        if not self.has_ended:
+            self.has_ended = True
+            self.on_end(self)
+
+    def set(self) -> None:
+        self.set_result()
+
+
+@dataclass(eq=False)
+class Rows:
+    """The rows of one batch job: how a row becomes a request, and the rows under way.
+
+    Attributes:
+        wake: function called when a row has ended; set by the reader.
+        limit: maximum number of rows that were drawn and whose results were not read.
+        is_running: tells whether the engine accepts requests; if it does not, its error is the
+            job's.
+        error: exception that ended the job, until it is raised.
+
+    Raises:
+        InvalidRequestError: for an argument of ``AsyncLLMEngine.map`` that cannot be used.
+    """
+
+    rows: Any
+    prompt: Callable[[Any], Any] | None = None
+    sampling_params: SamplingParams | Callable[[Any], SamplingParams | None] | None = None
+    key: Callable[[Any], Any] | None = None
+    done: Container[Any] = ()
+    ordered: bool = True
+    max_under_way: int | None = None
+    progress: Callable[[int, int], object] | None = None
+    wake: Callable[[], object] = field(init=False)
+    limit: int = field(init=False)
+    is_running: Callable[[], bool] = field(init=False)
+    error: BaseException | None = field(init=False, default=None)
+    is_exhausted: bool = field(init=False, default=False)
+    _under_way: dict[_Row, None] = field(init=False, default_factory=dict)
+    _ended: deque[_Row] = field(init=False, default_factory=deque)
+    _num_drawn: int = field(init=False, default=0)
+    _num_done: int = field(init=False, default=0)
+    _num_failed: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "key", "progress"):
+            if not (getattr(self, name) is None or callable(getattr(self, name))):
+                raise check.invalid(name, getattr(self, name), "a function, or None")
+        if not isinstance(self.done, Container) or isinstance(self.done, str):
+            raise check.invalid("done", self.done, "a container of keys, such as a set")
+        self.ordered = check.boolean("ordered", self.ordered)
+        is_text = isinstance(self.rows, (str, bytes, Mapping))
+        if is_text or not isinstance(self.rows, Iterable | AsyncIterable):
+            raise check.invalid("rows", self.rows, "an iterable of rows, or an async iterable")
+
+    def bind(self, most: int, is_running: Callable[[], bool]) -> None:
+        """Set the limit, at most ``most``, and how to tell whether the engine runs."""
+        given = check.integer("max_under_way", self.max_under_way, 1, most, optional=True)
+        self.limit, self.is_running = given or most, is_running
+
+    @property
+    def has_room(self) -> bool:
+        return not self.is_exhausted and len(self._under_way) < self.limit
+
+    def is_over(self) -> bool:
+        """Whether no result is left. Raises the error that ended the job, if one did."""
+        if not self.is_exhausted or self._under_way:
+            return False
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+        return True
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Draw no more rows. ``error`` is raised after the results of the rows under way."""
+        self.is_exhausted, self.error = True, error
+
+    def accept(self, row: Any) -> tuple[_Row, Any, SamplingParams | None] | None:
+        """Make a row's request: the row under way, its prompt and its sampling parameters; None if
+        the row is done already, or failed here."""
+        found = _Row(row, self._num_drawn, self._on_end)
+        self._num_drawn += 1
+        try:
+            if self.key is not None:
+                found.key = None  # The key of a row whose key raises.
+                found.key = self.key(row)
+            if found.key in self.done:
+                self._num_done += 1
+                return None
+            prompt = row if self.prompt is None else self.prompt(row)
+            params = self.sampling_params
+            params = params(row) if callable(params) else params
+        except Exception as error:
+            self.fail(found, error)
+            return None
+        return found, prompt, params
+
+    def fail(self, row: _Row, error: Exception) -> None:
+        """End a row that was not submitted; raises ``error`` if the engine has ended."""
+        if isinstance(error, EngineError) and not self.is_running():
+            raise error
+        row.error = error
+        self._under_way[row] = None
+        row.set_result()
+
+    def add(self, row: _Row, stream: TokenStream, mailbox: ThreadMailbox | None = None) -> None:
+        """Register a row that was submitted; its end wakes the reader of the results."""
+        row.stream = stream
+        self._under_way[row] = None
+        if not stream._call_at_end(row, mailbox):
+            row.set_result()
+
+    def _on_end(self, row: _Row) -> None:
+        self._ended.append(row)
+        self.wake()
+
+    def take(self) -> _Row | None:
+        """Remove the next row that has ended; None if there is none."""
+        if self.ordered:
+            row = next(iter(self._under_way), None)
+            if row is None or not row.has_ended:
+                return None
+            del self._under_way[row]
+            return row
+        while self._ended:
+            row = self._ended.popleft()
+            # The engine thread and the submitter's may both have reported the end.
+            if self._under_way.pop(row, row) is None:
+                return row
+        return None
+
+    def result(self, row: _Row, completion: Completion | None, error: Exception | None) -> Any:
+        """Make the result of a row, and report the progress."""
+        if isinstance(error, EngineError) and not self.is_running():
+            self.close()
+            raise error
+        self._num_done += 1
+        self._num_failed += error is not None
+        if self.progress is not None:
+            self.progress(self._num_done, self._num_failed)
+        return RowResult(row.row, row.key, completion, error)
+
+    def close(self) -> None:
+        """Abort the rows under way, and draw no more. Takes no lock, for destructors."""
+        self.end()
+        under_way, self._under_way = self._under_way, {}
+        self._ended.clear()
+        for row in under_way:
+            if row.stream is not None:
+                row.stream.close()
+
+
+def draw_error(error: Exception) -> InvalidRequestError:
+    """Make the error of a job whose iterable raised."""
+    found = InvalidRequestError(f"rows: the iterable raised {explain(error)}", param="rows")
+    found.__cause__ = error
+    return found
+
+
+class RowStream(Handle):
+    """Results of the rows of ``AsyncLLMEngine.map``, as an async iterator of RowResult.
+
+    Rows are drawn from the first read on. ``aclose``, the end of ``async with`` and losing the last
+    reference, as a ``break`` out of ``async for`` does, abort the rows under way. A cancelled read
+    loses nothing. One task reads at a time, always on the same event loop.
+    """
+
+    def __init__(self, rows: Rows, submit: Submit) -> None:
+        self._rows = rows
+        self._feed = _Feed(rows, submit)
+        rows.wake = self._feed.wake
+
+    def __aiter__(self) -> RowStream:
+        return self
+
+    async def __anext__(self) -> RowResult:
+        """The next result.
+
+        Raises:
+            StopAsyncIteration: after the last one.
+            InvalidRequestError: if ``rows`` raised, after the results of the rows before that.
+            EngineDeadError, EngineClosedError: if the engine died or was closed.
+            RuntimeError: if another task reads, or the last read was on another loop.
+        """
+        rows, feed = self._rows, self._feed
+        while True:
+            feed.start()
+            row = rows.take()
+            if row is not None:
+                return await _read(rows, row)
+            if rows.is_over():
+                raise StopAsyncIteration
+            await feed.wait()
+
+    async def aclose(self) -> None:
+        """Abort the rows under way, and end the iteration. Idempotent; returns at once."""
+        self._feed.close()
+
+    async def __aenter__(self) -> RowStream:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_feed"):
+            self._feed.close()
+
+
+async def _read(rows: Rows, row: _Row) -> RowResult:
+    """Read the stream of a row that has ended, which does not wait."""
+    completion, error = None, row.error
+    if row.stream is not None:
+        try:
+            completion = await row.stream.result()
+        except Exception as failure:
+            error = failure
+    return rows.result(row, completion, error)
+
+
+class _Feed:
+    """Background task that draws and submits rows while there is room. It does not refer to the
+    RowStream, which is collected when its reader drops it."""
+
+    def __init__(self, rows: Rows, submit: Submit) -> None:
+        self._rows = rows
+        self._submit = submit
+        self._iterator: Any = None
+        self._worker = WorkerThread("asyncllm-rows")
+        self._backend: EventLoopBackend | None = None
+        self._cancel: Callable[[], Any] | None = None
+        self._waiter: Any = None
+
+    def start(self) -> None:
+        """Begin to feed, unless the task runs or there is no room."""
+        self._backend = self._backend or running_backend()
+        if self._backend.make_waiter() is None:
+            raise RuntimeError("map() belongs to the event loop that read its first result")
+        if self._cancel is None and self._rows.has_room:
+            self._cancel = self._backend.spawn(self._run())
+
+    async def wait(self) -> None:
+        """Wait until a row has ended or the task has."""
+        if self._waiter is not None:
+            raise RuntimeError("the results of map() are being read by another task")
+        assert self._backend is not None
+        self._waiter = self._backend.make_waiter()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def close(self) -> None:
+        self._rows.close()
+        self._worker.close()
+        if self._cancel is not None and self._backend is not None:
+            with suppress(RuntimeError):  # The loop is closed, and its tasks with it.
+                self._backend.post(self._cancel)
+
+    async def _run(self) -> None:
+        rows = self._rows
+        try:
+            while rows.has_room:
+                try:
+                    row = await self._draw()
+                except Exception as error:
+                    rows.end(draw_error(error))
+                    return
+                if row is _END:
+                    rows.end()
+                elif (request := rows.accept(row)) is not None:
+                    await self._submit_row(*request)
+                # Let the loop run: tokenising a full queue of rows takes a tenth of a second.
+                await anyio.lowlevel.checkpoint()
+        except BaseException as error:
+            if not rows.is_exhausted:
+                rows.end(error)
+        finally:
+            self._cancel = None
+            self.wake()
+
+    async def _draw(self) -> Any:
+        """The next row, or _END. An iterator may block, so that a thread draws from it; the items
+        of a list or tuple are at hand."""
+        given = self._rows.rows
+        if self._iterator is None:
+            is_async = isinstance(given, AsyncIterable)
+            self._iterator = aiter(given) if is_async else iter(given)
+        if isinstance(given, AsyncIterable):
+            return await anext(self._iterator, _END)
+        if isinstance(given, list | tuple):
+            return next(self._iterator, _END)
+        return await self._worker.call(partial(next, self._iterator, _END))
+
+    async def _submit_row(self, row: _Row, prompt: Any, params: SamplingParams | None) -> None:
+        rows = self._rows
+        try:
+            stream = await self._submit(prompt, params)
+        except Exception as error:
+            rows.fail(row, error)
+            return
+        if not rows.is_exhausted:  # Closed meanwhile: losing the stream aborts the request.
+            rows.add(row, stream)
+
+
+def blocking_results(
+    rows: Rows,
+    submit: Callable[[Any, SamplingParams | None], TokenStream],
+    mailbox: ThreadMailbox,
+) -> Generator[RowResult]:
+    """The results of ``LLM.map``. Draws rows and waits in the calling thread; between two results
+    it draws one row at least, unless there is no room."""
+    event = threading.Event()
+    rows.wake = event.set
+    iterator = None
+    try:
+        while True:
+            event.clear()
+            if rows.has_room:
+                iterator = iterator or iter(rows.rows)
+                _feed_one(rows, iterator, submit, mailbox)
+            row = rows.take()
+            if row is not None:
+                yield _read_blocking(rows, row, mailbox)
+            elif rows.is_over():
+                return
+            elif not rows.has_room:
+                mailbox.wait(event)
+    finally:
+        rows.close()
+
+
+def _feed_one(
+    rows: Rows,
+    iterator: Iterator[Any],
+    submit: Callable[[Any, SamplingParams | None], TokenStream],
+    mailbox: ThreadMailbox,
+) -> None:
+    try:
+        row = next(iterator, _END)
+    except Exception as error:
+        rows.end(draw_error(error))
+        return
+    if row is _END:
+        rows.end()
+    elif (request := rows.accept(row)) is not None:
+        accepted, *arguments = request
+        try:
+            stream = submit(*arguments)
+        except Exception as error:
+            rows.fail(accepted, error)
+        else:
+            rows.add(accepted, stream, mailbox)
+
+
+def _read_blocking(rows: Rows, row: _Row, mailbox: ThreadMailbox) -> RowResult:
+    """``_read`` for a thread without an event loop."""
+    completion, error = None, row.error
+    if row.stream is not None:
+        try:
+            while row.stream.read_blocking(mailbox) is not None:
+                pass
+            completion = row.stream.completion()
+        except Exception as failure:
+            error = failure
+    return rows.result(row, completion, error)
