@@ -43,7 +43,7 @@ ROOMS = (
     "structured",
     "validation",
     "counterparts",
-    "errors logger",
+    "errors logger version",
 )
 """Top to bottom: a room imports rooms below it, and those of its own line."""
 

@@ -24,6 +24,7 @@ from asyncllm.gpu.ops.base import Attention, AttentionShape
 from asyncllm.gpu.ops.quantise import Conversion
 from asyncllm.gpu.ops.registry import make_attention, make_ops, ops_without_attention
 from asyncllm.gpu.ops.torch_ops import TorchOps
+from asyncllm.gpu.packed.packed_store import PackedStore, Weights, open_store
 from asyncllm.gpu.threads import available_cpus, set_thread_count
 from asyncllm.gpu.transformers_model.build import Plan, build_transformers_decoder
 from asyncllm.gpu.transformers_model.check import Reference
@@ -44,8 +45,13 @@ def load_decoder(
     device: torch.device,
     num_threads: int | None,
     progress: Progress | None,
-) -> tuple[LanguageModel, list[KVGroup], int]:
-    """Loads the model; returns it, its KV groups and the GPU's free bytes before."""
+) -> tuple[LanguageModel, list[KVGroup], int, PackedStore | str]:
+    """Loads the model.
+
+    Returns:
+        The model, its KV groups, the GPU's free bytes before, and the store of its packed weights,
+        or the reason why it has none.
+    """
     dtype = resolve_dtype(config.dtype, model, device, config.attention_backend)
     if isinstance(model, ModelConfig):
         plan, kv = None, kv_plan(model)
@@ -76,9 +82,16 @@ def load_decoder(
         load = dummy_weights
         if not is_dummy:
             load = partial(load_weights, accepts_form=accepts_form, transient=ops.packs_linear)
-        weights = load(model, dtype, device, progress)
-        decoder = build_decoder(model, ops, attention, weights, convert, dtype)
-        return decoder, groups, free_at_start
+        read = partial(load, model, dtype, device, progress)
+        store = open_store(config, model, getattr(ops, "context", None), dtype, progress)
+
+        def build(weights: Weights, are_final: bool) -> LanguageModel:
+            ops.linear_bytes = 0
+            own = None if are_final else convert
+            return build_decoder(model, ops, attention, weights, own, dtype)
+
+        decoder = build(read(), False) if isinstance(store, str) else store.build(read, build)
+        return decoder, groups, free_at_start, store
     assert plan is not None
     load = dummy_modules if is_dummy else load_modules
     modules, owner = load(model, dtype, device, progress)
@@ -96,7 +109,7 @@ def load_decoder(
     )
     if reference is not None:
         reference.check(decoder, groups)
-    return decoder, groups, free_at_start
+    return decoder, groups, free_at_start, "transformers' modules are not packed into files"
 
 
 def _refuse_without_attention(config: EngineConfig, device: torch.device) -> None:
