@@ -122,8 +122,8 @@ class EngineConfig:
             inputs of an output channel, and the output head to 8 bits. None does not quantise.
             Needs a CPU with native ops, and a checkpoint that is not quantised itself.
         load_format: "auto", "safetensors", or "dummy" for random weights.
-        packed_cache: files of packed weights, for native ops on a CPU. "auto" looks for the model's,
-            beside the model and in ``packed_cache_dir``, and maps it instead of reading and packing
+        packed_cache: files of packed weights, for native ops on a CPU. "auto" looks for one in
+            ``packed_cache_dir`` and beside the model, and maps it instead of reading and packing
             the checkpoint; if there is none, it is written after the start, in the background.
             "shared" writes it before the start goes on, so that all processes with this model have
             one copy of the weights, and verifies a file once after a boot of the machine instead of

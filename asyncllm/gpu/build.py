@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -11,6 +12,7 @@ from asyncllm.checkpoint.progress import Progress
 from asyncllm.config import EngineConfig
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.tracebacks import clear_frames
+from asyncllm.errors import EngineError
 from asyncllm.gpu.cache_sizing import choose_cache_size, largest_token_budget, make_states
 from asyncllm.gpu.calibration import calibrate, calibrate_once
 from asyncllm.gpu.decoder_loading import load_decoder
@@ -72,6 +74,28 @@ def build_model_runner(
             clear_frames(error)
             release(mode.device)
             raise
+
+
+def pack_model(
+    config: EngineConfig, model: ModelConfig | TransformersConfig, progress: Progress | None = None
+) -> Path:
+    """Writes a model's packed weights beside the model, and returns the file.
+
+    Raises:
+        InvalidRequestError: as ``build_model_runner``.
+        EngineError: the weights have no file, or it cannot be written.
+        ModelLoadError: the checkpoint cannot be used.
+    """
+    device = resolve_device(config.device)
+    threads = resolve_threads(config.num_threads, model, device)
+    *_, store = load_decoder(config, model, device, threads, progress, beside=True)
+    if isinstance(store, str):
+        raise EngineError(f"{model.path}: {store}")
+    try:
+        store.write()
+    except OSError as error:
+        raise EngineError(f"{store.path}: cannot be written ({error})") from error
+    return store.path
 
 
 def _load_runner(

@@ -14,7 +14,7 @@ from asyncllm.gpu.batch.step_buffer import plain_batch
 from asyncllm.gpu.execution_mode import ExecutionMode
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.packed.packed_store import PackedStore
-from asyncllm.gpu.threads import available_cpus, processor
+from asyncllm.gpu.threads import available_cpus, processor, seconds_without_core
 from asyncllm.logger import get_logger
 from asyncllm.sampling_params import SamplingParams
 
@@ -40,6 +40,9 @@ waits for two steps."""
 MIN_AHEAD_SECONDS = 0.0005
 """Minimum duration of a step that is worth starting ahead, that is, right after the previous step
 and without waiting for the host."""
+
+MAX_WAITING_SHARE = 0.05
+"""Maximum share of a calibration in which its thread may wait for a core, for it to be kept."""
 
 _INITIAL_STEP_SIZES = 8, 32
 """Token counts of the first two timed steps. If the first of them takes half of the target or more,
@@ -109,10 +112,10 @@ def calibrate_once(
     """Applies the calibration of an earlier start, or calibrates.
 
     What is kept belongs to these weights, this processor with as many threads and cores, and the
-    settings that the timed steps depend on.
+    settings that the timed steps depend on. Times that were taken beside other work are not kept.
 
     Returns:
-        A note for the store: the calibration by its name, if it is new.
+        A note for the store, by its name: the calibration, if it is new and may be kept.
     """
     name = store.note_name(
         "calibration",
@@ -127,10 +130,13 @@ def calibrate_once(
         },
     )
     kept = Calibration.of_note(store.read_note(name))
-    if kept is None:
-        return {name: asdict(calibrate(runner, config, mode))}
-    kept.apply(runner)
-    return {}
+    if kept is not None:
+        kept.apply(runner)
+        return {}
+    began, before = time.perf_counter(), seconds_without_core()
+    found = calibrate(runner, config, mode)
+    seconds, waited = time.perf_counter() - began, seconds_without_core() - before
+    return {} if waited > MAX_WAITING_SHARE * seconds else {name: asdict(found)}
 
 
 def time_prefill(runner: ModelRunner, num_tokens: int) -> float:

@@ -26,11 +26,7 @@ from asyncllm.gpu.ops.registry import make_attention, make_ops, ops_without_atte
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.packed.packed_store import PackedStore, Weights, open_store
 from asyncllm.gpu.threads import available_cpus, set_thread_count
-from asyncllm.gpu.transformers_model.build import Plan, build_transformers_decoder
-from asyncllm.gpu.transformers_model.check import Reference
 from asyncllm.gpu.transformers_model.config import TransformersConfig
-from asyncllm.gpu.transformers_model.families import is_tested
-from asyncllm.gpu.transformers_model.weights import dummy_modules, load_modules
 from asyncllm.gpu.weights import dummy_weights, load_weights, weights_bytes
 from asyncllm.validation import invalid
 
@@ -45,8 +41,13 @@ def load_decoder(
     device: torch.device,
     num_threads: int | None,
     progress: Progress | None,
+    *,
+    beside: bool = False,
 ) -> tuple[LanguageModel, list[KVGroup], int, PackedStore | str]:
     """Loads the model.
+
+    Args:
+        beside: see PackedStore.
 
     Returns:
         The model, its KV groups, the GPU's free bytes before, and the store of its packed weights,
@@ -54,8 +55,14 @@ def load_decoder(
     """
     dtype = resolve_dtype(config.dtype, model, device, config.attention_backend)
     if isinstance(model, ModelConfig):
-        plan, kv = None, kv_plan(model)
+        kv = kv_plan(model)
     else:
+        # The engine's own decoders need none of these modules.
+        from asyncllm.gpu.transformers_model.build import Plan, build_transformers_decoder
+        from asyncllm.gpu.transformers_model.check import Reference
+        from asyncllm.gpu.transformers_model.families import is_tested
+        from asyncllm.gpu.transformers_model.weights import dummy_modules, load_modules
+
         plan = Plan.of(model)
         kv = plan.kv
     attention, block_size = _make_attention(config, kv.kinds, dtype, device, num_threads)
@@ -70,6 +77,8 @@ def load_decoder(
     if device.type == "cuda":
         free_at_start = check_weights(config, device, model_bytes(model, dtype))
     convert = resolve_conversion(config, model, device, ops)
+    context = getattr(ops, "context", None)
+    store = open_store(config, model, context, dtype, progress, beside=beside)
     is_dummy = config.load_format == "dummy"
     if isinstance(model, ModelConfig):
         if ops.packs_linear:
@@ -83,7 +92,6 @@ def load_decoder(
         if not is_dummy:
             load = partial(load_weights, accepts_form=accepts_form, transient=ops.packs_linear)
         read = partial(load, model, dtype, device, progress)
-        store = open_store(config, model, getattr(ops, "context", None), dtype, progress)
 
         def build(weights: Weights, are_final: bool) -> LanguageModel:
             ops.linear_bytes = 0
@@ -92,7 +100,6 @@ def load_decoder(
 
         decoder = build(read(), False) if isinstance(store, str) else store.build(read, build)
         return decoder, groups, free_at_start, store
-    assert plan is not None
     load = dummy_modules if is_dummy else load_modules
     modules, owner = load(model, dtype, device, progress)
     reference = None
@@ -109,7 +116,7 @@ def load_decoder(
     )
     if reference is not None:
         reference.check(decoder, groups)
-    return decoder, groups, free_at_start, "transformers' modules are not packed into files"
+    return decoder, groups, free_at_start, store
 
 
 def _refuse_without_attention(config: EngineConfig, device: torch.device) -> None:

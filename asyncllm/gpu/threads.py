@@ -73,6 +73,15 @@ def processor(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
     return " ".join([platform.machine(), *named])
 
 
+def seconds_without_core(statistics: Path = Path("/proc/thread-self/schedstat")) -> float:
+    """Seconds that the calling thread could have run and had no core; 0 if the system has no such
+    number."""
+    try:
+        return int(statistics.read_text(encoding="ascii").split()[1]) * 1e-9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
 def _cpu_quota(group_folder: Path) -> int | None:
     """Number of whole cores in a control group's CPU quota; None if there is no limit or no such
     group."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from asyncllm.native.interface import STRUCTS
@@ -65,13 +66,20 @@ class Context:
         bytes of packed weights."""
         return f"{self.isa}-{self.functions.layout()}"
 
-    def checksum(self, address: int, num_bytes: int) -> int:
-        """Checksum of memory, as an unsigned number of 64 bits."""
-        total = ctypes.c_uint64()
-        status = self.functions.checksum(self.handle, address, num_bytes, ctypes.byref(total))
+    def checksums(self, address: int, places: Sequence[tuple[int, int]]) -> list[int]:
+        """Checksums of pieces of memory, unsigned numbers of 64 bits. One call computes them all
+        without the GIL.
+
+        Args:
+            places: offset from ``address`` and size in bytes of each piece.
+        """
+        count = len(places)
+        offsets, sizes = ((ctypes.c_int64 * count)(*each) for each in zip(*places, strict=True))
+        found = (ctypes.c_uint64 * count)()
+        status = self.functions.checksums(self.handle, address, offsets, sizes, count, found)
         if status:
-            raise_status("checksum", status)
-        return total.value
+            raise_status("checksums", status)
+        return list(found)
 
 
 class PackedWeights:

@@ -203,8 +203,8 @@ class PackedFile:
             raise PackedFileError("is no regular file")
         if found.st_uid not in owners or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise PackedFileError(
-                f"belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}, expected "
-                f"a file of {' or '.join(map(str, sorted(owners)))} that no one else can write"
+                f"belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}, "
+                f"expected one of {sorted(owners)}, and no other user who can write it"
             )
         magic, version, size, place, length, digest = _PREAMBLE.unpack(
             os.pread(opened, _PREAMBLE.size, 0)
@@ -236,9 +236,10 @@ class PackedFile:
         Raises:
             PackedFileError: one differs from the header's.
         """
-        for entry in self.entries:
-            found = context.checksum(self.address + entry.offset, entry.num_bytes)
-            if found != entry.checksum:
+        places = [(entry.offset, entry.num_bytes) for entry in self.entries]
+        found = context.checksums(self.address, places)
+        for entry, checksum in zip(self.entries, found, strict=True):
+            if checksum != entry.checksum:
                 raise PackedFileError(f"{entry.name} does not have the checksum of its bytes")
 
     def weights(self) -> Iterator[tuple[str, Tensor | LinearWeights]]:
@@ -316,7 +317,7 @@ def write_packed_file(
         address = np.frombuffer(mapping, np.uint8).ctypes.data
         for index, entry in enumerate(entries):
             check()
-            checksum = context.checksum(address + entry.offset, entry.num_bytes)
+            (checksum,) = context.checksums(address, [(entry.offset, entry.num_bytes)])
             entries[index] = replace(entry, checksum=checksum)
     lines = [asdict(entry) for entry in entries]
     header = json.dumps({"key": key, "content": dict(content), "tensors": lines}).encode()
@@ -337,9 +338,7 @@ def _write(opened: int, data: memoryview, offset: int, check: Callable[[], None]
         data, offset = data[written:], offset + written
 
 
-def _entry(
-    name: str, tensor: Tensor | PanelRecorder, places: list[tuple[int, int]]
-) -> TensorEntry:
+def _entry(name: str, tensor: Tensor | PanelRecorder, places: list[tuple[int, int]]) -> TensorEntry:
     offset = places[0][0]
     num_bytes = sum(places[-1]) - offset
     if isinstance(tensor, Tensor):
@@ -364,7 +363,8 @@ def _entry(
 
 
 def _entry_of(line: dict[str, Any]) -> TensorEntry:
-    return TensorEntry(**line | {"parts": [Panels(**part) for part in line["parts"]]})
+    parts: Any = [Panels(**part) for part in line["parts"]]
+    return TensorEntry(**line | {"parts": parts})
 
 
 def _name(dtype: torch.dtype) -> str:

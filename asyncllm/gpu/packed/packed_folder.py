@@ -108,9 +108,7 @@ class PackedFolder:
         files = [(each, each.stat()) for each in self.path.glob(f"*{SUFFIX}")]
         if self.max_bytes is not None:
             if num_bytes > self.max_bytes:
-                raise OSError(
-                    f"{num_bytes} bytes are more than packed_cache_size={self.max_bytes}"
-                )
+                raise OSError(f"{num_bytes} bytes are more than packed_cache_size={self.max_bytes}")
             held = num_bytes + sum(status.st_size for _, status in files)
             for path, status in sorted(files, key=lambda each: each[1].st_atime_ns):
                 if held <= self.max_bytes:

@@ -32,6 +32,7 @@ from asyncllm.gpu.packed.packed_file import (
     write_packed_file,
 )
 from asyncllm.gpu.packed.packed_folder import SUFFIX, PackedFolder
+from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.logger import get_logger
 from asyncllm.native.context import Context
 from asyncllm.validation import invalid
@@ -103,6 +104,7 @@ class PackedStore:
             # What is beside the model may be read by those who may read the model.
             0o600 | (self._identity.paths[0].stat().st_mode & 0o044),
         )
+        assert isinstance(config.packed_cache_size, int)  # EngineConfig has converted it.
         self._cache = PackedFolder(cache_folder(config), config.packed_cache_size)
 
     @property
@@ -209,6 +211,11 @@ class PackedStore:
             whole = LinearWeights(value) if isinstance(value, Tensor) else value
             yield name, replace(whole, panels=recorder)
 
+    @property
+    def path(self) -> Path:
+        """The file that is written."""
+        return self._folder.path / _file_name(self._key)
+
     def write(self) -> None:
         """Writes the file now, unless the weights came from one or another process has written it.
 
@@ -252,8 +259,7 @@ class PackedStore:
 
     def _write_locked(self) -> None:
         """Writes the file. Needs the folder's lock."""
-        name, recorded = _file_name(self._key), self._recorded
-        path = self._folder.path / name
+        path, recorded = self.path, self._recorded
         # Another process may have written it while this one waited.
         with suppress(PackedFileError):
             if PackedFile(path, {os.geteuid()}).key == self._key and not self._beside:
@@ -272,7 +278,7 @@ class PackedStore:
         def write(opened: int) -> None:
             write_packed_file(opened, context, self._key, content, recorded, self._check_stopped)
 
-        self._folder.write(name, write, num_bytes)
+        self._folder.write(path.name, write, num_bytes)
         self._recorded = []
         self.state = f"packed at this start, and written to {path}"
         logger.info("packed weights are written to %s: %.1f MiB", path, num_bytes / 2**20)
@@ -286,7 +292,7 @@ class PackedStore:
             with path.open("rb", buffering=0) as file:
                 while count := file.readinto(buffer):
                     self._check_stopped()
-                    checksum = context.checksum(ctypes.addressof(buffer), count)
+                    (checksum,) = context.checksums(ctypes.addressof(buffer), [(0, count)])
                     digest.update(checksum.to_bytes(8, "little"))
             content[path.name] = int.from_bytes(digest.digest(), "little")
         return content
@@ -325,12 +331,17 @@ class PackedStore:
 
 def open_store(
     config: EngineConfig,
-    model: ModelConfig,
+    model: ModelConfig | TransformersConfig,
     context: Context | None,
     dtype: torch.dtype,
     progress: Progress | None = None,
+    *,
+    beside: bool = False,
 ) -> PackedStore | str:
     """Makes the store of an engine; where weights cannot come from a file, returns the reason.
+
+    Args:
+        beside: see PackedStore.
 
     Raises:
         InvalidRequestError: ``packed_cache`` is "shared", and there is such a reason.
@@ -341,11 +352,13 @@ def open_store(
         return "packed at this start: a model of less than 32 million parameters gains nothing"
     if config.load_format == "dummy":
         reason = "random weights have no file"
+    elif not isinstance(model, ModelConfig):
+        reason = "transformers' modules hold weights of their own"
     elif context is None:
         reason = "only native ops on a CPU pack weights"
     else:
         try:
-            return PackedStore(config, model, context, dtype, progress)
+            return PackedStore(config, model, context, dtype, progress, beside=beside)
         except (OSError, RuntimeError) as error:
             reason = f"the checkpoint or the cache folder cannot be found ({error})"
     if config.packed_cache == "shared":

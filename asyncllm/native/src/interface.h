@@ -523,9 +523,10 @@ int32_t asyncllm_wait(Context*, const Job*);
 
 // Sums 64-bit words, to measure how fast memory can be read; `bytes` is a multiple of 64.
 int32_t asyncllm_read(Context*, const void* memory, int64_t bytes, uint64_t* sum);
-// Computes a checksum that changes with every single byte, and with the order of the bytes. It is
-// no cryptographic hash.
-int32_t asyncllm_checksum(Context*, const void* memory, int64_t bytes, uint64_t* sum);
+// Computes a checksum of each of `count` pieces of memory. It changes with every single byte, and
+// with the order of the bytes; it is no cryptographic hash.
+int32_t asyncllm_checksums(Context*, const void* memory, const int64_t* offsets,
+                           const int64_t* sizes, int64_t count, uint64_t* sums);
 // Samples a token per row, see gpu/ops/gumbel.py. A row's token depends on that row alone.
 int32_t asyncllm_sample(Context*, const SampleArgs*);
 // Applies masks, rules and penalties to logits, with the same bits as gpu/ops/logits.py.

@@ -56,18 +56,21 @@ API int32_t asyncllm_read(Context* context, const void* memory, int64_t bytes, u
   return STATUS_OK;
 }
 
-API int32_t asyncllm_checksum(Context* context, const void* memory, int64_t bytes, uint64_t* sum) {
+API int32_t asyncllm_checksums(Context* context, const void* memory, const int64_t* offsets,
+                               const int64_t* sizes, int64_t count, uint64_t* sums) {
   if (!is_open(context)) return STATUS_CLOSED;
-  if (bytes < 0 || !sum || (bytes && !memory)) return STATUS_INVALID;
-  const char* all = static_cast<const char*>(memory);
-  int64_t chunks = divide_up(bytes, READ_CHUNK);
-  std::atomic<uint64_t> total{mix(0, bytes)};
-  share(context, chunks, bytes, [&](int64_t chunk, int) {
-    int64_t first = chunk * READ_CHUNK;
-    // The index is part of each chunk's checksum, so their sum depends on the order of the chunks.
-    uint64_t one = chunk_checksum(all + first, least(READ_CHUNK, bytes - first), chunk + 1);
-    total.fetch_add(one, std::memory_order_relaxed);
-  });
-  *sum = total.load();
+  if (count < 0 || (count && (!memory || !offsets || !sizes || !sums))) return STATUS_INVALID;
+  for (int64_t i = 0; i < count; ++i)
+    if (offsets[i] < 0 || sizes[i] < 0) return STATUS_INVALID;
+  for (int64_t i = 0; i < count; ++i) {
+    const char* bytes = static_cast<const char*>(memory) + offsets[i];
+    std::atomic<uint64_t> total{mix(0, sizes[i])};
+    share(context, divide_up(sizes[i], READ_CHUNK), sizes[i], [&](int64_t chunk, int) {
+      int64_t first = chunk * READ_CHUNK, size = least(READ_CHUNK, sizes[i] - first);
+      // The index is part of each chunk's checksum, so their sum depends on the chunks' order.
+      total.fetch_add(chunk_checksum(bytes + first, size, chunk + 1), std::memory_order_relaxed);
+    });
+    sums[i] = total.load();
+  }
   return STATUS_OK;
 }
