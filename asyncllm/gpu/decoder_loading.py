@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,6 +31,9 @@ from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.weights import dummy_weights, load_weights, weights_bytes
 from asyncllm.validation import invalid
 
+if TYPE_CHECKING:
+    from asyncllm.gpu.transformers_model.build import Plan
+
 ATTENTION_FREE_BLOCK_SIZE = 256
 """Tokens per block of a model without attention. Its blocks hold no KV: they count tokens, and mark
 the end of each prefix whose recurrent state is saved."""
@@ -55,15 +59,9 @@ def load_decoder(
     """
     dtype = resolve_dtype(config.dtype, model, device, config.attention_backend)
     if isinstance(model, ModelConfig):
-        kv = kv_plan(model)
+        plan, kv = None, kv_plan(model)
     else:
-        # The engine's own decoders need none of these modules.
-        from asyncllm.gpu.transformers_model.build import Plan, build_transformers_decoder
-        from asyncllm.gpu.transformers_model.check import Reference
-        from asyncllm.gpu.transformers_model.families import is_tested
-        from asyncllm.gpu.transformers_model.weights import dummy_modules, load_modules
-
-        plan = Plan.of(model)
+        plan = _plan(model)
         kv = plan.kv
     attention, block_size = _make_attention(config, kv.kinds, dtype, device, num_threads)
     if attention:
@@ -100,23 +98,20 @@ def load_decoder(
 
         decoder = build(read(), False) if isinstance(store, str) else store.build(read, build)
         return decoder, groups, free_at_start, store
-    load = dummy_modules if is_dummy else load_modules
-    modules, owner = load(model, dtype, device, progress)
-    reference = None
-    if not is_tested(model):
-        if convert is not None:
-            raise invalid(
-                "quantization", config.quantization,
-                f"None for {model.architecture}, which is not among the tested architectures: "
-                "rounded weights cannot be compared with the model's own results",
-            )  # fmt: skip
-        reference = Reference.of(modules, model, dtype, device)
-    decoder = build_transformers_decoder(
-        model, plan, ops, attention, modules, owner, dtype, convert
+    assert plan is not None
+    from asyncllm.gpu.transformers_model.loading import load_transformers_decoder
+
+    decoder = load_transformers_decoder(
+        config, model, plan, ops, attention, groups, dtype, device, convert, progress
     )
-    if reference is not None:
-        reference.check(decoder, groups)
     return decoder, groups, free_at_start, store
+
+
+def _plan(model: TransformersConfig) -> Plan:
+    # The engine's own decoders need none of these modules.
+    from asyncllm.gpu.transformers_model.build import Plan
+
+    return Plan.of(model)
 
 
 def _refuse_without_attention(config: EngineConfig, device: torch.device) -> None:

@@ -252,7 +252,7 @@ class PackedFile:
 
     def _plain(self, entry: TensorEntry) -> Tensor:
         # The buffer refers to this object, and torch to the buffer.
-        buffer = (ctypes.c_char * entry.num_bytes).from_address(self.address + entry.offset)
+        buffer: Any = (ctypes.c_char * entry.num_bytes).from_address(self.address + entry.offset)
         buffer.owner = self
         return torch.frombuffer(buffer, dtype=getattr(torch, entry.dtype)).view(entry.shape)
 
