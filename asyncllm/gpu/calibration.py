@@ -136,7 +136,8 @@ def calibrate_once(
     began, before = time.perf_counter(), seconds_without_core()
     found = calibrate(runner, config, mode)
     seconds, waited = time.perf_counter() - began, seconds_without_core() - before
-    return {} if waited > MAX_WAITING_SHARE * seconds else {name: asdict(found)}
+    may_keep = found != Calibration() and waited <= MAX_WAITING_SHARE * seconds
+    return {name: asdict(found)} if may_keep else {}
 
 
 def time_prefill(runner: ModelRunner, num_tokens: int) -> float:

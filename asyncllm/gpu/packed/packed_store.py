@@ -260,12 +260,16 @@ class PackedStore:
     def _write_locked(self) -> None:
         """Writes the file. Needs the folder's lock."""
         path, recorded = self.path, self._recorded
+        # The engine's own context is in use on the engine's thread.
+        context = Context(self._context.functions, 1, self._context.isa)
         # Another process may have written it while this one waited.
         with suppress(PackedFileError):
-            if PackedFile(path, {os.geteuid()}).key == self._key and not self._beside:
+            written = PackedFile(path, {os.geteuid()})
+            if written.key == self._key and not self._beside:
+                written.verify(context)
                 self._recorded = []
+                self.state = f"packed at this start, and written to {path} by another engine"
                 return
-        context = Context(self._context.functions, 1, self._context.isa)
         content = self._content(context)
         if WeightsIdentity.of(self._model.path) != self._identity:
             raise ModelLoadError(f"{self._model.path}: was changed while it was loaded")
