@@ -53,7 +53,8 @@ _MAX_TOKENS = 2**31 - 1
 @check.known_fields("setting")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Settings of an engine, checked when they are made; no environment variable is read.
+    """Settings of an engine, checked when they are made; no environment variable is read but
+    ``XDG_CACHE_HOME``, for ``packed_cache_dir``.
 
     None means that the engine decides when it knows the model and the device. Numbers may be
     numpy's; each has an upper bound, which its error names.

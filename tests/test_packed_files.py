@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import errno
+import hashlib
 import json
 import logging
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncllm import AsyncLLMEngine, EngineConfig, EngineError, InvalidRequestError
@@ -45,6 +46,8 @@ from asyncllm.gpu.packed.packed_store import PackedStore, cache_folder
 from asyncllm.native.context import Context, PackedWeights
 from tests.checkpoints import copy_tokenizer, make_checkpoint
 from tests.driver import Driver
+from tests.families import make
+from tests.gguf_files import write_gguf
 from tests.native_library import context, isas
 from tests.packing import CASES, repack
 
@@ -164,7 +167,7 @@ def test_a_file_has_the_bytes_of_fresh_packing(tmp_path, isa):
     file = PackedFile(write(tmp_path / "file", own, recorded), ME)
     file.verify(own)
     assert (file.key, file.content) == ("key", {"model": 7})
-    read = dict(file.weights())
+    read: dict[str, Any] = dict(file.weights())
     assert list(read) == [name for name, _ in recorded]
     assert torch.equal(read["norm"], norm)
     assert torch.equal(read["table"], table)
@@ -186,20 +189,23 @@ def test_a_file_has_the_bytes_of_fresh_packing(tmp_path, isa):
         assert torch.equal(fresh(own_x), linear(own_x)), name
 
 
-LAYOUTS = {}
+LAYOUTS = {
+    "avx512-1": "d82b8c63feeea9fc",
+    "avx2-1": "7ede49ae9aa3b095",
+    "baseline-1": "e568b392f15a5f5f",
+}
+"""Digests of the packed bytes of ``forms``."""
 
 
-@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("isa", [isa for isa in isas() if isa in ("avx512", "avx2", "baseline")])
 def test_the_layout_has_the_version_that_it_was_given(isa):
     """Fails if packed bytes change and ``LAYOUT`` in kernels.h does not: then raise it, and put the
-    digests that this test prints into LAYOUTS."""
-    import hashlib
-
+    new digests into LAYOUTS."""
     own, digest = context(1, isa), hashlib.blake2b(digest_size=8)
     for weights in forms(own).values():
         packed = pack_new_weights(own, weights)
         digest.update(bytes_at(packed.address, packed.num_bytes))
-    assert LAYOUTS.get(own.layout, digest.hexdigest()) == digest.hexdigest(), own.layout
+    assert {own.layout: digest.hexdigest()}.items() <= LAYOUTS.items()
 
 
 def test_weights_outlive_the_name_of_their_file(tmp_path):
@@ -209,7 +215,7 @@ def test_weights_outlive_the_name_of_their_file(tmp_path):
     fresh = recorder.pack(own, weights)
     path = write(tmp_path / "file", own, [("w", recorder), ("norm", torch.ones(3))])
     file = PackedFile(path, ME)
-    read = dict(file.weights())
+    read: dict[str, Any] = dict(file.weights())
     linear, norm = NativeLinear(own, read["w"]), read["norm"]
     path.unlink()
     del file, read
@@ -255,10 +261,9 @@ def test_a_checksum_changes_with_every_byte_and_their_order():
 KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "float32": ("Qwen3", {}, {}),
     "bfloat16, tied": ("Qwen3", {"tie_word_embeddings": True}, {"dtype": "bfloat16"}),
-    "float16, biases": ("Qwen2", {}, {"dtype": "float16"}),
+    "biases": ("Qwen2", {}, {}),
     "int8, tied": ("Qwen3", {"tie_word_embeddings": True}, {"quantization": "int8"}),
     "int4": ("Qwen2", {}, {"quantization": "int4", "dtype": "bfloat16"}),
-    "rows in another order": ("Glm", {"attention_bias": True, "head_dim": 16}, {}),
     "experts": (
         "Qwen3Moe",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
@@ -280,6 +285,28 @@ def test_a_start_from_the_file_gives_the_same_bits(tmp_path, folder, kind):
     second, again = start(path, settings(folder, packed_cache="auto", **own))
     assert again == state
     assert first == second == expected
+
+
+@pytest.mark.parametrize("family", ["Qwen3_5", "GptOss", "Glm4"])
+def test_a_start_gives_the_same_bits_with_other_parameters(tmp_path, folder, family):
+    """Convolutions and rates of states; fused experts; rows that are put into another order."""
+    path = tmp_path / "model"
+    make(path, family)
+    expected, _ = start(path, settings(folder, packed_cache="off"))
+    start(path, settings(folder))
+    found, state = start(path, settings(folder))
+    assert state == f"read from {only_file(folder)}"
+    assert found == expected
+
+
+def test_a_gguf_file_gives_the_same_bits(plain, tmp_path, folder):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, plain, load_file(plain / "model.safetensors"), "Q8_0")
+    expected, _ = start(path, settings(folder, packed_cache="off"))
+    start(path, settings(folder))
+    found, state = start(path, settings(folder))
+    assert state == f"read from {only_file(folder)}"
+    assert found == expected
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq", "gptq-v2-8", "ct-int", "ct-pack-4-zeros"])
@@ -529,8 +556,7 @@ def test_a_damaged_file_is_a_miss_and_written_anew(plain, folder, caplog, kind):
     assert state == f"read from {path}"
     assert path.read_bytes() == whole
     lines = [each.getMessage() for each in caplog.records if "packed weights" in each.getMessage()]
-    # Under the lock it is looked at once more.
-    assert set(lines) == {lines[0]}
+    assert len(lines) == 1
     assert lines[0].endswith("; they are packed anew")
 
 
@@ -688,36 +714,13 @@ def test_two_starts_at_once_write_one_file(plain, folder):
     assert found == [(expected, f"read from {only_file(folder)}")] * 2
 
 
-def check_folder(path: Path, own: Context) -> int:
-    """Every file of that name has to be whole; returns their number."""
-    found = files(path)
-    for each in found:
-        file = PackedFile(each, ME)
-        file.verify(own)
-        ((name, tensor),) = file.weights()
-        assert (name, file.key) == ("only", {"number": int(each.stem)})
-        assert tensor.min() == tensor.max() == int(each.stem)
-    others = {each.suffix for each in path.iterdir()} - {SUFFIX}
-    assert others <= {f"{SUFFIX}-tmp"}
-    return len(found)
-
-
-@pytest.mark.parametrize("rounds", [4, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [12, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_writer_that_is_killed_leaves_whole_files(folder, rounds):
-    own, chance, held = context(), random.Random(0), 0
-    command = [sys.executable, "-m", "tests.packed_writer", str(folder)]
-    for _ in range(rounds):
-        writer = subprocess.Popen(command, stdout=subprocess.PIPE)
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == b"ready\n"
-        time.sleep(chance.uniform(0.0, 0.2))
-        writer.send_signal(signal.SIGKILL)
-        writer.communicate()
-        held = check_folder(folder, own)
-    assert held
-    # The next writer removes what is left of the dead ones.
-    with PackedFolder(folder, None).lock():
-        assert {each.suffix for each in folder.iterdir()} == {SUFFIX}
+    command = [sys.executable, "-m", "tests.packed_writer", str(folder), str(rounds)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    # Some were killed in the middle of a file.
+    assert int(done.stdout) > rounds // 20
 
 
 # --- shared ----------------------------------------------------------------------------
@@ -756,8 +759,8 @@ file = PackedFile(pathlib.Path(sys.argv[1]), {int(sys.argv[2])})
 file.verify(Context(Library(), 1))
 kept = list(file.weights())
 maps = pathlib.Path("/proc/self/smaps").read_text()
-own = re.search(r"^[0-9a-f-]+ \\S+ \\S+ \\S+ \\S+ +" + re.escape(sys.argv[1]) + r"\\n(?:\\w+:.*\\n)+",
-                maps, re.M)[0]
+head = r"^[0-9a-f-]+ \\S+ \\S+ \\S+ \\S+ +" + re.escape(sys.argv[1])
+own = re.search(head + r"\\n(?:\\w+:.*\\n)+", maps, re.M)[0]
 amount = lambda name: int(re.search(name + r": +(\\d+) kB", own)[1])
 print(amount("Rss"), amount("Private_Clean") + amount("Private_Dirty"))
 """
@@ -797,9 +800,9 @@ def test_a_calibration_is_kept_for_its_settings(plain, folder, monkeypatch):
             folder, max_num_batched_tokens="auto", async_scheduling=None, num_blocks=600, **others
         )
         runner = build_model_runner(config, model)
-        writer = runner._packed._writer
-        if writer is not None:
-            writer.join()
+        store: Any = runner._packed
+        if store._writer is not None:
+            store._writer.join()
         found = runner.info
         runner.close()
         return found.max_num_batched_tokens

@@ -83,6 +83,7 @@ class PackedStore:
         self._progress = progress or (lambda *_: None)
         self._recorded: list[tuple[str, Tensor | PanelRecorder]] = []
         self._writer: threading.Thread | None = None
+        self._logged_lines: set[str] = set()
         self.state = "packed at this start"
         self._identity = WeightsIdentity.of(model.path)
         form = {
@@ -175,7 +176,10 @@ class PackedStore:
                     raise PackedFileError("was made of other weights than the model's")
                 self._verify(found)
             except (PackedFileError, OSError) as error:
-                logger.warning("packed weights %s: %s; they are packed anew", path, error)
+                line = f"packed weights {path}: {error}; they are packed anew"
+                if line not in self._logged_lines:  # Under the lock it is looked at once more.
+                    logger.warning("%s", line)
+                self._logged_lines.add(line)
                 continue
             folder.mark_used(path.name)
             self.state = f"read from {path}"
