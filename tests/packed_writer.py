@@ -63,6 +63,9 @@ def main() -> None:
     # 5 of the 8 files fit, so that writers evict as well.
     folder, chance, context = PackedFolder(path, 5 * SIZE + 2**14), random.Random(0), None
     folder.make()
+    torch.set_num_threads(
+        1
+    )  # OpenMP's threads would not exist in a child, which would wait for them.
     held = interrupted = 0
     for _ in range(rounds):
         child = os.fork()
