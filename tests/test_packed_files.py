@@ -462,7 +462,7 @@ def test_a_name_tells_checkpoints_apart(model, folder, tmp_path):
     os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
     differs()
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    (model / "config.json").write_text(json.dumps(config | {"read_by": "nobody yet"}))
     differs()
     moved = model.rename(tmp_path / "moved")
     names.append(store_of(moved, folder, own).path.name)
@@ -620,7 +620,7 @@ def test_a_disk_that_fails_costs_the_file_alone(plain, folder, monkeypatch, wher
     if where == "folder":
         folder.write_text("no folder")
     else:
-        names = {"reserve": "posix_fallocate", "write": "pwrite", "sync": "fsync"}
+        names = {"reserve": "posix_fallocate", "write": "pwritev", "sync": "fsync"}
         monkeypatch.setattr(os, names.get(where, "rename"), full)
     found, state = start(plain, settings(folder))
     monkeypatch.undo()

@@ -59,6 +59,8 @@ _PREAMBLE = struct.Struct("<8sIxxxxQQQ24s")
 _DIGEST_BYTES = 24
 _MAX_HEADER_BYTES = 2**28
 _WRITE_BYTES = 2**23
+_MAX_PARTS = 1024
+"""Maximum number of pieces of memory that one call writes, on Linux."""
 _PANEL_FIELDS = tuple(name for name, *_ in STRUCTS["PanelArgs"]._fields_)
 
 
@@ -295,7 +297,8 @@ def write_packed_file(
         OSError: the disk is full, or cannot be written.
     """
     entries: list[TensorEntry] = []
-    end = _PREAMBLE.size
+    writer = _Writer(opened, check)
+    writer.append(memoryview(bytes(_PREAMBLE.size)))
     for name, tensor in tensors:
         whole = tensor.contiguous() if isinstance(tensor, Tensor) else None
         if isinstance(tensor, PanelRecorder):
@@ -305,13 +308,13 @@ def write_packed_file(
             pieces = [(whole.data_ptr(), whole.nbytes)]
         places: list[tuple[int, int]] = []
         for address, num_bytes in pieces:
-            # A gap between two pieces is a hole, which reads as zeros.
-            end = -(-end // ALIGNMENT) * ALIGNMENT
+            writer.append(memoryview(bytes(-writer.end % ALIGNMENT)))
+            places.append((writer.end, num_bytes))
             piece = (ctypes.c_char * num_bytes).from_address(address)
-            _write(opened, memoryview(piece).cast("B"), end, check)
-            places.append((end, num_bytes))
-            end += num_bytes
+            writer.append(memoryview(piece).cast("B"), whole)
         entries.append(_entry(name, tensor, places))
+    writer.flush()
+    end = writer.end
     with mmap.mmap(opened, end, mmap.MAP_SHARED, mmap.PROT_READ) as mapping:
         # The mapping cannot be closed while an array of its memory exists.
         address = np.frombuffer(mapping, np.uint8).ctypes.data
@@ -321,21 +324,53 @@ def write_packed_file(
             entries[index] = replace(entry, checksum=checksum)
     lines = [asdict(entry) for entry in entries]
     header = json.dumps({"key": key, "content": dict(content), "tensors": lines}).encode()
-    _write(opened, memoryview(header), end, check)
-    size = end + len(header)
+    writer.append(memoryview(header))
+    writer.flush()
     # With the preamble it is a file of this format, so that comes when all else is on the disk.
     os.fsync(opened)
-    preamble = _PREAMBLE.pack(MAGIC, FORMAT, size, end, len(header), _digest(header))
-    _write(opened, memoryview(preamble), 0, check)
+    preamble = _PREAMBLE.pack(MAGIC, FORMAT, writer.end, end, len(header), _digest(header))
+    if os.pwrite(opened, preamble, 0) != len(preamble):
+        raise OSError("the preamble was not written as a whole")
     os.fsync(opened)
-    return size
+    return writer.end
 
 
-def _write(opened: int, data: memoryview, offset: int, check: Callable[[], None]) -> None:
-    while data:
-        check()
-        written = os.pwrite(opened, data[:_WRITE_BYTES], offset)
-        data, offset = data[written:], offset + written
+class _Writer:
+    """Appends to a file in pieces of ``_WRITE_BYTES``, wherever tensors end: a file cache has large
+    pages only for what is written at once.
+
+    Attributes:
+        end: number of bytes appended.
+    """
+
+    def __init__(self, opened: int, check: Callable[[], None]) -> None:
+        self._opened, self._check = opened, check
+        self._waiting: list[memoryview] = []
+        self._owners: list[object] = []
+        self.end = self._written = 0
+
+    def append(self, data: memoryview, owner: object = None) -> None:
+        """Appends ``data``, whose memory ``owner`` keeps."""
+        self._owners.append(owner)
+        while data:
+            room = _WRITE_BYTES - self.end % _WRITE_BYTES
+            self._waiting.append(data[:room])
+            self.end += len(self._waiting[-1])
+            data = data[room:]
+            if self.end % _WRITE_BYTES == 0 or len(self._waiting) == _MAX_PARTS:
+                self.flush()
+
+    def flush(self) -> None:
+        while self._waiting:
+            self._check()
+            count = os.pwritev(self._opened, self._waiting, self._written)
+            self._written += count
+            while count:
+                first = self._waiting.pop(0)
+                if count < len(first):
+                    self._waiting.insert(0, first[count:])
+                count -= min(count, len(first))
+        del self._owners[:-1]  # The last may have more to append.
 
 
 def _entry(name: str, tensor: Tensor | PanelRecorder, places: list[tuple[int, int]]) -> TensorEntry:
