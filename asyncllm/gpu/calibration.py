@@ -41,7 +41,7 @@ MIN_AHEAD_SECONDS = 0.0005
 """Minimum duration of a step that is worth starting ahead, that is, right after the previous step
 and without waiting for the host."""
 
-MAX_WAITING_SHARE = 0.05
+MAX_WAITING_SHARE = 0.2
 """Maximum share of a calibration in which its thread may wait for a core, for it to be kept."""
 
 _INITIAL_STEP_SIZES = 8, 32
