@@ -14,6 +14,8 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
+from asyncllm.version import VERSION
+
 if TYPE_CHECKING:
     from asyncllm.beams import BeamOutput as BeamOutput
     from asyncllm.beams import beam_search as beam_search
@@ -53,7 +55,7 @@ if TYPE_CHECKING:
     from asyncllm.sampling_params import SamplingParams as SamplingParams
     from asyncllm.stream import TokenStream as TokenStream
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 # Silent by default: without this handler, Python would print warnings to standard error in an
 # application that has no logging set up.

@@ -22,6 +22,7 @@ LoadFormat = Literal["auto", "safetensors", "dummy"]
 Quantization = Literal["int8", "int4"]
 GenerationConfig = Literal["auto", "none"]
 ModelImpl = Literal["auto", "native", "transformers"]
+PackedCache = Literal["auto", "shared", "off"]
 ToolParser = Literal[
     "auto",
     "qwen3_coder",
@@ -52,7 +53,8 @@ _MAX_TOKENS = 2**31 - 1
 @check.known_fields("setting")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Settings of an engine, checked when they are made; no environment variable is read.
+    """Settings of an engine, checked when they are made; no environment variable is read but
+    ``XDG_CACHE_HOME``, for ``packed_cache_dir``.
 
     None means that the engine decides when it knows the model and the device. Numbers may be
     numpy's; each has an upper bound, which its error names.
@@ -121,6 +123,17 @@ class EngineConfig:
             inputs of an output channel, and the output head to 8 bits. None does not quantise.
             Needs a CPU with native ops, and a checkpoint that is not quantised itself.
         load_format: "auto", "safetensors", or "dummy" for random weights.
+        packed_cache: files of packed weights, for native ops on a CPU. "auto" looks for one in
+            ``packed_cache_dir`` and beside the model, and maps it instead of reading and packing
+            the checkpoint; if there is none, it is written after the start, in the background.
+            "shared" writes it before the start goes on, so that all processes with this model have
+            one copy of the weights, and verifies a file once after a boot of the machine instead of
+            at each start. "off" neither reads nor writes one. A model of less than 32 million
+            parameters has none.
+        packed_cache_dir: folder of these files; None is ``asyncllm/packed`` in the user's cache
+            directory, which is ``$XDG_CACHE_HOME`` or ``~/.cache``.
+        packed_cache_size: bytes of all files in that folder, as a number or as "20GiB"; the least
+            recently used are removed.
         model_impl: "native" is the engine's own decoder. "transformers" runs transformers' modules
             with the engine's attention and linear layers, for any architecture whose results this
             does not change. "auto" is "native" for the architectures that it supports.
@@ -183,6 +196,9 @@ class EngineConfig:
     seed: int | None = None
     quantization: Quantization | None = None
     load_format: LoadFormat = "auto"
+    packed_cache: PackedCache = "auto"
+    packed_cache_dir: str | os.PathLike[str] | None = None
+    packed_cache_size: int | str = "32GiB"
     model_impl: ModelImpl = "auto"
     hf_overrides: Mapping[str, Any] | None = None
     chat_template: str | os.PathLike[str] | None = None
@@ -216,8 +232,9 @@ class EngineConfig:
         check.field(self, check.seconds, "grammar_timeout", above=True)
         self._check_processors()
         self._check_names()
-        if self.kv_cache_memory is not None:
-            object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory))
+        for name in ("kv_cache_memory", "packed_cache_size"):
+            if name == "packed_cache_size" or getattr(self, name) is not None:
+                object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
         if self.cudagraph_capture_sizes is not None:
             sizes = check.items(
                 "cudagraph_capture_sizes", self.cudagraph_capture_sizes, "batch sizes"
@@ -237,6 +254,7 @@ class EngineConfig:
         check.field(self, check.choice, "cuda_graphs", get_args(CudaGraphs))
         check.field(self, check.choice, "load_format", get_args(LoadFormat))
         check.field(self, check.choice, "quantization", get_args(Quantization))
+        check.field(self, check.choice, "packed_cache", get_args(PackedCache))
         check.field(self, check.choice, "model_impl", get_args(ModelImpl))
         check.field(self, check.choice, "generation_config", get_args(GenerationConfig))
         backends = get_args(StructuredOutputsBackend)
@@ -258,6 +276,7 @@ class EngineConfig:
         object.__setattr__(self, "device", device)
         for name in ("model", "tokenizer"):
             self._check_path(name, "a directory, a hub id or None")
+        self._check_path("packed_cache_dir", "a directory or None")
         self._check_path("chat_template", "the text of a template, the path of a file, or None")
         template: Any = self.chat_template
         if isinstance(template, str) and "{" not in template:
@@ -333,8 +352,11 @@ def make_config(
     return config.with_overrides(overrides)
 
 
-def parse_bytes(value: int | str) -> int:
+def parse_bytes(value: int | str, field: str = "kv_cache_memory") -> int:
     """Convert a number, or a text such as "512MiB", "4 GiB" or "2.5GB", to bytes.
+
+    Args:
+        field: name of the setting, for the error.
 
     Raises:
         InvalidRequestError: if it is neither, or not positive.
@@ -346,7 +368,7 @@ def parse_bytes(value: int | str) -> int:
         unit = _BYTES_PER_UNIT.get(match.group(2).lower()) if match else None
         size = None if match is None or unit is None else int(float(match.group(1)) * unit)
     return check.integer(
-        "kv_cache_memory",
+        field,
         size,
         1,
         refuse=lambda name, *_: check.invalid(name, value, accepted_values),

@@ -1,11 +1,12 @@
 """A process that starts an engine, reads its first token and prints how long each part took, as
 JSON: seconds, by name.
 
-    python -m benchmarks.cold_process CHECKPOINT DTYPE BEGAN BACKED
+    python -m benchmarks.cold_process CHECKPOINT DTYPE BEGAN BACKED FOLDER
 
 BEGAN is when the process was started, in seconds of ``time.time()``. BACKED bytes of memory are
 touched and freed again right before the weights are read, so that a virtual machine's host has
-given it by then; the time of that is left out of all parts.
+given it by then; the time of that is left out of all parts. FOLDER has packed files, or is "off".
+The process ends when its file is written.
 """
 
 import time
@@ -73,11 +74,14 @@ class Parts:
 
 
 def measure_weights(parts: Parts, backed: int) -> None:
-    """The time in which weights are read and packed, and the CPU time of it: the system's, which
-    makes pages, and the process's own."""
+    """The time in which weights are read and packed, or found, verified and mapped, and the CPU
+    time of it: the system's, which makes pages, and the process's own."""
     from asyncllm.gpu.models import dense
+    from asyncllm.gpu.packed.packed_file import PackedFile
 
     build_decoder: Callable[..., Any] = dense.build_decoder
+    parts.seconds["checksums of the file"] = 0.0
+    parts.measure(PackedFile, "verify", "checksums of the file")
 
     def timed(*args: Any, **named: Any) -> Any:
         began = time.perf_counter()
@@ -118,22 +122,32 @@ def load(parts: Parts, backed: int) -> Callable[..., Any]:
     return measured
 
 
-async def run(parts: Parts, checkpoint: str, dtype: str, backed: int) -> None:
+async def written(engine: Any) -> None:
+    report = await engine.execution_report()
+    while report.packed_weights == "packed at this start":
+        # Each report keeps the engine busy for some tenths of a second.
+        await asyncio.sleep(0.5)
+        report = await engine.execution_report()
+
+
+async def run(parts: Parts, checkpoint: str, dtype: str, backed: int, folder: str) -> None:
     with parts.measured("import asyncllm"):
         from asyncllm import AsyncLLMEngine
     make: Any = AsyncLLMEngine._with_loader
-    engine = make(load(parts, backed), model=checkpoint, dtype=dtype, device="cpu")
+    packed = {"packed_cache": "off"} if folder == "off" else {"packed_cache_dir": folder}
+    engine = make(load(parts, backed), model=checkpoint, dtype=dtype, device="cpu", **packed)
     async with engine:
         with parts.measured("first token"):
-            prompt = list(range(1, 129))
+            prompt = list(range(1, 9))
             await anext(aiter(engine.stream(prompt, max_tokens=2, ignore_eos=True)))
         parts.end()
+        await written(engine)
 
 
 def main() -> None:
-    checkpoint, dtype, began, backed = sys.argv[1:]
+    checkpoint, dtype, began, backed, folder = sys.argv[1:]
     parts = Parts(float(began))
-    asyncio.run(run(parts, checkpoint, dtype, int(backed)))
+    asyncio.run(run(parts, checkpoint, dtype, int(backed), folder))
     print(json.dumps(parts.seconds))
 
 

@@ -46,7 +46,7 @@ ROOMS = (
     "structured",
     "validation",
     "counterparts",
-    "errors logger",
+    "errors logger version",
 )
 """Top to bottom: a room imports rooms below it, and those of its own line."""
 

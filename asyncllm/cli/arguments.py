@@ -41,10 +41,18 @@ _ENGINE_OPTIONS: tuple[_Option, ...] = (
     ("num_threads", int, "N", "CPU threads of the model"),
     ("quantization", str, "NAME", "int8 or int4, with native ops on a CPU"),
     ("load_format", str, "NAME", "auto, safetensors, or dummy for random weights"),
+    ("packed_cache", str, "NAME", "auto, shared or off: files of packed weights"),
+    ("packed_cache_dir", str, "DIR", "folder of these files"),
     ("hf_overrides", _parse_json, "JSON", "fields in place of config.json's"),
     ("chat_template", str, "FILE", "a Jinja template in place of the model's"),
     ("generation_config", str, "NAME", "auto, or none: the model's sampling defaults are ignored"),
 )
+_PACK_OPTIONS = tuple(
+    option
+    for option in _ENGINE_OPTIONS
+    if option[0] in ("dtype", "num_threads", "quantization", "hf_overrides")
+)
+"""Settings that packed weights depend on, and the number of threads that pack them."""
 _MAX_COUNT = 1_000_000
 
 
@@ -62,6 +70,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     _add_chat(commands)
     _add_serve(commands)
     _add_bench(commands)
+    _add_pack(commands)
     return parser.parse_args(argv)
 
 
@@ -179,6 +188,23 @@ def _add_bench(commands: Any) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the figures there as well")
 
 
+def _add_pack(commands: Any) -> None:
+    parser = commands.add_parser(
+        "pack",
+        help="write a model's packed weights beside it",
+        description="Packs the weights as an engine with these settings does on this machine's "
+        "processor, and writes them into the model's folder. Engines map that file, also in a "
+        "container image or on a read-only disk.",
+    )
+    parser.add_argument("model", help="directory, GGUF file or hub id")
+    _set_command(parser, "asyncllm.cli.pack")
+    _add_group(parser, "engine", _PACK_OPTIONS)
+
+
+def _set_command(parser: argparse.ArgumentParser, module: str) -> None:
+    parser.set_defaults(run=lambda arguments: importlib.import_module(module).run(arguments))
+
+
 def _add_command(
     commands: Any,
     name: str,
@@ -195,7 +221,7 @@ def _add_command(
     parser.add_argument(
         "model", nargs="?", help="directory or hub id; the model in the package if left out"
     )
-    parser.set_defaults(run=lambda arguments: importlib.import_module(module).run(arguments))
+    _set_command(parser, module)
     if has_sampling:
         group = _add_group(parser, "sampling (default: the model's own)", _SAMPLING_OPTIONS)
         group.add_argument("--seed", type=int, metavar="N", help="the same answers every time")

@@ -25,6 +25,8 @@ class ExecutionReport:
             window it holds up to the window's length.
         memory_bandwidth: bytes per second that the engine's own threads read, measured as the
             median of five reads of 256 MiB; None on a GPU.
+        packed_weights: the file that the weights were read from or written to, or why there is
+            none, as a phrase; see ``EngineConfig.packed_cache``.
     """
 
     device: str
@@ -36,6 +38,7 @@ class ExecutionReport:
     weight_bytes: int
     kv_bytes_per_token: float
     memory_bandwidth: float | None
+    packed_weights: str
 
     def floor(self, num_kv_tokens: int) -> float | None:
         """Minimum duration, in seconds, of a decode step whose sequences have ``num_kv_tokens`` in

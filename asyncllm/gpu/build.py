@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -11,8 +12,9 @@ from asyncllm.checkpoint.progress import Progress
 from asyncllm.config import EngineConfig
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.tracebacks import clear_frames
+from asyncllm.errors import EngineError
 from asyncllm.gpu.cache_sizing import choose_cache_size, largest_token_budget, make_states
-from asyncllm.gpu.calibration import calibrate
+from asyncllm.gpu.calibration import calibrate, calibrate_once
 from asyncllm.gpu.decoder_loading import load_decoder
 from asyncllm.gpu.devices import resolve_device, set_current_device
 from asyncllm.gpu.execution_mode import (
@@ -74,6 +76,28 @@ def build_model_runner(
             raise
 
 
+def pack_model(
+    config: EngineConfig, model: ModelConfig | TransformersConfig, progress: Progress | None = None
+) -> Path:
+    """Writes a model's packed weights beside the model, and returns the file.
+
+    Raises:
+        InvalidRequestError: as ``build_model_runner``.
+        EngineError: the weights have no file, or it cannot be written.
+        ModelLoadError: the checkpoint cannot be used.
+    """
+    device = resolve_device(config.device)
+    threads = resolve_threads(config.num_threads, model, device)
+    *_, store = load_decoder(config, model, device, threads, progress, beside=True)
+    if isinstance(store, str):
+        raise EngineError(f"{model.path}: {store}")
+    try:
+        store.write()
+    except OSError as error:
+        raise EngineError(f"{store.path}: cannot be written ({error})") from error
+    return store.path
+
+
 def _load_runner(
     config: EngineConfig,
     model: ModelConfig | TransformersConfig,
@@ -83,7 +107,9 @@ def _load_runner(
     device, max_num_seqs = mode.device, config.max_num_seqs or mode.max_num_seqs
     graphs = graph_sizes(config, mode, max_num_seqs)
     num_threads = resolve_threads(config.num_threads, model, device)
-    decoder, groups, free_at_start = load_decoder(config, model, device, num_threads, progress)
+    decoder, groups, free_at_start, store = load_decoder(
+        config, model, device, num_threads, progress
+    )
     states = make_states(config, decoder, max_num_seqs)
     token_budget = largest_token_budget(config, model, mode, max_num_seqs)
     size = choose_cache_size(
@@ -129,13 +155,17 @@ def _load_runner(
         graphs=step_graphs,
         num_logprobs=most if most >= 0 else DEFAULT_BUFFERED_LOGPROBS,
         logits_processors=processors,
+        packed=store,
     )
     tell = progress or (lambda *_, **stage: None)
     runner.warm_up(partial(tell, stage="kernels"))
     if config.cuda_graphs != "off":
         runner.capture_graphs(partial(tell, stage="graphs"))
     # Calibrate after the captures: calibration steps leave rows in the buffers.
-    calibrate(runner, config, mode)
+    if isinstance(store, str):
+        calibrate(runner, config, mode)
+    else:
+        store.write_later(calibrate_once(runner, config, mode, store))
     logger.info("steps run as %s", runner.execution)
     return runner
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +13,8 @@ from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.gpu.batch.step_buffer import plain_batch
 from asyncllm.gpu.execution_mode import ExecutionMode
 from asyncllm.gpu.model_runner import ModelRunner
+from asyncllm.gpu.packed.packed_store import PackedStore
+from asyncllm.gpu.threads import available_cpus, processor, seconds_without_core
 from asyncllm.logger import get_logger
 from asyncllm.sampling_params import SamplingParams
 
@@ -38,6 +41,9 @@ MIN_AHEAD_SECONDS = 0.0005
 """Minimum duration of a step that is worth starting ahead, that is, right after the previous step
 and without waiting for the host."""
 
+MAX_WAITING_SHARE = 0.2
+"""Maximum share of a calibration in which its thread may wait for a core, for it to be kept."""
+
 _INITIAL_STEP_SIZES = 8, 32
 """Token counts of the first two timed steps. If the first of them takes half of the target or more,
 the budget is LOWEST_BUDGET and the second is not timed."""
@@ -45,11 +51,38 @@ the budget is LOWEST_BUDGET and the second is not timed."""
 _NO_TIMINGS: Mapping[int, float] = MappingProxyType({})
 
 
-def calibrate(runner: ModelRunner, config: EngineConfig, mode: ExecutionMode) -> None:
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Settings that were chosen by timing steps; None leaves one as it is.
+
+    Attributes:
+        token_budget: maximum number of tokens of a step.
+        tokens_ahead: see ``ModelRunner.run_ahead``.
+    """
+
+    token_budget: int | None = None
+    tokens_ahead: int | None = None
+
+    @classmethod
+    def of_note(cls, note: Any) -> Calibration | None:
+        """Reads the fields from JSON; None if they are not those of a Calibration."""
+        values = tuple(note.values()) if isinstance(note, dict) else ("",)
+        are_counts = all(one is None or (type(one) is int and one > 0) for one in values)
+        return cls(**note) if are_counts and set(note) == set(cls.__slots__) else None
+
+    def apply(self, runner: ModelRunner) -> None:
+        if self.token_budget is not None:
+            runner.set_token_budget(self.token_budget)
+            logger.info("a step has at most %d tokens", self.token_budget)
+        if self.tokens_ahead is not None:
+            runner.run_ahead(self.tokens_ahead)
+
+
+def calibrate(runner: ModelRunner, config: EngineConfig, mode: ExecutionMode) -> Calibration:
     """Times steps to choose the token budget and, on a CPU, run-ahead.
 
-    It chooses only settings that the configuration leaves open. Call it once the kernels are
-    compiled.
+    It chooses only settings that the configuration leaves open, and applies them. Call it once the
+    kernels are compiled.
     """
     known_seconds: dict[int, float] = {}
 
@@ -57,19 +90,54 @@ def calibrate(runner: ModelRunner, config: EngineConfig, mode: ExecutionMode) ->
         known_seconds[count] = seconds = time_prefill(runner, count)
         return seconds
 
+    found = Calibration()
     if config.max_num_batched_tokens == "auto":
         options: dict[str, Any] = {}
         if mode.stream.is_async:
             most = runner.info.max_num_batched_tokens
             options = {"target": GPU_TARGET_SECONDS, "highest": most, "repeats": 2}
-        measured = calibrate_token_budget(time_step, **options)
-        runner.set_token_budget(measured)
-        logger.info("a step has at most %d tokens", measured)
+        found = Calibration(calibrate_token_budget(time_step, **options))
+        found.apply(runner)
     if config.async_scheduling is None and runner.can_run_ahead:
         most = min(runner.info.max_num_seqs, runner.info.max_num_batched_tokens)
-        found = min_tokens_ahead(time_step, most, known_seconds)
-        if found is not None:
-            runner.run_ahead(found)
+        ahead = Calibration(tokens_ahead=min_tokens_ahead(time_step, most, known_seconds))
+        ahead.apply(runner)
+        found = replace(found, tokens_ahead=ahead.tokens_ahead)
+    return found
+
+
+def calibrate_once(
+    runner: ModelRunner, config: EngineConfig, mode: ExecutionMode, store: PackedStore
+) -> dict[str, Any]:
+    """Applies the calibration of an earlier start, or calibrates.
+
+    What is kept belongs to these weights, this processor with as many threads and cores, and the
+    settings that the timed steps depend on. Times that were taken beside other work are not kept.
+
+    Returns:
+        A note for the store, by its name: the calibration, if it is new and may be kept.
+    """
+    name = store.note_name(
+        "calibration",
+        {
+            "processor": processor(),
+            "threads": store.num_threads,
+            "cores": available_cpus(),
+            "max_num_seqs": runner.info.max_num_seqs,
+            "max_model_len": runner.info.max_model_len,
+            "max_num_batched_tokens": config.max_num_batched_tokens,
+            "async_scheduling": config.async_scheduling,
+        },
+    )
+    kept = Calibration.of_note(store.read_note(name))
+    if kept is not None:
+        kept.apply(runner)
+        return {}
+    began, before = time.perf_counter(), seconds_without_core()
+    found = calibrate(runner, config, mode)
+    seconds, waited = time.perf_counter() - began, seconds_without_core() - before
+    may_keep = found != Calibration() and waited <= MAX_WAITING_SHARE * seconds
+    return {name: asdict(found)} if may_keep else {}
 
 
 def time_prefill(runner: ModelRunner, num_tokens: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,14 +25,14 @@ from asyncllm.gpu.ops.base import Attention, AttentionShape
 from asyncllm.gpu.ops.quantise import Conversion
 from asyncllm.gpu.ops.registry import make_attention, make_ops, ops_without_attention
 from asyncllm.gpu.ops.torch_ops import TorchOps
+from asyncllm.gpu.packed.packed_store import PackedStore, Weights, open_store
 from asyncllm.gpu.threads import available_cpus, set_thread_count
-from asyncllm.gpu.transformers_model.build import Plan, build_transformers_decoder
-from asyncllm.gpu.transformers_model.check import Reference
 from asyncllm.gpu.transformers_model.config import TransformersConfig
-from asyncllm.gpu.transformers_model.families import is_tested
-from asyncllm.gpu.transformers_model.weights import dummy_modules, load_modules
 from asyncllm.gpu.weights import dummy_weights, load_weights, weights_bytes
 from asyncllm.validation import invalid
+
+if TYPE_CHECKING:
+    from asyncllm.gpu.transformers_model.build import Plan
 
 ATTENTION_FREE_BLOCK_SIZE = 256
 """Tokens per block of a model without attention. Its blocks hold no KV: they count tokens, and mark
@@ -44,13 +45,23 @@ def load_decoder(
     device: torch.device,
     num_threads: int | None,
     progress: Progress | None,
-) -> tuple[LanguageModel, list[KVGroup], int]:
-    """Loads the model; returns it, its KV groups and the GPU's free bytes before."""
+    *,
+    beside: bool = False,
+) -> tuple[LanguageModel, list[KVGroup], int, PackedStore | str]:
+    """Loads the model.
+
+    Args:
+        beside: see PackedStore.
+
+    Returns:
+        The model, its KV groups, the GPU's free bytes before, and the store of its packed weights,
+        or the reason why it has none.
+    """
     dtype = resolve_dtype(config.dtype, model, device, config.attention_backend)
     if isinstance(model, ModelConfig):
         plan, kv = None, kv_plan(model)
     else:
-        plan = Plan.of(model)
+        plan = _plan(model)
         kv = plan.kv
     attention, block_size = _make_attention(config, kv.kinds, dtype, device, num_threads)
     if attention:
@@ -64,6 +75,8 @@ def load_decoder(
     if device.type == "cuda":
         free_at_start = check_weights(config, device, model_bytes(model, dtype))
     convert = resolve_conversion(config, model, device, ops)
+    context = getattr(ops, "context", None)
+    store = open_store(config, model, context, dtype, progress, beside=beside)
     is_dummy = config.load_format == "dummy"
     if isinstance(model, ModelConfig):
         if ops.packs_linear:
@@ -76,27 +89,29 @@ def load_decoder(
         load = dummy_weights
         if not is_dummy:
             load = partial(load_weights, accepts_form=accepts_form, transient=ops.packs_linear)
-        weights = load(model, dtype, device, progress)
-        decoder = build_decoder(model, ops, attention, weights, convert, dtype)
-        return decoder, groups, free_at_start
+        read = partial(load, model, dtype, device, progress)
+
+        def build(weights: Weights, are_final: bool) -> LanguageModel:
+            ops.linear_bytes = 0
+            own = None if are_final else convert
+            return build_decoder(model, ops, attention, weights, own, dtype)
+
+        decoder = build(read(), False) if isinstance(store, str) else store.build(read, build)
+        return decoder, groups, free_at_start, store
     assert plan is not None
-    load = dummy_modules if is_dummy else load_modules
-    modules, owner = load(model, dtype, device, progress)
-    reference = None
-    if not is_tested(model):
-        if convert is not None:
-            raise invalid(
-                "quantization", config.quantization,
-                f"None for {model.architecture}, which is not among the tested architectures: "
-                "rounded weights cannot be compared with the model's own results",
-            )  # fmt: skip
-        reference = Reference.of(modules, model, dtype, device)
-    decoder = build_transformers_decoder(
-        model, plan, ops, attention, modules, owner, dtype, convert
+    from asyncllm.gpu.transformers_model.loading import load_transformers_decoder
+
+    decoder = load_transformers_decoder(
+        config, model, plan, ops, attention, groups, dtype, device, convert, progress
     )
-    if reference is not None:
-        reference.check(decoder, groups)
-    return decoder, groups, free_at_start
+    return decoder, groups, free_at_start, store
+
+
+def _plan(model: TransformersConfig) -> Plan:
+    # The engine's own decoders need none of these modules.
+    from asyncllm.gpu.transformers_model.build import Plan
+
+    return Plan.of(model)
 
 
 def _refuse_without_attention(config: EngineConfig, device: torch.device) -> None:

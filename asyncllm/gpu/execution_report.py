@@ -36,7 +36,11 @@ def memory_bandwidth(ops: TorchOps) -> float:
 
 
 def execution_report(
-    decoder: LanguageModel, cache: KVCache, info: ExecutorInfo, num_threads: int | None
+    decoder: LanguageModel,
+    cache: KVCache,
+    info: ExecutorInfo,
+    num_threads: int | None,
+    packed_weights: str = "",
 ) -> ExecutionReport:
     """Describes how a model's steps run.
 
@@ -45,6 +49,7 @@ def execution_report(
 
     Args:
         num_threads: number of threads of torch's ops; native ops have a thread pool of their own.
+        packed_weights: see ExecutionReport.
     """
     ops, embedding = decoder.ops, decoder.embedding
     context = getattr(ops, "context", None)
@@ -58,5 +63,6 @@ def execution_report(
         num_threads=num_threads if context is None else context.num_threads,
         weight_bytes=ops.linear_bytes,
         kv_bytes_per_token=sum(per_block / group.block_size for group in info.kv_groups),
+        packed_weights=packed_weights,
         memory_bandwidth=None if embedding.device.type == "cuda" else memory_bandwidth(ops),
     )

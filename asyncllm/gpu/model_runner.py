@@ -30,6 +30,7 @@ from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.memory import is_out_of_memory, release
 from asyncllm.gpu.models.language_model import LanguageModel
+from asyncllm.gpu.packed.packed_store import PackedStore
 from asyncllm.gpu.sample.logprobs import MAX_BUFFERED_LOGPROBS
 from asyncllm.gpu.step_runner import StepRunner
 from asyncllm.gpu.threads import set_thread_count
@@ -75,6 +76,7 @@ class ModelRunner:
             the host. An asynchronous stream needs graphs.
         num_logprobs: log-probabilities per token for which a step has buffers.
         logits_processors: the engine's processors.
+        packed: store of the model's packed weights, or the reason why it has none.
 
     Attributes:
         info: limits for the scheduler.
@@ -93,7 +95,9 @@ class ModelRunner:
         graphs: Graphs | None = None,
         num_logprobs: int = 20,
         logits_processors: Sequence[LogitsProcessor] = (),
+        packed: PackedStore | str = "",
     ) -> None:
+        self._packed = packed
         self.info = info
         self.in_process = InProcess(logits_processors=logits_processors)
         self.dtype = model.embedding.dtype
@@ -180,7 +184,8 @@ class ModelRunner:
         """Makes the ExecutionReport; no step may be in flight."""
         self._enter_thread()
         runner = self._open_runner()
-        return execution_report(runner.model, runner.cache, self.info, self._num_threads)
+        packed = self._packed if isinstance(self._packed, str) else self._packed.state
+        return execution_report(runner.model, runner.cache, self.info, self._num_threads, packed)
 
     def set_token_budget(self, max_num_batched_tokens: int) -> None:
         """Sets the token budget, before the first step."""
@@ -260,6 +265,8 @@ class ModelRunner:
     def close(self) -> None:
         if self._runner is None:
             return
+        if isinstance(self._packed, PackedStore):
+            self._packed.close()
         # Do not wait for a GPU: a device that hangs would never finish.
         if not self._stream.is_async:
             self._stream.synchronize()

@@ -1,9 +1,11 @@
-"""set_thread_count: the intra-op thread count of the calling thread only."""
+"""set_thread_count, available_cpus, processor: threads and the cores that they have."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import platform
+import re
 import sys
 from pathlib import Path
 
@@ -58,6 +60,26 @@ def available_cpus(
         mount, group = cgroup_root / "cpu" if controllers else cgroup_root, Path(path.lstrip("/"))
         limits += [_cpu_quota(mount / each) for each in (group, *group.parents)]
     return max(1, min([count, *(limit for limit in limits if limit is not None)]))
+
+
+def processor(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
+    """Description of the first core; the architecture's name if the system has none."""
+    try:
+        first = cpu_info.read_text(encoding="utf-8").partition("\n\n")[0]
+    except OSError:
+        return platform.machine()
+    # Its frequency changes from one moment to the next.
+    named = re.findall(r"(?m)^(?:model name|cpu family|model|stepping|CPU \w+)\s*: *(.*)$", first)
+    return " ".join([platform.machine(), *named])
+
+
+def seconds_without_core(statistics: Path = Path("/proc/thread-self/schedstat")) -> float:
+    """Seconds that the calling thread could have run and had no core; 0 if the system has no such
+    number."""
+    try:
+        return int(statistics.read_text(encoding="ascii").split()[1]) * 1e-9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def _cpu_quota(group_folder: Path) -> int | None:

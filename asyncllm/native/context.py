@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from asyncllm.native.interface import STRUCTS
 from asyncllm.native.shared_library import Library, NativeUnavailableError
 
 _STATUS_TEXTS = {
@@ -57,12 +60,38 @@ class Context:
             self.recorder.refuse_call()
         return self._handle
 
+    @property
+    def layout(self) -> str:
+        """Name of the layout of packed weights. Only contexts with an equal one can exchange the
+        bytes of packed weights."""
+        return f"{self.isa}-{self.functions.layout()}"
+
+    def checksums(self, address: int, places: Sequence[tuple[int, int]]) -> list[int]:
+        """Checksums of pieces of memory, unsigned numbers of 64 bits. One call computes them all
+        without the GIL.
+
+        Args:
+            places: offset from ``address`` and size in bytes of each piece.
+        """
+        count = len(places)
+        offsets, sizes = ((ctypes.c_int64 * count)(*each) for each in zip(*places, strict=True))
+        found = (ctypes.c_uint64 * count)()
+        status = self.functions.checksums(self.handle, address, offsets, sizes, count, found)
+        if status:
+            raise_status("checksums", status)
+        return list(found)
+
 
 class PackedWeights:
     """Weights of a linear layer, packed in the layout of a context's kernels.
 
     Args:
-        handle: result of the library's ``pack`` or ``pack_grouped``; 0 or None if it failed.
+        handle: result of the library's ``pack``, ``pack_grouped`` or ``view_weights``; 0 or None if
+            it failed.
+
+    Attributes:
+        address, num_bytes: memory of the packed weights, without the bias.
+        form: ctypes structure ``PanelArgs``, by which ``view`` finds its way in that memory.
 
     Raises:
         MemoryError: the packed weights cannot be allocated.
@@ -72,7 +101,10 @@ class PackedWeights:
         if not handle:
             raise MemoryError(f"weights of {n} x {k} cannot be packed")
         library, self.handle = context.functions, handle
+        self._owner: object = None
         self.num_bytes: int = library.weights_bytes(handle)
+        self.form = STRUCTS["PanelArgs"]()
+        self.address: int = library.describe_weights(handle, self.form)
         weakref.finalize(self, library.free_weights, handle).atexit = False
 
     @classmethod
@@ -95,6 +127,24 @@ class PackedWeights:
     def grouped(cls, context: Context, args: Any) -> PackedWeights:
         """Packs 4-bit or 8-bit weights with a scale per output channel and group of inputs."""
         return cls(context, context.functions.pack_grouped(context.handle, args), args.n, args.k)
+
+    @classmethod
+    def view(
+        cls, context: Context, form: Any, address: int, num_bytes: int, bias: int | None,
+        owner: object,
+    ) -> PackedWeights:  # fmt: skip
+        """Reads packed weights where they are.
+
+        Args:
+            form: the ``form`` of PackedWeights of a context with an equal ``layout``.
+            address: their ``num_bytes`` bytes, aligned to 64.
+            bias: as for ``plain``.
+            owner: object that keeps these bytes in memory; kept as long as the weights.
+        """
+        handle = context.functions.view_weights(context.handle, form, address, num_bytes, bias)
+        made = cls(context, handle, form.n, form.k)
+        made._owner = owner
+        return made
 
 
 def raise_status(op: str, status: int) -> NoReturn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -43,6 +43,17 @@ class WeightForm:
     has_order: bool = False
 
 
+class PanelSource(Protocol):
+    """Packs the weights of one parameter, in place of the native ops themselves."""
+
+    def pack(self, context: Any, weights: LinearWeights) -> Any:
+        """Returns PackedWeights of a native context.
+
+        Called once for each part of the weights that has a layer of its own, in their order.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LinearWeights:
     """Weight ``[out, in]`` and bias of a linear layer.
@@ -62,6 +73,8 @@ class LinearWeights:
             column's own index.
         shared: whether a tied embedding reads ``values`` as well. The values then stay in memory
             beside a packed copy.
+        panels: source of the weights in packed form, which native ops ask. If it has them, the
+            tensors above have no values: they are on the meta device.
 
     Raises:
         ModelLoadError: a dtype or shape contradicts the scheme.
@@ -75,6 +88,7 @@ class LinearWeights:
     zeros: Tensor | None = None
     column_order: Tensor | None = None
     shared: bool = False
+    panels: PanelSource | None = None
 
     def __post_init__(self) -> None:
         self._check_field("scheme", self.scheme, _STORAGE, self.scheme in _STORAGE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -44,9 +45,7 @@ def round_int8(context: Context, weights: LinearWeights) -> LinearWeights:
     values = torch.empty(rows, columns, dtype=torch.int8, device="cpu")
     scales = torch.empty(rows, 1, dtype=torch.float32, device="cpu")
     _round_values(context, weights.values, values, scales, None, 8)
-    return LinearWeights(
-        values, bias=weights.bias, scheme="int8", scales=scales, scale_block=(1, columns)
-    )
+    return replace(weights, values=values, scheme="int8", scales=scales, scale_block=(1, columns))
 
 
 def round_int4(context: Context, weights: LinearWeights) -> LinearWeights:
@@ -62,8 +61,8 @@ def round_int4(context: Context, weights: LinearWeights) -> LinearWeights:
     scales = torch.empty(rows, groups, dtype=torch.bfloat16, device="cpu")
     zeros = torch.empty(rows, groups, dtype=torch.uint8, device="cpu")
     _round_values(context, weights.values, values, scales, zeros, 4)
-    return LinearWeights(
-        values, bias=weights.bias, scheme="int4", scales=scales, scale_block=(1, GROUP), zeros=zeros
+    return replace(
+        weights, values=values, scheme="int4", scales=scales, scale_block=(1, GROUP), zeros=zeros
     )
 
 
@@ -88,6 +87,14 @@ def conversions(context: Context) -> Mapping[str, Conversion]:
 
 
 def pack_weights(context: Context, weights: LinearWeights) -> PackedWeights:
+    """Returns weights in the layout of the kernels, from ``weights.panels`` if that is set; else as
+    ``pack_new_weights``."""
+    if weights.panels is not None:
+        return weights.panels.pack(context, weights)
+    return pack_new_weights(context, weights)
+
+
+def pack_new_weights(context: Context, weights: LinearWeights) -> PackedWeights:
     """Copies weights into the layout of the kernels.
 
     Args:

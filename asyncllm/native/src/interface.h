@@ -158,6 +158,12 @@ typedef struct GroupedArgs {
   int32_t dtype, scale_dtype;
 } GroupedArgs;
 
+// Form of packed weights: with the kernels of a context it says where everything lies in them.
+typedef struct PanelArgs {
+  int64_t n, k, group;  // group: as in GroupedArgs; 0 for weights that are not in groups
+  int32_t dtype, scale_dtype, has_zeros;
+} PanelArgs;
+
 // Rounds weights [n, k] of `dtype` to integers, as gpu/ops/quantise.py does: to 8 bits with a scale
 // per output; or to 4 bits in groups of SPAN inputs, if k is even.
 typedef struct RoundArgs {
@@ -447,6 +453,18 @@ int32_t asyncllm_round(Context*, const RoundArgs*);
 void asyncllm_free_weights(Weights*);
 int64_t asyncllm_weights_bytes(const Weights*);
 
+// Version of the layouts of packed weights, of all instruction sets together. Panels of the same
+// version and instruction set are interchangeable.
+int32_t asyncllm_layout(void);
+// Writes the form of packed weights. Returns their address; asyncllm_weights_bytes bytes from there
+// are all of them but the bias.
+const void* asyncllm_describe_weights(const Weights*, PanelArgs*);
+// Makes weights of the bytes that asyncllm_describe_weights returned for weights of this form. They
+// are read in place, and have to stay until the weights are freed. Returns null if memory cannot be
+// allocated, `data` is not aligned to 64 bytes, or `bytes` is not the size of such weights.
+Weights* asyncllm_view_weights(Context*, const PanelArgs*, const void* data, int64_t bytes,
+                               const float* bias);
+
 // y [m, n] = x [m, k] W^T + bias. A row's result depends on that row alone. With weights in
 // groups, x is rounded to 8-bit integers with a scale per SPAN inputs; with DTYPE_I8 weights it is
 // as well on AVX-512, and on other instruction sets rounded to 16-bit integers with a scale per
@@ -505,6 +523,10 @@ int32_t asyncllm_wait(Context*, const Job*);
 
 // Sums 64-bit words, to measure how fast memory can be read; `bytes` is a multiple of 64.
 int32_t asyncllm_read(Context*, const void* memory, int64_t bytes, uint64_t* sum);
+// Computes a checksum of each of `count` pieces of memory. It changes with every single byte, and
+// with the order of the bytes; it is no cryptographic hash.
+int32_t asyncllm_checksums(Context*, const void* memory, const int64_t* offsets,
+                           const int64_t* sizes, int64_t count, uint64_t* sums);
 // Samples a token per row, see gpu/ops/gumbel.py. A row's token depends on that row alone.
 int32_t asyncllm_sample(Context*, const SampleArgs*);
 // Applies masks, rules and penalties to logits, with the same bits as gpu/ops/logits.py.

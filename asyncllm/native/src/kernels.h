@@ -7,6 +7,10 @@
 #pragma once
 #include "interface.h"
 
+// Version of the bytes that `pack` and `pack_grouped` write, for any instruction set. Files hold
+// such bytes, so raise it with every change of them.
+enum { LAYOUT = 1 };
+
 // Packed weights [n, k], in panels of `panel` outputs, padded with zeros: [n / panel][k][panel],
 // or, in pairs of inputs, [n / panel][k / 2][panel][2]. grouped.h has the layout of weights whose
 // inputs are rounded in spans.

@@ -10,9 +10,9 @@ constexpr int64_t PAGE = 4096, HUGE_PAGE = int64_t(2) << 20;
 
 // Allocates whole huge pages, and small pages for the rest. The weights of an expert fill only a
 // few huge pages: half a huge page wasted per expert would be a tenth of the model.
-void* map_weights(int64_t bytes, bool* mapped) {
-  *mapped = bytes >= HUGE_PAGE;
-  if (!*mapped) return allocate(bytes);
+void* map_weights(int64_t bytes, Memory* memory) {
+  *memory = bytes >= HUGE_PAGE ? Memory::mapped : Memory::allocated;
+  if (*memory == Memory::allocated) return allocate(bytes);
   int64_t size = divide_up(bytes, PAGE) * PAGE;
   char* raw = static_cast<char*>(mmap(nullptr, size + HUGE_PAGE, PROT_READ | PROT_WRITE,
                                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
@@ -24,87 +24,130 @@ void* map_weights(int64_t bytes, bool* mapped) {
   return raw + before;
 }
 
-float* pad(const float* values, int64_t count, int64_t padded) {
-  float* out = static_cast<float*>(allocate(padded * 4));
-  if (!out) return nullptr;
-  memcpy(out, values, count * 4);
-  memset(out + count, 0, (padded - count) * 4);
-  return out;
+int64_t whole_lines(int64_t bytes) { return divide_up(bytes, CACHE_LINE) * CACHE_LINE; }
+
+// Bytes of the codes or values of all panels, of their scales, and of their zero points. Each of
+// the three begins at a multiple of CACHE_LINE.
+struct Sizes {
+  int64_t panels, values, scales, zeros;
+};
+
+Sizes sizes_of(const Kernels* kernels, const PanelArgs& a) {
+  int64_t panels = divide_up(a.n, kernels->panel);
+  if (!is_grouped(a.dtype)) {
+    int64_t values = panels * kernels->panel_elements(a.k, a.dtype) * size_of(a.dtype);
+    return {panels, values, a.dtype == DTYPE_I8 ? panels * kernels->panel * 4 : 0, 0};
+  }
+  int64_t scales = panels * divide_up(a.k, a.group) * kernels->panel;
+  return {panels, panels * divide_up(a.k, SPAN) * kernels->span_bytes(a.dtype),
+          scales * size_of(a.scale_dtype), a.has_zeros ? scales : 0};
+}
+
+bool is_valid(const PanelArgs& a) {
+  if (a.n < 1 || a.k < 1 || a.n > INT32_MAX || a.k > INT32_MAX) return false;
+  if (!is_grouped(a.dtype))
+    return is_dtype(a.dtype) || (a.dtype == DTYPE_I8 && largest_integer(a.k) >= 1);
+  return a.group >= SPAN && a.group % SPAN == 0 && is_dtype(a.scale_dtype);
+}
+
+// Makes weights of panels at `data`, or of new ones if it is null.
+Weights* make_weights(const Kernels* kernels, const PanelArgs& a, void* data, const float* bias) {
+  Weights* weights = static_cast<Weights*>(calloc(1, sizeof(Weights)));
+  if (!weights) return nullptr;
+  Sizes sizes = sizes_of(kernels, a);
+  int64_t scales = whole_lines(sizes.values), zeros = scales + whole_lines(sizes.scales);
+  weights->kernels = kernels;
+  weights->bytes = sizes.zeros ? zeros + sizes.zeros : sizes.scales ? zeros : sizes.values;
+  weights->memory = Memory::borrowed;
+  char* at = static_cast<char*>(data ? data : map_weights(weights->bytes, &weights->memory));
+  PackedView& view = weights->view;
+  view.data = at;
+  view.n = a.n;
+  view.k = a.k;
+  view.dtype = a.dtype;
+  view.panel_elements = sizes.values / sizes.panels / (is_grouped(a.dtype) ? 1 : size_of(a.dtype));
+  if (is_grouped(a.dtype)) {
+    view.scale_dtype = a.scale_dtype;
+    view.group = a.group;
+    view.groups = divide_up(a.k, a.group);
+    view.group_scales = at + scales;
+    if (a.has_zeros) view.zeros = reinterpret_cast<uint8_t*>(at + zeros);
+  } else if (sizes.scales) {
+    view.scales = reinterpret_cast<float*>(at + scales);
+  }
+  int64_t outputs = sizes.panels * kernels->panel;
+  float* own_bias = bias ? static_cast<float*>(allocate(outputs * 4)) : nullptr;
+  if (own_bias) {
+    memcpy(own_bias, bias, a.n * 4);
+    memset(own_bias + a.n, 0, (outputs - a.n) * 4);
+  }
+  view.bias = own_bias;
+  if (!at || (bias && !own_bias)) {
+    asyncllm_free_weights(weights);
+    return nullptr;
+  }
+  if (!data && scales < weights->bytes) {
+    // What pads the values and the scales is written as well, so that equal weights have equal
+    // bytes.
+    memset(at + sizes.values, 0, scales - sizes.values);
+    memset(at + scales, 0, weights->bytes - scales);
+  }
+  return weights;
 }
 
 }  // namespace
 
+API int32_t asyncllm_layout(void) { return LAYOUT; }
+
 API Weights* asyncllm_pack(Context* context, const void* values, int32_t dtype, int64_t n,
                            int64_t k, int64_t row_stride, const float* scales,
                            const float* bias) {
-  if (!is_open(context) || n < 1 || k < 1 || !values || (n > 1 && row_stride < k)) return nullptr;
-  if (dtype == DTYPE_I8 ? !scales || largest_integer(k) < 1
-                        : scales || !is_matrix(values, dtype, n, k, row_stride))
+  PanelArgs panels = {n, k, 0, dtype, 0, 0};
+  if (!is_open(context) || !is_valid(panels) || is_grouped(dtype) || !values ||
+      (n > 1 && row_stride < k))
+    return nullptr;
+  if (dtype == DTYPE_I8 ? !scales : scales || !is_matrix(values, dtype, n, k, row_stride))
     return nullptr;
   const Kernels* kernels = context->kernels;
-  Weights* weights = static_cast<Weights*>(calloc(1, sizeof(Weights)));
+  Weights* weights = make_weights(kernels, panels, nullptr, bias);
   if (!weights) return nullptr;
-  int64_t panels = divide_up(n, kernels->panel), elements = kernels->panel_elements(k, dtype);
-  weights->kernels = kernels;
-  weights->bytes = panels * elements * size_of(dtype);
-  void* data = map_weights(weights->bytes, &weights->mapped);
-  const float* own_scales = scales ? pad(scales, n, panels * kernels->panel) : nullptr;
-  const float* own_bias = bias ? pad(bias, n, panels * kernels->panel) : nullptr;
   PackedView& view = weights->view;
-  view.data = data;
-  view.scales = own_scales;
-  view.bias = own_bias;
-  view.n = n;
-  view.k = k;
-  view.panel_elements = elements;
-  view.dtype = dtype;
-  if (!data || (scales && !own_scales) || (bias && !own_bias)) {
-    asyncllm_free_weights(weights);
-    return nullptr;
-  }
+  if (scales) memcpy(const_cast<float*>(view.scales), scales, n * 4);
   PlainView plain = {values, n, k, row_stride, dtype};
-  share(context, panels, n * k,
+  void* data = const_cast<void*>(view.data);
+  share(context, divide_up(n, kernels->panel), n * k,
         [&](int64_t panel, int) { kernels->pack(plain, data, panel, panel + 1); });
   return weights;
 }
 
 API Weights* asyncllm_pack_grouped(Context* context, const GroupedArgs* args) {
   const GroupedArgs& a = *args;
-  if (!is_open(context) || !is_grouped(a.dtype) || a.n < 1 || a.k < 1 || a.group < SPAN ||
-      a.group % SPAN || !a.values || !a.scales || !is_dtype(a.scale_dtype) ||
+  PanelArgs panels = {a.n, a.k, a.group, a.dtype, a.scale_dtype, a.zeros != nullptr};
+  if (!is_open(context) || !is_grouped(a.dtype) || !is_valid(panels) || !a.values || !a.scales ||
       a.row_bytes < (a.dtype == DTYPE_U4 ? divide_up(a.k, 2) : a.k))
     return nullptr;
   const Kernels* kernels = context->kernels;
-  Weights* weights = static_cast<Weights*>(calloc(1, sizeof(Weights)));
+  Weights* weights = make_weights(kernels, panels, nullptr, a.bias);
   if (!weights) return nullptr;
-  int64_t panels = divide_up(a.n, kernels->panel), groups = divide_up(a.k, a.group);
-  int64_t panel_bytes = divide_up(a.k, SPAN) * kernels->span_bytes(a.dtype);
-  int64_t scales = panels * groups * kernels->panel;
-  int64_t scale_bytes = divide_up(scales * size_of(a.scale_dtype), CACHE_LINE) * CACHE_LINE;
-  weights->kernels = kernels;
-  weights->bytes = panels * panel_bytes + scale_bytes + (a.zeros ? scales : 0);
-  char* data = static_cast<char*>(map_weights(weights->bytes, &weights->mapped));
-  const float* own_bias = a.bias ? pad(a.bias, a.n, panels * kernels->panel) : nullptr;
-  PackedView& view = weights->view;
-  view.data = data;
-  view.bias = own_bias;
-  view.n = a.n;
-  view.k = a.k;
-  view.panel_elements = panel_bytes;
-  view.dtype = a.dtype;
-  view.scale_dtype = a.scale_dtype;
-  view.group = a.group;
-  view.groups = groups;
-  if (!data || (a.bias && !own_bias)) {
-    asyncllm_free_weights(weights);
-    return nullptr;
-  }
-  view.group_scales = data + panels * panel_bytes;
-  if (a.zeros)
-    view.zeros = reinterpret_cast<uint8_t*>(data + panels * panel_bytes + scale_bytes);
-  share(context, panels, a.n * a.k,
-        [&](int64_t panel, int) { kernels->pack_grouped(a, view, panel, panel + 1); });
+  share(context, divide_up(a.n, kernels->panel), a.n * a.k, [&](int64_t panel, int) {
+    kernels->pack_grouped(a, weights->view, panel, panel + 1);
+  });
   return weights;
+}
+
+API Weights* asyncllm_view_weights(Context* context, const PanelArgs* args, const void* data,
+                                   int64_t bytes, const float* bias) {
+  if (!is_open(context) || !is_valid(*args) || !data || !aligned(data, CACHE_LINE)) return nullptr;
+  Weights* weights = make_weights(context->kernels, *args, const_cast<void*>(data), bias);
+  if (!weights || weights->bytes == bytes) return weights;
+  asyncllm_free_weights(weights);
+  return nullptr;
+}
+
+API const void* asyncllm_describe_weights(const Weights* weights, PanelArgs* args) {
+  const PackedView& view = weights->view;
+  *args = {view.n, view.k, view.group, view.dtype, view.scale_dtype, view.zeros != nullptr};
+  return view.data;
 }
 
 API int32_t asyncllm_round(Context* context, const RoundArgs* args) {
@@ -122,11 +165,10 @@ API int32_t asyncllm_round(Context* context, const RoundArgs* args) {
 API void asyncllm_free_weights(Weights* weights) {
   if (!weights) return;
   void* data = const_cast<void*>(weights->view.data);
-  if (data && weights->mapped)
+  if (data && weights->memory == Memory::mapped)
     munmap(data, divide_up(weights->bytes, PAGE) * PAGE);
-  else
+  else if (weights->memory == Memory::allocated)
     free(data);
-  free(const_cast<float*>(weights->view.scales));
   free(const_cast<float*>(weights->view.bias));
   free(weights);
 }

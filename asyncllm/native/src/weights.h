@@ -2,11 +2,14 @@
 #pragma once
 #include "context.h"
 
+// Whose memory the panels are in: allocated, mapped, or another owner's.
+enum class Memory { allocated, mapped, borrowed };
+
 struct Weights {
   PackedView view;
   const Kernels* kernels;
   int64_t bytes;
-  bool mapped;
+  Memory memory;
 };
 
 // Largest integer to which the elements of a row [k] may be rounded, if the sum of their products

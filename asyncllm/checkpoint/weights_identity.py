@@ -1,0 +1,69 @@
+"""WeightsIdentity: which weights a checkpoint's files hold, without reading them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncllm.checkpoint.model_files import GGUF_SUFFIX, weight_files
+from asyncllm.checkpoint.small_file import read_small_file
+
+_HUB_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsIdentity:
+    """What the file system says about a checkpoint's weights, and the configuration beside them.
+
+    Equal identities have equal weights, if files are not rewritten within the resolution of their
+    times. Compare it before and after reading: a difference is a checkpoint that was replaced.
+
+    Attributes:
+        paths: the files that have weights.
+        files: a description of each. In the hub's cache, where a file's name is the hash of its
+            content, that hash and the size; elsewhere path, size, times and inode.
+        names: name and size of each, which are the same for a copy.
+        config: digest of config.json, whose quantisation section says how to read the weights;
+            empty for GGUF.
+    """
+
+    paths: tuple[Path, ...]
+    files: tuple[dict[str, Any], ...]
+    names: tuple[tuple[str, int], ...]
+    config: str
+
+    @classmethod
+    def of(cls, path: Path) -> WeightsIdentity:
+        """Looks at a model's directory or GGUF file.
+
+        Raises:
+            OSError: a file is missing or cannot be read.
+            ModelLoadError: the directory has no weights.
+        """
+        gguf = path.suffix == GGUF_SUFFIX
+        paths = tuple([path] if gguf else weight_files(path))
+        found = [(each, each.stat()) for each in paths]
+        config = b"" if gguf else read_small_file(path / "config.json")
+        return cls(
+            paths,
+            tuple(_describe(each, status) for each, status in found),
+            tuple((each.name, status.st_size) for each, status in found),
+            hashlib.blake2b(config, digest_size=16).hexdigest() if config else "",
+        )
+
+
+def _describe(path: Path, status: os.stat_result) -> dict[str, Any]:
+    target = path.resolve()
+    if path.is_symlink() and target.parent.name == "blobs" and _HUB_HASH.fullmatch(target.name):
+        return {"name": path.name, "size": status.st_size, "hash": target.name}
+    return {
+        "path": str(target),
+        "size": status.st_size,
+        "mtime_ns": status.st_mtime_ns,
+        "ctime_ns": status.st_ctime_ns,
+        "inode": status.st_ino,
+    }

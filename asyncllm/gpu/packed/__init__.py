@@ -1,0 +1,1 @@
+"""Packed weights in files: what a start computes and a later start maps."""

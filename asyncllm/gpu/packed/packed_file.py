@@ -1,0 +1,414 @@
+"""PackedFile: a model's weights in one file, as the native ops read them.
+
+Packing takes most of a start, and its result depends on the checkpoint, the form and the layout
+alone. So the first start writes it, and later ones map it::
+
+    preamble, 64 bytes   magic, format version, size of the file, place and digest of the header
+    tensors              each at a multiple of 64 bytes, in the order of the decoder's parameters
+    header               JSON: key, content, tensors
+
+- ``key`` says in full whose weights these are (``model_key.py``). The file's name is a digest of
+  it, and the key itself is compared as well.
+- ``content`` has a checksum of each file of the checkpoint.
+- ``tensors`` has a line per parameter: its form, its place, and the checksum of its bytes. A linear
+  layer's weight is its panels, one piece per expert where it has experts; anything else is plain.
+
+**Written** from its second part on: the preamble is zeros until all else is in place. The file has
+another name until it is complete and on the disk, so neither a process that is killed nor a full
+disk leaves a file of this name that is not whole.
+
+**Read** in this order: the open file's kind, owner and size, the preamble, the header's digest, the
+key; only then is it mapped, shared and read-only, and the checksums of the tensors are computed by
+the native threads. Any other result is a miss and never an error. A mapping outlives the unlinking
+and the replacement of its file. Truncation ends a process that reads beyond the new end (SIGBUS);
+nothing here truncates, and only the file's owner can.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import mmap
+import os
+import stat
+import struct
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.native_weights import pack_new_weights
+from asyncllm.native.context import Context, PackedWeights
+from asyncllm.native.interface import STRUCTS
+
+MAGIC = b"asyncLLM"
+FORMAT = 1
+"""Version of the file format. A file of another version is a miss."""
+
+ALIGNMENT = 64
+"""Tensors begin at multiples of it, as the native ops expect."""
+
+_PREAMBLE = struct.Struct("<8sIxxxxQQQ24s")
+_DIGEST_BYTES = 24
+_MAX_HEADER_BYTES = 2**28
+_WRITE_BYTES = 2**23
+_MAX_PARTS = 1024
+"""Maximum number of pieces of memory that one call writes, on Linux."""
+_PANEL_FIELDS = tuple(name for name, *_ in STRUCTS["PanelArgs"]._fields_)
+
+
+class PackedFileError(Exception):
+    """A file that cannot be used; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """Form and place of one packed weight.
+
+    Attributes:
+        form: fields of the library's ``PanelArgs``, in their order.
+        offset, num_bytes: place in the file.
+    """
+
+    form: list[int]
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A line of the header: one parameter of the decoder.
+
+    Attributes:
+        dtype: torch's name of the dtype of the values.
+        shape: shape of the parameter. For 4-bit values it is the shape of the stored bytes.
+        offset, num_bytes: place in the file.
+        checksum: ``Context.checksum`` of these bytes.
+        parts: panels of a linear layer's weight, in the order in which they are packed; empty for a
+            plain tensor.
+        scheme, scale_block, scale_dtype, scale_shape, has_zeros: form of a linear layer's weights,
+            see ``LinearWeights``.
+    """
+
+    name: str
+    dtype: str
+    shape: list[int]
+    offset: int
+    num_bytes: int
+    checksum: int
+    parts: list[Panels]
+    scheme: Any = "plain"
+    scale_block: list[int] | None = None
+    scale_dtype: str | None = None
+    scale_shape: list[int] | None = None
+    has_zeros: bool = False
+
+
+class PanelRecorder:
+    """Packs the weights of one linear parameter, and keeps what the file has of them.
+
+    Attributes:
+        weights: the packed weights, in the order in which they were made.
+        form: the last of the weights that were packed, without values.
+        rows, scale_rows: rows of all weights and of their scales together.
+    """
+
+    form: LinearWeights
+
+    def __init__(self) -> None:
+        self.weights: list[PackedWeights] = []
+        self.rows = self.scale_rows = 0
+
+    def pack(self, context: Context, weights: LinearWeights) -> PackedWeights:
+        made = pack_new_weights(context, weights)
+        self.weights.append(made)
+        parts = {name: getattr(weights, name) for name in ("values", "scales", "zeros")}
+        forms = {name: part.to("meta") for name, part in parts.items() if part is not None}
+        self.form = replace(weights, **forms, bias=None, panels=None)
+        self.rows += weights.shape[0]
+        self.scale_rows += 0 if weights.scales is None else len(weights.scales)
+        return made
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredPanels:
+    """Hands out the packed weights of one linear parameter, in the order of the file."""
+
+    file: PackedFile
+    parts: Iterator[Panels]
+
+    def pack(self, context: Context, weights: LinearWeights) -> PackedWeights:
+        part = next(self.parts)
+        form = STRUCTS["PanelArgs"](*part.form)
+        if (form.n, form.k) != weights.shape:
+            raise RuntimeError(f"panels of {form.n} x {form.k} for weights of {weights.shape}")
+        bias = None if weights.bias is None else weights.bias.float().contiguous()
+        return PackedWeights.view(
+            context, form, self.file.address + part.offset, part.num_bytes,
+            None if bias is None else bias.data_ptr(), self.file,
+        )  # fmt: skip
+
+
+class PackedFile:
+    """An open file of packed weights, mapped into memory.
+
+    Args:
+        owners: user ids of whom one has to own the file.
+
+    Attributes:
+        key, content: see the module.
+        size: size in bytes.
+        address: address of the file's first byte. The mapping lasts as long as this object, which
+            tensors and packed weights in it refer to.
+        identity: device, inode, size and modification time in nanoseconds of the mapped file.
+
+    Raises:
+        PackedFileError: the file is missing, is none of this format, is not whole, or belongs to
+            somebody else.
+    """
+
+    def __init__(self, path: Path, owners: Collection[int]) -> None:
+        self.path = path
+        try:
+            # A FIFO would block, and a link may point to what the directory's owner did not write.
+            opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError as error:
+            raise PackedFileError("there is no such file") from error
+        except OSError as error:
+            raise PackedFileError(f"cannot be opened ({error.strerror})") from error
+        try:
+            header = self._check(opened, os.fstat(opened), owners)
+            self.key: Any = header["key"]
+            self.content: Mapping[str, int] = header["content"]
+            self.entries = [_entry_of(line) for line in header["tensors"]]
+            self._check_places()
+            self._mapping = mmap.mmap(opened, self.size, mmap.MAP_SHARED, mmap.PROT_READ)
+        except (OSError, ValueError, TypeError, KeyError, struct.error) as error:
+            raise PackedFileError(f"cannot be read ({error!r:.200})") from error
+        finally:
+            os.close(opened)
+        # Without large pages in its file cache, a kernel refuses the advice.
+        with suppress(OSError, AttributeError):
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        self.address: int = np.frombuffer(self._mapping, np.uint8).ctypes.data
+
+    def _check(self, opened: int, found: os.stat_result, owners: Collection[int]) -> dict[str, Any]:
+        """Checks all but the tensors; returns the header."""
+        if not stat.S_ISREG(found.st_mode):
+            raise PackedFileError("is no regular file")
+        if found.st_uid not in owners or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PackedFileError(
+                f"belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}, "
+                f"expected one of {sorted(owners)}, and no other user who can write it"
+            )
+        magic, version, size, place, length, digest = _PREAMBLE.unpack(
+            os.pread(opened, _PREAMBLE.size, 0)
+        )
+        if (magic, version) != (MAGIC, FORMAT):
+            raise PackedFileError(f"is none of format {FORMAT}")
+        if size != found.st_size or place + length != size or length > _MAX_HEADER_BYTES:
+            raise PackedFileError(f"has {found.st_size} bytes, expected {size}")
+        header = os.pread(opened, length, place)
+        if _digest(header) != digest:
+            raise PackedFileError("its header does not have the checksum that it was written with")
+        self.size, self._end = size, place
+        self.identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        return json.loads(header)
+
+    def _check_places(self) -> None:
+        for entry in self.entries:
+            places = [(entry.offset, entry.num_bytes)]
+            places += [(part.offset, part.num_bytes) for part in entry.parts]
+            for offset, num_bytes in places:
+                if offset % ALIGNMENT or offset < _PREAMBLE.size or num_bytes < 1:
+                    raise PackedFileError(f"has {entry.name} at an impossible place")
+                if offset + num_bytes > self._end:
+                    raise PackedFileError(f"ends within {entry.name}")
+
+    def verify(self, context: Context) -> None:
+        """Computes the checksum of every tensor.
+
+        Raises:
+            PackedFileError: one differs from the header's.
+        """
+        places = [(entry.offset, entry.num_bytes) for entry in self.entries]
+        found = context.checksums(self.address, places)
+        for entry, checksum in zip(self.entries, found, strict=True):
+            if checksum != entry.checksum:
+                raise PackedFileError(f"{entry.name} does not have the checksum of its bytes")
+
+    def weights(self) -> Iterator[tuple[str, Tensor | LinearWeights]]:
+        """Yields the decoder's parameters, like ``load_weights``.
+
+        Weights of linear layers have their final form and no values: only this file's panels.
+        """
+        for entry in self.entries:
+            yield entry.name, self._linear(entry) if entry.parts else self._plain(entry)
+
+    def _plain(self, entry: TensorEntry) -> Tensor:
+        # The buffer refers to this object, and torch to the buffer.
+        buffer: Any = (ctypes.c_char * entry.num_bytes).from_address(self.address + entry.offset)
+        buffer.owner = self
+        return torch.frombuffer(buffer, dtype=getattr(torch, entry.dtype)).view(entry.shape)
+
+    def _linear(self, entry: TensorEntry) -> LinearWeights:
+        scales = zeros = None
+        if entry.scale_shape is not None:
+            assert entry.scale_dtype is not None
+            scales = _placeholder(entry.scale_shape, entry.scale_dtype)
+            zeros = _placeholder(entry.scale_shape, entry.dtype) if entry.has_zeros else None
+        rows, columns = entry.scale_block or (0, 0)
+        return LinearWeights(
+            _placeholder(entry.shape, entry.dtype),
+            scheme=entry.scheme,
+            scales=scales,
+            scale_block=None if entry.scale_block is None else (rows, columns),
+            zeros=zeros,
+            panels=StoredPanels(self, iter(entry.parts)),
+        )
+
+
+def write_packed_file(
+    opened: int,
+    context: Context,
+    key: Any,
+    content: Mapping[str, int],
+    tensors: Iterable[tuple[str, Tensor | PanelRecorder]],
+    check: Callable[[], None] = lambda: None,
+) -> int:
+    """Writes a file of packed weights, and waits until the disk has it.
+
+    Args:
+        opened: descriptor of an empty file.
+        context: context whose threads compute the checksums.
+        check: called between two pieces; an exception of it ends the writing.
+
+    Returns:
+        The file's size in bytes.
+
+    Raises:
+        OSError: the disk is full, or cannot be written.
+    """
+    entries: list[TensorEntry] = []
+    writer = _Writer(opened, check)
+    writer.append(memoryview(bytes(_PREAMBLE.size)))
+    for name, tensor in tensors:
+        whole = tensor.contiguous() if isinstance(tensor, Tensor) else None
+        if isinstance(tensor, PanelRecorder):
+            pieces = [(each.address, each.num_bytes) for each in tensor.weights]
+        else:
+            assert whole is not None
+            pieces = [(whole.data_ptr(), whole.nbytes)]
+        places: list[tuple[int, int]] = []
+        for address, num_bytes in pieces:
+            writer.append(memoryview(bytes(-writer.end % ALIGNMENT)))
+            places.append((writer.end, num_bytes))
+            piece = (ctypes.c_char * num_bytes).from_address(address)
+            writer.append(memoryview(piece).cast("B"), whole)
+        entries.append(_entry(name, tensor, places))
+    writer.flush()
+    end = writer.end
+    with mmap.mmap(opened, end, mmap.MAP_SHARED, mmap.PROT_READ) as mapping:
+        # The mapping cannot be closed while an array of its memory exists.
+        address = np.frombuffer(mapping, np.uint8).ctypes.data
+        for index, entry in enumerate(entries):
+            check()
+            (checksum,) = context.checksums(address, [(entry.offset, entry.num_bytes)])
+            entries[index] = replace(entry, checksum=checksum)
+    lines = [asdict(entry) for entry in entries]
+    header = json.dumps({"key": key, "content": dict(content), "tensors": lines}).encode()
+    writer.append(memoryview(header))
+    writer.flush()
+    # With the preamble it is a file of this format, so that comes when all else is on the disk.
+    os.fsync(opened)
+    preamble = _PREAMBLE.pack(MAGIC, FORMAT, writer.end, end, len(header), _digest(header))
+    if os.pwrite(opened, preamble, 0) != len(preamble):
+        raise OSError("the preamble was not written as a whole")
+    os.fsync(opened)
+    return writer.end
+
+
+class _Writer:
+    """Appends to a file in pieces of ``_WRITE_BYTES``, wherever tensors end: a file cache has large
+    pages only for what is written at once.
+
+    Attributes:
+        end: number of bytes appended.
+    """
+
+    def __init__(self, opened: int, check: Callable[[], None]) -> None:
+        self._opened, self._check = opened, check
+        self._waiting: list[memoryview] = []
+        self._owners: list[object] = []
+        self.end = self._written = 0
+
+    def append(self, data: memoryview, owner: object = None) -> None:
+        """Appends ``data``, whose memory ``owner`` keeps."""
+        self._owners.append(owner)
+        while data:
+            room = _WRITE_BYTES - self.end % _WRITE_BYTES
+            self._waiting.append(data[:room])
+            self.end += len(self._waiting[-1])
+            data = data[room:]
+            if self.end % _WRITE_BYTES == 0 or len(self._waiting) == _MAX_PARTS:
+                self.flush()
+
+    def flush(self) -> None:
+        while self._waiting:
+            self._check()
+            count = os.pwritev(self._opened, self._waiting, self._written)
+            self._written += count
+            while count:
+                first = self._waiting.pop(0)
+                if count < len(first):
+                    self._waiting.insert(0, first[count:])
+                count -= min(count, len(first))
+        del self._owners[:-1]  # The last may have more to append.
+
+
+def _entry(name: str, tensor: Tensor | PanelRecorder, places: list[tuple[int, int]]) -> TensorEntry:
+    offset = places[0][0]
+    num_bytes = sum(places[-1]) - offset
+    if isinstance(tensor, Tensor):
+        return TensorEntry(name, _name(tensor.dtype), [*tensor.shape], offset, num_bytes, 0, [])
+    form, parts = tensor.form, []
+    for each, (start, size) in zip(tensor.weights, places, strict=True):
+        parts.append(Panels([getattr(each.form, field) for field in _PANEL_FIELDS], start, size))
+    return TensorEntry(
+        name,
+        _name(form.values.dtype),
+        [tensor.rows, form.values.shape[1]],
+        offset,
+        num_bytes,
+        0,
+        parts,
+        form.scheme,
+        None if form.scale_block is None else [*form.scale_block],
+        None if form.scales is None else _name(form.scales.dtype),
+        None if form.scales is None else [tensor.scale_rows, form.scales.shape[1]],
+        form.zeros is not None,
+    )
+
+
+def _entry_of(line: dict[str, Any]) -> TensorEntry:
+    parts: Any = [Panels(**part) for part in line["parts"]]
+    return TensorEntry(**line | {"parts": parts})
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _placeholder(shape: list[int], dtype: str) -> Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+
+def _digest(header: bytes) -> bytes:
+    return hashlib.blake2b(header, digest_size=_DIGEST_BYTES).digest()

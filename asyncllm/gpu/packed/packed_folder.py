@@ -1,0 +1,133 @@
+"""PackedFolder: a folder of packed files that processes share."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+SUFFIX = ".panels"
+_TEMPORARY_SUFFIX = ".panels-tmp"
+
+MIN_FREE_SHARE = 0.05
+"""Share of the disk that a new file leaves free."""
+
+
+class PackedFolder:
+    """A folder with packed files, and with small files that belong to them.
+
+    One process at a time writes, evicts and cleans up, under a lock of the folder itself, which
+    ends with the process: a temporary file that a writer finds is a dead process's. Reading takes
+    no lock, because files appear and vanish as a whole.
+
+    Args:
+        max_bytes: size of all packed files together; None for a folder in which nothing is evicted,
+            a model's own.
+        mode: mode of new files.
+    """
+
+    def __init__(self, path: Path, max_bytes: int | None, mode: int = 0o600) -> None:
+        self.path, self.max_bytes, self._mode = path, max_bytes, mode
+        self._is_locked = False
+
+    def make(self) -> None:
+        """Makes the folder, for this user alone, unless it exists.
+
+        Raises:
+            PermissionError: it belongs to another user, or others can write in it.
+            OSError: it cannot be made.
+        """
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = self.path.stat()
+        if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PermissionError(
+                f"{self.path} belongs to user {found.st_uid} with mode "
+                f"{stat.S_IMODE(found.st_mode):o}, expected a folder that only user {os.geteuid()} "
+                "can write"
+            )
+
+    @contextmanager
+    def lock(self, wait: bool = True) -> Iterator[None]:
+        """Lock of all writers, which one thread of a process uses at a time. It may be nested.
+
+        Raises:
+            BlockingIOError: another process has it, and ``wait`` is False.
+        """
+        import fcntl  # Other systems than POSIX have none, and no native ops either.
+
+        if self._is_locked:
+            yield
+            return
+        opened = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            self._is_locked = True
+            for left in self.path.glob(f"*{_TEMPORARY_SUFFIX}"):
+                left.unlink(missing_ok=True)
+            yield
+            os.fsync(opened)
+        finally:
+            self._is_locked = False
+            os.close(opened)
+
+    def write(self, name: str, write: Callable[[int], object], num_bytes: int = 0) -> None:
+        """Writes a file so that it appears as a whole or not at all. Needs the lock.
+
+        Args:
+            write: writes the file's content to a descriptor.
+            num_bytes: bytes to reserve.
+
+        Raises:
+            OSError: there is no room, or the folder cannot be written.
+        """
+        temporary = self.path / f"{name}{_TEMPORARY_SUFFIX}"
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        opened = os.open(temporary, flags, self._mode)
+        try:
+            os.fchmod(opened, self._mode)
+            if num_bytes:
+                os.posix_fallocate(opened, 0, num_bytes)
+            write(opened)
+            os.rename(temporary, self.path / name)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+        finally:
+            os.close(opened)
+
+    def make_room(self, num_bytes: int) -> None:
+        """Removes the least recently used files until another has room. Needs the lock.
+
+        Raises:
+            OSError: the file is larger than all files may be, or would fill the disk.
+        """
+        files = [(each, each.stat()) for each in self.path.glob(f"*{SUFFIX}")]
+        if self.max_bytes is not None:
+            if num_bytes > self.max_bytes:
+                raise OSError(f"{num_bytes} bytes are more than packed_cache_size={self.max_bytes}")
+            held = num_bytes + sum(status.st_size for _, status in files)
+            for path, status in sorted(files, key=lambda each: each[1].st_atime_ns):
+                if held <= self.max_bytes:
+                    break
+                self._remove(path)
+                held -= status.st_size
+        disk = os.statvfs(self.path)
+        least = int(disk.f_blocks * disk.f_frsize * MIN_FREE_SHARE)
+        if disk.f_bavail * disk.f_frsize < num_bytes + least:
+            raise OSError(
+                f"{num_bytes} bytes would leave less than {MIN_FREE_SHARE:.0%} of the disk free"
+            )
+
+    def mark_used(self, name: str) -> None:
+        """Notes that a file is in use, so that others are evicted before it."""
+        path = self.path / name
+        with suppress(OSError):  # A read-only folder evicts nothing.
+            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+
+    def _remove(self, path: Path) -> None:
+        for each in (path, *self.path.glob(f"{path.stem}.*.json")):
+            each.unlink(missing_ok=True)

@@ -1,0 +1,412 @@
+"""PackedStore: finds, reads and writes the packed weights of one engine."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from asyncllm.checkpoint.model_config import ModelConfig
+from asyncllm.checkpoint.progress import Progress
+from asyncllm.checkpoint.small_file import read_small_file
+from asyncllm.checkpoint.weights_identity import WeightsIdentity
+from asyncllm.config import EngineConfig
+from asyncllm.errors import ModelLoadError
+from asyncllm.gpu.models.architectures import is_small, parameters
+from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.packed.packed_file import (
+    FORMAT,
+    PackedFile,
+    PackedFileError,
+    PanelRecorder,
+    write_packed_file,
+)
+from asyncllm.gpu.packed.packed_folder import SUFFIX, PackedFolder
+from asyncllm.gpu.transformers_model.config import TransformersConfig
+from asyncllm.logger import get_logger
+from asyncllm.native.context import Context
+from asyncllm.validation import invalid
+from asyncllm.version import VERSION
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+
+Weights = Iterable[tuple[str, Tensor | LinearWeights]]
+
+_CHUNK = 2**23
+_MAX_NOTE_BYTES = 2**16
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class _StoppedError(Exception):
+    """The engine has ended, so its file is not written to the end."""
+
+
+class PackedStore:
+    """The packed weights of one engine: a file that is found, or one that is written.
+
+    Weights are looked for in the cache folder, by what the file system says about the checkpoint,
+    and then beside the model (``asyncllm pack``), by the checksum of the checkpoint's content. The
+    name of a file is a digest of its key, which says whose weights these are and in which form; so
+    weights of another checkpoint, form, layout, processor or version have another name.
+
+    Args:
+        beside: write beside the model and not into the cache folder.
+
+    Attributes:
+        state: phrase that says where the weights come from, and why not from a file.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        context: Context,
+        dtype: torch.dtype,
+        progress: Progress | None = None,
+        *,
+        beside: bool = False,
+    ) -> None:
+        self._model, self._config, self._context = model, config, context
+        self._beside, self._stopped = beside, threading.Event()
+        self._progress = progress or (lambda *_: None)
+        self._recorded: list[tuple[str, Tensor | PanelRecorder]] = []
+        self._writer: threading.Thread | None = None
+        self._logged_lines: set[str] = set()
+        self.state = "packed at this start"
+        self._identity = WeightsIdentity.of(model.path)
+        form = {
+            "version": VERSION,
+            "format": FORMAT,
+            "kernels": context.functions.sources().decode(),
+            "layout": context.layout,
+            "dtype": str(dtype),
+            "quantization": config.quantization,
+            "model": _digest(repr(_weights_config(model))),
+            "config": self._identity.config,
+        }
+        self._cache_key = form | {"files": [*self._identity.files]}
+        self._beside_key = form | {"files": [[*each] for each in self._identity.names]}
+        is_file = model.path.is_file()
+        self._model_folder = PackedFolder(
+            model.path.parent if is_file else model.path,
+            None,
+            # What is beside the model may be read by those who may read the model.
+            0o600 | (self._identity.paths[0].stat().st_mode & 0o044),
+        )
+        assert isinstance(config.packed_cache_size, int)  # EngineConfig has converted it.
+        self._cache = PackedFolder(cache_folder(config), config.packed_cache_size)
+
+    @property
+    def num_threads(self) -> int:
+        """Number of threads of the native ops."""
+        return self._context.num_threads
+
+    @property
+    def _folder(self) -> PackedFolder:
+        return self._model_folder if self._beside else self._cache
+
+    @property
+    def _key(self) -> dict[str, Any]:
+        return self._beside_key if self._beside else self._cache_key
+
+    # --- reading -----------------------------------------------------------------------
+
+    def build(self, read: Callable[[], Weights], build: Callable[[Weights, bool], T]) -> T:
+        """Builds a model from its file, or from the checkpoint.
+
+        With ``packed_cache="shared"`` a missing file is written first, while other processes that
+        want it wait, and the model is built from it then.
+
+        Args:
+            read: reads the checkpoint.
+            build: builds the model. Its second argument says whether the weights have their final
+                form already, and are not to be quantised.
+        """
+        if self._beside:
+            return build(self._record(read()), False)
+        found = self._find()
+        if found is None and self._config.packed_cache == "shared":
+            try:
+                self._cache.make()
+                with self._cache.lock():
+                    found = self._find()
+                    if found is None:
+                        build(self._record(read()), False)
+                        self._write_locked()
+                        found = self._find()
+            except OSError as error:
+                self._refuse(error)
+        if found is None:
+            return build(self._record(read()), False)
+        made = build(found.weights(), True)
+        self._progress(found.size, found.size)
+        return made
+
+    def _find(self) -> PackedFile | None:
+        """Opens and verifies the file of these weights; None, with a line in the log, for a file
+        that cannot be used."""
+        own = {os.geteuid()} if hasattr(os, "geteuid") else set()
+        with_model = own | {0, self._identity.paths[0].stat().st_uid}
+        for folder, key, owners in (
+            (self._cache, self._cache_key, own),
+            (self._model_folder, self._beside_key, with_model),
+        ):
+            path = folder.path / _file_name(key)
+            if not path.exists():
+                continue
+            try:
+                found = PackedFile(path, owners)
+                if found.key != key:
+                    raise PackedFileError("has the weights of another model or form")
+                # What does not need the weights begins now, on other threads.
+                self._progress(0, found.size)
+                if folder is self._model_folder and found.content != self._content(self._context):
+                    raise PackedFileError("was made of other weights than the model's")
+                self._verify(found)
+            except (PackedFileError, OSError) as error:
+                line = f"packed weights {path}: {error}; they are packed anew"
+                if line not in self._logged_lines:  # Under the lock it is looked at once more.
+                    logger.warning("%s", line)
+                self._logged_lines.add(line)
+                continue
+            folder.mark_used(path.name)
+            self.state = f"read from {path}"
+            return found
+        return None
+
+    def _verify(self, found: PackedFile) -> None:
+        """Verifies all checksums; with ``packed_cache="shared"`` once for each file and boot."""
+        if self._config.packed_cache != "shared":
+            found.verify(self._context)
+            return
+        name = f"{_stem(self._cache_key)}.verified.json"
+        stamp = {"boot": _boot_id(), "file": [*found.identity]}
+        if stamp["boot"] and self.read_note(name) == stamp:
+            return
+        found.verify(self._context)
+        self._write_note(name, stamp)
+
+    # --- writing -----------------------------------------------------------------------
+
+    def _record(self, weights: Weights) -> Iterator[tuple[str, Tensor | LinearWeights]]:
+        """Passes weights on, and remembers what of them goes into the file."""
+        self._recorded = []
+        linear = {each.name for each in parameters(self._model) if each.linear}
+        for name, value in weights:
+            if name not in linear:
+                assert isinstance(value, Tensor)
+                self._recorded.append((name, value))
+                yield name, value
+                continue
+            recorder = PanelRecorder()
+            self._recorded.append((name, recorder))
+            whole = LinearWeights(value) if isinstance(value, Tensor) else value
+            yield name, replace(whole, panels=recorder)
+
+    @property
+    def path(self) -> Path:
+        """The file that is written."""
+        return self._folder.path / _file_name(self._key)
+
+    def write(self) -> None:
+        """Writes the file now, unless the weights came from one or another process has written it.
+
+        Raises:
+            OSError: the folder cannot be written.
+            ModelLoadError: the checkpoint was changed meanwhile.
+        """
+        if self._recorded:
+            if not self._beside:
+                self._cache.make()
+            with self._folder.lock():
+                self._write_locked()
+
+    def write_later(self, notes: Mapping[str, Any]) -> None:
+        """Writes the file, and notes that belong to it, on a thread of low priority."""
+        if not self._recorded and not notes:
+            return
+        self._writer = threading.Thread(
+            target=self._write_quietly, args=(notes,), name="asyncllm-packed-writer", daemon=True
+        )
+        with suppress(RuntimeError, MemoryError):  # The next start writes it.
+            self._writer.start()
+
+    def _write_quietly(self, notes: Mapping[str, Any]) -> None:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        try:
+            self.write()
+            for name, note in notes.items():
+                self._write_note(name, note)
+        except _StoppedError:
+            self.state += "; the engine ended before the file was written"
+        except (OSError, ModelLoadError, MemoryError) as error:
+            self._refuse(error)
+        finally:
+            self._recorded = []  # They would keep the weights of an engine that has ended.
+
+    def _refuse(self, error: BaseException) -> None:
+        self.state = f"packed at this start, and not written: {error}"
+        logger.warning("packed weights are not written to %s: %s", self._folder.path, error)
+
+    def _write_locked(self) -> None:
+        """Writes the file. Needs the folder's lock."""
+        path, recorded = self.path, self._recorded
+        # The engine's own context is in use on the engine's thread.
+        context = Context(self._context.functions, 1, self._context.isa)
+        # Another process may have written it while this one waited.
+        with suppress(PackedFileError):
+            written = PackedFile(path, {os.geteuid()})
+            if written.key == self._key and not self._beside:
+                written.verify(context)
+                self._recorded = []
+                self.state = f"packed at this start, and written to {path} by another engine"
+                return
+        content = self._content(context)
+        if WeightsIdentity.of(self._model.path) != self._identity:
+            raise ModelLoadError(f"{self._model.path}: was changed while it was loaded")
+        num_bytes = sum(
+            one.nbytes if isinstance(one, Tensor) else sum(each.num_bytes for each in one.weights)
+            for _, one in recorded
+        )
+        self._folder.make_room(num_bytes)
+
+        def write(opened: int) -> None:
+            write_packed_file(opened, context, self._key, content, recorded, self._check_stopped)
+
+        self._folder.write(path.name, write, num_bytes)
+        self._recorded = []
+        self.state = f"packed at this start, and written to {path}"
+        logger.info("packed weights are written to %s: %.1f MiB", path, num_bytes / 2**20)
+
+    def _content(self, context: Context) -> dict[str, int]:
+        """Checksum of each file of the checkpoint, by name."""
+        buffer = (ctypes.c_char * _CHUNK)()
+        content: dict[str, int] = {}
+        for path in self._identity.paths:
+            digest = hashlib.blake2b(digest_size=7)
+            with path.open("rb", buffering=0) as file:
+                while count := file.readinto(buffer):
+                    self._check_stopped()
+                    (checksum,) = context.checksums(ctypes.addressof(buffer), [(0, count)])
+                    digest.update(checksum.to_bytes(8, "little"))
+            content[path.name] = int.from_bytes(digest.digest(), "little")
+        return content
+
+    def _check_stopped(self) -> None:
+        if self._stopped.is_set():
+            raise _StoppedError
+
+    def close(self) -> None:
+        """Ends the writing of the file. A file that is not complete is removed."""
+        self._stopped.set()
+
+    # --- notes -------------------------------------------------------------------------
+
+    def note_name(self, kind: str, about: Mapping[str, Any]) -> str:
+        """Name of a note that belongs to this file and to nothing but ``about``."""
+        return f"{_stem(self._key)}.{kind}-{_digest(json.dumps(about, sort_keys=True))}.json"
+
+    def read_note(self, name: str) -> Any:
+        """Reads a note; None if there is none."""
+        for folder in (self._cache, self._model_folder):
+            with suppress(OSError, ValueError, ModelLoadError):
+                return json.loads(read_small_file(folder.path / name, _MAX_NOTE_BYTES))
+        return None
+
+    def _write_note(self, name: str, note: Any) -> None:
+        """Writes a note, unless another process writes or the folder cannot be written: then the
+        next start does."""
+        content = json.dumps(note).encode()
+        with suppress(OSError):
+            if not self._beside:
+                self._cache.make()
+            with self._folder.lock(wait=False):
+                self._folder.write(name, lambda opened: os.write(opened, content))
+
+
+def open_store(
+    config: EngineConfig,
+    model: ModelConfig | TransformersConfig,
+    context: Context | None,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    *,
+    beside: bool = False,
+) -> PackedStore | str:
+    """Makes the store of an engine; where weights cannot come from a file, returns the reason.
+
+    Args:
+        beside: see PackedStore.
+
+    Raises:
+        InvalidRequestError: ``packed_cache`` is "shared", and there is such a reason.
+    """
+    if config.packed_cache == "off":
+        return 'packed_cache="off"'
+    if is_small(model):
+        return "packed at this start: a model of less than 32 million parameters gains nothing"
+    if config.load_format == "dummy":
+        reason = "random weights have no file"
+    elif not isinstance(model, ModelConfig):
+        reason = "transformers' modules hold weights of their own"
+    elif context is None:
+        reason = "only native ops on a CPU pack weights"
+    else:
+        try:
+            return PackedStore(config, model, context, dtype, progress, beside=beside)
+        except (OSError, RuntimeError) as error:
+            reason = f"the checkpoint or the cache folder cannot be found ({error})"
+    if config.packed_cache == "shared":
+        raise invalid("packed_cache", config.packed_cache, f"'auto' or 'off': {reason}")
+    return reason
+
+
+def cache_folder(config: EngineConfig) -> Path:
+    """Folder of packed files: ``packed_cache_dir``, or the user's own by the XDG convention.
+
+    Raises:
+        RuntimeError: the user has no home directory.
+    """
+    if config.packed_cache_dir is not None:
+        return Path(config.packed_cache_dir).expanduser()
+    found = os.environ.get("XDG_CACHE_HOME", "")
+    # The convention is to ignore a relative path.
+    base = Path(found) if os.path.isabs(found) else Path.home() / ".cache"
+    return base / "asyncllm" / "packed"
+
+
+def _weights_config(model: ModelConfig) -> ModelConfig:
+    """The configuration without what no weight depends on."""
+    return replace(model, path=Path(), generation_defaults=None, eos_token_ids=())
+
+
+def _stem(key: Any) -> str:
+    return _digest(json.dumps(key, sort_keys=True))
+
+
+def _file_name(key: Any) -> str:
+    return _stem(key) + SUFFIX
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _boot_id() -> str:
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""

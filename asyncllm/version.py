@@ -1,0 +1,3 @@
+"""VERSION: the version of the package."""
+
+VERSION = "0.1.0"

@@ -1,0 +1,895 @@
+"""Files of packed weights: what a start writes, and what a later start makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+import hashlib
+import json
+import logging
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from asyncllm import AsyncLLMEngine, EngineConfig, EngineError, InvalidRequestError
+from asyncllm.checkpoint.model_config import ModelConfig
+from asyncllm.checkpoint.weights_identity import WeightsIdentity
+from asyncllm.cli import main
+from asyncllm.gpu import calibration
+from asyncllm.gpu.build import build_model_runner
+from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.native_linear import NativeLinear
+from asyncllm.gpu.ops.native_weights import pack_new_weights, round_int4, round_int8
+from asyncllm.gpu.packed import packed_folder, packed_store
+from asyncllm.gpu.packed.packed_file import (
+    ALIGNMENT,
+    PackedFile,
+    PackedFileError,
+    PanelRecorder,
+    write_packed_file,
+)
+from asyncllm.gpu.packed.packed_folder import SUFFIX, PackedFolder
+from asyncllm.gpu.packed.packed_store import PackedStore, cache_folder
+from asyncllm.native.context import Context, PackedWeights
+from tests.checkpoints import copy_tokenizer, make_checkpoint
+from tests.driver import Driver
+from tests.families import make
+from tests.gguf_files import write_gguf
+from tests.native_library import context, isas
+from tests.packing import CASES, repack
+
+pytestmark = pytest.mark.skipif(not isas(), reason="no C++ compiler to build the native ops with")
+
+ME = {os.geteuid()} if hasattr(os, "geteuid") else set()
+PROMPTS = [3], list(range(40)), [7] * 9
+
+
+@pytest.fixture(autouse=True)
+def _small_models_have_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_store, "is_small", lambda model: False)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plain")
+    make_checkpoint(path, "Qwen3ForCausalLM", head_dim=32, num_hidden_layers=2)
+    return path
+
+
+@pytest.fixture
+def model(plain: Path, tmp_path: Path) -> Path:
+    """A copy of its own for a test that changes it."""
+    return Path(shutil.copytree(plain, tmp_path / "model"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "packed"
+
+
+def settings(folder: Path, **others: Any) -> EngineConfig:
+    values = {
+        "device": "cpu", "attention_backend": "native", "num_blocks": 32, "num_threads": 1,
+        "async_scheduling": False, "max_num_batched_tokens": 64, "packed_cache_dir": folder,
+        "packed_cache": "shared", "dtype": "float32",
+    }  # fmt: skip
+    return EngineConfig(**values | others)
+
+
+def start(path: Path, config: EngineConfig) -> tuple[list[Any], str]:
+    """Tokens and log-probabilities of some prompts, and where the weights came from."""
+    runner = build_model_runner(config, ModelConfig.from_directory(path))
+    state = runner.report().packed_weights
+    driver = Driver(runner)
+    sequences = [driver.add(prompt, 6) for prompt in PROMPTS]
+    driver.run(sequences)
+    found = [(each.outputs, each.logprobs) for each in sequences]
+    runner.close()
+    return found, state
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"*{SUFFIX}"))
+
+
+def only_file(folder: Path) -> Path:
+    (found,) = files(folder)
+    return found
+
+
+def bytes_at(address: int, count: int) -> bytes:
+    return ctypes.string_at(address, count)
+
+
+# --- what is in a file -----------------------------------------------------------------
+
+
+def forms(own: Context) -> dict[str, LinearWeights]:
+    """Weights of every form, with sizes that fill no panel."""
+    random = torch.Generator().manual_seed(0)
+    values = torch.randn(150, 200, generator=random)
+    bias = torch.randn(150, generator=random)
+    eight = round_int8(own, LinearWeights(values))
+    codes = torch.randint(-127, 128, (150, 200), generator=random, dtype=torch.int8)
+    groups = torch.rand(150, 7, generator=random)
+    return {
+        "float32": LinearWeights(values, bias),
+        "bfloat16": LinearWeights(values.bfloat16()),
+        "float16": LinearWeights(values.half(), bias.half()),
+        "int8": eight,
+        "int4": round_int4(own, LinearWeights(values, bias)),
+        "uint8 in groups": LinearWeights(
+            codes, scheme="int8", scales=groups, scale_block=(1, 32),
+            zeros=codes[:, :7].contiguous(),
+        ),
+        "int4, no zeros": LinearWeights(
+            (codes[:, :100].int() + 128).to(torch.uint8), scheme="int4",
+            scales=groups.half(), scale_block=(1, 32),
+            zeros=torch.full((150, 7), 8, dtype=torch.uint8),
+        ),
+    }  # fmt: skip
+
+
+def write(
+    path: Path, own: Context, tensors: list[tuple[str, Tensor | PanelRecorder]], key: Any = "key"
+) -> Path:
+    with path.open("w+b") as file:
+        path.chmod(0o600)
+        size = write_packed_file(file.fileno(), own, key, {"model": 7}, tensors)
+    assert size == path.stat().st_size
+    return path
+
+
+@pytest.mark.parametrize("isa", isas())
+def test_a_file_has_the_bytes_of_fresh_packing(tmp_path, isa):
+    own = context(2, isa)
+    found, recorded = {}, []
+    for name, weights in forms(own).items():
+        recorder = PanelRecorder()
+        found[name] = recorder.pack(own, weights)
+        recorded.append((name, recorder))
+    norm = torch.arange(11, dtype=torch.bfloat16)
+    table = torch.arange(30.0).view(5, 6)
+    recorded[2:2] = [("norm", norm), ("table", table)]
+    file = PackedFile(write(tmp_path / "file", own, recorded), ME)
+    file.verify(own)
+    assert (file.key, file.content) == ("key", {"model": 7})
+    read: dict[str, Any] = dict(file.weights())
+    assert list(read) == [name for name, _ in recorded]
+    assert torch.equal(read["norm"], norm)
+    assert torch.equal(read["table"], table)
+    x = torch.randn(5, 200, generator=torch.Generator().manual_seed(1))
+    for name, weights in forms(own).items():
+        stored = read[name]
+        assert stored.form == weights.form
+        assert stored.num_bytes == weights.num_bytes
+        assert stored.values.dtype == weights.values.dtype
+        fresh = NativeLinear(own, weights)
+        linear = NativeLinear(own, replace(stored, bias=weights.bias))
+        one, two = fresh.weights, linear.weights
+        assert one.num_bytes == two.num_bytes
+        assert two.address % ALIGNMENT == 0
+        assert file.address <= two.address < file.address + file.size
+        # Again, by weights that no recorder has seen.
+        assert bytes_at(one.address, one.num_bytes) == bytes_at(two.address, two.num_bytes)
+        own_x = x.to(linear.dtype or torch.float32)
+        assert torch.equal(fresh(own_x), linear(own_x)), name
+
+
+LAYOUTS = {
+    "avx512-1": "d82b8c63feeea9fc",
+    "avx2-1": "7ede49ae9aa3b095",
+    "baseline-1": "e568b392f15a5f5f",
+}
+"""Digests of the packed bytes of ``forms``."""
+
+
+@pytest.mark.parametrize("isa", [isa for isa in isas() if isa in ("avx512", "avx2", "baseline")])
+def test_the_layout_has_the_version_that_it_was_given(isa):
+    """Fails if packed bytes change and ``LAYOUT`` in kernels.h does not: then raise it, and put the
+    new digests into LAYOUTS."""
+    own, digest = context(1, isa), hashlib.blake2b(digest_size=8)
+    for weights in forms(own).values():
+        packed = pack_new_weights(own, weights)
+        digest.update(bytes_at(packed.address, packed.num_bytes))
+    assert {own.layout: digest.hexdigest()}.items() <= LAYOUTS.items()
+
+
+def test_weights_outlive_the_name_of_their_file(tmp_path):
+    """The mapping belongs to what reads it: neither unlinking nor the file object's end matter."""
+    own, recorder = context(), PanelRecorder()
+    weights = LinearWeights(torch.randn(64, 64))
+    fresh = recorder.pack(own, weights)
+    path = write(tmp_path / "file", own, [("w", recorder), ("norm", torch.ones(3))])
+    file = PackedFile(path, ME)
+    read: dict[str, Any] = dict(file.weights())
+    linear, norm = NativeLinear(own, read["w"]), read["norm"]
+    path.unlink()
+    del file, read
+    found = linear.weights
+    assert bytes_at(found.address, found.num_bytes) == bytes_at(fresh.address, fresh.num_bytes)
+    assert norm.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_view_refuses_memory_of_another_size_or_alignment():
+    own = context()
+    packed = pack_new_weights(own, LinearWeights(torch.randn(64, 64)))
+    address, count, form = packed.address, packed.num_bytes, packed.form
+    assert PackedWeights.view(own, form, address, count, None, packed).num_bytes == count
+    for wrong in ((address, count - 64), (address, count + 64), (address + 4, count)):
+        with pytest.raises(MemoryError, match="64 x 64 cannot be packed"):
+            PackedWeights.view(own, form, *wrong, None, packed)
+
+
+def test_a_checksum_changes_with_every_byte_and_their_order():
+    own = context(2)
+    data = bytearray(random.Random(0).randbytes(600_001))
+    buffer = (ctypes.c_char * len(data)).from_buffer(data)
+
+    def checksum(count: int = len(data)) -> int:
+        return own.checksums(ctypes.addressof(buffer), [(0, count)])[0]
+
+    whole, seen = checksum(), set()
+    for index in [*range(0, len(data), 9973), 2**18 - 1, 2**18, len(data) - 1]:
+        data[index] ^= 1
+        seen.add(checksum())
+        data[index] ^= 1
+    assert len(seen) == len({*range(0, len(data), 9973), 2**18 - 1, 2**18, len(data) - 1})
+    assert whole not in seen
+    assert checksum() == whole == context(1).checksums(ctypes.addressof(buffer), [(0, 600_001)])[0]
+    assert len({checksum(count) for count in (0, 1, 7, 8, 9, 600_000)}) == 6
+    # Chunks that change places.
+    data[: 2**18], data[2**18 : 2**19] = data[2**18 : 2**19], data[: 2**18]
+    assert checksum() != whole
+
+
+# --- what a start makes of it ----------------------------------------------------------
+
+KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "float32": ("Qwen3", {}, {}),
+    "bfloat16, tied": ("Qwen3", {"tie_word_embeddings": True}, {"dtype": "bfloat16"}),
+    "biases": ("Qwen2", {}, {}),
+    "int8, tied": ("Qwen3", {"tie_word_embeddings": True}, {"quantization": "int8"}),
+    "int4": ("Qwen2", {}, {"quantization": "int4", "dtype": "bfloat16"}),
+    "experts": (
+        "Qwen3Moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        {"quantization": "int4"},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_start_from_the_file_gives_the_same_bits(tmp_path, folder, kind):
+    architecture, sizes, own = KINDS[kind]
+    path = tmp_path / "model"
+    make_checkpoint(path, f"{architecture}ForCausalLM", num_hidden_layers=2, **sizes)
+    expected, without = start(path, settings(folder, packed_cache="off", **own))
+    assert without == 'packed_cache="off"'
+    assert not folder.exists()
+    first, state = start(path, settings(folder, **own))
+    assert state == f"read from {only_file(folder)}"
+    second, again = start(path, settings(folder, packed_cache="auto", **own))
+    assert again == state
+    assert first == second == expected
+
+
+@pytest.mark.parametrize("family", ["Qwen3_5", "GptOss", "Glm4"])
+def test_a_start_gives_the_same_bits_with_other_parameters(tmp_path, folder, family):
+    """Convolutions and rates of states; fused experts; rows that are put into another order."""
+    path = tmp_path / "model"
+    make(path, family)
+    expected, _ = start(path, settings(folder, packed_cache="off"))
+    start(path, settings(folder))
+    found, state = start(path, settings(folder))
+    assert state == f"read from {only_file(folder)}"
+    assert found == expected
+
+
+def test_a_gguf_file_gives_the_same_bits(plain, tmp_path, folder):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, plain, load_file(plain / "model.safetensors"), "Q8_0")
+    expected, _ = start(path, settings(folder, packed_cache="off"))
+    start(path, settings(folder))
+    found, state = start(path, settings(folder))
+    assert state == f"read from {only_file(folder)}"
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "gptq-v2-8", "ct-int", "ct-pack-4-zeros"])
+def test_a_checkpoint_that_stays_packed_gives_the_same_bits(plain, tmp_path, folder, name):
+    path = repack(plain, tmp_path / "model", CASES[name])
+    expected, _ = start(path, settings(folder, packed_cache="off"))
+    start(path, settings(folder))
+    found, state = start(path, settings(folder))
+    assert state.startswith("read from")
+    assert found == expected
+
+
+def test_memory_of_a_step_counts_as_before(plain, folder):
+    """The report's floor reads ``weight_bytes``, which the file's placeholders have to give."""
+    model = ModelConfig.from_directory(plain)
+    runners = [
+        build_model_runner(settings(folder, packed_cache=cache, quantization="int4"), model)
+        for cache in ("off", "shared", "auto")
+    ]
+    assert len({runner.report().weight_bytes for runner in runners}) == 1
+    assert runners[0].report().weight_bytes > 10_000
+    for runner in runners:
+        runner.close()
+
+
+def test_auto_writes_after_the_start(plain, folder):
+    config = settings(folder, packed_cache="auto")
+    runner = build_model_runner(config, ModelConfig.from_directory(plain))
+    wait_for(lambda: "written to" in runner.report().packed_weights)
+    path = only_file(folder)
+    assert runner.report().packed_weights == f"packed at this start, and written to {path}"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert list(folder.iterdir()) == [path]
+    runner.close()
+    assert start(plain, config)[1] == f"read from {path}"
+
+
+def wait_for(condition: Any, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_an_engine_that_ends_leaves_no_part_of_a_file(plain, folder, monkeypatch):
+    runner = build_model_runner(
+        settings(folder, packed_cache="off"), ModelConfig.from_directory(plain)
+    )
+    runner.close()
+    stores = []
+    monkeypatch.setattr(PackedStore, "write_later", lambda self, notes: stores.append(self))
+    runner = build_model_runner(
+        settings(folder, packed_cache="auto"), ModelConfig.from_directory(plain)
+    )
+    runner.close()
+    (store,) = stores
+    store._write_quietly({})
+    assert store.state.endswith("the engine ended before the file was written")
+    assert list(folder.iterdir()) == []
+
+
+def test_packed_weights_are_refused_or_explained(plain, folder):
+    for given, reason in (
+        ({"attention_backend": "torch"}, "only native ops on a CPU pack weights"),
+        ({"load_format": "dummy"}, "random weights have no file"),
+    ):
+        assert start(plain, settings(folder, packed_cache="auto", **given))[1] == reason
+        with pytest.raises(InvalidRequestError, match=f"packed_cache.*{reason}"):
+            start(plain, settings(folder, **given))
+    assert not folder.exists()
+
+
+def test_a_small_model_has_no_file(plain, folder, monkeypatch):
+    monkeypatch.undo()
+    _, state = start(plain, settings(folder))
+    assert state.endswith("a model of less than 32 million parameters gains nothing")
+    assert not folder.exists()
+
+
+def test_the_folder_is_the_users_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder(EngineConfig()) == tmp_path / "asyncllm" / "packed"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert cache_folder(EngineConfig()) == Path("/home/somebody/.cache/asyncllm/packed")
+    assert cache_folder(EngineConfig(packed_cache_dir=tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"packed_cache": "on"}, "packed_cache.*auto.*shared.*off"),
+        ({"packed_cache_dir": 5}, "packed_cache_dir.*a directory or None"),
+        ({"packed_cache_size": "much"}, "packed_cache_size.*bytes"),
+        ({"packed_cache_size": 0}, "packed_cache_size"),
+    ],
+)
+def test_settings_have_bounds(given, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        EngineConfig(**given)
+    assert EngineConfig(packed_cache_size="1GiB").packed_cache_size == 2**30
+
+
+# --- whose weights a file has ----------------------------------------------------------
+
+
+def store_of(path: Path, folder: Path, own: Context, **others: Any) -> PackedStore:
+    config = settings(folder, **others)
+    dtype = getattr(torch, config.dtype)
+    return PackedStore(config, ModelConfig.from_directory(path), own, dtype)
+
+
+def test_a_name_tells_forms_layouts_and_versions_apart(plain, folder, monkeypatch):
+    own = context(1, isas()[0])
+    names = {store_of(plain, folder, own).path.name}
+    assert names == {store_of(plain, folder, context(2, isas()[0])).path.name}
+
+    def add(**others: Any) -> None:
+        name = store_of(plain, folder, own, **others).path.name
+        assert name not in names
+        names.add(name)
+
+    add(dtype="bfloat16")
+    add(quantization="int8")
+    add(quantization="int4")
+    with monkeypatch.context() as patch:
+        patch.setattr(Context, "layout", property(lambda self: f"{self.isa}-2"))
+        add()
+    for name in ("VERSION", "FORMAT"):
+        with monkeypatch.context() as patch:
+            patch.setattr(packed_store, name, "another")
+            add()
+    if len(isas()) > 1:
+        assert store_of(plain, folder, context(1, isas()[1])).path.name not in names
+
+
+def test_a_name_tells_checkpoints_apart(model, folder, tmp_path):
+    own, weights = context(), model / "model.safetensors"
+    names = [store_of(model, folder, own).path.name]
+
+    def differs() -> None:
+        names.append(store_of(model, folder, own).path.name)
+        assert len(set(names)) == len(names)
+
+    status = weights.stat()
+    os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns - 1))  # A clock that goes back.
+    differs()
+    # Another file of the same size and modification time.
+    status = weights.stat()
+    shutil.copy(weights, tmp_path / "copy")
+    os.replace(tmp_path / "copy", weights)
+    os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
+    differs()
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"read_by": "nobody yet"}))
+    differs()
+    moved = model.rename(tmp_path / "moved")
+    names.append(store_of(moved, folder, own).path.name)
+    assert len(set(names)) == len(names)
+
+
+def test_what_changes_no_weight_changes_no_name(model, folder):
+    own = context()
+    name = store_of(model, folder, own).path.name
+    (model / "generation_config.json").write_text('{"temperature": 0.3, "eos_token_id": 9}')
+    assert store_of(model, folder, own).path.name == name
+
+
+def test_the_hubs_own_hash_is_an_identity(model, tmp_path):
+    """The hub's cache links to files that are named by their content: times do not matter there."""
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    blob = blobs / ("ab" * 32)
+    (model / "model.safetensors").rename(blob)
+    (model / "model.safetensors").symlink_to(blob)
+    found = WeightsIdentity.of(model)
+    assert found.files == (
+        {"name": "model.safetensors", "size": blob.stat().st_size, "hash": "ab" * 32},
+    )
+    os.utime(blob, ns=(5, 5))
+    assert WeightsIdentity.of(model) == found
+    (model / "model.safetensors").unlink()
+    blob.rename(blobs / ("ac" * 32))
+    (model / "model.safetensors").symlink_to(blobs / ("ac" * 32))
+    assert WeightsIdentity.of(model) != found
+
+
+def test_a_checkpoint_replaced_while_it_is_read_is_not_written(model, folder, monkeypatch):
+    original = PackedStore._record
+
+    def replaced(self: PackedStore, weights: Any) -> Any:
+        yield from original(self, weights)
+        os.utime(model / "model.safetensors", ns=(7, 7))
+
+    monkeypatch.setattr(PackedStore, "_record", replaced)
+    runner = build_model_runner(
+        settings(folder, packed_cache="auto"), ModelConfig.from_directory(model)
+    )
+    wait_for(lambda: "not written" in runner.report().packed_weights)
+    assert "was changed while it was loaded" in runner.report().packed_weights
+    runner.close()
+    assert files(folder) == []
+
+
+# --- files that cannot be used ---------------------------------------------------------
+
+
+def damage(path: Path, kind: str) -> None:
+    content = bytearray(path.read_bytes())
+    size = len(content)
+    if kind == "cut":
+        content = content[: size // 2]
+    elif kind == "empty":
+        content = bytearray()
+    elif kind == "longer":
+        content += b"\0"
+    elif kind == "preamble":
+        content[3] ^= 1
+    elif kind == "format":
+        content[8] ^= 2
+    elif kind == "header":
+        content[-9] ^= 4
+    elif kind == "digest":
+        content[45] ^= 4
+    elif kind == "first tensor":
+        content[70] ^= 1
+    elif kind == "a byte":
+        content[size // 3] ^= 128
+    path.write_bytes(content)
+
+
+DAMAGES = ("cut", "empty", "longer", "preamble", "format", "header", "digest", "first tensor",
+           "a byte")  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_file_is_a_miss_and_written_anew(plain, folder, caplog, kind):
+    expected, _ = start(plain, settings(folder))
+    path = only_file(folder)
+    whole = path.read_bytes()
+    damage(path, kind)
+    (folder / f"{path.stem}.verified.json").unlink(missing_ok=True)
+    with caplog.at_level(logging.WARNING, "asyncllm"):
+        found, state = start(plain, settings(folder))
+    assert found == expected
+    assert state == f"read from {path}"
+    assert path.read_bytes() == whole
+    lines = [each.getMessage() for each in caplog.records if "packed weights" in each.getMessage()]
+    assert len(lines) == 1
+    assert lines[0].endswith("; they are packed anew")
+
+
+def test_another_models_file_is_a_miss(plain, folder, tmp_path, caplog):
+    """Equal names and sizes: only the key in the header says whose weights these are."""
+    other = tmp_path / "other"
+    make_checkpoint(other, "Qwen3ForCausalLM", head_dim=32, num_hidden_layers=2, seed=1)
+    expected, _ = start(plain, settings(folder))
+    path = only_file(folder)
+    start(other, settings(tmp_path / "elsewhere"))
+    theirs = only_file(tmp_path / "elsewhere")
+    assert theirs.stat().st_size - path.stat().st_size in range(-200, 200)
+    shutil.copy(theirs, path)
+    found, _ = start(plain, settings(folder))
+    assert found == expected
+    assert "has the weights of another model or form" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["mode", "user", "link", "fifo", "folder"])
+def test_what_another_user_could_have_written_is_not_read(tmp_path, kind):
+    own = context()
+    path = write(tmp_path / "file", own, [("norm", torch.ones(3))])
+    PackedFile(path, ME)
+    owners = ME
+    if kind == "mode":
+        path.chmod(0o620)
+    elif kind == "user":
+        owners = {max(ME) + 1}
+    else:
+        path.rename(tmp_path / "moved")
+        if kind == "link":
+            path.symlink_to(tmp_path / "moved")
+        elif kind == "fifo":
+            os.mkfifo(path, 0o600)
+        else:
+            path.mkdir(0o700)
+    with pytest.raises(PackedFileError, match=r"belongs to user|cannot be opened|no regular file"):
+        PackedFile(path, owners)
+
+
+def test_another_users_folder_is_not_used(plain, folder):
+    folder.mkdir()
+    folder.chmod(0o777)
+    expected, _ = start(plain, settings(folder, packed_cache="off"))
+    found, state = start(plain, settings(folder))
+    assert found == expected
+    assert "expected a folder that only user" in state
+    assert list(folder.iterdir()) == []
+
+
+# --- the disk --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["reserve", "write", "sync", "rename", "folder"])
+def test_a_disk_that_fails_costs_the_file_alone(plain, folder, monkeypatch, where):
+    expected, _ = start(plain, settings(folder, packed_cache="off"))
+
+    def full(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if where == "folder":
+        folder.write_text("no folder")
+    else:
+        names = {"reserve": "posix_fallocate", "write": "pwritev", "sync": "fsync"}
+        monkeypatch.setattr(os, names.get(where, "rename"), full)
+    found, state = start(plain, settings(folder))
+    monkeypatch.undo()
+    assert found == expected
+    assert state.startswith("packed at this start, and not written: ")
+    assert where == "folder" or list(folder.iterdir()) == []
+
+
+def test_a_folder_that_vanishes_costs_the_file_alone(plain, folder, monkeypatch):
+    monkeypatch.setattr(PackedFolder, "make", lambda self: None)
+    _, state = start(plain, settings(folder))
+    assert state.startswith("packed at this start, and not written: [Errno 2]")
+
+
+def test_no_file_appears_before_all_of_it_is_on_the_disk(tmp_path, monkeypatch):
+    """What a reader would see at each call that the disk gets."""
+    folder, own = PackedFolder(tmp_path / "folder", 10**9), context()
+    folder.make()
+    path, seen = folder.path / f"x{SUFFIX}", []
+    recorder = PanelRecorder()
+    recorder.pack(own, LinearWeights(torch.randn(64, 64)))
+
+    def look(name: str) -> Any:
+        original = getattr(os, name)
+
+        def called(*arguments: Any) -> Any:
+            seen.append((name, path.exists()))
+            return original(*arguments)
+
+        return called
+
+    for name in ("pwrite", "fsync", "rename"):
+        monkeypatch.setattr(os, name, look(name))
+    with folder.lock():
+        folder.write(
+            path.name, lambda opened: write_packed_file(opened, own, 1, {}, [("w", recorder)])
+        )
+    names = [name for name, _ in seen]
+    # The preamble is the last that is written, between two syncs; then comes the name.
+    assert names[-5:] == ["fsync", "pwrite", "fsync", "rename", "fsync"]
+    assert {exists for _, exists in seen[:-1]} == {False}
+    PackedFile(path, ME).verify(own)
+
+
+def test_the_least_recently_used_files_go(tmp_path):
+    folder = PackedFolder(tmp_path / "folder", 3500)
+    folder.make()
+
+    def add(name: str, size: int = 1000) -> None:
+        with folder.lock():
+            folder.make_room(size)
+            folder.write(name + SUFFIX, lambda opened: os.write(opened, bytes(size)))
+        os.utime(folder.path / (name + SUFFIX), ns=(len(added), 0))
+        added.append(name)
+
+    added: list[str] = []
+    for name in "abc":
+        add(name)
+    (folder.path / "b.calibration-1.json").write_text("{}")
+    folder.mark_used("a" + SUFFIX)
+    used = (folder.path / ("a" + SUFFIX)).stat()
+    assert abs(used.st_atime - time.time()) < 60
+    assert used.st_mtime_ns == 0
+    (folder.path / "b.panels-tmp").write_text("a dead process's")
+    add("d")
+    assert {each.name for each in folder.path.iterdir()} == {f"{name}{SUFFIX}" for name in "acd"}
+    with pytest.raises(OSError, match="3501 bytes are more than packed_cache_size=3500"):
+        folder.make_room(3501)
+    add("e", 3500)
+    assert {each.name for each in folder.path.iterdir()} == {"e" + SUFFIX}
+
+
+def test_the_disk_is_not_filled(tmp_path, monkeypatch):
+    monkeypatch.setattr(packed_folder, "MIN_FREE_SHARE", 1.0)
+    folder = PackedFolder(tmp_path, 10**9)
+    with pytest.raises(OSError, match="would leave less than 100% of the disk free"):
+        folder.make_room(10)
+
+
+def test_two_starts_at_once_write_one_file(plain, folder):
+    expected, _ = start(plain, settings(folder, packed_cache="off"))
+    found: list[Any] = []
+    starts = [
+        threading.Thread(target=lambda: found.append(start(plain, settings(folder))))
+        for _ in range(2)
+    ]
+    for each in starts:
+        each.start()
+    for each in starts:
+        each.join()
+    assert found == [(expected, f"read from {only_file(folder)}")] * 2
+
+
+@pytest.mark.parametrize("rounds", [12, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_writer_that_is_killed_leaves_whole_files(folder, rounds):
+    command = [sys.executable, "-m", "tests.packed_writer", str(folder), str(rounds)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    # Some were killed in the middle of a file.
+    assert int(done.stdout) > rounds // 20
+
+
+# --- shared ----------------------------------------------------------------------------
+
+
+def test_shared_verifies_a_file_once_for_each_boot(plain, folder, monkeypatch):
+    verified: list[Path] = []
+    original = PackedFile.verify
+
+    def verify(self: PackedFile, own: Context) -> None:
+        verified.append(self.path)
+        original(self, own)
+
+    monkeypatch.setattr(PackedFile, "verify", verify)
+    start(plain, settings(folder))
+    path = only_file(folder)
+    assert verified == [path]
+    start(plain, settings(folder))
+    assert verified == [path]
+    start(plain, settings(folder, packed_cache="auto"))
+    assert verified == [path] * 2
+    monkeypatch.setattr(packed_store, "_boot_id", lambda: "another")
+    start(plain, settings(folder))
+    assert verified == [path] * 3
+    os.utime(path, ns=(0, 0))
+    start(plain, settings(folder))
+    assert verified == [path] * 4
+
+
+PRIVATE = """
+import sys, pathlib, re
+from asyncllm.gpu.packed.packed_file import PackedFile
+from asyncllm.native.context import Context
+from asyncllm.native.shared_library import Library
+file = PackedFile(pathlib.Path(sys.argv[1]), {int(sys.argv[2])})
+file.verify(Context(Library(), 1))
+kept = list(file.weights())
+maps = pathlib.Path("/proc/self/smaps").read_text()
+head = r"^[0-9a-f-]+ \\S+ \\S+ \\S+ \\S+ +" + re.escape(sys.argv[1])
+own = re.search(head + r"\\n(?:\\w+:.*\\n)+", maps, re.M)[0]
+amount = lambda name: int(re.search(name + r": +(\\d+) kB", own)[1])
+print(amount("Rss"), amount("Private_Clean") + amount("Private_Dirty"))
+"""
+
+
+def test_a_second_process_has_no_copy_of_its_own(tmp_path):
+    own = context()
+    path = write(tmp_path / "file", own, [("table", torch.ones(1 << 22))])
+    file = PackedFile(path, ME)
+    file.verify(own)
+    done = subprocess.run(
+        [sys.executable, "-c", PRIVATE, str(path), str(*ME)], capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    resident, private = map(int, done.stdout.split())
+    assert resident >= 16 << 10
+    assert private <= resident // 20
+
+
+# --- calibration -----------------------------------------------------------------------
+
+
+def test_a_calibration_is_kept_for_its_settings(plain, folder, monkeypatch):
+    timed: list[int] = []
+
+    def time_prefill(runner: Any, count: int) -> float:
+        timed.append(count)
+        return 0.001 * count
+
+    monkeypatch.setattr(calibration, "time_prefill", time_prefill)
+    monkeypatch.setattr(calibration, "seconds_without_core", lambda: 0.0)
+    model = ModelConfig.from_directory(plain)
+
+    def budget(**others: Any) -> int:
+        timed.clear()
+        config = settings(
+            folder, max_num_batched_tokens="auto", async_scheduling=None, num_blocks=600, **others
+        )
+        runner = build_model_runner(config, model)
+        store: Any = runner._packed
+        if store._writer is not None:
+            store._writer.join()
+        found = runner.info
+        runner.close()
+        return found.max_num_batched_tokens
+
+    assert budget() == 192
+    assert timed
+    assert budget() == 192
+    assert timed == []
+    assert budget(max_num_seqs=3) == 192
+    assert timed
+    (kept, _) = sorted(folder.glob("*.calibration-*.json"), key=lambda path: path.stat().st_mtime)
+    kept.write_text('{"token_budget": 96, "tokens_ahead": null}')
+    assert budget() == 96
+    for broken in ("", "[]", '{"token_budget": 96}', '{"token_budget": -1, "tokens_ahead": 1}',
+                   '{"token_budget": true, "tokens_ahead": 1}'):  # fmt: skip
+        kept.write_text(broken)
+        assert budget() == 192, broken
+    kept.unlink()
+    # The calibration of a machine that was busy.
+    waits = iter(range(1000))
+    monkeypatch.setattr(calibration, "seconds_without_core", lambda: next(waits))
+    assert budget() == 192
+    assert not kept.exists()
+
+
+# --- beside a model --------------------------------------------------------------------
+
+
+def test_a_packed_image_is_found_by_the_content(model, folder, tmp_path, capsys, caplog):
+    expected, _ = start(model, settings(folder, packed_cache="off"))
+    assert main(["pack", str(model), "--dtype", "float32", "--num-threads", "1"]) == 0
+    path = only_file(model)
+    assert capsys.readouterr().out.startswith(f"{path}: ")
+    weights = model / "model.safetensors"
+    assert path.stat().st_mode & 0o777 == 0o600 | weights.stat().st_mode & 0o044
+    # An image has the files with other times, inodes and paths.
+    image = Path(shutil.copytree(model, tmp_path / "image", copy_function=shutil.copyfile))
+    found, state = start(image, settings(folder, packed_cache="auto"))
+    assert found == expected
+    assert state == f"read from {image / path.name}"
+    assert not folder.exists()
+    # Another model's weights of equal names and sizes.
+    make_checkpoint(
+        tmp_path / "other", "Qwen3ForCausalLM", head_dim=32, num_hidden_layers=2, seed=1
+    )
+    other = tmp_path / "other" / "model.safetensors"
+    assert other.stat().st_size == weights.stat().st_size
+    shutil.copyfile(other, image / "model.safetensors")
+    theirs, _ = start(image, settings(folder, packed_cache="off"))
+    assert theirs != expected
+    found, state = start(image, settings(folder))
+    assert found == theirs
+    assert state == f"read from {only_file(folder)}"
+    assert "was made of other weights than the model's" in caplog.text
+
+
+def test_pack_says_what_it_cannot_write(model, monkeypatch, capsys):
+    def full(*_: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        assert main(["pack", str(model)]) == 1
+    assert "cannot be written ([Errno 30] Read-only file system)" in capsys.readouterr().err
+    assert files(model) == []
+    monkeypatch.undo()
+    assert main(["pack", str(model)]) == 1
+    assert "less than 32 million parameters" in capsys.readouterr().err
+
+
+def test_an_engine_says_where_its_weights_come_from(model, folder):
+    copy_tokenizer(model)
+
+    async def state() -> tuple[list[int], str]:
+        config = settings(folder, max_model_len=64)
+        async with AsyncLLMEngine(str(model), config=config) as engine:
+            out = await engine.generate([1, 2, 3], max_tokens=4, temperature=0, ignore_eos=True)
+            report = await engine.execution_report()
+        return list(out.outputs[0].token_ids), report.packed_weights
+
+    first, second = asyncio.run(state()), asyncio.run(state())
+    assert first == second
+    assert first[1] == f"read from {only_file(folder)}"
+
+
+def test_a_checkpoint_that_is_gone_is_an_error_of_the_checkpoint(model, folder):
+    config = ModelConfig.from_directory(model)
+    (model / "model.safetensors").unlink()
+    with pytest.raises(EngineError, match=r"model\.safetensors"):
+        build_model_runner(settings(folder), config)
