@@ -127,7 +127,8 @@ def build(
             name, own = item
             target = f"{folder}/{name}.o"
             source = str(SOURCES / f"{name}.cpp")
-            _run_compiler([*command, *FLAGS, *SYSTEM_FLAGS[system], *own, *flags, "-c", source, "-o", target])
+            every = [*FLAGS, *SYSTEM_FLAGS[system]]
+            _run_compiler([*command, *every, *own, *flags, "-c", source, "-o", target])
             return target
 
         objects = list(threads.map(compile_unit, sorted(sources.items())))
