@@ -74,7 +74,7 @@ def make(platform: str, dist: Path) -> Path:
     """Makes the wheel of a platform tag, or of "any", or the "sdist".
 
     Raises:
-        WheelError: the wheel does not suit its tag.
+        WheelError: the wheel cannot be built, or does not suit its tag.
         BuildError: the library cannot be compiled.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -85,7 +85,9 @@ def make(platform: str, dist: Path) -> Path:
             environment["ASYNCLLM_WHEEL_LIBRARY"] = str(library)
         kind = "sdist" if platform == "sdist" else "wheel"
         command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", folder]
-        subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise WheelError(f"{platform}: {done.stderr.strip()[-2000:]}")
         [made] = [path for path in Path(folder).iterdir() if path.suffix in (".whl", ".gz")]
         if platform in TARGETS:
             judge(made, TARGETS[platform])
