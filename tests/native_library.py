@@ -30,7 +30,7 @@ def build_emulated(output: Path, flags: Sequence[str] = ()) -> None:
         ISA_FLAGS["x86_64"][name] = [*units["avx2"], "-include", str(EMULATION)]
     try:
         # The library asks the processor.
-        build(output, flags=["-D__builtin_cpu_supports(name)=1", *flags])
+        build(output, flags=["-DASYNCLLM_EMULATED", *flags])
     finally:
         ISA_FLAGS["x86_64"] = units
 

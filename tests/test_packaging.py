@@ -33,15 +33,20 @@ def test_the_source_distribution_takes_whole_folders_of_the_root() -> None:
         assert list(ROOT.glob(pattern[1:])), pattern
 
 
-def test_a_wheel_holds_the_native_ops_where_they_could_be_compiled(monkeypatch) -> None:
-    """Without a compiler it is a wheel for any platform."""
+@pytest.fixture
+def hooks(monkeypatch) -> dict[str, Any]:
+    """The names of ``hatch_build.py``, loaded without hatchling."""
     plugin = types.ModuleType("hatchling.builders.hooks.plugin.interface")
     plugin.BuildHookInterface = object  # pyright: ignore[reportAttributeAccessIssue]
     for name in ("", ".builders", ".builders.hooks", ".builders.hooks.plugin"):
         monkeypatch.setitem(sys.modules, f"hatchling{name}", types.ModuleType("hatchling"))
     monkeypatch.setitem(sys.modules, plugin.__name__, plugin)
+    return runpy.run_path(str(ROOT / "hatch_build.py"))
+
+
+def test_a_wheel_holds_the_native_ops_where_they_could_be_compiled(hooks, monkeypatch) -> None:
+    """Without a compiler it is a wheel for any platform."""
     said: list[str] = []
-    hooks = runpy.run_path(str(ROOT / "hatch_build.py"))
     module = SimpleNamespace(BuildError=BuildError, LIBRARY=LIBRARY, build=lambda: ["baseline"])
     hook = hooks["NativeOpsHook"]
     monkeypatch.setitem(hook.initialize.__globals__, "_load", lambda path: module)
@@ -68,6 +73,22 @@ def test_a_wheel_holds_the_native_ops_where_they_could_be_compiled(monkeypatch) 
     assert hooks["_load"](LIBRARY.parent / "build.py").ISA_FLAGS == ISA_FLAGS
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert "custom" in project["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]
+
+
+def test_a_wheel_for_another_platform_holds_the_library_made_for_it(hooks, monkeypatch) -> None:
+    hook = hooks["NativeOpsHook"]()
+    data: dict[str, Any] = {"force_include": {}, "pure_python": True}
+    monkeypatch.setenv("ASYNCLLM_WHEEL_PLATFORM", "any")
+    hook.initialize("standard", data)
+    assert data == {"force_include": {}, "pure_python": True}
+    monkeypatch.setenv("ASYNCLLM_WHEEL_PLATFORM", "win_amd64")
+    monkeypatch.setenv("ASYNCLLM_WHEEL_LIBRARY", "/made/asyncllm_ops.dll")
+    hook.initialize("standard", data)
+    assert data == {
+        "force_include": {"/made/asyncllm_ops.dll": "asyncllm/native/asyncllm_ops.dll"},
+        "pure_python": False,
+        "tag": "py3-none-win_amd64",
+    }
 
 
 def _run(*command: Any, cwd: Path = ROOT) -> str:

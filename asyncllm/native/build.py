@@ -19,7 +19,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "src"
-LIBRARY = Path(__file__).parent / "libasyncllm_ops.so"
+LIBRARY_NAMES = {
+    "linux": "libasyncllm_ops.so",
+    "darwin": "libasyncllm_ops.dylib",
+    "win32": "asyncllm_ops.dll",
+}
+"""File names of the library, by system as ``sys.platform`` names it."""
+LIBRARY = Path(__file__).parent / LIBRARY_NAMES.get(sys.platform, LIBRARY_NAMES["linux"])
 
 BASELINE_UNITS = (
     "library weights sequences memory routing experts recurrent sampler logits program pool queue "
@@ -28,10 +34,16 @@ BASELINE_UNITS = (
 """Translation units whose code every processor of the architecture can run."""
 
 FLAGS = (
-    "-std=c++17 -O2 -fPIC -ffp-contract=off -fno-math-errno -fno-strict-aliasing "
-    "-fno-exceptions -fno-rtti -fvisibility=hidden -pthread -Wall -Wextra"
+    "-std=c++17 -O2 -ffp-contract=off -fno-math-errno -fno-strict-aliasing "
+    "-fno-exceptions -fno-rtti -fvisibility=hidden -Wall -Wextra"
 ).split()
-LINK_FLAGS = "-shared -pthread -static-libstdc++ -static-libgcc -Wl,-z,defs -Wl,-s".split()
+SYSTEM_FLAGS = {"linux": ["-fPIC", "-pthread"], "darwin": ["-fPIC", "-pthread"], "win32": []}
+# Only the headers of the C++ library are used, so nothing of it is linked in.
+LINK_FLAGS = {
+    "linux": "-shared -static-libstdc++ -static-libgcc -Wl,-z,defs -Wl,-s".split(),
+    "darwin": "-shared -Wl,-x".split(),
+    "win32": "-shared -Wl,-s -lapi-ms-win-core-synch-l1-2-0".split(),
+}
 # Warnings about uninitialized values would be about GCC's own _mm512_undefined_ps.
 _AVX512 = (
     "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni "
@@ -46,6 +58,7 @@ ISA_FLAGS: dict[str, dict[str, Sequence[str]]] = {
     "aarch64": {"neon": []},
 }
 """Instruction sets beyond the baseline, by architecture, with the compiler flags of their files."""
+_MACHINES = {"AMD64": "x86_64", "arm64": "aarch64"}  # Windows' and macOS' names
 
 
 def fingerprint() -> str:
@@ -74,6 +87,8 @@ def build(
     output: Path = LIBRARY,
     *,
     compiler: Sequence[str] | None = None,
+    linker: Sequence[str] | None = None,
+    system: str = sys.platform,
     machine: str | None = None,
     only: Sequence[str] | None = None,
     flags: Sequence[str] = (),
@@ -82,6 +97,8 @@ def build(
 
     Args:
         compiler: command of the compiler; None is the result of ``find_compiler``.
+        linker: command that links the objects; None is the compiler's.
+        system: target system, as ``sys.platform`` names it.
         machine: target architecture, as ``platform.machine()`` names it; None is this machine's.
         only: instruction sets to compile beside the baseline; None compiles all.
         flags: additional flags for compiling every unit and for linking.
@@ -91,12 +108,12 @@ def build(
         its flags.
 
     Raises:
-        BuildError: the compiler is missing or fails, or the system is not Linux.
+        BuildError: the compiler is missing or fails, or the system is none of LIBRARY_NAMES.
     """
-    if sys.platform != "linux":
-        raise BuildError(f"native ops are for Linux, and this is {sys.platform}")
+    if system not in LIBRARY_NAMES:
+        raise BuildError(f"native ops are for {', '.join(LIBRARY_NAMES)}, and this is {system}")
     command = list(compiler or find_compiler())
-    units = ISA_FLAGS.get(machine or platform.machine(), {})
+    units = ISA_FLAGS.get(_MACHINES.get(name := machine or platform.machine(), name), {})
     wanted = units if only is None else [name for name in units if name in only]
     sets = [name for name in wanted if _compiler_accepts(command, units[name])]
     defines = [f'-DASYNCLLM_SOURCES="{fingerprint()}"']
@@ -110,13 +127,15 @@ def build(
             name, own = item
             target = f"{folder}/{name}.o"
             source = str(SOURCES / f"{name}.cpp")
-            _run_compiler([*command, *FLAGS, *own, *flags, "-c", source, "-o", target])
+            every = [*FLAGS, *SYSTEM_FLAGS[system]]
+            _run_compiler([*command, *every, *own, *flags, "-c", source, "-o", target])
             return target
 
         objects = list(threads.map(compile_unit, sorted(sources.items())))
         linked = output.with_name(f".{output.name}.{os.getpid()}")
         try:
-            _run_compiler([*command, *objects, *LINK_FLAGS, *flags, "-o", str(linked)])
+            link = [*(linker or command), *objects, *SYSTEM_FLAGS[system], *LINK_FLAGS[system]]
+            _run_compiler([*link, *flags, "-o", str(linked)])
             os.replace(linked, output)
         finally:
             linked.unlink(missing_ok=True)
@@ -124,8 +143,11 @@ def build(
 
 
 def _compiler_accepts(command: list[str], flags: Sequence[str]) -> bool:
-    probe = [*command, *flags, "-x", "c++", "-fsyntax-only", os.devnull]
-    return subprocess.run(probe, capture_output=True, check=False).returncode == 0
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "empty.cpp")
+        source.touch()
+        probe = [*command, *flags, "-c", str(source), "-o", f"{folder}/empty.o"]
+        return subprocess.run(probe, capture_output=True, check=False).returncode == 0
 
 
 def _run_compiler(command: list[str]) -> None:

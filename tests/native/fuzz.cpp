@@ -5,6 +5,7 @@
 #include "fuzz.h"
 
 std::mt19937_64 engine;
+uint64_t digest = 0;
 
 namespace {
 
@@ -321,6 +322,6 @@ int main(int count, char** arguments) {
     for (int32_t dtype : {DTYPE_F32, DTYPE_BF16, DTYPE_F16}) fuzz_sampling(context, dtype);
     asyncllm_close(context);
   }
-  printf("%s: %lld rounds from seed %llu\n", isa ? isa : asyncllm_best_isa(), (long long)rounds,
-         (unsigned long long)seed);
+  printf("%s: %lld rounds from seed %llu, digest %016llx\n", isa ? isa : asyncllm_best_isa(), (long long)rounds,
+         (unsigned long long)seed, (unsigned long long)digest);
 }

@@ -15,6 +15,8 @@
 #include "interface.h"
 
 extern std::mt19937_64 engine;
+// Digest of the results, to compare two libraries' bits.
+extern uint64_t digest;
 inline int64_t draw(int64_t low, int64_t high) {
   return std::uniform_int_distribution<int64_t>(low, high)(engine);
 }
@@ -93,10 +95,16 @@ struct Array {
   }
 };
 
+inline void note(double result) {
+  uint64_t bits;
+  memcpy(&bits, &result, sizeof(bits));
+  digest = ((digest << 29 | digest >> 35) ^ bits) * 0x100000001b3u;
+}
 inline void expect(const Array& found, int64_t at, double wanted, const char* op, double more = 0) {
   double value = found.get(at), bound = found.dtype == DTYPE_F32    ? 2e-5
                                         : found.dtype == DTYPE_BF16 ? 2e-2
                                                                     : 4e-3;
+  note(value);
   if (!(fabs(value - wanted) <= bound * (1 + fabs(wanted)) + more))
     fail(std::string(op) + ": " + std::to_string(value) + ", expected " + std::to_string(wanted));
 }

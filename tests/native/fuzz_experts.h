@@ -41,6 +41,7 @@ void routing(Context* context, int32_t dtype) {
       double score = scores[ids[row * top_k + i]] / (args.sigmoid ? 1 : total);
       double wanted = 1.5 * (args.renormalise ? score / sum : score);
       if (args.expert_scale) wanted *= factors[ids[row * top_k + i]];
+      note(weights[row * top_k + i]);
       if (!(fabs(weights[row * top_k + i] - wanted) < 1e-5 * (1 + wanted))) fail("routing: weights");
     }
   }

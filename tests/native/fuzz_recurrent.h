@@ -126,8 +126,10 @@ void gated_delta(Context* context, int32_t dtype) {
         }
       }
     }
-  for (int64_t i = 0; i < held; ++i)
+  for (int64_t i = 0; i < held; ++i) {
+    note(state[i]);
     if (!(fabs(state[i] - exact[i]) <= 1e-4 * (1 + fabs(exact[i])))) fail("gated_delta: state");
+  }
   rows.damage([&](StateRows wrong) {
     args.rows = wrong;
     return asyncllm_gated_delta(context, &args);

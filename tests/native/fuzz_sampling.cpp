@@ -128,6 +128,7 @@ void sample(Context* context, int32_t dtype) {
     uint64_t key = split_mix(uint64_t(states[line]), positions[row] + 1);
     Truncation cut = {top_k[line], top_p[line], min_p[line]};
     bool truncated = (cut.top_k > 0 && cut.top_k < size) || cut.top_p < 1 || cut.min_p > 0;
+    note(double(found));
     if (found < 0 || found >= size) fail("sample: a token beyond the vocabulary");
     int64_t first = std::max_element(scaled.begin(), scaled.end()) - scaled.begin();
     bool right = greedy      ? found == first
@@ -167,6 +168,7 @@ void log_probabilities(Context* context, int32_t dtype) {
     for (int64_t i = 0; i <= top; ++i) {
       int64_t place = row * (top + 1) + i;
       if (ids[place] != (i < top ? order[i] : rank)) fail("top_logprobs: ids");
+      note(values[place]);
       if (!(fabs(values[place] - (at(order[i]) - log(total))) < 1e-4)) fail("top_logprobs");
     }
   }

@@ -144,7 +144,8 @@ class Candidates {
 
   void sort() {
     if (count_ <= 512) {
-      std::sort(keys_, keys_ + count_);
+      // libc++ has the sort by std::less in its library, and not in its header.
+      std::sort(keys_, keys_ + count_, [](uint64_t a, uint64_t b) { return a < b; });
       return;
     }
     // A radix sort, which is stable, by the logit alone: tokens are already in ascending order.

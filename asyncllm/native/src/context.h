@@ -1,7 +1,5 @@
 // Common to all entry points: the context, checks of arguments, scratch memory.
 #pragma once
-#include <stdlib.h>
-
 #include "kernels.h"
 #include "pool.h"
 #include "queue.h"
@@ -50,13 +48,12 @@ inline bool is_matrix(const void* p, int32_t dtype, int64_t rows, int64_t width,
 }
 
 inline void* allocate(int64_t bytes) {
-  void* p = nullptr;
-  return posix_memalign(&p, CACHE_LINE, most(bytes, CACHE_LINE)) ? nullptr : p;
+  return allocate_aligned(most(bytes, CACHE_LINE), CACHE_LINE);
 }
 
 inline bool grow(void** p, int64_t* held, int64_t bytes) {
   if (bytes <= *held) return true;
-  free(*p);
+  free_aligned(*p);
   *p = allocate(bytes);
   *held = *p ? bytes : 0;
   return *p;
@@ -66,7 +63,7 @@ inline bool grow_scratch(Context* context, int64_t bytes) {
   if (bytes <= context->scratch_bytes) return true;
   context->scratch_bytes = 0;
   for (int i = 0; i < context->pool.size(); ++i) {
-    free(context->scratch[i]);
+    free_aligned(context->scratch[i]);
     context->scratch[i] = allocate(bytes);
     if (!context->scratch[i]) return false;
   }

@@ -5,7 +5,9 @@
 #include <new>
 
 #include "context.h"
-#include "threads.h"
+#if defined(__x86_64__)
+#include "processor.h"
+#endif
 #include "weights.h"
 
 int64_t forks = 0;
@@ -31,15 +33,10 @@ const Kernels* const ALL[] = {
 
 bool supported(const Kernels* kernels) {
 #if defined(__x86_64__)
-  if (!strcmp(kernels->name, "avx2"))
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-           __builtin_cpu_supports("f16c");
-  bool paired = !strcmp(kernels->name, "avx512bf16");
-  if (paired || !strcmp(kernels->name, "avx512"))
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("f16c") &&
-           (!paired || __builtin_cpu_supports("avx512bf16"));
+  InstructionSets has = ask_processor();
+  if (!strcmp(kernels->name, "avx2")) return has.avx2;
+  if (!strcmp(kernels->name, "avx512")) return has.avx512;
+  if (!strcmp(kernels->name, "avx512bf16")) return has.avx512bf16;
 #endif
   (void)kernels;
   return true;
@@ -51,7 +48,14 @@ const Kernels* find_kernels(const char* isa) {
   return nullptr;
 }
 
-pthread_once_t watch_forks = PTHREAD_ONCE_INIT;
+// Made when the library is loaded.
+const bool watched = (watch_forks([] { ++forks; }), true);
+
+void destroy(Context* context) {
+  free(context->scratch);
+  context->~Context();
+  free_aligned(context);
+}
 
 // Rounds x to integers with a scale per row; false if memory cannot be allocated.
 bool quantise_rows(Context* context, LinearTask* task, const void* x, int64_t stride, int64_t m,
@@ -169,15 +173,14 @@ API void asyncllm_lengthen_slice(void) { lengthen_slice(); }
 API Context* asyncllm_create(int32_t num_threads, const char* isa) {
   const Kernels* kernels = find_kernels(isa);
   if (!kernels || num_threads < 1 || num_threads > 1024) return nullptr;
-  pthread_once(&watch_forks, [] { pthread_atfork(nullptr, nullptr, [] { ++forks; }); });
-  Context* context = new (std::nothrow) Context();
-  if (!context) return nullptr;
+  void* room = allocate(sizeof(Context));
+  if (!room) return nullptr;
+  Context* context = new (room) Context();
   context->kernels = kernels;
   context->process = forks;
   context->scratch = static_cast<void**>(calloc(num_threads, sizeof(void*)));
   if (!context->scratch || !context->pool.start(num_threads)) {
-    free(context->scratch);
-    delete context;
+    destroy(context);
     return nullptr;
   }
   return context;
@@ -188,10 +191,9 @@ API void asyncllm_close(Context* context) {
   int threads = context->pool.size();
   context->queue.stop();
   context->pool.stop();
-  for (int i = 0; i < threads; ++i) free(context->scratch[i]);
-  free(context->scratch);
-  free(context->shared);
-  delete context;
+  for (int i = 0; i < threads; ++i) free_aligned(context->scratch[i]);
+  free_aligned(context->shared);
+  destroy(context);
 }
 
 API int32_t asyncllm_linear(Context* context, const Weights* weights, const void* x,

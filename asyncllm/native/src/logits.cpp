@@ -1,7 +1,6 @@
 // The functions of gpu/ops/logits.py. process_logits gives the same bits; log-probabilities differ
 // from torch's in the last bits.
 #include <math.h>
-#include <sys/mman.h>
 
 #include "candidates.h"
 
@@ -90,10 +89,10 @@ void penalise(const Line& own, float* logits) {
 // Asks for huge pages for large memory, which malloc maps anew in each call: page faults of small
 // pages would take longer than writing the memory.
 void expect_writes(void* p, int64_t bytes) {
-  constexpr int64_t MAPPED = int64_t(32) << 20, PAGE = 4096;
+  constexpr int64_t MAPPED = int64_t(32) << 20;
   if (bytes < MAPPED) return;
   int64_t before = -reinterpret_cast<uintptr_t>(p) & (PAGE - 1);
-  madvise(static_cast<char*>(p) + before, (bytes - before) / PAGE * PAGE, MADV_HUGEPAGE);
+  prefer_huge_pages(static_cast<char*>(p) + before, (bytes - before) / PAGE * PAGE);
 }
 
 // The token before the sampled one.

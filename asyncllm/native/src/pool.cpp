@@ -4,7 +4,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "threads.h"
 #include "waiting.h"
 
 bool Pool::start(int count) {
@@ -30,7 +29,7 @@ void Pool::stop() {
   ended_.store(true);
   signal_.fetch_add(1);
   futex_wake(&signal_, INT_MAX);
-  for (int i = 0; i < count_ - 1; ++i) pthread_join(workers_[i].thread, nullptr);
+  for (int i = 0; i < count_ - 1; ++i) join_thread(&workers_[i].thread);
   free(workers_);
   workers_ = nullptr;
   count_ = 1;

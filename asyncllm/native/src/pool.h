@@ -5,10 +5,7 @@
 // time that it uses. After a job a thread spins for some tens of microseconds, because the step's
 // next op follows soon, and then sleeps.
 #pragma once
-#include <pthread.h>
-#include <stdint.h>
-
-#include <atomic>
+#include "system.h"
 
 class Pool {
  public:
@@ -41,7 +38,7 @@ class Pool {
   struct Worker {
     Pool* pool;
     int index;
-    pthread_t thread;
+    Thread thread;
   };
 
   alignas(64) std::atomic<uint64_t> gate_{0};

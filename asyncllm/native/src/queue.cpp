@@ -3,7 +3,6 @@
 #include <string.h>
 
 #include "context.h"
-#include "threads.h"
 #include "waiting.h"
 
 namespace {
@@ -60,7 +59,7 @@ void Queue::stop() {
   if (!started_) return;
   ended_.store(true);
   futex_wake(&submitted_, 1);
-  pthread_join(thread_, nullptr);
+  join_thread(&thread_);
   started_ = false;
 }
 

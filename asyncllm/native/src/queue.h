@@ -1,10 +1,7 @@
 // Queue: runs jobs one after the other on a thread of its own, so that the next job begins at once,
 // even while the caller's Python code waits for the GIL.
 #pragma once
-#include <pthread.h>
-#include <stdint.h>
-
-#include <atomic>
+#include "system.h"
 
 struct Context;
 struct Job;
@@ -30,6 +27,6 @@ class Queue {
   std::atomic<bool> ended_{false};
   Job* jobs_[ROOM] = {};
   Context* context_ = nullptr;
-  pthread_t thread_ = {};
+  Thread thread_ = {};
   bool started_ = false;
 };

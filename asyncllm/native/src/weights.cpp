@@ -2,26 +2,12 @@
 #include "weights.h"
 
 #include <string.h>
-#include <sys/mman.h>
 
 namespace {
 
-constexpr int64_t PAGE = 4096, HUGE_PAGE = int64_t(2) << 20;
-
-// Allocates whole huge pages, and small pages for the rest. The weights of an expert fill only a
-// few huge pages: half a huge page wasted per expert would be a tenth of the model.
 void* map_weights(int64_t bytes, Memory* memory) {
   *memory = bytes >= HUGE_PAGE ? Memory::mapped : Memory::allocated;
-  if (*memory == Memory::allocated) return allocate(bytes);
-  int64_t size = divide_up(bytes, PAGE) * PAGE;
-  char* raw = static_cast<char*>(mmap(nullptr, size + HUGE_PAGE, PROT_READ | PROT_WRITE,
-                                      MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-  if (raw == MAP_FAILED) return nullptr;
-  int64_t before = -reinterpret_cast<uintptr_t>(raw) & (HUGE_PAGE - 1);
-  if (before) munmap(raw, before);
-  munmap(raw + before + size, HUGE_PAGE - before);
-  madvise(raw + before, bytes / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE);
-  return raw + before;
+  return *memory == Memory::mapped ? map_pages(bytes) : allocate(bytes);
 }
 
 int64_t whole_lines(int64_t bytes) { return divide_up(bytes, CACHE_LINE) * CACHE_LINE; }
@@ -166,10 +152,10 @@ API void asyncllm_free_weights(Weights* weights) {
   if (!weights) return;
   void* data = const_cast<void*>(weights->view.data);
   if (data && weights->memory == Memory::mapped)
-    munmap(data, divide_up(weights->bytes, PAGE) * PAGE);
+    unmap_pages(data, weights->bytes);
   else if (weights->memory == Memory::allocated)
-    free(data);
-  free(const_cast<float*>(weights->view.bias));
+    free_aligned(data);
+  free_aligned(const_cast<float*>(weights->view.bias));
   free(weights);
 }
 
