@@ -22,7 +22,7 @@ from asyncllm.checkpoint.small_file import read_small_file
 from asyncllm.checkpoint.weights_identity import WeightsIdentity
 from asyncllm.config import EngineConfig
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.models.architectures import is_small, parameters
+from asyncllm.gpu.models.architectures import is_small_model, parameters
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.packed.packed_file import (
     FORMAT,
@@ -356,7 +356,7 @@ def open_store(
     """
     if config.packed_cache == "off":
         return 'packed_cache="off"'
-    if is_small(model):
+    if is_small_model(model):
         return "packed at this start: a model of less than 32 million parameters gains nothing"
     if config.load_format == "dummy":
         reason = "random weights have no file"
