@@ -59,7 +59,7 @@ PROMPTS = [3], list(range(40)), [7] * 9
 
 @pytest.fixture(autouse=True)
 def _small_models_have_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_store, "is_small", lambda model: False)
+    monkeypatch.setattr(packed_store, "is_small_model", lambda model: False)
 
 
 @pytest.fixture(scope="module")
