@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -97,7 +98,6 @@ def test_requests_spread_and_have_the_tokens_of_any_engine(run):
             counts = finished(group)
             assert sum(counts.values()) == group.stats().num_finished == 32
             assert set(counts) == {0, 1, 2, 3}
-            assert min(counts.values()) >= 4
             assert list(group.engines) == [0, 1, 2, 3]
         assert group.state == "closed"
         assert group.error is None
@@ -823,11 +823,11 @@ def a_retry_answers_twice(patch):
 
 
 def a_place_is_reserved_twice(patch):
-    reserve, register = Admission.reserve, Admission._register
+    reserve = Admission.reserve
 
     def twice(self, group, num_tokens):
         reserve(self, group, num_tokens)
-        register(self, group, num_tokens)
+        self._queued_requests[copy.copy(group.members[0])] = num_tokens
 
     patch.setattr(Admission, "reserve", twice)
 
