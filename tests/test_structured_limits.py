@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import Any
 
 import pytest
@@ -447,3 +448,47 @@ def test_a_reference_with_an_end_is_none_such(schema) -> None:
 def test_a_schema_within_itself_has_instances(llguidance, schema) -> None:
     grammar = compiled(llguidance, json=schema)
     assert any(accepts(grammar, text) for text in ("[]", "{}", "null", '{"next":null}'))
+
+
+def chained(count: int, link) -> dict:
+    """A schema whose definitions lead from each to the next."""
+    defs = {f"d{i}": link({"$ref": f"#/$defs/d{i + 1}"}) for i in range(count)}
+    return {"$defs": defs | {f"d{count}": {"type": "string"}}, "$ref": "#/$defs/d0"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("json", chained(2500, lambda ref: ref)),
+        ("json", chained(2500, lambda ref: {"allOf": [ref]})),
+        (
+            "grammar",
+            "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(3000)) + 'r3000: "a"',
+        ),
+        (
+            "grammar",
+            "start: R0\n" + "".join(f"R{i}: R{i + 1}\n" for i in range(3000)) + "R3000: /a/",
+        ),
+        ("grammar", "start: %json " + json.dumps(chained(2500, lambda ref: ref))),
+        (
+            "grammar",
+            "start: %json "
+            + json.dumps(chained(2500, lambda ref: ref)).replace('"$ref"', '"\\u0024ref"'),
+        ),
+    ],
+)
+def test_long_chains_are_refused_before_a_library_follows_them(kind, value):
+    """One of these ended the process: llguidance follows them on its stack."""
+    with pytest.raises(InvalidRequestError, match="at most 512 references and rules"):
+        parse_structured_outputs({kind: value})
+
+
+@pytest.mark.parametrize("keyword", ["allOf", "anyOf", "oneOf"])
+def test_references_that_multiply_are_refused(keyword):
+    """Thirty levels of two equal references took gigabytes, or a core until the end of time."""
+    schema = chained(30, lambda ref: {keyword: [ref, dict(ref)]})
+    began = time.process_time()
+    with pytest.raises(GrammarError, match="more than 4096 schemas"):
+        refuse_large_merges(schema)
+    assert time.process_time() - began < 1
+    refuse_large_merges(chained(8, lambda ref: {keyword: [ref, dict(ref)]}))

@@ -53,9 +53,10 @@ async def show_metrics(serving: Serving, exchange: Exchange) -> None:
 async def description(serving: Serving, exchange: Exchange) -> None:
     """Answer with the OpenAPI description. It is made once, on a thread: pydantic takes tenths of a
     second."""
-    if serving.description is None:
-        document = await anyio.to_thread.run_sync(
-            lambda: encode(openapi(needs_token=serving.needs_token))
-        )
-        serving.description = document.encode()
+    async with serving.description_lock:
+        if serving.description is None:
+            document = await anyio.to_thread.run_sync(
+                lambda: encode(openapi(needs_token=serving.needs_token))
+            )
+            serving.description = document.encode()
     await exchange.respond(200, serving.description)

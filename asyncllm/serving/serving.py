@@ -74,6 +74,7 @@ class Serving:
     body_timeout: float
     draining: bool = False
     description: bytes | None = None
+    description_lock: anyio.Lock = field(default_factory=anyio.Lock)
     sessions: set[object] = field(default_factory=set)
     created: int = field(default_factory=lambda: int(time.time()))
     worker: WorkerThread = field(init=False)

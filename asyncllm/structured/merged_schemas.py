@@ -15,6 +15,7 @@ from fractions import Fraction
 from typing import Any
 
 from asyncllm.structured.grammar import GrammarError
+from asyncllm.structured.json_schema import subschemas
 from asyncllm.structured.references import is_local, resolve
 
 MAX_PATTERNS = 8
@@ -27,13 +28,26 @@ MAX_REMAINDERS = 65_536
 MAX_VALUES = 20_000
 """Maximum number of values whose schemas are examined."""
 
+MAX_WORK = 400_000
+"""Maximum number of schemas that apply to these values, counted for each value."""
+
+MAX_UNFOLDED = 4096
+"""Maximum number of schemas of one value when each reference is replaced by its target, as
+llguidance does: 30 levels of two equal references have a billion."""
+
 Schema = Mapping[str, Any]
 
 
 def refuse_large_merges(root: Any) -> None:
     """Raise GrammarError if llguidance could take very long to merge schemas of one value."""
     try:
-        _Merges(root).examine_value([root])
+        merges = _Merges(root)
+        for schema in subschemas(root):
+            if merges.unfolded_size(schema) > MAX_UNFOLDED:
+                raise GrammarError(
+                    f"more than {MAX_UNFOLDED} schemas apply to one value or are its alternatives"
+                )
+        merges.examine_value([root])
     except RecursionError:
         raise GrammarError("the schemas of one value are nested too deeply") from None
 
@@ -43,6 +57,33 @@ class _Merges:
         self._root = root
         self._examined_keys: set[tuple[frozenset[int], frozenset[int]]] = set()
         self._multiples: set[frozenset[Fraction]] = set()
+        self._num_remainders = self._work = 0
+        self._sizes: dict[int, int] = {}
+
+    def unfolded_size(self, schema: Any) -> int:
+        """Number of schemas that apply to a value of ``schema``, or are alternatives for it."""
+        if not isinstance(schema, Mapping):
+            return 1
+        size = self._sizes.get(id(schema))
+        if size is None:
+            self._sizes[id(schema)] = 1  # A reference to itself adds nothing.
+            parts = [
+                one
+                for keyword in ("allOf", "anyOf", "oneOf")
+                if isinstance(found := schema.get(keyword), list)
+                for one in found
+            ]
+            size = self._sizes[id(schema)] = 1 + sum(
+                map(self.unfolded_size, [*parts, *self._target(schema)])
+            )
+        return size
+
+    def _target(self, schema: Schema) -> list[Any]:
+        """Target of the schema's local reference, if it has one."""
+        if is_local(pointer := schema.get("$ref")):
+            with suppress(LookupError):  # The backend refuses such a schema.
+                return [resolve(pointer, self._root)]
+        return []
 
     def examine_value(self, schemas: Iterable[Any], known: frozenset[int] = frozenset()) -> None:
         """Check schemas that apply to one value, then those of its items and properties.
@@ -55,7 +96,8 @@ class _Merges:
         if key in self._examined_keys:
             return
         self._examined_keys.add(key)
-        if len(self._examined_keys) > MAX_VALUES:
+        self._work += len(applied)
+        if len(self._examined_keys) > MAX_VALUES or self._work > MAX_WORK:
             raise GrammarError("too many combinations of schemas apply to one value")
         alternative_lists = [
             choices
@@ -83,9 +125,7 @@ class _Merges:
             found[id(schema)] = schema
             if isinstance(included := schema.get("allOf"), list):
                 pending += included
-            if is_local(pointer := schema.get("$ref")):
-                with suppress(LookupError):  # The backend refuses such a schema.
-                    pending.append(resolve(pointer, self._root))
+            pending += self._target(schema)
         return list(found.values())
 
     def _check_patterns(self, applied: list[Schema], alternative_lists: list[list[Any]]) -> None:
@@ -98,19 +138,19 @@ class _Merges:
             raise GrammarError(
                 f"{count} patterns and formats apply to one value, expected at most {MAX_PATTERNS}"
             )
-        multiples = [schema.get("multipleOf") for schema in applied]
-        self._multiples.add(
-            frozenset(
-                Fraction(Decimal(repr(one)))
-                for one in multiples
-                if isinstance(one, int | float) and one > 0
-            )
+        multiples = frozenset(
+            Fraction(Decimal(repr(one)))
+            for one in (schema.get("multipleOf") for schema in applied)
+            if isinstance(one, int | float) and one > 0
         )
-        total = sum(map(_num_remainders, self._multiples))
-        if total > MAX_REMAINDERS:
+        if multiples in self._multiples:
+            return
+        self._multiples.add(multiples)
+        self._num_remainders += _num_remainders(multiples)
+        if self._num_remainders > MAX_REMAINDERS:
             raise GrammarError(
-                f"multipleOf has {total} remainders, expected at most {MAX_REMAINDERS}: smaller "
-                "numbers, or fewer for one value"
+                f"multipleOf has {self._num_remainders} remainders, expected at most "
+                f"{MAX_REMAINDERS}: smaller numbers, or fewer for one value"
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -17,6 +18,12 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 MAX_CHARACTERS = 2**17
 """Maximum number of characters of a schema, grammar or list of choices. An event loop's thread
 checks such a text, so the check must be short."""
+
+MAX_LINKS = 512
+"""Maximum number of references in a schema, and of rules and references in a grammar. llguidance
+follows a chain of them recursively: 2,500 overflow a stack of 8 MiB, which ends the process."""
+
+_RULE = re.compile(r"(?<![\w.-])[A-Za-z_][\w.-]*+(?:\[[^]\n]{0,64}\]|\{[^}\n]{0,64}\})?\s*+:")
 
 MAX_DEPTH = 48
 """Maximum nesting depth of a schema, which backends parse recursively."""
@@ -100,7 +107,9 @@ def _check_regex(value: Any) -> str:
 
 def _check_grammar(value: Any) -> str:
     name = f"{_PARAM}.grammar"
-    return _check_length(name, check.string(name, value), MAX_CHARACTERS)
+    text = _check_length(name, check.string(name, value), MAX_CHARACTERS)
+    # An escape may hide a reference in the JSON of a rule.
+    return _check_links(name, text, len(_RULE.findall(text)) + text.count("\\u00"))
 
 
 def _check_choice(value: Any) -> str:
@@ -164,7 +173,14 @@ def _serialise_schema(name: str, value: Mapping[str, Any]) -> str:
         text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise check.invalid(name, value, f"values that JSON has ({error})") from None
-    return _check_length(name, text, MAX_CHARACTERS)
+    return _check_links(name, _check_length(name, text, MAX_CHARACTERS))
+
+
+def _check_links(name: str, text: str, num_rules: int = 0) -> str:
+    count = num_rules + text.count('"$ref"')
+    if count > MAX_LINKS:
+        raise check.invalid(name, text, f"at most {MAX_LINKS} references and rules, not {count}")
+    return text
 
 
 def _walk_items(value: Any) -> Iterator[tuple[Any, int]]:
