@@ -336,7 +336,7 @@ class AsyncLLMEngine(Handle):
             EngineClosedError, EngineDeadError: if the engine closes or dies meanwhile. While the
                 engine is paused, the call waits.
 
-        Waiting calls are admitted first in, first out, before new calls of ``stream`` and ``chat``.
+        Waiting calls are admitted in turns by owner, before new calls of ``stream`` and ``chat``.
         A cancelled call leaves nothing behind.
         """
         inputs = self._running()
@@ -375,7 +375,7 @@ class AsyncLLMEngine(Handle):
             max_under_way: maximum number of rows that were drawn and whose results were not read;
                 at most ``max_queued_requests``, which None means.
             progress: function called with the number of rows done, those of ``done`` included, and
-                of rows failed, before each result is returned.
+                of rows failed, before each result is returned; its exceptions are logged.
             options: as for ``stream``, or ``chat``, but for ``request_id``, ``max_unread`` and
                 ``on_slow``.
 

@@ -11,6 +11,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 from asyncllm import validation as check
 from asyncllm.checkpoint.progress import LoadStage
@@ -48,6 +49,9 @@ from asyncllm.stream import TokenStream
 from asyncllm.structured.compiler import GrammarCompiler
 
 _JOIN_TIMEOUT = 2.0
+
+_WATCH_INTERVAL = 1.0
+"""Seconds between two checks of the engines' steps while a thread waits without an event loop."""
 
 _MAX_PIECES = 4096
 """Maximum number of pieces of text that are remembered for each engine: 8 MiB of text."""
@@ -192,8 +196,11 @@ class EngineGroup(AsyncLLMEngine):
             raise check.invalid("engine", engine, accepted)
         if engine._submitter is self._queue.lead:
             self._lead(others[0])
-        await engine.aclose(drain=drain)
-        self._queue.drop(number)
+        try:
+            await engine.aclose(drain=drain)
+        finally:  # If the call is cancelled, closing goes on all the same.
+            self._queue.drop(number)
+            engine._observers.engine = None
 
     async def aclose(self, *, drain: float | None = 0.0) -> None:
         """Close all engines at the same time; see ``AsyncLLMEngine.aclose``."""
@@ -269,14 +276,19 @@ class EngineGroup(AsyncLLMEngine):
                 group = core.admission.get_live(one)
                 if group is not None:
                     core.abort(group)
+        for one in ids:
+            stream = self._queue.retried.get(one)
+            if stream is not None:
+                stream.abort()
 
     def cached_prefix(self, token_ids: Sequence[int], cache_salt: str | None = None) -> int:
         """``AsyncLLMEngine.cached_prefix`` of the engine that has most cached."""
         self._running()
-        return max(
-            [engine.cached_prefix(token_ids, cache_salt) for engine in self._queue.running()],
-            default=0,
-        )
+        most = 0
+        for engine in self._queue.running():
+            with suppress(EngineError):  # It may be removed meanwhile.
+                most = max(most, engine.cached_prefix(token_ids, cache_salt))
+        return most
 
     # --- the group as a whole ----------------------------------------------------------
 
@@ -294,7 +306,9 @@ class EngineGroup(AsyncLLMEngine):
     async def _call_all(self, run: Any) -> list[Any]:
         """Run ``run(core)`` on the thread of every engine that runs, at the same time. Of the
         engines that end meanwhile nothing is returned."""
-        cores = [engine._running().submitter.core for engine in self._queue.running()]
+        cores = [engine._submitter.core for engine in self._queue.running() if engine._submitter]
+        if not cores:
+            raise self.error or EngineClosedError(CLOSED)
         results = []
         for call in [core.call(run, core) for core in cores]:
             with suppress(EngineError):
@@ -319,7 +333,9 @@ class EngineGroup(AsyncLLMEngine):
             for one in fields(EngineStats)
         }
         total["kv_cache_usage"] = 1.0 - total["num_free_blocks"] / max(total["num_blocks"], 1)
-        total["is_paused"] = all(stats.is_paused for stats in each.values())
+        total["is_paused"] = all(
+            one.is_paused for n, one in each.items() if engines[n].state == "running"
+        )
         total["last_step_time"] = max(stats.last_step_time for stats in each.values())
         states: dict[int, EngineState] = {n: one.state for n, one in engines.items()}
         return GroupStats(**total, engines=each, states=states)
@@ -397,8 +413,7 @@ class EngineGroup(AsyncLLMEngine):
 
     def _thread_mailbox(self) -> ThreadMailbox:
         self._running()
-        threads = [engine._require_started() for engine in self._queue.running()]
-        return ThreadMailbox(min(one.watch_interval for one in threads), self._check_steps)
+        return ThreadMailbox(_WATCH_INTERVAL, self._check_steps)
 
     def _check_steps(self) -> None:
         for engine in self._queue.engines.values():
@@ -414,6 +429,7 @@ class _GroupQueue:
 
     Attributes:
         engines: engines by number; replaced, never changed.
+        retried: streams whose requests may be sent again, by id.
         lead: submitter of the engine that stands for all; None before the first has started.
     """
 
@@ -423,6 +439,7 @@ class _GroupQueue:
         self._retries = retries
         self._router = Router()
         self._texts = PrefixIndex(_MAX_PIECES)
+        self.retried: WeakValueDictionary[str, TokenStream] = WeakValueDictionary()
         self._lock = threading.Lock()
 
     @property
@@ -506,18 +523,24 @@ class _GroupQueue:
         self._check_id(request)
         hashes = [] if request.token_ids else text_hashes(*_beginning(submission))
         found = self._texts.find(hashes, self.core.clock()) if hashes else {}
-        candidates = []
+        candidates, largest = [], 0
         for number, engine in self.engines.items():
             submitter, is_running = engine._submitter, engine.state == "running"
             if submitter is None or not is_running:
                 continue
             core, cached = submitter.core, found.get(number, 0) * _TOKENS_PER_PIECE
+            largest = max(largest, core.admission.max_queued_requests)
+            if len(request.group.members) > core.admission.max_queued_requests:
+                continue
             if request.token_ids:
                 cached = core.num_cached_tokens(request)
             wait = 0.0
             if not in_line:
                 wait = core.admission.retry_after(request.group, submission.num_tokens)
             candidates.append(Candidate(number, core.stats(), cached, wait))
+        if largest and not candidates:
+            accepted = f"at most max_queued_requests={largest}"
+            raise check.invalid("n", len(request.group.members), accepted)
         if not candidates:
             dead = [core for core in self.cores() if core.fatal_error is not None]
             raise (dead[0] if dead else self.core).shutdown_error()
@@ -539,6 +562,8 @@ class _GroupQueue:
         """Have the request sent again if its engine dies before the first token."""
         submission.stream = None  # Nothing but the reader may refer to the stream.
         stream._resubmit = partial(self._resubmit, submission, retries - 1) if retries else None
+        if retries:
+            self.retried[stream.request_id] = stream
         return stream
 
     def _resubmit(self, submission: Submission, retries: int, stream: TokenStream) -> bool:

@@ -22,7 +22,8 @@ from typing import Any
 import anyio.lowlevel
 
 from asyncllm import validation as check
-from asyncllm.errors import EngineError, InvalidRequestError
+from asyncllm.errors import EngineError, InvalidRequestError, RequestError
+from asyncllm.logger import get_logger
 from asyncllm.outputs import Completion
 from asyncllm.runtime.event_loop import EventLoopBackend, running_backend
 from asyncllm.runtime.handle import Handle
@@ -31,6 +32,8 @@ from asyncllm.runtime.worker_thread import WorkerThread
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
 from asyncllm.validation import explain
+
+logger = get_logger("asyncllm")
 
 _END: Any = object()
 
@@ -205,10 +208,15 @@ class Rows:
         if isinstance(error, EngineError) and not self.is_running():
             self.close()
             raise error
+        if completion is not None and completion.finish_reason == "abort":
+            error = RequestError("the row's request was aborted; its completion is what it had")
         self._num_done += 1
         self._num_failed += error is not None
         if self.progress is not None:
-            self.progress(self._num_done, self._num_failed)
+            try:
+                self.progress(self._num_done, self._num_failed)
+            except Exception as failure:
+                logger.error("progress of map() raised %s", explain(failure))
         return RowResult(row.row, row.key, completion, error)
 
     def close(self) -> None:
@@ -217,8 +225,14 @@ class Rows:
         under_way, self._under_way = self._under_way, {}
         self._ended.clear()
         for row in under_way:
+            row.on_end = _ignore  # The engine may refer to the request, and so to the row.
+            row.row = None
             if row.stream is not None:
                 row.stream.close()
+
+
+def _ignore(row: _Row) -> None:
+    """End a row whose job is closed."""
 
 
 def draw_error(error: Exception) -> InvalidRequestError:

@@ -891,3 +891,53 @@ async def test_a_broken_group_is_noticed(breakage, monkeypatch):
     breakage(monkeypatch)
     with pytest.raises((Exception, pytest.fail.Exception)):
         await asyncio.wait_for(test(), 2)
+
+
+async def test_a_request_that_no_engine_can_ever_take_is_invalid():
+    async with fake_group(2).engine(max_queued_requests=4) as group:
+        with pytest.raises(InvalidRequestError, match="at most max_queued_requests=4") as caught:
+            group.stream([1], n=5, max_tokens=1)
+        assert caught.value.param == "n"
+
+
+async def test_abort_finds_a_stream_that_waits_to_be_sent_again():
+    rig = fake_group(2)
+    async with rig.engine(retries=1) as group:
+        for engine in group.engines.values():
+            await engine.pause()
+        stream = group.stream([4, 2], max_tokens=5, request_id="x")
+        number = next(n for n, one in group.engines.items() if core_of(one).admission.get_live("x"))
+        rig.rigs[number].executor.faults[0] = RuntimeError("device lost")
+        await group.engines[number].resume()
+        await until(lambda: group.engines[number].state == "dead")
+        await group.engines[1 - number].resume()
+        group.abort("x")
+        with pytest.raises(EngineDeadError):
+            await stream.result()
+
+
+async def test_a_dead_group_says_so_in_every_call():
+    rig = fake_group(1)
+    async with rig.engine() as group:
+        rig.rigs[0].executor.faults[0] = RuntimeError("device lost")
+        with pytest.raises(EngineDeadError):
+            await group.generate([1], max_tokens=1)
+        for call in (group.pause, group.resume, group.reset_prefix_cache):
+            with pytest.raises(EngineDeadError):
+                await call()
+        assert group.cached_prefix([1, 2, 3]) == 0
+        assert group._thread_mailbox() is not None
+
+
+async def test_a_cancelled_removal_removes():
+    rig = fake_group(2, step_time=0.01)
+    async with rig.engine() as group:
+        streams = [group.stream([i], max_tokens=200) for i in range(4)]
+        await until(lambda: group.stats().num_running == 4)
+        first = group.engines[0]
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(group.remove(first, drain=60), 0.05)
+        assert list(group.engines) == [1]
+        for stream in streams:
+            stream.abort()
+        await first.wait_closed()

@@ -21,7 +21,7 @@ from asyncllm import (
 )
 from asyncllm.testing import fake_llm
 from tests.event_loops import run as run  # a fixture
-from tests.fakes import fake
+from tests.fakes import core_of, fake
 from tests.idle import all_free, blocking_until, until
 
 
@@ -366,15 +366,34 @@ async def test_a_second_run_leaves_out_what_the_first_has_done():
     assert len(stored) == 11
 
 
-async def test_progress_counts_failures_and_its_error_is_the_callers():
+async def test_progress_counts_failures_and_its_error_is_logged(caplog):
     counts = []
     async with fake().engine() as engine:
         rows = [[1], None, [2]]
         await collect(engine.map(rows, progress=lambda *pair: counts.append(pair), max_tokens=1))
         assert counts == [(1, 0), (2, 1), (3, 1)]
-        failing = engine.map([[1]], progress=lambda *pair: 1 / 0, max_tokens=1)
-        with pytest.raises(ZeroDivisionError):
-            await anext(failing)
+        for error in (ZeroDivisionError, StopAsyncIteration):
+
+            def fail(*_: int, error: type[Exception] = error) -> None:
+                raise error
+
+            results = await collect(engine.map([[1], [2]], progress=fail, max_tokens=1))
+            assert [one.error for one in results] == [None, None]
+            assert error.__name__ in caplog.text
+
+
+async def test_a_row_that_something_else_aborts_is_an_error():
+    rig = fake(step_time=0.01)
+    async with rig.engine() as engine:
+        results = aiter(engine.map([[1]], max_tokens=200))
+        reading = asyncio.ensure_future(anext(results))
+        await until(lambda: engine.stats().num_running)
+        core = core_of(engine)
+        engine.abort([group.request_id for group in list(core.admission._live_groups.values())])
+        found = await reading
+        assert isinstance(found.error, RequestError)
+        assert "aborted" in str(found.error)
+        assert len(found.completion.token_ids) < 200
 
 
 async def test_one_task_reads_at_a_time_on_one_loop():
