@@ -32,7 +32,7 @@ def write(folder: PackedFolder) -> None:
     for index in itertools.count(os.getpid()):
         number = index % 8
         tensors = [("only", torch.full((SIZE,), number, dtype=torch.uint8))]
-        with folder.lock():
+        with folder.lock(None):
             folder.make_room(SIZE)
             folder.write(
                 f"{number}{SUFFIX}",
@@ -78,7 +78,7 @@ def main() -> None:
         held, left = check(path, context)
         interrupted += left > 0
     assert held > 1, held
-    with folder.lock():
+    with folder.lock(None):
         assert check(path, Context(Library(), 1)) == (held, 0)
     print(interrupted)
 

@@ -654,7 +654,7 @@ def test_no_file_appears_before_all_of_it_is_on_the_disk(tmp_path, monkeypatch):
 
     for name in ("pwrite", "fsync", "rename"):
         monkeypatch.setattr(os, name, look(name))
-    with folder.lock():
+    with folder.lock(None):
         folder.write(
             path.name, lambda opened: write_packed_file(opened, own, 1, {}, [("w", recorder)])
         )
@@ -670,7 +670,7 @@ def test_the_least_recently_used_files_go(tmp_path):
     folder.make()
 
     def add(name: str, size: int = 1000) -> None:
-        with folder.lock():
+        with folder.lock(None):
             folder.make_room(size)
             folder.write(name + SUFFIX, lambda opened: os.write(opened, bytes(size)))
         os.utime(folder.path / (name + SUFFIX), ns=(len(added), 0))
@@ -893,3 +893,67 @@ def test_a_checkpoint_that_is_gone_is_an_error_of_the_checkpoint(model, folder):
     (model / "model.safetensors").unlink()
     with pytest.raises(EngineError, match=r"model\.safetensors"):
         build_model_runner(settings(folder), config)
+
+
+def test_a_folder_that_cannot_be_searched_costs_the_file_alone(model, folder, monkeypatch):
+    exists = Path.exists
+
+    def refused(path: Path) -> bool:
+        if folder in path.parents:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return exists(path)
+
+    expected, _ = start(model, settings(folder, packed_cache="off"))
+    monkeypatch.setattr(Path, "exists", refused)
+    found, state = start(model, settings(folder))
+    assert found == expected
+    assert state.startswith("packed at this start")
+
+
+def test_a_forked_child_does_not_keep_the_lock(folder):
+    shared = PackedFolder(folder, 10**9)
+    shared.make()
+    with shared.lock(None):
+        child = os.fork()
+        if not child:
+            time.sleep(30)
+            os._exit(0)
+    try:
+        with PackedFolder(folder, 10**9).lock(None):
+            pass
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+
+
+def test_a_wait_for_the_lock_ends_when_it_is_asked_to(folder):
+    one, other = PackedFolder(folder, 10**9), PackedFolder(folder, 10**9)
+    one.make()
+    looks = []
+
+    def check() -> None:
+        looks.append(1)
+        if len(looks) == 3:
+            raise InterruptedError
+
+    with one.lock(None), pytest.raises(InterruptedError), other.lock(check):
+        pass
+    assert len(looks) == 3
+
+
+def test_what_is_no_file_does_not_stop_the_others(folder):
+    shared = PackedFolder(folder, 1000)
+    shared.make()
+    (folder / f"a{SUFFIX}").mkdir()
+    (folder / "b.panels-tmp").mkdir()
+    (folder / f"c{SUFFIX}").symlink_to(folder / "nowhere")
+    with shared.lock(None):
+        shared.make_room(1000)
+        shared.write(f"d{SUFFIX}", lambda opened: os.write(opened, bytes(1000)))
+    assert (folder / f"d{SUFFIX}").stat().st_size == 1000
+
+
+@pytest.mark.parametrize("budget", [10**12, int("9" * 30), 2049])
+def test_a_calibration_beyond_its_range_is_a_miss(budget):
+    assert calibration.Calibration.of_note({"token_budget": budget, "tokens_ahead": 1}) is None
+    assert calibration.Calibration.of_note({"token_budget": 64, "tokens_ahead": None}) is not None

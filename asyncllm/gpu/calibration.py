@@ -67,7 +67,9 @@ class Calibration:
     def of_note(cls, note: Any) -> Calibration | None:
         """Reads the fields from JSON; None if they are not those of a Calibration."""
         values = tuple(note.values()) if isinstance(note, dict) else ("",)
-        are_counts = all(one is None or (type(one) is int and one > 0) for one in values)
+        are_counts = all(
+            one is None or (type(one) is int and 0 < one <= HIGHEST_BUDGET) for one in values
+        )
         return cls(**note) if are_counts and set(note) == set(cls.__slots__) else None
 
     def apply(self, runner: ModelRunner) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 SUFFIX = ".panels"
 _TEMPORARY_SUFFIX = ".panels-tmp"
 
+_LOCK_SECONDS = 0.05
+
 MIN_FREE_SHARE = 0.05
 """Share of the disk that a new file leaves free."""
 
@@ -50,11 +52,15 @@ class PackedFolder:
             )
 
     @contextmanager
-    def lock(self, wait: bool = True) -> Iterator[None]:
+    def lock(self, check: Callable[[], object] | None) -> Iterator[None]:
         """Lock of all writers, which one thread of a process uses at a time. It may be nested.
 
+        Args:
+            check: called every 50 ms while another process has the lock; ends the wait by an
+                exception. None does not wait.
+
         Raises:
-            BlockingIOError: another process has it, and ``wait`` is False.
+            BlockingIOError: another process has it, and ``check`` is None.
         """
         import fcntl  # Other systems than POSIX have none, and no native ops either.
 
@@ -63,14 +69,24 @@ class PackedFolder:
             return
         opened = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.flock(opened, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            while True:
+                try:
+                    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if check is None:
+                        raise
+                check()
+                time.sleep(_LOCK_SECONDS)
             self._is_locked = True
             for left in self.path.glob(f"*{_TEMPORARY_SUFFIX}"):
-                left.unlink(missing_ok=True)
+                _unlink(left)
             yield
             os.fsync(opened)
         finally:
             self._is_locked = False
+            # A child that was forked meanwhile has the descriptor too, and would keep the lock.
+            fcntl.flock(opened, fcntl.LOCK_UN)
             os.close(opened)
 
     def write(self, name: str, write: Callable[[int], object], num_bytes: int = 0) -> None:
@@ -105,7 +121,11 @@ class PackedFolder:
         Raises:
             OSError: the file is larger than all files may be, or would fill the disk.
         """
-        files = [(each, each.stat()) for each in self.path.glob(f"*{SUFFIX}")]
+        files = []
+        for each in self.path.glob(f"*{SUFFIX}"):
+            with suppress(OSError):
+                if stat.S_ISREG((status := each.lstat()).st_mode):
+                    files.append((each, status))
         if self.max_bytes is not None:
             if num_bytes > self.max_bytes:
                 raise OSError(f"{num_bytes} bytes are more than packed_cache_size={self.max_bytes}")
@@ -130,4 +150,10 @@ class PackedFolder:
 
     def _remove(self, path: Path) -> None:
         for each in (path, *self.path.glob(f"{path.stem}.*.json")):
-            each.unlink(missing_ok=True)
+            _unlink(each)
+
+
+def _unlink(path: Path) -> None:
+    """Removes a file. What cannot be removed, such as a directory, must not stop the others."""
+    with suppress(OSError):
+        path.unlink()

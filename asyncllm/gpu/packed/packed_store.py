@@ -84,6 +84,7 @@ class PackedStore:
         self._recorded: list[tuple[str, Tensor | PanelRecorder]] = []
         self._writer: threading.Thread | None = None
         self._logged_lines: set[str] = set()
+        self._is_refused = False
         self.state = "packed at this start"
         self._identity = WeightsIdentity.of(model.path)
         form = {
@@ -140,7 +141,7 @@ class PackedStore:
         if found is None and self._config.packed_cache == "shared":
             try:
                 self._cache.make()
-                with self._cache.lock():
+                with self._cache.lock(self._check_wanted):
                     found = self._find()
                     if found is None:
                         build(self._record(read()), False)
@@ -148,6 +149,7 @@ class PackedStore:
                         found = self._find()
             except OSError as error:
                 self._refuse(error)
+                self._is_refused = True
         if found is None:
             return build(self._record(read()), False)
         made = build(found.weights(), True)
@@ -164,9 +166,9 @@ class PackedStore:
             (self._model_folder, self._beside_key, with_model),
         ):
             path = folder.path / _file_name(key)
-            if not path.exists():
-                continue
             try:
+                if not path.exists():
+                    continue
                 found = PackedFile(path, owners)
                 if found.key != key:
                     raise PackedFileError("has the weights of another model or form")
@@ -230,11 +232,13 @@ class PackedStore:
         if self._recorded:
             if not self._beside:
                 self._cache.make()
-            with self._folder.lock():
+            with self._folder.lock(self._check_stopped):
                 self._write_locked()
 
     def write_later(self, notes: Mapping[str, Any]) -> None:
         """Writes the file, and notes that belong to it, on a thread of low priority."""
+        if self._is_refused:
+            self._recorded = []
         if not self._recorded and not notes:
             return
         self._writer = threading.Thread(
@@ -309,6 +313,11 @@ class PackedStore:
         if self._stopped.is_set():
             raise _StoppedError
 
+    def _check_wanted(self) -> None:
+        """Raises if the start was given up."""
+        self._check_stopped()
+        self._progress(0, 1)
+
     def close(self) -> None:
         """Ends the writing of the file. A file that is not complete is removed."""
         self._stopped.set()
@@ -333,7 +342,7 @@ class PackedStore:
         with suppress(OSError):
             if not self._beside:
                 self._cache.make()
-            with self._folder.lock(wait=False):
+            with self._folder.lock(None):
                 self._folder.write(name, lambda opened: os.write(opened, content))
 
 
