@@ -102,7 +102,7 @@ class EngineGroup(AsyncLLMEngine):
     while all are.
 
     Args:
-        engines: engines that are new or running. They have to agree in vocabulary, chat template,
+        engines: engines, all new or all running. They have to agree in vocabulary, chat template,
             ``max_model_len``, and all other settings by which requests are checked. A group of
             running engines needs no ``start``.
         retries: how often a request without a token may be sent again because its engine died. It
@@ -154,7 +154,7 @@ class EngineGroup(AsyncLLMEngine):
         await self._start_engines(list(self._queue.engines.values()))
 
     async def add(self, engine: AsyncLLMEngine) -> None:
-        """Add an engine, which is started first if it is new; requests go to it from then on.
+        """Add an engine; a new one is started first. Later requests may go to it.
 
         Raises:
             InvalidRequestError: for an engine that does not agree with the others, is in a group,
@@ -304,8 +304,8 @@ class EngineGroup(AsyncLLMEngine):
         return all(await self._call_all(lambda core: core.scheduler.kv.reset_prefix_cache()))
 
     async def _call_all(self, run: Any) -> list[Any]:
-        """Run ``run(core)`` on the thread of every engine that runs, at the same time. Of the
-        engines that end meanwhile nothing is returned."""
+        """Run ``run(core)`` on the thread of every engine that runs, at the same time. Results of
+        engines that end meanwhile are left out."""
         cores = [engine._submitter.core for engine in self._queue.running() if engine._submitter]
         if not cores:
             raise self.error or EngineClosedError(CLOSED)
@@ -386,7 +386,7 @@ class EngineGroup(AsyncLLMEngine):
         self._queue.engines = {**self._queue.engines, number: engine}
 
     def _lead(self, engine: AsyncLLMEngine) -> None:
-        """Take an engine's model and tokenizer for the requests that are made from now on."""
+        """Use an engine's model and tokenizer to prepare later requests."""
         loaded = engine._require_started().loaded
         assert engine._submitter is not None
         self._queue.lead = engine._submitter
@@ -496,7 +496,7 @@ class _GroupQueue:
 
     async def enqueue_or_wait(self, submission: Submission) -> TokenStream:
         """Queue a request; if all queues are full, wait in the line of the engine that is expected
-        to answer first. If that ends meanwhile, go on at another."""
+        to answer first. If that engine ends meanwhile, try another."""
         while True:
             with suppress(EngineOverloadedError):
                 return self.enqueue(submission)
@@ -514,7 +514,7 @@ class _GroupQueue:
             return self._watch(stream, submission, self._retries)
 
     def _choose(self, submission: Submission, in_line: bool = False) -> tuple[Submitter, _Sent]:
-        """Choose an engine for a request, which observes the request for the router.
+        """Choose an engine for a request; returns its submitter, and an observer for the router.
 
         Args:
             in_line: choose among full engines too.
@@ -560,7 +560,7 @@ class _GroupQueue:
 
     def _watch(self, stream: TokenStream, submission: Submission, retries: int) -> TokenStream:
         """Have the request sent again if its engine dies before the first token."""
-        submission.stream = None  # Nothing but the reader may refer to the stream.
+        submission.stream = None  # Only the reader refers to it: losing the stream aborts.
         stream._resubmit = partial(self._resubmit, submission, retries - 1) if retries else None
         if retries:
             self.retried[stream.request_id] = stream
@@ -619,7 +619,7 @@ def _beginning(submission: Submission) -> tuple[str, str | None]:
 
 
 def _check_new(engine: Any) -> None:
-    """Refuse what cannot become an engine of a group."""
+    """Refuse an object that cannot become an engine of a group."""
     if not isinstance(engine, AsyncLLMEngine) or isinstance(engine, EngineGroup):
         raise check.invalid("engine", engine, "an AsyncLLMEngine")
     if engine._observers.engine is not None:
@@ -629,7 +629,7 @@ def _check_new(engine: Any) -> None:
 
 
 def _check_agreement(engine: AsyncLLMEngine, other: AsyncLLMEngine) -> None:
-    """Refuse an engine that checks or tokenises a request otherwise than ``other``."""
+    """Refuse an engine whose checks or tokens of a request may differ from those of ``other``."""
     expected = _agreed_values(other)
     for name, value in _agreed_values(engine).items():
         if value != expected[name]:

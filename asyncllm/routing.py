@@ -26,23 +26,24 @@ TEXT_PIECE = 2048
 
 _MAX_TEXT_PIECES = 32
 _RUNNING_TOKENS = 32
-"""Prompt tokens that a running request counts as: its part of a step takes as long as several."""
+"""Load of a running request in prompt tokens: its token takes as long in a step as several of a
+prompt."""
 _EQUAL_RATES, _MAX_RATE = 1.5, 8.0
-"""Ratios to the median: up to the first a rate counts as the median, because measured rates of
-equal engines differ; beyond the second it counts as the second."""
+"""Bounds on the ratio of a rate to the median rate. Up to the first, a rate counts as the median,
+because measured rates of equal engines differ; beyond the second, it counts as the second."""
 _RECENT_CHOICES, _RECENT_WEIGHT = 256, 0.5
 """Choices per engine over which recent ones count, and the part of an excess that is added. With
 fewer, prompts that are short beside a prefix that they share stay with one engine; with more, an
 old burst counts for long."""
 _MAX_WEIGHT = 1e6
 _TRUST_REQUESTS = 8
-"""Requests over which an engine's false claims count."""
+"""Averaging length, in requests, of an engine's ``trust``."""
 _NO_KEYS: frozenset[Key] = frozenset()
 
 
 @dataclass(slots=True)
 class Candidate:
-    """What is known of one engine when a prompt has to be routed. It can be pickled.
+    """State of one engine, from which a Router chooses. It can be pickled.
 
     Attributes:
         key: the engine's name.
@@ -71,7 +72,7 @@ class _Ledger:
         num_left: prompt tokens of these requests that are not expected to be cached.
         recent: prompt tokens that were not expected to be cached, of the latest requests, weighted
             by ``Router._weight``.
-        trust: share of the expected cached tokens that were cached in the end, lately.
+        trust: moving average of the share of expected cached tokens that were really cached.
     """
 
     num_requests: int = 0
@@ -119,7 +120,7 @@ class Router:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ledgers: dict[Key, _Ledger] = {}
-        # Instead of every ``recent`` shrinking with each choice, the weight of a new one grows.
+        # Exponential decay: instead of scaling every ``recent`` down, scale new entries up.
         self._weight = 1.0
 
     def choose(self, candidates: Sequence[Candidate], num_tokens: int) -> Route:
@@ -180,7 +181,7 @@ class Router:
         ledgers = [ledger for one in ready if (ledger := self._ledgers.get(one.key))]
         mean = sum(ledger.recent for ledger in ledgers) / max(len(ledgers), 1)
         if len(ledgers) < count:
-            # An engine that joins counts as an average one, so that nothing moves on its account.
+            # A new engine counts as an average one, so that it changes no other engine's excess.
             ledgers = [self._ledgers.setdefault(one.key, _Ledger(recent=mean)) for one in ready]
         recent_weight = _RECENT_WEIGHT / self._weight
         best, least = 0, math.inf
@@ -223,7 +224,7 @@ def _usable_hit(candidate: Candidate, ledger: _Ledger, num_tokens: int) -> int:
 
 
 def _credible_rate(rate: float, usual: float) -> float:
-    """Rate of an engine, by what it says and what is usual."""
+    """Rate of an engine, bounded by its ratio to the median rate."""
     if not rate > 0.0 or usual / _EQUAL_RATES < rate < usual * _EQUAL_RATES:
         return usual
     return min(max(rate, usual / _MAX_RATE), usual * _MAX_RATE)
@@ -274,8 +275,8 @@ class Sent:
     Attributes:
         key: the engine that it was sent to.
         hashes: its block hashes.
-        found: stamps of the leading blocks that the index had for the engine; 0 for one that was
-            last sent with a prompt under way.
+        found: stamps of the prompt's leading blocks in the index; 0 for a block of a prompt that is
+        still under way.
         stamp: its own stamp.
     """
 

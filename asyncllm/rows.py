@@ -48,7 +48,8 @@ class RowResult:
     Attributes:
         row: the caller's row.
         key: the row's key; without a ``key`` function, its index from 0.
-        completion: the completion; None if the row failed.
+        completion: the completion; None if the row failed, unless its request was aborted: then the
+            output so far.
         error: why the row failed; None if it did not.
     """
 
@@ -156,7 +157,7 @@ class Rows:
         self._num_drawn += 1
         try:
             if self.key is not None:
-                found.key = None  # The key of a row whose key raises.
+                found.key = None  # This stays the key if ``key`` raises.
                 found.key = self.key(row)
             if found.key in self.done:
                 self._num_done += 1
@@ -220,7 +221,8 @@ class Rows:
         return RowResult(row.row, row.key, completion, error)
 
     def close(self) -> None:
-        """Abort the rows under way, and draw no more. Takes no lock, for destructors."""
+        """Abort the rows under way, and draw no more. Takes no lock, so that a destructor may call
+        it."""
         self.end()
         under_way, self._under_way = self._under_way, {}
         self._ended.clear()
@@ -443,7 +445,7 @@ def _feed_one(
 
 
 def _read_blocking(rows: Rows, row: _Row, mailbox: ThreadMailbox) -> RowResult:
-    """``_read`` for a thread without an event loop."""
+    """Read the stream of a row that has ended, in a thread without an event loop."""
     completion, error = None, row.error
     if row.stream is not None:
         try:

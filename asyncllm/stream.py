@@ -74,8 +74,8 @@ class TokenStream(Handle):
     _outputs: list[OutputReader] = field(init=False)
     _only_output_texts: list[str] | None = None
     _resubmit: Callable[[TokenStream], bool] | None = None
-    """Function that has another engine go on with the stream of a request whose engine died before
-    its first token; returns whether one does. None without such an engine."""
+    """Function that sends a request, whose engine died before its first token, to another engine of
+    the group; returns whether one took it. None outside of a group with ``retries``."""
 
     def __post_init__(self) -> None:
         self._group = self._request.group
@@ -95,7 +95,8 @@ class TokenStream(Handle):
         self.__post_init__()
 
     def _goes_on(self) -> bool:
-        """Whether the request has no token, its engine died, and another engine goes on with it."""
+        """Whether another engine took over the request, whose engine died before its first
+        token."""
         channel, resubmit = self._channel, self._resubmit
         if channel.num_written or self._group.aborted:
             return False

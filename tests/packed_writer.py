@@ -27,7 +27,7 @@ LONGEST = 0.1
 
 
 def write(folder: PackedFolder) -> None:
-    """Writes files for ever. The content of each is its name, so that a reader knows it."""
+    """Writes files without end. The content of each is its name, so that a reader knows it."""
     context = Context(Library(), 1)
     for index in itertools.count(os.getpid()):
         number = index % 8

@@ -475,7 +475,10 @@ def test_leaving_an_llm_map_aborts():
     llm = LLM(engine=engine)
     llm._owns_engine = True
     with llm:
-        lengths = lambda number: SamplingParams(max_tokens=2 + 200 * number)  # noqa: E731
+
+        def lengths(number):
+            return SamplingParams(max_tokens=2 + 200 * number)
+
         for _ in llm.map(range(9), prompt=prompt_of, max_under_way=5, sampling_params=lengths):
             break
         blocking_until(lambda: engine.stats().num_aborted >= 1)

@@ -1,4 +1,4 @@
-"""WeightsIdentity: which weights a checkpoint's files hold, without reading them."""
+"""WeightsIdentity: identifies a checkpoint's weights by its files' names, sizes and times."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _HUB_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class WeightsIdentity:
-    """What the file system says about a checkpoint's weights, and the configuration beside them.
+    """Names, sizes and times of a checkpoint's weight files, and a digest of its configuration.
 
     Equal identities have equal weights, if files are not rewritten within the resolution of their
-    times. Compare it before and after reading: a difference is a checkpoint that was replaced.
+    times. Compare it before and after reading: it differs if the checkpoint was replaced meanwhile.
 
     Attributes:
         paths: the files that have weights.

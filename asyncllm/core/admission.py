@@ -194,8 +194,8 @@ class Admission:
     def _find_lack(
         self, group: RequestGroup, num_tokens: int, *, is_next: bool = False
     ) -> tuple[str, int] | None:
-        """None if the queue has room for a group, or the group's owner a share of it, and no call
-        waits for that before it; otherwise why not, as ``_check_room`` does.
+        """None if a group fits the queue, or its owner's share of the queue, and no call waits
+        before it. Otherwise the reason, in the form of ``_check_room``.
 
         Args:
             is_next: whether the group is the next one of those in line.
@@ -217,7 +217,7 @@ class Admission:
         """Register a group unless the queue lacks room for it; returns ``_find_lack``.
 
         Raises:
-            AsyncLLMError: that refuses the group even if the queue has room.
+            AsyncLLMError: if the group is refused even by an empty queue.
         """
         if self._closed is not None:
             raise self._closed()

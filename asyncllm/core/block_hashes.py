@@ -40,7 +40,7 @@ def append_block_hashes(
 
 
 class HashedTokens(Protocol):
-    """Protocol of tokens whose prefix is looked up: a Request, or PromptHashes."""
+    """Protocol of a prompt for look-ups in the prefix cache: a Request, or PromptHashes."""
 
     @property
     def max_cached_tokens(self) -> int: ...
@@ -49,7 +49,7 @@ class HashedTokens(Protocol):
 
 
 class PromptHashes:
-    """Block hashes of a prompt that is no request yet, by block size.
+    """Block hashes, by block size, of a prompt that was not submitted.
 
     Args:
         token_ids: the prompt.

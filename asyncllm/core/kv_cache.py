@@ -205,15 +205,16 @@ class KVCacheManager:
         order of eviction.
 
         Any thread may call it while the engine thread runs: it only looks hashes up in dicts, and
-        each look-up is atomic. If blocks come or go meanwhile, the length may be that of neither
-        moment; it is an estimate in any case, because eviction may follow."""
+        each look-up is atomic. If blocks come or go meanwhile, the length may match neither the
+        earlier nor the later state. It is an estimate in any case, because eviction may follow."""
         hit, _ = self._find_prefix(prompt)
         return len(hit[0]) * self.groups[0].block_size
 
     def _find_prefix(self, prompt: HashedTokens) -> tuple[list[list[Block]], int]:
         """Longest prefix that all groups have cached and that ends at a snapshot, as block tables;
         and the length in tokens of the longest one without regard to snapshots. Other threads may
-        call it, so it only reads, and its loops end whatever each look-up finds."""
+        call it while blocks come and go: it only reads, and every loop ends even if look-ups
+        contradict each other."""
         if not self.enable_prefix_caching:
             return [[] for _ in self.groups], 0
         length = prompt.max_cached_tokens

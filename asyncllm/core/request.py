@@ -66,7 +66,7 @@ class RequestGroup:
         members: requests in order of index; added before the group is submitted, and dropped when
             it ends.
         cancelled: set once, by any thread, before the abort command is sent, or when it ends.
-        aborted: whether an abort was asked for.
+        aborted: whether the group was aborted by a call.
         notifier: calls the observers; None without any.
         num_truncated_tokens: tokens cut from the prompt's start.
         engine: number of its engine in an EngineGroup; None outside of one.

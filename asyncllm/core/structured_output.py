@@ -34,7 +34,7 @@ class StructuredOutput:
             grammar names is part of the output, and ends it only where the grammar may end.
         clock: processor seconds of the calling thread. By wall-clock time, a quick mask would count
             as slow on a busy machine.
-        accept_time: seconds that tokens took to be accepted since the last mask.
+        accept_time: seconds that the matcher took to accept tokens since the last mask.
         num_ahead: number of masks that MaskMaker must still make ahead of their step; 0 if its
             masks are quick. Meanwhile a token is accepted along with the next mask.
         unaccepted: the last token, if it waits for the next mask.

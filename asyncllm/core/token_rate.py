@@ -4,7 +4,7 @@ from __future__ import annotations
 
 _HALF_LIFE = 5.0
 _MAX_ERROR = 0.2
-"""Maximum standard error of a known rate, relative to it."""
+"""Maximum relative standard error of the rate; with a larger error the rate counts as unknown."""
 
 
 class TokenRate:
@@ -12,9 +12,9 @@ class TokenRate:
 
     A step takes a time of its own besides that of its tokens. So the rate is the slope of a
     least-squares fit of the steps' tokens by their times, in which the weight of a step halves with
-    every 5 s that later steps have taken. Where a step takes as long with few tokens as with many,
-    as a device does that waits for its memory, the slope is noise; so the rate is known only if its
-    standard error is small.
+    every 5 s that later steps have taken. If a step's time does not depend on its tokens, as on a
+    memory-bound device, the slope is noise; so the rate is known only if its standard error is
+    small.
     """
 
     def __init__(self) -> None:

@@ -152,7 +152,7 @@ class WaitingQueue:
                 del self._owners[owner.name]
             return
         if old is not None and len(self._owners) == 1:
-            return  # Its place counts only beside another owner, whose arrival requeues it.
+            return  # Its place matters only among several owners; a second one requeues it.
         line = self._line
         sort_key = owner.heap[0][0]
         turn = owner.heap[0][2].arrival_index << _ARRIVAL

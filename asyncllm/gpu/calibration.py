@@ -42,7 +42,8 @@ MIN_AHEAD_SECONDS = 0.0005
 and without waiting for the host."""
 
 MAX_WAITING_SHARE = 0.2
-"""Maximum share of a calibration in which its thread may wait for a core, for it to be kept."""
+"""Maximum share of a calibration's time that its thread may wait for a core; beyond it the
+calibration is not kept."""
 
 _INITIAL_STEP_SIZES = 8, 32
 """Token counts of the first two timed steps. If the first of them takes half of the target or more,
@@ -113,8 +114,8 @@ def calibrate_once(
 ) -> dict[str, Any]:
     """Applies the calibration of an earlier start, or calibrates.
 
-    What is kept belongs to these weights, this processor with as many threads and cores, and the
-    settings that the timed steps depend on. Times that were taken beside other work are not kept.
+    A kept calibration is valid for the same weights, processor, number of threads and cores, and
+    settings that affect a step's time. A calibration that waited for a core is not kept.
 
     Returns:
         A note for the store, by its name: the calibration, if it is new and may be kept.

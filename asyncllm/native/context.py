@@ -91,7 +91,8 @@ class PackedWeights:
 
     Attributes:
         address, num_bytes: memory of the packed weights, without the bias.
-        form: ctypes structure ``PanelArgs``, by which ``view`` finds its way in that memory.
+        form: ctypes structure ``PanelArgs``: sizes and dtypes, from which ``view`` computes
+        offsets.
 
     Raises:
         MemoryError: the packed weights cannot be allocated.

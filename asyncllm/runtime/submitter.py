@@ -83,7 +83,7 @@ class Submission:
 
 
 class RequestQueue(Protocol):
-    """Protocol of what submits an engine's requests: its Submitter, or that of an EngineGroup.
+    """Protocol for submitting requests: the Submitter of an engine, or the queue of an EngineGroup.
 
     Attributes:
         core, grammars: step loop and grammar compiler of the engine, or of any in the group.

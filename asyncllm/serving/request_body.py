@@ -34,7 +34,7 @@ MAX_PARAM_CHARACTERS = 200
 """Maximum number of characters of an error's ``param``."""
 
 _OTHER_TYPES: Mapping[int | str, str] = {"#text": " or list", "#list": " or string"}
-"""What a union of text and list accepts besides the alternative that was tried, by its tag."""
+"""Other accepted type of a union of text and list, by the tag of the type that was tried."""
 
 
 def parse_json(data: bytes | str) -> dict[str, Any]:

@@ -134,8 +134,8 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """Digest of everything that decides which tokens a text has. Takes a few tenths of a second
-        for a large vocabulary, at the first call."""
+        """Digest of vocabulary, merges and all stages: tokenizers with an equal digest give a text
+        the same tokens. The first call takes tenths of a second for a large vocabulary."""
         return hashlib.blake2b(self.backend.to_str().encode(), digest_size=16).digest()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -44,12 +44,12 @@ class WeightForm:
 
 
 class PanelSource(Protocol):
-    """Packs the weights of one parameter, in place of the native ops themselves."""
+    """Protocol of the packing of one parameter's weights, such as from a file."""
 
     def pack(self, context: Any, weights: LinearWeights) -> Any:
         """Returns PackedWeights of a native context.
 
-        Called once for each part of the weights that has a layer of its own, in their order.
+        Called once per layer made from the parameter (an expert is a layer), in order.
         """
         ...
 
@@ -73,8 +73,8 @@ class LinearWeights:
             column's own index.
         shared: whether a tied embedding reads ``values`` as well. The values then stay in memory
             beside a packed copy.
-        panels: source of the weights in packed form, which native ops ask. If it has them, the
-            tensors above have no values: they are on the meta device.
+        panels: source of the weights in the native kernels' layout; None to pack them. If the
+            source has them already, the tensors above are on the meta device, without values.
 
     Raises:
         ModelLoadError: a dtype or shape contradicts the scheme.

@@ -7,15 +7,15 @@ alone. So the first start writes it, and later ones map it::
     tensors              each at a multiple of 64 bytes, in the order of the decoder's parameters
     header               JSON: key, content, tensors
 
-- ``key`` says in full whose weights these are (``model_key.py``). The file's name is a digest of
-  it, and the key itself is compared as well.
+- ``key`` identifies the checkpoint, form, layout and version (``packed_store.py``). The file's name
+  is a digest of the key, and the key itself is compared as well.
 - ``content`` has a checksum of each file of the checkpoint.
 - ``tensors`` has a line per parameter: its form, its place, and the checksum of its bytes. A linear
   layer's weight is its panels, one piece per expert where it has experts; anything else is plain.
 
-**Written** from its second part on: the preamble is zeros until all else is in place. The file has
+**Written** with the preamble last: it is zeros until all other bytes are in place. The file has
 another name until it is complete and on the disk, so neither a process that is killed nor a full
-disk leaves a file of this name that is not whole.
+disk leaves an incomplete file under the final name.
 
 **Read** in this order: the open file's kind, owner and size, the preamble, the header's digest, the
 key; only then is it mapped, shared and read-only, and the checksums of the tensors are computed by
@@ -53,7 +53,7 @@ FORMAT = 1
 """Version of the file format. A file of another version is a miss."""
 
 ALIGNMENT = 64
-"""Tensors begin at multiples of it, as the native ops expect."""
+"""Alignment of tensors in bytes, as the native ops expect."""
 
 _PREAMBLE = struct.Struct("<8sIxxxxQQQ24s")
 _DIGEST_BYTES = 24
@@ -112,7 +112,7 @@ class TensorEntry:
 
 
 class PanelRecorder:
-    """Packs the weights of one linear parameter, and keeps what the file has of them.
+    """Packs the weights of one linear parameter, and keeps the packed weights for the file.
 
     Attributes:
         weights: the packed weights, in the order in which they were made.
@@ -160,7 +160,7 @@ class PackedFile:
     """An open file of packed weights, mapped into memory.
 
     Args:
-        owners: user ids of whom one has to own the file.
+        owners: accepted user ids of the file's owner.
 
     Attributes:
         key, content: see the module.
@@ -170,14 +170,13 @@ class PackedFile:
         identity: device, inode, size and modification time in nanoseconds of the mapped file.
 
     Raises:
-        PackedFileError: the file is missing, is none of this format, is not whole, or belongs to
-            somebody else.
+        PackedFileError: the file is missing, incomplete, of another format or of another user.
     """
 
     def __init__(self, path: Path, owners: Collection[int]) -> None:
         self.path = path
         try:
-            # A FIFO would block, and a link may point to what the directory's owner did not write.
+            # A FIFO would block, and a link may point to a file of another owner.
             opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError as error:
             raise PackedFileError("there is no such file") from error
@@ -245,9 +244,10 @@ class PackedFile:
                 raise PackedFileError(f"{entry.name} does not have the checksum of its bytes")
 
     def weights(self) -> Iterator[tuple[str, Tensor | LinearWeights]]:
-        """Yields the decoder's parameters, like ``load_weights``.
+        """Yields the decoder's parameters by name, in the order of the file.
 
-        Weights of linear layers have their final form and no values: only this file's panels.
+        Linear layers get panels of this file; their tensors are on the meta device. They are
+        quantised already, if the file's key says so.
         """
         for entry in self.entries:
             yield entry.name, self._linear(entry) if entry.parts else self._plain(entry)
@@ -288,7 +288,7 @@ def write_packed_file(
     Args:
         opened: descriptor of an empty file.
         context: context whose threads compute the checksums.
-        check: called between two pieces; an exception of it ends the writing.
+        check: called between two pieces; it may raise an exception to end the writing.
 
     Returns:
         The file's size in bytes.
@@ -326,7 +326,7 @@ def write_packed_file(
     header = json.dumps({"key": key, "content": dict(content), "tensors": lines}).encode()
     writer.append(memoryview(header))
     writer.flush()
-    # With the preamble it is a file of this format, so that comes when all else is on the disk.
+    # The preamble makes the file valid, so write it once all other bytes are on the disk.
     os.fsync(opened)
     preamble = _PREAMBLE.pack(MAGIC, FORMAT, writer.end, end, len(header), _digest(header))
     if os.pwrite(opened, preamble, 0) != len(preamble):
@@ -336,8 +336,8 @@ def write_packed_file(
 
 
 class _Writer:
-    """Appends to a file in pieces of ``_WRITE_BYTES``, wherever tensors end: a file cache has large
-    pages only for what is written at once.
+    """Appends to a file in pieces of ``_WRITE_BYTES``, across the ends of tensors: the page cache
+    uses large pages only within a single write.
 
     Attributes:
         end: number of bytes appended.
@@ -350,7 +350,7 @@ class _Writer:
         self.end = self._written = 0
 
     def append(self, data: memoryview, owner: object = None) -> None:
-        """Appends ``data``, whose memory ``owner`` keeps."""
+        """Appends ``data``; ``owner`` keeps its memory alive until the write."""
         self._owners.append(owner)
         while data:
             room = _WRITE_BYTES - self.end % _WRITE_BYTES

@@ -21,9 +21,9 @@ MIN_FREE_SHARE = 0.05
 class PackedFolder:
     """A folder with packed files, and with small files that belong to them.
 
-    One process at a time writes, evicts and cleans up, under a lock of the folder itself, which
-    ends with the process: a temporary file that a writer finds is a dead process's. Reading takes
-    no lock, because files appear and vanish as a whole.
+    One process at a time writes, evicts and cleans up, under a lock of the folder itself. The lock
+    ends with the process, so a temporary file that a writer finds was left by a dead process.
+    Reading takes no lock, because files appear and vanish as a whole.
 
     Args:
         max_bytes: size of all packed files together; None for a folder in which nothing is evicted,
@@ -154,6 +154,6 @@ class PackedFolder:
 
 
 def _unlink(path: Path) -> None:
-    """Removes a file. What cannot be removed, such as a directory, must not stop the others."""
+    """Removes a file; an entry that cannot be removed, such as a directory, is skipped."""
     with suppress(OSError):
         path.unlink()

@@ -54,7 +54,7 @@ class _StoppedError(Exception):
 
 
 class PackedStore:
-    """The packed weights of one engine: a file that is found, or one that is written.
+    """Reader of an engine's packed weights from a file, or writer of a new file.
 
     Weights are looked for in the cache folder, by what the file system says about the checkpoint,
     and then beside the model (``asyncllm pack``), by the checksum of the checkpoint's content. The
@@ -103,7 +103,7 @@ class PackedStore:
         self._model_folder = PackedFolder(
             model.path.parent if is_file else model.path,
             None,
-            # What is beside the model may be read by those who may read the model.
+            # A file beside the model is readable for users who can read the model.
             0o600 | (self._identity.paths[0].stat().st_mode & 0o044),
         )
         assert isinstance(config.packed_cache_size, int)  # EngineConfig has converted it.
@@ -172,14 +172,14 @@ class PackedStore:
                 found = PackedFile(path, owners)
                 if found.key != key:
                     raise PackedFileError("has the weights of another model or form")
-                # What does not need the weights begins now, on other threads.
+                # Report progress now: work that does not need the weights begins on other threads.
                 self._progress(0, found.size)
                 if folder is self._model_folder and found.content != self._content(self._context):
                     raise PackedFileError("was made of other weights than the model's")
                 self._verify(found)
             except (PackedFileError, OSError) as error:
                 line = f"packed weights {path}: {error}; they are packed anew"
-                if line not in self._logged_lines:  # Under the lock it is looked at once more.
+                if line not in self._logged_lines:  # The file is checked again under the lock.
                     logger.warning("%s", line)
                 self._logged_lines.add(line)
                 continue
@@ -203,7 +203,7 @@ class PackedStore:
     # --- writing -----------------------------------------------------------------------
 
     def _record(self, weights: Weights) -> Iterator[tuple[str, Tensor | LinearWeights]]:
-        """Passes weights on, and remembers what of them goes into the file."""
+        """Yields the weights, and records them for the file."""
         self._recorded = []
         linear = {each.name for each in parameters(self._model) if each.linear}
         for name, value in weights:
@@ -223,7 +223,8 @@ class PackedStore:
         return self._folder.path / _file_name(self._key)
 
     def write(self) -> None:
-        """Writes the file now, unless the weights came from one or another process has written it.
+        """Writes the file now, unless it exists: the weights came from it, or another process has
+        written it.
 
         Raises:
             OSError: the folder cannot be written.
@@ -325,7 +326,7 @@ class PackedStore:
     # --- notes -------------------------------------------------------------------------
 
     def note_name(self, kind: str, about: Mapping[str, Any]) -> str:
-        """Name of a note that belongs to this file and to nothing but ``about``."""
+        """Name of this file's note of a kind; equal ``about`` gives an equal name."""
         return f"{_stem(self._key)}.{kind}-{_digest(json.dumps(about, sort_keys=True))}.json"
 
     def read_note(self, name: str) -> Any:
@@ -355,13 +356,13 @@ def open_store(
     *,
     beside: bool = False,
 ) -> PackedStore | str:
-    """Makes the store of an engine; where weights cannot come from a file, returns the reason.
+    """Makes an engine's store; returns the reason instead if its weights cannot have a file.
 
     Args:
         beside: see PackedStore.
 
     Raises:
-        InvalidRequestError: ``packed_cache`` is "shared", and there is such a reason.
+        InvalidRequestError: ``packed_cache`` is "shared", and the weights cannot have a file.
     """
     if config.packed_cache == "off":
         return 'packed_cache="off"'
@@ -398,7 +399,7 @@ def cache_folder(config: EngineConfig) -> Path:
 
 
 def _weights_config(model: ModelConfig) -> ModelConfig:
-    """The configuration without what no weight depends on."""
+    """The configuration without the fields that affect no weight."""
     return replace(model, path=Path(), generation_defaults=None, eos_token_ids=())
 
 
