@@ -161,7 +161,7 @@ static void score_vectors(const Tile& tile, int64_t row, const float* const* key
 // The scores of `score` for many rows.
 static void score_columns(const Tile& tile, const float* const* keys, int64_t count, int64_t dim,
                           float softcap) {
-  enum { R = W == 16 ? 3 : 2 };
+  enum { R = 3 };
   int64_t row = 0;
   for (; row + (R - 1) * W < tile.rows; row += R * W)
     score_vectors<4, R>(tile, row, keys, count, dim, softcap);
@@ -212,6 +212,7 @@ INLINE void accumulate_columns(const Tile& tile, int64_t row, int64_t column,
       sums[m][c] = mul(load(tile.sums + (row + m) * tile.stride + column + c * W), alpha);
   }
   for (int64_t key = first; key < last; ++key) {
+    const T* own = values[key] + column;
     vf weights[M];
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m)
@@ -220,8 +221,7 @@ INLINE void accumulate_columns(const Tile& tile, int64_t row, int64_t column,
     for (int c = 0; c < C; ++c) {
       // The barrier keeps GCC from loading all values of the key first, which would spill a sum.
       asm volatile("" ::: "memory");
-      vf value = C == 1 ? load_up_to(values[key] + column, width)
-                        : load(values[key] + column + c * W);
+      vf value = C == 1 ? load_up_to(own, width) : load(own + c * W);
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) sums[m][c] = fma(weights[m], value, sums[m][c]);
     }
