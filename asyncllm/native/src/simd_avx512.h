@@ -61,7 +61,12 @@ INLINE vb set_quad(const int8_t* p) {
   return _mm512_set1_epi32(quad);
 }
 INLINE va no_sums() { return _mm512_setzero_si512(); }
-INLINE va dot_codes(va acc, vb codes, vb x) { return _mm512_dpbusd_epi32(acc, codes, x); }
+INLINE va dot_codes(va acc, vb codes, vb x) {
+  acc = _mm512_dpbusd_epi32(acc, codes, x);
+  // The barrier keeps clang from moving a span's products behind the loads of its scales.
+  asm volatile("" : "+v"(acc));
+  return acc;
+}
 INLINE vi total(va x) { return x; }
 INLINE vi load_bytes(const uint8_t* p) {
   return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
