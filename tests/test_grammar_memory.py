@@ -65,7 +65,7 @@ def sized(monkeypatch):
 
 
 async def test_cached_grammars_are_bounded_by_their_memory(sized):
-    backends, compiler = sized
+    _, compiler = sized
     done = threading.Semaphore(0)
     for name in "abcdef":
         compiler.submit(spec_of(name), lambda grammar, error: done.release(), lambda: True)
