@@ -122,7 +122,7 @@ async def test_aborted_requests_compile_nothing():
     begun: list[str] = []
     gate = threading.Event()
     async with ByteRig().engine() as engine:
-        compiler = thread_of(engine).grammars
+        compiler: Any = thread_of(engine).grammars
         compile_ = compiler._backends.compile
 
         def compile_slowly(spec: Any, begin: Any) -> Grammar:
@@ -182,7 +182,7 @@ def test_a_long_literal_is_not_followed_to_its_end(asked):
     assert spec is not None
     backend = LLGuidanceBackend(Vocabulary(tokens, {}, encode))
     texts.clear()
-    matcher = backend.compile(spec).new_matcher()
+    matcher: Any = backend.compile(spec).new_matcher()
     if "json" in asked:
         assert matcher.accept(ord('"'))
     for _ in range(50):
@@ -238,7 +238,7 @@ def test_a_grammar_and_its_outputs_take_no_more_than_estimated(asked):
     grammar = backend.compile(spec)
     assert _allocated() - before <= grammar.memory.size
     for _ in range(10):
-        matcher = grammar.new_matcher()
+        matcher: Any = grammar.new_matcher()
         try:
             for _ in range(200):
                 allowed = sorted(tokens_of(matcher.bitmask()))
