@@ -64,6 +64,10 @@ class FakeTokenizer:
     def bytes_of(self, token_id: int) -> bytes:
         return f"{token_id} ".encode()
 
+    def spelling_of(self, token_id: int) -> tuple[str, list[int]]:
+        data = self.bytes_of(token_id)
+        return data.decode(), list(data)
+
     def encode_chat(
         self,
         conversation: TemplateInput,

@@ -248,3 +248,35 @@ async def test_a_round_of_several_outputs_is_one_write_and_one_pause():
         counts[choice["index"]] += 1
     assert texts == ["x" * 60] * 4
     assert max(counts) < 20
+
+
+async def test_log_probabilities_of_a_stream_spell_each_token_once(monkeypatch):
+    spelled: list[int] = []
+    engine = AsyncLLMEngine(num_blocks=64, max_num_seqs=4)
+    async with app_client(engine) as client:
+        bytes_of = engine.tokenizer.bytes_of
+
+        def note(token_id: int) -> bytes:
+            spelled.append(token_id)
+            return bytes_of(token_id)
+
+        engine.tokenizer.__dict__["bytes_of"] = note
+        engine.tokenizer.__dict__.pop("spelling_of", None)
+        body = {"stream": True, "max_tokens": 20, "ignore_eos": True, "seed": 1}
+        asked = {"prompt": "Once", "logprobs": 5, **body}
+        first = await client.post("/v1/completions", json=asked)
+        content = [{"role": "user", "content": "Once"}]
+        asked = {"messages": content, "logprobs": True, "top_logprobs": 5, **body}
+        second = await client.post("/v1/chat/completions", json=asked)
+        assert "top_logprobs" in first.text
+        entries = [
+            entry
+            for part in second.text.split("\n\n")[:-2]
+            for choice in json.loads(part.removeprefix("data: "))["choices"]
+            for entry in (choice["logprobs"] or {}).get("content", ())
+        ]
+        assert len(entries) == 20
+        for entry in entries:
+            assert entry["token"] == bytes(entry["bytes"]).decode(errors="replace")
+            assert len(entry["top_logprobs"]) == 5
+    assert len(spelled) == len(set(spelled)) > 20

@@ -25,6 +25,7 @@ from asyncllm import (
 from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.structured import compiler as compiler_module
 from asyncllm.structured.compiler import GrammarCompiler
+from asyncllm.structured.grammar import Grammar
 from asyncllm.structured.llguidance_backend import LLGuidanceBackend, LLGuidanceMatcher
 from asyncllm.structured.spec import parse_structured_outputs
 from asyncllm.testing.byte_tokenizer import TURN_END
@@ -231,7 +232,7 @@ async def test_a_matcher_that_fails_ends_its_own_request(where, depth, monkeypat
             if next(count) and where == "new_matcher":  # the first is the compiler's own
                 raise BaseException("new_matcher")
             inner: Any = grammar.new_matcher()
-            found = _Broken(inner._matcher, inner._vocabulary, inner._spec)
+            found = _Broken(inner._matcher, inner._vocabulary, inner._spec, grammar.memory)
             found.where = where
             return found
 
@@ -316,7 +317,7 @@ class Timed:
         time.sleep(0.04)
         span = began, time.perf_counter()
         self.spans.setdefault(threading.get_ident(), []).append(span)
-        return object()
+        return Grammar(lambda: None)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_thread_rests_between_compiles_until_the_compiler_is_closed() -> None:
@@ -325,7 +326,7 @@ def test_a_thread_rests_between_compiles_until_the_compiler_is_closed() -> None:
     for i in range(4):
         spec = parse_structured_outputs({"regex": str(i)})
         assert spec is not None
-        compiler.submit(spec, lambda grammar, error: done.release())
+        compiler.submit(spec, lambda grammar, error: done.release(), lambda: True)
     for _ in range(4):
         assert done.acquire(timeout=10)
     began = time.perf_counter()

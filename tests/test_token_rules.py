@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncllm import InvalidRequestError
 from asyncllm.core.batch import StepBatch
 from asyncllm.core.token_rules import TokenRules
+from asyncllm.runtime import input_processor
 from tests.driver import packed
 from tests.fakes import fake
+from tests.structured import ByteRig
 
 TOKENS = st.lists(st.integers(0, 3), max_size=8)
 WORDS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=6)
@@ -79,3 +83,49 @@ async def test_all_outputs_of_a_request_share_them() -> None:
     assert first.allowed == packed([5, 6], rig.executor.info.vocab_size)
     assert all(rules is first for rules in others)
     assert (len(others), plain) == (2, None)
+
+
+# --- lists that take long --------------------------------------------------------------------
+
+
+async def test_long_lists_are_prepared_on_another_thread_and_once(monkeypatch):
+    threads: list[str] = []
+    make = input_processor.bad_words_token_ids
+
+    def note(words: Any, *args: Any) -> Any:
+        if words:
+            threads.append(threading.current_thread().name)
+        return make(words, *args)
+
+    monkeypatch.setattr(input_processor, "bad_words_token_ids", note)
+    words = [f"word {i}" for i in range(100)]
+    async with ByteRig().engine() as engine:
+        for _ in range(3):
+            assert (await engine.generate("x", bad_words=list(words), max_tokens=2)).text
+        assert threads == ["asyncllm-text"]
+        await engine.generate([65, 66], bad_words=words[1:], max_tokens=2)
+        assert threads == ["asyncllm-text"] * 2
+        await engine.generate("x", bad_words=words[:2], max_tokens=2)
+        assert threads == ["asyncllm-text"] * 2 + [threading.current_thread().name]
+        for i in range(20):
+            await engine.generate("x", bad_words=[*words, str(i)], max_tokens=1)
+        assert len(engine._running()._cached_rules) == 16
+        with pytest.raises(InvalidRequestError, match="bad_words"):
+            await engine.generate("x", bad_words=[*words, "  "], max_tokens=1)
+
+
+async def test_a_long_list_reaches_every_output_before_its_first_step():
+    words = [f"none of these {i}" for i in range(100)] + [chr(i) for i in range(33, 127)]
+    async with ByteRig().engine() as engine:
+        for prompt in ("x", [65, 66]):
+            stream = engine.stream(prompt, n=3, bad_words=words, max_tokens=4)
+            members = list(stream._request.group.members)
+            result = await stream.result()
+            assert [len(output.token_ids) for output in result.outputs] == [4] * 3
+            first = members[0].token_rules
+            assert first is not None
+            assert first.bad_words
+            assert first.allowed is not None
+            assert not any(first.allowed[i >> 3] >> (i & 7) & 1 for i in range(34, 127))
+            assert all(member.token_rules is first for member in members)
+            words = words[1:]  # The next list is not cached.

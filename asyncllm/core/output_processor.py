@@ -165,6 +165,9 @@ class OutputProcessor:
         self._channels_to_wake.append(channel)
         group.cancelled = True
         self._admission.forget(group)
+        for member in group.members:
+            # An application may keep the stream, and grammars in use keep others from compiling.
+            member.structured_output = None
         # Break the reference cycle of group and members, so that tokens are freed without the
         # garbage collector.
         group.members = []

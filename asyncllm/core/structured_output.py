@@ -266,9 +266,11 @@ class MaskMaker:
         Call this once the step's tokens are accepted."""
         for row in step.batch.masked_rows:
             request = step.requests[row]
+            if request.epoch != step.epochs[row]:
+                continue
             grammar = request.structured_output
             assert isinstance(grammar, StructuredOutput)
-            if not grammar.num_ahead or request.epoch != step.epochs[row]:
+            if not grammar.num_ahead:
                 continue
             if request.num_placeholders:
                 continue  # The request is already scheduled; its step makes the mask.

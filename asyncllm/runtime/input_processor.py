@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+import threading
 import uuid
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,12 +35,24 @@ from asyncllm.tool_calls.response_format import ResponseFormat
 from asyncllm.tool_calls.tool_grammar import with_tool_grammar
 from asyncllm.tool_calls.tool_use import ToolUse
 
+_RuleLists = tuple[Sequence[int] | None, Sequence[str]]
+
 _PROMPT_END_TOKENS = 32
 """Number of tokens at the end of a prompt that are searched for the beginning of the answer."""
 
 _MAX_TRUNCATED_CHARACTERS = 2**20
 """Maximum number of characters of a prompt with ``truncate_prompt_tokens``. All of it is tokenised,
 which takes up to 180 bytes per character."""
+
+
+_MAX_QUICK_WORDS = 64
+_MAX_QUICK_CHARACTERS = 1024
+_MAX_QUICK_TOKENS = 4096
+"""Maximum number of ``bad_words``, of their characters, and of ``allowed_token_ids`` that are
+prepared in the call: a millisecond. A worker thread prepares longer lists."""
+
+_MAX_CACHED_RULES = 16
+"""Maximum number of long lists of ``bad_words`` whose token rules are cached: about 10 MB."""
 
 
 @dataclass(eq=False, repr=False)
@@ -55,6 +69,8 @@ class InputProcessor:
     submitter: RequestQueue
     _delimiter_tokens: dict[ResponseFormat, DelimiterTokens] = field(default_factory=dict)
     _neutral_params: SamplingParams = field(default_factory=SamplingParams)
+    _cached_rules: OrderedDict[_RuleLists, TokenRules | None] = field(default_factory=OrderedDict)
+    _cache_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self._draw_seed = partial(random.Random(self.config.seed).getrandbits, 64)
@@ -74,8 +90,7 @@ class InputProcessor:
         request = self._make_group(sampling_params, sampling, options)
         if text is None:
             token_ids = self.prompts.check_ids(prompt, self._max_prompt_tokens(request))
-            self._set_prompt(request, token_ids)
-            return Submission(request, call, request.num_prompt_tokens)
+            return self._submission(request, call, lambda **_: token_ids, len(token_ids))
         estimate = len(text) // 4
         if len(text) >= LONG_TEXT:
             min_tokens = self.loaded.tokenizer.fewest_tokens(len(text))
@@ -140,7 +155,8 @@ class InputProcessor:
         options = dict(options)
         request = pop_fields(RequestOptions, options)
         pop_fields(ChatOptions, options)
-        self._resolve_params(sampling_params, options, request)
+        resolved, _ = self._resolve_params(sampling_params, options, request)
+        self._make_rules(resolved)
 
     def _submission(
         self,
@@ -150,19 +166,25 @@ class InputProcessor:
         estimate: int,
         parser: MessageParser | None = None,
     ) -> Submission:
-        """Make a submission. Its prompt is set at once if it is quick to tokenise.
+        """Make a submission. Its prompt is set at once if that is quick, and so were its token
+        rules.
 
         Args:
             estimate: estimated number of tokens, for a prompt that takes long to tokenise.
         """
         token_ids = encode(at_once=True)
-        if token_ids is not None:
+        has_rules = request.token_rules is not None or not any(_rule_lists(request.sampling))
+        if token_ids is not None and has_rules:
             self._set_prompt(request, token_ids, parser)
             return Submission(request, call, request.num_prompt_tokens, parser)
 
         def make_prompt(request: Request) -> None:
-            self._set_prompt(request, encode() or [], parser)
+            if request.token_rules is None:
+                self._set_rules(request.group.members, self._make_rules(request.sampling))
+            self._set_prompt(request, token_ids or encode() or [], parser)
 
+        if token_ids is not None:
+            estimate = len(token_ids)
         most = self._max_prompt_tokens(request) or request.max_model_len
         return Submission(request, call, min(estimate, most), parser, make_prompt)
 
@@ -189,9 +211,9 @@ class InputProcessor:
         sampling_params: SamplingParams | None,
         sampling: dict[str, Any],
         options: RequestOptions,
-    ) -> tuple[SamplingParams, tuple[int, ...], TokenRules | None]:
-        """Check the parameters. Returns them resolved, the indices of the engine's logits
-        processors that apply, and the token rules."""
+    ) -> tuple[SamplingParams, tuple[int, ...]]:
+        """Check the parameters. Returns them resolved, and the indices of the engine's logits
+        processors that apply."""
         if options.priority and self.config.scheduling_policy == "fcfs":
             accepted = '0 with scheduling_policy="fcfs"; "priority" honours it'
             raise check.invalid("priority", options.priority, accepted)
@@ -220,11 +242,45 @@ class InputProcessor:
             if info.max_tokens_per_row > 1:
                 accepted = "None with an executor that drafts tokens"
                 raise check.invalid("structured_outputs", resolved.structured_outputs, accepted)
-        words: tuple[tuple[int, ...], ...] = ()
-        if resolved.bad_words:
-            words = bad_words_token_ids(resolved.bad_words, self.loaded.tokenizer, info.vocab_size)
-        rules = TokenRules.of(resolved.allowed_token_ids, words, info.vocab_size)
-        return resolved, claimed_by, rules
+        return resolved, claimed_by
+
+    def _quick_rules(self, sampling: SamplingParams) -> TokenRules | None:
+        """Token rules if they are cached or quick to make; None if ``_make_rules`` takes long, or
+        if there are none."""
+        allowed, words = lists = _rule_lists(sampling)
+        if (
+            len(words) <= _MAX_QUICK_WORDS
+            and sum(map(len, words)) <= _MAX_QUICK_CHARACTERS
+            and len(allowed or ()) <= _MAX_QUICK_TOKENS
+        ):
+            return self._make_rules(sampling)
+        with self._cache_lock:
+            return self._cached_rules.get(lists)
+
+    def _make_rules(self, sampling: SamplingParams) -> TokenRules | None:
+        """Make the token rules, and cache them if they have many bad words.
+
+        Raises:
+            InvalidRequestError: for a bad word that the model cannot write.
+        """
+        allowed, words = lists = _rule_lists(sampling)
+        vocab_size = self.loaded.executor.info.vocab_size
+        found = bad_words_token_ids(words, self.loaded.tokenizer, vocab_size)
+        rules = TokenRules.of(allowed, found, vocab_size)
+        if len(words) > _MAX_QUICK_WORDS // 2 and len(allowed or ()) <= _MAX_QUICK_TOKENS:
+            with self._cache_lock:
+                self._cached_rules[lists] = rules
+                if len(self._cached_rules) > _MAX_CACHED_RULES:
+                    self._cached_rules.popitem(last=False)
+        return rules
+
+    def _set_rules(self, members: Sequence[Request], rules: TokenRules | None) -> None:
+        limits = self.loaded.executor.info.sampling_limits
+        for member in members:
+            member.token_rules = rules
+            member.needs_host = limits is not None and (
+                bool(member.claimed_by) or limits.exceeded_by(member.sampling, rules)
+            )
 
     def _make_group(
         self,
@@ -234,7 +290,7 @@ class InputProcessor:
     ) -> Request:
         """Make the group with its channel and members; returns the first member. All arguments but
         the prompt are already checked."""
-        resolved, claimed_by, token_rules = self._resolve_params(sampling_params, sampling, options)
+        resolved, claimed_by = self._resolve_params(sampling_params, sampling, options)
         model, info = self.loaded.model_config, self.loaded.executor.info
         now = self.submitter.core.clock()
         group = RequestGroup(
@@ -243,13 +299,10 @@ class InputProcessor:
             arrived_at=now,
             deadline=math.inf if options.timeout is None else now + options.timeout,
         )
-        limits, skip = info.sampling_limits, resolved.skip_special_tokens
+        skip = resolved.skip_special_tokens
         decode = partial(self.loaded.tokenizer.decode, skip_special_tokens=skip)
         if not resolved.detokenize:
             decode = NoText.decode
-        needs_host = limits is not None and (
-            bool(claimed_by) or limits.exceeded_by(resolved, token_rules)
-        )
         for index in range(resolved.n):
             Request(  # The constructor adds the request to the group.
                 group,
@@ -259,12 +312,11 @@ class InputProcessor:
                 owner=options.owner,
                 eos_token_ids=model.eos_token_ids,
                 cache_salt=options.cache_salt,
-                token_rules=token_rules,
                 claimed_by=claimed_by,
-                needs_host=needs_host,
                 output=Output(decode),
                 first=group.members[0] if index else None,
             )
+        self._set_rules(group.members, self._quick_rules(resolved))
         return group.members[0]
 
     def _set_prompt(
@@ -312,3 +364,8 @@ class InputProcessor:
             found = DelimiterTokens.of(form, self.loaded.tokenizer)
             self._delimiter_tokens[form] = found
         return found
+
+
+def _rule_lists(sampling: SamplingParams) -> _RuleLists:
+    """The lists that become token rules; both are empty if there are none."""
+    return sampling.allowed_token_ids, tuple(sampling.bad_words)

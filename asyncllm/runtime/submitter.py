@@ -233,7 +233,8 @@ class Submitter:
         if group.deadline < math.inf:
             core.send(core.on_watch_deadline, group)
         try:
-            self.grammars.submit(spec, partial(self._send_with_grammar, group))
+            done = partial(self._send_with_grammar, group)
+            self.grammars.submit(spec, done, lambda: not group.cancelled)
         except RequestError as error:
             core.send(core.on_fail, group, error)
 

@@ -13,7 +13,7 @@ from asyncllm.serving.chat_request import ChatRequest
 from asyncllm.serving.choices import usage_fields
 from asyncllm.serving.exchange import encode
 from asyncllm.serving.running_usage import RunningUsage
-from asyncllm.serving.token_logprobs import LogprobWriter, logprobs_size
+from asyncllm.serving.token_logprobs import LogprobWriter, encode_logprobs, logprobs_size
 from asyncllm.serving.whole_calls import WholeCalls
 from asyncllm.stream import TokenStream
 
@@ -39,7 +39,7 @@ class ChatWriter:
         self._sends_usage = request.usage_of_stream != "none"
         self._running_usage = RunningUsage() if request.usage_of_stream == "each chunk" else None
         top = request.num_logprobs
-        self._logprobs = None if top is None else LogprobWriter(tokenizer.bytes_of, top)
+        self._logprobs = None if top is None else LogprobWriter(tokenizer.spelling_of, top)
         self._call_collectors = [WholeCalls() for _ in range(request.num_outputs)]
         common = encode({"object": "chat.completion.chunk", **self._fields})[:-1]
         # There is a chunk per token: their constant parts are serialised once.
@@ -131,7 +131,8 @@ class ChatWriter:
         logprobs: dict[str, Any] | None = None,
         finish_reason: str | None = None,
     ) -> str:
-        rest = encode({"delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
+        fields = {"delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        rest = encode(fields) if logprobs is None else encode_logprobs(fields)
         return f"{self._chunk_start}{index},{rest[1:-1]}{self._chunk_end}"
 
     def final_chunks(self, usages: Sequence[Usage | None]) -> str:

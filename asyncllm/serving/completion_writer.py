@@ -14,7 +14,7 @@ from asyncllm.serving.choices import usage_fields
 from asyncllm.serving.completion_request import CompletionRequest
 from asyncllm.serving.exchange import encode
 from asyncllm.serving.running_usage import RunningUsage
-from asyncllm.serving.token_logprobs import LegacyLogprobs, logprobs_size
+from asyncllm.serving.token_logprobs import LegacyLogprobs, encode_logprobs, logprobs_size
 from asyncllm.stream import TokenStream
 
 
@@ -52,7 +52,7 @@ class CompletionWriter:
         self._outputs_per_prompt = request.num_outputs
         top = request.logprobs
         self._choices = [
-            _Choice(None if top is None else LegacyLogprobs(tokenizer.bytes_of, top), False)
+            _Choice(None if top is None else LegacyLogprobs(tokenizer.spelling_of, top), False)
             for _ in range(len(request.prompts) * self._outputs_per_prompt)
         ]
         each_chunk = request.usage_of_stream == "each chunk"
@@ -89,7 +89,8 @@ class CompletionWriter:
             usage = f',"usage":{self._running.add(delta, base, stream)}'
         if not choice["text"] and not delta.logprobs and delta.finish_reason is None:
             return ""
-        return f'{self._head},"choices":[{encode(choice)}]{usage}}}\n\n'
+        written = encode_logprobs(choice) if choice["logprobs"] else encode(choice)
+        return f'{self._head},"choices":[{written}]{usage}}}\n\n'
 
     def size(self, delta: Delta, base: int, stream: TokenStream) -> int:
         echoes = self._request.echo and not self._choices[base + delta.index].echoed

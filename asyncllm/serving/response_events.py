@@ -15,7 +15,7 @@ from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.response_items import CallItem, ItemStatus, TextItem
 from asyncllm.serving.response_object import response_object
 from asyncllm.serving.response_request import ResponseRequest
-from asyncllm.serving.token_logprobs import LogprobWriter
+from asyncllm.serving.token_logprobs import LogprobWriter, encode_logprobs
 from asyncllm.serving.whole_calls import WholeCalls
 
 Event = tuple[str, str]
@@ -32,7 +32,7 @@ class ResponseEvents:
         request: the client's request.
         model_name: the model's name in the protocol.
         defaults: values of sampling fields that the request leaves out.
-        bytes_of: function from token id to bytes, for log-probabilities.
+        spelling_of: function from token id to text and bytes, for log-probabilities.
 
     Attributes:
         id: id of the response.
@@ -46,7 +46,7 @@ class ResponseEvents:
         request: ResponseRequest,
         model_name: str,
         defaults: Mapping[str, Any],
-        bytes_of: Callable[[int], bytes],
+        spelling_of: Callable[[int], tuple[str, list[int]]],
     ) -> None:
         self.id = f"resp_{uuid.uuid4().hex}"
         self.num_tokens = 0
@@ -56,7 +56,7 @@ class ResponseEvents:
         self._model_name = model_name
         self._defaults = defaults
         top = request.num_logprobs
-        self._logprobs = None if top is None else LogprobWriter(bytes_of, top)
+        self._logprobs = None if top is None else LogprobWriter(spelling_of, top)
         self._created_at = time.time()
         self._sequence_number = 0
         self._items: list[TextItem | CallItem] = []
@@ -164,7 +164,7 @@ class ResponseEvents:
             return
         self._message_item.texts.append(text)
         self._message_item.logprobs += logprobs
-        yield self._text_event(text, encode(logprobs))
+        yield self._text_event(text, encode_logprobs(logprobs))
 
     def _text_event(self, text: str, logprobs: str) -> Event:
         """Event of new text. Its JSON is written by hand, because there is an event per token."""

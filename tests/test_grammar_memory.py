@@ -1,0 +1,279 @@
+"""Compiled grammars, cached or in use, are within a bound of memory; none compiles for nobody."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import random
+import sys
+import threading
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from asyncllm import InvalidRequestError
+from asyncllm.structured import compiler as compiler_module
+from asyncllm.structured.compiler import GrammarCompiler
+from asyncllm.structured.grammar import Grammar, GrammarMemory, Vocabulary
+from asyncllm.structured.llguidance_backend import LLGuidanceBackend
+from asyncllm.structured.spec import StructuredOutputs, parse_structured_outputs
+from tests.fakes import thread_of
+from tests.idle import until
+from tests.structured import ByteRig, byte_vocabulary, tokens_of
+
+LIMIT = compiler_module.MAX_GRAMMAR_BYTES
+
+
+def spec_of(text: str) -> StructuredOutputs:
+    spec = parse_structured_outputs({"regex": text})
+    assert spec is not None
+    return spec
+
+
+class Sized:
+    """Backends whose grammars take a third of the bound each."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def prepare(self) -> None: ...
+
+    def compile(self, spec: Any, begin: Any) -> Grammar:
+        self.begun.append(spec.text)
+        assert self.gate.wait(10)
+        memory = GrammarMemory(LIMIT // 3)
+
+        def new_matcher() -> Any:
+            return memory
+
+        return Grammar(new_matcher, memory=memory)
+
+
+@pytest.fixture
+def sized(monkeypatch):
+    monkeypatch.setattr(compiler_module, "MAX_THREADS", 1)
+    monkeypatch.setattr(compiler_module, "MAX_REST", 0.0)
+    backends: Any = Sized()
+    compiler = GrammarCompiler(backends, 10.0)
+    yield backends, compiler
+    backends.gate.set()
+    for thread in compiler.close():
+        thread.join(10)
+
+
+async def test_cached_grammars_are_bounded_by_their_memory(sized):
+    _, compiler = sized
+    done = threading.Semaphore(0)
+    for name in "abcdef":
+        compiler.submit(spec_of(name), lambda grammar, error: done.release(), lambda: True)
+    for _ in "abcdef":
+        assert done.acquire(timeout=10)
+    await until(lambda: len(compiler._memories) == 3)
+    assert [name for name in "abcdef" if compiler.find(spec_of(name))] == ["d", "e", "f"]
+
+
+async def test_a_compile_waits_while_grammars_in_use_take_the_bound(sized):
+    backends, compiler = sized
+    used: list[Any] = []
+    for name in "abcd":
+        done = threading.Semaphore(0)
+
+        def keep(grammar: Any, error: Any, done: Any = done) -> None:
+            used.append(grammar.new_matcher())
+            done.release()
+
+        compiler.submit(spec_of(name), keep, lambda: True)
+        assert done.acquire(timeout=10)
+    compiler.submit(spec_of("e"), lambda grammar, error: used.append(grammar), lambda: True)
+    assert len(used) == 4
+    await until(lambda: not compiler._cache)
+    assert backends.begun == list("abcd")
+    used.pop(0)
+    await until(lambda: len(used) == 4)
+    assert backends.begun == list("abcde")
+
+
+async def test_a_compile_that_nobody_waits_for_does_not_begin(sized):
+    backends, compiler = sized
+    backends.gate.clear()
+    told: list[str] = []
+    gone: set[str] = set()
+    for name in ("first", "left", "shared", "last"):
+        for client in ("x", "y"):
+            key = name + client
+            compiler.submit(
+                spec_of(name),
+                lambda grammar, error, key=key: told.append(key),
+                lambda key=key: key not in gone,
+            )
+    await until(lambda: backends.begun == ["first"])
+    gone |= {"leftx", "lefty", "sharedx"}
+    backends.gate.set()
+    await until(lambda: "lasty" in told)
+    assert backends.begun == ["first", "shared", "last"]
+    assert "leftx" not in told
+    assert not compiler._jobs
+
+
+async def test_aborted_requests_compile_nothing():
+    begun: list[str] = []
+    gate = threading.Event()
+    async with ByteRig().engine() as engine:
+        compiler: Any = thread_of(engine).grammars
+        compile_ = compiler._backends.compile
+
+        def compile_slowly(spec: Any, begin: Any) -> Grammar:
+            begun.append(spec.text)
+            assert gate.wait(10)
+            return compile_(spec, begin)
+
+        compiler._backends.compile = compile_slowly
+        streams = [engine.stream("x", structured_outputs={"regex": f"a{i}"}) for i in range(20)]
+        await until(lambda: len(begun) == 2)
+        for stream in streams[2:]:
+            stream.abort()
+        gate.set()
+        assert [(await stream.result()).text for stream in streams[:2]] == ["a0", "a1"]
+        last = await engine.generate("x", structured_outputs={"regex": "last"})
+        assert last.text == "last"
+        assert begun == ["a0", "a1", "last"]
+
+
+async def test_a_request_that_has_ended_holds_no_grammar():
+    async with ByteRig().engine() as engine:
+        compiler = thread_of(engine).grammars
+        stream = engine.stream("x", structured_outputs={"regex": "abc"}, n=2)
+        assert [one.text for one in (await stream.result()).outputs] == ["abc", "abc"]
+        compiler._cache.clear()
+        gc.collect()
+        assert not compiler._memories
+        assert stream.request_id
+
+
+# --- what a grammar takes --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"regex": "a{30000}"},
+        {"grammar": "start: /a{30000}/"},
+        {"grammar": '%llguidance {"no_forcing": false}\nstart: /a{30000}/'},
+        {"json": {"type": "string", "pattern": "^a{30000}$"}},
+        {"json": {"const": "a" * 30000}},
+        {"choice": ["a" * 30000]},
+        {"structural_tag": {"type": "structural_tag",
+                            "format": {"type": "const_string", "value": "a" * 30000}}},
+    ],
+    ids=["regex", "grammar", "option", "pattern", "const", "choice", "tag"],
+)  # fmt: skip
+def test_a_long_literal_is_not_followed_to_its_end(asked):
+    texts: list[str] = []
+
+    def encode(text: str) -> list[int]:
+        texts.append(text)
+        return list(text.encode())
+
+    tokens = [*(bytes([byte]) for byte in range(256)), b"aaaa"]
+    spec = parse_structured_outputs(asked)
+    assert spec is not None
+    backend = LLGuidanceBackend(Vocabulary(tokens, {}, encode))
+    texts.clear()
+    matcher: Any = backend.compile(spec).new_matcher()
+    if "json" in asked:
+        assert matcher.accept(ord('"'))
+    for _ in range(50):
+        assert tokens_of(matcher.bitmask()) == {ord("a"), 256}
+        assert matcher.accept(256)
+    assert texts == []
+
+
+def _allocated() -> int:
+    class Info(ctypes.Structure):
+        names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+        _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
+
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = Info
+    found = mallinfo()
+    return found.uordblks + found.hblkhd
+
+
+WORDS = random.Random(0).choices("abcdefghijklmnopqrstuvwxyz ", k=130_000)
+LONG = "".join(WORDS)
+
+
+@pytest.mark.skipif(
+    not (sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallinfo2")), reason="glibc's"
+)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"regex": "[a-z ]*a[a-z ]{200}x"},
+        {"regex": ".*a.{1000}"},
+        {"regex": "|".join(f"{c}{c}{{7000}}" for c in "abcdefghijklmnop")},
+        {"regex": "(a{100}b){1000}"},
+        {"choice": [LONG]},
+        {"choice": [LONG[i : i + 28] for i in range(0, 112_000, 28)]},
+        {"json": {"const": LONG[:16_000]}},
+        {"json": {"enum": [LONG[i : i + 30] for i in range(0, 12_000, 30)]}},
+        {"json": {"type": "integer", "multipleOf": 8191}},
+        {"json": {"type": "string", "maxLength": 30_000}},
+        {"grammar": "start: " + " ".join(f"/{c}{{20000}}/" for c in "abcdefghij" * 20)},
+        {"grammar": "start: " + " ".join(f'"{LONG[i : i + 100]}"' for i in range(0, 120_000, 100))},
+    ],
+    ids=range(12),
+)
+def test_a_grammar_and_its_outputs_take_no_more_than_estimated(asked):
+    rng = random.Random(1)
+    words = [bytes(rng.choices(range(97, 123), k=2 + i % 6)) for i in range(2000)]
+    backend = LLGuidanceBackend(byte_vocabulary(*words))
+    spec = parse_structured_outputs(asked)
+    assert spec is not None
+    gc.collect()
+    before = _allocated()
+    grammar = backend.compile(spec)
+    assert _allocated() - before <= grammar.memory.size
+    for _ in range(10):
+        matcher: Any = grammar.new_matcher()
+        try:
+            for _ in range(200):
+                allowed = sorted(tokens_of(matcher.bitmask()))
+                if not allowed or not matcher.accept(rng.choice(allowed)):
+                    break
+        except InvalidRequestError:
+            assert grammar.memory.exhausted
+            break
+    assert _allocated() - before <= grammar.memory.size < LIMIT // 4
+
+
+async def test_a_grammar_at_its_limit_of_states_is_compiled_anew():
+    async with ByteRig().engine() as engine:
+        compiler = thread_of(engine).grammars
+        asked = {"regex": "abc"}
+        assert (await engine.generate("x", structured_outputs=asked)).text == "abc"
+        first = compiler.find(spec_of("abc"))
+        assert first is not None
+        assert compiler.find(spec_of("abc")) is first
+        first.memory.exhausted = True
+        assert (await engine.generate("x", structured_outputs=asked)).text == "abc"
+        assert compiler.find(spec_of("abc")) not in (first, None)
+
+
+def test_the_lexers_error_marks_a_grammar_as_exhausted():
+    backend = LLGuidanceBackend(byte_vocabulary())
+    grammar = backend.compile(spec_of("[ab]*a[ab]{200}x"))
+    rng = random.Random(0)
+    for _ in range(200):
+        matcher = grammar.new_matcher()
+        with suppress(InvalidRequestError):
+            for _ in range(1000):
+                matcher.bitmask()
+                assert matcher.accept(rng.choice(b"ab"))
+        if grammar.memory.exhausted:
+            break
+    with pytest.raises(InvalidRequestError, match="regex: too complex"):
+        grammar.new_matcher().bitmask()
