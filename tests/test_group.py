@@ -28,7 +28,7 @@ from asyncllm import (
 from asyncllm.callbacks import stream_with_callbacks
 from asyncllm.core.admission import Admission
 from asyncllm.core.token_rate import TokenRate
-from asyncllm.group import _GroupQueue, _Sent
+from asyncllm.group_queue import GroupQueue, _Sent
 from asyncllm.metrics import EngineMetrics
 from asyncllm.runtime.submitter import Submission
 from asyncllm.serving import create_app
@@ -833,7 +833,7 @@ def a_place_is_reserved_twice(patch):
 
 
 def ids_are_unique_in_one_engine_only(patch):
-    patch.setattr(_GroupQueue, "_check_id", lambda self, request, core=None: None)
+    patch.setattr(GroupQueue, "_check_id", lambda self, request, core=None: None)
 
 
 def a_retry_draws_another_seed(patch):
