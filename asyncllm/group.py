@@ -32,6 +32,7 @@ _JOIN_TIMEOUT = 2.0
 _WATCH_INTERVAL = 1.0
 """Seconds between two checks of the engines' steps while a thread waits without an event loop."""
 
+
 @dataclass(frozen=True, slots=True)
 class GroupStats(EngineStats):
     """Statistics of an EngineGroup: the sums of its engines' statistics, and these by number. It is
@@ -128,6 +129,8 @@ class EngineGroup(AsyncLLMEngine):
             for number, engine in engines.items():
                 self._queue.claim(engine, number)
             await self._start_engines(list(engines.values()))
+            for engine in engines.values():
+                self._queue.join_line(engine)
         except BaseException:
             self._queue.release(*engines.values())
             raise
@@ -213,7 +216,8 @@ class EngineGroup(AsyncLLMEngine):
         """State of the group: "running" while one of its engines is, and "dead" if one is dead and
         none runs. ``stats().states`` has the engines' own."""
         found: list[EngineState] = [
-            "new" if self._queue.has_lost(one) else one.state for one in self._queue.engines.values()
+            "new" if self._queue.has_lost(one) else one.state
+            for one in self._queue.engines.values()
         ]
         order = ("starting", "new", "running", "dead")
         if self._input_processor is not None:

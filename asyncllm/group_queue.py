@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+import os
 from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from weakref import WeakValueDictionary
 from asyncllm import validation as check
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.request import Request
+from asyncllm.core.waiting_line import WaitingLine
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import AsyncLLMError, EngineError, EngineOverloadedError
 from asyncllm.observer import RequestInfo
@@ -27,6 +27,7 @@ from asyncllm.routing import (
     Sent,
     text_hashes,
 )
+from asyncllm.runtime.event_loop import running_backend, wait_for
 from asyncllm.runtime.submitter import Submission, Submitter
 from asyncllm.runtime.worker_thread import Rest
 from asyncllm.stream import TokenStream
@@ -48,16 +49,17 @@ class GroupQueue:
         engines: engines by number; replaced, never changed.
         retried: streams whose requests may be sent again, by id.
         lead: submitter of the engine that stands for all; None before the first has started.
+        line: calls that wait for a place at any engine.
     """
 
     def __init__(self, retries: int) -> None:
         self.engines: Mapping[int, AsyncLLMEngine] = {}
         self.lead: Submitter | None = None
+        self.line = WaitingLine()
         self._retries = retries
         self._router = Router()
         self._texts = PrefixIndex(_MAX_PIECES)
         self.retried: WeakValueDictionary[str, TokenStream] = WeakValueDictionary()
-        self._lock = threading.Lock()
 
     @property
     def core(self) -> EngineCore:
@@ -103,13 +105,24 @@ class GroupQueue:
         for engine in engines:
             if engine._group is self:
                 engine._group = engine._observers.engine = None
-                if engine.state == "new":
+                if engine._submitter is not None:
+                    admission = engine._submitter.core.admission
+                    admission.lines = (admission.line,)
+                else:
                     engine._rest = Rest(engine._has_running_requests)
 
     def add(self, engine: AsyncLLMEngine, number: int) -> None:
         """Let requests go to an engine."""
         self.claim(engine, number)
         self.engines = {**self.engines, number: engine}
+        self.join_line(engine)
+
+    def join_line(self, engine: AsyncLLMEngine) -> None:
+        """Let an engine, once it has started, serve the calls that wait."""
+        if engine._submitter is not None:
+            admission = engine._submitter.core.admission
+            admission.lines = (admission.line, self.line)
+            self.line.advance()
 
     def drop(self, number: int) -> None:
         """Forget an engine that has closed."""
@@ -128,58 +141,80 @@ class GroupQueue:
         return self._enqueue(submission, self._retries)
 
     def _enqueue(self, submission: Submission, retries: int) -> TokenStream:
-        while True:
-            # The lock makes an id unique: no other call looks for it meanwhile.
-            with self._lock:
-                submitter, sent = self._choose(submission)
-                try:
-                    submitter.reserve(submission)
-                    break
-                except EngineOverloadedError:
-                    if sent is None:
-                        raise
-                    sent.withdraw()  # Its place was taken since it was chosen: choose again.
-                except BaseException as error:
-                    if sent is not None:
-                        sent.withdraw()
-                    if not isinstance(error, EngineError):  # It died: choose again.
-                        raise
-        return self._watch(submitter.start(submission), submission, retries)
+        with self.line.lock:
+            submitter, stream = self._place(submission)
+        submitter.start(submission)
+        return self._watch(stream, submission, retries)
 
     async def enqueue_or_wait(self, submission: Submission) -> TokenStream:
-        """Queue a request; if all queues are full, wait in the line of the engine that is expected
-        to answer first. If that engine ends meanwhile, try another."""
-        while True:
-            with suppress(EngineOverloadedError):
-                return self.enqueue(submission)
-            with self._lock:
-                submitter, sent = self._choose(submission, in_line=True)
+        """Queue a request; if all queues are full, wait until an engine has a place for it."""
+        group, is_gone = submission.request.group, running_backend().is_closed
+        with self.line.lock:
+            placed = self.line.push(group, partial(self._place_first, submission), is_gone)
+        self.line.advance()
+        if not placed.done():
             try:
-                stream = await submitter.enqueue_or_wait(submission)
-                self._check_id(submission.request, submitter.core)
+                for core in self.cores():
+                    core.check_waiting()
+                await wait_for(placed)
+            except BaseException:
+                for engine in self.running()[:1]:
+                    if engine._submitter is not None and os.getpid() == self.core.pid:
+                        engine._submitter.core.send(self._leave_line, submission, placed)
+                raise
+            group.restart(self.core.clock())
+        submitter, stream = placed.result()
+        submitter.start(submission)
+        return self._watch(stream, submission, self._retries)
+
+    def _leave_line(self, submission: Submission, placed: Future[Any]) -> None:
+        """Take back the place, in line or in a queue, of a call that was cancelled. An engine
+        thread runs it, because a destructor may have cancelled the call."""
+        self.line.withdraw(submission.request.group)
+        for sent in submission.observers:
+            sent.withdraw()  # pyright: ignore[reportAttributeAccessIssue]
+        placed.add_done_callback(_abort_placed)
+
+    def _place_first(self, submission: Submission) -> tuple[Submitter, TokenStream] | None:
+        """``_place`` for the first request in line; None if there is no room."""
+        try:
+            return self._place(submission, 1)
+        except EngineOverloadedError:
+            return None
+
+    def _place(
+        self, submission: Submission, num_lines: int | None = None
+    ) -> tuple[Submitter, TokenStream]:
+        """Give a request its place in the queue of an engine, and make its stream. The lock of the
+        line makes an id unique: no other call looks for it meanwhile.
+
+        Args:
+            num_lines: as for ``Admission.reserve``.
+        """
+        while True:
+            submitter, sent = self._choose(submission, num_lines)
+            try:
+                return submitter, submitter.reserve(submission, num_lines)
             except BaseException as error:
                 if sent is not None:
                     sent.withdraw()
-                if not isinstance(error, EngineError):
+                was_taken = sent is not None and isinstance(error, EngineOverloadedError)
+                if not was_taken and not isinstance(error, EngineError):
                     raise
-                submission = submission.again()
-                continue
-            return self._watch(stream, submission, self._retries)
+                # Its place was taken, or it died, since it was chosen: choose again.
 
     def _choose(
-        self, submission: Submission, in_line: bool = False
+        self, submission: Submission, num_lines: int | None
     ) -> tuple[Submitter, _Sent | None]:
         """Choose an engine for a request.
-
-        Args:
-            in_line: choose among full engines too.
 
         Returns:
             Its submitter, and the observer that tells the router what became of the request; None
             if there was no choice. A text is noted even then, for the engines of later.
         """
-        request = submission.request
-        self._check_id(request)
+        request, submission.observers = submission.request, ()
+        for core in self.cores():
+            core.admission.check_id(request.request_id)
         submitters = {
             number: engine._submitter
             for number, engine in self.engines.items()
@@ -200,9 +235,8 @@ class GroupQueue:
                 continue
             if request.token_ids:
                 cached = core.num_cached_tokens(request)
-            wait = 0.0
-            if not in_line:
-                wait = core.admission.retry_after(request.group, submission.num_tokens)
+            num_tokens = submission.num_tokens
+            wait = core.admission.retry_after(request.group, num_tokens, num_lines)
             candidates.append(Candidate(number, core.stats(), cached, wait))
         if not candidates:
             largest = max(one.core.admission.max_queued_requests for one in submitters.values())
@@ -214,12 +248,6 @@ class GroupQueue:
         sent = _Sent(self._router, route, self._texts, text)
         submission.observers = (sent,)
         return submitters[number], sent
-
-    def _check_id(self, request: Request, core: EngineCore | None = None) -> None:
-        """Refuse an id that a live request of another engine than ``core`` has."""
-        for other in self.cores():
-            if other is not core:
-                other.admission.check_id(request.request_id)
 
     def _watch(self, stream: TokenStream, submission: Submission, retries: int) -> TokenStream:
         """Have the request sent again if its engine dies before the first token."""
@@ -264,6 +292,11 @@ class _Sent:
         self.router.settle(self.route)
         if self.text is not None:
             self.texts.withdraw(self.text)
+
+
+def _abort_placed(placed: Future[Any]) -> None:
+    if placed.exception() is None and placed.result() is not None:
+        placed.result()[1].abort()
 
 
 def _beginning(submission: Submission) -> tuple[str, str | None]:

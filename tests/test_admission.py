@@ -160,7 +160,7 @@ def test_an_owner_without_a_share_left_waits_in_line_and_others_pass_it(clock):
         admission.forget(group)
         assert not waiting.done()
     admission.forget(first[2])
-    assert waiting.result(0) is None
+    assert waiting.result(0)
 
 
 def test_owners_in_line_take_turns(clock):
