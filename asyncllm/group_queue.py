@@ -237,7 +237,14 @@ class GroupQueue:
                 cached = core.num_cached_tokens(request)
             num_tokens = submission.num_tokens
             wait = core.admission.retry_after(request.group, num_tokens, num_lines)
-            candidates.append(Candidate(number, core.stats(), cached, wait))
+            kv = core.scheduler.kv
+            lacking = max(num_tokens - cached, 1)
+            num_blocks, num_free = kv.max_blocks_for(lacking), kv.pool.num_free
+            missing = (
+                0 if num_blocks <= num_free else lacking * (num_blocks - num_free) // num_blocks
+            )
+            stats = core.stats()
+            candidates.append(Candidate(number, stats, cached, wait, missing_tokens=missing))
         if not candidates:
             largest = max(one.core.admission.max_queued_requests for one in submitters.values())
             accepted = f"at most max_queued_requests={largest}"

@@ -25,12 +25,15 @@ from asyncllm import (
     EngineOverloadedError,
     InvalidRequestError,
     ModelLoadError,
+    group_queue,
 )
 from asyncllm.callbacks import stream_with_callbacks
 from asyncllm.core.admission import Admission
+from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.token_rate import TokenRate
 from asyncllm.group_queue import GroupQueue, _Sent
 from asyncllm.metrics import EngineMetrics
+from asyncllm.routing import Candidate
 from asyncllm.runtime.submitter import Submission
 from asyncllm.serving import create_app
 from asyncllm.stream import TokenStream
@@ -149,6 +152,21 @@ async def test_the_next_turn_goes_where_its_prefix_is():
         assert group.cached_prefix(prompt, "a") == 68
         assert group.cached_prefix(prompt) == group.cached_prefix(prompt, "b") == 0
         assert min(finished(group).values()) > 0
+
+
+async def test_a_prompt_goes_where_free_blocks_take_it():
+    rig = fake_group(2, num_blocks=65, max_model_len=256, max_num_batched_tokens=256)
+    async with rig.engine() as group:
+        first = group.engines[0]
+        held = first.stream([1] * 200, max_tokens=50, on_slow="pause", max_unread=4)
+        await until(lambda: held._channel.num_unread == 4)
+        assert first.stats().num_free_blocks < 15
+        # Of both prompts the first engine has 40 tokens; the rest of one does not fit there.
+        large = group.stream([1] * 40 + [5] * 160, max_tokens=1)
+        small = group.stream([1] * 40 + [5] * 4, max_tokens=1)
+        assert [large._group.engine, small._group.engine] == [1, 0]
+        held.abort()
+        assert {await one for one in map(finish, (small, large))} == {"length"}
 
 
 async def test_a_long_text_goes_where_its_beginning_was():
@@ -1004,6 +1022,21 @@ def the_router_forgets_to_settle(patch):
     patch.setattr(_Sent, "withdraw", lambda self: None)
 
 
+def free_blocks_are_ignored(patch):
+    def candidate(*args, missing_tokens):
+        return Candidate(*args)
+
+    patch.setattr(group_queue, "Candidate", candidate)
+
+
+def affinity_is_ignored(patch):
+    patch.setattr(EngineCore, "num_cached_tokens", lambda self, prompt: 0)
+
+
+def those_who_wait_pass_nobody(patch):
+    patch.setattr(GroupQueue, "join_line", lambda self, engine: None)
+
+
 async def nothing_is_pending():
     rig = fake_group(2, max_num_seqs=1)
     async with rig.engine(max_queued_requests=1) as group:
@@ -1031,6 +1064,9 @@ BREAKAGES = {
     ids_are_unique_in_one_engine_only: test_an_id_is_unique_in_the_group,
     a_retry_draws_another_seed: lambda: test_what_has_no_token_is_sent_again("stream"),
     the_router_forgets_to_settle: nothing_is_pending,
+    free_blocks_are_ignored: test_a_prompt_goes_where_free_blocks_take_it,
+    affinity_is_ignored: test_the_next_turn_goes_where_its_prefix_is,
+    those_who_wait_pass_nobody: lambda: test_those_who_wait_go_where_a_place_becomes_free(0),
 }
 
 

@@ -374,7 +374,7 @@ async def test_an_error_of_closing_a_generator_is_logged_and_a_file_stays_open(c
 
 
 def test_llm_closes_the_callers_generator():
-    rig, closed = fake(step_time=0.001), []
+    closed = []
 
     def draw():
         try:
@@ -382,13 +382,15 @@ def test_llm_closes_the_callers_generator():
         finally:
             closed.append(threading.current_thread())
 
-    with LLM(engine=rig.engine()) as llm:
-        for _ in llm.map(draw(), prompt=prompt_of, max_under_way=3, max_tokens=2):
+    with fake_llm("yes") as llm:
+        for _ in llm.map(draw(), prompt=str, max_under_way=3):
             break
         assert closed == [threading.current_thread()]
-        rig.executor.faults[llm.engine.stats().num_steps + 3] = ZeroDivisionError("on purpose")
-        with pytest.raises(EngineDeadError):
-            list(llm.map(draw(), prompt=prompt_of, max_under_way=3, max_tokens=2))
+        rows = llm.map(draw(), prompt=str, max_under_way=3)
+        next(rows)
+        llm.engine._close_blocking()
+        with pytest.raises(EngineClosedError):
+            list(rows)
         assert closed == [threading.current_thread()] * 2
 
 
