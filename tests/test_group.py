@@ -374,7 +374,7 @@ async def test_a_call_that_is_cancelled_as_it_gets_its_place_gives_it_back():
             time.sleep(0.001)
         assert group.stats().num_requests == 5
         tasks[0].cancel()
-        with pytest.raises(asyncio.CancelledError):
+        with pytest.raises(asyncio.CancelledError) as kept:  # Its traceback has the stream.
             await tasks[0]
         await until(lambda: group.stats().num_waiting == 3)
         await group.resume()
@@ -382,6 +382,7 @@ async def test_a_call_that_is_cancelled_as_it_gets_its_place_gives_it_back():
         await all_free_of_each(group)
         for one in group._queue._router._ledgers.values():
             assert one.num_requests == one.num_tokens == one.num_left == 0
+        assert kept.value.__traceback__ is not None
 
 
 async def test_a_call_that_waits_is_no_refusal_and_a_call_at_an_engine_waits_there():
