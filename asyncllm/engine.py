@@ -75,6 +75,8 @@ class AsyncLLMEngine(Handle):
         self._closed = False
         self._mailboxes = MailboxRegistry()
         self._observers = Observers()
+        self._group: object | None = None
+        """Queue of the EngineGroup that the engine is in."""
         self._rest = Rest(self._has_running_requests)
         self._submitter: Submitter | None = None
         self._input_processor: InputProcessor | None = None

@@ -4,71 +4,33 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, fields
-from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
 from asyncllm import validation as check
 from asyncllm.checkpoint.progress import LoadStage
-from asyncllm.core.engine_core import CLOSED, EngineCore
+from asyncllm.core.engine_core import CLOSED
 from asyncllm.core.execution_report import ExecutionReport
-from asyncllm.core.request import Request
 from asyncllm.engine import AsyncLLMEngine, EngineState
-from asyncllm.errors import (
-    AsyncLLMError,
-    EngineClosedError,
-    EngineError,
-    EngineOverloadedError,
-    InvalidRequestError,
-)
-from asyncllm.observer import Observer, Observers, RequestInfo
-from asyncllm.outputs import EngineStats, Usage
-from asyncllm.routing import (
-    TEXT_PIECE,
-    Candidate,
-    PrefixIndex,
-    Route,
-    Router,
-    Sent,
-    text_hashes,
-)
+from asyncllm.errors import EngineClosedError, EngineError
+from asyncllm.group_agreement import check_agreement
+from asyncllm.group_queue import GroupQueue
+from asyncllm.observer import Observer, Observers
+from asyncllm.outputs import EngineStats
 from asyncllm.runtime.engine_thread import EngineThread
 from asyncllm.runtime.event_loop import join, wait_for
 from asyncllm.runtime.input_processor import InputProcessor
 from asyncllm.runtime.mailbox import ThreadMailbox
 from asyncllm.runtime.prompt_encoder import PromptEncoder
 from asyncllm.runtime.request_options import request_ids
-from asyncllm.runtime.submitter import Submission, Submitter
 from asyncllm.runtime.worker_thread import Rest
-from asyncllm.stream import TokenStream
-from asyncllm.structured.compiler import GrammarCompiler
 
 _JOIN_TIMEOUT = 2.0
 
 _WATCH_INTERVAL = 1.0
 """Seconds between two checks of the engines' steps while a thread waits without an event loop."""
-
-_MAX_PIECES = 4096
-"""Maximum number of pieces of text that are remembered for each engine: 8 MiB of text."""
-
-_MAX_CHARACTERS = 1 << 16
-"""Number of characters of a text that are hashed before it is tokenised."""
-
-_TOKENS_PER_PIECE = TEXT_PIECE // 4
-
-_COMMON_SETTINGS = (
-    "scheduling_policy",
-    "max_logprobs",
-    "logits_processors",
-    "tool_call_parser",
-    "reasoning_parser",
-)
-"""Fields of EngineConfig by which a request is checked before its engine is chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +45,16 @@ class GroupStats(EngineStats):
 
     engines: Mapping[int, EngineStats] = field(default_factory=dict)
     states: Mapping[int, EngineState] = field(default_factory=dict)
+
+
+def _check_new(engine: Any) -> None:
+    """Refuse an object that cannot become an engine of a group."""
+    if not isinstance(engine, AsyncLLMEngine) or isinstance(engine, EngineGroup):
+        raise check.invalid("engine", engine, "an AsyncLLMEngine")
+    if engine._group is not None:
+        raise check.invalid("engine", engine, "an engine that is in no group")
+    if engine.state not in ("new", "running"):
+        raise check.invalid("engine", engine, "an engine that is new or running")
 
 
 class EngineGroup(AsyncLLMEngine):
@@ -124,14 +96,14 @@ class EngineGroup(AsyncLLMEngine):
         if running and len(running) < len(given):
             raise check.invalid("engines", engines, "engines that are all new, or all running")
         for engine in running:
-            _check_agreement(engine, running[0])
+            check_agreement(engine, running[0])
         self.config = given[0].config
-        self._queue = _GroupQueue(check.integer("retries", retries, 0, 100))
+        self._queue = GroupQueue(check.integer("retries", retries, 0, 100))
         self._numbers = itertools.count()
         self._thread = None
         self._closed = self._is_paused = False
         self._observers = Observers()
-        self._rest = Rest(self._has_running_requests)
+        self._rest = Rest(self._queue.has_running_requests)
         self._input_processor = None
         for engine in given:
             self._add(engine)
@@ -148,10 +120,20 @@ class EngineGroup(AsyncLLMEngine):
 
     async def start(self) -> None:
         """Start all engines that are new, at the same time. If one fails or the call is cancelled,
-        these are as if they had never been started; exceptions as for an engine."""
+        these are as if they had never been started, and may form another group; exceptions as for
+        an engine, and InvalidRequestError for an engine that another group has since."""
         if self.state != "new":
             raise EngineError(f"start(): the group is {self.state}; expected a new one")
-        await self._start_engines(list(self._queue.engines.values()))
+        engines = self._queue.engines
+        try:
+            for number, engine in engines.items():
+                self._queue.claim(engine, number)
+            await self._start_engines(list(engines.values()))
+            for engine in engines.values():
+                self._queue.join_line(engine)
+        except BaseException:
+            self._queue.release(*engines.values())
+            raise
 
     async def add(self, engine: AsyncLLMEngine) -> None:
         """Add an engine; a new one is started first. Later requests may go to it.
@@ -163,14 +145,14 @@ class EngineGroup(AsyncLLMEngine):
         """
         self._running()
         _check_new(engine)
-        engine._observers.engine = -1  # Refuses the engine to other groups meanwhile.
+        self._queue.claim(engine, -1)  # Refuses the engine to other groups meanwhile.
         try:
             await self._start_engines([engine])
             if self._is_paused:
                 await engine.pause()
             self._running()
         except BaseException:
-            engine._observers.engine = None
+            self._queue.release(engine)
             if self._closed:
                 await engine.aclose()
             raise
@@ -200,11 +182,10 @@ class EngineGroup(AsyncLLMEngine):
             await engine.aclose(drain=drain)
         finally:  # If the call is cancelled, closing goes on all the same.
             self._queue.drop(number)
-            engine._observers.engine = None
 
     async def aclose(self, *, drain: float | None = 0.0) -> None:
         """Close all engines at the same time; see ``AsyncLLMEngine.aclose``."""
-        engines = list(self._queue.engines.values())
+        engines = [one for one in self._queue.engines.values() if not self._queue.has_lost(one)]
         if self.state == "starting":
             raise EngineError("aclose(): the group is starting; cancel start() instead")
         for engine in engines:
@@ -234,7 +215,10 @@ class EngineGroup(AsyncLLMEngine):
     def state(self) -> EngineState:
         """State of the group: "running" while one of its engines is, and "dead" if one is dead and
         none runs. ``stats().states`` has the engines' own."""
-        found: list[EngineState] = [one.state for one in self._queue.engines.values()]
+        found: list[EngineState] = [
+            "new" if self._queue.has_lost(one) else one.state
+            for one in self._queue.engines.values()
+        ]
         order = ("starting", "new", "running", "dead")
         if self._input_processor is not None:
             order = ("running", "dead")
@@ -251,7 +235,9 @@ class EngineGroup(AsyncLLMEngine):
         return next((error for error in errors if error is not None), None)
 
     def __del__(self) -> None:
-        """Leave the engines to their own destructors."""
+        """Release the engines, and leave them to their own destructors."""
+        if hasattr(self, "_queue"):
+            self._queue.release(*self._queue.engines.values())
 
     @property
     def load_progress(self) -> tuple[int, int]:
@@ -351,9 +337,6 @@ class EngineGroup(AsyncLLMEngine):
         for engine in self._queue.engines.values():
             engine.remove_observer(observer)
 
-    def _has_running_requests(self) -> bool:
-        return any(core.scheduler.running for core in self._queue.cores())
-
     @property
     def _max_queued_requests(self) -> int:
         return sum(one.config.max_queued_requests for one in self._queue.engines.values())
@@ -372,7 +355,7 @@ class EngineGroup(AsyncLLMEngine):
                 engine._adopt_thread(thread)
             lead = self if self._input_processor is not None else engines[0]
             for engine in engines:
-                _check_agreement(engine, lead)
+                check_agreement(engine, lead)
             for thread in threads:
                 thread.supervise()
         if self._input_processor is None:
@@ -380,10 +363,9 @@ class EngineGroup(AsyncLLMEngine):
 
     def _add(self, engine: AsyncLLMEngine) -> None:
         """Number an engine, and let requests go to it."""
-        number = engine._observers.engine = next(self._numbers)
         for observer in self._observers.all:
             engine.add_observer(observer)
-        self._queue.engines = {**self._queue.engines, number: engine}
+        self._queue.add(engine, next(self._numbers))
 
     def _lead(self, engine: AsyncLLMEngine) -> None:
         """Use an engine's model and tokenizer to prepare later requests."""
@@ -422,236 +404,3 @@ class EngineGroup(AsyncLLMEngine):
 
     def __repr__(self) -> str:
         return f"<EngineGroup of {len(self._queue.engines)} {self.state}>"
-
-
-class _GroupQueue:
-    """Chooses the engine of each submission of a group, and submits it there.
-
-    Attributes:
-        engines: engines by number; replaced, never changed.
-        retried: streams whose requests may be sent again, by id.
-        lead: submitter of the engine that stands for all; None before the first has started.
-    """
-
-    def __init__(self, retries: int) -> None:
-        self.engines: Mapping[int, AsyncLLMEngine] = {}
-        self.lead: Submitter | None = None
-        self._retries = retries
-        self._router = Router()
-        self._texts = PrefixIndex(_MAX_PIECES)
-        self.retried: WeakValueDictionary[str, TokenStream] = WeakValueDictionary()
-        self._lock = threading.Lock()
-
-    @property
-    def core(self) -> EngineCore:
-        assert self.lead is not None
-        return self.lead.core
-
-    @property
-    def grammars(self) -> GrammarCompiler:
-        assert self.lead is not None
-        return self.lead.grammars
-
-    def running(self) -> list[AsyncLLMEngine]:
-        return [engine for engine in self.engines.values() if engine.state == "running"]
-
-    def cores(self) -> list[EngineCore]:
-        """Step loops of all engines, also of those that close."""
-        submitters = [engine._submitter for engine in self.engines.values()]
-        return [submitter.core for submitter in submitters if submitter is not None]
-
-    def prompts_made(self) -> list[Future[None]]:
-        submitters = [engine._submitter for engine in self.running()]
-        return [one for each in submitters if each is not None for one in each.prompts_made()]
-
-    def drop(self, number: int) -> None:
-        """Forget an engine that has closed."""
-        self.engines = {key: one for key, one in self.engines.items() if key != number}
-        self._router.forget(number)
-        self._texts.forget(number)
-
-    def enqueue(self, submission: Submission) -> TokenStream:
-        """Queue a request at the engine that is expected to answer first, and return its stream.
-
-        Raises:
-            EngineOverloadedError: if the queues of all engines are full.
-            EngineDeadError, EngineClosedError: if none runs.
-        """
-        return self._enqueue(submission, self._retries)
-
-    def _enqueue(self, submission: Submission, retries: int) -> TokenStream:
-        while True:
-            # The lock makes an id unique: no other call looks for it meanwhile.
-            with self._lock:
-                submitter, sent = self._choose(submission)
-                try:
-                    submitter.reserve(submission)
-                    break
-                except BaseException as error:
-                    sent.withdraw()
-                    # Its place was taken, or it died, since it was chosen: choose again.
-                    if not isinstance(error, (EngineOverloadedError, EngineError)):
-                        raise
-        return self._watch(submitter.start(submission), submission, retries)
-
-    async def enqueue_or_wait(self, submission: Submission) -> TokenStream:
-        """Queue a request; if all queues are full, wait in the line of the engine that is expected
-        to answer first. If that engine ends meanwhile, try another."""
-        while True:
-            with suppress(EngineOverloadedError):
-                return self.enqueue(submission)
-            with self._lock:
-                submitter, sent = self._choose(submission, in_line=True)
-            try:
-                stream = await submitter.enqueue_or_wait(submission)
-                self._check_id(submission.request, submitter.core)
-            except BaseException as error:
-                sent.withdraw()
-                if not isinstance(error, EngineError):
-                    raise
-                submission = submission.again()
-                continue
-            return self._watch(stream, submission, self._retries)
-
-    def _choose(self, submission: Submission, in_line: bool = False) -> tuple[Submitter, _Sent]:
-        """Choose an engine for a request; returns its submitter, and an observer for the router.
-
-        Args:
-            in_line: choose among full engines too.
-        """
-        request = submission.request
-        self._check_id(request)
-        hashes = [] if request.token_ids else text_hashes(*_beginning(submission))
-        found = self._texts.find(hashes, self.core.clock()) if hashes else {}
-        candidates, largest = [], 0
-        for number, engine in self.engines.items():
-            submitter, is_running = engine._submitter, engine.state == "running"
-            if submitter is None or not is_running:
-                continue
-            core, cached = submitter.core, found.get(number, 0) * _TOKENS_PER_PIECE
-            largest = max(largest, core.admission.max_queued_requests)
-            if len(request.group.members) > core.admission.max_queued_requests:
-                continue
-            if request.token_ids:
-                cached = core.num_cached_tokens(request)
-            wait = 0.0
-            if not in_line:
-                wait = core.admission.retry_after(request.group, submission.num_tokens)
-            candidates.append(Candidate(number, core.stats(), cached, wait))
-        if largest and not candidates:
-            accepted = f"at most max_queued_requests={largest}"
-            raise check.invalid("n", len(request.group.members), accepted)
-        if not candidates:
-            dead = [core for core in self.cores() if core.fatal_error is not None]
-            raise (dead[0] if dead else self.core).shutdown_error()
-        route = self._router.choose(candidates, submission.num_tokens)
-        chosen = self.engines[route.key]._submitter  # pyright: ignore[reportArgumentType]
-        assert chosen is not None
-        text = self._texts.add(route.key, hashes, self.core.clock()) if hashes else None
-        sent = _Sent(self._router, route, self._texts, text)
-        submission.observers = (sent,)
-        return chosen, sent
-
-    def _check_id(self, request: Request, core: EngineCore | None = None) -> None:
-        """Refuse an id that a live request of another engine than ``core`` has."""
-        for other in self.cores():
-            if other is not core:
-                other.admission.check_id(request.request_id)
-
-    def _watch(self, stream: TokenStream, submission: Submission, retries: int) -> TokenStream:
-        """Have the request sent again if its engine dies before the first token."""
-        submission.stream = None  # Only the reader refers to it: losing the stream aborts.
-        stream._resubmit = partial(self._resubmit, submission, retries - 1) if retries else None
-        if retries:
-            self.retried[stream.request_id] = stream
-        return stream
-
-    def _resubmit(self, submission: Submission, retries: int, stream: TokenStream) -> bool:
-        try:
-            self._enqueue(submission.again(stream), retries)
-        except AsyncLLMError:
-            return False
-        return True
-
-
-@dataclass(slots=True, eq=False)
-class _Sent:
-    """Observer of one request, which keeps the router's count of it, and the index of texts."""
-
-    router: Router
-    route: Route
-    texts: PrefixIndex
-    text: Sent | None
-
-    def on_submit(self, request: Request, submission: RequestInfo) -> None:
-        """Do nothing: the request was counted when it was routed."""
-
-    def on_first_token(self, request: Request) -> None:
-        self.router.settle(self.route, request.num_cached_tokens)
-
-    def on_finish(self, request: Request, usage: Usage, error: BaseException | None) -> None:
-        if usage.ttft is None:
-            self.withdraw()
-        elif self.text is not None:
-            pieces = len(self.text.hashes) * usage.cached_tokens / usage.prompt_tokens
-            self.texts.correct(self.text, round(pieces))
-
-    def withdraw(self) -> None:
-        """Count the request as not sent: it was refused, or ended without a token."""
-        self.router.settle(self.route)
-        if self.text is not None:
-            self.texts.withdraw(self.text)
-
-
-def _beginning(submission: Submission) -> tuple[str, str | None]:
-    """Beginning of a prompt that is not tokenised yet, and its salt."""
-    prompt, salt = submission.call[1], submission.request.cache_salt
-    if isinstance(prompt, str):
-        return prompt[:_MAX_CHARACTERS], salt
-    text = ""
-    for message in prompt:
-        content = message.get("content")
-        content = content if isinstance(content, str) else str(content)
-        text += f"{message.get('role')}\0{content[:_MAX_CHARACTERS]}\0"
-        if len(text) >= _MAX_CHARACTERS:
-            break
-    return text, salt
-
-
-def _check_new(engine: Any) -> None:
-    """Refuse an object that cannot become an engine of a group."""
-    if not isinstance(engine, AsyncLLMEngine) or isinstance(engine, EngineGroup):
-        raise check.invalid("engine", engine, "an AsyncLLMEngine")
-    if engine._observers.engine is not None:
-        raise check.invalid("engine", engine, "an engine that is in no group")
-    if engine.state not in ("new", "running"):
-        raise check.invalid("engine", engine, "an engine that is new or running")
-
-
-def _check_agreement(engine: AsyncLLMEngine, other: AsyncLLMEngine) -> None:
-    """Refuse an engine whose checks or tokens of a request may differ from those of ``other``."""
-    expected = _agreed_values(other)
-    for name, value in _agreed_values(engine).items():
-        if value != expected[name]:
-            raise InvalidRequestError(
-                f"engine: its {name} is {check.describe(value)}, expected "
-                f"{check.describe(expected[name])}, as in the other engines of the group",
-                param="engine",
-            )
-
-
-def _agreed_values(engine: AsyncLLMEngine) -> dict[str, Any]:
-    loaded, config = engine._require_started().loaded, engine.config
-    info, tokenizer, model = loaded.executor.info, loaded.tokenizer, loaded.model_config
-    template = tokenizer.chat_template
-    return {
-        "max_model_len": info.max_model_len,
-        "vocab_size": info.vocab_size,
-        "tokenizer": tokenizer.fingerprint,
-        "chat_template": (template.sources, template.special_tokens),
-        "eos_token_ids": tuple(model.eos_token_ids),
-        "generation_config": dict(model.generation_defaults or {}),
-        "sampling_limits": info.sampling_limits,
-        "max_tokens_per_row": info.max_tokens_per_row,
-        **{name: getattr(config, name) for name in _COMMON_SETTINGS},
-    }

@@ -13,7 +13,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Any
 
+from asyncllm import validation as check
 from asyncllm.core.block_hashes import append_block_hashes, root_hash
 from asyncllm.errors import EngineClosedError, EngineOverloadedError
 from asyncllm.outputs import EngineStats
@@ -38,6 +40,7 @@ old burst counts for long."""
 _MAX_WEIGHT = 1e6
 _TRUST_REQUESTS = 8
 """Averaging length, in requests, of an engine's ``trust``."""
+_MAX_SECONDS = 1e18
 _NO_KEYS: frozenset[Key] = frozenset()
 
 
@@ -53,6 +56,8 @@ class Candidate:
         retry_after: seconds until its queue is likely to have room for the request; 0 if it has
             room now.
         alive: whether it accepts requests. False for an engine that starts, closes or is dead.
+        missing_tokens: how many tokens of the prompt its free KV blocks cannot take: the request
+            waits until others have ended.
     """
 
     key: Key
@@ -60,6 +65,7 @@ class Candidate:
     cached_tokens: int = 0
     retry_after: float = 0.0
     alive: bool = True
+    missing_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -128,15 +134,20 @@ class Router:
 
         Engines that are not alive are excluded, and paused ones while another is not paused. A full
         engine is not chosen. Equal engines are chosen in turn, because what one was sent counts.
+        Statistics may be old or wrong: impossible numbers count as none.
 
         Args:
             candidates: all engines.
             num_tokens: tokens of the prompt, or an estimate until it is tokenised; at least 1.
 
         Raises:
+            InvalidRequestError: for an argument of a wrong type or out of range, such as a number
+                that is negative or NaN; ``param`` names it, as in "candidates[3].retry_after".
             EngineOverloadedError: if all are full, with the least ``retry_after``.
             EngineClosedError: if none is alive.
         """
+        num_tokens = check.integer("num_tokens", num_tokens, 1)
+        _check_candidates(candidates)
         alive = [one for one in candidates if one.alive]
         if not alive:
             raise EngineClosedError(
@@ -159,7 +170,13 @@ class Router:
             cached_tokens: how many tokens were cached in the end, as ``usage.cached_tokens`` says.
                 What an engine's later candidates claim to have cached counts in proportion. None if
                 the request had no token.
+
+        Raises:
+            InvalidRequestError: for anything but a Route and a number of tokens.
         """
+        if not isinstance(route, Route):
+            raise check.invalid("route", route, "a Route, as choose() returns it")
+        cached_tokens = check.integer("cached_tokens", cached_tokens, 0, optional=True)
         with self._lock:
             if not route._is_pending:
                 return
@@ -168,7 +185,7 @@ class Router:
             ledger.num_tokens -= route.num_tokens
             ledger.num_left -= route.num_tokens - route.cached_tokens
             if cached_tokens is not None and route._claimed_tokens > 0:
-                share = min(max(cached_tokens, 0) / route._claimed_tokens, 1.0)
+                share = min(cached_tokens / route._claimed_tokens, 1.0)
                 ledger.trust += (share - ledger.trust) / _TRUST_REQUESTS
 
     def forget(self, key: Key) -> None:
@@ -188,11 +205,15 @@ class Router:
         for i, (one, ledger) in enumerate(zip(ready, ledgers, strict=True)):
             stats = one.stats
             work = num_tokens + ledger.num_left
+            work += one.missing_tokens
             if one.cached_tokens > 0:
                 work -= _usable_hit(one, ledger, num_tokens)
             if stats.num_queued_tokens > ledger.num_tokens:
                 work += stats.num_queued_tokens - ledger.num_tokens
-            work += _RUNNING_TOKENS * max(stats.num_running, ledger.num_requests)
+            num_running = ledger.num_requests
+            if stats.num_running > num_running:
+                num_running = stats.num_running
+            work += _RUNNING_TOKENS * num_running
             if ledger.recent > mean:
                 work += recent_weight * (ledger.recent - mean)
             rate = stats.prompt_tokens_per_second
@@ -218,9 +239,41 @@ class Router:
             self._weight = 1.0
 
 
+def _check_candidates(candidates: Sequence[Candidate]) -> None:
+    """Refuse candidates that cannot be compared."""
+    given = check.items("candidates", candidates, "a list of candidates")
+    for i, one in enumerate(given):
+        try:
+            if (
+                type(one) is Candidate
+                and isinstance(one.stats, EngineStats)
+                and 0 <= one.cached_tokens < math.inf
+                and 0 <= one.missing_tokens < math.inf
+                and 0 <= one.retry_after < math.inf
+            ):
+                continue
+        except TypeError:
+            pass
+        name = f"candidates[{i}]"
+        if not isinstance(one, Candidate):
+            raise check.invalid(name, one, "a Candidate")
+        if not isinstance(one.stats, EngineStats):
+            raise check.invalid(f"{name}.stats", one.stats, "EngineStats")
+        for field_name in ("cached_tokens", "missing_tokens", "retry_after"):
+            check.number(f"{name}.{field_name}", getattr(one, field_name), 0, _MAX_SECONDS)
+    try:
+        found = {one.key for one in given}
+    except TypeError:
+        raise check.invalid(
+            "candidates", [one.key for one in given], "keys that can be hashed"
+        ) from None
+    if len(found) < len(given):
+        raise check.invalid("candidates", [one.key for one in given], "each key once")
+
+
 def _usable_hit(candidate: Candidate, ledger: _Ledger, num_tokens: int) -> int:
     """Tokens of a prompt that are expected to be cached; the last token is always computed."""
-    return min(int(max(candidate.cached_tokens, 0) * ledger.trust), num_tokens - 1)
+    return min(int(candidate.cached_tokens * ledger.trust), num_tokens - 1)
 
 
 def _credible_rate(rate: float, usual: float) -> float:
@@ -246,9 +299,17 @@ def block_hashes(
         token_ids: the prompt.
         block_size: tokens of a block.
         cache_salt: prompts with different salts have no hash in common.
+
+    Raises:
+        InvalidRequestError: for anything but token ids, a size from 1 and a text or None.
     """
+    block_size = check.integer("block_size", block_size, 1)
+    cache_salt = check.string("cache_salt", cache_salt, empty=True, optional=True)
     hashes: list[bytes] = []
-    append_block_hashes(hashes, token_ids, block_size, cache_salt)
+    try:
+        append_block_hashes(hashes, token_ids, block_size, cache_salt)
+    except (TypeError, OverflowError):
+        raise check.invalid("token_ids", token_ids, "integers from 0 to 2**32 - 1") from None
     return hashes
 
 
@@ -259,7 +320,13 @@ def text_hashes(text: str, cache_salt: str | None = None) -> list[bytes]:
     Args:
         text: the beginning of the prompt, or all of it.
         cache_salt: texts with different salts have no hash in common.
+
+    Raises:
+        InvalidRequestError: for anything but a text, and a text or None.
     """
+    if not isinstance(text, str):
+        raise check.invalid("text", text, "a string")
+    cache_salt = check.string("cache_salt", cache_salt, empty=True, optional=True)
     hashes, parent = [], root_hash(cache_salt)
     for i in range(min(len(text) // TEXT_PIECE, _MAX_TEXT_PIECES)):
         piece = text[i * TEXT_PIECE : (i + 1) * TEXT_PIECE].encode("utf-8", "surrogatepass")
@@ -295,11 +362,16 @@ class PrefixIndex:
     Args:
         max_blocks: blocks to remember of each engine: as many as its KV cache has.
         max_age: seconds after which a block that was not sent again is forgotten.
+
+    Raises:
+        InvalidRequestError: for an argument of a wrong type or out of range, here and in every
+            method; ``param`` names it.
     """
 
     def __init__(self, max_blocks: int, max_age: float = math.inf) -> None:
-        self.max_blocks = max_blocks
-        self.max_age = max_age
+        self.max_blocks = check.integer("max_blocks", max_blocks, 1)
+        what = "a number of seconds"
+        self.max_age = check.number("max_age", max_age, 0, math.inf, above=True, what=what)
         self._lock = threading.Lock()
         self._holders: dict[bytes, set[Key]] = {}
         self._blocks: dict[Key, OrderedDict[bytes, tuple[int, float]]] = {}
@@ -314,6 +386,7 @@ class PrefixIndex:
             hashes: the prompt's block hashes.
             now: the time in seconds, by the clock of ``add``.
         """
+        _check_prompt(hashes, now)
         with self._lock:
             found: dict[Key, int] = {}
             # Bisect: ``keys`` have the first ``least`` blocks, and none has more than ``most``.
@@ -343,6 +416,7 @@ class PrefixIndex:
             hashes: the prompt's block hashes.
             now: the time in seconds.
         """
+        _check_prompt(hashes, now)
         with self._lock:
             self._stamp += 1
             blocks = self._blocks.setdefault(key, OrderedDict())
@@ -372,11 +446,13 @@ class PrefixIndex:
         Args:
             num_blocks: leading blocks that were cached: ``usage.cached_tokens // block_size``.
         """
+        _check_sent(sent)
+        num_blocks = check.integer("num_blocks", num_blocks, 0)
         with self._lock:
             self._under_way.discard(sent.stamp)
             if num_blocks >= len(sent.found):
                 return
-            evicted = sent.found[max(num_blocks, 0)]
+            evicted = sent.found[num_blocks]
             blocks = self._blocks.get(sent.key, OrderedDict())
             while blocks and next(iter(blocks.values()))[0] <= evicted:
                 self._drop_oldest(sent.key, blocks)
@@ -384,6 +460,7 @@ class PrefixIndex:
     def withdraw(self, sent: Sent) -> None:
         """Forget a prompt that the engine did not compute: it was refused, or ended before its
         first token. Blocks that were sent again since stay."""
+        _check_sent(sent)
         with self._lock:
             self._under_way.discard(sent.stamp)
             blocks = self._blocks.get(sent.key, OrderedDict())
@@ -417,3 +494,14 @@ class PrefixIndex:
         holders.remove(key)
         if not holders:
             del self._holders[block_hash]
+
+
+def _check_prompt(hashes: Any, now: Any) -> None:
+    check.number("now", now, -_MAX_SECONDS, _MAX_SECONDS)
+    if not isinstance(hashes, Sequence) or not all(type(one) is bytes for one in hashes):
+        raise check.invalid("hashes", hashes, "a list of block hashes")
+
+
+def _check_sent(sent: Any) -> None:
+    if not isinstance(sent, Sent):
+        raise check.invalid("sent", sent, "what add() returned")

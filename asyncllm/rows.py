@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import (
+    AsyncGenerator,
     AsyncIterable,
     Awaitable,
     Callable,
@@ -14,7 +15,7 @@ from collections.abc import (
     Iterator,
     Mapping,
 )
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -67,6 +68,7 @@ class _Row:
     row: Any
     key: Any
     on_end: Callable[[_Row], None]
+    completion: Completion | None = None
     error: Exception | None = None
     stream: TokenStream | None = None
     has_ended: bool = False
@@ -81,6 +83,14 @@ class _Row:
 
     def set(self) -> None:
         self.set_result()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Context of reading the stream, whose exception is the row's error."""
+        try:
+            yield
+        except Exception as error:
+            self.error = error
 
 
 @dataclass(eq=False)
@@ -111,6 +121,7 @@ class Rows:
     is_running: Callable[[], bool] = field(init=False)
     error: BaseException | None = field(init=False, default=None)
     is_exhausted: bool = field(init=False, default=False)
+    _iterator: Any = field(init=False, default=None)
     _under_way: dict[_Row, None] = field(init=False, default_factory=dict)
     _ended: deque[_Row] = field(init=False, default_factory=deque)
     _num_drawn: int = field(init=False, default=0)
@@ -150,9 +161,35 @@ class Rows:
         """Draw no more rows. ``error`` is raised after the results of the rows under way."""
         self.is_exhausted, self.error = True, error
 
+    def iterator(self) -> Any:
+        """The iterator of the rows, or their async iterator; made at the first call."""
+        if self._iterator is None:
+            is_async = isinstance(self.rows, AsyncIterable)
+            self._iterator = aiter(self.rows) if is_async else iter(self.rows)
+        return self._iterator
+
+    def take_iterator(self) -> Any:
+        """The iterator of a job that draws no more; None if there is none to close."""
+        iterator, self._iterator = self._iterator, None
+        return iterator
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Context of drawing a row: an exception of the iterable ends the job."""
+        try:
+            yield
+        except Exception as error:
+            self._iterator = None  # A generator that raised is closed.
+            self.end(draw_error(error))
+
     def accept(self, row: Any) -> tuple[_Row, Any, SamplingParams | None] | None:
         """Make a row's request: the row under way, its prompt and its sampling parameters; None if
-        the row is done already, or failed here."""
+        the row is done already, or failed here, or if there is no row."""
+        if row is _END:
+            self._iterator = None
+            if not self.is_exhausted:
+                self.end()
+            return None
         found = _Row(row, self._num_drawn, self._on_end)
         self._num_drawn += 1
         try:
@@ -177,6 +214,14 @@ class Rows:
         row.error = error
         self._under_way[row] = None
         row.set_result()
+
+    @contextmanager
+    def submitting(self, row: _Row) -> Iterator[None]:
+        """Context of submitting a row, whose exception is the row's error."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(row, error)
 
     def add(self, row: _Row, stream: TokenStream, mailbox: ThreadMailbox | None = None) -> None:
         """Register a row that was submitted; its end wakes the reader of the results."""
@@ -204,10 +249,11 @@ class Rows:
                 return row
         return None
 
-    def result(self, row: _Row, completion: Completion | None, error: Exception | None) -> Any:
-        """Make the result of a row, and report the progress."""
+    def result(self, row: _Row) -> RowResult:
+        """Make the result of a row that was read, and report the progress; raises its error if the
+        engine has ended."""
+        completion, error = row.completion, row.error
         if isinstance(error, EngineError) and not self.is_running():
-            self.close()
             raise error
         if completion is not None and completion.finish_reason == "abort":
             error = RequestError("the row's request was aborted; its completion is what it had")
@@ -237,6 +283,26 @@ def _ignore(row: _Row) -> None:
     """End a row whose job is closed."""
 
 
+@contextmanager
+def _closing() -> Iterator[None]:
+    """Context of closing a generator, whose exceptions are logged."""
+    try:
+        yield
+    except Exception as error:
+        logger.error("closing the rows of map() raised %s", explain(error))
+
+
+def _close_generator(iterator: Any) -> None:
+    if isinstance(iterator, Generator):
+        with _closing():
+            iterator.close()
+
+
+async def _close_async_generator(iterator: AsyncGenerator[Any, Any]) -> None:
+    with _closing():
+        await iterator.aclose()
+
+
 def draw_error(error: Exception) -> InvalidRequestError:
     """Make the error of a job whose iterable raised."""
     found = InvalidRequestError(f"rows: the iterable raised {explain(error)}", param="rows")
@@ -248,8 +314,9 @@ class RowStream(Handle):
     """Results of the rows of ``AsyncLLMEngine.map``, as an async iterator of RowResult.
 
     Rows are drawn from the first read on. ``aclose``, the end of ``async with`` and losing the last
-    reference, as a ``break`` out of ``async for`` does, abort the rows under way. A cancelled read
-    loses nothing. One task reads at a time, always on the same event loop.
+    reference, as a ``break`` out of ``async for`` does, abort the rows under way, and then close
+    ``rows`` if that is a generator. A cancelled read loses nothing. One task reads at a time,
+    always on the same event loop.
     """
 
     def __init__(self, rows: Rows, submit: Submit) -> None:
@@ -274,7 +341,11 @@ class RowStream(Handle):
             feed.start()
             row = rows.take()
             if row is not None:
-                return await _read(rows, row)
+                try:
+                    return await _read(rows, row)
+                except EngineError:
+                    feed.close()
+                    raise
             if rows.is_over():
                 raise StopAsyncIteration
             await feed.wait()
@@ -296,13 +367,10 @@ class RowStream(Handle):
 
 async def _read(rows: Rows, row: _Row) -> RowResult:
     """Read the stream of a row that has ended, which does not wait."""
-    completion, error = None, row.error
     if row.stream is not None:
-        try:
-            completion = await row.stream.result()
-        except Exception as failure:
-            error = failure
-    return rows.result(row, completion, error)
+        with row.reading():
+            row.completion = await row.stream.result()
+    return rows.result(row)
 
 
 class _Feed:
@@ -312,7 +380,6 @@ class _Feed:
     def __init__(self, rows: Rows, submit: Submit) -> None:
         self._rows = rows
         self._submit = submit
-        self._iterator: Any = None
         self._worker = WorkerThread("asyncllm-rows")
         self._backend: EventLoopBackend | None = None
         self._cancel: Callable[[], Any] | None = None
@@ -343,23 +410,35 @@ class _Feed:
 
     def close(self) -> None:
         self._rows.close()
-        self._worker.close()
-        if self._cancel is not None and self._backend is not None:
+        if self._cancel is None:
+            self._close_iterator()
+        elif self._backend is not None:
             with suppress(RuntimeError):  # The loop is closed, and its tasks with it.
                 self._backend.post(self._cancel)
+
+    def _close_iterator(self) -> None:
+        """Have the caller's generator closed: on the thread that may be drawing from it, or on the
+        loop."""
+        iterator, backend = self._rows.take_iterator(), self._backend
+        if isinstance(iterator, Generator):
+            with suppress(RequestError):  # No thread can be started: it is collected.
+                self._worker.submit(partial(_close_generator, iterator))
+        elif isinstance(iterator, AsyncGenerator) and backend is not None:
+
+            def close() -> None:
+                self._cancel = backend.spawn(_close_async_generator(iterator))
+
+            with suppress(RuntimeError):  # The loop is closed, and has closed its generators.
+                backend.post(close)
 
     async def _run(self) -> None:
         rows = self._rows
         try:
             while rows.has_room:
-                try:
+                row = _END
+                with rows.drawing():
                     row = await self._draw()
-                except Exception as error:
-                    rows.end(draw_error(error))
-                    return
-                if row is _END:
-                    rows.end()
-                elif (request := rows.accept(row)) is not None:
+                if (request := rows.accept(row)) is not None:
                     await self._submit_row(*request)
                 # Let the loop run: tokenising a full queue of rows takes a tenth of a second.
                 await anyio.lowlevel.checkpoint()
@@ -368,30 +447,25 @@ class _Feed:
                 rows.end(error)
         finally:
             self._cancel = None
+            if rows.is_exhausted:
+                self._close_iterator()
             self.wake()
 
     async def _draw(self) -> Any:
         """The next row, or _END. An iterator may block, so that a thread draws from it; the items
         of a list or tuple are at hand."""
-        given = self._rows.rows
-        if self._iterator is None:
-            is_async = isinstance(given, AsyncIterable)
-            self._iterator = aiter(given) if is_async else iter(given)
+        given, iterator = self._rows.rows, self._rows.iterator()
         if isinstance(given, AsyncIterable):
-            return await anext(self._iterator, _END)
+            return await anext(iterator, _END)
         if isinstance(given, list | tuple):
-            return next(self._iterator, _END)
-        return await self._worker.call(partial(next, self._iterator, _END))
+            return next(iterator, _END)
+        return await self._worker.call(partial(next, iterator, _END))
 
     async def _submit_row(self, row: _Row, prompt: Any, params: SamplingParams | None) -> None:
-        rows = self._rows
-        try:
+        with self._rows.submitting(row):
             stream = await self._submit(prompt, params)
-        except Exception as error:
-            rows.fail(row, error)
-            return
-        if not rows.is_exhausted:  # Closed meanwhile: losing the stream aborts the request.
-            rows.add(row, stream)
+            if not self._rows.is_exhausted:  # Closed meanwhile: losing the stream aborts.
+                self._rows.add(row, stream)
 
 
 def blocking_results(
@@ -403,13 +477,11 @@ def blocking_results(
     it draws one row at least, unless there is no room."""
     event = threading.Event()
     rows.wake = event.set
-    iterator = None
     try:
         while True:
             event.clear()
             if rows.has_room:
-                iterator = iterator or iter(rows.rows)
-                _feed_one(rows, iterator, submit, mailbox)
+                _feed_one(rows, submit, mailbox)
             row = rows.take()
             if row is not None:
                 yield _read_blocking(rows, row, mailbox)
@@ -419,39 +491,28 @@ def blocking_results(
                 mailbox.wait(event)
     finally:
         rows.close()
+        _close_generator(rows.take_iterator())
 
 
 def _feed_one(
     rows: Rows,
-    iterator: Iterator[Any],
     submit: Callable[[Any, SamplingParams | None], TokenStream],
     mailbox: ThreadMailbox,
 ) -> None:
-    try:
-        row = next(iterator, _END)
-    except Exception as error:
-        rows.end(draw_error(error))
-        return
-    if row is _END:
-        rows.end()
-    elif (request := rows.accept(row)) is not None:
+    row = _END
+    with rows.drawing():
+        row = next(rows.iterator(), _END)
+    if (request := rows.accept(row)) is not None:
         accepted, *arguments = request
-        try:
-            stream = submit(*arguments)
-        except Exception as error:
-            rows.fail(accepted, error)
-        else:
-            rows.add(accepted, stream, mailbox)
+        with rows.submitting(accepted):
+            rows.add(accepted, submit(*arguments), mailbox)
 
 
 def _read_blocking(rows: Rows, row: _Row, mailbox: ThreadMailbox) -> RowResult:
     """Read the stream of a row that has ended, in a thread without an event loop."""
-    completion, error = None, row.error
     if row.stream is not None:
-        try:
+        with row.reading():
             while row.stream.read_blocking(mailbox) is not None:
                 pass
-            completion = row.stream.completion()
-        except Exception as failure:
-            error = failure
-    return rows.result(row, completion, error)
+            row.completion = row.stream.completion()
+    return rows.result(row)

@@ -131,6 +131,10 @@ class Routed:
         hits = self.find(request, now)
         for key, cached_tokens in hits.items():
             self.candidates[key].cached_tokens = cached_tokens
+        for one in self.candidates:
+            free_tokens = one.stats.num_free_blocks * BLOCK_SIZE
+            lacking = request.num_prompt_tokens - one.cached_tokens
+            one.missing_tokens = lacking - free_tokens if lacking > free_tokens else 0
         route = self.router.choose(self.candidates, request.num_prompt_tokens)
         for key in hits:
             self.candidates[key].cached_tokens = 0

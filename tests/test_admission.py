@@ -160,7 +160,7 @@ def test_an_owner_without_a_share_left_waits_in_line_and_others_pass_it(clock):
         admission.forget(group)
         assert not waiting.done()
     admission.forget(first[2])
-    assert waiting.result(0) is None
+    assert waiting.result(0)
 
 
 def test_owners_in_line_take_turns(clock):
@@ -295,3 +295,18 @@ def test_an_id_that_was_aborted_is_free_and_both_requests_live_until_forgotten(c
         admission.reserve(request("c"), 1)
     admission.forget(second)
     assert (admission.num_live, admission.num_queued) == (0, 0)
+
+
+def test_a_caller_that_has_left_the_line_gets_no_place(clock):
+    admission = Admission(1, 1000, clock)
+    (first,) = fill(admission, None)
+    gone, aborted, last = request("gone"), request("aborted"), request("last")
+    admission.reserve_or_wait(gone, 1, lambda: True)
+    admission.reserve_or_wait(aborted, 1, lambda: False)
+    waiting = admission.reserve_or_wait(last, 1, lambda: False)
+    assert waiting is not None
+    aborted.cancelled = True
+    admission.forget(first)
+    assert waiting.result(0)
+    assert (admission.num_queued, len(admission.line)) == (1, 0)
+    assert (gone.members, aborted.members, len(last.members)) == ([], [], 1)

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import gc
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
@@ -24,12 +25,15 @@ from asyncllm import (
     EngineOverloadedError,
     InvalidRequestError,
     ModelLoadError,
+    group_queue,
 )
 from asyncllm.callbacks import stream_with_callbacks
 from asyncllm.core.admission import Admission
+from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.token_rate import TokenRate
-from asyncllm.group import _GroupQueue, _Sent
+from asyncllm.group_queue import GroupQueue, _Sent
 from asyncllm.metrics import EngineMetrics
+from asyncllm.routing import Candidate
 from asyncllm.runtime.submitter import Submission
 from asyncllm.serving import create_app
 from asyncllm.stream import TokenStream
@@ -150,6 +154,21 @@ async def test_the_next_turn_goes_where_its_prefix_is():
         assert min(finished(group).values()) > 0
 
 
+async def test_a_prompt_goes_where_free_blocks_take_it():
+    rig = fake_group(2, num_blocks=65, max_model_len=256, max_num_batched_tokens=256)
+    async with rig.engine() as group:
+        first = group.engines[0]
+        held = first.stream([1] * 200, max_tokens=50, on_slow="pause", max_unread=4)
+        await until(lambda: held._channel.num_unread == 4)
+        assert first.stats().num_free_blocks < 15
+        # Of both prompts the first engine has 40 tokens; the rest of one does not fit there.
+        large = group.stream([1] * 40 + [5] * 160, max_tokens=1)
+        small = group.stream([1] * 40 + [5] * 4, max_tokens=1)
+        assert [large._group.engine, small._group.engine] == [1, 0]
+        held.abort()
+        assert {await one for one in map(finish, (small, large))} == {"length"}
+
+
 async def test_a_long_text_goes_where_its_beginning_was():
     rig = fake_group(3, num_blocks=4097, max_model_len=4096, max_num_batched_tokens=4096)
     texts = {i: f"{i} " * (LONG_TEXT // 2 + 500) for i in range(6)}
@@ -223,20 +242,20 @@ async def test_a_group_is_full_when_all_its_engines_are():
 
 @asynccontextmanager
 async def full_group(size=2, waiting=6):
-    """A paused group whose queues are full, and tasks that wait for a place."""
+    """A group of paused engines whose queues are full, and tasks that wait for a place."""
     rig = fake_group(size, max_num_seqs=1)
     async with rig.engine(max_queued_requests=2) as group:
-        await group.pause()
+        for engine in group.engines.values():
+            await engine.pause()
         held = [group.stream([i], max_tokens=1) for i in range(2 * size)]
         tasks = [asyncio.create_task(group.submit([50 + i], max_tokens=2)) for i in range(waiting)]
-        lines = [core_of(one).admission._waiters for one in group.engines.values()]
-        await until(lambda: sum(map(len, lines)) == waiting)
-        yield rig, group, held, tasks, lines
+        line = group._queue.line
+        await until(lambda: len(line) == waiting)
+        yield rig, group, held, tasks, line
 
 
 async def test_those_who_wait_get_one_place_each():
-    async with full_group() as (rig, group, held, tasks, lines):
-        assert [len(line) for line in lines] == [3, 3]
+    async with full_group() as (rig, group, held, tasks, _):
         with pytest.raises(EngineOverloadedError):
             group.stream([1])
         await group.resume()
@@ -251,8 +270,15 @@ async def test_those_who_wait_get_one_place_each():
 
 
 @pytest.mark.parametrize("end", ["removed", "dead"])
-async def test_those_who_wait_at_an_engine_that_ends_go_on_at_another(end):
-    async with full_group() as (rig, group, _, tasks, lines):
+@pytest.mark.parametrize("end", ["removed", "dead"])
+def submission(task):
+    """Outcome of a task that submits: the tokens, or the name of the error."""
+    return outcome(task)
+
+
+@pytest.mark.parametrize("end", ["removed", "dead"])
+async def test_those_who_wait_get_places_at_the_engines_that_are_left(end):
+    async with full_group() as (rig, group, _, tasks, line):
         # A step that fails has freed a place before, and one that waits has got it.
         num_lost = 0 if end == "removed" else 1
         if end == "removed":
@@ -262,9 +288,9 @@ async def test_those_who_wait_at_an_engine_that_ends_go_on_at_another(end):
             rig.rigs[0].executor.faults[0] = ZeroDivisionError("on purpose")
             await engine.resume()
             await until(lambda: engine.state == "dead")
-        await until(lambda: len(lines[1]) == 6 - num_lost)
+        await until(lambda: len(line) == 6 - num_lost)
         tasks[-1].cancel()
-        await until(lambda: len(lines[1]) == 5 - num_lost)
+        await until(lambda: len(line) == 5 - num_lost)
         await group.resume()
         results = await asyncio.gather(*map(outcome, tasks[:-1]))
         assert results.count("EngineDeadError") == num_lost
@@ -281,21 +307,113 @@ async def outcome(task):
         return type(error).__name__
 
 
-async def test_an_id_that_is_taken_while_a_call_waits_is_refused_to_it():
-    async with full_group(waiting=0) as (_, group, held, _, lines):
-        task = asyncio.create_task(group.submit([1], max_tokens=50, request_id="x"))
-        await until(lambda: sum(map(len, lines)) == 1)
-        other = 0 if lines[1] else 1
-        await group.engines[other].resume()
-        await until(lambda: group.engines[other].stats().num_waiting == 0)
-        stream = group.stream([2], max_tokens=200, request_id="x", on_slow="pause", max_unread=4)
-        await until(lambda: stream._channel.num_unread == 4)
+@pytest.mark.parametrize("number", [0, 1])
+async def test_those_who_wait_go_where_a_place_becomes_free(number):
+    async with full_group() as (rig, group, held, tasks, line):
+        await group.engines[number].resume()
+        for i, task in enumerate(tasks):
+            result = await asyncio.wait_for((await task).result(), 10)
+            assert list(result.token_ids) == rig.executor.reference([50 + i], 2)
+        assert len(line) == 0
+        assert submitted(group) == {number: 8, 1 - number: 2}
         await group.resume()
+        assert {await one for one in map(finish, held)} == {"length"}
+
+
+async def test_those_who_wait_go_to_an_engine_that_is_added():
+    async with full_group() as (rig, group, held, tasks, line):
+        await group.add(fake(max_num_seqs=1).engine(max_queued_requests=2))
+        results = await asyncio.wait_for(asyncio.gather(*map(outcome, tasks)), 10)
+        assert results == [rig.executor.reference([50 + i], 2) for i in range(6)]
+        assert (len(line), submitted(group)) == (0, {0: 2, 1: 2, 2: 6})
+        await group.resume()
+        assert {await one for one in map(finish, held)} == {"length"}
+
+
+async def test_owners_take_turns_in_the_line_of_a_group():
+    async with full_group(waiting=0) as (_, group, held, _, line):
+        for owner in "pqpq":  # So that no other owner has a share of the queues left.
+            held.append(group.stream([9], max_tokens=1, owner=owner))
+        done = []
+
+        async def submit(owner):
+            stream = await group.submit([1], max_tokens=2, owner=owner)
+            done.append(owner)
+            await stream.result()
+
+        tasks = []
+        for count, owner in enumerate(["a", "a", "a", "b", "c"], 1):
+            tasks.append(asyncio.create_task(submit(owner)))
+            await until(lambda count=count: len(line) == count)
+        await group.engines[0].resume()
+        await asyncio.gather(*tasks)
+        assert done == ["a", "b", "c", "a", "a"]
+        await group.resume()
+        await asyncio.gather(*map(finish, held))
+
+
+@pytest.mark.parametrize("end", ["closed", "dead"])
+async def test_those_who_wait_are_told_when_no_engine_is_left(end):
+    async with full_group(waiting=3) as (rig, group, _, tasks, line):
+        if end == "closed":
+            await group.aclose()
+        else:
+            for one in rig.rigs:
+                one.executor.faults[0] = ZeroDivisionError("on purpose")
+            await group.resume()
+        expected = {"closed": "EngineClosedError", "dead": "EngineDeadError"}[end]
+        results = await asyncio.wait_for(asyncio.gather(*map(outcome, tasks)), 10)
+        assert set(results) == {expected}
+        assert len(line) == 0
+
+
+async def test_a_call_that_is_cancelled_as_it_gets_its_place_gives_it_back():
+    async with full_group(waiting=1) as (_, group, held, tasks, line):
+        held[0].abort()
+        while len(line):  # Without a turn of the loop, which would give the call its stream.
+            time.sleep(0.001)
+        assert group.stats().num_requests == 5
+        tasks[0].cancel()
+        with pytest.raises(asyncio.CancelledError) as kept:  # Its traceback has the stream.
+            await tasks[0]
+        await until(lambda: group.stats().num_waiting == 3)
+        await group.resume()
+        await asyncio.gather(*map(finish, held))
+        await all_free_of_each(group)
+        for one in group._queue._router._ledgers.values():
+            assert one.num_requests == one.num_tokens == one.num_left == 0
+        assert kept.value.__traceback__ is not None
+
+
+async def test_a_call_that_waits_is_no_refusal_and_a_call_at_an_engine_waits_there():
+    async with full_group(waiting=1) as (_, group, held, tasks, line):
+        engine = group.engines[1]
+        alone = asyncio.create_task(engine.submit([7], max_tokens=1))
+        own = core_of(engine).admission.line
+        await until(lambda: len(own) == 1)
+        assert (len(line), group.stats().num_rejected) == (1, 0)
+        held[0].abort()
+        held[1].abort()
+        by_engine = [stream._group.engine for stream in held]
+        assert by_engine[:2] == [0, 1]
+        stream, other = await asyncio.gather(alone, tasks[0])
+        assert (stream._group.engine, other._group.engine) == (1, 0)
+        await group.resume()
+        assert {await one for one in map(finish, [stream, other])} == {"length"}
+
+
+async def test_an_id_that_is_taken_while_a_call_waits_is_refused_to_it():
+    async with full_group(waiting=0) as (_, group, held, _, line):
+        task = asyncio.create_task(group.submit([1], max_tokens=50, request_id="x"))
+        await until(lambda: len(line) == 1)
+        # Another owner has a share of the queue, and need not wait.
+        stream = group.stream([2], max_tokens=9, request_id="x", owner="other")
+        held[0].abort()
         with pytest.raises(InvalidRequestError, match="live request"):
             await task
-        await until(lambda: group.stats().num_running == 0)
+        await group.resume()
         assert (await stream.result()).finish_reason == "length"
-        assert {await one for one in map(finish, held)} == {"length"}
+        assert {await one for one in map(finish, held)} == {"abort", "length"}
 
 
 async def finish(stream):
@@ -698,6 +816,57 @@ async def test_tokenizers_of_equal_size_have_to_be_equal():
     )
 
 
+async def test_a_group_that_failed_to_start_or_was_dropped_leaves_its_engines_free():
+    rig = fake_group(2)
+    group = rig.engine()
+    engines = list(group.engines.values())
+    rig.rigs[1].load_error = ModelLoadError("no file")
+    with pytest.raises(ModelLoadError):
+        await group.start()
+    rig.rigs[1].load_error = None
+    assert [engine._observers.engine for engine in engines] == [None, None]
+    async with EngineGroup(engines[:1]) as other:
+        assert group.state == "new"
+        with pytest.raises(InvalidRequestError, match="in no other group") as caught:
+            await group.start()
+        assert caught.value.param == "engine"
+        assert [engine._group is None for engine in engines] == [False, True]
+        await group.aclose()
+        assert [engine.state for engine in engines] == ["running", "closed"]
+        assert (other.state, group.state) == ("running", "closed")
+        await other.generate([1], max_tokens=1)
+
+    rig = fake_group(2)
+    group = rig.engine()
+    engines = list(group.engines.values())
+    await group.start()
+    stream = group.stream([1], max_tokens=3)
+    gc.disable()
+    try:
+        del group
+        assert [engine._group for engine in engines] == [None, None]
+    finally:
+        gc.enable()
+    assert [engine._observers.engine for engine in engines] == [None, None]
+    assert [len(core_of(engine).admission.lines) for engine in engines] == [1, 1]
+    assert (await stream.result()).finish_reason == "length"
+    group = EngineGroup(engines)
+    await group.generate([1], max_tokens=1)
+    await group.aclose()
+
+
+async def test_a_group_of_one_adds_nothing_to_a_request():
+    async with fake_group(1).engine() as group:
+        stream = group.stream([1, 2, 3, 4, 5], max_tokens=2)
+        assert stream._request.group.notifier is None
+        await stream.result()
+        assert group._queue._router._ledgers == {}
+        waited = await group.submit([1, 2, 3, 4, 5], max_tokens=2)
+        assert waited._request.group.notifier is None
+        assert (await waited.result()).usage.cached_tokens == 4
+        assert group.stats().num_requests == 2
+
+
 async def test_what_cannot_be_added_or_removed_is_refused():
     other_group = EngineGroup([fake().engine()])
     closed = fake().engine()
@@ -833,7 +1002,7 @@ def a_place_is_reserved_twice(patch):
 
 
 def ids_are_unique_in_one_engine_only(patch):
-    patch.setattr(_GroupQueue, "_check_id", lambda self, request, core=None: None)
+    patch.setattr(GroupQueue, "cores", lambda self: [])
 
 
 def a_retry_draws_another_seed(patch):
@@ -852,6 +1021,21 @@ def the_router_forgets_to_settle(patch):
     patch.setattr(_Sent, "on_finish", lambda self, request, usage, error: None)
     patch.setattr(_Sent, "on_first_token", lambda self, request: None)
     patch.setattr(_Sent, "withdraw", lambda self: None)
+
+
+def free_blocks_are_ignored(patch):
+    def candidate(*args, missing_tokens):
+        return Candidate(*args)
+
+    patch.setattr(group_queue, "Candidate", candidate)
+
+
+def affinity_is_ignored(patch):
+    patch.setattr(EngineCore, "num_cached_tokens", lambda self, prompt: 0)
+
+
+def those_who_wait_pass_nobody(patch):
+    patch.setattr(GroupQueue, "join_line", lambda self, engine: None)
 
 
 async def nothing_is_pending():
@@ -881,6 +1065,9 @@ BREAKAGES = {
     ids_are_unique_in_one_engine_only: test_an_id_is_unique_in_the_group,
     a_retry_draws_another_seed: lambda: test_what_has_no_token_is_sent_again("stream"),
     the_router_forgets_to_settle: nothing_is_pending,
+    free_blocks_are_ignored: test_a_prompt_goes_where_free_blocks_take_it,
+    affinity_is_ignored: test_the_next_turn_goes_where_its_prefix_is,
+    those_who_wait_pass_nobody: lambda: test_those_who_wait_go_where_a_place_becomes_free(0),
 }
 
 

@@ -300,6 +300,100 @@ def test_leaving_aborts_the_rows_under_way(run):
     run(main)
 
 
+@pytest.mark.parametrize("kind", ["iterator", "async"])
+@pytest.mark.parametrize("end", ["break", "aclose", "engine", "cancel", "idle"])
+def test_the_callers_generator_is_closed(run, kind, end):
+    """However the job ends: while a row is drawn, and while there is no room for one."""
+    rig, closed_by = fake(step_time=0.001), []
+
+    def draw():
+        try:
+            for number in range(10**6):
+                if end == "cancel" and number == 4:
+                    time.sleep(0.05)
+                yield number
+        finally:
+            closed_by.append(threading.current_thread().name)
+
+    async def draw_async():
+        try:
+            for number in range(10**6):
+                await anyio.sleep(60 if end == "cancel" and number == 4 else 0)
+                yield number
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.lowlevel.checkpoint()
+            closed_by.append(threading.current_thread().name)
+
+    async def main():
+        async with rig.engine() as engine:
+            given = draw() if kind == "iterator" else draw_async()
+            most = 3 if end == "idle" else 9
+            rows = engine.map(given, prompt=prompt_of, max_under_way=most, max_tokens=4)
+            await anext(rows)
+            if end == "engine":
+                rig.executor.faults[engine.stats().num_steps + 3] = ZeroDivisionError("on purpose")
+                with pytest.raises(EngineDeadError):
+                    await collect(rows)
+            elif end == "aclose":
+                await rows.aclose()
+                await rows.aclose()
+            else:
+                if end == "idle":
+                    await until(lambda: rows._feed._cancel is None)
+                del rows
+            await until(lambda: closed_by)
+            if end != "engine":
+                await all_free(engine)
+
+    run(main)
+    assert len(closed_by) == 1
+    assert (closed_by[0] == "asyncllm-rows") == (kind == "iterator")
+
+
+async def test_an_error_of_closing_a_generator_is_logged_and_a_file_stays_open(caplog, tmp_path):
+    def draw():
+        try:
+            yield from range(100)
+        finally:
+            raise OSError("the disk is gone")
+
+    path = tmp_path / "rows"
+    path.write_text("1\n" * 100)
+    async with fake().engine() as engine:
+        rows = engine.map(draw(), prompt=prompt_of, max_under_way=2, max_tokens=1)
+        await anext(rows)
+        await rows.aclose()
+        await until(lambda: "closing the rows of map() raised OSError" in caplog.text)
+        with path.open() as file:
+            rows = engine.map(file, prompt=lambda line: [int(line)], max_tokens=1)
+            await anext(rows)
+            await rows.aclose()
+            await until(lambda: rows._feed._cancel is None)
+            assert not file.closed
+
+
+def test_llm_closes_the_callers_generator():
+    closed = []
+
+    def draw():
+        try:
+            yield from range(10**6)
+        finally:
+            closed.append(threading.current_thread())
+
+    with fake_llm("yes") as llm:
+        for _ in llm.map(draw(), prompt=str, max_under_way=3):
+            break
+        assert closed == [threading.current_thread()]
+        rows = llm.map(draw(), prompt=str, max_under_way=3)
+        next(rows)
+        llm.engine._close_blocking()
+        with pytest.raises(EngineClosedError):
+            list(rows)
+        assert closed == [threading.current_thread()] * 2
+
+
 async def test_a_break_aborts_at_once():
     rig = fake(step_time=0.001)
     async with rig.engine() as engine:

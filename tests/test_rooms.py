@@ -27,6 +27,8 @@ ROOMS = (
     "beams",
     "llm",
     "group",
+    "group_queue",
+    "group_agreement",
     "engine",
     "rows",
     "stream runtime",  # The input processor makes the streams, which run on event loops.

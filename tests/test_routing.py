@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from asyncllm.errors import EngineClosedError, EngineOverloadedError
+from asyncllm.errors import EngineClosedError, EngineOverloadedError, InvalidRequestError
 from asyncllm.outputs import EngineStats
 from asyncllm.routing import (
     TEXT_PIECE,
@@ -62,8 +62,8 @@ def test_the_expected_time_is_of_the_tokens_before():
     assert route.seconds == pytest.approx((36 + 300 + 2 * 32) / RATE)
     one.cached_tokens = 1000
     assert Router().choose([one], 100).cached_tokens == 99
-    one.cached_tokens = -5
-    assert Router().choose([one], 100).cached_tokens == 0
+    one.missing_tokens = 20
+    assert Router().choose([one], 100).seconds == pytest.approx((1 + 20 + 300 + 2 * 32) / RATE)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +84,7 @@ def test_the_expected_time_is_of_the_tokens_before():
         ({"prompt_tokens_per_second": -1.0}, {"num_queued_tokens": 2}, 0, 0),
         ({"prompt_tokens_per_second": math.nan}, {"num_queued_tokens": 2}, 0, 0),
         ({"prompt_tokens_per_second": math.inf, "num_queued_tokens": 9000}, {}, 0, 1),
+        ({"num_running": math.nan, "num_queued_tokens": math.nan}, {"num_running": 1}, 0, 0),
     ],
 )
 def test_a_prefix_weighs_as_much_as_computing_it(busy, idle, cached, chosen):
@@ -92,6 +93,80 @@ def test_a_prefix_weighs_as_much_as_computing_it(busy, idle, cached, chosen):
     candidates[1].stats = replace(EngineStats(prompt_tokens_per_second=RATE), **idle)
     candidates[0].cached_tokens = cached
     assert Router().choose(candidates, 1000).key == chosen
+
+
+def test_a_candidate_without_blocks_for_the_prompt_has_to_be_worth_the_wait():
+    candidates = engines(2)
+    candidates[0].missing_tokens = 300
+    assert keys_of(Router(), candidates, 1, 1000) == [1]
+    candidates[0].cached_tokens = 299
+    assert keys_of(Router(), candidates, 1, 1000) == [1]
+    candidates[0].cached_tokens = 301
+    assert keys_of(Router(), candidates, 1, 1000) == [0]
+    candidates[1].missing_tokens = 300
+    candidates[0].cached_tokens = 0
+    assert sorted(keys_of(Router(), candidates, 2, 1000)) == [0, 1]
+
+
+def changed(**fields):
+    """Two candidates, of which the second has these fields."""
+    candidates = engines(2)
+    candidates[1] = replace(candidates[1], **fields)
+    return candidates
+
+
+INDEX = PrefixIndex(10)
+BAD_ARGUMENTS = {
+    "num_tokens": [
+        lambda bad=bad: Router().choose(engines(2), bad)
+        for bad in (0, -1, 2.5, math.nan, "9", None)
+    ],
+    "candidates": [
+        lambda: Router().choose(5, 9),
+        lambda: Router().choose("ab", 9),
+        lambda: Router().choose(changed(key=0), 9),
+        lambda: Router().choose(changed(key=[]), 9),
+    ],
+    "candidates[1]": [lambda: Router().choose([*engines(1), 3], 9)],
+    "candidates[1].stats": [lambda: Router().choose(changed(stats=None), 9)],
+    **{
+        f"candidates[1].{name}": [
+            lambda name=name, bad=bad: Router().choose(changed(**{name: bad}), 9)
+            for bad in (-1, math.nan, math.inf, None, "4")
+        ]
+        for name in ("cached_tokens", "missing_tokens", "retry_after")
+    },
+    "route": [lambda: Router().settle(3), lambda: Router().settle(None, 1)],
+    "cached_tokens": [
+        lambda bad=bad: Router().settle(Router().choose(engines(1), 9), bad)
+        for bad in (-1, math.nan, "4")
+    ],
+    "block_size": [lambda bad=bad: block_hashes([1], bad) for bad in (0, -4, None, 2.0)],
+    "token_ids": [lambda bad=bad: block_hashes(bad, 1) for bad in ([-1], [1 << 32], ["a"], 7)],
+    "cache_salt": [lambda: block_hashes([1], 1, 5), lambda: text_hashes("a", b"b")],
+    "text": [lambda: text_hashes(None), lambda: text_hashes(b"text")],
+    "max_blocks": [lambda bad=bad: PrefixIndex(bad) for bad in (0, -1, 1.5, None)],
+    "max_age": [lambda bad=bad: PrefixIndex(9, bad) for bad in (0, -1.0, math.nan, "9")],
+    "hashes": [
+        lambda: INDEX.find("ab", 0.0),
+        lambda: INDEX.find([1], 0.0),
+        lambda: INDEX.add("a", None, 0.0),
+    ],
+    "now": [lambda bad=bad: INDEX.add("a", [b"1"], bad) for bad in (math.nan, None, "0")],
+    "sent": [lambda: INDEX.correct(None, 1), lambda: INDEX.withdraw("a")],
+    "num_blocks": [
+        lambda bad=bad: INDEX.correct(INDEX.add("a", [b"1"], 0.0), bad) for bad in (-1, 0.5, None)
+    ],
+}
+
+
+@pytest.mark.parametrize("param", BAD_ARGUMENTS)
+def test_an_argument_that_cannot_be_used_is_named(param):
+    for call in BAD_ARGUMENTS[param]:
+        with pytest.raises(InvalidRequestError) as caught:
+            call()
+        assert caught.value.param == param
+        assert str(caught.value).startswith(param + "=")
 
 
 def test_a_full_engine_is_not_chosen_while_another_has_room():
@@ -243,7 +318,8 @@ def test_a_candidate_can_be_pickled():
 
 # --- the choice against a plain model ----------------------------------------------------
 
-NUMBERS = st.sampled_from([0, 1, 100, 5000, -7, 10**12])
+COUNTS = st.sampled_from([0, 1, 100, 5000, 10**12])
+NUMBERS = COUNTS | st.just(-7)
 RATES = st.sampled_from([RATE, RATE, 1.2 * RATE, 5 * RATE, 0.0, -1.0, 1e30, math.nan, math.inf])
 
 
@@ -283,10 +359,12 @@ class RouterMachine(RuleBasedStateMachine):
         one.stats = replace(one.stats, is_paused=paused)
 
     @precondition(lambda self: self.candidates)
-    @rule(data=st.data(), queued=NUMBERS, running=NUMBERS, cached=NUMBERS, rate=RATES)
-    def say(self, data, queued, running, cached, rate):
+    @rule(
+        data=st.data(), queued=NUMBERS, running=NUMBERS, cached=COUNTS, missing=COUNTS, rate=RATES
+    )
+    def say(self, data, queued, running, cached, missing, rate):
         one = self._pick(data)
-        one.cached_tokens = cached
+        one.cached_tokens, one.missing_tokens = cached, missing
         one.stats = replace(
             one.stats,
             num_queued_tokens=queued,
@@ -331,12 +409,12 @@ class RouterMachine(RuleBasedStateMachine):
         self.recent[route.key].append(num_tokens - self._hit(chosen, num_tokens))
 
     def _hit(self, one, num_tokens):
-        trusted = int(max(one.cached_tokens, 0) * self.trust.get(one.key, 1.0))
+        trusted = int(one.cached_tokens * self.trust.get(one.key, 1.0))
         return min(trusted, num_tokens - 1)
 
     def _expect(self, one, ready, num_tokens):
         sent = [route for route, _ in self.under_way if route.key == one.key]
-        work = num_tokens - self._hit(one, num_tokens)
+        work = num_tokens - self._hit(one, num_tokens) + one.missing_tokens
         work += sum(route.num_tokens - route.cached_tokens for route in sent)
         work += max(0, one.stats.num_queued_tokens - sum(route.num_tokens for route in sent))
         work += 32 * max(one.stats.num_running, len(sent))

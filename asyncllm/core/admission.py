@@ -11,30 +11,16 @@ import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from asyncllm import validation as check
 from asyncllm.core.request import Request, RequestGroup
-from asyncllm.core.waiting_queue import WaitingQueue
+from asyncllm.core.waiting_line import WaitingLine
 from asyncllm.errors import AsyncLLMError, EngineOverloadedError, InvalidRequestError
 
 _RATE_HALF_LIFE = 5.0
 _MAX_RETRY_SECONDS = 60.0
-
-
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    """Group that waits for a place because the queue is full.
-
-    Attributes:
-        reserved: done when the group has its place in the queue, or failed with the error of
-            ``reserve``.
-        is_gone: tells whether the caller that waited for ``reserved`` has left.
-    """
-
-    num_tokens: int
-    is_gone: Callable[[], bool]
-    reserved: Future[None] = field(default_factory=Future)
 
 
 class Admission:
@@ -47,6 +33,11 @@ class Admission:
         max_queued_requests: requests that may wait for their first step.
         max_queued_tokens: prompt tokens that may wait.
         clock: seconds, monotonic.
+
+    Attributes:
+        line: calls that wait for a place here.
+        lines: all lines whose calls may get a place here, first served first: ``line``, and that of
+            the EngineGroup; replaced, never changed.
     """
 
     def __init__(
@@ -64,9 +55,8 @@ class Admission:
         self._queued_requests: dict[Request, int] = {}
         self._queued_tokens = 0
         self._queued_of: dict[str | None, list[int]] = {}
-        self._waiters: dict[RequestGroup, _Waiter] = {}
-        self._line = WaitingQueue("fcfs")
-        self._num_waited = 0
+        self.line = WaitingLine()
+        self.lines: tuple[WaitingLine, ...] = (self.line,)
         self._closed: Callable[[], AsyncLLMError] | None = None
         self._drain_rate = 0.0
         self._drain_rate_at = clock()
@@ -101,11 +91,13 @@ class Admission:
                 param="request_id",
             )
 
-    def reserve(self, group: RequestGroup, num_tokens: int) -> None:
+    def reserve(self, group: RequestGroup, num_tokens: int, num_lines: int | None = None) -> None:
         """Register a group: give each member a place in the queue and an arrival index.
 
         Args:
             num_tokens: tokens of the prompt, or an estimate until it is tokenised.
+            num_lines: how many of ``lines`` are served before the group: the index of the line that
+                it is the first of; None for all.
 
         Raises:
             EngineOverloadedError: if the queue is full.
@@ -114,24 +106,26 @@ class Admission:
             EngineError: after ``close``, the error that it was given.
         """
         with self._lock:
-            lacks = self._admit(group, num_tokens)
+            lacks = self._admit(group, num_tokens, num_lines)
             if lacks is not None:
-                self.num_rejected += 1
+                self.num_rejected += num_lines is None
                 what, num_to_leave = lacks
                 retry_after = self._retry_after(num_to_leave)
                 message = f"{what}; try again in {retry_after:.2f} s"
                 raise EngineOverloadedError(message, retry_after=retry_after)
 
-    def retry_after(self, group: RequestGroup, num_tokens: int) -> float:
+    def retry_after(
+        self, group: RequestGroup, num_tokens: int, num_lines: int | None = None
+    ) -> float:
         """Seconds after which ``reserve`` is likely to have room for a group; 0.0 if it has room
         now."""
         with self._lock:
-            lacks = self._find_lack(group, num_tokens)
+            lacks = self._find_lack(group, num_tokens, num_lines)
             return 0.0 if lacks is None else self._retry_after(lacks[1])
 
     def reserve_or_wait(
         self, group: RequestGroup, num_tokens: int, is_gone: Callable[[], bool]
-    ) -> Future[None] | None:
+    ) -> Future[Any] | None:
         """Reserve places for a group; if the queue is full, wait in line for them.
 
         Args:
@@ -147,72 +141,47 @@ class Admission:
         Raises:
             InvalidRequestError, EngineError: as ``reserve``; the future fails with them too.
         """
-        with self._lock:
+        with self.line.lock, self._lock:
             if self._admit(group, num_tokens) is None:
                 return None
-            waiter = self._waiters[group] = _Waiter(num_tokens, is_gone)
-            self._num_waited += 1
-            group.members[0].arrival_index = self._num_waited
-            self._line.push(group.members[0])
-            return waiter.reserved
+            return self.line.push(group, partial(self._take, group, num_tokens), is_gone)
+
+    def _take(self, group: RequestGroup, num_tokens: int) -> bool:
+        """Register the first group of ``line``; returns whether there was room."""
+        with self._lock:
+            return self._admit(group, num_tokens, 0) is None
 
     def withdraw(self, group: RequestGroup) -> None:
         """Remove a group from the line of waiting calls, if it stands there."""
-        if group in self._waiters:
-            with self._lock:
-                if self._waiters.pop(group, None) is not None:
-                    self._line.discard(group.members[0])
-                    group.members = []
-            self._advance_line()
+        self.line.withdraw(group)
 
-    def _advance_line(self) -> None:
-        """Reserve places for the groups in line, in turns by owner, until one does not fit. Call it
-        without the lock, whenever a place becomes free: ``reserved`` runs callbacks."""
-        while self._waiters:
-            with self._lock:
-                first = self._line.peek()
-                if first is None:
-                    return
-                group = first.group
-                waiter, error = self._waiters[group], None
-                if group.cancelled or waiter.is_gone():
-                    group.members = []
-                else:
-                    try:
-                        if self._admit(group, waiter.num_tokens, is_next=True) is not None:
-                            return
-                    except AsyncLLMError as failure:
-                        error, group.members = failure, []
-                del self._waiters[group]
-                self._line.admit(first)
-                self._line.release(first)
-            if error is None:
-                waiter.reserved.set_result(None)
-            else:
-                waiter.reserved.set_exception(error)
+    def _advance_lines(self) -> None:
+        for line in self.lines:
+            line.advance()
 
     def _find_lack(
-        self, group: RequestGroup, num_tokens: int, *, is_next: bool = False
+        self, group: RequestGroup, num_tokens: int, num_lines: int | None = None
     ) -> tuple[str, int] | None:
         """None if a group fits the queue, or its owner's share of the queue, and no call waits
         before it. Otherwise the reason, in the form of ``_check_room``.
 
         Args:
-            is_next: whether the group is the next one of those in line.
+            num_lines: as for ``reserve``.
         """
-        if self._waiters and not is_next:
-            lacks = f"{len(self._waiters)} wait for a place in the queue", len(self._waiters)
+        lines = self.lines[:num_lines]
+        num_waiting = sum(map(len, lines))
+        if num_waiting:
+            lacks = f"{num_waiting} wait for a place in the queue", num_waiting
         else:
             lacks = self._check_room(len(group.members), num_tokens)
-        if lacks is None or (
-            self._has_share(group, num_tokens)
-            and (is_next or not self._line.has_owner(group.members[0].owner))
-        ):
+        if lacks is None:
             return None
-        return lacks
+        owner = group.members[0].owner
+        waits = any(line.has_owner(owner) for line in lines)
+        return None if not waits and self._has_share(group, num_tokens) else lacks
 
     def _admit(
-        self, group: RequestGroup, num_tokens: int, *, is_next: bool = False
+        self, group: RequestGroup, num_tokens: int, num_lines: int | None = None
     ) -> tuple[str, int] | None:
         """Register a group unless the queue lacks room for it; returns ``_find_lack``.
 
@@ -229,7 +198,7 @@ class Admission:
         if count > self.max_queued_requests:
             accepted = f"at most max_queued_requests={self.max_queued_requests}"
             raise check.invalid("n", count, accepted)
-        lacks = self._find_lack(group, num_tokens, is_next=is_next)
+        lacks = self._find_lack(group, num_tokens, num_lines)
         if lacks is not None:
             return lacks
         if other is not None:
@@ -313,8 +282,7 @@ class Admission:
                         request.owner, 0, num_tokens - self._queued_requests[request]
                     )
                     self._queued_requests[request] = num_tokens
-        if self._waiters:
-            self._advance_line()
+        self._advance_lines()
 
     def leave_queue(self, request: Request) -> None:
         """Remove a request from the queue, because it was scheduled for the first time or has
@@ -329,8 +297,7 @@ class Admission:
             decay = 0.5 ** ((now - self._drain_rate_at) / _RATE_HALF_LIFE)
             self._drain_rate = self._drain_rate * decay + 0.6931 / _RATE_HALF_LIFE
             self._drain_rate_at = now
-        if self._waiters:
-            self._advance_line()
+        self._advance_lines()
 
     def leave(self, request: Request) -> None:
         """Count a request as ended, although other members of its group go on."""
@@ -357,10 +324,7 @@ class Admission:
         with it. Returns every group that has not ended, including aborted ones."""
         with self._lock:
             self._closed = error
-            line, self._waiters = self._waiters, {}
-            self._line = WaitingQueue("fcfs")
             live = [*self._live_groups.values(), *self._replaced_groups]
-        for group, waiter in line.items():
-            group.members = []
-            waiter.reserved.set_exception(error())
+        self.line.fail(error)
+        self._advance_lines()  # The group's line may lack another engine.
         return live

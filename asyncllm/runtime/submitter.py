@@ -127,20 +127,20 @@ class Submitter:
         Raises:
             EngineOverloadedError: if the queue is full.
         """
-        self.reserve(submission)
-        return self.start(submission)
-
-    def reserve(self, submission: Submission) -> None:
-        """First half of ``enqueue``: give a request its place in the queue."""
-        self._make_notifier(submission)
-        self.core.admission.reserve(submission.request.group, submission.num_tokens)
-
-    def start(self, submission: Submission) -> TokenStream:
-        """Second half of ``enqueue``: make the stream of a request that has its place, and start
-        the request."""
-        stream = self._make_stream(submission)
-        self._start_request(submission)
+        stream = self.reserve(submission)
+        self.start(submission)
         return stream
+
+    def reserve(self, submission: Submission, num_lines: int | None = None) -> TokenStream:
+        """First half of ``enqueue``: give a request its place in the queue, and make its stream.
+
+        Args:
+            num_lines: as for ``Admission.reserve``.
+        """
+        self._make_notifier(submission)
+        group = submission.request.group
+        self.core.admission.reserve(group, submission.num_tokens, num_lines)
+        return self._make_stream(submission)
 
     async def enqueue_or_wait(self, submission: Submission) -> TokenStream:
         """Queue a request once the queue has a place; its timeout begins then."""
@@ -157,7 +157,7 @@ class Submitter:
                 core.abandon(group)
                 raise
             group.restart(core.clock())
-        self._start_request(submission)
+        self.start(submission)
         return stream
 
     def prompts_made(self) -> list[Future[None]]:
@@ -183,9 +183,9 @@ class Submitter:
         submission.stream._go_on_with(request, self.core, mailbox_of_loop)
         return submission.stream
 
-    def _start_request(self, submission: Submission) -> None:
-        """Begin a request that has a place in the queue and a stream. If Ctrl-C interrupts an
-        observer, the stream is dropped, which aborts the request."""
+    def start(self, submission: Submission) -> None:
+        """Second half of ``enqueue``: begin a request that has a place in the queue and a stream.
+        If Ctrl-C interrupts an observer, the stream is dropped, which aborts the request."""
         if submission.notifier is not None:
             submission.notifier.submitted(RequestInfo(*submission.call))
         if submission.make_prompt is None:

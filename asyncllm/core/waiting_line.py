@@ -1,0 +1,116 @@
+"""WaitingLine: calls that wait because a queue is full."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncllm.core.request import RequestGroup
+from asyncllm.core.waiting_queue import WaitingQueue
+from asyncllm.errors import AsyncLLMError
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """Group that waits for a place.
+
+    Attributes:
+        take: gives the group its place; returns None if there is no room.
+        is_gone: tells whether the caller that waited for ``reserved`` has left.
+        reserved: done with what ``take`` returned, or failed with its error.
+    """
+
+    take: Callable[[], Any]
+    is_gone: Callable[[], bool]
+    reserved: Future[Any] = field(default_factory=Future)
+
+
+class WaitingLine:
+    """Groups that wait for a place in the queue of one engine, or of any engine of an EngineGroup,
+    in turns by owner.
+
+    Attributes:
+        lock: held while a group gets its place. It is taken before the lock of an Admission.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._waiters: dict[RequestGroup, _Waiter] = {}
+        self._order = WaitingQueue("fcfs")
+        self._num_waited = 0
+
+    def __len__(self) -> int:
+        return len(self._waiters)
+
+    def has_owner(self, name: str | None) -> bool:
+        """Whether a group of this owner waits."""
+        return self._order.has_owner(name)
+
+    def push(
+        self, group: RequestGroup, take: Callable[[], Any], is_gone: Callable[[], bool]
+    ) -> Future[Any]:
+        """Put a group at the end of its owner's line; to be called with ``lock``.
+
+        Args:
+            take: function that gives the group its place if there is room; see ``advance``. A true
+                result says that the group has it. It is called with ``lock``, on any thread.
+            is_gone: function that tells whether the caller has stopped waiting; called on any
+                thread.
+
+        Returns:
+            Future of the result of ``take``, or of the AsyncLLMError that it raises. A group that
+            leaves the line without a place loses its members.
+        """
+        waiter = self._waiters[group] = _Waiter(take, is_gone)
+        self._num_waited += 1
+        group.members[0].arrival_index = self._num_waited
+        self._order.push(group.members[0])
+        return waiter.reserved
+
+    def withdraw(self, group: RequestGroup) -> None:
+        """Remove a group, if it stands in line; the next one may fit."""
+        if group in self._waiters:
+            with self.lock:
+                if self._waiters.pop(group, None) is not None:
+                    self._order.discard(group.members[0])
+                    group.members = []
+            self.advance()
+
+    def advance(self) -> None:
+        """Give places to the groups in turns by owner, until one does not fit. Call it without a
+        lock, whenever a place becomes free: ``reserved`` runs callbacks."""
+        while self._waiters:
+            with self.lock:
+                first = self._order.peek()
+                if first is None:
+                    return
+                group = first.group
+                waiter, place, error = self._waiters[group], None, None
+                if group.cancelled or waiter.is_gone():
+                    group.members = []
+                else:
+                    try:
+                        place = waiter.take()
+                        if not place:
+                            return
+                    except AsyncLLMError as failure:
+                        error, group.members = failure, []
+                del self._waiters[group]
+                self._order.admit(first)
+                self._order.release(first)
+            if error is None:
+                waiter.reserved.set_result(place)
+            else:
+                waiter.reserved.set_exception(error)
+
+    def fail(self, error: Callable[[], AsyncLLMError]) -> None:
+        """Fail all groups in line."""
+        with self.lock:
+            waiters, self._waiters = self._waiters, {}
+            self._order = WaitingQueue("fcfs")
+        for group, waiter in waiters.items():
+            group.members = []
+            waiter.reserved.set_exception(error())

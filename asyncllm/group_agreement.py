@@ -1,0 +1,47 @@
+"""Which engines can form a group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncllm import validation as check
+from asyncllm.engine import AsyncLLMEngine
+from asyncllm.errors import InvalidRequestError
+
+_COMMON_SETTINGS = (
+    "scheduling_policy",
+    "max_logprobs",
+    "logits_processors",
+    "tool_call_parser",
+    "reasoning_parser",
+)
+"""Fields of EngineConfig by which a request is checked before its engine is chosen."""
+
+
+def check_agreement(engine: AsyncLLMEngine, other: AsyncLLMEngine) -> None:
+    """Refuse an engine whose checks or tokens of a request may differ from those of ``other``."""
+    expected = _agreed_values(other)
+    for name, value in _agreed_values(engine).items():
+        if value != expected[name]:
+            raise InvalidRequestError(
+                f"engine: its {name} is {check.describe(value)}, expected "
+                f"{check.describe(expected[name])}, as in the other engines of the group",
+                param="engine",
+            )
+
+
+def _agreed_values(engine: AsyncLLMEngine) -> dict[str, Any]:
+    loaded, config = engine._require_started().loaded, engine.config
+    info, tokenizer, model = loaded.executor.info, loaded.tokenizer, loaded.model_config
+    template = tokenizer.chat_template
+    return {
+        "max_model_len": info.max_model_len,
+        "vocab_size": info.vocab_size,
+        "tokenizer": tokenizer.fingerprint,
+        "chat_template": (template.sources, template.special_tokens),
+        "eos_token_ids": tuple(model.eos_token_ids),
+        "generation_config": dict(model.generation_defaults or {}),
+        "sampling_limits": info.sampling_limits,
+        "max_tokens_per_row": info.max_tokens_per_row,
+        **{name: getattr(config, name) for name in _COMMON_SETTINGS},
+    }

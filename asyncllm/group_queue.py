@@ -1,0 +1,321 @@
+"""GroupQueue: chooses the engine of each request of a group."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary
+
+from asyncllm import validation as check
+from asyncllm.core.engine_core import EngineCore
+from asyncllm.core.request import Request
+from asyncllm.core.waiting_line import WaitingLine
+from asyncllm.engine import AsyncLLMEngine
+from asyncllm.errors import AsyncLLMError, EngineError, EngineOverloadedError
+from asyncllm.observer import RequestInfo
+from asyncllm.outputs import Usage
+from asyncllm.routing import (
+    TEXT_PIECE,
+    Candidate,
+    PrefixIndex,
+    Route,
+    Router,
+    Sent,
+    text_hashes,
+)
+from asyncllm.runtime.event_loop import running_backend, wait_for
+from asyncllm.runtime.submitter import Submission, Submitter
+from asyncllm.runtime.worker_thread import Rest
+from asyncllm.stream import TokenStream
+from asyncllm.structured.compiler import GrammarCompiler
+
+_MAX_PIECES = 4096
+"""Maximum number of pieces of text that are remembered for each engine: 8 MiB of text."""
+
+_MAX_CHARACTERS = 1 << 16
+"""Number of characters of a text that are hashed before it is tokenised."""
+
+_TOKENS_PER_PIECE = TEXT_PIECE // 4
+
+
+class GroupQueue:
+    """Chooses the engine of each submission of a group, and submits it there.
+
+    Attributes:
+        engines: engines by number; replaced, never changed.
+        retried: streams whose requests may be sent again, by id.
+        lead: submitter of the engine that stands for all; None before the first has started.
+        line: calls that wait for a place at any engine.
+    """
+
+    def __init__(self, retries: int) -> None:
+        self.engines: Mapping[int, AsyncLLMEngine] = {}
+        self.lead: Submitter | None = None
+        self.line = WaitingLine()
+        self._retries = retries
+        self._router = Router()
+        self._texts = PrefixIndex(_MAX_PIECES)
+        self.retried: WeakValueDictionary[str, TokenStream] = WeakValueDictionary()
+
+    @property
+    def core(self) -> EngineCore:
+        assert self.lead is not None
+        return self.lead.core
+
+    @property
+    def grammars(self) -> GrammarCompiler:
+        assert self.lead is not None
+        return self.lead.grammars
+
+    def running(self) -> list[AsyncLLMEngine]:
+        return [engine for engine in self.engines.values() if engine.state == "running"]
+
+    def cores(self) -> list[EngineCore]:
+        """Step loops of all engines, also of those that close."""
+        submitters = [engine._submitter for engine in self.engines.values()]
+        return [submitter.core for submitter in submitters if submitter is not None]
+
+    def prompts_made(self) -> list[Future[None]]:
+        submitters = [engine._submitter for engine in self.running()]
+        return [one for each in submitters if each is not None for one in each.prompts_made()]
+
+    def has_running_requests(self) -> bool:
+        return any(core.scheduler.running for core in self.cores())
+
+    def claim(self, engine: AsyncLLMEngine, number: int) -> None:
+        """Refuse an engine to other groups, and give it its number.
+
+        Raises:
+            InvalidRequestError: if another group has it.
+        """
+        if self.has_lost(engine):
+            raise check.invalid("engine", engine, "an engine that is in no other group")
+        engine._group, engine._observers.engine = self, number
+
+    def has_lost(self, engine: AsyncLLMEngine) -> bool:
+        """Whether another group has an engine, which was released."""
+        return engine._group is not None and engine._group is not self
+
+    def release(self, *engines: AsyncLLMEngine) -> None:
+        """Leave engines to themselves and to other groups. Takes no lock: a destructor calls it."""
+        for engine in engines:
+            if engine._group is self:
+                engine._group = engine._observers.engine = None
+                if engine._submitter is not None:
+                    admission = engine._submitter.core.admission
+                    admission.lines = (admission.line,)
+                else:
+                    engine._rest = Rest(engine._has_running_requests)
+
+    def add(self, engine: AsyncLLMEngine, number: int) -> None:
+        """Let requests go to an engine."""
+        self.claim(engine, number)
+        self.engines = {**self.engines, number: engine}
+        self.join_line(engine)
+
+    def join_line(self, engine: AsyncLLMEngine) -> None:
+        """Let an engine, once it has started, serve the calls that wait."""
+        if engine._submitter is not None:
+            admission = engine._submitter.core.admission
+            admission.lines = (admission.line, self.line)
+            self.line.advance()
+
+    def drop(self, number: int) -> None:
+        """Forget an engine that has closed."""
+        self.release(self.engines[number])
+        self.engines = {key: one for key, one in self.engines.items() if key != number}
+        self._router.forget(number)
+        self._texts.forget(number)
+
+    def enqueue(self, submission: Submission) -> TokenStream:
+        """Queue a request at the engine that is expected to answer first, and return its stream.
+
+        Raises:
+            EngineOverloadedError: if the queues of all engines are full.
+            EngineDeadError, EngineClosedError: if none runs.
+        """
+        return self._enqueue(submission, self._retries)
+
+    def _enqueue(self, submission: Submission, retries: int) -> TokenStream:
+        with self.line.lock:
+            submitter, stream = self._place(submission)
+        submitter.start(submission)
+        return self._watch(stream, submission, retries)
+
+    async def enqueue_or_wait(self, submission: Submission) -> TokenStream:
+        """Queue a request; if all queues are full, wait until an engine has a place for it."""
+        group, is_gone = submission.request.group, running_backend().is_closed
+        with self.line.lock:
+            placed = self.line.push(group, partial(self._place_first, submission), is_gone)
+        self.line.advance()
+        if not placed.done():
+            try:
+                for core in self.cores():
+                    core.check_waiting()
+                await wait_for(placed)
+            except BaseException:
+                for engine in self.running()[:1]:
+                    if engine._submitter is not None and os.getpid() == self.core.pid:
+                        engine._submitter.core.send(self._leave_line, submission, placed)
+                raise
+            group.restart(self.core.clock())
+        submitter, stream = placed.result()
+        submitter.start(submission)
+        return self._watch(stream, submission, self._retries)
+
+    def _leave_line(self, submission: Submission, placed: Future[Any]) -> None:
+        """Take back the place, in line or in a queue, of a call that was cancelled. An engine
+        thread runs it, because a destructor may have cancelled the call."""
+        self.line.withdraw(submission.request.group)
+        for sent in submission.observers:
+            sent.withdraw()  # pyright: ignore[reportAttributeAccessIssue]
+        placed.add_done_callback(_abort_placed)
+
+    def _place_first(self, submission: Submission) -> tuple[Submitter, TokenStream] | None:
+        """``_place`` for the first request in line; None if there is no room."""
+        try:
+            return self._place(submission, 1)
+        except EngineOverloadedError:
+            return None
+
+    def _place(
+        self, submission: Submission, num_lines: int | None = None
+    ) -> tuple[Submitter, TokenStream]:
+        """Give a request its place in the queue of an engine, and make its stream. The lock of the
+        line makes an id unique: no other call looks for it meanwhile.
+
+        Args:
+            num_lines: as for ``Admission.reserve``.
+        """
+        while True:
+            submitter, sent = self._choose(submission, num_lines)
+            try:
+                return submitter, submitter.reserve(submission, num_lines)
+            except BaseException as error:
+                if sent is not None:
+                    sent.withdraw()
+                was_taken = sent is not None and isinstance(error, EngineOverloadedError)
+                if not was_taken and not isinstance(error, EngineError):
+                    raise
+                # Its place was taken, or it died, since it was chosen: choose again.
+
+    def _choose(
+        self, submission: Submission, num_lines: int | None
+    ) -> tuple[Submitter, _Sent | None]:
+        """Choose an engine for a request.
+
+        Returns:
+            Its submitter, and the observer that tells the router what became of the request; None
+            if there was no choice. A text is noted even then, for the engines of later.
+        """
+        request, submission.observers = submission.request, ()
+        for core in self.cores():
+            core.admission.check_id(request.request_id)
+        submitters = {
+            number: engine._submitter
+            for number, engine in self.engines.items()
+            if engine.state == "running" and engine._submitter is not None
+        }
+        if not submitters:
+            dead = [core for core in self.cores() if core.fatal_error is not None]
+            raise (dead[0] if dead else self.core).shutdown_error()
+        if len(submitters) == 1 and request.token_ids:
+            (only,) = submitters.values()
+            return only, None
+        hashes = [] if request.token_ids else text_hashes(*_beginning(submission))
+        found = self._texts.find(hashes, self.core.clock()) if hashes else {}
+        candidates = []
+        for number, submitter in submitters.items():
+            core, cached = submitter.core, found.get(number, 0) * _TOKENS_PER_PIECE
+            if len(request.group.members) > core.admission.max_queued_requests:
+                continue
+            if request.token_ids:
+                cached = core.num_cached_tokens(request)
+            num_tokens = submission.num_tokens
+            wait = core.admission.retry_after(request.group, num_tokens, num_lines)
+            kv = core.scheduler.kv
+            lacking = max(num_tokens - cached, 1)
+            num_blocks, num_free = kv.max_blocks_for(lacking), kv.pool.num_free
+            missing = (
+                0 if num_blocks <= num_free else lacking * (num_blocks - num_free) // num_blocks
+            )
+            stats = core.stats()
+            candidates.append(Candidate(number, stats, cached, wait, missing_tokens=missing))
+        if not candidates:
+            largest = max(one.core.admission.max_queued_requests for one in submitters.values())
+            accepted = f"at most max_queued_requests={largest}"
+            raise check.invalid("n", len(request.group.members), accepted)
+        route = self._router.choose(candidates, submission.num_tokens)
+        number: Any = route.key
+        text = self._texts.add(number, hashes, self.core.clock()) if hashes else None
+        sent = _Sent(self._router, route, self._texts, text)
+        submission.observers = (sent,)
+        return submitters[number], sent
+
+    def _watch(self, stream: TokenStream, submission: Submission, retries: int) -> TokenStream:
+        """Have the request sent again if its engine dies before the first token."""
+        submission.stream = None  # Only the reader refers to it: losing the stream aborts.
+        stream._resubmit = partial(self._resubmit, submission, retries - 1) if retries else None
+        if retries:
+            self.retried[stream.request_id] = stream
+        return stream
+
+    def _resubmit(self, submission: Submission, retries: int, stream: TokenStream) -> bool:
+        try:
+            self._enqueue(submission.again(stream), retries)
+        except AsyncLLMError:
+            return False
+        return True
+
+
+@dataclass(slots=True, eq=False)
+class _Sent:
+    """Observer of one request, which keeps the router's count of it, and the index of texts."""
+
+    router: Router
+    route: Route
+    texts: PrefixIndex
+    text: Sent | None
+
+    def on_submit(self, request: Request, submission: RequestInfo) -> None:
+        """Do nothing: the request was counted when it was routed."""
+
+    def on_first_token(self, request: Request) -> None:
+        self.router.settle(self.route, request.num_cached_tokens)
+
+    def on_finish(self, request: Request, usage: Usage, error: BaseException | None) -> None:
+        if usage.ttft is None:
+            self.withdraw()
+        elif self.text is not None:
+            pieces = len(self.text.hashes) * usage.cached_tokens / usage.prompt_tokens
+            self.texts.correct(self.text, round(pieces))
+
+    def withdraw(self) -> None:
+        """Count the request as not sent: it was refused, or ended without a token."""
+        self.router.settle(self.route)
+        if self.text is not None:
+            self.texts.withdraw(self.text)
+
+
+def _abort_placed(placed: Future[Any]) -> None:
+    if placed.exception() is None and placed.result() is not None:
+        placed.result()[1].abort()
+
+
+def _beginning(submission: Submission) -> tuple[str, str | None]:
+    """Beginning of a prompt that is not tokenised yet, and its salt."""
+    prompt, salt = submission.call[1], submission.request.cache_salt
+    if isinstance(prompt, str):
+        return prompt[:_MAX_CHARACTERS], salt
+    text = ""
+    for message in prompt:
+        content = message.get("content")
+        content = content if isinstance(content, str) else str(content)
+        text += f"{message.get('role')}\0{content[:_MAX_CHARACTERS]}\0"
+        if len(text) >= _MAX_CHARACTERS:
+            break
+    return text, salt
