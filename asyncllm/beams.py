@@ -265,7 +265,7 @@ class _Driver:
             timeout = self._timeout - (time.monotonic() - self._began_at)
             if timeout <= 0:
                 raise DeadlineExceededError("no time is left")
-        # Only the log-probabilities matter, and they are the model's own, before sampling.
+        # Sampling does not matter: only the model's own log-probabilities are used.
         params = SamplingParams(
             max_tokens=1, temperature=0.0, repetition_penalty=1.0, detokenize=False
         )

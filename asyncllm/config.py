@@ -1,4 +1,4 @@
-"""EngineConfig: everything about an engine that is fixed before it starts."""
+"""EngineConfig: the settings of an engine, fixed before it starts."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ _MAX_TOKENS = 2**31 - 1
 @check.known_fields("setting")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Settings of an engine, checked when they are made; no environment variable is read but
-    ``XDG_CACHE_HOME``, for ``packed_cache_dir``.
+    """Settings of an engine, validated at construction. The only environment variable that is read
+    is ``XDG_CACHE_HOME``, for ``packed_cache_dir``.
 
     None means that the engine decides when it knows the model and the device. Numbers may be
     numpy's; each has an upper bound, which its error names.
@@ -78,7 +78,7 @@ class EngineConfig:
         max_num_seqs: requests in a batch; None is 256 on a GPU, 64 on a CPU.
         max_num_batched_tokens: token budget of a step; "auto" is measured at start, so that a full
             step takes about 50 ms on a GPU, with 8192 tokens at most, and 250 ms on a CPU.
-        block_size: tokens per KV block; None is what the attention backend prefers: 16 on a
+        block_size: tokens per KV block; None is the attention backend's preferred size: 16 on a
             GPU, 32 on a CPU, 256 for "flash_attn". Layers with smaller heads than others may use a
             multiple of it.
         kv_cache_memory: bytes for the KV cache, as a number or as "4GiB"; None is a quarter
@@ -86,9 +86,9 @@ class EngineConfig:
             weights and steps leave within ``gpu_memory_utilization``: at most enough for
             ``max_num_seqs`` sequences of ``max_model_len``, and at least enough for one.
         gpu_memory_utilization: share of the GPU's memory that the engine may use. By default the KV
-            cache gets at most half of what weights and steps leave.
+            cache gets at most half of the memory that weights and steps leave.
         num_blocks: usable KV blocks; overrides ``kv_cache_memory``. A block has the KV of all
-            layers, or of those of one KV group in a model with sliding windows.
+            layers, or of one KV group's layers in a model with sliding windows.
         enable_prefix_caching: reuse the KV of shared prefixes. None is True, except for a model
             with recurrent layers without memory for ``num_state_snapshots``.
         num_state_snapshots: number of recurrent states to keep for cached prefixes, in addition to
@@ -110,8 +110,8 @@ class EngineConfig:
             within a priority). The policy orders admission and preemption, not the requests that
             already run.
         max_queued_requests: maximum number of waiting requests; further ones raise
-            EngineOverloadedError. Where k owners wait, each has places for 1/k of it even if
-            another has filled the queue, up to twice the number in all.
+            EngineOverloadedError. If k owners wait, each may queue up to 1/k of this number even if
+            the queue is full, up to twice this number in all.
         max_queued_tokens: maximum number of prompt tokens of all waiting requests, with shares as
             those of ``max_queued_requests``.
         max_logprobs: maximum ``logprobs`` of a request; -1 allows any number, up to the whole
@@ -153,7 +153,7 @@ class EngineConfig:
         step_timeout: seconds after which a step counts as hung; None is 60 on a GPU, whose kernels
             are compiled before the first step, and 600 on a CPU.
         tool_call_parser: how the model writes tool calls: "auto" is the tokenizer's own
-            ``response_template``, else what its chat template shows; or "hermes", "qwen3_coder",
+            ``response_template``, else the format in its chat template; or "hermes", "qwen3_coder",
             "llama3_json", "mistral", "mistral_v11", "deepseek_v3", "deepseek_v31", "gpt_oss".
         reasoning_parser: how the model writes its reasoning: "auto" as for ``tool_call_parser``, or
             "deepseek_r1", "qwen3", "mistral", "gpt_oss"; None leaves reasoning in the text.

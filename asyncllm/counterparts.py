@@ -1,5 +1,4 @@
-"""COUNTERPARTS: map from names in vLLM, OpenAI's other endpoints or an earlier asyncllm to names
-here."""
+"""COUNTERPARTS: map from names of vLLM, OpenAI and earlier versions to asyncllm's names."""
 
 from __future__ import annotations
 
@@ -53,5 +52,5 @@ COUNTERPARTS: Mapping[str, Mapping[str, str]] = {
         "tools[].function": "name, description and parameters, beside type",
     },
 }
-"""Map from the kind of a name, and the name elsewhere, to asyncllm's name. Names of an object's
-parts are paths; names that are the same here are left out."""
+"""Map from the kind of a name, and the name in another API, to asyncllm's name. Names of an
+object's parts are paths; names that are the same in asyncllm are left out."""

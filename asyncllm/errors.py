@@ -56,7 +56,7 @@ class InvalidRequestError(RequestError, ValueError):
     """A request or a configuration is invalid.
 
     Attributes:
-        param: name of the argument at fault, or None where no single one is.
+        param: name of the argument at fault; None if no single argument is.
     """
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
@@ -69,7 +69,7 @@ class InvalidOutputError(RequestError, ValueError):
 
     Attributes:
         text: the output, possibly cut off.
-        finish_reason: why the output ended; "length" means that it was cut off.
+        finish_reason: the output's finish reason; "length" means that it was cut off.
     """
 
     def __init__(self, message: str, *, text: str, finish_reason: str | None) -> None:
@@ -96,7 +96,7 @@ class EngineOverloadedError(AsyncLLMError):
 
 
 class EngineError(AsyncLLMError):
-    """The engine as a whole cannot do what was asked of it."""
+    """The engine as a whole failed, or refused a call."""
 
 
 class EngineClosedError(EngineError):
@@ -104,11 +104,11 @@ class EngineClosedError(EngineError):
 
 
 class EngineDeadError(EngineError):
-    """The model or the engine failed; ``__cause__`` is what killed it."""
+    """The model or the engine failed; ``__cause__`` is the fatal error."""
 
 
 class KVCacheTooSmallError(EngineError):
-    """The KV cache cannot hold what the configuration asks for."""
+    """The KV cache is too small for the configuration or for a request."""
 
 
 class ModelLoadError(EngineError):

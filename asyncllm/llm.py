@@ -327,11 +327,11 @@ class LLM(Handle):
 
     @property
     def error(self) -> EngineError | None:
-        """Why the engine ended; see ``AsyncLLMEngine.error``."""
+        """Error that ended the engine; see ``AsyncLLMEngine.error``."""
         return self.engine.error
 
     def close(self, *, drain: float | None = 0.0) -> None:
-        """Close the engine if it is this object's own. Idempotent."""
+        """Close the engine, unless it was passed as ``engine``. Idempotent."""
         if self._owns_engine:
             self.engine._close_blocking(drain)
 
@@ -348,7 +348,7 @@ def _adding_index_to_error(name: str | None, index: int) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        # An error of another parameter concerns every item.
+        # Errors of other parameters concern every item, so they get no index.
         if name is not None and getattr(error, "param", None) in (None, "prompt", "messages"):
             error.args = (f"{name}[{index}]: {error}", *error.args[1:])
         raise

@@ -40,7 +40,7 @@ class BatchUpdate:
 
 
 class ProcessorConfig(Protocol):
-    """Limits in the EngineConfig of a processor; neither is None."""
+    """Protocol of the EngineConfig that processors get, whose limits are never None."""
 
     @property
     def max_num_seqs(self) -> int | None: ...

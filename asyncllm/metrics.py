@@ -211,7 +211,7 @@ class _GroupRecords:
         self._records[request.group.engine].on_finish(request, usage, error)
 
     def records(self) -> list[_EngineRecord]:
-        """Records of all engines that are in the group, or were."""
+        """Records of all current and former engines of the group."""
         group = self.engine()
         for number, engine in ({} if group is None else group.engines).items():
             if number not in self._records:
@@ -248,8 +248,8 @@ class EngineMetrics(Collector):
     nothing.
 
     Args:
-        engine: an engine in any state, or several; the label ``engine`` counts them from 0. Of an
-            EngineGroup, it is the engines' numbers.
+        engine: an engine in any state, or several; the label ``engine`` counts them from 0. For an
+            EngineGroup, the label is each engine's number in the group.
         registry: registry to use; None makes a private one. prometheus_client's global registry is
             used only if it is passed.
         compat: "vllm" gives the metrics vLLM's names and buckets, so that dashboards made

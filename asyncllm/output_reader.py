@@ -1,4 +1,4 @@
-"""OutputReader: collects what was read of one output of a request."""
+"""OutputReader: collects the deltas that were read of one output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asyncllm.outputs import CompletionOutput, Delta, FinishReason, TokenLogprob
 
 @dataclass(slots=True, eq=False)
 class OutputReader:
-    """The part of one output that was read, on the loop that reads its stream.
+    """Collector of the deltas that were read of one output, on the loop that reads its stream.
 
     Attributes:
         num_read: number of tokens read. They are the first ones of the request's output, to which
@@ -33,7 +33,7 @@ class OutputReader:
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
     def output(self) -> CompletionOutput:
-        """Make a CompletionOutput of what was read so far."""
+        """Make a CompletionOutput of the deltas read so far."""
         request = self.request
         begin = request.num_prompt_tokens
         return CompletionOutput(

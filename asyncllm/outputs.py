@@ -122,8 +122,8 @@ class ToolCallDelta:
         index: index of the call in its output. One call is complete before the next begins.
         id, name: id of the call and name of the tool; None except in the first fragment.
         arguments: more of the JSON text.
-        done: the call is complete. A call that is malformed, or that the end of the output cuts
-            off, never is: all of it then comes as text, and it is not in
+        done: the call is complete. A call that is malformed or cut off by the output's end is
+            never complete: all of it then comes as text, and it is not in
             ``CompletionOutput.tool_calls``.
     """
 
@@ -332,8 +332,8 @@ class EngineStats:
         num_aborted: requests that were aborted.
         num_failed: requests that ended with an exception.
         last_step_time: seconds from the launch to the result of the latest step.
-        prompt_tokens_per_second: rate at which steps have computed tokens lately, without the time
-            that each step takes by itself; 0.0 while the steps do not show it.
+        prompt_tokens_per_second: recent rate at which steps compute tokens, without the fixed time
+            of each step; 0.0 while the rate is not known.
     """
 
     num_running: int = 0

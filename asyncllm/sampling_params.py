@@ -60,9 +60,9 @@ MAX_LOGITS_PROCESSORS = 64
 waits."""
 
 RequestLogitsProcessor = Callable[[Sequence[int], Any], Any]
-"""``(output_token_ids, logits) -> logits``: called for each token of the request, on the
-engine thread, with what was generated so far and a float32 tensor ``[vocab_size]`` that it
-may change in place. A processor that raises ends its own request and no other."""
+"""``(output_token_ids, logits) -> logits``: called for each token of the request, on the engine
+thread, with the token ids generated so far and a float32 tensor ``[vocab_size]`` that it may change
+in place. A processor that raises ends its own request and no other."""
 
 
 @check.known_fields("sampling parameter")
@@ -314,7 +314,7 @@ class SamplingParams:
             data = struct.pack("<QQ", self.seed % 2**64, index)
             digest = hashlib.blake2b(data, digest_size=8).digest()
             alone._set_field("seed", int.from_bytes(digest, "little"))
-            # Only the first output reports the prompt.
+            # Only the first output has prompt log-probabilities.
             alone._set_field("prompt_logprobs", None)
         return alone
 

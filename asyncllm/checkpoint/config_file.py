@@ -14,7 +14,7 @@ from asyncllm.errors import ModelLoadError
 
 MAX_SIZE = 2**24
 """Maximum of any size or count in a configuration. Buffers and loops grow with these numbers, so a
-damaged file must not set arbitrary ones; real models stay far below."""
+damaged file must not make them arbitrarily large. Real models stay far below."""
 
 
 class _Required:
@@ -28,8 +28,7 @@ class ConfigFile:
     """JSON object of a file, read field by field; null counts as absent.
 
     Every getter raises ModelLoadError for a value of the wrong kind, and for a missing field
-    without a ``default``. The error names the file, the field, its value and what would have been
-    accepted.
+    without a ``default``. The error names the file, the field, its value and the accepted values.
 
     Attributes:
         path: the file, for messages.
@@ -78,7 +77,7 @@ class ConfigFile:
         return self.values.get(name) is not None
 
     def invalid_field(self, name: str, accepted: str) -> ModelLoadError:
-        """Make the error for field ``name``, whose value is not what ``accepted`` describes."""
+        """Make the error for field ``name``: its value is not as ``accepted`` describes."""
         return self._field_error(name, self.values.get(name), accepted)
 
     def section(self, name: str) -> ConfigFile:

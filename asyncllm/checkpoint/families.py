@@ -351,7 +351,7 @@ _GEMMA: Fields = {
     "sliding_window": 4096,
 }
 _GEMMA2 = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **_GEMMA}
-# Multimodal checkpoints leave out any field with transformers' default, sizes included.
+# Multimodal checkpoints leave out fields whose value is transformers' default, even sizes.
 _GEMMA3 = {
     "vocab_size": 262_208,
     "max_position_embeddings": 131_072,

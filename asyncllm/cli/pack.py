@@ -9,7 +9,7 @@ from asyncllm.config import EngineConfig
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the file and print its path."""
+    """Write a model's file of packed weights, and print the path."""
     config = EngineConfig(model=arguments.model, device="cpu", **engine_options(arguments))
     from asyncllm.checkpoint.model_files import resolve_model
     from asyncllm.gpu.build import pack_model

@@ -1,8 +1,9 @@
 """Admission: the accepted requests, and the limits of the queue.
 
-Threads that submit and the engine thread share it behind a lock. Aborts and destructors take no
-lock: they set the group's ``cancelled`` flag, which frees its id at once, and send a command to the
-engine thread. A group has one id, and each of its members has a place in the queue.
+A lock protects the registry, which submitting threads and the engine thread share. Aborts and
+destructors take no lock: they set the group's ``cancelled`` flag, which frees the group's id at
+once, and send a command to the engine thread. A group has one id, and each of its members has a
+place in the queue.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ _MAX_RETRY_SECONDS = 60.0
 class Admission:
     """Registry of live requests by id, and the limits of the waiting queue.
 
-    One owner may fill the queue while it is alone. Then each of k owners with queued requests still
-    has places for 1/k of the limits, rounded up, until the queue holds twice its limits.
+    An owner that is alone may fill the queue. If k owners have queued requests, each of them may
+    queue up to 1/k of the limits, rounded up, even if the queue is full; the queue never holds more
+    than twice its limits.
 
     Args:
         max_queued_requests: requests that may wait for their first step.
@@ -133,10 +135,10 @@ class Admission:
                 thread.
 
         Returns:
-            None if the group has its place in the queue; else a future, done when it has one. The
-            owners in line get the places that become free in turns, and ``reserve`` fails while a
-            line exists. To leave the line, set the group's ``cancelled`` and send the abort. A
-            group that leaves the line without a place loses its members.
+            None if the group has its place in the queue; else a future that is done when the group
+            has one. Owners with waiting groups get free places in turns, and ``reserve`` fails
+            while groups wait. To stop waiting, set the group's ``cancelled`` and send the abort. A
+            group that stops waiting without a place loses its members.
 
         Raises:
             InvalidRequestError, EngineError: as ``reserve``; the future fails with them too.
@@ -152,7 +154,7 @@ class Admission:
             return self._admit(group, num_tokens, 0) is None
 
     def withdraw(self, group: RequestGroup) -> None:
-        """Remove a group from the line of waiting calls, if it stands there."""
+        """Remove a group from the line of waiting calls; do nothing if it is not waiting."""
         self.line.withdraw(group)
 
     def _advance_lines(self) -> None:
@@ -162,8 +164,8 @@ class Admission:
     def _find_lack(
         self, group: RequestGroup, num_tokens: int, num_lines: int | None = None
     ) -> tuple[str, int] | None:
-        """None if a group fits the queue, or its owner's share of the queue, and no call waits
-        before it. Otherwise the reason, in the form of ``_check_room``.
+        """Reason why a group cannot be queued now, in the form of ``_check_room``. None if it fits
+        the queue, or its owner's share of the queue, and no call waits before it.
 
         Args:
             num_lines: as for ``reserve``.
@@ -183,7 +185,7 @@ class Admission:
     def _admit(
         self, group: RequestGroup, num_tokens: int, num_lines: int | None = None
     ) -> tuple[str, int] | None:
-        """Register a group unless the queue lacks room for it; returns ``_find_lack``.
+        """Register a group if the queue has room for it; returns the result of ``_find_lack``.
 
         Raises:
             AsyncLLMError: if the group is refused even by an empty queue.
@@ -245,7 +247,7 @@ class Admission:
         )
 
     def _check_room(self, num_requests: int, num_tokens: int) -> tuple[str, int] | None:
-        """Why a group does not fit the queue: the message, and how many requests have to leave
+        """Reason why a group does not fit the queue: a message, and how many requests have to leave
         first. None if it fits.
 
         Args:

@@ -17,7 +17,7 @@ def root_hash(cache_salt: str | None) -> bytes:
     be hashed here; the chain of hashes carries it to every later block."""
     if cache_salt is None:
         return _ROOT_HASH
-    # BLAKE2's ``person`` differs from that of block hashes, so no salt can imitate one.
+    # BLAKE2's ``person`` differs from that of block hashes, so no salt's hash equals a block's.
     salt = b"salt\0" + cache_salt.encode()
     return hashlib.blake2b(salt, digest_size=_DIGEST_SIZE, person=_BLOCK_HASH_PERSON).digest()
 

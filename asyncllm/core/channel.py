@@ -3,13 +3,13 @@
 It has no lock because every token passes through it. Two threads share a channel, the engine
 thread and the reader's, and a third may end it. Why that is correct:
 
-**One writer, one reader.** Only the engine thread adds to ``items``, only the reader removes from
-it, from the left. So its last item, if there is one, is what the engine thread put there last, and
+**One writer, one reader.** Only the engine thread adds to ``items``, and only the reader removes
+items, from the left. So the last item, if any, is the one that the engine thread added last, and
 ``items[-1] = pending`` is a compare-and-swap: it replaces that item, or raises IndexError because
 the reader has taken it. An item stays in the deque while a token is merged into it, so the reader
-cannot overtake the merge. A ``PendingDelta`` shares growing lists with its predecessor, and each of
-them stores how many entries count: entries appended before a failed swap lie beyond the count of
-the item that the reader took. So a token costs O(1).
+cannot overtake the merge. A ``PendingDelta`` shares growing lists with its predecessor, and each
+``PendingDelta`` stores how many entries count: entries appended before a failed swap lie beyond the
+count of the item that the reader took. So a token costs O(1).
 
 **One end.** The engine thread ends channels, and so does a thread that declares it hung. The first
 end that is offered counts; an append to a list decides the order. Each thread that offers an end
@@ -20,17 +20,17 @@ before the end. A token that a late engine thread writes after the end is droppe
 the end if the reader has not reached it yet.
 
 **Two flags, no lost wake** (Dekker). A reader that finds nothing sets ``has_reader`` and looks
-again; the engine thread writes and then looks at ``has_reader``. The second of them sees the other.
-The engine thread clears the flag when it queues the channel for a wake, so a channel is queued once
-for each wake, plus once for its end. The flag that it clears may belong to a later wait than the
-one it saw: the wake then ends that later wait, and a woken reader sets the flag anew before it
-looks. ``is_backpressured`` and ``num_read`` are such a pair too: the engine thread sets the flag
-and reads the count again; the reader increases the count and then reads the flag.
+again; the engine thread writes and then looks at ``has_reader``. Whichever looks last sees what the
+other one wrote. The engine thread clears the flag when it queues the channel for a wake, so a
+channel is queued once for each wake, plus once for its end. Meanwhile the reader may have begun
+another wait, whose flag is then cleared: the wake ends that wait, and a woken reader sets the flag
+anew before it looks. ``is_backpressured`` and ``num_read`` are such a pair too: the engine thread
+sets the flag and reads the count again; the reader increases the count and then reads the flag.
 
 All of this needs the GIL: single operations on a deque, a list or an attribute are atomic and
-every thread sees them in one order. A free-threaded build (3.13t, 3.14t) promises the former
-and not the latter, and a wake might be lost there. It is not supported: an engine refuses to
-start while the GIL is off (``check_gil``).
+every thread sees them in one order. A free-threaded build (3.13t, 3.14t) promises atomic operations
+but no such order, so a wake might be lost. It is not supported: an engine refuses to start while
+the GIL is off (``check_gil``).
 """
 
 from __future__ import annotations

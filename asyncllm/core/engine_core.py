@@ -154,7 +154,7 @@ class EngineCore:
         num_blocks, num_free = pool.num_usable, pool.num_free
         num_queued_tokens = self.admission.num_queued_tokens
         if self.fatal_error is not None:
-            # The scheduler of a dead engine still has the requests of its last step.
+            # Report none: the scheduler of a dead engine still has the requests of its last step.
             num_running, num_paused, num_free, num_queued_tokens = 0, 0, num_blocks, 0
         return EngineStats(
             num_running=num_running,
@@ -197,7 +197,7 @@ class EngineCore:
         may call it. Returns True for the one caller that declares the engine hung.
 
         The lock guarantees that the engine thread is inside that call. If the call ever returns,
-        the thread changes no state.
+        the engine thread changes no state.
         """
         with self._lock:
             since = self._executor_call_began_at
@@ -295,7 +295,7 @@ class EngineCore:
             self.output_processor.fail(request.group, error)
         self.scheduler.failed.clear()
         if step is None:
-            # Requests that can never run have failed; the next turn schedules the others.
+            # Requests that can never run have failed; the loop's next turn schedules the rest.
             return False
         now = self.clock()
         for request in step.admitted:
@@ -336,7 +336,7 @@ class EngineCore:
         now = self.clock()
         self._num_steps += 1
         self._last_step_time = now - launched_at
-        # With two steps in flight, this one began when the step before it ended.
+        # With two steps in flight, a step begins when the step before it ends.
         began_at = max(launched_at, self._last_collected_at)
         self._token_rate.add(step.batch.num_tokens, now - began_at)
         self._last_collected_at = now
@@ -446,8 +446,8 @@ class EngineCore:
             self.closed = True
 
     def _time_to_next_event(self) -> float | None:
-        """Seconds to the next deadline or the end of closing, at most an hour; None if there is no
-        such time."""
+        """Seconds to the next deadline or the end of closing, at most an hour; None without
+        either."""
         soonest = self._deadlines.soonest
         if self._closing_at is not None:
             soonest = min(soonest, self._closing_at)

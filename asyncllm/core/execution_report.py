@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ExecutionReport:
-    """How steps run on this machine.
+    """Device, ops and backends of an engine, and the bytes that its steps read.
 
     A decode step reads each weight once, and the keys and values of its sequences. So on a CPU it
     takes at least ``floor`` seconds, unless the weights fit into a cache.
@@ -21,12 +21,12 @@ class ExecutionReport:
         num_threads: number of threads of the ops; None is torch's default.
         weight_bytes: bytes of all linear layers as stored, the output head included; of experts
             only those that one token uses.
-        kv_bytes_per_token: bytes of KV per token, over all layers. For a layer with a sliding
-            window it holds up to the window's length.
+        kv_bytes_per_token: bytes of KV per token, over all layers. A layer with a sliding
+            window reads at most its window's tokens.
         memory_bandwidth: bytes per second that the engine's own threads read, measured as the
             median of five reads of 256 MiB; None on a GPU.
-        packed_weights: the file that the weights were read from or written to, or why there is
-            none, as a phrase; see ``EngineConfig.packed_cache``.
+        packed_weights: file from which the weights were read, or to which they were written; or a
+            phrase that says why there is none; see ``EngineConfig.packed_cache``.
     """
 
     device: str

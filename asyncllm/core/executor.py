@@ -143,7 +143,7 @@ class Executor(Protocol):
         errors of sampling.
 
         Raises:
-            RuntimeError: no step awaits masks, or another one does.
+            RuntimeError: if step ``masks.step`` is not the oldest step that awaits masks.
         """
 
     def collect(self) -> StepResult: ...

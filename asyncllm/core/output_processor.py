@@ -52,7 +52,7 @@ class OutputProcessor:
     same time.
 
     Attributes:
-        num_finished, num_aborted, num_failed: requests that ended in that way.
+        num_finished, num_aborted, num_failed: counts of requests, by how they ended.
 
     Raises:
         EngineError: where the GIL is off.
@@ -147,14 +147,14 @@ class OutputProcessor:
             self._scheduler.pause(request)
         channel.is_backpressured = True
         if channel.num_unread < channel.max_unread:
-            # The reader caught up before it could see the flag, so it will not release the group.
+            # The reader caught up before it could see the flag, so it does not release the group.
             self.release(group)
 
     def close(self, request: Request, error: Exception | None, last: Delta | None = None) -> None:
-        """End a group's channel. ``request`` is its last member, which the scheduler finished or
-        which ends with the engine. If several threads call it, the first one decides the end,
-        counts it and notifies the observers. Each of them wakes the reader, because the others may
-        be stuck."""
+        """End a group's channel. ``request`` is the group's last member, which the scheduler
+        finished or which ends with the engine. If several threads call this method, the first one
+        decides the end, counts it and notifies the observers. Every thread wakes the reader,
+        because another thread may be stuck."""
         group = request.group
         channel = group.channel
         if not channel.ended:
@@ -320,7 +320,7 @@ def as_request_error(group: RequestGroup, error: BaseException) -> Exception:
     """
     if issubclass(
         type(error), RequestError
-    ):  # ``isinstance`` may run the exception's own ``__class__`` property.
+    ):  # ``isinstance`` may run the exception's own ``__class__``, which may raise.
         return error  # pyright: ignore[reportReturnType]  # narrows by isinstance only
     wrapped = RequestError(f"request {group.request_id!r} failed: {describe(error)}")
     wrapped.__cause__ = error
@@ -328,7 +328,8 @@ def as_request_error(group: RequestGroup, error: BaseException) -> Exception:
 
 
 def _remaining_text(request: Request) -> str:
-    """Text that an aborted request still held back; empty if it cannot be decoded."""
+    """Text that the detokenizer still holds back for an aborted request; empty if it cannot be
+    decoded."""
     output: Output = request.output
     try:
         return "" if output.detokenizer is None else output.detokenizer.finish()

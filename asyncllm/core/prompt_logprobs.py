@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from asyncllm.core.scheduled_step import ScheduledStep
 
 TOP_PER_TOKEN = 32
-"""Number of likeliest tokens of a position whose objects take about as long as a token's layers."""
+"""Number of top log-probabilities whose Python objects take about as long to make as a token takes
+in the model's layers."""
 
 
 def token_cost(request: Request, vocab_size: int) -> int:

@@ -1,8 +1,8 @@
 """Request: one sequence from prompt to last token; RequestGroup: the sequences of one call.
 
-The thread that submits a request fills it in (or the tokenizer's thread does). Once its command is
-sent, the engine thread owns it. The reader of its stream may read the first tokens of
-``token_ids``, because the engine thread only appends to it.
+The thread that submits a request fills it in, or the tokenizer's thread does. Once the request is
+sent to the engine thread, that thread owns it. The reader of the stream may read the first tokens
+of ``token_ids``, because the engine thread only appends to this list.
 """
 
 from __future__ import annotations
@@ -109,14 +109,15 @@ class Request:
         owner: name of the user that the request is for; requests of equal rank are admitted in
             turns by owner.
         max_total_tokens: maximum number of tokens of prompt and output together.
-        run_ahead_end: number of tokens, placeholders included, from which on it is scheduled only
-            when no token is in flight: ``max_total_tokens``, or 0 with ``needs_host``.
+        run_ahead_end: token count, placeholders included, from which on it is scheduled only
+            while none of its tokens is in flight: ``max_total_tokens``, or 0 with ``needs_host``.
         num_computed_tokens: tokens whose KV is computed by steps already launched; at most
             ``len(token_ids) + num_placeholders``.
         token_cost: how many tokens of a step's budget each token of its next chunk takes; see
             ``prompt_logprobs.token_cost``.
         num_placeholders: number of sampled tokens of steps in flight, whose values are not known
-            yet. It is 1 while the next mask is made ahead, so that the request is not scheduled.
+            yet. Also 1 while the next grammar mask is made ahead, so that the request is not
+            scheduled.
         epoch: incremented when in-flight results become void, by preemption or rollback.
         blocks: per KV group the blocks held, in order of position; empty if none are. The KV cache
             manager owns this attribute and the next five.
@@ -207,7 +208,7 @@ class Request:
             self.eos_token_ids = ()
         if self.first is None:
             self.stop_token_ids = frozenset((*sampling.stop_token_ids, *self.eos_token_ids))
-        else:  # Share the set: each of 256 outputs may have as many stop tokens as the vocabulary.
+        else:  # Share the set among the outputs: it may be as large as the vocabulary.
             self.stop_token_ids = self.first.stop_token_ids
         if sampling.prompt_logprobs is not None:
             self.prompt_logprobs = []
@@ -215,8 +216,8 @@ class Request:
             self.set_prompt(self.token_ids)
 
     def set_prompt(self, token_ids: list[int]) -> None:
-        """Set the prompt, which for a long text is known only after the request was queued. From
-        now on the request owns the list."""
+        """Set the prompt's token ids; the request then owns the list. A long text is tokenised only
+        after its request was queued."""
         self.token_ids = token_ids
         self.num_prompt_tokens = len(token_ids)
         self.min_total_tokens = self.num_prompt_tokens + self.sampling.min_tokens
@@ -245,7 +246,7 @@ class Request:
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """Whether prompt log-probabilities that it asks for are not known yet."""
+        """Whether requested prompt log-probabilities are not all computed yet."""
         found = self.prompt_logprobs
         return found is not None and len(found) < self.num_prompt_tokens - 1
 

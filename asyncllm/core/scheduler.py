@@ -389,8 +389,8 @@ class Scheduler:
                 request.num_computed_tokens += 1
 
     def rollback(self, steps: Iterable[ScheduledStep]) -> None:
-        """Undo ``steps``, all those in flight: withdraw what they published, and reset every
-        request in them or in a slot for recomputation."""
+        """Undo ``steps``, which are all steps in flight: withdraw the blocks and states that they
+        published, and reset every request in them or in a slot for recomputation."""
         steps = list(steps)
         for step in steps:
             self.kv.withdraw(step.published, step.snapshots)

@@ -56,10 +56,10 @@ class StructuredOutput:
     def advance(
         self, request: Request, token_id: int, reason: FinishReason | None
     ) -> FinishReason | None:
-        """Accept the token just appended, before ``request.reasoning`` does. ``reason`` is the
-        finish reason so far. Returns the final one: a complete output ends by itself, without EOS.
-        If accepting is slow, it is left to the thread that makes the next mask, which then ends a
-        complete output.
+        """Accept the token just appended. Call this before ``request.reasoning.push``. ``reason``
+        is the finish reason so far. Returns the final finish reason: a complete output ends by
+        itself, without EOS. If accepting is slow, the thread that makes the next mask accepts the
+        token, and a complete output ends with that mask.
 
         Raises:
             Exception: RequestError for a token that is not allowed, or any error of the matcher.
@@ -190,17 +190,17 @@ def masked_rows(step: ScheduledStep) -> list[int]:
 
 
 _NUM_AHEAD = 16
-"""Number of masks that are computed ahead of their steps after a slow one, quick ones included."""
+"""Number of masks after a slow one that are computed ahead of their steps, even quick ones."""
 
 _SLOW_FRACTION = 1 / 8
-"""Fraction of the time that a step may wait for masks; a mask that takes longer is slow."""
+"""A mask is slow if it takes more than this fraction of the time that a step may wait for masks."""
 
 
 class MaskMaker:
     """Makes the masks of steps; slow masks are made ahead of their step on a thread.
 
     A step may wait ``max(2 ms, a tenth of its time)`` for its masks, and for the grammars to accept
-    the tokens before them. If they take longer and other rows wait for them, the slow requests are
+    the tokens before them. If this takes longer and delays other rows, requests with slow masks are
     scheduled from then on only once their mask is made: until then they count as having a token in
     flight. So a slow grammar delays its own request alone, and changes none of its tokens.
 

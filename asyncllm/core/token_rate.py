@@ -10,7 +10,7 @@ _MAX_ERROR = 0.2
 class TokenRate:
     """Rate at which tokens are added to steps, in tokens a second.
 
-    A step takes a time of its own besides that of its tokens. So the rate is the slope of a
+    A step takes a fixed time besides the time of its tokens. So the rate is the slope of a
     least-squares fit of the steps' tokens by their times, in which the weight of a step halves with
     every 5 s that later steps have taken. If a step's time does not depend on its tokens, as on a
     memory-bound device, the slope is noise; so the rate is known only if its standard error is

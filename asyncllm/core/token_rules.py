@@ -12,15 +12,15 @@ _ZERO, _ONE = b"01"
 class TokenRules:
     """Rules of a request, prepared when it is submitted and shared by all its outputs.
 
-    Prepared when an output enters a step, a list as long as the vocabulary would hold up the step
-    for 12 ms.
+    If they were prepared only when an output enters a step, a list as long as the vocabulary would
+    delay the step by 12 ms.
 
     Attributes:
         allowed: tokens that ``allowed_token_ids`` and bad words of one token leave, in the format
             of a GrammarMask; None if they leave all.
-        bad_words: bad words of several tokens as a trie of those before the last, read backwards:
+        bad_words: trie of the bad words of several tokens, backwards from the last token but one:
             ``(node, token)`` to the next node. The root is node 0.
-        last_tokens: by node, the last tokens of the bad words whose others lead to it.
+        last_tokens: by trie node, last tokens of the bad words whose path ends at the node.
     """
 
     allowed: bytes | None
@@ -61,7 +61,7 @@ class TokenRules:
         return cls(allowed, trie, last_tokens)
 
     def excluded_after(self, output: Sequence[int]) -> list[int]:
-        """Last tokens of the bad words whose other tokens end ``output``."""
+        """Tokens that would complete a bad word after ``output``."""
         found: list[int] = []
         node: int | None = 0
         for i in range(len(output) - 1, -1, -1):

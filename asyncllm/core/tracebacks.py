@@ -10,8 +10,8 @@ _EXCEPTION_LINKS = [
 
 
 def clear_frames(error: BaseException) -> None:
-    """Clear the local variables in the tracebacks of ``error`` and its causes. Frames that still
-    run keep theirs; file names and lines stay."""
+    """Clear the local variables in the tracebacks of ``error`` and its causes. Running frames keep
+    their variables; file names and lines stay."""
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
     while pending:

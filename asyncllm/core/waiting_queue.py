@@ -16,8 +16,8 @@ POLICIES: Mapping[str, Callable[[Request], Rank]] = {
     "priority": lambda r: (r.priority,),
     "deadline": lambda r: (r.priority, r.group.deadline),
 }
-"""Rank of requests by policy; smaller ranks come first. Owners take turns within a rank. The
-request with the largest rank, and then the latest arrival, is preempted first."""
+"""Function that ranks a request, by policy; smaller ranks come first. Owners take turns within a
+rank. The request with the largest rank, and then the latest arrival, is preempted first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,8 +28,7 @@ class _Owner:
         heap: ``(sort key, serial, request)`` of waiting requests, and of some discarded ones; the
             first entry is a waiting request.
         num_running: number of requests that hold a slot.
-        last_turn: number of the owner's turn, as ``_turn`` makes it, at its last admission; the
-            owner is in line behind it.
+        last_turn: number of the owner's turn at its last admission; its next turn is no earlier.
         entry: its entry in the heap of owners; None while none of its requests waits.
     """
 
@@ -41,11 +40,12 @@ class _Owner:
 
 
 _Entry = tuple[Rank, int, int, _Owner]
-"""``(rank, place, serial, owner)`` of an owner, by its first request. The place is one number,
-because that is compared faster: running requests, arrival, serial."""
+"""``(rank, place, serial, owner)``: an owner's entry in the heap of owners. The place packs the
+owner's running requests, its first request's arrival and a serial into one number, because one
+number is compared faster."""
 
 _RUNNING, _ARRIVAL = 128, 64
-"""Lowest bits, in an entry's place, of the number of running requests and of the arrival."""
+"""Bit positions, in an entry's place, of the number of running requests and of the arrival."""
 
 
 class WaitingQueue:
@@ -152,7 +152,7 @@ class WaitingQueue:
                 del self._owners[owner.name]
             return
         if old is not None and len(self._owners) == 1:
-            return  # Its place matters only among several owners; a second one requeues it.
+            return  # A sole owner needs no place; ``push`` requeues it when another arrives.
         line = self._line
         sort_key = owner.heap[0][0]
         turn = owner.heap[0][2].arrival_index << _ARRIVAL
@@ -174,7 +174,7 @@ class WaitingQueue:
         members = self._waiting_requests
         self._num_entries = len(members)
         for owner in self._owners.values():
-            # The first stays the first, so that the owner keeps its place in the line.
+            # The owner's first request stays the first, so that the owner keeps its place.
             owner.heap = [one for one in owner.heap if members.get(one[2]) == one[1]]
             heapq.heapify(owner.heap)
 

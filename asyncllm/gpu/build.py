@@ -161,7 +161,8 @@ def _load_runner(
     runner.warm_up(partial(tell, stage="kernels"))
     if config.cuda_graphs != "off":
         runner.capture_graphs(partial(tell, stage="graphs"))
-    # Calibrate after the captures: calibration steps leave rows in the buffers.
+    # Calibrate after the captures, which need padding in the buffers: calibration steps leave rows
+    # there.
     if isinstance(store, str):
         calibrate(runner, config, mode)
     else:
@@ -176,8 +177,8 @@ def resolve_threads(
     """CPU threads for the engine thread's ops; None leaves torch's own number, one per core.
 
     A small model runs on one thread: it gains little from more while the cores are idle, and if
-    another process keeps a single core busy, each of its hundreds of short parallel regions waits
-    for a time slice of the operating system.
+    another process keeps a single core busy, each of the model's hundreds of short parallel regions
+    waits for a time slice of the operating system.
 
     Raises:
         InvalidRequestError: the device or this build of torch cannot honour ``count``.

@@ -161,7 +161,7 @@ def size_cache(
     The configuration's ``num_blocks`` decides, else its ``kv_cache_memory``. If neither is set, the
     cache takes ``available`` bytes, but at most twice the bytes that ``max_num_seqs`` sequences of
     full length need. With ``shares_memory`` it takes half of ``available``, but at most the bytes
-    of ``max_num_seqs`` such sequences, and at least those of one.
+    of ``max_num_seqs`` sequences of full length, and at least the bytes of one.
 
     Args:
         step_tokens: maximum number of tokens of a sequence in one step.
@@ -237,7 +237,8 @@ def _too_small_error(
 ) -> KVCacheTooSmallError:
     """Makes the error for a cache with too few usable blocks.
 
-    A remedy in bytes counts the null block; a remedy in blocks does not.
+    The minimum that the message names includes the null block if it is in bytes, but not if it is
+    in blocks.
     """
     needed = blocks_per_seq(groups, max_model_len or 1, step_tokens)
     if max_model_len is None:

@@ -43,7 +43,7 @@ and without waiting for the host."""
 
 MAX_WAITING_SHARE = 0.2
 """Maximum share of a calibration's time that its thread may wait for a core; beyond it the
-calibration is not kept."""
+calibration is not stored for later starts."""
 
 _INITIAL_STEP_SIZES = 8, 32
 """Token counts of the first two timed steps. If the first of them takes half of the target or more,
@@ -54,7 +54,7 @@ _NO_TIMINGS: Mapping[int, float] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Settings that were chosen by timing steps; None leaves one as it is.
+    """Settings that were chosen by timing steps; None leaves a setting unchanged.
 
     Attributes:
         token_budget: maximum number of tokens of a step.
@@ -114,11 +114,11 @@ def calibrate_once(
 ) -> dict[str, Any]:
     """Applies the calibration of an earlier start, or calibrates.
 
-    A kept calibration is valid for the same weights, processor, number of threads and cores, and
-    settings that affect a step's time. A calibration that waited for a core is not kept.
+    A stored calibration is valid for the same weights, processor, numbers of threads and cores, and
+    settings that affect a step's time. A calibration that waited long for a core is not stored.
 
     Returns:
-        A note for the store, by its name: the calibration, if it is new and may be kept.
+        ``{file name: calibration}`` for the store to write; empty if nothing is to be written.
     """
     name = store.note_name(
         "calibration",
@@ -184,7 +184,8 @@ def calibrate_token_budget(
 ) -> int:
     """Finds the token count of a prefill step that takes about ``target`` seconds.
 
-    Attention over a long context makes a full step at most a quarter longer.
+    The timed steps have short contexts; attention over a long context makes a full step at most a
+    quarter longer.
 
     Steps of 8 and 32 tokens, and then of doubling size, are timed until one takes half of
     ``target``. Shorter steps predict a full step badly: most of their time goes into reading the

@@ -54,8 +54,8 @@ def load_decoder(
         beside: see PackedStore.
 
     Returns:
-        The model, its KV groups, the GPU's free bytes before, and the store of its packed weights,
-        or the reason why it has none.
+        The model; its KV groups; the GPU's free bytes before loading (0 on a CPU); and the store of
+        the packed weights, or the reason why there is none.
     """
     dtype = resolve_dtype(config.dtype, model, device, config.attention_backend)
     if isinstance(model, ModelConfig):
@@ -108,7 +108,7 @@ def load_decoder(
 
 
 def _plan(model: TransformersConfig) -> Plan:
-    # The engine's own decoders need none of these modules.
+    # Import transformers' modules late: the engine's own decoders do not need them.
     from asyncllm.gpu.transformers_model.build import Plan
 
     return Plan.of(model)

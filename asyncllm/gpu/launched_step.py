@@ -105,8 +105,7 @@ class LaunchedStep:
 
     @property
     def needs_only_draw(self) -> bool:
-        """Whether tokens are drawn from unprocessed logits, with no other sampling work: no masks,
-        stages, rows sampled on the host or prompt logprobs."""
+        """Whether the step draws from unprocessed logits, without host rows or prompt logprobs."""
         apart = self.batch.masked_rows or self.stages or self.batch.prompt_logprobs
         return not apart and self.host_rows is None
 
@@ -134,7 +133,7 @@ class LaunchedStep:
         return not later.isdisjoint(step.host_rows.req_indices.tolist())
 
     def sampled_indices_of(self, rows: list[int]) -> list[int]:
-        """Indices of rows of the batch within the sampled rows."""
+        """Maps row indices of the batch to indices within the sampled rows."""
         place_of = {row: place for place, row in enumerate(self.rows.tolist())}
         return [place_of[row] for row in rows]
 

@@ -72,7 +72,7 @@ class MemoryProbe:
         process if this fails: up to torch 2.12 it fails while any thread is inside
         ``use_mem_pool``, in later versions while any thread captures a CUDA graph.
         """
-        # ``use_mem_pool`` reads only the ``id`` of a MemPool.
+        # A stand-in for a MemPool suffices, because ``use_mem_pool`` reads only its ``id``.
         handle: Any = SimpleNamespace(id=torch.cuda.graph_pool_handle())
         with CAPTURES.turn(), torch.cuda.use_mem_pool(handle, device):
             yield partial(pool_bytes, handle.id, device)
@@ -250,7 +250,7 @@ def check_weights(config: EngineConfig, device: torch.device, weights_bytes: int
     """Checks that the weights will fit, before gigabytes of them are read.
 
     torch's cache is emptied first, because the application's freed tensors leave blocks there.
-    ``gpu_memory_utilization`` limits the weights only where it decides the size of the KV cache.
+    ``gpu_memory_utilization`` limits the weights only if no setting fixes the KV cache's size.
 
     Returns:
         Bytes that are free now.
@@ -276,7 +276,7 @@ def check_weights(config: EngineConfig, device: torch.device, weights_bytes: int
 
 
 def free_memory(device: torch.device) -> tuple[int, int]:
-    """Free bytes of a device, and all bytes of a GPU; 0 on a CPU."""
+    """Free bytes of a device, and its total bytes (0 for a CPU)."""
     return GPU_MEMORY.info(device) if device.type == "cuda" else (available_memory(), 0)
 
 
@@ -299,8 +299,8 @@ def _memory_without_procfs() -> int:
     """Memory that systems without ``/proc`` let a process use: on Windows the available memory,
     elsewhere half of the physical memory.
 
-    On Windows the structure MEMORYSTATUSEX has it in the fourth field. The first two fields have 32
-    bits, of which the first is the structure's length; the other seven have 64.
+    On Windows the available memory is the fourth field of the structure MEMORYSTATUSEX. Its first
+    two fields have 32 bits each, and the first is the structure's length; the other seven have 64.
     """
     if hasattr(os, "sysconf"):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -65,7 +65,7 @@ class ModelRunner:
     previous step, whose sampled tokens it reads there. If a step awaits masks, only its forward
     pass is queued; ``sample`` queues the rest, and then the steps behind it. Rows that need the
     host (logits processors, bad words of several tokens) are sampled by ``collect``, from copies of
-    their inputs. Until then the scheduler makes no step that continues such a row.
+    their inputs. Until then the scheduler does not continue these rows.
 
     A sampled token is written back only if the request index still has the step's epoch, so that a
     late token of a finished request cannot reach the next request at that index.

@@ -117,7 +117,7 @@ class StepMemory:
                 self._change_table(group, self._table_changes(group))
 
     def prepare_sampling(self, stages: Stages, host: HostBuffer) -> None:
-        """Queues the copy of the step's masks, and allocates the output of its stages."""
+        """Queues the copy of the step's grammar masks, and allocates its log-probabilities."""
         if stages & Stages.LOGPROBS and self.logprobs is None:
             sizes = self.info.max_num_seqs, self._state.num_logprobs
             own = self.buffer

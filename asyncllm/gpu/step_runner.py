@@ -35,7 +35,7 @@ class StepRunner:
 
     Args:
         on_device: the batch's state lies on the device, see StepMemory.
-        in_process: holds the logits processors.
+        in_process: the executor's InProcess, which holds the logits processors.
         num_logprobs: log-probabilities per token for which a step has buffers.
         padded_tokens: largest number of tokens to which mixed steps are padded.
 
@@ -80,7 +80,7 @@ class StepRunner:
     def begin(self, step: LaunchedStep, *, ahead: bool) -> None:
         """Applies the step's changes and begins its work.
 
-        If the step awaits masks, its work ends with the logits until ``sample``.
+        If the step awaits masks, its work stops at the logits; ``sample`` then queues the rest.
 
         Args:
             ahead: whether the step begins before ``collect`` waits for it.
@@ -237,8 +237,7 @@ class StepRunner:
         self.sampler.sample(logits, rows, memory.scalars, stages, tokens, top)
 
     def _draw_by_stages(self, step: LaunchedStep, logits: Tensor) -> None:
-        """Draws rows with sampling stages apart from the others: on a CPU, applying the stages to
-        all rows would take longer."""
+        """Draws rows with and without sampling stages separately, which is faster on a CPU."""
         memory, count, some = self.memory, step.num_logits, self._rows_with_stages(step)
         if len(some) in (0, count):
             self.draw(logits, step.stages)
@@ -256,8 +255,7 @@ class StepRunner:
             memory.logprobs.values[index], memory.logprobs.ids[index] = top.values, top.ids
 
     def _rows_with_stages(self, step: LaunchedStep) -> np.ndarray:
-        """Indices of the rows that the device samples and that have a mask or another stage of
-        sampling, among the step's sampled rows."""
+        """Indices of the sampled rows that the device samples with a mask or another stage."""
         staged = step.row_stages[: step.num_logits] != 0
         if step.masks is not None:
             staged[step.sampled_indices_of(step.masks.rows)] = True

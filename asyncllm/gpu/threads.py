@@ -63,19 +63,18 @@ def available_cpus(
 
 
 def processor(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
-    """Description of the first core; the architecture's name if the system has none."""
+    """Description of the first core; only the architecture's name without /proc/cpuinfo."""
     try:
         first = cpu_info.read_text(encoding="utf-8").partition("\n\n")[0]
     except OSError:
         return platform.machine()
-    # Its frequency changes from one moment to the next.
+    # Leave out the core's frequency, which changes from one moment to the next.
     named = re.findall(r"(?m)^(?:model name|cpu family|model|stepping|CPU \w+)\s*: *(.*)$", first)
     return " ".join([platform.machine(), *named])
 
 
 def seconds_without_core(statistics: Path = Path("/proc/thread-self/schedstat")) -> float:
-    """Seconds that the calling thread could have run and had no core; 0 if the system has no such
-    number."""
+    """Seconds that the calling thread waited for a core while runnable; 0 if unknown."""
     try:
         return int(statistics.read_text(encoding="ascii").split()[1]) * 1e-9
     except (OSError, ValueError, IndexError):
@@ -83,8 +82,7 @@ def seconds_without_core(statistics: Path = Path("/proc/thread-self/schedstat"))
 
 
 def _cpu_quota(group_folder: Path) -> int | None:
-    """Number of whole cores in a control group's CPU quota; None if there is no limit or no such
-    group."""
+    """Whole cores of a control group's CPU quota; None if the group is missing or has no quota."""
     try:
         if (group_folder / "cpu.max").exists():
             quota, period = (group_folder / "cpu.max").read_text(encoding="ascii").split()

@@ -58,7 +58,7 @@ ISA_FLAGS: dict[str, dict[str, Sequence[str]]] = {
     "aarch64": {"neon": []},
 }
 """Instruction sets beyond the baseline, by architecture, with the compiler flags of their files."""
-_MACHINES = {"AMD64": "x86_64", "arm64": "aarch64"}  # Windows' and macOS' names
+_MACHINES = {"AMD64": "x86_64", "arm64": "aarch64"}  # Keys are the names on Windows and macOS.
 
 
 def fingerprint() -> str:

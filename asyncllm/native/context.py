@@ -62,8 +62,8 @@ class Context:
 
     @property
     def layout(self) -> str:
-        """Name of the layout of packed weights. Only contexts with an equal one can exchange the
-        bytes of packed weights."""
+        """Name of the layout of packed weights. Contexts can exchange packed weights only if their
+        layouts are equal."""
         return f"{self.isa}-{self.functions.layout()}"
 
     def checksums(self, address: int, places: Sequence[tuple[int, int]]) -> list[int]:
@@ -134,13 +134,13 @@ class PackedWeights:
         cls, context: Context, form: Any, address: int, num_bytes: int, bias: int | None,
         owner: object,
     ) -> PackedWeights:  # fmt: skip
-        """Reads packed weights where they are.
+        """Uses packed weights in place, without a copy.
 
         Args:
             form: the ``form`` of PackedWeights of a context with an equal ``layout``.
-            address: their ``num_bytes`` bytes, aligned to 64.
+            address: address of the packed weights, ``num_bytes`` long and aligned to 64 bytes.
             bias: as for ``plain``.
-            owner: object that keeps these bytes in memory; kept as long as the weights.
+            owner: object that owns this memory; referenced as long as the weights exist.
         """
         handle = context.functions.view_weights(context.handle, form, address, num_bytes, bias)
         made = cls(context, handle, form.n, form.k)

@@ -1,1 +1,1 @@
-"""The runtime: what joins the public API, the core and the device side to a running engine."""
+"""Runtime: joins the public API, the core and the device side into a running engine."""

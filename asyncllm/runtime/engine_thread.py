@@ -296,7 +296,7 @@ async def _watch_thread(thread: EngineThread) -> None:
 def _as_start_error(error: BaseException) -> AsyncLLMError:
     if issubclass(
         type(error), AsyncLLMError
-    ):  # ``isinstance`` may run the exception's own ``__class__`` property.
+    ):  # ``isinstance`` may run the exception's own ``__class__``, which may raise.
         return error  # pyright: ignore[reportReturnType]  # narrows by isinstance only
     wrapped = EngineError(f"the engine could not start: {explain(error)}")
     wrapped.__cause__ = error

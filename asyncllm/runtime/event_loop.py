@@ -49,8 +49,8 @@ class AsyncioBackend:
 
     def make_waiter(self) -> Any:
         """Make an awaitable that ``set_result`` ends on the loop's thread; None if the caller does
-        not run on this loop. The check of the loop is cheap, because every wait makes it: a second
-        asyncio loop of the same thread passes, and fails in asyncio itself."""
+        not run on this loop. Every wait makes this check, so it is cheap: it does not notice a
+        second asyncio loop in the same thread, for which asyncio itself raises."""
         if threading.get_ident() != self._thread or self.is_closed():
             return None
         return self._loop.create_future()

@@ -82,7 +82,7 @@ class InputProcessor:
         options: RequestOptions,
         sampling: dict[str, Any],
     ) -> Submission:
-        """Make the submission of a text or token ids."""
+        """Make a Submission from a text or token ids."""
         text = check.plain_text(prompt)
         if prompt is None or text == "":
             raise check.invalid("prompt", prompt, "text or token ids, not empty")
@@ -107,7 +107,7 @@ class InputProcessor:
         chat: ChatOptions,
         sampling: dict[str, Any],
     ) -> Submission:
-        """Make the submission of a conversation."""
+        """Make a Submission from a conversation."""
         use = ToolUse.of(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
         sampling = with_response_format(sampling, sampling_params, chat.response_format)
         form, free = self.prompts.response_format(use, chat), True
@@ -140,8 +140,8 @@ class InputProcessor:
     def prompt_or_conversation(
         self, prompt: Any, sampling_params: SamplingParams | None, options: dict[str, Any]
     ) -> Submission:
-        """Make the submission of ``AsyncLLMEngine.submit``: ``conversation`` for messages, else
-        ``prompt``."""
+        """Make a Submission for ``AsyncLLMEngine.submit``: by ``conversation`` for messages, else
+        by ``prompt``."""
         request, first = pop_fields(RequestOptions, options), None
         with suppress(Exception):  # Methods of the caller's object may raise.
             first = prompt[0]

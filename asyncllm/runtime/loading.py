@@ -135,7 +135,7 @@ def _read_tokenizer(path: Path, config: EngineConfig) -> tuple[Tokenizer, Respon
     tokenizer = Tokenizer.from_directory(path, trust_remote_code=config.trust_remote_code)
     if config.chat_template is not None:
         tokenizer = tokenizer.with_chat_template(config.chat_template)
-    # Now, because the first chat would block its event loop.
+    # Compile now: the first chat would block its event loop meanwhile.
     tokenizer.chat_template.compile()
     formats = ResponseFormats.of_tokenizer(tokenizer, config)
     formats.prepare()
@@ -143,8 +143,8 @@ def _read_tokenizer(path: Path, config: EngineConfig) -> tuple[Tokenizer, Respon
 
 
 def _can_read_in_parallel(path: Path, model_config: Any) -> bool:
-    """Whether the tokenizer can be read on a thread of its own. Not if both it and the model import
-    transformers: two threads may see half-initialised modules."""
+    """Whether the tokenizer can be read on a thread of its own. False if both the tokenizer and the
+    model import transformers: two threads may see half-initialised modules."""
     from asyncllm.checkpoint.model_config import ModelConfig
 
     return isinstance(model_config, ModelConfig) and (path / "tokenizer.json").is_file()

@@ -40,7 +40,7 @@ class Submission:
         make_prompt: function that sets a request's prompt, called on a worker thread; None if the
             prompt is already set.
         observers: observers of this request, beside those of its engine.
-        stream: the stream of an earlier attempt, which goes on with this one; None makes a stream.
+        stream: stream to continue with this request after a failed attempt; None makes a stream.
     """
 
     request: Request
@@ -58,8 +58,9 @@ class Submission:
         self._members = list(self.request.group.members)
 
     def again(self, stream: TokenStream | None = None) -> Submission:
-        """Copy of the submission of a request that got no token, for another engine: with its id,
-        seeds, arrival and deadline, and its prompt if that was tokenised already."""
+        """Copy the submission of a request without output, to send it to another engine. The copy
+        has the same id, seeds, arrival and deadline, and the prompt if that was tokenised
+        already."""
         old = self.request.group
         channel = Channel(old.channel.max_unread, old.channel.on_slow)
         group = RequestGroup(
@@ -86,7 +87,7 @@ class RequestQueue(Protocol):
     """Protocol for submitting requests: the Submitter of an engine, or the queue of an EngineGroup.
 
     Attributes:
-        core, grammars: step loop and grammar compiler of the engine, or of any in the group.
+        core, grammars: step loop and grammar compiler of the engine, or of any engine of the group.
     """
 
     @property

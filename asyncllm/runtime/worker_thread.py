@@ -23,14 +23,14 @@ REST_FACTOR = 2
 """Pause after a job, as a multiple of the job's duration."""
 
 LONGEST_WAIT = 0.02
-"""Seconds between two looks at whether a rest is still needed."""
+"""Seconds between two checks whether a rest is still needed."""
 
 
 class Rest:
-    """Pauses of the worker threads that share it. While one of them works, an engine's steps hardly
-    go on: Python releases the GIL only every 5 ms, and a step waits for it many times. So none of
-    the threads begins a job for REST_FACTOR times as long as the last one took, unless the engine
-    has no steps to run. Jobs may overlap.
+    """Pauses between the jobs of worker threads. During a job, an engine's steps hardly advance:
+    Python releases the GIL only every 5 ms, and a step waits for it many times. So none of the
+    threads that share a Rest begins a job for REST_FACTOR times as long as the last job took,
+    unless the engine has no steps to run. Jobs may overlap.
 
     Args:
         is_needed: whether the engine has running requests. Any thread may call it.

@@ -27,7 +27,7 @@ class AccessRules:
         origins: origins whose pages may connect, such as "https://app.example"; "*" is any. None
             allows only pages of this server. Clients other than browsers send no origin and may
             connect.
-        local: the server is bound to a loopback address. The Host header must name one then, which
+        local: the server is bound to a loopback address. The Host header must then name one, which
             prevents DNS rebinding by web pages.
     """
 

@@ -269,7 +269,7 @@ _PATH_HINTS = {
     "/v1/embeddings": "; the engine generates text, and has no embeddings",
     "/v1/messages": "; Anthropic's protocol is not spoken: /v1/chat/completions or /v1/responses",
 }
-"""Hints for paths of other servers' protocols."""
+"""Hints in the errors for paths that other inference servers have."""
 
 
 @asynccontextmanager

@@ -10,8 +10,8 @@ from asyncllm.serving.connection_limits import ConnectionLimits
 from asyncllm.serving.turns import Turns
 
 FREE_BYTES = 1 << 16
-"""Number of bytes that a connection receives between two turns without waiting. To receive, parse
-and decode a megabyte takes the event loop 3 ms."""
+"""Number of bytes that a connection may receive without waiting for its turn to parse. To receive,
+parse and decode a megabyte takes the event loop 3 ms."""
 
 
 class Timer:

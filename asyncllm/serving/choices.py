@@ -193,7 +193,7 @@ def join_deltas(earlier: Delta, later: Delta) -> Delta:
 
 
 def aborted_error() -> ProtocolError:
-    """Error for a request that something other than its client aborted."""
+    """Make the error for a request that was aborted, but not by its client."""
     return ProtocolError(
         "the request was aborted, as when the server closes; send it again",
         code="server_shutting_down",

@@ -1,4 +1,4 @@
-"""ConnectionLimits: limits on connections, checked."""
+"""ConnectionLimits: validated limits on a server's connections."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class ConnectionLimits:
     Attributes:
         max_connections: maximum number of connections whose requests are served; requests of others
             are answered with 503. To send this answer, the server accepts twice as many
-            connections, but at most 128 fewer than the process may open files. At both bounds the
-            oldest connections between requests, or without a whole header, are closed first.
+            connections, but at most 128 fewer than the process may open files. At either bound, the
+            oldest connections that are between requests or lack a whole header are closed first.
         max_header_size: maximum number of bytes of a request line with its header fields.
-        max_message_size: maximum number of bytes of a WebSocket message.
+        max_message_size: maximum size of a WebSocket message in bytes.
         header_timeout: seconds that a client has to send a header, or the rest of a body after its
             answer.
         send_timeout: seconds that a client may leave its answer unread.

@@ -100,8 +100,8 @@ class Exchange:
             with anyio.fail_after(timeout) as scope:
                 while True:
                     if self._claim is None and max(size, len(data)) >= LONG_JSON_BYTES:
-                        # The client's time does not run while its body waits unread. How long a
-                        # chunked body becomes is not known.
+                        # The client's timeout does not run while its body waits unread. The length
+                        # of a chunked body is unknown.
                         scope.deadline = math.inf
                         most = len(data) if self._has_read else size or max_size
                         self._claim = await self._serving.claim(most)

@@ -70,7 +70,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
             application = self._application
             await self.starts.wait(self.transport.is_closing)
         if self.transport.is_closing():
-            # Unless a client is gone, uvicorn reports an application that does not answer.
+            # Mark the client as gone; else uvicorn logs that the application has not answered.
             self.cycle.disconnected = True
             return
         answer = _Answer(self, send)
@@ -90,7 +90,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
             else:
                 return False
             del self.idle[other]
-            # uvicorn would discard it an iteration of the loop later.
+            # Discard the connection now; uvicorn does so an iteration of the event loop later.
             self.connections.discard(other)
             other.transport.abort()
         return True
@@ -156,7 +156,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
             self._refuse(503, "Service Unavailable", ("retry-after", "1"))
             return
         # Move a pause of writing to the new protocol. Writing is paused if the client has not read
-        # an earlier answer, or with TLS the session tickets.
+        # an earlier answer, or the session tickets of TLS.
         paused = self.flow.write_paused
         self.resume_writing()
         super().handle_websocket_upgrade(event)
@@ -196,7 +196,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
         self.linger()
 
     def linger(self) -> None:
-        """Close the sending side, and drop what the client sends until the connection is closed."""
+        """Close the sending side, and drop the client's data until the connection is closed."""
         self._num_discarded = 0
         self._unparsed.clear()
         self._waits_for_turn = False

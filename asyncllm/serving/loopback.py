@@ -1,4 +1,4 @@
-"""is_loopback: whether only this machine reaches an address."""
+"""is_loopback: whether an address can be reached from this machine only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a bind address or host name is a loopback one."""
+    """Whether a bind address or host name is a loopback address."""
     if host.lower() == "localhost":
         return True
     try:

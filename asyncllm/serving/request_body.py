@@ -34,7 +34,7 @@ MAX_PARAM_CHARACTERS = 200
 """Maximum number of characters of an error's ``param``."""
 
 _OTHER_TYPES: Mapping[int | str, str] = {"#text": " or list", "#list": " or string"}
-"""Other accepted type of a union of text and list, by the tag of the type that was tried."""
+"""Text for errors of a union of text and list: the other type, by the tag of the tried type."""
 
 
 def parse_json(data: bytes | str) -> dict[str, Any]:
@@ -98,10 +98,10 @@ class RequestBody(BaseModel):
     Class attributes:
         NEUTRAL: for each unsupported field, the values without effect; these and null are accepted.
         NEUTRAL_PARTS: the same for parts of supported fields, by their paths: "field.part".
-        KIND: kind of the fields in COUNTERPARTS.
+        KIND: key in COUNTERPARTS for the names that other APIs give to these fields.
     """
 
-    # pydantic applies the settings to the TypedDicts of fields too.
+    # pydantic also applies these settings to TypedDicts in the fields.
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     NEUTRAL_PARTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
@@ -134,7 +134,7 @@ class RequestBody(BaseModel):
 
     @classmethod
     def _counterpart(cls, param: str) -> str:
-        """Name of this body that takes the place of an unknown field; empty if there is none."""
+        """Name that an unknown field, such as vLLM's, has in this body; empty if it has none."""
         name = re.sub(r"\[\d+\]", "[]", param)
         ours = COUNTERPARTS["sampling parameter"].get(name, "")
         if ours.partition("=")[0] in cls.model_fields:
@@ -149,8 +149,9 @@ class RequestBody(BaseModel):
 
     @classmethod
     def _to_protocol_error(cls, error: ValidationError) -> ProtocolError:
-        """Convert one of pydantic's errors: the first unknown field with a counterpart, because the
-        counterpart is missing then; else the first error."""
+        """Convert pydantic's errors to one ProtocolError. The first unknown field with a
+        counterpart wins, because the counterpart may be reported as missing; else the first error
+        is used."""
         errors = error.errors(include_url=False, include_context=True)
         unknown = [one for one in errors if one["type"] == "extra_forbidden"]
         known = (one for one in unknown if cls._counterpart(_field_path(one["loc"])))

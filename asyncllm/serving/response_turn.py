@@ -21,12 +21,12 @@ from asyncllm.serving.serving import Serving
 from asyncllm.stream import TokenStream
 
 MEMORY_PER_JSON_BYTE = 32
-"""Bytes of a conversation in memory that take as long as a byte of JSON: a short message has about
-360, and is checked and converted in 3 microseconds."""
+"""Number of bytes of a conversation in memory that take as long to convert as a byte of JSON to
+read. A short message has about 360 bytes, and is checked and converted in 3 microseconds."""
 
 WRITTEN_PER_READ = 10
-"""Bytes of JSON that are written in the time in which one is read: the events with the whole
-response repeat the request's texts and tools."""
+"""Number of bytes of JSON that are written while one is read. Events with the whole response repeat
+the request's texts and tools."""
 
 SendEvents = Callable[[Iterable[Event]], Awaitable[None]]
 

@@ -72,7 +72,7 @@ SHARED_FIELDS = (
 
 
 OBFUSCATION: Mapping[str, tuple[Any, ...]] = {"stream_options.include_obfuscation": (False,)}
-"""Padding of events against traffic analysis, which this server does not do."""
+"""Accepted values of the field that asks for padded events (against traffic analysis)."""
 
 
 class SamplingFields(RequestBody):

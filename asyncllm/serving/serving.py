@@ -32,7 +32,7 @@ LONG_JSON_BYTES = 4096
 byte takes up to a quarter of a microsecond; logit biases and tools take longest."""
 
 LARGE_JSON_BYTES = 1 << 16
-"""Minimum number of bytes of JSON that share ``large_bodies`` instead of ``small_bodies``."""
+"""Minimum number of bytes of JSON that count in ``large_bodies`` instead of ``small_bodies``."""
 
 
 @dataclass(eq=False, repr=False)
@@ -113,7 +113,7 @@ class Serving:
             return
         prompts: list[Future[None]] = []
         if not all(stream.prompt_token_ids for stream in streams):
-            with suppress(AsyncLLMError):  # The engine may be closed meanwhile.
+            with suppress(AsyncLLMError):  # Raised if the engine has closed.
                 prompts = self.engine._running().submitter.prompts_made()
         num_left = len(prompts)
 

@@ -37,8 +37,8 @@ class SocketConnection:
                 await self._send({"type": "websocket.close", "code": code, "reason": reason})
 
     async def __aiter__(self) -> AsyncIterator[str | bytes]:
-        """Yields messages until either side closes the connection. Refers to none while it waits
-        for the next."""
+        """Yield messages until either side closes the connection. No message is kept in memory
+        while the next one is awaited."""
         while (message := await self._receive())["type"] != "websocket.disconnect":
             if message["type"] == "websocket.receive":
                 text = message.get("text")

@@ -73,7 +73,7 @@ class RequestStarts:
         """Wait until the request may begin: for one iteration of the loop, or for its turn.
 
         Args:
-            is_gone: tells whether the client has gone; such a request takes no other's turn.
+            is_gone: tells whether the client has gone; its request then takes no turn from others.
         """
         loop = asyncio.get_running_loop()
         if not self._waiting:

@@ -98,7 +98,7 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
 
     def _begin_long_message(self) -> None:
         self._message_timer.start()
-        if self._claim is not None:  # The claim had to wait.
+        if self._claim is not None:  # Parsing waited for the claim.
             self._resume_parsing()
 
     def _close_slow_message(self) -> None:
@@ -163,7 +163,7 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
         return message
 
     def _read_on(self) -> None:
-        """Parse the next message, once the application has the last one."""
+        """Parse the next message, once the application has received the last one."""
         if self.read_paused and self.queue.empty():
             self.read_paused = False
             self._release_claim()

@@ -102,7 +102,7 @@ class Backends:
 
 
 def check_xgrammar_can_compile(spec: StructuredOutputs) -> None:
-    """Raise GrammarError for a specification that xgrammar cannot enforce either.
+    """Raise GrammarError for a specification that xgrammar cannot enforce.
 
     It is called after llguidance has refused the specification, so that xgrammar, whose import
     takes seconds, is imported only where it helps.

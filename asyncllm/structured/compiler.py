@@ -153,7 +153,7 @@ class GrammarCompiler:
             thread.start()
         except (RuntimeError, MemoryError) as error:
             if len(self._threads) > self._num_overdue:
-                return  # A thread that is not overdue takes the job.
+                return  # A thread without an overdue job takes the job.
             raise RequestError(
                 "structured_outputs: a grammar needs a thread to be compiled on, and none can be "
                 f"started ({check.explain(error)})"

@@ -16,7 +16,7 @@ ANNOTATIONS = frozenset(
     deprecated description discriminator example examples externalDocs id readOnly title
     writeOnly xml""".split()
 )
-"""Keywords that do not restrict values."""
+"""JSON Schema keywords that do not restrict values."""
 
 LLGUIDANCE_KEYWORDS = frozenset(
     """$ref additionalItems additionalProperties allOf anyOf const enum exclusiveMaximum
@@ -24,7 +24,7 @@ LLGUIDANCE_KEYWORDS = frozenset(
     minProperties minimum multipleOf oneOf pattern patternProperties prefixItems properties
     required type""".split()
 )
-"""Keywords that llguidance enforces; if it cannot, it refuses the schema itself."""
+"""JSON Schema keywords that llguidance enforces; it refuses a schema for which it cannot."""
 
 _MAPS_OF_SCHEMAS = frozenset(
     "$defs definitions dependentSchemas patternProperties properties".split()

@@ -51,7 +51,7 @@ _MAX_PREFIX_DEPTH = 40
 250 nested groups."""
 
 _ESCAPES = tuple(chr(i) if chr(i).isalnum() else f"\\x{{{i:x}}}" for i in range(128))
-"""Expressions that match each character of ASCII."""
+"""Regular expressions that match one ASCII character each, by code point."""
 
 _MAX_FORCED_BYTES = 64
 """Maximum number of bytes of a forced text that are tokenised. llguidance uses only the first

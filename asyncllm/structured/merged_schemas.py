@@ -19,8 +19,8 @@ from asyncllm.structured.json_schema import subschemas
 from asyncllm.structured.references import is_local, resolve
 
 MAX_PATTERNS = 8
-"""Maximum number of patterns and formats of one value, which take 4 ms. One more takes twice as
-long."""
+"""Maximum number of patterns and formats of one value. To merge as many takes 4 ms, and each
+further one doubles the time."""
 
 MAX_REMAINDERS = 16_384
 """Maximum number of remainders in the ``multipleOf`` of all values: 50 ms and 8 MB."""
@@ -66,7 +66,7 @@ class _Merges:
             return 1
         size = self._sizes.get(id(schema))
         if size is None:
-            self._sizes[id(schema)] = 1  # A reference to itself adds nothing.
+            self._sizes[id(schema)] = 1  # A schema's reference to itself adds nothing.
             parts = [
                 one
                 for keyword in ("allOf", "anyOf", "oneOf")

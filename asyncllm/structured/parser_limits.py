@@ -4,9 +4,9 @@ The parser applies the limits at each token of an output. A grammar that exceeds
 first states is refused when it is compiled; one that exceeds them later ends its request.
 
 The limits count work, not time, so that a request's result does not depend on the load. They are
-below llguidance's defaults, and above what practical schemas need. They are needed because a step
-of the Earley parser takes time quadratic in its items, and the items of an ambiguous grammar grow
-with each token.
+below llguidance's defaults, and above the needs of practical schemas. They are needed because a
+step of the Earley parser takes time quadratic in its items, and the items of an ambiguous grammar
+grow with each token.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def _has_finite_value(
     Args:
         finite: references that are known to have a finite value.
         known: target of every reference.
-        missing: list to which the references are added that the schema's values need besides.
+        missing: list that receives the needed references not known to have a finite value.
     """
 
     def is_finite(one: Any) -> bool:

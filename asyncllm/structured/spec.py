@@ -108,7 +108,7 @@ def _check_regex(value: Any) -> str:
 def _check_grammar(value: Any) -> str:
     name = f"{_PARAM}.grammar"
     text = _check_length(name, check.string(name, value), MAX_CHARACTERS)
-    # An escape may hide a reference in the JSON of a rule.
+    # A JSON escape within a rule may hide a reference.
     return _check_links(name, text, len(_RULE.findall(text)) + text.count("\\u00"))
 
 

@@ -89,7 +89,7 @@ class XGrammarMatcher:
         self._matcher = matcher
         self._memory = memory
         self._vocabulary = vocabulary
-        # One token more than the vocabulary's: it ends a grammar.
+        # The mask has one more token than the vocabulary: the token that ends a grammar.
         num_words = len(vocabulary.tokens) // 32 + 1
         self._mask_words = np.zeros((1, num_words), dtype=np.int32)
         self._mask: bytearray | None = None

@@ -77,10 +77,10 @@ def allowed_tokens(mask: bytes, vocab_size: int) -> list[int]:
 class FakeExecutor:
     """Executor without a model, for tests of schedulers and engines.
 
-    At each position its KV cache stores a digest of all tokens up to there. A digest is computed
-    from the one at the position before, which is read through the block table, and the sampled
-    token is computed from the last digest. So a wrong block, request index, start or token changes
-    the output; ``reference`` computes the correct one.
+    At each position, the KV cache stores a digest of all tokens up to that position. A digest is
+    computed from the digest before it, which is read through the block table, and the sampled token
+    is computed from the last digest. So a wrong block, request index, start or token changes the
+    output; ``reference`` computes the correct output.
 
     - KV groups have different digests, so a block of another group changes the output.
     - In a group with a window, a digest is computed from exactly those in the window. So a block

@@ -1,4 +1,4 @@
-"""Text decoders: convert tokens to text one by one; joined, it equals decoding all at once.
+"""Text decoders: convert tokens to text one by one, with the same result as all at once.
 
 There is a class for each family of tokenizer decoders:
 

@@ -246,8 +246,8 @@ class Tokenizer:
     def bytes_of(self) -> Callable[[int], bytes]:
         """Function from a token id to the bytes that the token adds to a text.
 
-        The bytes may be an incomplete character. A special token's are its name. A token whose
-        bytes depend on its neighbours is decoded alone.
+        The bytes may be an incomplete character. Those of a special token are its name. A token
+        whose bytes depend on its neighbours is decoded alone.
         """
         decode = self.decode
         return token_table(self.backend) or (

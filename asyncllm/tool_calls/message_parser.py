@@ -133,7 +133,7 @@ class OutputParser:
             self._new_text.append(rest)
 
     def take_increments(self) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
-        """Remove and return what is new: text, reasoning, and a fragment of each tool call."""
+        """Remove and return the new text, the new reasoning, and a fragment of each tool call."""
         new = (
             "".join(self._new_text),
             "".join(self._new_reasoning),

@@ -36,7 +36,7 @@ class ResponseFormat:
     """Response template, compiled for text that arrives in pieces.
 
     Templates have the meaning that they have in transformers (``transformers.utils.chat_parsing``).
-    Its ``ResponseParser`` does not fit streaming:
+    The ``ResponseParser`` of transformers does not fit streaming:
 
     - it releases a call only when the call is complete;
     - it raises for a malformed call, and drops the delimiters of the call;
@@ -44,7 +44,8 @@ class ResponseFormat:
     - it copies the whole output with each piece: 4 microseconds per token of a short output, up to
       550 for an output of one megabyte (``benchmarks.parsing``).
 
-    It is only used for calls in other syntaxes than plain JSON, one region at a time.
+    ``ResponseParser`` is only used for calls in other syntaxes than plain JSON, one region at a
+    time.
 
     Args:
         calling: format of calls; None if the output is not searched for calls.
@@ -52,7 +53,7 @@ class ResponseFormat:
 
     Attributes:
         delimiters: delimiters that begin a call or reasoning, and the ignored pattern.
-        calls, thoughts: the template's fields for calls and reasoning; None as above.
+        calls, thoughts: the template's fields for calls and for reasoning; None without.
         form: syntax of calls in the chat template; None if unknown.
         prompt_ends: literal texts that belong to the answer if the prompt ends with them.
         begin, end: texts at whose token ids reasoning begins and ends for the engine; empty if the

@@ -11,7 +11,8 @@ import torch
 from asyncllm.gpu.batch.sections import SectionTable
 
 UNCOUNTED = 2**63 - 1
-"""Value of ``counted_from`` for a request index without penalties: it counts no token."""
+"""Value of ``counted_from`` for a request index without penalties, whose tokens need not be
+counted."""
 
 
 class Scalar(NamedTuple):

@@ -1,4 +1,4 @@
-"""StateRows: a step's rows, divided as recurrent layers compute them."""
+"""StateRows: a step's rows for recurrent layers, as one batch of decodes and single rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncllm.gpu.batch.step_inputs import StepInputs
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """The tokens of a row that is computed on its own.
+    """Token range and state slot of a row that is computed by itself.
 
     Attributes:
         start, end: range of the row's tokens in the step.
@@ -28,13 +28,12 @@ class RowSpan:
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """Rows of a step for recurrent layers: D rows of one token, computed as one batch, and longer
-    rows, each computed alone.
+    """A step's rows for recurrent layers: a batch of D one-token rows, and rows computed singly.
 
     Attributes:
         slots: ``[D]`` int64, slots of the batch's states; None if there is no batch.
         is_fresh: ``[D]`` bool, whether a row is at position 0; None if no row is.
-        spans: the other rows, in the order of their tokens, which follow those of the D rows.
+        spans: the rows outside the batch, in token order; their tokens follow the batch's.
         batch_spans: the D rows as spans, for a recurrence whose states are too large to gather; ()
             on a GPU, where each span would need launches of its own.
     """

@@ -28,7 +28,7 @@ class StepSizes(NamedTuple):
         wanted: number of tokens whose hidden states are returned: first the last token of each
             sampled row, then the tokens of prompt log-probabilities.
         logits: number of sampled rows whose logits are computed; they come first.
-        greedy: number of the sampled rows after those, which only need the token of the largest
+        greedy: number of the other sampled rows, which need only the token of the largest
             logit.
     """
 
@@ -112,7 +112,7 @@ class StepBuffer(Sections):
         self, batch: StepBatch, req_indices: np.ndarray, starts: np.ndarray, rows: np.ndarray,
         num_logits: int,
     ) -> StepSizes:  # fmt: skip
-        """Writes the given sections; for a device, also padded rows with request index -1.
+        """Writes the sections that the host provides; for a device, padded rows get index -1.
 
         Args:
             req_indices, starts: ``[R]`` int64, those of ``batch`` as arrays.
@@ -139,7 +139,7 @@ class StepBuffer(Sections):
         return StepSizes(count, batch.num_tokens, wanted, num_logits, sampled - num_logits)
 
     def derive_sections(self, inputs: InputBatch, sizes: StepSizes, num_decodes: int) -> None:
-        """Computes the derived sections from the given sections and the persistent batch."""
+        """Computes tokens, positions, slots and lengths from the written sections and the batch."""
         arrays, (rows, tokens, *_) = self.arrays, sizes
         starts, counts = arrays["starts"][:rows], arrays["counts"][:rows]
         first = arrays["query_start_loc"][: rows + 1]

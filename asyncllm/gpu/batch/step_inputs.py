@@ -70,7 +70,7 @@ class StepInputs:
         max_num_seqs: N.
         max_len: the largest of ``seq_lens``; in a captured step an upper bound.
         num_logits: number of leading entries of ``wanted`` whose logits are computed.
-        num_greedy: number of entries of ``wanted`` after these that need only the token of the
+        num_greedy: number of the next entries of ``wanted``, which need only the token of the
             largest logit.
         wanted: ``[E]`` int64, indices of the tokens whose hidden states are returned (vLLM's
             ``logits_indices``, and tokens of prompt log-probabilities); None for all.

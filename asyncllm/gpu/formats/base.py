@@ -140,7 +140,7 @@ class TensorParts:
 def check_fields(config: ConfigFile, known: Iterable[str], *module_lists: str) -> None:
     """Checks the names of the fields, and the types of the fields ``module_lists``.
 
-    The contents of such lists are not used: the tensors themselves show which modules are
+    The contents of ``module_lists`` are not used: the tensors themselves show which modules are
     quantised.
 
     Raises:

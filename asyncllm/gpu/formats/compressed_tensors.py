@@ -62,9 +62,9 @@ class CompressedTensors(WeightFormat):
 
     Format "pack-quantized" (4 and 8 bits) has ``weight_packed [out, in * bits / 32]`` and
     ``weight_shape``. Formats "int-quantized", "float-quantized" and "naive-quantized" (8 bits) have
-    ``weight [out, in]`` of int8 or e4m3. All have ``weight_scale``. Asymmetric schemes have
-    ``weight_zero_point`` too, and groups that are not in order ``weight_g_idx [in]``, the group of
-    each input. An element is ``(value - zero) * scale``.
+    ``weight [out, in]`` of int8 or e4m3. All have ``weight_scale``. Asymmetric schemes also have
+    ``weight_zero_point``. Schemes whose groups are not in order also have ``weight_g_idx [in]``,
+    the group of each input. An element is ``(value - zero) * scale``.
 
     Raises:
         ModelLoadError: an unknown field, or an unsupported value.

@@ -49,10 +49,10 @@ class _PackedWords(WeightFormat):
 
     Attributes:
         group: inputs that share a scale; None is a whole row.
-        along_outputs: a word of ``qweight`` has values of adjacent outputs, not inputs.
+        along_outputs: whether a word of ``qweight`` packs adjacent outputs instead of inputs.
         order: index of each value in its word; None is ascending.
         zero_offset: number added to the words of ``qzeros``.
-        desc_act: ``g_idx [in]``, the group of each input, has to be there.
+        desc_act: whether the checkpoint must have ``g_idx [in]``, the group of each input.
     """
 
     bits: int

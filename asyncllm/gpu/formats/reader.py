@@ -24,7 +24,7 @@ class DequantisingReader:
 
     Args:
         source: reads the files; closed with this reader.
-        dtype: dtype of dequantised tensors; others keep their own.
+        dtype: dtype of dequantised tensors; plain tensors keep theirs.
 
     Raises:
         ModelLoadError: the tensors contradict the format.

@@ -87,7 +87,7 @@ class CudaGraphCapturer(GraphCapturer):
         before it reaches the call that ends the recording (CUDAGraph.cpp).
         """
         self._pool = torch.cuda.graph_pool_handle()
-        # This raises an error if torch has already ended the recording.
+        # torch raises an error if it has already ended the recording.
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self.device.index, pool)
             CAPTURES.keep_failed_graph(graph)

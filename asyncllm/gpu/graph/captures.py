@@ -55,8 +55,8 @@ COMPILE_SECONDS = 120.0
 """Maximum number of seconds that an engine waits for another engine's compilation."""
 
 _COMPILING = threading.Lock()
-"""Lock for compilations, one per process: so are Triton's tables of compiled kernels, which have no
-lock of their own."""
+"""Lock for compilations, one per process: Triton's tables of compiled kernels are per process and
+have no lock."""
 
 
 @contextmanager
@@ -64,8 +64,8 @@ def compiling_alone() -> Iterator[None]:
     """Context manager for an engine's first steps, which compile kernels.
 
     Engines that start at the same time take turns, so that the second finds the kernels of the
-    first. An engine that hangs here blocks the others for at most ``COMPILE_SECONDS``; then they
-    compile the same kernels again.
+    first. An engine that hangs within the context blocks other engines for at most
+    ``COMPILE_SECONDS``; then they compile the same kernels again.
     """
     held = _COMPILING.acquire(timeout=COMPILE_SECONDS)
     try:

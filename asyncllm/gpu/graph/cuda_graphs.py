@@ -97,8 +97,8 @@ class _FailedCaptures:
 class StepGraphs:
     """CUDA graphs, one per key, captured at start or when a batch first needs it.
 
-    Of graphs that differ in the bucket alone, the largest is captured first, so that the others fit
-    into its memory.
+    Of graphs that differ only in the bucket, the largest is captured first, so that the smaller
+    graphs fit into its memory.
 
     A capture can fail because of another thread of the application, and its error does not tell
     whether the step is at fault. So steps of a key without a graph run eagerly, and the third step
@@ -139,7 +139,7 @@ class StepGraphs:
         *,
         balanced: bool = False,
     ) -> None:
-        """Runs a part of a step of ``num_rows``, by graph or, above all buckets, eagerly."""
+        """Runs a part of a step, by graph; eagerly if ``num_rows`` exceeds the largest bucket."""
         bucket = self.bucket(num_rows)
         if bucket is None:
             self._run(GraphKey(num_rows, part, stages, balanced))

@@ -137,8 +137,7 @@ class GraphReplay(Replay):
         del self._draw
 
     def run_padded_rows(self, key: GraphKey) -> None:
-        """Runs the part of a step that a graph holds eagerly, on padded rows, to compile its
-        kernels."""
+        """Eagerly runs a key's part of a step on padded rows, to compile its kernels."""
         if key.part is not Part.STEP:
             self._static_logits()
         self._run_part(key)

@@ -27,7 +27,7 @@ class RecordedStep(Replay):
     Args:
         recorder: recorder of the model's op set.
         batch: the persistent batch, whose tables the program reads in place.
-        buffer: the step's sections: the program reads the given ones and writes the derived ones.
+        buffer: sections of the step: the program reads those of ``write`` and computes the rest.
 
     Attributes:
         num_bytes: bytes of the activations.

@@ -26,8 +26,8 @@ class Segments:
     and the next one begins, so that a captured segment depends on the number of tokens alone. Each
     replay calls the cores with the step's own plan and number of tokens. The segment before a core
     copies the core's inputs to tensors that all layers and buckets share. The core writes its
-    output to another such tensor, in which padded tokens are zeros. The last layer is not captured:
-    after its core only the tokens in ``StepInputs.wanted`` are computed.
+    output to another shared tensor, in which padded tokens are zeros. The last layer is not
+    captured: after its core only the tokens in ``StepInputs.wanted`` are computed.
 
     Args:
         capturer: captures and cuts graphs.
@@ -94,7 +94,7 @@ class Segments:
                 self._ends[name] = self._copy_to_static_tensor(name, tensor)
 
     def run_core(self, core: Core, width: int, tensors: Sequence[Tensor]) -> Tensor:
-        """Cuts the capture at a layer's core; returns the tensor that gets the core's output."""
+        """Cuts the capture at attention or a recurrence; returns the tensor for its output."""
         count, example = len(tensors[0]), tensors[0]
         core_inputs = [
             self._copy_to_static_tensor(place, tensor) for place, tensor in enumerate(tensors)
@@ -104,7 +104,7 @@ class Segments:
         return out[:count]
 
     def _run_core(self, core: Core, core_inputs: Sequence[Tensor], out: Tensor) -> None:
-        """Calls a core on the running step's tokens; does nothing if no step runs."""
+        """Runs attention or a recurrence on the step's tokens; does nothing if no step runs."""
         if self._context is None:
             return
         count, key = self._num_tokens, (out.shape[1], out.dtype)
@@ -135,7 +135,7 @@ class Segments:
 
 @dataclass(slots=True)
 class _SegmentedContext(StepContext):
-    """StepContext of captured layers, which leaves cores to the replay."""
+    """StepContext of captured layers, which leaves attention and recurrences to the replay."""
 
     segments: Segments | None = None
 

@@ -98,7 +98,7 @@ def build_layer_inputs(scope: Scope) -> LayerInputs | None:
 
 
 def build_input_layer(scope: Scope, size: int, layer: Layer, index: int) -> InputLayer:
-    """Wraps ``layer``: a block behind it adds its slice of the per-layer input, ``[T, size]``."""
+    """Appends to ``layer`` the residual block with its per-layer embedding, ``[T, size]``."""
     hidden, scope = scope.model.hidden_size, scope.child("input.", "")
     return InputLayer(
         layer,

@@ -135,7 +135,7 @@ class AttentionBackend(Protocol):
     Built-in backends are the Attention classes themselves, whose ``make`` is a class method.
     Another distribution registers a backend under the entry point group
     ``asyncllm.attention_backends``; the entry point's name is the backend's name. The entry point
-    is such a class, a class whose constructor takes no arguments, or an instance.
+    is an Attention class, a class whose constructor takes no arguments, or an instance.
 
     Attributes:
         constraints: limits that are checked before ``make`` is called.

@@ -90,9 +90,9 @@ def _normalise_rows(x: Tensor) -> Tensor:
 class TorchGatedDelta:
     """``GatedDelta`` in plain torch: token by token for decode rows, in chunks for longer rows.
 
-    On a CPU decode rows are computed one at a time (``StateRows.apart``): a single state fits the
-    CPU's cache and is updated in place. Every op on a batch of gathered states would read and write
-    main memory.
+    On a CPU decode rows are computed one at a time (``StateRows.batch_spans``): a single state fits
+    the CPU's cache and is updated in place. Every op on a batch of gathered states would read and
+    write main memory.
     """
 
     def __init__(self, shape: LinearAttentionConfig, biases: DeltaBiases) -> None:
@@ -119,7 +119,7 @@ def _compute_token(
 ) -> Tensor:
     """Computes one token of each of D sequences, and updates their states.
 
-    ``state`` is ``[D, heads, key_dim, value_dim]``, the others are ``[D, heads, ...]``.
+    ``state`` is ``[D, heads, key_dim, value_dim]``, the other arguments are ``[D, heads, ...]``.
     """
     past = decay.exp().unsqueeze(-1)
     # One pass over the old state S gives S^T k and S^T q. The new state's S^T q, the output, is the
@@ -135,9 +135,9 @@ def _compute_chunk(
 ) -> Tensor:
     """Computes n tokens of one sequence, and updates its state.
 
-    ``state`` is ``[1, heads, key_dim, value_dim]``, the others are ``[n, heads, ...]``. A token's
-    change of the state depends on the changes of the tokens before it in the chunk, so that the
-    changes solve a triangular system (the WY form of Yang et al., 2025, section 3.3).
+    ``state`` is ``[1, heads, key_dim, value_dim]``, the other arguments are ``[n, heads, ...]``. A
+    token's change of the state depends on the changes of the tokens before it in the chunk, so that
+    the changes solve a triangular system (the WY form of Yang et al., 2025, section 3.3).
     """
     held = state[0]
     q, k, v = (part.transpose(0, 1) for part in (q, k, v))

@@ -95,8 +95,7 @@ class Program:
             raise_status(self.describe_failure(status, self._failed[0], self._sizes), status)
 
     def describe_failure(self, status: int, at: int, sizes: Iterable[int]) -> str:
-        """Describes which part of a run failed: the op of index ``at``, or the step's sizes if
-        ``at`` is no op's index."""
+        """Describes the failed part of a run: the op of index ``at``, else the step's sizes."""
         if at >= 0:
             return f"step, op {at}, {self.names[at]}"
         if status != STATUS_INVALID:

@@ -62,9 +62,9 @@ def quantise_int4(weights: LinearWeights) -> LinearWeights:
     Quantised values go from 0 to 15. A group's range is extended to include 0. For each fraction in
     RANGE_FRACTIONS, that fraction of the range is divided into 15 steps, and elements beyond it are
     clipped; the fraction with the least squared error is used. Squared errors are summed pairwise,
-    so that the sum is the same on every processor. Scales are rounded to bfloat16 before elements
-    are divided by them, because bfloat16 is what is stored. If a group contains NaN or infinity, so
-    does its scale, and its outputs are NaN.
+    so that the sum is the same on every processor. Scales are rounded to bfloat16, their stored
+    dtype, before elements are divided by them. If a group contains NaN or infinity, so does its
+    scale, and its outputs are NaN.
 
     Args:
         weights: weights of scheme "plain".
@@ -98,7 +98,7 @@ def quantise_int4(weights: LinearWeights) -> LinearWeights:
 
 
 def _nearest_values(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Scales and zero points ``[rows, groups, 1]``, and quantised ``[rows, groups, GROUP]``."""
+    """Scales and zero points ``[rows, groups, 1]``, and integers ``[rows, groups, GROUP]``."""
     low = values.amin(2, keepdim=True).clamp_(max=0.0)
     high = values.amax(2, keepdim=True).clamp_(min=0.0)
     best, least = _scale_and_zero(low, high, RANGE_FRACTIONS[0]), None

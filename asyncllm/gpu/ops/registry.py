@@ -47,7 +47,7 @@ def make_attention(name: str, request: AttentionRequest) -> tuple[Attention, int
     The name "auto" selects
 
     - on CUDA "triton";
-    - on a CPU "native" where native ops have the processor's vectors (``choose_native``);
+    - on a CPU "native", if native ops use its vector instructions (``choose_native``);
     - "torch" elsewhere.
 
     Other backends are selected by name only. A backend that cannot be used is an error; no other
@@ -88,7 +88,7 @@ def resolve_backend_name(name: str, request: AttentionRequest) -> str:
 
 
 def _runs_native() -> bool:
-    """Whether ``choose_native`` chooses native ops; warns if they only have to be compiled."""
+    """Whether ``choose_native`` chooses native ops; warns if only the library is missing."""
     choice = choose_native()
     if choice.can_be_built:
         logger.warning("%s", choice.reason)
@@ -109,7 +109,7 @@ class NativeChoice:
 
 
 def choose_native() -> NativeChoice:
-    """Chooses native ops, unless the library is missing or has the baseline alone for this CPU."""
+    """Chooses native ops, unless the library is missing or has only baseline code for this CPU."""
     try:
         isa = Library().best_isa().decode()
     except NativeUnavailableError as error:

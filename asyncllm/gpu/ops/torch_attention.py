@@ -70,7 +70,7 @@ class FixedPlan:
 
 
 class TorchAttention:
-    """Attention on any of torch's devices, the reference of the other backends."""
+    """Attention on any of torch's devices; the reference for all other backends."""
 
     name = "torch"
     needs_zeroed_blocks = True

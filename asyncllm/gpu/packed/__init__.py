@@ -1,1 +1,1 @@
-"""Packed weights in files: what a start computes and a later start maps."""
+"""Files of packed weights: the first start writes them, later starts map them."""

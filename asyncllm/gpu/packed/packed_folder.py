@@ -15,7 +15,7 @@ _TEMPORARY_SUFFIX = ".panels-tmp"
 _LOCK_SECONDS = 0.05
 
 MIN_FREE_SHARE = 0.05
-"""Share of the disk that a new file leaves free."""
+"""Minimum share of the disk that stays free after a file is written."""
 
 
 class PackedFolder:
@@ -26,8 +26,8 @@ class PackedFolder:
     Reading takes no lock, because files appear and vanish as a whole.
 
     Args:
-        max_bytes: size of all packed files together; None for a folder in which nothing is evicted,
-            a model's own.
+        max_bytes: size of all packed files together; None for a model's own folder, from
+            which nothing is evicted.
         mode: mode of new files.
     """
 
@@ -39,8 +39,8 @@ class PackedFolder:
         """Makes the folder, for this user alone, unless it exists.
 
         Raises:
-            PermissionError: it belongs to another user, or others can write in it.
-            OSError: it cannot be made.
+            PermissionError: the folder belongs to another user, or other users can write to it.
+            OSError: the folder cannot be made.
         """
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = self.path.stat()
@@ -60,9 +60,9 @@ class PackedFolder:
                 exception. None does not wait.
 
         Raises:
-            BlockingIOError: another process has it, and ``check`` is None.
+            BlockingIOError: another process has the lock, and ``check`` is None.
         """
-        import fcntl  # Other systems than POSIX have none, and no native ops either.
+        import fcntl  # fcntl exists only on POSIX systems.
 
         if self._is_locked:
             yield
@@ -85,7 +85,7 @@ class PackedFolder:
             os.fsync(opened)
         finally:
             self._is_locked = False
-            # A child that was forked meanwhile has the descriptor too, and would keep the lock.
+            # Unlock explicitly: a child forked meanwhile keeps the lock's descriptor open.
             fcntl.flock(opened, fcntl.LOCK_UN)
             os.close(opened)
 
@@ -116,10 +116,10 @@ class PackedFolder:
             os.close(opened)
 
     def make_room(self, num_bytes: int) -> None:
-        """Removes the least recently used files until another has room. Needs the lock.
+        """Evicts the least recently used files until a new one has room. Needs the lock.
 
         Raises:
-            OSError: the file is larger than all files may be, or would fill the disk.
+            OSError: the new file exceeds ``max_bytes``, or would fill the disk.
         """
         files = []
         for each in self.path.glob(f"*{SUFFIX}"):
@@ -143,9 +143,9 @@ class PackedFolder:
             )
 
     def mark_used(self, name: str) -> None:
-        """Notes that a file is in use, so that others are evicted before it."""
+        """Updates a file's time of last use, by which files are evicted."""
         path = self.path / name
-        with suppress(OSError):  # A read-only folder evicts nothing.
+        with suppress(OSError):  # In a read-only folder nothing is evicted.
             os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
     def _remove(self, path: Path) -> None:

@@ -32,7 +32,7 @@ def token_logprobs(
     rows = zip(values.tolist(), ids.tolist(), tokens.tolist(), counts.tolist(), strict=True)
     for row, row_ids, token, count in rows:
         best = zip(row_ids[:count], row[:count], range(1, count + 1), strict=True)
-        # Logprob's own constructor takes twice as long, and a prompt needs very many of them.
+        # Bypass Logprob's constructor, which takes twice as long: a prompt needs many Logprobs.
         top = tuple(map(tuple.__new__, repeat(Logprob), best))
         found.append(TokenLogprobs(Logprob(token, row[-1], row_ids[-1]), top))
     return found

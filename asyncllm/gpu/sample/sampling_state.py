@@ -163,7 +163,7 @@ class SamplingState:
         self._scalars["counted_from"][update.req_index] = len(tokens)
 
     def _mask_words(self, mask: bytes) -> np.ndarray:
-        words = np.frombuffer(mask, dtype="<i4").copy()  # torch warns of memory that is read-only
+        words = np.frombuffer(mask, dtype="<i4").copy()  # torch warns of read-only memory
         if len(words) != num_words(self.vocab_size):
             raise ValueError(f"mask of {len(words)} words for {self.vocab_size} tokens")
         return words

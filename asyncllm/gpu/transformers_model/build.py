@@ -139,7 +139,7 @@ def _replace_tied_head(
         table, linear = ops.tied_embedding(weights, dtype)
         look_up_in(embedding, table)
     else:
-        # The embedding's class computes more than a look-up, so it keeps its own table.
+        # An embedding class that computes more than a look-up keeps its own table.
         linear = ops.linear(weights)
     _replace_module(modules, names[head], OpLinear(linear, head.in_features, head.out_features))
 

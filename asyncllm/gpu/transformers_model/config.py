@@ -102,8 +102,8 @@ class TransformersConfig:
             whole = _read_config(directory, file, trust_remote_code, is_overridden=bool(overrides))
             generation = read_generation_config(directory, has_defaults)
             config = copy.deepcopy(whole.get_text_config(decoder=True))
-            # Read this field from the whole model's configuration, which decides if the text part's
-            # contradicts it.
+            # Take ``tie_word_embeddings`` from the whole model's configuration, which overrides the
+            # text part's.
             if type(config) is not type(whole):
                 config.tie_word_embeddings = whole.tie_word_embeddings
             # The checkpoint reader dequantises weights, so transformers must not unpack them again.
@@ -188,7 +188,7 @@ def read_config(
 def transformers_errors(path: Path, what: str) -> Iterator[None]:
     """Raises ModelLoadError for any error that transformers or a checkpoint's code raises.
 
-    The message begins with ``path`` and ``what``. SystemExit counts as such an error: no signal is
+    The message begins with ``path`` and ``what``. SystemExit is converted too: no signal is
     delivered on the thread that loads a model, so only called code can have raised it.
     """
     try:

@@ -42,7 +42,7 @@ class LongRope:
 
     @classmethod
     def find_all(cls, modules: nn.Module, config: Any) -> list[LongRope]:
-        """Finds a model's long RoPEs, and turns off transformers' choice in every step."""
+        """Finds a model's long RoPEs, and turns off transformers' choice of factors per step."""
         found = []
         for module in modules.modules():
             rope: Any = module
@@ -69,7 +69,7 @@ class LongRope:
 
         prefix = "" if self.layer_type is None else f"{self.layer_type}_"
         buffer = getattr(self.module, f"{prefix}inv_freq")
-        # The function only checks whether the length exceeds the original context.
+        # transformers only checks whether ``seq_len`` exceeds the original context.
         length = self.original_context + (1 if max_positions > self.original_context else 0)
         options = {} if self.layer_type is None else {"layer_type": self.layer_type}
         chosen, _ = ROPE_INIT_FUNCTIONS["longrope"](

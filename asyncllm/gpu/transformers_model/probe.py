@@ -192,7 +192,7 @@ def probe(model: TransformersConfig) -> Probe:
     model.config._experts_implementation = ENGINE_NAME
     try:
         skeleton: Any = build_skeleton(model.path, model.model_class, model.config)
-    # When the skeleton was built, the model accepted its own attention; it may refuse the probe's.
+    # A class that accepts its own attention implementations may refuse the probe's.
     except ModelLoadError as error:
         raise ModelLoadError(
             f"{model.path}: {model.architecture}: its code takes none but its own attention "
@@ -217,8 +217,9 @@ def probe(model: TransformersConfig) -> Probe:
             hidden = base(
                 input_ids=torch.zeros((1, NUM_TOKENS), dtype=torch.int64, device="meta"),
                 position_ids=torch.arange(NUM_TOKENS, device="meta").unsqueeze(0),
-                # The mask says that no token is padding: without it transformers reads the
-                # positions to find packed sequences. Recurrent layers read it on the host.
+                # The mask says that no token is padding: without a mask, transformers reads the
+                # positions to find packed sequences. The mask is on the host, because recurrent
+                # layers read it there.
                 attention_mask=torch.ones((1, NUM_TOKENS), dtype=torch.int64, device="cpu"),
                 use_cache=False,
             ).last_hidden_state

@@ -43,7 +43,7 @@ def gated_mul_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Multiplies the activated gates by the ups; grid ``(rows, blocks of width)``."""
+    """Multiplies activated gates by the up projections; grid ``(rows, blocks of width)``."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = columns < width

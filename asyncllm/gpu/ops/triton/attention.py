@@ -115,7 +115,7 @@ class TritonAttention:
         return window is None and max_len > SKEWED_TOKENS
 
     def is_skewed(self, batch: int, lengths: np.ndarray, max_len: int, window: int | None) -> bool:
-        """Whether the longest row would hold up the others if all had equally many splits.
+        """Whether the longest row would hold up the other rows if all had equally many splits.
 
         Args:
             batch: number of rows of the launch, padding included.

@@ -67,7 +67,7 @@ def gate_up_kernel(
     CLAMPED: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Computes the activated first product in sorted rows; grid ``(tiles, inner / COLUMNS)``."""
+    """Computes the activated gate-up product by expert; grid ``(tiles, inner / COLUMNS)``."""
     tile = tl.program_id(0)
     expert = find_expert(tile_ends, num_experts, tile)
     if expert >= num_experts:

@@ -43,7 +43,7 @@ class TritonOps(TorchOps):
     rope_and_cache = staticmethod(TritonRopeAndCache)
 
     def routing(self, config: RoutingConfig, weights: RouterWeights) -> Routing:
-        # The kernel does not choose among groups of experts.
+        # The Triton routing kernel does not support groups of experts.
         if config.num_groups > 1:
             return super().routing(config, weights)
         return TritonRouting(config, weights, self.make_linear(weights.linear))

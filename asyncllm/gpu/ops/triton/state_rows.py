@@ -16,9 +16,9 @@ TILE_TOKENS = 8
 class TritonStateRows:
     """Metadata of a step's rows, on the device.
 
-    In a mixed step one kernel computes rows of one token and another computes longer rows. Each is
-    launched for all rows and skips the other's, so that the launches depend only on the numbers of
-    rows and tokens.
+    In a mixed step one kernel computes rows of one token and another computes longer rows. Each
+    kernel is launched for all rows and skips those of the other kernel, so that the launches depend
+    only on the numbers of rows and tokens.
 
     Attributes:
         slots: ``[R]`` int64, slots of the rows' states.

@@ -79,7 +79,7 @@ def decode_tiles(capability: int, head_dim: int, element_size: int = 2) -> Tiles
     """Launch shape of decode attention; arguments and errors as in ``prefill_tiles``."""
     tiles = _find_tiles(_DECODE_TILES, capability, head_dim)
     if element_size > 2:
-        # Halve the keys, so that a step of the loop reads as many bytes.
+        # Halve the keys per tile: float32 elements have twice the bytes of 16-bit elements.
         tiles = Tiles(tiles.rows, max(16, tiles.keys // 2), tiles.warps, 1)
     return tiles
 
