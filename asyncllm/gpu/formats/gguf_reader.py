@@ -48,9 +48,7 @@ class GGUFReader:
         for name, stored in self._stored_tensors.items():
             label = GGML_TYPES[stored.entry.type][0]
             dtype_name = label if label in PLAIN_TYPES else DTYPE_NAMES[dtype]
-            self.tensors[name] = TensorInfo(
-                path, stored.entry.shape, dtype_name, stored.entry.num_bytes
-            )
+            self.tensors[name] = TensorInfo(path, stored.shape, dtype_name, stored.entry.num_bytes)
         kinds = {stored.entry.type for stored in self._stored_tensors.values()}
         self.types = sorted(GGML_TYPES[kind][0] for kind in kinds)
         self.label = f"gguf, {', '.join(self.types)}" if is_quantised(file) else ""
@@ -70,8 +68,8 @@ class GGUFReader:
         # Read a matrix by rows, each of which consists of whole blocks. Read a quantised vector at
         # once, because a slice of it may end within a block.
         plain = GGML_TYPES[entry.type][0] in PLAIN_TYPES
-        rows = entry.shape[0] if plain or len(entry.shape) > 1 else 1
-        read = self._row_bytes(stored, rows)
+        rows = stored.shape[0] if plain or len(entry.shape) > 1 else 1
+        read = self._row_bytes(stored)
         for start_offset, stop in row_ranges((rows, *entry.shape[1:])):
             values = self._dequantise_bytes(read(start_offset, stop), entry)
             values = values.view(-1, *entry.shape[1:])
@@ -80,10 +78,10 @@ class GGUFReader:
     def quantised_tensor(self, name: str) -> QuantisedTensor | None:
         """Codes of a Q4_0 or Q8_0 matrix, whose blocks have a scale and integers; else None."""
         stored = self._stored_tensors[name]
-        label, shape = GGML_TYPES[stored.entry.type][0], stored.entry.shape
+        label, shape = GGML_TYPES[stored.entry.type][0], stored.shape
         if label not in ("Q4_0", "Q8_0") or len(shape) != 2 or stored.change is not None:
             return None
-        read = self._row_bytes(stored, shape[0])
+        read = self._row_bytes(stored)
         unpacked = _unpack_q4_0 if label == "Q4_0" else _unpack_q8_0
 
         def blocks(start_offset: int, stop: int) -> Tensor:
@@ -101,7 +99,7 @@ class GGUFReader:
         bits, signed = (4, False) if label == "Q4_0" else (8, True)
         return QuantisedTensor(bits, shape, rows, scales, (1, 32), zeros, is_signed=signed)
 
-    def _row_bytes(self, stored: StoredTensor, rows: int) -> Callable[[int, int], np.ndarray]:
+    def _row_bytes(self, stored: StoredTensor) -> Callable[[int, int], np.ndarray]:
         """Makes a function of ``(start, stop)`` that returns the bytes of these rows.
 
         Rows are in transformers' order.
@@ -109,7 +107,9 @@ class GGUFReader:
         entry, order, data = stored.entry, stored.row_order, self._mapped_file
         assert data is not None
         self._version.check()
-        raw = data[entry.start_offset : entry.start_offset + entry.num_bytes].reshape(rows, -1)
+        raw = data[entry.start_offset : entry.start_offset + entry.num_bytes]
+        plain = GGML_TYPES[entry.type][0] in PLAIN_TYPES
+        raw = raw.reshape(entry.shape[0] if plain or len(entry.shape) > 1 else 1, -1)
         if order is None:
             return lambda start_offset, stop: raw[start_offset:stop]
         return lambda start_offset, stop: raw[order[start_offset:stop]]
