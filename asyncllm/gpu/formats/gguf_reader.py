@@ -23,7 +23,7 @@ _PLAIN_TYPE_IDS = {kind for kind, (name, _, _) in GGML_TYPES.items() if name in 
 
 
 class GGUFReader:
-    """CheckpointReader of a memory-mapped GGUF file.
+    """CheckpointReader of a memory-mapped GGUF file, or of a split one.
 
     Attributes:
         label: quantisation for the log; empty for a file without quantised tensors.
@@ -40,7 +40,7 @@ class GGUFReader:
 
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         file = GGUFFile(path)
-        self._version = file.version
+        self._file = file
         config = gguf_config(file)
         self.path, self.dtype = path, dtype
         self.tensors: dict[str, TensorInfo] = {}
@@ -53,9 +53,11 @@ class GGUFReader:
         self.types = sorted(GGML_TYPES[kind][0] for kind in kinds)
         self.label = f"gguf, {', '.join(self.types)}" if is_quantised(file) else ""
         self._dequantise = _dequantiser(path, sorted(kinds - _PLAIN_TYPE_IDS))
-        self._version.check()
+        self._file.check_unchanged()
         # Map copy-on-write, because torch does not accept a read-only array.
-        self._mapped_file: np.memmap[Any, Any] | None = np.memmap(path, np.uint8, mode="c")
+        self._mapped_files: dict[Path, np.memmap[Any, Any]] = {
+            version.path: np.memmap(version.path, np.uint8, mode="c") for version in file.versions
+        }
 
     def tensor(self, name: str) -> Tensor:
         label = GGML_TYPES[self._stored_tensors[name].entry.type][0]
@@ -104,9 +106,9 @@ class GGUFReader:
 
         Rows are in transformers' order.
         """
-        entry, order, data = stored.entry, stored.row_order, self._mapped_file
-        assert data is not None
-        self._version.check()
+        entry, order = stored.entry, stored.row_order
+        data = self._mapped_files[entry.path]
+        self._file.check_unchanged()
         raw = data[entry.start_offset : entry.start_offset + entry.num_bytes]
         plain = GGML_TYPES[entry.type][0] in PLAIN_TYPES
         raw = raw.reshape(entry.shape[0] if plain or len(entry.shape) > 1 else 1, -1)
@@ -124,7 +126,7 @@ class GGUFReader:
         return values.to(self.dtype)
 
     def close(self) -> None:
-        self._mapped_file = None
+        self._mapped_files.clear()
 
 
 def _unpack_q4_0(blocks: Tensor) -> Tensor:
