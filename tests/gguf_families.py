@@ -23,6 +23,8 @@ from tests.gguf_files import add_tokenizer, permute
 
 FULL_THEN_SLIDING = ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
 
+GRANITE = families.CASES["Granite"]
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Dots1": ("dots1", {}),
     "Gemma2": (
@@ -43,6 +45,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Glm4Moe": ("glm4moe", {}),
     "GptOss": ("gpt-oss", {}),
     "Granite": ("granite", {}),
+    "GraniteMoeHybrid-dense": (
+        "granite",
+        {
+            "layer_types": ["attention"] * 3,
+            "position_embedding_type": "rope",
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "mamba_n_heads": 8,
+            "shared_intermediate_size": 96,
+            **GRANITE,
+        },
+    ),
     "Llama": ("llama", {}),
     "Llama-linear": ("llama", {"rope_parameters": families.LINEAR, "attention_bias": True}),
     "Llama-yarn": ("llama", {}),
@@ -159,6 +173,11 @@ def _converted(
             yield name, values + np.float32(1)
         elif architecture == "gpt-oss" and ".experts." in name:
             yield from _gpt_oss_experts(name, values)
+        elif name.endswith("shared_mlp.input_linear.weight"):
+            for part, half in zip(("gate_proj", "up_proj"), np.split(values, 2), strict=True):
+                yield name.replace("shared_mlp.input_linear", f"mlp.{part}"), half
+        elif name.endswith("shared_mlp.output_linear.weight"):
+            yield name.replace("shared_mlp.output_linear", "mlp.down_proj"), values
         elif name.endswith("sinks"):
             yield f"{name}.weight", values
         else:
@@ -251,6 +270,14 @@ def describe(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
             "residual_scale": config["residual_multiplier"],
             "logit_scale": config["logits_scaling"],
         }
+    if config["architectures"] == ["GraniteMoeHybridForCausalLM"]:
+        found |= {
+            "attention.head_count_kv": [config["num_key_value_heads"]] * 3,
+            "expert_shared_feed_forward_length": config["shared_intermediate_size"],
+            "rope.scaling.finetuned": True,
+            "ssm.conv_kernel": 4, "ssm.group_count": 1, "ssm.inner_size": 128,
+            "ssm.state_size": 256, "ssm.time_step_rank": 8,
+        }  # fmt: skip
     if architecture in ("gemma2", "gemma3", "gpt-oss"):
         found["attention.sliding_window"] = config["sliding_window"]
         for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
@@ -263,7 +290,7 @@ def describe(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
         found["attention.sliding_window"] = config["sliding_window"] or 0
         original = rope.get("original_max_position_embeddings")
         found["rope.scaling.original_context_length"] = original or 4096
-        if rope.get("long_factor"):
+        if original is not None and rope.get("long_factor"):
             scale = math.log(config["max_position_embeddings"] / original)
             found["rope.scaling.attn_factor"] = math.sqrt(1 + scale / math.log(original))
     return found | _describe_mixed(architecture, config)

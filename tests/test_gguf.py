@@ -484,7 +484,7 @@ BIG = 2**63
         (header([entry(offset=4000)]), "the file ends after"),
         (header([entry("a"), entry("b", offset=64)]), "tensors 'a' and 'b' overlap"),
         (header([entry("a"), entry("a", offset=128)]), "tensor 'a' is there twice"),
-        (header([], [struct.pack("<Q", BIG)]), f"has {BIG} bytes, expected at most 256"),
+        (header([], (struct.pack("<Q", BIG),)), f"has {BIG} bytes, expected at most 256"),
         (header([], (text("k" * 257) + struct.pack("<II", 4, 1),)), "has 257 bytes"),
         (header([entry("x" * 257)]), "the name at byte 32 of the header has 257 bytes"),
         (header([], (text("k") + struct.pack("<IQ", 8, BIG),)), f"'k' has {BIG} bytes, expected"),

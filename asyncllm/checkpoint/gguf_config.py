@@ -70,13 +70,13 @@ def gguf_config(file: GGUFFile) -> ConfigFile:
     family, metadata = gguf_family(file), ConfigFile(file.path, file.metadata)
     prefix = f"{file.metadata['general.architecture']}."
     values = {
-        key.removeprefix(prefix): value
+        key.removeprefix(prefix): _one_of_equals(key.removeprefix(prefix), value)
         for key, value in file.metadata.items()
         if key.startswith(prefix)
     }
     fields = ConfigFile(file.path, values)
     _check_fields(fields, prefix, family)
-    copied = _COPIED_FIELDS | family.fields
+    copied = {**_COPIED_FIELDS, **family.fields}
     config = {**family.constants}
     config |= {there: values[here] for here, there in copied.items() if here in values}
     config |= {
@@ -92,11 +92,17 @@ def gguf_config(file: GGUFFile) -> ConfigFile:
         **_head_sizes(fields, family),
         **_window(fields, family, _num_layers(fields)),
         **_rope_parameters(file, fields, family),
-        **(_linear_attention(fields) if "ssm.inner_size" in fields else {}),
+        **(_linear_attention(fields) if "ssm.group_count" in family.fields else {}),
     }
     if is_quantised(file):
         config["quantization_config"] = {"quant_method": "gguf"}
     return ConfigFile(file.path, config)
+
+
+def _one_of_equals(name: str, value: Any) -> Any:
+    """The number that a list has for each layer, where all are equal; else ``value``."""
+    is_listed = name in _COPIED_FIELDS and isinstance(value, list) and len(value) > 0
+    return value[0] if is_listed and value.count(value[0]) == len(value) else value
 
 
 def _check_fields(fields: ConfigFile, prefix: str, family: GGUFFamily) -> None:
@@ -108,7 +114,7 @@ def _check_fields(fields: ConfigFile, prefix: str, family: GGUFFamily) -> None:
             raise fields.invalid_field(
                 name, f"no such value of {prefix[:-1]}, which may change the model"
             )
-    for name, value in (_EXPECTED | family.expected).items():
+    for name, value in {**_EXPECTED, **family.expected}.items():
         if fields.values.get(name, value) != value:
             raise fields.invalid_field(name, f"{value}, the only one that is supported")
     for name in family.required:

@@ -197,6 +197,11 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
         },
         required=("attention.scale", "logit_scale"),
         expected={"rope.scaling.finetuned": True},
+        # Granite 4 without experts and states has the sizes of both.
+        more_keys=(
+            *("expert_shared_feed_forward_length", "ssm.conv_kernel", "ssm.group_count"),
+            *("ssm.inner_size", "ssm.state_size", "ssm.time_step_rank"),
+        ),
     ),
     "qwen2": GGUFFamily("Qwen2ForCausalLM"),
     "qwen3": GGUFFamily("Qwen3ForCausalLM"),
