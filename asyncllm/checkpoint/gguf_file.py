@@ -12,6 +12,7 @@ from typing import Any
 
 from asyncllm.checkpoint.file_version import FileVersion
 from asyncllm.errors import ModelLoadError
+from asyncllm.validation import describe
 
 MAX_ENTRIES = 2**17
 """Maximum number of metadata entries, and of tensors; real files have far fewer."""
@@ -142,8 +143,8 @@ class GGUFFile:
         expected = self.metadata.get("split.tensors.count", len(self.tensors))
         if expected != len(self.tensors):
             raise ModelLoadError(
-                f"{self.path}: split.tensors.count is {expected}, and its {len(parts)} parts have "
-                f"{len(self.tensors)} tensors"
+                f"{self.path}: split.tensors.count is {describe(expected)}, and its "
+                f"{len(parts)} parts have {len(self.tensors)} tensors"
             )
 
     def _read_part(self, path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
@@ -164,8 +165,8 @@ class GGUFFile:
         places = metadata.get("split.count", 1) or 1, metadata.get("split.no", number)
         if places != (count, number):
             raise ModelLoadError(
-                f"{path}: split.count is {places[0]} and split.no is {places[1]}, expected {count} "
-                f"and {number}, as its name says"
+                f"{path}: split.count is {describe(places[0])} and split.no is "
+                f"{describe(places[1])}, expected {count} and {number}, as its name says"
             )
         for key, value in metadata.items():
             own = key.startswith("split.") or key == "general.alignment"
@@ -220,7 +221,7 @@ def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, GGUFTensor]
     entries = [_read_entry(cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 1 <= alignment <= 2**16:
-        raise cursor.error(f"general.alignment is {alignment!r}, expected 1 to 65536")
+        raise cursor.error(f"general.alignment is {describe(alignment)}, expected 1 to 65536")
     begin = -(-cursor.position // alignment) * alignment
     tensors: dict[str, GGUFTensor] = {}
     end, previous = begin, ""
