@@ -231,6 +231,8 @@ def test_experts_stay_packed(write):
         ("Glm4", {"rope.dimension_count": 17}, "rope.dimension_count is 17"),
         ("Glm4Moe", {"expert_gating_func": 1}, "expert_gating_func is 1, expected 2"),
         ("Llama-yarn", {"rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor is 0.5"),
+        ("Llama-yarn", {"rope.scaling.attn_factor": 0.5}, "attn_factor is 0.5, expected 1.0"),
+        ("Llama-yarn", {"attention.temperature_scale": 0.5}, "temperature_scale is 0.5, expected"),
         ("Llama-yarn", {"rope.scaling.type": "dynamic"}, "rope.scaling.type is 'dynamic'"),
         ("Phi3-longrope", {"rope.scaling.original_context_length": None}, "is missing"),
         ("Qwen3_5", {"ssm.inner_size": 30}, "ssm.inner_size is 30, expected a multiple of"),
@@ -250,6 +252,17 @@ def test_a_value_that_is_not_supported_is_named(write, name, metadata, words):
         weights(path)
     assert words in str(caught.value)
     assert str(path) in str(caught.value)
+
+
+def test_a_factor_without_a_type_is_linear(write):
+    path = write("Llama-linear", metadata={"rope.scaling.type": None})
+    rope = ModelConfig.from_directory(path).rope
+    assert (rope.kind, rope.factor) == ("linear", 2.0)
+
+
+def test_files_of_mistral_small_are_of_llama(write):
+    path = write("Ministral3", metadata={"attention.temperature_scale": None})
+    assert ModelConfig.from_directory(path).architecture == "LlamaForCausalLM"
 
 
 def test_layers_for_multi_token_prediction_are_left_out(write):

@@ -27,7 +27,7 @@ _COPIED_FIELDS = {
 }
 _CHECKED_FIELDS = (
     "attention.key_length attention.value_length attention.causal attention.sliding_window "
-    "attention.sliding_window_pattern attention.temperature_scale rope.dimension_count "
+    "attention.sliding_window_pattern rope.dimension_count "
     "rope.scaling.type rope.scaling.factor rope.scaling.original_context_length "
     "rope.scaling.finetuned rope.scaling.attn_factor rope.scaling.yarn_ext_factor "
     "rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow "
@@ -231,12 +231,16 @@ def _rope_parameters(file: GGUFFile, fields: ConfigFile, family: GGUFFamily) -> 
 
 
 def _scaling_parameters(file: GGUFFile, fields: ConfigFile, family: GGUFFamily) -> dict[str, Any]:
-    kind = fields.choice("rope.scaling.type", ("none", "linear", "yarn", "longrope"), "none")
+    """The scaling of RoPE; as in llama.cpp, a factor without a type is linear."""
+    implied = "linear" if "rope.scaling.factor" in fields else "none"
+    kind = fields.choice("rope.scaling.type", ("none", "linear", "yarn", "longrope"), implied)
     original = fields.integer("rope.scaling.original_context_length", None, high=MAX_POSITIONS)
     if "rope_freqs.weight" in file.tensors:
         return {"rope_scaling": _llama3_parameters(file, fields)}
     if "rope_factors_long.weight" in file.tensors or kind == "longrope":
         return _longrope_parameters(file, fields, original)
+    if fields.number("rope.scaling.attn_factor", 1.0) != 1.0:
+        raise fields.invalid_field("rope.scaling.attn_factor", f"1.0 with {kind}")
     if kind == "none":
         return {"rope_scaling": None}
     rope = {"rope_type": kind, "factor": fields.number("rope.scaling.factor", low=1.0)}

@@ -106,8 +106,8 @@ class GGUFFamily:
         constants: fields of config.json that the metadata lacks, or may leave out.
         required: metadata keys without which the model is not known.
         expected: the only supported value of metadata keys, which is also their default.
-        more_keys: further metadata keys: those that do not change the model for text, and the base
-            of sliding layers' RoPE where it may differ.
+        more_keys: further metadata keys: those that do not change the model for text, and those of
+            RoPE and of queries that only this architecture has.
         names: transformers' names of tensors; those in ``NAMES`` apply as well.
         permutes_heads: whether rows of q and k are stored in llama.cpp's order of RoPE.
         adds_one: whether the weights of norms are stored with 1 added.
@@ -146,6 +146,7 @@ _LLAMA = GGUFFamily("LlamaForCausalLM", permutes_heads=True)
 _GEMMA = GGUFFamily("", names=_NORMS_AROUND, adds_one=True)
 _OLMO2 = GGUFFamily("Olmo2ForCausalLM", names=_NORMS_AFTER)
 _OWN_ROPE = ("rope.freq_base_swa",)
+_TEMPERATURE = ("attention.temperature_scale",)
 _SIGMOID = {"expert_gating_func": 2}
 _QWEN3_5 = GGUFFamily(
     "Qwen3_5ForCausalLM",
@@ -180,9 +181,10 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
     ),
     "mistral3": replace(
         _LLAMA,
+        more_keys=_TEMPERATURE,
         variant=(
-            "attention.temperature_scale",
-            replace(_LLAMA, architecture="Ministral3ForCausalLM"),
+            _TEMPERATURE[0],
+            replace(_LLAMA, architecture="Ministral3ForCausalLM", more_keys=_TEMPERATURE),
         ),
     ),
     "smollm3": replace(_LLAMA, architecture="SmolLM3ForCausalLM"),
