@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import re
@@ -40,7 +39,7 @@ from tests.linear_weights import dequantised
 from tests.parity import check_greedy
 
 gguf = pytest.importorskip("gguf", reason="the extra 'gguf' is not installed")
-from tests.gguf_files import ARCHITECTURES, TEMPLATE, write_gguf  # noqa: E402
+from tests.gguf_files import TEMPLATE, write_gguf  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -371,8 +370,8 @@ def test_yarn(plain, tmp_path):
     ("metadata", "words"),
     [
         ({"general.architecture": "mamba"}, "general.architecture is 'mamba', expected"),
-        ({"split.count": 3}, "split.count is 3, expected 1"),
-        ({"llama.expert_count": 8}, "expert_count is 8, expected 0"),
+        ({"split.count": 3}, "split.count is 3 and split.no is 0, expected 1 and 0"),
+        ({"llama.expert_count": 8}, "num_experts_per_tok is missing"),
         ({"llama.attention.sliding_window": 64}, "sliding_window is 64, expected 0"),
         ({"llama.attention.magic": 1}, "attention.magic is 1, expected no such value of llama"),
         ({"llama.attention.value_length": 8}, "attention.value_length is 8, expected 16"),
@@ -380,7 +379,7 @@ def test_yarn(plain, tmp_path):
         ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.factor is missing"),
         ({"llama.rope.scaling.type": "linear"}, "rope.scaling.factor is missing"),
         ({"llama.attention.head_count": 0}, "attention.head_count is 0"),
-        ({"llama.block_count": 100_000}, "num_hidden_layers is 100000"),
+        ({"llama.block_count": 100_000}, "block_count is 100000"),
         ({"llama.attention.head_count_kv": 0}, "num_key_value_heads is 0"),
         ({"llama.attention.head_count_kv": 3}, "divisor of num_attention_heads=4"),
         ({"general.alignment": 0}, "general.alignment is 0"),
@@ -485,14 +484,18 @@ BIG = 2**63
         (header([entry(offset=4000)]), "the file ends after"),
         (header([entry("a"), entry("b", offset=64)]), "tensors 'a' and 'b' overlap"),
         (header([entry("a"), entry("a", offset=128)]), "tensor 'a' is there twice"),
-        (header([], [struct.pack("<Q", BIG)]), f"has {BIG} bytes, expected at most 256"),
+        (header([], (struct.pack("<Q", BIG),)), f"has {BIG} bytes, expected at most 256"),
         (header([], (text("k" * 257) + struct.pack("<II", 4, 1),)), "has 257 bytes"),
         (header([entry("x" * 257)]), "the name at byte 32 of the header has 257 bytes"),
-        (header([], (text("k") + struct.pack("<IQ", 8, BIG),)), f"and {BIG} more are due"),
+        (header([], (text("k") + struct.pack("<IQ", 8, BIG),)), f"'k' has {BIG} bytes, expected"),
+        (header([], (text("k") + struct.pack("<IQ", 8, 5000),)), "and 5000 more are due"),
         (header([], (text("k") + struct.pack("<I", 13),)), "'k' is of type 13"),
         (header([], (text("k") + struct.pack("<IIQ", 9, 9, 1),)), "'k' is an array of type 9"),
         (header([], (text("k") + struct.pack("<IIQ", 9, 4, BIG),)), "more are due"),
-        (header([], (text("k") + struct.pack("<IIQ", 9, 8, BIG),)), "the file ends after"),
+        (header([], (text("k") + struct.pack("<IIQ", 9, 8, BIG),)), f"'k' has {BIG} strings"),
+        (header([], (text("k") + struct.pack("<IIQ", 9, 8, 2**22),)), "the file ends after"),
+        (header([], num_tensors=10**6), "1000000 tensors and 0 metadata values"),
+        (header([], num_tensors=10**5), "has 0 dimensions, expected 1 to 4"),
         (header([], (text("k") + struct.pack("<II", 4, 1),) * 2), "'k' is there twice"),
     ],
 )
@@ -524,6 +527,39 @@ def test_a_damaged_file_is_read_or_refused(whole, tmp_path_factory, data):
         assert str(path) in str(error)  # noqa: PT017
 
 
+NUMBERS = st.integers(0, 300) | st.sampled_from((2**31, 2**32 - 1, 2**40, BIG, 2**64 - 1))
+ENTRIES = st.builds(
+    lambda name, shape, kind, offset: entry(name, tuple(shape), kind, offset),
+    st.text("ab\x00é", max_size=3) | st.sampled_from(("blk.0.attn_q.weight", "token_embd.weight")),
+    st.lists(NUMBERS, max_size=5),
+    st.integers(0, 41) | st.just(2**32 - 1),
+    st.integers(0, 160).map(lambda number: number * 32) | NUMBERS,
+)
+VALUES = st.builds(
+    lambda key, kind, raw: text(key) + struct.pack("<I", kind) + raw,
+    st.sampled_from(("general.architecture", "general.alignment", "split.count", "llama.x", "")),
+    st.integers(0, 13),
+    st.binary(max_size=24) | NUMBERS.map(lambda number: struct.pack("<Q", number)),
+)
+
+
+@given(st.lists(ENTRIES, max_size=4), st.lists(VALUES, max_size=3), st.none() | NUMBERS)
+def test_any_header_is_refused_or_within_its_file(tmp_path_factory, entries, values, count):
+    path = tmp_path_factory.getbasetemp() / "header.gguf"
+    path.write_bytes(header(entries, tuple(values), num_tensors=count))
+    try:
+        tensors = GGUFFile(path).tensors
+    except ModelLoadError as error:
+        assert len(str(error)) < 2000  # noqa: PT017
+        return
+    end = 0
+    for tensor in sorted(tensors.values(), key=lambda each: each.start_offset):
+        assert tensor.start_offset >= end
+        end = tensor.start_offset + tensor.num_bytes
+        assert tensor.num_bytes > 0
+    assert end <= path.stat().st_size
+
+
 def test_a_long_array_is_its_length(whole, tmp_path, monkeypatch):
     path = tmp_path / "model.gguf"
     path.write_bytes(whole)
@@ -531,10 +567,3 @@ def test_a_long_array_is_its_length(whole, tmp_path, monkeypatch):
     assert len(GGUFFile(path).metadata["tokenizer.ggml.token_type"]) == 256
     monkeypatch.setattr(gguf_file, "MAX_ARRAY_LENGTH", 255)
     assert GGUFFile(path).metadata["tokenizer.ggml.token_type"] == 256
-
-
-def test_all_architectures_are_written_in_these_tests():
-    from asyncllm.checkpoint.gguf_config import ARCHITECTURES as READ
-
-    assert {there: here for here, there in READ.items()} == ARCHITECTURES
-    assert json.dumps(READ)

@@ -10,16 +10,10 @@ import math
 from typing import Any
 
 from asyncllm.checkpoint.config_file import ConfigFile
+from asyncllm.checkpoint.gguf_families import GGUF_FAMILIES, GGUFFamily
 from asyncllm.checkpoint.gguf_file import GGML_TYPES, PLAIN_TYPES, GGUFFile
 from asyncllm.checkpoint.rope_config import MAX_POSITIONS
 from asyncllm.errors import ModelLoadError
-
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-"""transformers' architecture by ``general.architecture``; Mistral's files also say "llama"."""
 
 _COPIED_FIELDS = {
     "context_length": "max_position_embeddings",
@@ -32,60 +26,147 @@ _COPIED_FIELDS = {
     "rope.freq_base": "rope_theta",
 }
 _CHECKED_FIELDS = (
-    "attention.key_length attention.value_length rope.dimension_count rope.scaling.type "
-    "rope.scaling.factor rope.scaling.original_context_length rope.scaling.finetuned vocab_size "
-    "attention.sliding_window attention.causal expert_count expert_used_count"
+    "attention.key_length attention.value_length attention.causal attention.sliding_window "
+    "attention.sliding_window_pattern rope.dimension_count "
+    "rope.scaling.type rope.scaling.factor rope.scaling.original_context_length "
+    "rope.scaling.finetuned rope.scaling.attn_factor rope.scaling.yarn_ext_factor "
+    "rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow "
+    "rope.scaling.yarn_log_multiplier vocab_size expert_count expert_used_count"
 ).split()
+_LINEAR_FIELDS = ("ssm.inner_size", "attention.recurrent_layers")
+_YARN_FIELDS = {
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+    "yarn_attn_factor": "attention_factor",
+    "yarn_log_multiplier": "mscale_all_dim",
+}
+_EXPECTED = {"attention.causal": True, "rope.scaling.yarn_ext_factor": 1.0}
 
 LLAMA3_FREQUENCIES = (1.0, 4.0, 8192)
 """low_freq_factor, high_freq_factor and original_max_position_embeddings of Llama 3.1 to 3.3. A
 GGUF file does not store them, only the frequency factors computed from them."""
 
 
+def gguf_family(file: GGUFFile) -> GGUFFamily:
+    """Row of ``GGUF_FAMILIES`` for a file.
+
+    Raises:
+        ModelLoadError: for an unsupported architecture.
+    """
+    metadata = ConfigFile(file.path, file.metadata)
+    name = metadata.choice("general.architecture", tuple(GGUF_FAMILIES))
+    family = GGUF_FAMILIES[name]
+    if family.variant is not None and metadata.values.get(f"{name}.{family.variant[0]}"):
+        return family.variant[1]
+    return family
+
+
 def gguf_config(file: GGUFFile) -> ConfigFile:
     """Convert a GGUF file's metadata to the fields that ModelConfig reads.
 
     Raises:
-        ModelLoadError: for an unsupported architecture or value, or a part of a split file.
+        ModelLoadError: for an unsupported architecture or value.
     """
-    metadata = ConfigFile(file.path, file.metadata)
-    architecture = metadata.choice("general.architecture", tuple(ARCHITECTURES))
-    if metadata.integer("split.count", 0, low=0, high=2**16) > 1:
-        raise metadata.invalid_field(
-            "split.count", "1: a file with all tensors, as llama-gguf-split --merge"
-        )
-    prefix = f"{architecture}."
+    family, metadata = gguf_family(file), ConfigFile(file.path, file.metadata)
+    prefix = f"{file.metadata['general.architecture']}."
     values = {
-        key.removeprefix(prefix): value
+        key.removeprefix(prefix): _one_of_equals(key.removeprefix(prefix), value)
         for key, value in file.metadata.items()
         if key.startswith(prefix)
     }
     fields = ConfigFile(file.path, values)
-    for name in values:
-        if name not in _COPIED_FIELDS and name not in _CHECKED_FIELDS:
-            raise fields.invalid_field(
-                name, f"no such value of {architecture}, which may change the model"
-            )
-    if fields.integer("expert_count", 0, low=0) > 0:
-        raise fields.invalid_field("expert_count", "0: mixtures of experts are not supported")
-    config = {there: values[here] for here, there in _COPIED_FIELDS.items() if here in values}
+    _check_fields(fields, prefix, family)
+    copied = {**_COPIED_FIELDS, **family.fields}
+    config = {**family.constants}
+    config |= {there: values[here] for here, there in copied.items() if here in values}
     config |= {
-        "architectures": [ARCHITECTURES[architecture]],
-        "head_dim": _head_dim(fields),
+        "architectures": [family.architecture],
+        "num_hidden_layers": _num_layers(fields),
         "vocab_size": _vocab_size(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "attention_bias": _has_tensor(file, "attn_q.bias"),
+        "mlp_bias": _has_tensor(file, "ffn_down.bias"),
+        "use_qk_norm": _has_tensor(file, "attn_q_norm.weight"),
         "eos_token_id": _end_token_ids(metadata) or None,
         "dtype": _model_dtype(file),
-        "rope_scaling": _rope_parameters(file, fields),
+        **_head_sizes(fields, family),
+        **_window(fields, family, _num_layers(fields)),
+        **_rope_parameters(file, fields, family),
+        **(_linear_attention(fields) if "ssm.group_count" in family.fields else {}),
     }
-    if fields.integer("attention.sliding_window", 0, low=0, high=2**31) > 0:
-        raise fields.invalid_field(
-            "attention.sliding_window", "0: which layers slide is not in the file"
-        )
     if is_quantised(file):
         config["quantization_config"] = {"quant_method": "gguf"}
     return ConfigFile(file.path, config)
+
+
+def _one_of_equals(name: str, value: Any) -> Any:
+    """The number that a list has for each layer, where all are equal; else ``value``."""
+    is_listed = name in _COPIED_FIELDS and isinstance(value, list) and len(value) > 0
+    return value[0] if is_listed and value.count(value[0]) == len(value) else value
+
+
+def _check_fields(fields: ConfigFile, prefix: str, family: GGUFFamily) -> None:
+    """Raise ModelLoadError for a key whose meaning is not known, or that is missing."""
+    known = {*_COPIED_FIELDS, *_CHECKED_FIELDS, *family.fields, *family.expected, *family.more_keys}
+    known |= set(_LINEAR_FIELDS if "ssm.group_count" in family.fields else ())
+    for name in fields.values:
+        if name not in known:
+            raise fields.invalid_field(
+                name, f"no such value of {prefix[:-1]}, which may change the model"
+            )
+    for name, value in {**_EXPECTED, **family.expected}.items():
+        if fields.values.get(name, value) != value:
+            raise fields.invalid_field(name, f"{value}, the only one that is supported")
+    for name in family.required:
+        fields.number(name)
+    if "expert_count" not in family.fields and fields.integer("expert_count", 0, low=0) > 0:
+        raise fields.invalid_field("expert_count", f"0: {prefix[:-1]} has no experts here")
+
+
+def _num_layers(fields: ConfigFile) -> int:
+    """Number of layers without those for multi-token prediction, which come last."""
+    count = fields.integer("block_count", high=2**16)
+    return count - fields.integer("nextn_predict_layers", 0, low=0, high=count - 1)
+
+
+def _has_tensor(file: GGUFFile, name: str) -> bool:
+    return any(stored.startswith("blk.") and stored.endswith(f".{name}") for stored in file.tensors)
+
+
+def _window(fields: ConfigFile, family: GGUFFamily, num_layers: int) -> dict[str, Any]:
+    """Read the sliding window. llama.cpp has the layers that slide in its code, by architecture; a
+    few files list them."""
+    name, pattern = "attention.sliding_window", "attention.sliding_window_pattern"
+    window = fields.integer(name, family.constants.get("sliding_window"), low=0, high=2**31 - 1)
+    if not window:
+        return {"sliding_window": None} if family.full_every is not None else {}
+    every = family.full_every
+    if every is None:
+        raise fields.invalid_field(name, "0: which layers slide is not in the file")
+    sliding = [every == 0 or (layer + 1) % every != 0 for layer in range(num_layers)]
+    if pattern in fields:
+        accepted = f"a list of block_count={num_layers} booleans"
+        sliding = fields.entries(pattern, accepted, lambda one: type(one) is bool, num_layers)
+    kinds = ["sliding_attention" if each else "full_attention" for each in sliding]
+    return {"sliding_window": window, "layer_types": kinds}
+
+
+def _linear_attention(fields: ConfigFile) -> dict[str, Any]:
+    """Sizes and layers of linear attention, beside the fields that are copied."""
+    heads = fields.integer("ssm.time_step_rank")
+    size = fields.integer("ssm.inner_size")
+    if size % heads:
+        raise fields.invalid_field("ssm.inner_size", f"a multiple of ssm.time_step_rank={heads}")
+    name, num_layers = "attention.recurrent_layers", _num_layers(fields)
+    found: dict[str, Any] = {"linear_value_head_dim": size // heads}
+    if name in fields:
+        accepted = f"a list of block_count={fields.integer('block_count')} booleans"
+        recurrent = fields.entries(
+            name, accepted, lambda one: type(one) is bool, fields.integer("block_count")
+        )[:num_layers]
+        kinds = ["linear_attention" if each else "full_attention" for each in recurrent]
+        found["layer_types"] = kinds
+    return found
 
 
 def is_quantised(file: GGUFFile) -> bool:
@@ -95,10 +176,26 @@ def is_quantised(file: GGUFFile) -> bool:
 def _head_dim(fields: ConfigFile) -> int:
     hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
     size = fields.integer("attention.key_length", max(1, hidden // heads))
-    for name in ("attention.value_length", "rope.dimension_count"):
-        if fields.integer(name, size) != size:
-            raise fields.invalid_field(name, f"{size}, as the keys have")
+    if fields.integer("attention.value_length", size) != size:
+        raise fields.invalid_field("attention.value_length", f"{size}, as the keys have")
     return size
+
+
+def _head_sizes(fields: ConfigFile, family: GGUFFamily) -> dict[str, Any]:
+    """Size of a head, the part of it that RoPE rotates, and Gemma's scale of queries."""
+    name, size = "rope.dimension_count", _head_dim(fields)
+    rotated = fields.integer(name, size, high=size if family.partial_rope else MAX_POSITIONS)
+    if rotated != size and not family.partial_rope:
+        raise fields.invalid_field(name, f"{size}, as the keys have")
+    found: dict[str, Any] = {"head_dim": size, "partial_rotary_factor": 1.0}
+    if rotated != size:
+        # Rounded up, because the product with the size is rounded down to the number of elements.
+        found["partial_rotary_factor"] = math.nextafter(rotated / size, 1.0)
+    if family.wide_layers:
+        wide = fields.integer("block_count") == family.wide_layers
+        per_head = fields.integer("embedding_length") // fields.integer("attention.head_count")
+        found["query_pre_attn_scalar"] = per_head if wide else size
+    return found
 
 
 def _vocab_size(file: GGUFFile) -> int:
@@ -123,17 +220,57 @@ def _model_dtype(file: GGUFFile) -> str:
     return "float16" if kinds <= {"F32", "F16"} else "bfloat16"
 
 
-def _rope_parameters(file: GGUFFile, fields: ConfigFile) -> dict[str, Any] | None:
-    kind = fields.choice("rope.scaling.type", ("none", "linear", "yarn"), "none")
+def _rope_parameters(file: GGUFFile, fields: ConfigFile, family: GGUFFamily) -> dict[str, Any]:
+    """Fields of config.json about RoPE. Its scaling is that of full-attention layers, where sliding
+    layers have a base of their own."""
+    if "rope.freq_base_swa" in fields:
+        theta = fields.number("rope.freq_base_swa", open_low=True)
+        sliding = {"rope_parameters": {"sliding_attention": {"rope_theta": theta}}}
+        return sliding | _scaling_parameters(file, fields, family)
+    return _scaling_parameters(file, fields, family)
+
+
+def _scaling_parameters(file: GGUFFile, fields: ConfigFile, family: GGUFFamily) -> dict[str, Any]:
+    """The scaling of RoPE; as in llama.cpp, a factor without a type is linear."""
+    implied = "linear" if "rope.scaling.factor" in fields else "none"
+    kind = fields.choice("rope.scaling.type", ("none", "linear", "yarn", "longrope"), implied)
+    original = fields.integer("rope.scaling.original_context_length", None, high=MAX_POSITIONS)
     if "rope_freqs.weight" in file.tensors:
-        return _llama3_parameters(file, fields)
+        return {"rope_scaling": _llama3_parameters(file, fields)}
+    if "rope_factors_long.weight" in file.tensors or kind == "longrope":
+        return _longrope_parameters(file, fields, original)
+    if fields.number("rope.scaling.attn_factor", 1.0) != 1.0:
+        raise fields.invalid_field("rope.scaling.attn_factor", f"1.0 with {kind}")
     if kind == "none":
-        return None
+        return {"rope_scaling": None}
     rope = {"rope_type": kind, "factor": fields.number("rope.scaling.factor", low=1.0)}
-    if kind == "yarn" and "rope.scaling.original_context_length" in fields:
-        name = "original_max_position_embeddings"
-        rope[name] = fields.integer("rope.scaling.original_context_length", high=MAX_POSITIONS)
-    return rope
+    if kind == "yarn":
+        rope |= family.rope
+        found = {there: f"rope.scaling.{here}" for here, there in _YARN_FIELDS.items()}
+        rope |= {there: fields.number(key) for there, key in found.items() if key in fields}
+        if "mscale_all_dim" in rope:
+            rope["mscale"] = 1.0  # As llama.cpp assumes.
+        if original is not None:
+            rope["original_max_position_embeddings"] = original
+        if "attention.temperature_scale" in fields:
+            rope["llama_4_scaling_beta"] = fields.number("attention.temperature_scale")
+    return {"rope_scaling": rope}
+
+
+def _longrope_parameters(
+    file: GGUFFile, fields: ConfigFile, original: int | None
+) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "longrope"}
+    for length in ("long", "short"):
+        name = f"rope_factors_{length}.weight"
+        if name not in file.tensors:
+            raise ModelLoadError(f"{file.path}: tensor {name!r} is missing")
+        rope[f"{length}_factor"] = list(file.read_floats(name))
+    if "rope.scaling.attn_factor" in fields:
+        rope["attention_factor"] = fields.number("rope.scaling.attn_factor")
+    if original is None:
+        raise fields.invalid_field("rope.scaling.original_context_length", "a number of tokens")
+    return {"rope_scaling": rope, "original_max_position_embeddings": original}
 
 
 def _llama3_parameters(file: GGUFFile, fields: ConfigFile) -> dict[str, Any] | None:

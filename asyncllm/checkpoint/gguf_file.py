@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from asyncllm.checkpoint.file_version import FileVersion
 from asyncllm.errors import ModelLoadError
+from asyncllm.validation import describe
 
 MAX_ENTRIES = 2**17
 """Maximum number of metadata entries, and of tensors; real files have far fewer."""
@@ -22,6 +24,15 @@ messages contain names, so their size is bounded."""
 MAX_ARRAY_LENGTH = 2**12
 """Maximum number of elements of an array that is kept in memory. A longer array, such as a
 vocabulary, is replaced by its length."""
+
+MAX_STRINGS = 2**22
+"""Maximum number of strings in an array: over ten times the largest vocabularies."""
+
+MAX_STRING_BYTES = 2**24
+"""Maximum size in bytes of a string in the metadata; the longest are chat templates."""
+
+_PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+"""Name of a part of a split file, as llama.cpp requires it."""
 
 _SCALAR_FORMATS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -63,43 +74,112 @@ class GGUFTensor:
     """Entry of a GGUF file's tensor table.
 
     Attributes:
+        path: the file, which is a part of a split one.
         shape: in torch's order: the contiguous dimension is last.
         type: number in ``GGML_TYPES``.
         start_offset: offset of the first byte in the file.
     """
 
+    path: Path
     shape: tuple[int, ...]
     type: int
     start_offset: int
     num_bytes: int
 
 
-class GGUFFile:
-    """The header of a GGUF file, versions 2 and 3 (``ggml/docs/gguf.md``).
-
-    Attributes:
-        metadata: values by key. An array of strings, or of more than ``MAX_ARRAY_LENGTH`` elements,
-            is replaced by its length.
-        tensors: the tensor table, by tensor name.
-        version: size and time of the file when its header was read.
+def gguf_parts(path: Path) -> list[Path]:
+    """List the files of a split GGUF file, of which ``path`` is any one; else only ``path``.
 
     Raises:
-        ModelLoadError: if the file cannot be read, is no GGUF file, or contradicts its length.
+        ModelLoadError: if a part is missing.
+    """
+    match = _PART_NAME.fullmatch(path.name)
+    if match is None or not 1 <= int(match[2]) <= int(match[3]):
+        return [path]
+    count = int(match[3])
+    parts = [
+        path.with_name(f"{match[1]}-{number:05}-of-{count:05}.gguf")
+        for number in range(1, count + 1)
+    ]
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing and len(missing) < count:
+        names = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
+        raise ModelLoadError(f"{path}: {len(missing)} of its {count} parts are missing: {names}")
+    return parts
+
+
+class GGUFFile:
+    """The header of a GGUF file, versions 2 and 3 (``ggml/docs/gguf.md``), or of a split one.
+
+    Attributes:
+        path: the file; of a split one, the first part.
+        metadata: values by key. An array of strings, or of more than ``MAX_ARRAY_LENGTH`` elements,
+            is replaced by its length.
+        tensors: the tensor tables of all parts, by tensor name.
+        versions: size and time of each part when its header was read.
+
+    Args:
+        path: the file, or any part of a split one.
+
+    Raises:
+        ModelLoadError: if a file cannot be read, is no GGUF file, or contradicts its length, or if
+            parts are missing or do not belong together.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        parts = gguf_parts(path)
+        self.path = parts[0]
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, GGUFTensor] = {}
+        self.versions: list[FileVersion] = []
+        for number, part in enumerate(parts):
+            metadata, tensors = self._read_part(part)
+            if not number:
+                self.metadata = metadata
+            self._check_part(part, metadata, number, len(parts))
+            for name in tensors.keys() & self.tensors.keys():
+                raise ModelLoadError(f"{part}: tensor {name!r} is there twice, in two parts")
+            self.tensors |= tensors
+        expected = self.metadata.get("split.tensors.count", len(self.tensors))
+        if expected != len(self.tensors):
+            raise ModelLoadError(
+                f"{self.path}: split.tensors.count is {describe(expected)}, and its "
+                f"{len(parts)} parts have {len(self.tensors)} tensors"
+            )
+
+    def _read_part(self, path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         try:
-            self.version = FileVersion(path)
+            self.versions.append(FileVersion(path))
             with (
                 path.open("rb") as file,
                 mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
             ):
-                self._read_header(_Cursor(path, data))
+                return _read_header(_Cursor(path, data))
         except OSError as error:
             raise ModelLoadError(f"{path}: cannot be read ({error.strerror or error})") from error
         except ValueError as error:  # mmap raises ValueError for an empty file.
             raise ModelLoadError(f"{path}: not a GGUF file ({error})") from error
+
+    def _check_part(self, path: Path, metadata: dict[str, Any], number: int, count: int) -> None:
+        """Raise ModelLoadError unless a part is the one that its name says."""
+        places = metadata.get("split.count", 1) or 1, metadata.get("split.no", number)
+        if places != (count, number):
+            raise ModelLoadError(
+                f"{path}: split.count is {describe(places[0])} and split.no is "
+                f"{describe(places[1])}, expected {count} and {number}, as its name says"
+            )
+        for key, value in metadata.items():
+            own = key.startswith("split.") or key == "general.alignment"
+            if not own and self.metadata.get(key) != value:
+                raise ModelLoadError(
+                    f"{path}: metadata {key!r} is not that of {self.path.name}, expected the parts "
+                    "of one file"
+                )
+
+    def check_unchanged(self) -> None:
+        """Raise ModelLoadError if a part has changed since its header was read."""
+        for version in self.versions:
+            version.check()
 
     def read_floats(self, name: str) -> tuple[float, ...]:
         """Read the elements of a small tensor of type F32.
@@ -114,70 +194,75 @@ class GGUFFile:
                 f"{self.path}: tensor {name!r} is {GGML_TYPES[tensor.type][0]} of shape "
                 f"{tensor.shape}, expected F32 of at most {MAX_ARRAY_LENGTH} elements"
             )
-        with self.path.open("rb") as file:
+        with tensor.path.open("rb") as file:
             file.seek(tensor.start_offset)
             return struct.unpack(f"<{count}f", file.read(tensor.num_bytes))
 
-    def _read_header(self, cursor: _Cursor) -> None:
-        if cursor.read_bytes(4) != b"GGUF":
-            raise cursor.error("not a GGUF file: it does not begin with 'GGUF'")
-        version = cursor.read_number("I")
-        if version not in (2, 3):
-            raise cursor.error(f"version is {version}, expected 2 or 3 of little endian")
-        num_tensors, num_values = cursor.read_number("Q"), cursor.read_number("Q")
-        if max(num_tensors, num_values) > MAX_ENTRIES:
+
+def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+    """Read the metadata and the tensor table of one file."""
+    if cursor.read_bytes(4) != b"GGUF":
+        raise cursor.error("not a GGUF file: it does not begin with 'GGUF'")
+    version = cursor.read_number("I")
+    if version not in (2, 3):
+        raise cursor.error(f"version is {version}, expected 2 or 3 of little endian")
+    num_tensors, num_values = cursor.read_number("Q"), cursor.read_number("Q")
+    if max(num_tensors, num_values) > MAX_ENTRIES:
+        raise cursor.error(
+            f"{num_tensors} tensors and {num_values} metadata values, expected at most "
+            f"{MAX_ENTRIES} of each"
+        )
+    metadata: dict[str, Any] = {}
+    for _ in range(num_values):
+        key = cursor.read_name()
+        if key in metadata:
+            raise cursor.error(f"metadata {key!r} is there twice")
+        metadata[key] = cursor.read_value(key, cursor.read_number("I"))
+    entries = [_read_entry(cursor) for _ in range(num_tensors)]
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or not 1 <= alignment <= 2**16:
+        raise cursor.error(f"general.alignment is {describe(alignment)}, expected 1 to 65536")
+    begin = -(-cursor.position // alignment) * alignment
+    tensors: dict[str, GGUFTensor] = {}
+    end, previous = begin, ""
+    for offset, name, shape, kind in sorted(entries):
+        if name in tensors:
+            raise cursor.error(f"tensor {name!r} is there twice")
+        start_offset = begin + offset
+        if start_offset < end:
+            raise cursor.error(f"tensors {previous!r} and {name!r} overlap")
+        end, previous = start_offset + _num_bytes(cursor.path, name, shape, kind), name
+        if end > len(cursor.data):
             raise cursor.error(
-                f"{num_tensors} tensors and {num_values} metadata values, expected at most "
-                f"{MAX_ENTRIES} of each"
+                f"the file ends after {len(cursor.data)} bytes, within or before tensor "
+                f"{name!r}, which ends at {end}"
             )
-        self.metadata: dict[str, Any] = {}
-        for _ in range(num_values):
-            key = cursor.read_name()
-            if key in self.metadata:
-                raise cursor.error(f"metadata {key!r} is there twice")
-            self.metadata[key] = cursor.read_value(key, cursor.read_number("I"))
-        entries = [self._read_entry(cursor) for _ in range(num_tensors)]
-        alignment = self.metadata.get("general.alignment", 32)
-        if type(alignment) is not int or not 1 <= alignment <= 2**16:
-            raise cursor.error(f"general.alignment is {alignment!r}, expected 1 to 65536")
-        begin = -(-cursor.position // alignment) * alignment
-        self.tensors: dict[str, GGUFTensor] = {}
-        end, previous = begin, ""
-        for offset, name, shape, kind in sorted(entries):
-            if name in self.tensors:
-                raise cursor.error(f"tensor {name!r} is there twice")
-            start_offset = begin + offset
-            if start_offset < end:
-                raise cursor.error(f"tensors {previous!r} and {name!r} overlap")
-            end, previous = start_offset + self._num_bytes(name, shape, kind), name
-            if end > len(cursor.data):
-                raise cursor.error(
-                    f"the file ends after {len(cursor.data)} bytes, within or before tensor "
-                    f"{name!r}, which ends at {end}"
-                )
-            self.tensors[name] = GGUFTensor(shape, kind, start_offset, end - start_offset)
+        tensors[name] = GGUFTensor(cursor.path, shape, kind, start_offset, end - start_offset)
+    return metadata, tensors
 
-    def _read_entry(self, cursor: _Cursor) -> tuple[int, str, tuple[int, ...], int]:
-        name, dims = cursor.read_name(), cursor.read_number("I")
-        if not 1 <= dims <= 4:
-            raise cursor.error(f"tensor {name!r} has {dims} dimensions, expected 1 to 4")
-        shape = tuple(cursor.read_number("Q") for _ in range(dims))[::-1]
-        kind, offset = cursor.read_number("I"), cursor.read_number("Q")
-        return offset, name, shape, kind
 
-    def _num_bytes(self, name: str, shape: tuple[int, ...], kind: int) -> int:
-        if kind not in GGML_TYPES:
-            known = ", ".join(name for name, _, _ in GGML_TYPES.values())
-            raise ModelLoadError(
-                f"{self.path}: tensor {name!r} is of GGML type {kind}, expected one of {known}"
-            )
-        label, elements, size = GGML_TYPES[kind]
-        if shape[-1] % elements or 0 in shape:
-            raise ModelLoadError(
-                f"{self.path}: tensor {name!r} of type {label} has shape {shape}, expected rows of "
-                f"a multiple of {elements} elements, and no dimension of 0"
-            )
-        return math.prod(shape) // elements * size
+def _read_entry(cursor: _Cursor) -> tuple[int, str, tuple[int, ...], int]:
+    name, dims = cursor.read_name(), cursor.read_number("I")
+    if not 1 <= dims <= 4:
+        raise cursor.error(f"tensor {name!r} has {dims} dimensions, expected 1 to 4")
+    shape = tuple(cursor.read_number("Q") for _ in range(dims))[::-1]
+    kind, offset = cursor.read_number("I"), cursor.read_number("Q")
+    return offset, name, shape, kind
+
+
+def _num_bytes(path: Path, name: str, shape: tuple[int, ...], kind: int) -> int:
+    if kind not in GGML_TYPES:
+        known = ", ".join(name for name, _, _ in GGML_TYPES.values())
+        raise ModelLoadError(
+            f"{path}: tensor {name!r} is of GGML type {kind}, expected one of {known}"
+        )
+    label, elements, size = GGML_TYPES[kind]
+    if shape[-1] % elements or 0 in shape:
+        raise ModelLoadError(
+            f"{path}: tensor {name!r} of type {label} has shape {shape}, expected rows of "
+            f"a multiple of {elements} elements, and no dimension of 0"
+        )
+    return math.prod(shape) // elements * size
 
 
 class _Cursor:
@@ -216,13 +301,22 @@ class _Cursor:
         if kind in _SCALAR_FORMATS:
             return self.read_number(_SCALAR_FORMATS[kind])
         if kind == _STRING:
-            return self.read_bytes(self.read_number("Q")).decode("utf-8", "replace")
+            size = self.read_number("Q")
+            if size > MAX_STRING_BYTES:
+                raise self.error(
+                    f"metadata {key!r} has {size} bytes, expected at most {MAX_STRING_BYTES}"
+                )
+            return self.read_bytes(size).decode("utf-8", "replace")
         if kind == _ARRAY:
             return self._read_array(key, self.read_number("I"), self.read_number("Q"))
         raise self.error(f"metadata {key!r} is of type {kind}, expected 0 to 12")
 
     def _read_array(self, key: str, kind: int, count: int) -> Any:
         if kind == _STRING:
+            if count > MAX_STRINGS:
+                raise self.error(
+                    f"metadata {key!r} has {count} strings, expected at most {MAX_STRINGS}"
+                )
             for _ in range(count):
                 self.read_bytes(self.read_number("Q"))
             return count

@@ -248,9 +248,7 @@ def _read_gpt_oss(config: ConfigFile, sizes: Sizes) -> Fields:
             alpha=config.number("swiglu_alpha", 1.702, **limits),
         ),
         bias=True,
-        names=ExpertsNames(
-            router="mlp.router", experts=None, fused_router="mlp.router", transposed=True
-        ),
+        names=ExpertsNames(router="mlp.router", fused_router="mlp.router", transposed=True),
     )
     window = read_window(config, all_but_every_nth(2, sizes))
     return {"sinks": True, **read_biases(config, True), **window, "experts": experts}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from asyncllm.checkpoint.config_file import ConfigFile
+from asyncllm.checkpoint.gguf_file import gguf_parts
 from asyncllm.checkpoint.progress import Progress
 from asyncllm.errors import ModelLoadError
 from asyncllm.validation import explain
@@ -128,14 +129,18 @@ def _lookup_errors(location: str | os.PathLike[str] | None) -> Iterator[None]:
 
 
 def _find_gguf_file(directory: Path, *preferred_files: Path) -> Path:
-    """The GGUF file in ``directory``; ``directory`` itself if any of ``preferred_files`` exists.
+    """The GGUF file in ``directory``, or its first part if it is split; ``directory`` itself if any
+    of ``preferred_files`` exists.
 
     Raises:
-        ModelLoadError: if the directory has several GGUF files.
+        ModelLoadError: if the directory has several GGUF files, or parts of one are missing.
     """
-    if directory.suffix == GGUF_SUFFIX or any(file.is_file() for file in preferred_files):
+    if directory.suffix == GGUF_SUFFIX:
+        return gguf_parts(directory)[0]
+    if any(file.is_file() for file in preferred_files):
         return directory
-    found = sorted(directory.glob(f"*{GGUF_SUFFIX}"))
+    files = sorted(directory.glob(f"*{GGUF_SUFFIX}"))
+    found = list(dict.fromkeys(gguf_parts(file)[0] for file in files))
     if len(found) > 1:
         names = ", ".join(file.name for file in found[:8])
         raise ModelLoadError(f"{directory}: has several GGUF files, name one of them: {names}")

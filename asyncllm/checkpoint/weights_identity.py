@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncllm.checkpoint.gguf_file import gguf_parts
 from asyncllm.checkpoint.model_files import GGUF_SUFFIX, weight_files
 from asyncllm.checkpoint.small_file import read_small_file
 
@@ -45,7 +46,7 @@ class WeightsIdentity:
             ModelLoadError: the directory has no weights.
         """
         gguf = path.suffix == GGUF_SUFFIX
-        paths = tuple([path] if gguf else weight_files(path))
+        paths = tuple(gguf_parts(path) if gguf else weight_files(path))
         found = [(each, each.stat()) for each in paths]
         config = b"" if gguf else read_small_file(path / "config.json")
         return cls(

@@ -1,0 +1,300 @@
+"""GGUF_FAMILIES: the architectures of GGUF files, as data.
+
+Each row has what the file leaves out: transformers' architecture, the meaning of its metadata and
+tensor names, and the rules that llama.cpp has in its code, such as which layers slide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+EXPERT = "{}"
+"""Placeholder of an expert's index in the name of a tensor that GGUF stacks over experts."""
+
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""transformers' names of modules in dense models, without the prefix of a layer."""
+
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": f"mlp.experts.{EXPERT}.gate_proj",
+    "ffn_up_exps": f"mlp.experts.{EXPERT}.up_proj",
+    "ffn_down_exps": f"mlp.experts.{EXPERT}.down_proj",
+}
+_SHARED_EXPERTS = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+}
+_SHARED_EXPERT = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_MIXTRAL_EXPERTS = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": f"block_sparse_moe.experts.{EXPERT}.w1",
+    "ffn_up_exps": f"block_sparse_moe.experts.{EXPERT}.w3",
+    "ffn_down_exps": f"block_sparse_moe.experts.{EXPERT}.w2",
+}
+_NORMS_AFTER = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_NORMS_AROUND = {**_NORMS_AFTER, "ffn_norm": "pre_feedforward_layernorm"}
+_GATED_DELTA = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+}
+
+_COUNTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_QWEN_MOE_FIELDS = _COUNTS | {"expert_feed_forward_length": "moe_intermediate_size"}
+_QWEN_SHARED_FIELDS = _QWEN_MOE_FIELDS | {
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size"
+}
+_DEEPSEEK_FIELDS = _QWEN_MOE_FIELDS | {
+    "expert_count": "n_routed_experts",
+    "expert_shared_count": "n_shared_experts",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_weights_scale": "routed_scaling_factor",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+_GATED_DELTA_FIELDS = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.time_step_rank": "linear_num_value_heads",
+    "full_attention_interval": "full_attention_interval",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFFamily:
+    """Rules by which a GGUF file of one architecture is read.
+
+    Attributes:
+        architecture: transformers' class.
+        fields: fields of config.json by metadata key, beside those of all architectures.
+        constants: fields of config.json that the metadata lacks, or may leave out.
+        required: metadata keys without which the model is not known.
+        expected: the only supported value of metadata keys, which is also their default.
+        more_keys: further metadata keys: those that do not change the model for text, and those of
+            RoPE and of queries that only this architecture has.
+        names: transformers' names of tensors; those in ``NAMES`` apply as well.
+        permutes_heads: whether rows of q and k are stored in llama.cpp's order of RoPE.
+        adds_one: whether the weights of norms are stored with 1 added.
+        tiles_value_heads: whether value heads of linear attention are stored by their place in a
+            group before their group.
+        grouped_gates: tensor with the gates of linear attention, by key head; "" if the two gates
+            are apart.
+        full_every: interval of layers with full attention among sliding ones; 0 if all layers
+            slide; None if no file of the architecture has a sliding window.
+        partial_rope: whether ``rope.dimension_count`` may be less than a head.
+        wide_layers: number of layers of the one size that scales queries by the hidden size per
+            head instead of the size of a head; 0 for architectures without this rule.
+        rope: RoPE parameters that the metadata lacks.
+        variant: a metadata key, and the row of files in which this key is not 0.
+    """
+
+    architecture: str
+    fields: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    required: tuple[str, ...] = ()
+    expected: Mapping[str, Any] = field(default_factory=dict)
+    more_keys: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+    permutes_heads: bool = False
+    adds_one: bool = False
+    tiles_value_heads: bool = False
+    grouped_gates: str = ""
+    full_every: int | None = None
+    partial_rope: bool = False
+    wide_layers: int = 0
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    variant: tuple[str, GGUFFamily] | None = None
+
+
+_LLAMA = GGUFFamily("LlamaForCausalLM", permutes_heads=True)
+_GEMMA = GGUFFamily("", names=_NORMS_AROUND, adds_one=True)
+_OLMO2 = GGUFFamily("Olmo2ForCausalLM", names=_NORMS_AFTER)
+_OWN_ROPE = ("rope.freq_base_swa",)
+_TEMPERATURE = ("attention.temperature_scale",)
+_SIGMOID = {"expert_gating_func": 2}
+_QWEN3_5 = GGUFFamily(
+    "Qwen3_5ForCausalLM",
+    _GATED_DELTA_FIELDS,
+    # Text tokens have the same position in each section.
+    more_keys=("rope.dimension_sections", "nextn_predict_layers"),
+    names=_GATED_DELTA,
+    adds_one=True,
+    tiles_value_heads=True,
+    partial_rope=True,
+)
+_QWEN3_5_MOE = replace(
+    _QWEN3_5,
+    architecture="Qwen3_5MoeForCausalLM",
+    fields=_GATED_DELTA_FIELDS | _QWEN_SHARED_FIELDS,
+    names=_GATED_DELTA | _EXPERTS | _SHARED_EXPERT,
+)
+
+GGUF_FAMILIES: dict[str, GGUFFamily] = {
+    # Mistral's files say "llama" too.
+    "llama": replace(
+        _LLAMA,
+        variant=(
+            "expert_count",
+            replace(
+                _LLAMA,
+                architecture="MixtralForCausalLM",
+                fields=_COUNTS | {"expert_count": "num_local_experts"},
+                names=_MIXTRAL_EXPERTS,
+            ),
+        ),
+    ),
+    "mistral3": replace(
+        _LLAMA,
+        more_keys=_TEMPERATURE,
+        variant=(
+            _TEMPERATURE[0],
+            replace(_LLAMA, architecture="Ministral3ForCausalLM", more_keys=_TEMPERATURE),
+        ),
+    ),
+    "smollm3": replace(_LLAMA, architecture="SmolLM3ForCausalLM"),
+    "granite": replace(
+        _LLAMA,
+        architecture="GraniteForCausalLM",
+        fields={
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+        required=("attention.scale", "logit_scale"),
+        expected={"rope.scaling.finetuned": True},
+        # Granite 4 without experts and states has the sizes of both.
+        more_keys=(
+            *("expert_shared_feed_forward_length", "ssm.conv_kernel", "ssm.group_count"),
+            *("ssm.inner_size", "ssm.state_size", "ssm.time_step_rank"),
+        ),
+    ),
+    "qwen2": GGUFFamily("Qwen2ForCausalLM"),
+    "qwen3": GGUFFamily("Qwen3ForCausalLM"),
+    "qwen2moe": GGUFFamily(
+        "Qwen2MoeForCausalLM",
+        _QWEN_SHARED_FIELDS,
+        {"norm_topk_prob": False},
+        names=_EXPERTS | _SHARED_EXPERT,
+    ),
+    "qwen3moe": GGUFFamily(
+        "Qwen3MoeForCausalLM", _QWEN_MOE_FIELDS, {"norm_topk_prob": True}, names=_EXPERTS
+    ),
+    # Stored in the form of Qwen3.5, but for the gates, which are grouped by key head.
+    "qwen3next": replace(_QWEN3_5_MOE, tiles_value_heads=False, grouped_gates="ssm_ba.weight"),
+    "qwen35": _QWEN3_5,
+    "qwen35moe": _QWEN3_5_MOE,
+    "gemma2": replace(
+        _GEMMA,
+        architecture="Gemma2ForCausalLM",
+        fields={
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        constants={"sliding_window": 4096},
+        full_every=2,
+        wide_layers=46,
+    ),
+    "gemma3": replace(
+        _GEMMA,
+        architecture="Gemma3ForCausalLM",
+        fields={"final_logit_softcapping": "final_logit_softcapping"},
+        more_keys=_OWN_ROPE,
+        full_every=6,
+        wide_layers=62,
+    ),
+    "phi3": GGUFFamily(
+        "Phi3ForCausalLM",
+        names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        full_every=0,
+        partial_rope=True,
+    ),
+    "olmo2": replace(
+        _OLMO2,
+        variant=(
+            "attention.sliding_window",
+            replace(_OLMO2, architecture="Olmo3ForCausalLM", more_keys=_OWN_ROPE, full_every=4),
+        ),
+    ),
+    "olmoe": GGUFFamily(
+        "OlmoeForCausalLM",
+        _COUNTS | {"expert_feed_forward_length": "intermediate_size"},
+        {"norm_topk_prob": False},
+        names=_EXPERTS,
+    ),
+    "glm4": GGUFFamily(
+        "Glm4ForCausalLM",
+        names={
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+        },
+        partial_rope=True,
+    ),
+    "glm4moe": GGUFFamily(
+        "Glm4MoeForCausalLM",
+        _DEEPSEEK_FIELDS,
+        {"num_nextn_predict_layers": 0},
+        expected=_SIGMOID,
+        more_keys=("nextn_predict_layers",),
+        names=_EXPERTS | _SHARED_EXPERTS | {"post_attention_norm": "post_attention_layernorm"},
+        partial_rope=True,
+    ),
+    "dots1": GGUFFamily(
+        "Dots1ForCausalLM",
+        _DEEPSEEK_FIELDS,
+        {"sliding_window": None, "num_nextn_predict_layers": 0},
+        expected=_SIGMOID,
+        names=_EXPERTS | _SHARED_EXPERTS,
+    ),
+    "gpt-oss": GGUFFamily(
+        "GptOssForCausalLM",
+        _COUNTS
+        | {"expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size"},
+        names=_EXPERTS
+        | {
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks.weight": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        },
+        full_every=2,
+        rope={"truncate": False},
+    ),
+}
+"""Rules by ``general.architecture``."""

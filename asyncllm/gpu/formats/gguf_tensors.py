@@ -1,0 +1,224 @@
+"""model_tensors: a GGUF file's tensors under transformers' names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncllm.checkpoint.config_file import ConfigFile
+from asyncllm.checkpoint.gguf_config import gguf_family
+from asyncllm.checkpoint.gguf_families import EXPERT, NAMES, GGUFFamily
+from asyncllm.checkpoint.gguf_file import GGML_TYPES, PLAIN_TYPES, GGUFFile, GGUFTensor
+from asyncllm.errors import ModelLoadError
+
+_LAYER_NAME = re.compile(r"blk\.(\d{1,6})\.(.+)")
+_LINEAR = "linear_attn."
+
+_CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Names of tensors that only ``gguf_config`` reads."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredTensor:
+    """Storage of one tensor of the model in a GGUF file.
+
+    Attributes:
+        entry: place, shape and type of the stored rows.
+        row_order: indices of the stored rows in transformers' order; None if the rows are the same.
+        change: function from stored to transformers' values, ``[rows, ...]`` each; None if they
+            are equal.
+    """
+
+    entry: GGUFTensor
+    row_order: np.ndarray | None = None
+    change: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's shape, with the rows of ``row_order``."""
+        rows = self.entry.shape[0] if self.row_order is None else len(self.row_order)
+        return (rows, *self.entry.shape[1:])
+
+
+def model_tensors(file: GGUFFile, config: ConfigFile) -> dict[str, StoredTensor]:
+    """List the tensors of a file's model by transformers' name.
+
+    Experts, which GGUF stacks, are listed one by one. A tensor unknown to transformers keeps its
+    stored name. Layers for multi-token prediction are left out.
+
+    Args:
+        config: the configuration that ``gguf_config`` returns for the file.
+
+    Raises:
+        ModelLoadError: if two tensors have one name, or a shape or type does not fit its rule.
+    """
+    rules, num_layers = _Rules(file, config), config.integer("num_hidden_layers")
+    tensors: dict[str, StoredTensor] = {}
+    for stored_name, entry in file.tensors.items():
+        layer = _LAYER_NAME.fullmatch(stored_name)
+        if stored_name in _CONFIG_TENSORS or (layer and int(layer[1]) >= num_layers):
+            continue
+        for name, stored in rules.apply(stored_name, layer, entry):
+            if name in tensors:
+                raise ModelLoadError(
+                    f"{file.path}: tensor {stored_name!r} is there twice, as {name!r}"
+                )
+            tensors[name] = stored
+    return tensors
+
+
+class _Rules:
+    """Rules from one file's tensors to those of transformers."""
+
+    def __init__(self, file: GGUFFile, config: ConfigFile) -> None:
+        self.path, self.config = file.path, config
+        self.family: GGUFFamily = gguf_family(file)
+        self.names = {**NAMES, **self.family.names}
+        heads = config.integer("num_attention_heads")
+        kv_heads = config.integer("num_key_value_heads", heads)
+        rotated = {"self_attn.q_proj": heads, "self_attn.k_proj": kv_heads}
+        self.rotated_heads = rotated if self.family.permutes_heads else {}
+
+    def apply(
+        self, stored_name: str, layer: re.Match[str] | None, entry: GGUFTensor
+    ) -> Iterator[tuple[str, StoredTensor]]:
+        """Yield name and storage of each of transformers' tensors that a stored tensor holds."""
+        prefix, own = (
+            ("", stored_name) if layer is None else (f"model.layers.{layer[1]}.", layer[2])
+        )
+        module, _, leaf = own.rpartition(".")
+        name = self.names.get(own)
+        if name is None and module in self.names and leaf in ("weight", "bias"):
+            name = f"{self.names[module]}.{leaf}"
+        if own == self.family.grouped_gates:
+            yield from self._gates(f"{prefix}{_LINEAR}in_proj_", entry)
+        elif name is None:
+            yield stored_name, StoredTensor(entry)
+        elif EXPERT in name:
+            for index, expert in enumerate(self._experts(stored_name, entry)):
+                yield prefix + name.replace(EXPERT, str(index)), StoredTensor(expert)
+        else:
+            stored = self._stored(stored_name, name, entry)
+            plain = GGML_TYPES[entry.type][0] in PLAIN_TYPES
+            if len(entry.shape) == 1 and stored.row_order is not None and not plain:
+                raise ModelLoadError(
+                    f"{self.path}: tensor {stored_name!r} is quantised, expected a vector of type "
+                    + ", ".join(PLAIN_TYPES)
+                )
+            yield prefix + name, stored
+
+    def _experts(self, stored_name: str, entry: GGUFTensor) -> Iterator[GGUFTensor]:
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        count = next((self.config.integer(each) for each in names if each in self.config), 0)
+        if len(entry.shape) < 2 or entry.shape[0] != count:
+            raise ModelLoadError(
+                f"{self.path}: tensor {stored_name!r} has shape {entry.shape}, expected the "
+                f"stacked weights of expert_count={count} experts"
+            )
+        size = entry.num_bytes // count
+        for index in range(count):
+            place = entry.start_offset + index * size
+            yield replace(entry, shape=entry.shape[1:], start_offset=place, num_bytes=size)
+
+    def _gates(self, prefix: str, entry: GGUFTensor) -> Iterator[tuple[str, StoredTensor]]:
+        """Split gates whose rows are grouped by key head: those of beta, then those of the
+        decay."""
+        heads = self.config.integer("linear_num_key_heads")
+        group = self.config.integer("linear_num_value_heads") // heads
+        order = self._swapped(f"{prefix}ba", entry.shape[0], heads, 2, group)
+        for name, part in zip("ba", np.split(order, 2), strict=True):
+            yield f"{prefix}{name}.weight", StoredTensor(entry, part)
+
+    def _stored(self, stored_name: str, name: str, entry: GGUFTensor) -> StoredTensor:
+        """Storage of a tensor, without the prefix of its layer."""
+        module = name.rpartition(".")[0]
+        if module in self.rotated_heads:
+            return StoredTensor(entry, self._rotated(name, entry, self.rotated_heads[module]))
+        if name.startswith(_LINEAR):
+            return self._linear_attention(name, entry)
+        if self.family.adds_one and name.endswith("norm.weight"):
+            return StoredTensor(entry, change=_less_one)
+        if module == "mlp.shared_expert_gate" and len(entry.shape) == 1:
+            return StoredTensor(replace(entry, shape=(1, *entry.shape)))
+        return StoredTensor(entry)
+
+    def _rotated(self, name: str, entry: GGUFTensor, heads: int) -> np.ndarray:
+        """Indices that put the rows of q or k in transformers' order.
+
+        In RoPE llama.cpp rotates adjacent pairs, transformers the two halves of a head. The
+        converter to GGUF has put the rows of q and k in llama.cpp's order
+        (``LlamaModel.permute``).
+        """
+        rows = entry.shape[0]
+        if rows % (2 * heads):
+            raise ModelLoadError(
+                f"{self.path}: tensor {name!r} has {rows} rows, expected a multiple of "
+                f"{2 * heads}, twice the number of heads"
+            )
+        return self._swapped(name, rows, heads, rows // heads // 2, 2, inner=True)
+
+    def _linear_attention(self, name: str, entry: GGUFTensor) -> StoredTensor:
+        """Storage of a tensor of a gated delta rule."""
+        leaf = name.removeprefix(_LINEAR).removesuffix(".weight")
+        change = self._log_of_negative if leaf == "A_log" else None
+        if leaf == "conv1d" and len(entry.shape) == 2:
+            entry = replace(entry, shape=(entry.shape[0], 1, entry.shape[1]))
+        size = self.config.integer
+        heads, value_heads = size("linear_num_key_heads"), size("linear_num_value_heads")
+        if not self.family.tiles_value_heads or leaf == "norm" or heads == value_heads:
+            return StoredTensor(entry, change=change)
+        keys = 2 * heads * size("linear_key_head_dim")
+        first = keys if leaf in ("in_proj_qkv", "conv1d") else 0
+        width = 1 if leaf in _PER_HEAD else size("linear_value_head_dim")
+        if leaf != "out_proj":
+            order = self._swapped(
+                name, entry.shape[0], value_heads // heads, heads, width, first=first
+            )
+            return StoredTensor(entry, order, change)
+        columns = self._swapped(name, entry.shape[-1], value_heads // heads, heads, width)
+        chosen = torch.from_numpy(columns)
+        return StoredTensor(entry, change=lambda values: values[:, chosen])
+
+    def _swapped(
+        self,
+        name: str,
+        count: int,
+        outer: int,
+        middle: int,
+        width: int,
+        *,
+        first: int = 0,
+        inner: bool = False,
+    ) -> np.ndarray:
+        """Indices of ``count`` rows that, from row ``first`` on, are stored as ``[outer, middle,
+        width]``, in the order ``[middle, outer, width]``; ``[outer, width, middle]`` if
+        ``inner``."""
+        expected = first + outer * middle * width
+        if count != expected:
+            raise ModelLoadError(
+                f"{self.path}: tensor {name!r} has {count} rows or columns of heads, expected "
+                f"{expected}"
+            )
+        stored = np.arange(first, count).reshape(outer, middle, width)
+        ordered = stored.transpose((0, 2, 1) if inner else (1, 0, 2)).reshape(-1)
+        return np.concatenate((np.arange(first), ordered))
+
+    def _log_of_negative(self, rates: Tensor) -> Tensor:
+        if not bool((rates < 0).all()):
+            raise ModelLoadError(
+                f"{self.path}: tensor 'ssm_a' has rates of 0 or more, expected < 0"
+            )
+        return torch.log(-rates.float())
+
+
+_PER_HEAD = ("in_proj_b", "in_proj_a", "A_log", "dt_bias")
+"""Tensors of a gated delta rule with one row per value head."""
+
+
+def _less_one(weights: Tensor) -> Tensor:
+    return weights.float() - 1.0
