@@ -11,6 +11,7 @@ from typing import Any
 
 from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.checkpoint.gguf_file import GGML_TYPES, PLAIN_TYPES, GGUFFile
+from asyncllm.checkpoint.gguf_vocabulary import end_token_ids
 from asyncllm.checkpoint.rope_config import MAX_POSITIONS
 from asyncllm.errors import ModelLoadError
 
@@ -75,7 +76,7 @@ def gguf_config(file: GGUFFile) -> ConfigFile:
         "vocab_size": _vocab_size(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "eos_token_id": _end_token_ids(metadata) or None,
+        "eos_token_id": end_token_ids(file) or None,
         "dtype": _model_dtype(file),
         "rope_scaling": _rope_parameters(file, fields),
     }
@@ -106,12 +107,6 @@ def _vocab_size(file: GGUFFile) -> int:
     if embedding is None:
         raise ModelLoadError(f"{file.path}: tensor 'token_embd.weight' is missing")
     return embedding.shape[0]
-
-
-def _end_token_ids(metadata: ConfigFile) -> list[int]:
-    """Ids of the tokens at which llama.cpp ends an answer, read from the file's metadata."""
-    names = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-    return [metadata.integer(name, low=0) for name in names if name in metadata]
 
 
 def _model_dtype(file: GGUFFile) -> str:

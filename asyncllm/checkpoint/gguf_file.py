@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,9 @@ messages contain names, so their size is bounded."""
 MAX_ARRAY_LENGTH = 2**12
 """Maximum number of elements of an array that is kept in memory. A longer array, such as a
 vocabulary, is replaced by its length."""
+
+MAX_ARRAY_BYTES = 2**27
+"""Maximum size in bytes of an array that ``read_array`` reads; real vocabularies have few MiB."""
 
 _SCALAR_FORMATS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -79,7 +84,7 @@ class GGUFFile:
 
     Attributes:
         metadata: values by key. An array of strings, or of more than ``MAX_ARRAY_LENGTH`` elements,
-            is replaced by its length.
+            is replaced by its length; ``read_array`` reads it.
         tensors: the tensor table, by tensor name.
         version: size and time of the file when its header was read.
 
@@ -89,17 +94,46 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
+        self._arrays: dict[str, tuple[int, int]] = {}
+        with self._cursor() as cursor:
             self.version = FileVersion(path)
+            self._read_header(cursor)
+
+    @contextmanager
+    def _cursor(self) -> Iterator[_Cursor]:
+        path = self.path
+        try:
             with (
                 path.open("rb") as file,
                 mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
             ):
-                self._read_header(_Cursor(path, data))
+                yield _Cursor(path, data)
         except OSError as error:
             raise ModelLoadError(f"{path}: cannot be read ({error.strerror or error})") from error
         except ValueError as error:  # mmap raises ValueError for an empty file.
             raise ModelLoadError(f"{path}: not a GGUF file ({error})") from error
+
+    def read_array(self, key: str) -> list[Any]:
+        """Read an array of the metadata in full, whatever its length.
+
+        Raises:
+            ModelLoadError: if the file has no array ``key``, the array is larger than
+                ``MAX_ARRAY_BYTES``, or one of its strings is not UTF-8.
+        """
+        if key not in self._arrays:
+            found = repr(self.metadata[key]) if key in self.metadata else "missing"
+            raise ModelLoadError(
+                f"{self.path}: metadata {key!r} is {found:.300}, expected an array"
+            )
+        start, end = self._arrays[key]
+        if end - start > MAX_ARRAY_BYTES:
+            raise ModelLoadError(
+                f"{self.path}: metadata {key!r} has {end - start} bytes, expected at most "
+                f"{MAX_ARRAY_BYTES}"
+            )
+        with self._cursor() as cursor:
+            cursor.position = start
+            return cursor.read_array(key, cursor.read_number("I"), cursor.read_number("Q"))
 
     def read_floats(self, name: str) -> tuple[float, ...]:
         """Read the elements of a small tensor of type F32.
@@ -135,7 +169,10 @@ class GGUFFile:
             key = cursor.read_name()
             if key in self.metadata:
                 raise cursor.error(f"metadata {key!r} is there twice")
-            self.metadata[key] = cursor.read_value(key, cursor.read_number("I"))
+            kind, start = cursor.read_number("I"), cursor.position
+            self.metadata[key] = cursor.read_value(key, kind)
+            if kind == _ARRAY:
+                self._arrays[key] = start, cursor.position
         entries = [self._read_entry(cursor) for _ in range(num_tensors)]
         alignment = self.metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 1 <= alignment <= 2**16:
@@ -218,22 +255,32 @@ class _Cursor:
         if kind == _STRING:
             return self.read_bytes(self.read_number("Q")).decode("utf-8", "replace")
         if kind == _ARRAY:
-            return self._read_array(key, self.read_number("I"), self.read_number("Q"))
+            kind, count = self.read_number("I"), self.read_number("Q")
+            if kind != _STRING and count <= MAX_ARRAY_LENGTH:
+                return self.read_array(key, kind, count)
+            self._skip_array(key, kind, count)
+            return count
         raise self.error(f"metadata {key!r} is of type {kind}, expected 0 to 12")
 
-    def _read_array(self, key: str, kind: int, count: int) -> Any:
+    def read_array(self, key: str, kind: int, count: int) -> list[Any]:
+        if kind == _STRING:
+            try:
+                return [str(self.read_bytes(self.read_number("Q")), "utf-8") for _ in range(count)]
+            except UnicodeDecodeError as error:
+                raise self.error(f"metadata {key!r} has a string that is not UTF-8") from error
+        struct_format = f"<{count}{self._element_format(key, kind)}"
+        return list(struct.unpack(struct_format, self.read_bytes(struct.calcsize(struct_format))))
+
+    def _skip_array(self, key: str, kind: int, count: int) -> None:
         if kind == _STRING:
             for _ in range(count):
                 self.read_bytes(self.read_number("Q"))
-            return count
+        else:
+            self.read_bytes(count * struct.calcsize(f"<{self._element_format(key, kind)}"))
+
+    def _element_format(self, key: str, kind: int) -> str:
         if kind not in _SCALAR_FORMATS:
             raise self.error(
                 f"metadata {key!r} is an array of type {kind}, expected strings or numbers"
             )
-        struct_format = _SCALAR_FORMATS[kind]
-        raw = self.read_bytes(count * struct.calcsize(f"<{struct_format}"))
-        return (
-            list(struct.unpack(f"<{count}{struct_format}", raw))
-            if count <= MAX_ARRAY_LENGTH
-            else count
-        )
+        return _SCALAR_FORMATS[kind]
