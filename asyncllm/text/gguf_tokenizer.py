@@ -6,7 +6,7 @@ used: it knows few names of pre-tokenizers, and takes each model's published tok
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,9 @@ def read_gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str
     except ModelLoadError:
         raise
     except Exception as error:  # ``tokenizers`` raises bare exceptions.
-        raise ModelLoadError(f"{path}: no tokenizer can be made of it ({explain(error)})") from error
+        raise ModelLoadError(
+            f"{path}: no tokenizer can be made of it ({explain(error)})"
+        ) from error
     named = _named_tokens(metadata, list(vocabulary), {} if rule else _SENTENCEPIECE_IDS)
     _add_ends(backend, metadata, named, add_bos=rule is None or rule.add_bos)
     return backend, named, _chat_templates(file.metadata)
