@@ -64,7 +64,8 @@ class PreTokenizer:
         ignore_merges: a word of the vocabulary is one token, whatever the merges say.
         add_bos: a prompt begins with the BOS token unless the file says otherwise.
         spaces_are_marks: characters, not bytes, are merged; a space is written as U+2581, and a
-            character that the vocabulary lacks as bytes.
+            character that the vocabulary lacks as bytes. llama.cpp also takes a run of newlines
+            that is a token whole; the merges of Gemma's vocabulary lead to it.
     """
 
     splits: tuple[str, ...]
@@ -96,7 +97,8 @@ _NAMES: dict[PreTokenizer, str] = {
         )
     ): "jais-2",
     PreTokenizer((_QWEN2,)): (
-        "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2"
+        "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2 "
+        "bailingmoe bailingmoe2 llada-moe"
     ),
     PreTokenizer(
         (
@@ -177,12 +179,6 @@ _NAMES: dict[PreTokenizer, str] = {
         )
     ): "kimi-k2",
     PreTokenizer((r"\p{N}+", "(?=([0-9]{3})+(?![0-9]))")): "superbpe",
-    PreTokenizer(
-        (
-            r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])"
-            rf"|{_WORD}|\p{{N}}|{_SIGNS}|\s*[\r\n]|{_SPACES}",
-        )
-    ): "bailingmoe bailingmoe2 llada-moe",
     PreTokenizer(
         (rf"{_CONTRACTION}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_LINES}",)
     ): "seed-coder",
