@@ -65,7 +65,7 @@ class HubStandIn(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: HubStandIn
+    server: HubStandIn  # pyright: ignore[reportIncompatibleVariableOverride]
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: object) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -147,7 +148,7 @@ def test_local_names_with_a_colon_are_paths(resolve, hub, tmp_path, monkeypatch)
 
 def test_a_full_disk_is_told_before_the_download(resolve, hub, monkeypatch):
     sizes: list[int] = []
-    usage = type("Usage", (), {"free": len(GGUF) - 5})
+    usage = SimpleNamespace(free=len(GGUF) - 5)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     with pytest.raises(ModelLoadError) as caught:
         resolve("org/toy-GGUF:Q4_K_M", announce=sizes.append)

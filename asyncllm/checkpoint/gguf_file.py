@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,20 +92,15 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._arrays: dict[str, tuple[int, int]] = {}
-        with self._cursor() as cursor:
-            self.version = FileVersion(path)
-            self._read_header(cursor)
-
-    @contextmanager
-    def _cursor(self) -> Iterator[_Cursor]:
-        path = self.path
         try:
+            self.version = FileVersion(path)
             with (
                 path.open("rb") as file,
                 mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
             ):
-                yield _Cursor(path, data)
+                cursor = _Cursor(path, data)
+                self._read_header(cursor)
+                self._arrays = cursor.arrays
         except OSError as error:
             raise ModelLoadError(f"{path}: cannot be read ({error.strerror or error})") from error
         except ValueError as error:  # mmap raises ValueError for an empty file.
@@ -131,9 +124,15 @@ class GGUFFile:
                 f"{self.path}: metadata {key!r} has {end - start} bytes, expected at most "
                 f"{MAX_ARRAY_BYTES}"
             )
-        with self._cursor() as cursor:
-            cursor.position = start
-            return cursor.read_array(key, cursor.read_number("I"), cursor.read_number("Q"))
+        try:
+            with self.path.open("rb") as file:
+                file.seek(start)
+                cursor = _Cursor(self.path, file.read(end - start))
+        except OSError as error:
+            raise ModelLoadError(
+                f"{self.path}: cannot be read ({error.strerror or error})"
+            ) from error
+        return cursor.read_elements(key, cursor.read_number("I"), cursor.read_number("Q"))
 
     def read_floats(self, name: str) -> tuple[float, ...]:
         """Read the elements of a small tensor of type F32.
@@ -169,10 +168,7 @@ class GGUFFile:
             key = cursor.read_name()
             if key in self.metadata:
                 raise cursor.error(f"metadata {key!r} is there twice")
-            kind, start = cursor.read_number("I"), cursor.position
-            self.metadata[key] = cursor.read_value(key, kind)
-            if kind == _ARRAY:
-                self._arrays[key] = start, cursor.position
+            self.metadata[key] = cursor.read_value(key, cursor.read_number("I"))
         entries = [self._read_entry(cursor) for _ in range(num_tensors)]
         alignment = self.metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 1 <= alignment <= 2**16:
@@ -220,8 +216,9 @@ class GGUFFile:
 class _Cursor:
     """Reader of consecutive values that never reads beyond the end of the file."""
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
+    def __init__(self, path: Path, data: mmap.mmap | bytes) -> None:
         self.path, self.data, self.position = path, data, 0
+        self.arrays: dict[str, tuple[int, int]] = {}
 
     def error(self, message: str) -> ModelLoadError:
         return ModelLoadError(f"{self.path}: {message}")
@@ -255,32 +252,34 @@ class _Cursor:
         if kind == _STRING:
             return self.read_bytes(self.read_number("Q")).decode("utf-8", "replace")
         if kind == _ARRAY:
-            kind, count = self.read_number("I"), self.read_number("Q")
-            if kind != _STRING and count <= MAX_ARRAY_LENGTH:
-                return self.read_array(key, kind, count)
-            self._skip_array(key, kind, count)
-            return count
+            start = self.position
+            value = self._read_array(key, self.read_number("I"), self.read_number("Q"))
+            self.arrays[key] = start, self.position
+            return value
         raise self.error(f"metadata {key!r} is of type {kind}, expected 0 to 12")
 
-    def read_array(self, key: str, kind: int, count: int) -> list[Any]:
-        if kind == _STRING:
-            try:
-                return [str(self.read_bytes(self.read_number("Q")), "utf-8") for _ in range(count)]
-            except UnicodeDecodeError as error:
-                raise self.error(f"metadata {key!r} has a string that is not UTF-8") from error
-        struct_format = f"<{count}{self._element_format(key, kind)}"
-        return list(struct.unpack(struct_format, self.read_bytes(struct.calcsize(struct_format))))
+    def read_elements(self, key: str, kind: int, count: int) -> list[Any]:
+        if kind != _STRING:
+            struct_format = f"<{count}{_SCALAR_FORMATS[kind]}"
+            return list(struct.unpack(struct_format, self.data[self.position :]))
+        try:
+            return [str(self.read_bytes(self.read_number("Q")), "utf-8") for _ in range(count)]
+        except UnicodeDecodeError as error:
+            raise self.error(f"metadata {key!r} has a string that is not UTF-8") from error
 
-    def _skip_array(self, key: str, kind: int, count: int) -> None:
+    def _read_array(self, key: str, kind: int, count: int) -> Any:
         if kind == _STRING:
             for _ in range(count):
                 self.read_bytes(self.read_number("Q"))
-        else:
-            self.read_bytes(count * struct.calcsize(f"<{self._element_format(key, kind)}"))
-
-    def _element_format(self, key: str, kind: int) -> str:
+            return count
         if kind not in _SCALAR_FORMATS:
             raise self.error(
                 f"metadata {key!r} is an array of type {kind}, expected strings or numbers"
             )
-        return _SCALAR_FORMATS[kind]
+        struct_format = _SCALAR_FORMATS[kind]
+        raw = self.read_bytes(count * struct.calcsize(f"<{struct_format}"))
+        return (
+            list(struct.unpack(f"<{count}{struct_format}", raw))
+            if count <= MAX_ARRAY_LENGTH
+            else count
+        )
